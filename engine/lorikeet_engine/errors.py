@@ -1,0 +1,75 @@
+"""Every error the engine raises.
+
+EngineError
+├── InvalidRequest       a request that can never run: too long, bad sampling values
+├── EngineClosed         submitted after close, or the engine died
+├── StepFailed           the forward pass this request was part of raised
+├── ShapeError           tensors handed to an operator do not fit together
+├── ModelError           a base model folder that cannot be loaded
+└── AdapterError         carries the adapter's label
+    ├── AdapterRejected  a file that is not an acceptable adapter, with `field` and reason
+    ├── AdapterTooLarge  a rank or a size above the configured limit
+    └── AdapterLoadFailed  an accepted adapter that could not be brought to the GPU
+
+All are picklable: they cross process borders as they are.
+"""
+
+from typing import Any
+
+
+class EngineError(Exception):
+    """Base of the tree. Keyword fields become attributes and survive pickling."""
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fields = fields
+
+    def __getattr__(self, name: str) -> Any:
+        fields = self.__dict__.get("fields", {})
+        if name in fields:
+            return fields[name]
+        raise AttributeError(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, self.fields))
+
+
+def _rebuild(kind: type[EngineError], message: str, fields: dict[str, Any]) -> EngineError:
+    return kind(message, **fields)
+
+
+class InvalidRequest(EngineError):
+    """A request that can never run. `param` names the offending field."""
+
+
+class EngineClosed(EngineError):
+    """The engine no longer takes requests."""
+
+
+class StepFailed(EngineError):
+    """The forward pass that this request was part of raised; the engine goes on."""
+
+
+class ShapeError(EngineError):
+    """Tensors handed to an operator do not fit together."""
+
+
+class ModelError(EngineError):
+    """The base model's folder cannot be loaded."""
+
+
+class AdapterError(EngineError):
+    """Something is wrong with one adapter."""
+
+
+class AdapterRejected(AdapterError):
+    """Not an acceptable adapter. `field` names the file, tensor or config key at fault."""
+
+
+class AdapterTooLarge(AdapterError):
+    """A rank or a byte size above the configured limit."""
+
+
+class AdapterLoadFailed(AdapterError):
+    """An accepted adapter could not be brought to the GPU."""

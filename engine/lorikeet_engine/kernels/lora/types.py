@@ -1,0 +1,49 @@
+"""What the LoRA operators work on: the arena of weights, and who uses which of them in a step."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LoraWeights:
+    """All adapters on the device.
+
+    arena [elements]: every adapter's packed A and B matrices, in the adapter dtype.
+    table [slots, layers, linears, 3] int64: for slot, layer and linear the element offsets of
+    A [rank, d_in] and B [d_out, rank] in the arena, and the rank; rank 0 means that the adapter
+    leaves this linear as it is. The scaling is already inside B.
+    """
+
+    arena: torch.Tensor
+    table: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LoraGroup:
+    """One fused linear: which rows of the table it holds and where their outputs lie.
+
+    linears: indices into the table, for instance (0, 1, 2) for qkv.
+    d_in: width of the shared input. d_outs: width of each output, in order.
+    """
+
+    linears: tuple[int, ...]
+    d_in: int
+    d_outs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Runs of consecutive tokens that share an adapter; tokens outside every segment have none.
+
+    slots, starts, lengths: [segments] int32 on the device of the step; at most one segment for
+    each slot. max_rank bounds the rank of every adapter in the step.
+    """
+
+    slots: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    max_rank: int
+
+    def __len__(self) -> int:
+        return self.slots.numel()

@@ -1,0 +1,117 @@
+"""What goes into the engine and what comes out: plain, picklable messages about token ids."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.errors import EngineError, InvalidRequest
+
+
+class FinishReason(Enum):
+    """Why a choice ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. Validated when built; raises InvalidRequest.
+
+    temperature 0 is greedy. top_k 0 keeps the whole vocabulary. A seed makes a choice repeatable:
+    choice i of a request draws from seed + i. stop_token_ids end a choice and are not part of its
+    output; the model's own end-of-sequence ids are added unless ignore_eos. Neither can be drawn
+    before min_tokens tokens have been made.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer ≥ 1")
+        _require(
+            0 <= self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            self.min_tokens,
+            f"an integer from 0 to max_tokens ({self.max_tokens})",
+        )
+        _require(0.0 <= self.temperature <= 2.0, "temperature", self.temperature, "0 to 2")
+        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0, at most 1")
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or a positive integer")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call: every prompt is continued n times; the choices of a prompt share its prefix.
+
+    Choice i continues prompts[i // n]. `salt` keeps tenants' cached prefixes apart.
+    """
+
+    request_id: str
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    n: int = 1
+    adapter: AdapterRef | None = None
+    salt: str = ""
+
+    def __post_init__(self) -> None:
+        _require(self.n >= 1, "n", self.n, "an integer ≥ 1")
+        _require(len(self.prompts) >= 1, "prompt", self.prompts, "at least one prompt")
+        _require(all(self.prompts), "prompt", "[]", "prompts of at least one token")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """New tokens of one choice, in order. `finish` is set on the last one and only there."""
+
+    request_id: str
+    choice: int
+    token_ids: tuple[int, ...]
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The whole request ended with an error; nothing more follows."""
+
+    request_id: str
+    error: EngineError
+
+
+Output = Tokens | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReport:
+    """One adapter that this engine holds somewhere nearer than remote."""
+
+    ref: AdapterRef
+    residency: Residency
+    gpu_bytes: int
+    leases: int
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What an engine holds and does at one moment."""
+
+    running: int
+    waiting: int
+    kv_pages_used: int
+    kv_pages_total: int
+    arena_bytes_used: int
+    arena_bytes_total: int
+    adapters: tuple[AdapterReport, ...] = ()
+
+
+def _require(holds: bool, param: str, value: object, want: str) -> None:
+    if not holds:
+        raise InvalidRequest(f"{param}={value!r}: want {want}", param=param)

@@ -1,0 +1,64 @@
+"""What a gateway sends to a replica, and what comes back."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.request import SamplingParams
+
+
+class Endpoint(Enum):
+    """Which OpenAI endpoint was called; it decides the form of the answer."""
+
+    CHAT = "chat.completions"
+    COMPLETIONS = "completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP request, parsed: everything a replica needs to answer it.
+
+    model: as the client wrote it, echoed in the answer. Either `messages` (chat) or `prompts`
+    (completions: texts or token ids) is set. max_tokens None means as many as the context allows.
+    stop: strings that end a choice. created: Unix time, seconds.
+    """
+
+    request_id: str
+    endpoint: Endpoint
+    created: int
+    tenant: str
+    model: str
+    adapter: AdapterRef | None
+    messages: tuple[Mapping[str, Any], ...] = ()
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    sampling: SamplingParams = SamplingParams()
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The first item of every answer: where it runs, and where its adapter was found."""
+
+    replica: str
+    digest: str | None
+    residency: Residency | None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The request failed before its first byte; `code` is a LorikeetError's."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+StreamItem = Header | Refusal | bytes
+"""bytes: final SSE events when `stream` is set, else one JSON body."""

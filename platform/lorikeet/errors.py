@@ -1,0 +1,128 @@
+"""Every error the platform raises.
+
+LorikeetError             `code` names the kind, `message` says what to do
+├── InvalidSetting        a bad value or an unknown LORIKEET_ variable
+├── InvalidInput          a request or a name that cannot be right; `param` names the field
+│   └── InvalidAdapter    an upload that is not an acceptable adapter
+├── NotFound
+│   ├── UnknownModel      no such model, or not this tenant's: the two look alike
+│   ├── UnknownTenant
+│   └── UnknownKey
+├── InvalidKey            no key, an unknown one, or one that was revoked
+├── Forbidden             a good key whose scopes do not allow this
+├── Conflict              someone else changed it first; read again and retry
+├── RateLimited           carries retry_after_s
+├── Unavailable           the service cannot do this now; carries retry_after_s
+├── GenerationFailed      the engine failed this request
+└── StoreError            the object store did not do what was asked
+    ├── ObjectNotFound
+    └── ObjectExists      an if-absent write found the object there
+
+HTTP statuses are in api/errors.py and nowhere else.
+"""
+
+
+class LorikeetError(Exception):
+    """Base of the tree."""
+
+    code = "internal_error"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class InvalidSetting(LorikeetError):
+    """A bad value or an unknown LORIKEET_ variable."""
+
+    code = "invalid_setting"
+
+
+class InvalidInput(LorikeetError):
+    """A request or a name that cannot be right."""
+
+    code = "invalid_value"
+
+
+class InvalidAdapter(InvalidInput):
+    """An upload that is not an acceptable adapter."""
+
+    code = "invalid_adapter"
+
+
+class NotFound(LorikeetError):
+    """Something named is not there."""
+
+    code = "not_found"
+
+
+class UnknownModel(NotFound):
+    """No such model, or not this tenant's."""
+
+    code = "model_not_found"
+
+
+class UnknownTenant(NotFound):
+    """No such tenant."""
+
+    code = "tenant_not_found"
+
+
+class UnknownKey(NotFound):
+    """No such key id."""
+
+    code = "key_not_found"
+
+
+class InvalidKey(LorikeetError):
+    """No key, an unknown one, or one that was revoked."""
+
+    code = "invalid_api_key"
+
+
+class Forbidden(LorikeetError):
+    """A good key whose scopes do not allow this."""
+
+    code = "forbidden"
+
+
+class Conflict(LorikeetError):
+    """Someone else changed it first."""
+
+    code = "conflict"
+
+
+class RateLimited(LorikeetError):
+    """A limit of this tenant is reached."""
+
+    code = "rate_limit_exceeded"
+
+
+class Unavailable(LorikeetError):
+    """The service cannot do this now."""
+
+    code = "unavailable"
+
+
+class GenerationFailed(LorikeetError):
+    """The engine failed this request."""
+
+    code = "generation_failed"
+
+
+class StoreError(LorikeetError):
+    """The object store did not do what was asked."""
+
+    code = "store_error"
+
+
+class ObjectNotFound(StoreError):
+    """No object at this key."""
+
+
+class ObjectExists(StoreError):
+    """An if-absent write found the object there."""

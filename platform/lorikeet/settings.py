@@ -1,0 +1,106 @@
+"""Every setting of the service, parsed once from the environment."""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from lorikeet.errors import InvalidSetting
+
+_PREFIX = "LORIKEET_"
+_CLIENT_VARIABLES = frozenset({"LORIKEET_SERVER", "LORIKEET_ADMIN_KEY"})  # read by the CLI alone
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def _parse_bytes(value: object) -> object:
+    match = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", str(value).strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError("want a size such as 512MiB or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _parse_memory(value: object) -> object:
+    text = str(value).strip()
+    if not text.endswith("%"):
+        return _parse_bytes(value)
+    share = float(text[:-1]) / 100
+    if not 0 < share <= 1:
+        raise ValueError("want a share above 0% and up to 100%")
+    return share
+
+
+def _parse_models(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    pairs = [item.partition("=") for item in value.split(",") if item.strip()]
+    if not pairs or not all(name.strip() and path.strip() for name, _, path in pairs):
+        raise ValueError("want name=folder, separated by commas")
+    return {name.strip(): Path(path.strip()) for name, _, path in pairs}
+
+
+Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=1)]
+Memory = Annotated[int | float, BeforeValidator(_parse_memory)]
+"""Bytes as an int, or a share of the device's free memory as a float in (0, 1]."""
+
+
+class Settings(BaseModel):
+    """One field for each LORIKEET_ variable; the field's description is its documentation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    catalog: str = Field(".lorikeet/catalog", description="a folder, or s3://bucket/prefix")
+    base_models: Annotated[dict[str, Path], BeforeValidator(_parse_models)] = Field(
+        default={"demo": Path("demo/model")},
+        description="name=folder of each base model, separated by commas",
+    )
+    replicas: int = Field(2, ge=1, description="engine replicas of each base model")
+    gateways: int = Field(1, ge=1, description="gateway replicas")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the engine runs")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="of the base model; auto: bfloat16 on cuda, float32 on cpu"
+    )
+    adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="of adapters on the device; auto: the base model's"
+    )
+    context: int | None = Field(
+        None, ge=1, description="longest prompt plus output, tokens; default: the model's own"
+    )
+    kv_memory: Memory = Field(
+        256 * 2**20, description="KV cache: bytes, or a share of free device memory such as 80%"
+    )
+    adapter_gpu_memory: Memory = Field(
+        64 * 2**20, description="slot pool: bytes, or a share of free device memory such as 10%"
+    )
+    adapter_host_memory: Bytes = Field(256 * 2**20, description="host arena, bytes")
+    adapter_disk: Bytes = Field(4 * 2**30, description="disk cache, bytes")
+    cache_dir: Path = Field(Path(".lorikeet/cache"), description="disk cache's folder")
+    max_rank: int = Field(64, ge=1, description="largest LoRA rank accepted")
+    max_adapter_bytes: Bytes = Field(2**30, description="largest adapter upload accepted")
+    max_batch_tokens: int = Field(2048, ge=1, description="tokens of one step")
+    max_running: int = Field(256, ge=1, description="sequences of one step")
+    max_batch_adapters: int = Field(128, ge=1, description="distinct adapters of one step")
+    max_ongoing_requests: int = Field(512, ge=1, description="requests one replica takes at once")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> "Settings":
+        """Read LORIKEET_ variables. Raises InvalidSetting for a bad value or an unknown name."""
+        given = {
+            name.removeprefix(_PREFIX).lower(): value
+            for name, value in environ.items()
+            if name.startswith(_PREFIX) and name not in _CLIENT_VARIABLES
+        }
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            raise InvalidSetting("; ".join(map(_describe, error.errors()))) from error
+
+
+def _describe(problem: Any) -> str:
+    name = _PREFIX + str(problem["loc"][0]).upper()
+    if problem["type"] == "extra_forbidden":
+        known = ", ".join(sorted(_PREFIX + field.upper() for field in Settings.model_fields))
+        return f"{name} is not a setting; there are {known}"
+    return f"{name}={problem['input']!r}: {problem['msg']}"
