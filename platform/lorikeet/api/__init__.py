@@ -1,0 +1,1 @@
+"""The gateway's HTTP API: OpenAI's for tenants, its own for admins."""

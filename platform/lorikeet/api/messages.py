@@ -1,7 +1,7 @@
 """What a gateway sends to a replica, and what comes back."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -21,7 +21,8 @@ class Call:
     """One HTTP request, parsed: everything a replica needs to answer it.
 
     model: as the client wrote it, echoed in the answer. Either `messages` (chat) or `prompts`
-    (completions: texts or token ids) is set. max_tokens None means as many as the context allows.
+    (completions: texts or token ids) is set. max_tokens None means as many as the context allows;
+    it and min_tokens stand here and are left at their defaults in `sampling`.
     stop: strings that end a choice. created: Unix time, seconds.
     """
 
@@ -35,7 +36,7 @@ class Call:
     prompts: tuple[str | tuple[int, ...], ...] = ()
     max_tokens: int | None = None
     min_tokens: int = 0
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     n: int = 1
     stream: bool = False
