@@ -12,7 +12,16 @@ from lorikeet.errors import InvalidSetting
 
 _PREFIX = "LORIKEET_"
 _CLIENT_VARIABLES = frozenset({"LORIKEET_SERVER", "LORIKEET_ADMIN_KEY"})  # read by the CLI alone
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
 
 
 def _parse_bytes(value: object) -> object:

@@ -1,0 +1,1 @@
+"""Which adapters each replica keeps: pure functions."""

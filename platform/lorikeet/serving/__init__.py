@@ -1,0 +1,1 @@
+"""Where Ray Serve and the engine meet."""

@@ -1,0 +1,48 @@
+# make help lists what there is.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+# Ray Serve reads these when its processes start, so they cannot be set inside serve_app.py.
+export RAY_SERVE_THROUGHPUT_OPTIMIZED ?= 1
+export RAY_USAGE_STATS_ENABLED ?= 0
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help install serve test check soak test-gpu loadtest clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(INSTALLED)  ## install everything into .venv
+
+# torch first and alone: asked for together with the rest, pip may choose another build of it.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable . --group dev
+	@touch $@
+
+serve: $(INSTALLED)  ## start the service with the demo model and its adapters
+	@$(BIN)/python -m demo.serve
+
+check: $(INSTALLED)  ## lint, types, import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check  ## everything that must hold, on CPU
+	$(BIN)/pytest -m "not soak and not gpu"
+
+soak: $(INSTALLED)  ## the long versions of the tests
+	$(BIN)/pytest -m soak --timeout 3600
+
+test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
+	$(BIN)/pytest -m gpu
+
+loadtest: $(INSTALLED)  ## Locust against the running service
+	$(BIN)/locust -f loadtest/locustfile.py --headless --only-summary --host http://127.0.0.1:8000
+
+clean:  ## remove the demo's catalog, caches and keys
+	rm -rf .lorikeet

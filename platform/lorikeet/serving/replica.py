@@ -1,0 +1,155 @@
+"""One engine behind Ray Serve: text in, the client's bytes out."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from lorikeet.api.messages import Call, Header, Refusal, StreamItem
+from lorikeet.catalog.store import open_store
+from lorikeet.errors import InvalidInput
+from lorikeet.placement.plan import Plan
+from lorikeet.placement.report import ReplicaReport
+from lorikeet.serving.answer import Answer, refusal_of
+from lorikeet.serving.prompts import PromptEncoder
+from lorikeet.serving.router import RESIDENT_KEY
+from lorikeet.serving.source import BlobSource
+from lorikeet.settings import Settings
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.errors import EngineError
+from lorikeet_engine.loop import EngineLoop
+from lorikeet_engine.request import Failed, Output, Request
+
+log = logging.getLogger(__name__)
+
+
+class Mailbox:
+    """What the engine made for one request and nobody has taken yet. Lives on one event loop."""
+
+    def __init__(self) -> None:
+        self._outputs: list[Output] = []
+        self._filled = asyncio.Event()
+
+    def put(self, output: Output) -> None:
+        """Add an output and wake the taker."""
+        self._outputs.append(output)
+        self._filled.set()
+
+    async def take(self) -> list[Output]:
+        """Everything queued, at least one output."""
+        await self._filled.wait()
+        self._filled.clear()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+
+class Replica:
+    """Serves one base model and any of its adapters.
+
+    Tokenises, runs the engine in a thread of its own, detokenises, and forms the bytes that the
+    client reads. Plain Python: `serving/app.py` makes it a deployment. Build it on the event loop
+    that will call it.
+    """
+
+    def __init__(self, name: str, base_model: str, settings: Settings) -> None:
+        self.name = name
+        self._base_model = base_model
+        self._encoder = PromptEncoder(settings.base_models[base_model])
+        source = BlobSource(open_store(settings.catalog))
+        self._engine = Engine(engine_settings(settings, base_model), source)
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._pins: dict[AdapterRef, Residency] = {}
+        self._event_loop = asyncio.get_running_loop()
+        self._engine_loop = EngineLoop(self._engine, self._deliver)
+        self._engine_loop.start()
+
+    async def generate(self, call: Call) -> AsyncIterator[StreamItem]:
+        """Answer one call: a Header, then bytes; or a Refusal at any point before the first byte.
+
+        Closing the iterator aborts what is not finished and frees its KV pages and lease.
+        """
+        try:
+            request = self._request(call)
+            found = self._engine.residency(call.adapter) if call.adapter else None
+            mailbox = self._mailboxes[call.request_id] = Mailbox()
+            self._engine.submit(request)
+        except (EngineError, InvalidInput) as error:
+            self._mailboxes.pop(call.request_id, None)
+            yield _refuse(error)
+            return
+        answer = Answer(call, request.prompts, self._encoder.backend)
+        try:
+            yield Header(self.name, call.adapter.digest if call.adapter else None, found)
+            while not answer.finished:
+                for item in answer.take(await mailbox.take()):
+                    yield item
+                for choice in answer.stopped:
+                    self._engine.abort(call.request_id, choice)
+                answer.stopped.clear()
+        finally:
+            del self._mailboxes[call.request_id]
+            if not answer.finished:
+                self._engine.abort(call.request_id)
+
+    async def apply_plan(self, plan: Plan) -> None:
+        """Take this replica's part of the plan: pin what is new, unpin what is gone."""
+        wanted = dict(plan.get(self.name, {}))
+        for ref in self._pins.keys() - wanted.keys():
+            self._engine.unpin(ref.digest)
+        for ref, tier in wanted.items():
+            if self._pins.get(ref) != tier:
+                self._engine.pin(ref, tier)
+        self._pins = wanted
+
+    async def report(self) -> ReplicaReport:
+        """What this replica holds and does."""
+        return ReplicaReport(self.name, self._base_model, self._engine.report())
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """What the router knows of this replica; Serve asks every second."""
+        adapters = self._engine.report().adapters
+        return {RESIDENT_KEY: [a.ref.digest for a in adapters if a.residency is Residency.GPU]}
+
+    def check_health(self) -> None:
+        """Raises when the engine's thread has ended: Serve then replaces this replica."""
+        if not self._engine_loop.alive:
+            raise RuntimeError("the engine's loop ended")
+
+    def close(self) -> None:
+        """Stop the engine. Safe to call twice."""
+        self._engine_loop.close()
+
+    def _request(self, call: Call) -> Request:
+        prompts = self._encoder.encode(call)
+        longest = max(map(len, prompts))
+        room = max(1, self._engine.config.max_context - longest)
+        sampling = replace(
+            call.sampling,
+            max_tokens=min(call.max_tokens, room) if call.max_tokens else room,
+            min_tokens=min(call.min_tokens, room),
+        )
+        return Request(call.request_id, prompts, sampling, call.n, call.adapter, salt=call.tenant)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        self._event_loop.call_soon_threadsafe(self._sort, outputs)
+
+    def _sort(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            mailbox = self._mailboxes.get(output.request_id)
+            if mailbox is not None:
+                mailbox.put(output)
+            elif isinstance(output, Failed):
+                log.info("failure_of_gone_request", extra={"request_id": output.request_id})
+
+
+def _refuse(error: EngineError | InvalidInput) -> Refusal:
+    if isinstance(error, InvalidInput):
+        return Refusal(error.code, error.message, error.param)
+    return refusal_of(error)
+
+
+def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
+    """The engine's part of the settings."""
+    raise NotImplementedError

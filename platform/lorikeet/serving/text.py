@@ -1,0 +1,80 @@
+"""Tokens to text, as they come, for one choice."""
+
+from collections.abc import Iterable, Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+_CONTEXT_TOKENS = 8  # enough of the prompt for a decoder that joins words to see what came before
+
+
+class TextStream:
+    """Decodes one choice incrementally and ends it at a stop string.
+
+    Text that may still become a stop string, and bytes that are not yet a whole character, are
+    held back. Stop strings are not looked for in the first `min_tokens` tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stop: tuple[str, ...] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = DecodeStream(ids=list(prompt[-_CONTEXT_TOKENS:]), skip_special_tokens=True)
+        self._stop = stop
+        self._min_tokens = min_tokens
+        self._undecoded: list[int] = []
+        self._held = ""
+        self.tokens = 0
+        self.stopped = False
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Take new tokens; return the text that is now certain."""
+        sendable = ""
+        for token_id in token_ids:
+            if self.stopped:
+                break
+            self.tokens += 1
+            sendable += self._advance(self._decode(token_id))
+        return sendable
+
+    def finish(self) -> str:
+        """Return what was held back: no more tokens will come."""
+        if self.stopped:
+            return ""
+        rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
+        held, self._held = self._held, ""
+        return held + rest
+
+    def _decode(self, token_id: int) -> str:
+        self._undecoded.append(token_id)
+        piece = self._decoder.step(self._tokenizer, token_id)
+        if piece is None:
+            return ""
+        self._undecoded.clear()
+        return str(piece)
+
+    def _advance(self, piece: str) -> str:
+        self._held += piece
+        if self.tokens <= self._min_tokens:
+            certain, self._held = self._held, ""
+            return certain
+        ends = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if ends:
+            self.stopped = True
+            return self._held[: min(ends)]
+        certain = len(self._held) - self._possible_stop()
+        text, self._held = self._held[:certain], self._held[certain:]
+        return text
+
+    def _possible_stop(self) -> int:
+        """Length of the longest end of the held text that a stop string begins with."""
+        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            tail = self._held[-length:]
+            if any(stop.startswith(tail) for stop in self._stop):
+                return length
+        return 0

@@ -1,0 +1,11 @@
+"""The whole system: engines, the controller that keeps adapters on them, the gateway in front.
+
+serve run serve_app:app
+"""
+
+from lorikeet.serving.app import controller, engine, gateway
+from lorikeet.settings import Settings
+
+settings = Settings.from_env()
+engines = {name: engine(settings, name) for name in settings.base_models}
+app = gateway(settings, engines, controller(settings, engines))

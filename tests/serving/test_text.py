@@ -1,0 +1,63 @@
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from lorikeet.serving.text import TextStream
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token a byte, so that every character beyond ASCII is split."""
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    return tokenizer
+
+
+def run(stream, token_ids):
+    pieces = []
+    for token_id in token_ids:
+        pieces.append(stream.push([token_id]))
+        if stream.stopped:
+            break
+    return [*pieces, stream.finish()]
+
+
+@pytest.mark.parametrize("text", ["plain words", "zażółć gęślą", "日本語 and 🦜🦜", ""])
+def test_pieces_join_to_the_whole_text_and_never_break_a_character(tokenizer, text):
+    pieces = run(TextStream(tokenizer, []), tokenizer.encode(text).ids)
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_text_ends_before_a_stop_string_that_spans_tokens(tokenizer):
+    ids = tokenizer.encode("one two END three").ids
+    stream = TextStream(tokenizer, [], stop=("END",))
+    assert "".join(run(stream, ids)) == "one two "
+    assert stream.stopped
+    assert stream.tokens == len("one two END")
+
+
+def test_the_earliest_of_several_stop_strings_wins(tokenizer):
+    stream = TextStream(tokenizer, [], stop=("three", "two"))
+    assert "".join(run(stream, tokenizer.encode("one two three").ids)) == "one "
+
+
+def test_what_only_began_like_a_stop_string_is_sent_after_all(tokenizer):
+    stream = TextStream(tokenizer, [], stop=("ENDING",))
+    pieces = run(stream, tokenizer.encode("the END").ids)
+    assert pieces[:5] == ["t", "h", "e", " ", ""]
+    assert "".join(pieces) == "the END"
+
+
+def test_a_stop_string_is_not_looked_for_before_min_tokens(tokenizer):
+    stream = TextStream(tokenizer, [], stop=("b",), min_tokens=3)
+    assert "".join(run(stream, tokenizer.encode("abcdbe").ids)) == "abcd"
+
+
+def test_an_unfinished_character_at_the_end_is_shown_as_a_replacement(tokenizer):
+    ids = tokenizer.encode("a🦜").ids[:-1]
+    assert "".join(run(TextStream(tokenizer, []), ids)).startswith("a\ufffd")
