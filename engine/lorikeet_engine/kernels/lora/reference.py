@@ -1,0 +1,67 @@
+"""LoRA in plain torch: the equation that every other implementation is compared with.
+
+Also the product's CPU path, so it loops over segments and never over tokens.
+"""
+
+import torch
+
+from lorikeet_engine.errors import ShapeError
+from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
+
+
+def shrink(
+    x: torch.Tensor, weights: LoraWeights, segments: Segments, layer: int, group: LoraGroup
+) -> torch.Tensor:
+    """v[t, s, :rank] = x[t] @ A(t, s).T in float32, for each linear s of the group.
+
+    x [tokens, d_in]; A(t, s) [rank, d_in] of the adapter whose segment holds token t
+    → v [tokens, slices, segments.max_rank] float32. Rows without an adapter, and columns from the
+    adapter's rank on, are zero. Raises ShapeError.
+    """
+    if x.dim() != 2 or x.shape[1] != group.d_in:
+        raise ShapeError(f"x has shape {tuple(x.shape)}: want [tokens, {group.d_in}]")
+    v = x.new_zeros((x.shape[0], len(group.linears), segments.max_rank), dtype=torch.float32)
+    for rows, s, a_start, _, rank in _pieces(weights, segments, layer, group):
+        if rank > segments.max_rank:
+            raise ShapeError(f"an adapter of rank {rank} with max_rank={segments.max_rank}")
+        a = weights.arena[a_start : a_start + rank * group.d_in].view(rank, group.d_in)
+        v[rows, s, :rank] = x[rows].float() @ a.float().T
+    return v
+
+
+def expand(
+    v: torch.Tensor,
+    y: torch.Tensor,
+    weights: LoraWeights,
+    segments: Segments,
+    layer: int,
+    group: LoraGroup,
+) -> None:
+    """y[t, columns of s] += v[t, s, :rank] @ B(t, s).T, summed in float32, rounded once.
+
+    v as shrink returns it; B(t, s) [d_out, rank] with the scaling inside; y [tokens, sum(d_outs)]
+    is changed in place. Rows without an adapter are untouched. Raises ShapeError.
+    """
+    if y.dim() != 2 or y.shape[1] != sum(group.d_outs):
+        raise ShapeError(f"y has shape {tuple(y.shape)}: want [tokens, {sum(group.d_outs)}]")
+    if v.shape != (y.shape[0], len(group.linears), segments.max_rank):
+        raise ShapeError(f"v has shape {tuple(v.shape)}, which does not fit y and the segments")
+    for rows, s, _, b_start, rank in _pieces(weights, segments, layer, group):
+        d_out, column = group.d_outs[s], sum(group.d_outs[:s])
+        b = weights.arena[b_start : b_start + d_out * rank].view(d_out, rank)
+        y[rows, column : column + d_out] += v[rows, s, :rank] @ b.float().T
+
+
+def _pieces(
+    weights: LoraWeights, segments: Segments, layer: int, group: LoraGroup
+) -> list[tuple[slice, int, int, int, int]]:
+    """(token rows, slice of the group, start of A, start of B, rank) wherever the rank is not 0."""
+    linears = list(group.linears)
+    table = weights.table[segments.slots.long(), layer][:, linears].tolist()
+    runs = zip(segments.starts.tolist(), segments.lengths.tolist(), table, strict=True)
+    return [
+        (slice(start, start + length), s, a_start, b_start, rank)
+        for start, length, linear_rows in runs
+        for s, (a_start, b_start, rank) in enumerate(linear_rows)
+        if rank > 0
+    ]
