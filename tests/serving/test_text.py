@@ -1,20 +1,6 @@
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 
 from lorikeet.serving.text import TextStream
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    """One token a byte, so that every character beyond ASCII is split."""
-    alphabet = sorted(ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = ByteLevelDecoder()
-    return tokenizer
 
 
 def run(stream, token_ids):

@@ -1,0 +1,96 @@
+"""Start the service with the demo: `make serve`.
+
+Fills the catalog with the demo's tenants and adapters when there is none yet, runs
+`serve run serve_app:app`, says what to type once it answers, and stops it on Ctrl-C.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from demo.fill import Keys, fill_catalog
+from lorikeet.errors import LorikeetError
+from lorikeet.settings import Settings
+
+ADDRESS = "http://127.0.0.1:8000"
+_READY_TIMEOUT_S = 300
+_STOP_TIMEOUT_S = 60
+
+
+def main() -> int:
+    """Run the demo until Ctrl-C; the exit status is for the shell."""
+    if _port_taken():
+        print(f"Something already answers on {ADDRESS}: stop it first.", file=sys.stderr)
+        return 1
+    try:
+        keys = fill_catalog(Settings.from_env(), Path(".lorikeet/demo-keys.json"))
+    except LorikeetError as error:
+        print(error, file=sys.stderr)
+        return 1
+    serve = shutil.which("serve", path=str(Path(sys.executable).parent)) or "serve"
+    # Its own session, so that Ctrl-C reaches it once, from here, and not Ray's workers directly.
+    process = subprocess.Popen(
+        [serve, "run", "serve_app:app"], start_new_session=True, env=_environment()
+    )
+    signal.signal(signal.SIGTERM, lambda *_: _interrupt())
+    try:
+        if _wait_until_ready(process):
+            _greet(keys)
+        return process.wait()
+    except KeyboardInterrupt:
+        return _stop(process)
+
+
+def _environment() -> dict[str, str]:
+    root = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return {"RAY_SERVE_DEFAULT_HTTP_HOST": "127.0.0.1", **os.environ, "PYTHONPATH": path}
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def _port_taken() -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", 8000)) == 0
+
+
+def _wait_until_ready(process: "subprocess.Popen[bytes]") -> bool:
+    deadline = time.monotonic() + _READY_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"{ADDRESS}/healthz", timeout=1) as answer:
+                if answer.status == 200:
+                    return True
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.25)
+    return False
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> int:
+    print("\nStopping…", flush=True)
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return 1
+    print("Stopped.")
+    return 0
+
+
+def _greet(keys: Keys) -> None:
+    print(keys.greeting(ADDRESS), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
