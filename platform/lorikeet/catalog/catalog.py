@@ -1,0 +1,274 @@
+"""The catalog: the state as last read, and every operation that changes it.
+
+A change is one optimistic loop: read the log's tail, check against the state, append. When
+someone else appended first, the loop starts over, so no update is lost and nothing is decided on
+stale knowledge. A crash leaves at most a blob that no entry names.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from lorikeet.catalog import rules
+from lorikeet.catalog.changes import CatalogCreated, KeyCreated, Pinned, TenantSaved
+from lorikeet.catalog.fold import fold
+from lorikeet.catalog.keys import new_key_id, new_secret, secret_sha256
+from lorikeet.catalog.log import Log
+from lorikeet.catalog.names import DEFAULT_ALIAS, check_alias, check_name, check_selector
+from lorikeet.catalog.records import (
+    AdapterRecord,
+    BlobFacts,
+    KeyRecord,
+    PinRecord,
+    Scope,
+    TenantRecord,
+    VersionRecord,
+)
+from lorikeet.catalog.state import CatalogState
+from lorikeet.catalog.store import ObjectStore
+from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound, StoreError
+from lorikeet_engine.adapter import Residency
+
+_ATTEMPTS = 20
+_LONGEST_PAUSE_S = 1.0
+
+
+def blob_key(digest: str) -> str:
+    """Where the blob with this SHA-256 (64 hex digits) lies in the store."""
+    return f"blobs/{digest[:2]}/{digest}"
+
+
+class AdapterCatalog:
+    """The catalog in one store, for any number of threads; other processes may write too.
+
+    Knows nothing until the first refresh. Each change refreshes first, names its `actor` for the
+    audit trail, and raises Conflict if too many others keep changing the catalog meanwhile.
+    """
+
+    def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
+        self.store = store
+        self._log = Log(store)
+        self._clock = clock
+        self._state = CatalogState()
+        self._reading = threading.Lock()
+        self._showing = threading.Lock()
+        self._writing = threading.Lock()  # one process need not race with itself
+
+    @classmethod
+    def init(
+        cls, store: ObjectStore, *, actor: str = "init", clock: Callable[[], float] = time.time
+    ) -> "AdapterCatalog":
+        """Make the catalog of an empty store. Raises Conflict when there is one."""
+        catalog = cls(store, clock)
+        try:
+            entry = catalog._log.append(0, actor, clock(), [CatalogCreated()])
+        except Conflict as error:
+            raise Conflict(f"there already is a catalog at {store.url}") from error
+        catalog._show(fold(CatalogState(), [entry]))
+        return catalog
+
+    @property
+    def state(self) -> CatalogState:
+        """The state as last read; never blocks."""
+        return self._state
+
+    def refresh(self) -> CatalogState:
+        """Read what was appended since, and return the new state. Raises StoreError."""
+        with self._reading:
+            before = self._state
+            entries = self._log.read(before.seq)
+            if entries:
+                self._show(fold(before, entries))
+        if self._state.seq == 0:
+            raise StoreError(f"there is no catalog at {self.store.url}: run `lorikeet init` first")
+        return self._state
+
+    def create_tenant(
+        self, name: str, max_concurrent: int | None = None, *, actor: str
+    ) -> TenantRecord:
+        """Make a tenant, or change the limit of one. max_concurrent None: no limit."""
+        check_name(name, "tenant")
+        _check_count(max_concurrent, "max_concurrent")
+        change = TenantSaved(name=name, max_concurrent=max_concurrent)
+        return self._commit(actor, lambda state: rules.save_tenant(state, change)).tenant(name)
+
+    def create_key(
+        self, tenant: str | None, scopes: Collection[Scope], *, actor: str
+    ) -> tuple[KeyRecord, str]:
+        """Make a key; its secret is in this answer and nowhere else.
+
+        tenant None: an administrator's key. Raises UnknownTenant.
+        """
+        if not scopes:
+            raise InvalidInput("scopes=[]: want at least one scope", param="scopes")
+        if tenant is None and Scope.INFER in scopes:
+            raise InvalidInput("scope 'infer' is for a tenant's key: name one", param="scopes")
+        secret = new_secret()
+        change = KeyCreated(
+            id=new_key_id(),
+            tenant=tenant,
+            scopes=tuple(sorted(set(scopes), key=lambda scope: scope.value)),
+            sha256=secret_sha256(secret),
+        )
+        after = self._commit(actor, lambda state: rules.create_key(state, change))
+        return after.key(change.id), secret
+
+    def revoke_key(self, key_id: str, *, actor: str) -> KeyRecord:
+        """Make a key invalid for ever; again is fine. Raises UnknownKey."""
+        return self._commit(actor, lambda state: rules.revoke_key(state, key_id)).key(key_id)
+
+    def register(
+        self,
+        tenant: str,
+        name: str,
+        blob: Path,
+        facts: BlobFacts,
+        *,
+        shared: bool | None = None,
+        promote: bool = False,
+        actor: str,
+    ) -> VersionRecord:
+        """Upload a validated blob and make it the adapter's next version.
+
+        The first version becomes prod, later ones with `promote`. A blob that already is a usable
+        version of this adapter gives that version. shared None leaves it as it is (at first not
+        shared). Raises InvalidInput, UnknownTenant.
+        """
+        check_name(tenant, "tenant")
+        check_name(name, "name")
+        self.refresh().tenant(tenant)  # before a long upload
+        self._upload(blob, facts)
+        after = self._commit(
+            actor,
+            lambda state: rules.register(
+                state, tenant, name, facts, shared=shared, promote=promote
+            ),
+        )
+        version = after.adapter(tenant, name).with_digest(facts.digest)
+        assert version is not None
+        return version
+
+    def promote(
+        self,
+        tenant: str,
+        name: str,
+        version: int,
+        alias: str = DEFAULT_ALIAS,
+        expect: int | None = None,
+        *,
+        actor: str,
+    ) -> AdapterRecord:
+        """Point an alias, new or not, to a version.
+
+        expect: the version it must point to until now. Raises UnknownModel, Conflict.
+        """
+        check_alias(alias)
+        after = self._commit(
+            actor, lambda state: rules.promote(state, tenant, name, version, alias, expect)
+        )
+        return after.adapter(tenant, name)
+
+    def rollback(
+        self, tenant: str, name: str, alias: str = DEFAULT_ALIAS, *, actor: str
+    ) -> AdapterRecord:
+        """Point an alias back to what it pointed to before; again goes back further.
+
+        Retired versions are passed over. Raises UnknownModel, NotFound, and Conflict when there
+        is nothing to go back to or someone moves the alias at the same moment.
+        """
+        seen = self.refresh().adapter(tenant, name).aliases.get(alias)
+        after = self._commit(
+            actor, lambda state: rules.rollback(state, tenant, name, alias, expect=seen)
+        )
+        return after.adapter(tenant, name)
+
+    def retire(
+        self, tenant: str, name: str, version: int | None = None, *, actor: str
+    ) -> AdapterRecord:
+        """End the use of one version, or with None of the adapter, its aliases and its pin.
+
+        Requests in flight finish. A version that an alias points to is refused with Conflict.
+        Raises UnknownModel.
+        """
+        after = self._commit(actor, lambda state: rules.retire(state, tenant, name, version))
+        return after.adapter(tenant, name)
+
+    def pin(
+        self,
+        tenant: str,
+        name: str,
+        *,
+        selector: str = DEFAULT_ALIAS,
+        tier: Residency = Residency.GPU,
+        replicas: int | None = None,
+        reason: str = "",
+        expires: float | None = None,
+        actor: str,
+    ) -> PinRecord:
+        """Promise that an adapter stays resident; replaces the adapter's pin, if any.
+
+        selector: an alias or a version number. replicas None: on all of its base model.
+        expires: Unix seconds. Raises InvalidInput, UnknownModel.
+        """
+        check_selector(selector)
+        _check_count(replicas, "replicas")
+        if tier is Residency.REMOTE:
+            raise InvalidInput("tier=remote promises nothing: want disk, host or gpu", param="tier")
+        if expires is not None and expires <= self._clock():
+            raise InvalidInput(f"expires={expires}: want a time to come", param="expires")
+        change = Pinned(
+            tenant=tenant,
+            name=name,
+            selector=selector,
+            tier=tier,
+            replicas=replicas,
+            reason=reason,
+            expires=expires,
+        )
+        after = self._commit(actor, lambda state: rules.pin(state, change))
+        return after.pin_records[tenant, name]
+
+    def unpin(self, tenant: str, name: str, *, actor: str) -> None:
+        """Take an adapter's pin away. Raises NotFound when it has none."""
+        self._commit(actor, lambda state: rules.unpin(state, tenant, name))
+
+    def _commit(self, actor: str, decide: Callable[[CatalogState], rules.Changes]) -> CatalogState:
+        """Append what `decide` answers; the state right after it, or as it is without changes."""
+        with self._writing:
+            for attempt in range(_ATTEMPTS):
+                state = self.refresh()
+                changes = decide(state)
+                if not changes:
+                    return state
+                try:
+                    entry = self._log.append(state.seq, actor, self._clock(), changes)
+                except Conflict:
+                    time.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, 0.01 * 2**attempt)))
+                    continue
+                after = fold(state, [entry])
+                self._show(after)
+                return after
+        raise Conflict(
+            f"others changed the catalog first, {_ATTEMPTS} times in a row: try again later"
+        )
+
+    def _show(self, state: CatalogState) -> None:
+        with self._showing:
+            if state.seq > self._state.seq:
+                self._state = state
+
+    def _upload(self, blob: Path, facts: BlobFacts) -> None:
+        key = blob_key(facts.digest)
+        try:
+            if self.store.size(key) == facts.size_bytes:
+                return
+        except ObjectNotFound:
+            pass
+        self.store.put_file(key, blob)
+
+
+def _check_count(value: int | None, param: str) -> None:
+    if value is not None and value < 1:
+        raise InvalidInput(f"{param}={value}: want an integer ≥ 1, or none", param=param)

@@ -1,0 +1,211 @@
+"""What one log entry can change, and an entry's JSON.
+
+A change holds what its author decided; when and by whom stands once in the entry. A reader that
+meets a schema or a change that it does not know stops: guessing would serve a wrong state.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter, ValidationError
+
+from lorikeet.catalog.records import Scope
+from lorikeet.errors import StoreError
+from lorikeet_engine.adapter import Residency
+
+SCHEMA = 1
+"""Raised whenever an older reader could misread what is written."""
+
+
+def _parse_tier(value: object) -> object:
+    return Residency[value.upper()] if isinstance(value, str) else value
+
+
+Tier = Annotated[Residency, BeforeValidator(_parse_tier), PlainSerializer(str, return_type=str)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogCreated:
+    """The first change of every log."""
+
+    type: Literal["catalog_created"] = "catalog_created"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantSaved:
+    """A tenant was made, or its limit changed."""
+
+    name: str
+    max_concurrent: int | None
+    type: Literal["tenant_saved"] = "tenant_saved"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyCreated:
+    """A key became valid."""
+
+    id: str
+    tenant: str | None
+    scopes: tuple[Scope, ...]
+    sha256: str
+    type: Literal["key_created"] = "key_created"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRevoked:
+    """A key is valid no more, for ever."""
+
+    id: str
+    type: Literal["key_revoked"] = "key_revoked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRegistered:
+    """An adapter has one more version; the first one makes the adapter."""
+
+    tenant: str
+    name: str
+    version: int
+    digest: str
+    size_bytes: int
+    packed_elements: int
+    max_rank: int
+    base_model: str
+    type: Literal["version_registered"] = "version_registered"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterShared:
+    """An adapter was opened to every tenant, or closed again."""
+
+    tenant: str
+    name: str
+    shared: bool
+    type: Literal["adapter_shared"] = "adapter_shared"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AliasMoved:
+    """An alias points to another version; the one before joins its history."""
+
+    tenant: str
+    name: str
+    alias: str
+    version: int
+    type: Literal["alias_moved"] = "alias_moved"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AliasRolledBack:
+    """An alias went back along its history to this version."""
+
+    tenant: str
+    name: str
+    alias: str
+    version: int
+    type: Literal["alias_rolled_back"] = "alias_rolled_back"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRetired:
+    """One version can be used no more."""
+
+    tenant: str
+    name: str
+    version: int
+    type: Literal["version_retired"] = "version_retired"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRetired:
+    """No version so far can be used any more; aliases and pin are gone."""
+
+    tenant: str
+    name: str
+    type: Literal["adapter_retired"] = "adapter_retired"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned:
+    """An adapter's pin was set or replaced."""
+
+    tenant: str
+    name: str
+    selector: str
+    tier: Tier
+    replicas: int | None
+    reason: str
+    expires: float | None
+    type: Literal["pinned"] = "pinned"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpinned:
+    """An adapter's pin was taken away."""
+
+    tenant: str
+    name: str
+    type: Literal["unpinned"] = "unpinned"
+
+
+Change = Annotated[
+    CatalogCreated
+    | TenantSaved
+    | KeyCreated
+    | KeyRevoked
+    | VersionRegistered
+    | AdapterShared
+    | AliasMoved
+    | AliasRolledBack
+    | VersionRetired
+    | AdapterRetired
+    | Pinned
+    | Unpinned,
+    Field(discriminator="type"),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One commit: changes that happen together. time: Unix seconds; nonce: its writer's mark."""
+
+    seq: int
+    nonce: str
+    actor: str
+    time: float
+    changes: tuple[Change, ...]
+    schema: int = SCHEMA
+
+
+_ENTRY = TypeAdapter(Entry)
+
+
+def entry_to_json(entry: Entry) -> bytes:
+    """Canonical enough to read by eye: one JSON object."""
+    return _ENTRY.dump_json(entry)
+
+
+def entry_from_json(data: bytes, key: str) -> Entry:
+    """Read an entry back; `key` names it in errors.
+
+    Raises StoreError, with the remedy, for damage and for what a newer release wrote.
+    """
+    try:
+        raw = json.loads(data)
+        schema = raw["schema"]
+        if schema > SCHEMA:
+            raise StoreError(
+                f"{key} has schema {schema} and this process reads up to {SCHEMA}: "
+                "a newer release writes this catalog, upgrade this one"
+            )
+        return _ENTRY.validate_python(raw)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        if problem["type"] == "union_tag_invalid":
+            raise StoreError(
+                f"{key}: {problem['msg']}: a newer release writes this catalog, upgrade this one"
+            ) from error
+        raise StoreError(f"{key} is damaged ({problem['msg']}): restore the object") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise StoreError(f"{key} is not a log entry ({error}): restore the object") from error

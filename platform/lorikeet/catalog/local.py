@@ -1,0 +1,143 @@
+"""Objects as files of one folder, for one machine and any number of its processes."""
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lorikeet.catalog.store import check_key
+from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError
+
+_UNFINISHED = ".unfinished"  # no key starts with a dot
+
+
+class LocalStore:
+    """An ObjectStore in a folder, made when first written to.
+
+    Each object is written aside, synced, then renamed or linked into place, so that a crash
+    leaves at most an unfinished file that no reader looks at.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.absolute()
+
+    @property
+    def url(self) -> str:
+        """The folder."""
+        return str(self._folder)
+
+    def get(self, key: str) -> bytes:
+        """See ObjectStore."""
+        with self._errors(key):
+            return self._path(key).read_bytes()
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """See ObjectStore."""
+        with self._errors(key), self._path(key).open("rb") as file:
+            if start >= os.fstat(file.fileno()).st_size:
+                raise StoreError(f"{key} ends before byte {start}")
+            file.seek(start)
+            return file.read(length)
+
+    def size(self, key: str) -> int:
+        """See ObjectStore."""
+        with self._errors(key):
+            return self._path(key).stat().st_size
+
+    def put(self, key: str, data: bytes) -> None:
+        """See ObjectStore."""
+        with self._errors(key), self._written(data) as unfinished:
+            unfinished.replace(self._place(key))
+            _sync(self._path(key).parent)
+
+    def put_file(self, key: str, path: Path) -> None:
+        """See ObjectStore."""
+        with self._errors(key), self._written(path) as unfinished:
+            unfinished.replace(self._place(key))
+            _sync(self._path(key).parent)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        """See ObjectStore."""
+        with self._errors(key), self._written(data) as unfinished:
+            try:
+                os.link(unfinished, self._place(key))  # unlike a rename, never replaces
+            except FileExistsError as error:
+                raise ObjectExists(f"there already is {key}") from error
+            _sync(self._path(key).parent)
+
+    def download(self, key: str, path: Path) -> None:
+        """See ObjectStore."""
+        with self._errors(key):
+            shutil.copyfile(self._path(key), path)
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
+        """See ObjectStore."""
+        top = self._folder / prefix.rpartition("/")[0]
+        with self._errors(prefix):
+            files = (Path(at, name) for at, _, names in os.walk(top) for name in names)
+            keys = (file.relative_to(self._folder).as_posix() for file in files)
+            yield from sorted(
+                key
+                for key in keys
+                if key.startswith(prefix) and key > start_after and not key.startswith(".")
+            )
+
+    def delete(self, key: str) -> None:
+        """See ObjectStore."""
+        with self._errors(key):
+            self._path(key).unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / check_key(key)
+
+    def _place(self, key: str) -> Path:
+        path = self._path(key)
+        _make_folder(path.parent)
+        return path
+
+    @contextmanager
+    def _written(self, source: bytes | Path) -> Iterator[Path]:
+        """A synced file with these bytes, gone at the end unless it was renamed."""
+        aside = self._folder / _UNFINISHED
+        _make_folder(aside)
+        path = aside / uuid.uuid4().hex
+        try:
+            with path.open("wb") as file:
+                if isinstance(source, Path):
+                    with source.open("rb") as given:
+                        shutil.copyfileobj(given, file, 2**20)
+                else:
+                    file.write(source)
+                file.flush()
+                os.fsync(file.fileno())
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise ObjectNotFound(f"no object {key} in {self.url}") from error
+        except OSError as error:
+            raise StoreError(
+                f"{self.url}: {key}: {error.strerror}: check the folder's owner, mode and space"
+            ) from error
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

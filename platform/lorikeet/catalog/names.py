@@ -1,0 +1,66 @@
+"""What tenants, adapters, aliases and models may be called."""
+
+import re
+from dataclasses import dataclass
+
+from lorikeet.errors import InvalidInput
+
+DEFAULT_ALIAS = "prod"
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_VERSION = re.compile(r"[1-9][0-9]{0,8}")
+_NAME_RULE = (
+    "want 1 to 64 of a-z, 0-9, '.', '_' and '-', a letter or digit first, and no two dots in a row"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelName:
+    """A model that is an adapter: tenant/name, with an alias or a version number."""
+
+    tenant: str
+    name: str
+    selector: str = DEFAULT_ALIAS
+
+
+def check_name(value: str, param: str) -> str:
+    """Return a tenant's or an adapter's name as it is. Raises InvalidInput."""
+    if not _is_name(value):
+        raise InvalidInput(f"{param}={_shown(value)}: {_NAME_RULE}", param=param)
+    return value
+
+
+def check_alias(value: str, param: str = "alias") -> str:
+    """Return an alias as it is. Raises InvalidInput."""
+    if not _is_name(value) or value.isdecimal():
+        raise InvalidInput(
+            f"{param}={_shown(value)}: {_NAME_RULE}; digits alone would be a version", param=param
+        )
+    return value
+
+
+def check_selector(value: str, param: str = "selector") -> str:
+    """Return an alias or a version number as it is. Raises InvalidInput."""
+    return value if _VERSION.fullmatch(value) else check_alias(value, param)
+
+
+def parse_model(model: str) -> ModelName | None:
+    """Take tenant/name, tenant/name@alias or tenant/name@version apart; None if it is neither."""
+    path, at, selector = model.partition("@")
+    tenant, _, name = path.partition("/")
+    if not at:
+        selector = DEFAULT_ALIAS
+    if not (_is_name(tenant) and _is_name(name)):
+        return None
+    is_alias = _is_name(selector) and not selector.isdecimal()
+    if not (is_alias or _VERSION.fullmatch(selector)):
+        return None
+    return ModelName(tenant, name, selector)
+
+
+def _is_name(value: str) -> bool:
+    return _NAME.fullmatch(value) is not None and ".." not in value
+
+
+def _shown(value: str) -> str:
+    return ascii(value if len(value) <= 80 else value[:77] + "...")

@@ -1,0 +1,140 @@
+"""What the catalog knows: tenants, keys, adapters with their versions, and pins."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+
+
+class Scope(Enum):
+    """What a key allows."""
+
+    INFER = "infer"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRecord:
+    """Who is authenticated and limited. max_concurrent None is no limit; created: Unix seconds."""
+
+    name: str
+    max_concurrent: int | None
+    created: float
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRecord:
+    """An API key without its secret, of which only the SHA-256 is kept (64 hex digits).
+
+    tenant None: an administrator's key that belongs to no tenant.
+    """
+
+    id: str
+    tenant: str | None
+    scopes: frozenset[Scope]
+    sha256: str
+    created: float
+    revoked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlobFacts:
+    """What was found out about an adapter's blob when it was validated.
+
+    digest: SHA-256 of its bytes, 64 lower-case hex digits. packed_elements: numbers in its packed
+    image.
+    """
+
+    digest: str
+    size_bytes: int
+    packed_elements: int
+    max_rank: int
+    base_model: str
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRecord:
+    """One immutable version of an adapter; see BlobFacts."""
+
+    version: int
+    digest: str
+    size_bytes: int
+    packed_elements: int
+    max_rank: int
+    base_model: str
+    created: float
+    retired: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRecord:
+    """An adapter with every version it ever had.
+
+    versions[i].version is i + 1. An alias always points to a version that is not retired.
+    alias_history: what each alias pointed to before, oldest first; a rollback goes back along it.
+    shared: every tenant may use it.
+    """
+
+    tenant: str
+    name: str
+    shared: bool = False
+    versions: tuple[VersionRecord, ...] = ()
+    aliases: Mapping[str, int] = field(default_factory=dict)
+    alias_history: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """tenant/name."""
+        return f"{self.tenant}/{self.name}"
+
+    @property
+    def retired(self) -> bool:
+        """Whether no version is left to use; registering a new one brings the adapter back."""
+        return all(version.retired for version in self.versions)
+
+    def version(self, number: int) -> VersionRecord | None:
+        """The version of this number, retired or not."""
+        return self.versions[number - 1] if 1 <= number <= len(self.versions) else None
+
+    def select(self, selector: str) -> VersionRecord | None:
+        """The usable version that an alias or a version number names."""
+        number = int(selector) if selector.isdecimal() else self.aliases.get(selector, 0)
+        version = self.version(number)
+        return None if version is None or version.retired else version
+
+    def with_digest(self, digest: str) -> VersionRecord | None:
+        """The newest usable version that holds this blob."""
+        found = (v for v in reversed(self.versions) if v.digest == digest and not v.retired)
+        return next(found, None)
+
+    def aliases_of(self, number: int) -> tuple[str, ...]:
+        """The aliases that point to this version, sorted."""
+        return tuple(sorted(alias for alias, at in self.aliases.items() if at == number))
+
+    def ref(self, version: VersionRecord) -> AdapterRef:
+        """What this version is called everywhere else."""
+        return AdapterRef(self.tenant, self.name, version.version, version.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class PinRecord:
+    """A promise that an adapter stays at least as near to the GPU as `tier`.
+
+    selector: an alias, which is followed as it moves, or a version number. replicas None: on all
+    replicas of its base model. expires: Unix seconds, None is never.
+    """
+
+    tenant: str
+    name: str
+    selector: str
+    tier: Residency
+    replicas: int | None
+    reason: str
+    expires: float | None
+    created: float
+    actor: str
+
+    def expired(self, now: float) -> bool:
+        """Whether the promise ended at or before `now`, Unix seconds."""
+        return self.expires is not None and self.expires <= now

@@ -1,0 +1,182 @@
+"""What each operation changes, given the state: pure functions that refuse what cannot be.
+
+All return the changes to commit together; none at all when the state already is as wanted.
+"""
+
+from collections.abc import Sequence
+
+from lorikeet.catalog.changes import (
+    AdapterRetired,
+    AdapterShared,
+    AliasMoved,
+    AliasRolledBack,
+    Change,
+    KeyCreated,
+    KeyRevoked,
+    Pinned,
+    TenantSaved,
+    Unpinned,
+    VersionRegistered,
+    VersionRetired,
+)
+from lorikeet.catalog.names import DEFAULT_ALIAS
+from lorikeet.catalog.records import AdapterRecord, BlobFacts, VersionRecord
+from lorikeet.catalog.state import CatalogState
+from lorikeet.errors import Conflict, NotFound, UnknownModel
+
+Changes = Sequence[Change]
+
+
+def save_tenant(state: CatalogState, change: TenantSaved) -> Changes:
+    """Make a tenant or change its limit."""
+    before = state.tenant_records.get(change.name)
+    same = before is not None and before.max_concurrent == change.max_concurrent
+    return () if same else (change,)
+
+
+def create_key(state: CatalogState, change: KeyCreated) -> Changes:
+    """Make a key. Raises UnknownTenant."""
+    if change.tenant is not None:
+        state.tenant(change.tenant)
+    return (change,)
+
+
+def revoke_key(state: CatalogState, key_id: str) -> Changes:
+    """Make a key invalid. Raises UnknownKey."""
+    return () if state.key(key_id).revoked else (KeyRevoked(id=key_id),)
+
+
+def register(
+    state: CatalogState,
+    tenant: str,
+    name: str,
+    facts: BlobFacts,
+    *,
+    shared: bool | None,
+    promote: bool,
+) -> Changes:
+    """Add a version with these facts, unless a usable one holds the same blob.
+
+    An adapter's only usable version becomes prod by itself. shared None leaves it as it is.
+    Raises UnknownTenant.
+    """
+    state.tenant(tenant)
+    record = state.adapter_records.get(tenant, {}).get(name) or AdapterRecord(tenant, name)
+    changes: list[Change] = []
+    held = record.with_digest(facts.digest)
+    number = held.version if held else len(record.versions) + 1
+    if held is None:
+        changes.append(_registered(tenant, name, number, facts))
+    if shared is not None and shared != record.shared:
+        changes.append(AdapterShared(tenant=tenant, name=name, shared=shared))
+    if (promote or record.retired) and record.aliases.get(DEFAULT_ALIAS) != number:
+        changes.append(AliasMoved(tenant=tenant, name=name, alias=DEFAULT_ALIAS, version=number))
+    return changes
+
+
+def promote(
+    state: CatalogState, tenant: str, name: str, version: int, alias: str, expect: int | None
+) -> Changes:
+    """Point an alias to a usable version. Raises UnknownModel, Conflict."""
+    record = state.adapter(tenant, name)
+    _usable(record, version)
+    _check_expected(record, alias, expect)
+    if record.aliases.get(alias) == version:
+        return ()
+    return (AliasMoved(tenant=tenant, name=name, alias=alias, version=version),)
+
+
+def rollback(
+    state: CatalogState, tenant: str, name: str, alias: str, expect: int | None
+) -> Changes:
+    """Point an alias to the usable version it pointed to before. Raises NotFound, Conflict."""
+    record = state.adapter(tenant, name)
+    _check_expected(record, alias, expect)
+    if alias not in record.aliases:
+        raise NotFound(f"{record.label} has no alias {alias!r}", param="alias")
+    for number in reversed(record.alias_history[alias]):
+        if not record.versions[number - 1].retired:
+            return (AliasRolledBack(tenant=tenant, name=name, alias=alias, version=number),)
+    raise Conflict(
+        f"{record.label}@{alias} has nothing to go back to: before version "
+        f"{record.aliases[alias]} it pointed to no version that can still be used",
+        param="alias",
+    )
+
+
+def retire(state: CatalogState, tenant: str, name: str, version: int | None) -> Changes:
+    """Retire one version, or with None the adapter. Raises UnknownModel, Conflict."""
+    record = state.adapter(tenant, name)
+    if version is None:
+        return () if record.retired else (AdapterRetired(tenant=tenant, name=name),)
+    if _known(record, version).retired:
+        return ()
+    if aliases := record.aliases_of(version):
+        raise Conflict(
+            f"{record.label}@{version} is {' and '.join(aliases)}: promote another version "
+            "there first, or retire the whole adapter",
+            param="version",
+        )
+    return (VersionRetired(tenant=tenant, name=name, version=version),)
+
+
+def pin(state: CatalogState, change: Pinned) -> Changes:
+    """Set an adapter's pin. Raises UnknownModel."""
+    record = state.adapter(change.tenant, change.name)
+    if record.select(change.selector) is None:
+        raise UnknownModel(
+            f"{record.label}@{change.selector} cannot be pinned: {_versions(record)}",
+            param="selector",
+        )
+    return (change,)
+
+
+def unpin(state: CatalogState, tenant: str, name: str) -> Changes:
+    """Take an adapter's pin away. Raises NotFound."""
+    if (tenant, name) not in state.pin_records:
+        raise NotFound(f"{tenant}/{name} is not pinned")
+    return (Unpinned(tenant=tenant, name=name),)
+
+
+def _registered(tenant: str, name: str, number: int, facts: BlobFacts) -> VersionRegistered:
+    return VersionRegistered(
+        tenant=tenant,
+        name=name,
+        version=number,
+        digest=facts.digest,
+        size_bytes=facts.size_bytes,
+        packed_elements=facts.packed_elements,
+        max_rank=facts.max_rank,
+        base_model=facts.base_model,
+    )
+
+
+def _known(record: AdapterRecord, number: int) -> VersionRecord:
+    version = record.version(number)
+    if version is None:
+        raise UnknownModel(
+            f"{record.label} has no version {number}: {_versions(record)}", param="version"
+        )
+    return version
+
+
+def _usable(record: AdapterRecord, number: int) -> None:
+    if _known(record, number).retired:
+        raise Conflict(f"{record.label}@{number} is retired: {_versions(record)}", param="version")
+
+
+def _versions(record: AdapterRecord) -> str:
+    usable = [str(version.version) for version in record.versions if not version.retired]
+    aliases = [f"{alias} → {at}" for alias, at in sorted(record.aliases.items())]
+    return f"it has versions {', '.join(usable) or '(none)'}, aliases {', '.join(aliases) or '-'}"
+
+
+def _check_expected(record: AdapterRecord, alias: str, expect: int | None) -> None:
+    now = record.aliases.get(alias)
+    if expect is not None and now != expect:
+        at = "nothing" if now is None else f"version {now}"
+        raise Conflict(
+            f"{record.label}@{alias} points to {at}, not to version {expect}: someone else moved "
+            "it; look again and decide anew",
+            param="expect",
+        )

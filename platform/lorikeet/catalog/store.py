@@ -1,0 +1,91 @@
+"""Where the catalog's bytes lie: the one protocol of both stores."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from lorikeet.errors import InvalidSetting, StoreError
+
+_KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
+
+
+class ObjectStore(Protocol):
+    """Objects under keys such as log/000000000001.json; a write is seen whole or not at all.
+
+    Every method is safe to call from many threads and processes at once, and raises StoreError
+    with the remedy when the store cannot do it. A read sees every write that ended before it.
+    """
+
+    @property
+    def url(self) -> str:
+        """What open_store takes, for messages."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """The whole object. Raises ObjectNotFound."""
+        ...
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Bytes [start, start + length), fewer at the object's end.
+
+        start: below the object's size, length: at least 1. Raises ObjectNotFound.
+        """
+        ...
+
+    def size(self, key: str) -> int:
+        """The object's bytes. Raises ObjectNotFound."""
+        ...
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write or replace an object."""
+        ...
+
+    def put_file(self, key: str, path: Path) -> None:
+        """Write or replace an object with a file's bytes; a large one in parallel parts."""
+        ...
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        """Write an object unless there is one: of many writers at once, one succeeds.
+
+        Raises ObjectExists. An answer lost on the way can make the winner see ObjectExists too:
+        a caller that cares reads the object back.
+        """
+        ...
+
+    def download(self, key: str, path: Path) -> None:
+        """Copy an object into a file, in parallel ranges if large. Raises ObjectNotFound."""
+        ...
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
+        """The keys that begin with `prefix` and sort after `start_after`, in byte order."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object; none there is fine."""
+        ...
+
+
+def open_store(url: str) -> ObjectStore:
+    """The store at s3://bucket/prefix, or in a folder. Raises InvalidSetting, StoreError."""
+    scheme, marker, rest = url.partition("://")
+    if not marker:
+        from lorikeet.catalog.local import LocalStore
+
+        return LocalStore(Path(url))
+    bucket, _, prefix = rest.partition("/")
+    if scheme != "s3" or not bucket:
+        raise InvalidSetting(f"{url!r} is no catalog: want a folder or s3://bucket/prefix")
+    from lorikeet.catalog.s3 import S3Store  # boto3 takes long to import
+
+    return S3Store(bucket, prefix)
+
+
+def check_key(key: str) -> str:
+    """Return the key as it is; a key that could leave the store's folder raises StoreError."""
+    if not _KEY.fullmatch(key):
+        raise StoreError(
+            f"{key!r} cannot be a key: want letters, digits, '.', '_', '-' and single slashes, "
+            "and no part that starts with a dot"
+        )
+    return key
