@@ -1,0 +1,43 @@
+"""What a model asks of an attention back end."""
+
+from typing import Protocol
+
+import torch
+
+
+class PagedSequences(Protocol):
+    """The part of a batch that attention reads; lorikeet_engine.batch says what each field is."""
+
+    @property
+    def kv_slots(self) -> torch.Tensor: ...  # noqa: D102
+
+    @property
+    def query_starts(self) -> tuple[int, ...]: ...  # noqa: D102
+
+    @property
+    def kv_lengths(self) -> tuple[int, ...]: ...  # noqa: D102
+
+    @property
+    def page_tables(self) -> torch.Tensor: ...  # noqa: D102
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of sequences whose keys and values lie in pages."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer_kv: torch.Tensor,
+        batch: PagedSequences,
+    ) -> torch.Tensor:
+        """out[t] = softmax(q[t]·Kᵀ / √head_dim)·V over t's own sequence up to and including t.
+
+        q [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim]; none need be contiguous.
+        layer_kv [2, pages, page_size, kv_heads, head_dim] is contiguous; first k goes to
+        layer_kv[0] and v to layer_kv[1] at batch.kv_slots, then the queries attend. A sequence's
+        queries are its last tokens. Slots that no sequence has written are never read.
+        Query head h uses key head h // (heads / kv_heads). Returns a tensor like q.
+        """
+        ...

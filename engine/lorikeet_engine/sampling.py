@@ -1,0 +1,133 @@
+"""Choosing the next token of each choice from its logits."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from lorikeet_engine.request import SamplingParams
+
+
+class LogitsMask(Protocol):
+    """What a choice may say next, a grammar for instance."""
+
+    def __call__(self, logits: torch.Tensor) -> None:
+        """Change logits [vocab] float32 in place: -inf for what may not be drawn."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """How to draw the next token of one choice.
+
+    seed is the choice's own, of any size; step counts the tokens that the choice has made. The
+    two alone decide which point of the distribution is drawn. banned: ids that may not come at
+    this step, such as the stop ids before min_tokens. mask runs after the ban.
+    """
+
+    params: SamplingParams
+    seed: int
+    step: int
+    banned: tuple[int, ...] = ()
+    mask: LogitsMask | None = None
+
+
+class Sampler:
+    """Draws one token for each row.
+
+    The draw inverts the cumulative distribution at a number in [0, 1) that is a hash of seed and
+    step. So it holds no state, costs one number a row whatever the vocabulary, and gives the same
+    token in whatever batch the row stands and on whatever device.
+    """
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+        """logits [rows, vocab] float32, changed in place by bans and masks → token ids.
+
+        Temperature comes first, then top_k, then top_p of what top_k left (the most likely
+        tokens whose probabilities together reach top_p). Temperature 0 takes the first of the
+        largest logits.
+        """
+        _restrict(logits, rows)
+        tokens = logits.argmax(dim=-1)
+        ways = [_way(row.params) for row in rows]
+        for way, draw in ((_Way.WHOLE, _draw), (_Way.FILTERED, _draw_filtered)):
+            chosen = [i for i, its_way in enumerate(ways) if its_way is way]
+            if chosen:
+                tokens[chosen] = draw(logits[chosen], [rows[i] for i in chosen])
+        return list(tokens.tolist())
+
+
+class _Way(Enum):
+    GREEDY = "the largest logit"
+    WHOLE = "drawn from the whole vocabulary"
+    FILTERED = "drawn from its most likely part"
+
+
+def _way(params: SamplingParams) -> _Way:
+    if params.temperature == 0:
+        return _Way.GREEDY
+    return _Way.FILTERED if params.top_k or params.top_p < 1.0 else _Way.WHOLE
+
+
+def _restrict(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    bans = [(i, token) for i, row in enumerate(rows) for token in row.banned]
+    if bans:
+        where, tokens = zip(*bans, strict=True)
+        logits[list(where), list(tokens)] = -torch.inf
+    for i, row in enumerate(rows):
+        if row.mask is not None:
+            row.mask(logits[i])
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """logits [rows, vocab] → token ids [rows], from the whole distribution."""
+    weights = _weights(logits, rows)
+    cumulative = weights.cumsum(dim=-1)
+    tokens = _first_above(cumulative, _uniforms(rows, logits) * cumulative[:, -1:])
+    # a parallel sum can step down by a rounding and so let a weight of 0 be hit
+    possible = weights.gather(1, tokens) > 0
+    return tokens.where(possible, weights.argmax(dim=-1, keepdim=True)).squeeze(1)
+
+
+def _draw_filtered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """logits [rows, vocab] → token ids [rows], from the top_k and top_p most likely."""
+    logits, order = logits.sort(dim=-1, descending=True, stable=True)
+    cumulative = _weights(logits, rows).cumsum(dim=-1)
+    vocab = logits.shape[-1]
+    top_k = _column([min(row.params.top_k or vocab, vocab) for row in rows], logits).long()
+    top_p = _column([row.params.top_p for row in rows], logits)
+    reach = top_p * cumulative.gather(1, top_k - 1)
+    kept = top_k.minimum(torch.searchsorted(cumulative, reach) + 1)
+    ranks = _first_above(cumulative, _uniforms(rows, logits) * cumulative.gather(1, kept - 1))
+    return order.gather(1, ranks.minimum(kept - 1)).squeeze(1)
+
+
+def _weights(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Probabilities but for a factor, float64: a vocabulary's long tail must not round away."""
+    best = logits.amax(dim=-1, keepdim=True)  # subtracted first: a tiny temperature overflows
+    return ((logits - best) / _column([row.params.temperature for row in rows], logits)).exp()
+
+
+def _first_above(cumulative: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """The first index whose cumulative weight is above the row's point, [rows, 1]."""
+    indices = torch.searchsorted(cumulative, points, right=True)
+    return indices.clamp(max=cumulative.shape[-1] - 1)
+
+
+def _uniforms(rows: Sequence[SamplingRow], like: torch.Tensor) -> torch.Tensor:
+    return _column([_uniform(row.seed, row.step) for row in rows], like)
+
+
+def _uniform(seed: int, step: int) -> float:
+    """A number in [0, 1) of 53 random bits."""
+    digest = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    """[rows, 1] float64."""
+    return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(1)

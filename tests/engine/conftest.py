@@ -1,0 +1,125 @@
+"""Tiny random checkpoints of every family, and batches built by hand."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from lorikeet_engine.batch import Batch
+
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "mistral": {"model_type": "mistral", "sliding_window": 512},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama3_rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
+    "biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_hidden_layers": 3},
+    "sharded": {"model_type": "llama", "num_key_value_heads": 1, "num_hidden_layers": 3},
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoint folders in float32 of each family."""
+    return _save_all(FAMILIES, tmp_path_factory.mktemp("families"))
+
+
+@pytest.fixture(scope="session")
+def variant_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoint folders in float32 of what occurs in several families."""
+    return _save_all(VARIANTS, tmp_path_factory.mktemp("variants"))
+
+
+@dataclass
+class PagedTokens:
+    """Sequences in pages that are dealt out of order, and batches of their next tokens."""
+
+    pages: int = 64
+    page_size: int = 16
+    lengths: dict[str, int] = field(default_factory=dict)
+    tables: dict[str, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shuffled = torch.randperm(self.pages, generator=torch.Generator().manual_seed(3))
+        self.free: list[int] = shuffled.tolist()
+
+    def batch(self, chunks: dict[str, Sequence[int]]) -> Batch:
+        """The next tokens of each named sequence; logits are wanted for every token."""
+        ids, positions, slots, starts = [], [], [], [0]
+        for name, tokens in chunks.items():
+            for token in tokens:
+                ids.append(token)
+                positions.append(self.lengths.get(name, 0))
+                slots.append(self._next_slot(name))
+            starts.append(len(ids))
+        widest = max(len(self.tables[name]) for name in chunks)
+        tables = [self.tables[n] + [0] * (widest - len(self.tables[n])) for n in chunks]
+        return Batch(
+            token_ids=torch.tensor(ids),
+            positions=torch.tensor(positions),
+            kv_slots=torch.tensor(slots),
+            query_starts=tuple(starts),
+            kv_lengths=tuple(self.lengths[name] for name in chunks),
+            page_tables=torch.tensor(tables, dtype=torch.int32),
+            logit_rows=torch.arange(len(ids)),
+            segments=None,
+        )
+
+    def _next_slot(self, name: str) -> int:
+        position = self.lengths.get(name, 0)
+        table = self.tables.setdefault(name, [])
+        if position % self.page_size == 0:
+            table.append(self.free.pop())
+        self.lengths[name] = position + 1
+        return table[-1] * self.page_size + position % self.page_size
+
+
+@pytest.fixture
+def paged_tokens() -> Callable[..., PagedTokens]:
+    return PagedTokens
+
+
+def _save_all(configs: dict[str, dict[str, Any]], folder: Path) -> dict[str, Path]:
+    for name, config in configs.items():
+        _save(config, folder / name, shard_size="100KB" if name == "sharded" else "1GB")
+    return {name: folder / name for name in configs}
+
+
+def _save(config: dict[str, Any], folder: Path, shard_size: str) -> None:
+    settings = {**SIZES, **config}
+    family = settings.pop("model_type")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(family, **settings), dtype=torch.float32
+        )
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:  # norms start as 1 and biases as 0, which would hide them
+                weight.data.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    model.save_pretrained(folder, max_shard_size=shard_size)
