@@ -1,0 +1,216 @@
+"""Traffic, as tests, benchmarks and load tests describe it: who asks, when, and for how much.
+
+Everything is drawn from a numpy Generator or a seed, so the same seed gives the same traffic.
+"""
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+RANKS = (8, 16, 32, 64)
+
+
+class Popularity(Protocol):
+    """How requests fall on adapters that are numbered from the most popular down."""
+
+    def draw(self, rng: np.random.Generator, adapters: int, requests: int, /) -> Ints:
+        """The adapter of each request, [requests] in [0, adapters)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distinct:
+    """Every request asks for another adapter than the ones before it, as long as there is one."""
+
+    def draw(self, _rng: np.random.Generator, adapters: int, requests: int, /) -> Ints:
+        """0, 1, 2, … and round again; nothing is random."""
+        return np.arange(requests, dtype=np.int64) % adapters
+
+
+@dataclass(frozen=True, slots=True)
+class Identical:
+    """Every request asks for the same adapter."""
+
+    def draw(self, _rng: np.random.Generator, _adapters: int, requests: int, /) -> Ints:
+        """All 0."""
+        return np.zeros(requests, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Zipf:
+    """The k-th most popular of N adapters gets a share of k^-s / Σ j^-s; s = 0 is uniform."""
+
+    exponent: float
+
+    def shares(self, adapters: int) -> Floats:
+        """The shares [adapters], falling, with sum 1."""
+        weights: Floats = np.arange(1, adapters + 1, dtype=np.float64) ** -self.exponent
+        shares: Floats = weights / weights.sum()
+        return shares
+
+    def draw(self, rng: np.random.Generator, adapters: int, requests: int, /) -> Ints:
+        """Independent draws from shares()."""
+        return rng.choice(adapters, size=requests, p=self.shares(adapters))
+
+
+UNIFORM = Zipf(0.0)
+
+
+def parse_popularity(text: str) -> Popularity:
+    """'distinct', 'uniform', 'identical' or 'zipf:1.2'. Raises ValueError."""
+    known: dict[str, Popularity] = {
+        "distinct": Distinct(),
+        "uniform": UNIFORM,
+        "identical": Identical(),
+    }
+    name, _, exponent = text.partition(":")
+    if text in known:
+        return known[text]
+    if name == "zipf" and _is_number(exponent):
+        return Zipf(float(exponent))
+    raise ValueError(f"popularity {text!r}: want distinct, uniform, identical or zipf:<exponent>")
+
+
+def choose_adapters(
+    popularity: Popularity, adapters: int, times_s: Floats, *, seed: int, reshuffle_s: float
+) -> Ints:
+    """The adapter of each request, [requests]; who is popular changes every reshuffle_s seconds.
+
+    times_s: when each request arrives, rising. reshuffle_s: math.inf for one order throughout.
+    """
+    epochs = np.floor_divide(times_s, reshuffle_s).astype(np.int64)
+    chosen = np.empty(len(times_s), dtype=np.int64)
+    for epoch in np.unique(epochs):
+        rng = np.random.default_rng([seed, int(epoch)])
+        order, now = rng.permutation(adapters), epochs == epoch
+        chosen[now] = order[popularity.draw(rng, adapters, int(now.sum()))]
+    return chosen
+
+
+def deal_ranks(adapters: int, ranks: Sequence[int] = RANKS) -> Ints:
+    """The rank of each adapter, [adapters]: the ranks dealt round like cards."""
+    return np.resize(np.asarray(ranks, dtype=np.int64), adapters)
+
+
+class Arrivals(Protocol):
+    """When requests arrive, whether or not the earlier ones have been answered."""
+
+    def times(self, rng: np.random.Generator, duration_s: float) -> Floats:
+        """Seconds from the start, rising, all below duration_s."""
+
+
+@dataclass(frozen=True, slots=True)
+class GammaArrivals:
+    """Gaps drawn from a Gamma distribution: mean 1 / rate, coefficient of variation cv.
+
+    cv 1 is a Poisson process; above it requests come in bursts.
+    """
+
+    rate_per_s: float
+    cv: float = 1.0
+
+    def times(self, rng: np.random.Generator, duration_s: float) -> Floats:
+        """A renewal process that starts with a gap."""
+        shape = self.cv**-2
+        scale = 1 / (self.rate_per_s * shape)
+        drawn: list[Floats] = []
+        last = 0.0
+        while last < duration_s:
+            gaps = rng.gamma(shape, scale, size=max(16, math.ceil(self.rate_per_s * duration_s)))
+            drawn.append(last + np.cumsum(gaps))
+            last = float(drawn[-1][-1])
+        times = np.concatenate(drawn) if drawn else np.empty(0)
+        return times[times < duration_s]
+
+
+def poisson(rate_per_s: float) -> GammaArrivals:
+    """Independent arrivals at a constant rate."""
+    return GammaArrivals(rate_per_s, cv=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LengthModel:
+    """Lognormal prompt and answer lengths in tokens: μ and σ of the logarithm."""
+
+    input_mu: float
+    input_sigma: float
+    output_mu: float
+    output_sigma: float
+
+    def draw(self, rng: np.random.Generator, requests: int) -> tuple[Ints, Ints]:
+        """(input tokens, output tokens), [requests] each, at least 1."""
+        inputs = rng.lognormal(self.input_mu, self.input_sigma, requests)
+        outputs = rng.lognormal(self.output_mu, self.output_sigma, requests)
+        return _whole(inputs), _whole(outputs)
+
+
+# Fitted to the Azure LLM inference traces of 2023 (Patel et al., Splitwise, ISCA 2024).
+AZURE_CONV = LengthModel(6.63, 0.99, 5.02, 0.86)
+AZURE_CODE = LengthModel(7.00, 1.36, 2.79, 0.85)
+
+
+def cut_to_context(inputs: Ints, outputs: Ints, context: int) -> tuple[Ints, Ints]:
+    """The same lengths, with input + output ≤ context: the input gives way first, down to half."""
+    outputs = np.minimum(outputs, np.maximum(context - inputs, context // 2))
+    return np.minimum(inputs, context - outputs), outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Recorded traffic, to be replayed: arrival, prompt and answer length of each request.
+
+    times_s rises from 0; all [requests].
+    """
+
+    times_s: Floats
+    inputs: Ints
+    outputs: Ints
+
+    def __len__(self) -> int:
+        return len(self.times_s)
+
+    @classmethod
+    def read(cls, path: Path) -> "Trace":
+        """A CSV with the columns TIMESTAMP, ContextTokens, GeneratedTokens. Raises ValueError."""
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        if not rows:
+            raise ValueError(f"{path} holds no requests")
+        try:
+            stamps = [datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in rows]
+            inputs = _whole([float(row["ContextTokens"]) for row in rows])
+            outputs = _whole([float(row["GeneratedTokens"]) for row in rows])
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{path}: {error}; want TIMESTAMP, ContextTokens, …") from error
+        times_s = np.array([(stamp - stamps[0]).total_seconds() for stamp in stamps])
+        return cls(times_s, inputs, outputs)
+
+    def at_rate(self, rate_per_s: float) -> "Trace":
+        """The same bursts, sped up or slowed down to a mean rate."""
+        factor = (len(self) - 1) / (rate_per_s * self.times_s[-1])
+        return Trace(self.times_s * factor, self.inputs, self.outputs)
+
+    def until(self, duration_s: float) -> "Trace":
+        """The requests that arrive before duration_s."""
+        kept = self.times_s < duration_s
+        return Trace(self.times_s[kept], self.inputs[kept], self.outputs[kept])
+
+
+def _whole(values: Floats | list[float]) -> Ints:
+    return np.maximum(np.rint(values), 1).astype(np.int64)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
