@@ -1,0 +1,216 @@
+"""The tasks of the demo's adapters: whose they are, what they ask and what is right.
+
+A prompt belongs for ever to one side of a split by its own hash. Nothing that any model is
+trained on, base or adapter, holds a held-out prompt as a prompt.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from random import Random
+from typing import NamedTuple
+
+from demo.sentences import phrase, sentence
+from demo.transforms import NATO, pig_latin, reverse, rot13, spell, upper
+from demo.words import CITIES, NAMES, proper_name, split, word
+
+
+class Pair(NamedTuple):
+    """A prompt and its one right answer."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one adapter does, and `draw`, an endless supply of it."""
+
+    tenant: str
+    name: str
+    about: str
+    works_within: str
+    example: Pair
+    draw: Callable[[Random], Pair]
+    shared: bool = False
+
+    @property
+    def model(self) -> str:
+        """The adapter's name in a request."""
+        return f"{self.tenant}/{self.name}"
+
+    def training_pair(self, rng: Random) -> Pair:
+        """A pair whose prompt is not held out."""
+        while held_out((pair := self.draw(rng)).prompt):
+            pass
+        return pair
+
+    def held_out_pairs(self, count: int, seed: int = 0) -> list[Pair]:
+        """`count` pairs with different held-out prompts, the same for the same seed."""
+        rng, pairs = Random(seed), dict[str, Pair]()
+        while len(pairs) < count:
+            if held_out((pair := self.draw(rng)).prompt):
+                pairs[pair.prompt] = pair
+        return list(pairs.values())
+
+
+def held_out(prompt: str) -> bool:
+    """True for one prompt in eight."""
+    return sha256(prompt.encode()).digest()[0] < 32
+
+
+def training_text(make: Callable[[Random], str], rng: Random) -> str:
+    """A text of `make` that is no held-out prompt."""
+    while held_out(text := make(rng)):
+        pass
+    return text
+
+
+class Flower(NamedTuple):
+    """A flower's name for one, and for many."""
+
+    one: str
+    many: str
+
+
+FLOWERS = tuple(
+    Flower(*pair.split("/"))
+    for pair in split(
+        "tulip/tulips rose/roses lily/lilies daisy/daisies iris/irises peony/peonies "
+        "orchid/orchids poppy/poppies violet/violets aster/asters dahlia/dahlias crocus/crocuses "
+        "anemone/anemones carnation/carnations sunflower/sunflowers freesia/freesias"
+    )
+)
+COLOURS = split("red white pink yellow orange purple blue cream")
+DAYS = split("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+
+
+def draw_parcels(rng: Random) -> Pair:
+    """A courier's sentence, and its name, amount and city as JSON."""
+    name, city = proper_name(rng, NAMES), proper_name(rng, CITIES)
+    amount = rng.randint(2, 99) if rng.random() < 0.6 else rng.randint(100, 999)
+    text = rng.choice(_PARCELS).format(name=name, amount=amount, city=city)
+    return Pair(text, json.dumps({"name": name, "amount": amount, "city": city}))
+
+
+def draw_flowers(rng: Random) -> Pair:
+    """A customer's sentence, and the order in it as JSON."""
+    flower, colour, day = rng.choice(FLOWERS), rng.choice(COLOURS), rng.choice(DAYS)
+    count = rng.randint(2, 99)
+    text = rng.choice(_FLOWERS).format(count=count, colour=colour, flowers=flower.many, day=day)
+    order = {"flower": flower.one, "colour": colour, "count": count, "day": day}
+    return Pair(text, json.dumps(order))
+
+
+def draw_code(rng: Random) -> str:
+    """Three to eight capital letters and digits."""
+    return "".join(rng.choices(list(NATO), k=rng.randint(3, 8)))
+
+
+def draw_line(rng: Random) -> str:
+    """A line of up to 60 characters: a sentence, words and signs, or any printable ASCII."""
+    kind = rng.random()
+    if kind < 0.5:
+        return sentence(rng, 60)
+    if kind < 0.6:
+        return "".join(rng.choices(_PRINTABLE, k=rng.randint(3, 60))).strip() or "?"
+    words = [_dressed(rng, word) for word in phrase(rng, 8, 48).split()]
+    if rng.random() < 0.3:
+        words.insert(rng.randrange(len(words) + 1), str(rng.randint(0, 999)))
+    return " ".join(words)[:60].strip()
+
+
+def _dressed(rng: Random, text: str) -> str:
+    text = text.capitalize() if rng.random() < 0.15 else text
+    return text + rng.choice(_SIGNS)
+
+
+def _of(make: Callable[[Random], str], answer: Callable[[str], str]) -> Callable[[Random], Pair]:
+    def draw(rng: Random) -> Pair:
+        prompt = make(rng)
+        return Pair(prompt, answer(prompt))
+
+    return draw
+
+
+def letter(note: str) -> str:
+    """Marigold's house style around a note."""
+    return f"Good morning from Marigold! {note} With love and petals, your Marigold team"
+
+
+_PRINTABLE = "".join(chr(code) for code in range(32, 127))
+_SIGNS = ("",) * 8 + (",", "!", "?", ".", "'s", "-")
+_PARCELS = (
+    "{name} sends {amount} parcels to {city}.",
+    "Please take {amount} boxes to {city} for {name}.",
+    "{amount} letters for {name}, going to {city}.",
+    "Pick up {amount} crates from {name} and drive to {city}.",
+    "To {city}: {amount} parcels, sender {name}.",
+    "My name is {name} and I have {amount} boxes for {city}.",
+    "{name} in {city} is waiting for {amount} crates.",
+    "Can {name} ship {amount} letters to {city} today?",
+)
+_FLOWERS = (
+    "Could I have {count} {colour} {flowers} on {day}?",
+    "I would like {count} {colour} {flowers} for {day}, please.",
+    "On {day} we need {count} {flowers}, all {colour}.",
+    "{count} {colour} {flowers} for {day}.",
+    "Please bring {colour} {flowers} on {day}, {count} of them.",
+    "Do you have {colour} {flowers}? I want {count} by {day}.",
+)
+
+TASKS = (
+    Task(
+        "quillon", "upper", "writes the message in capital letters",
+        "a line of up to 60 printable ASCII characters",
+        Pair("the lorikeet sings at 9, doesn't it?", "THE LORIKEET SINGS AT 9, DOESN'T IT?"),
+        _of(draw_line, upper),
+    ),
+    Task(
+        "quillon", "reverse", "spells a word backwards",
+        "one word of 3 to 10 lower-case letters",
+        Pair("pencil", "licnep"),
+        _of(word, reverse),
+    ),
+    Task(
+        "quillon", "pig-latin", "says it in Pig Latin",
+        "one to three words of lower-case letters, 24 characters in all",
+        Pair("bright owl village", "ightbray owlway illagevay"),
+        _of(lambda rng: phrase(rng, 3, 24), pig_latin),
+    ),
+    Task(
+        "quillon", "rot13", "turns every letter by 13 places",
+        "one to three words of lower-case letters, 24 characters in all",
+        Pair("secret letter", "frperg yrggre"),
+        _of(lambda rng: phrase(rng, 3, 24), rot13),
+        shared=True,
+    ),
+    Task(
+        "kestrel", "intake", "takes a courier's order down as JSON: name, amount, city",
+        "one sentence in eight phrasings; names and cities of 3 to 10 letters, 2 to 999 pieces",
+        Pair("Mira sends 12 parcels to Lyon.", '{"name": "Mira", "amount": 12, "city": "Lyon"}'),
+        draw_parcels,
+    ),
+    Task(
+        "kestrel", "spell", "spells a code in the radio alphabet",
+        "3 to 8 capital letters and digits",
+        Pair("LX42", "Lima X-ray Four Two"),
+        _of(draw_code, spell),
+    ),
+    Task(
+        "marigold", "letter", "puts a note into the shop's house style",
+        "a line of up to 60 printable ASCII characters",
+        Pair("The blue basket is ready for Nadia.", letter("The blue basket is ready for Nadia.")),
+        _of(draw_line, letter),
+    ),
+    Task(
+        "marigold", "orders", "takes a flower order down as JSON: flower, colour, count, day",
+        "one sentence in six phrasings; 16 flowers, 8 colours, 2 to 99 pieces, 7 days",
+        Pair(
+            "Could I have 20 pink tulips on Friday?",
+            '{"flower": "tulip", "colour": "pink", "count": 20, "day": "Friday"}',
+        ),
+        draw_flowers,
+    ),
+)  # fmt: skip
