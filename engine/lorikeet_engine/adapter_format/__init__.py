@@ -1,0 +1,34 @@
+"""What an adapter's file looks like, and whether to let it in. Needs no torch.
+
+A **blob** is one safetensors file: PEFT's tensors sorted by name, and under the header's
+`__metadata__` one key, `lorikeet`, the canonical JSON of what matters of PEFT's config. Its SHA-256
+is the adapter's digest.
+"""
+
+from lorikeet_engine.adapter_format.blob import blob_digest, write_blob
+from lorikeet_engine.adapter_format.header import TensorSpan
+from lorikeet_engine.adapter_format.shape import LINEARS, BaseShape
+from lorikeet_engine.adapter_format.spec import (
+    ALIGNMENT,
+    AdapterLimits,
+    AdapterSpec,
+    LinearLora,
+    aligned,
+    check_finite,
+    read_spec,
+)
+
+__all__ = [
+    "ALIGNMENT",
+    "LINEARS",
+    "AdapterLimits",
+    "AdapterSpec",
+    "BaseShape",
+    "LinearLora",
+    "TensorSpan",
+    "aligned",
+    "blob_digest",
+    "check_finite",
+    "read_spec",
+    "write_blob",
+]

@@ -1,0 +1,135 @@
+"""Reads the header of a safetensors file that nobody trusts yet.
+
+A file is: the header's length (8 bytes, little endian), the header (JSON), the tensors' bytes.
+Size and tensor count are capped before anything is parsed or allocated: the library accepts
+headers whose parsing takes a gigabyte.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lorikeet_engine.errors import AdapterRejected
+
+MAX_HEADER_BYTES = 1_000_000
+MAX_TENSORS = 100_000
+DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpan:
+    """A tensor's place in a file: its bytes are [begin, end), counted from the file's start.
+
+    dtype: F32, F16 or BF16.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says about itself: tensors by name, and the texts of `__metadata__`."""
+
+    tensors: dict[str, TensorSpan]
+    metadata: dict[str, str]
+    file_bytes: int
+
+
+def read_header(path: Path) -> Header:
+    """Parse and check: spans cover the file without holes or overlaps, sizes fit the shapes.
+
+    Raises AdapterRejected, whose `field` is the tensor at fault or "header".
+    """
+    with path.open("rb") as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if file_bytes < 10 or length > file_bytes - 8:
+            raise _bad(
+                f"{path.name} has {file_bytes} bytes and its header claims {length}: not a "
+                "safetensors file, or truncated; save or upload it again"
+            )
+        if length > MAX_HEADER_BYTES:
+            raise _bad(f"a header of {length} bytes: the limit is {MAX_HEADER_BYTES}")
+        entries = _parse_json(file.read(length))
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _bad("__metadata__ must map names to texts")
+    if len(entries) > MAX_TENSORS:
+        raise _bad(f"{len(entries)} tensors: the limit is {MAX_TENSORS}")
+    tensors = {name: _span(name, entry, 8 + length) for name, entry in entries.items()}
+    _check_cover(tensors, 8 + length, file_bytes)
+    return Header(tensors, metadata, file_bytes)
+
+
+def parse_json_object(data: bytes | str, field: str) -> dict[str, Any]:
+    """A JSON object without repeated keys, NaN or Infinity. Raises AdapterRejected(field=...)."""
+    try:
+        parsed = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise AdapterRejected(f"{field} is not valid JSON: {error}", field=field) from error
+    if not isinstance(parsed, dict):
+        raise AdapterRejected(f"{field} is not a JSON object", field=field)
+    return parsed
+
+
+def _parse_json(data: bytes) -> dict[str, Any]:
+    if data.count(b'"dtype"') > MAX_TENSORS:
+        raise _bad(f"more than {MAX_TENSORS} tensors")
+    return parse_json_object(data, "header")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("a key appears twice")
+    return entries
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _span(name: str, entry: Any, data_start: int) -> TensorSpan:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise _bad(f"{name}: want exactly dtype, shape and data_offsets", name)
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        want = ", ".join(DTYPE_BYTES)
+        raise _bad(f"{name} has dtype {dtype!r}: convert it to one of {want}", name)
+    if not _counts(shape) or not _counts(offsets) or len(shape) > 8 or len(offsets) != 2:
+        raise _bad(f"{name}: shape and data_offsets must be lists of integers ≥ 0", name)
+    begin, end = offsets
+    want_bytes = DTYPE_BYTES[dtype]
+    for size in shape:
+        want_bytes *= size
+    if end - begin != want_bytes:
+        raise _bad(f"{name}: {end - begin} bytes for {dtype} {shape}, want {want_bytes}", name)
+    return TensorSpan(dtype, tuple(shape), data_start + begin, data_start + end)
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        type(item) is int and 0 <= item < 2**48 for item in value
+    )
+
+
+def _check_cover(tensors: dict[str, TensorSpan], data_start: int, file_bytes: int) -> None:
+    reached = data_start
+    for name, span in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if span.begin != reached:
+            fault = "overlaps another tensor" if span.begin < reached else "follows a hole"
+            raise _bad(f"{name} {fault} in the file", name)
+        reached = span.end
+    if reached > file_bytes:
+        raise _bad(f"truncated: {file_bytes} bytes of {reached}; save or upload the file again")
+    if reached < file_bytes:
+        raise _bad(f"{file_bytes - reached} bytes after the last tensor")
+
+
+def _bad(message: str, field: str = "header") -> AdapterRejected:
+    return AdapterRejected(message, field=field)

@@ -1,0 +1,182 @@
+"""Validates a blob against a base model and says where its matrices lie."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lorikeet_engine.adapter_format.config import LoraConfig
+from lorikeet_engine.adapter_format.header import Header, TensorSpan, read_header
+from lorikeet_engine.adapter_format.shape import LINEARS, BaseShape
+from lorikeet_engine.adapter_format.tensor_names import (
+    locate_module,
+    split_tensor_name,
+    tensor_name,
+)
+from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
+
+METADATA_KEY = "lorikeet"
+# Every packed matrix starts at a multiple of this many elements: 32 bytes in 16-bit dtypes.
+ALIGNMENT = 16
+_SCAN_BYTES = 4 << 20
+# An exponent of all ones is Inf or NaN.
+_EXPONENTS = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """What an operator lets in. max_bytes bounds the blob."""
+
+    max_rank: int
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLora:
+    """One adapted linear: a [rank, d_in], b [d_out, rank]; `linear` is its index in LINEARS."""
+
+    layer: int
+    linear: int
+    rank: int
+    scaling: float
+    a: TensorSpan
+    b: TensorSpan
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """A blob that was found good. linears is sorted by layer, then linear."""
+
+    base_model: str
+    linears: tuple[LinearLora, ...]
+    max_rank: int
+    size_bytes: int
+
+    def packed_elements(self) -> int:
+        """Elements of the packed image: true ranks, each matrix aligned."""
+        return sum(
+            aligned(part.a.shape[0] * part.a.shape[1]) + aligned(part.b.shape[0] * part.b.shape[1])
+            for part in self.linears
+        )
+
+
+def aligned(elements: int) -> int:
+    """The next multiple of ALIGNMENT."""
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
+def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpec:
+    """Validate everything but the values (check_finite). Reads the header only.
+
+    Raises AdapterRejected (field: the tensor, module or config key at fault) or AdapterTooLarge.
+    """
+    size = blob.stat().st_size
+    if size > limits.max_bytes:
+        raise AdapterTooLarge(
+            f"the adapter has {size} bytes: the limit is {limits.max_bytes}",
+            field="size",
+            size_bytes=size,
+            max_bytes=limits.max_bytes,
+        )
+    header = read_header(blob)
+    if METADATA_KEY not in header.metadata:
+        raise AdapterRejected(
+            "not a packed adapter: make the blob with write_blob from PEFT's folder",
+            field=f"__metadata__.{METADATA_KEY}",
+        )
+    config = LoraConfig.from_json(header.metadata[METADATA_KEY])
+    pairs = pair_tensors(header)
+    for key in (*config.rank_pattern, *config.alpha_pattern):
+        if key not in pairs:
+            raise AdapterRejected(f"a pattern names {key}, which has no weights", field=key)
+    linears = [_linear(module, pair, config, shape, limits) for module, pair in pairs.items()]
+    return AdapterSpec(
+        base_model=config.base_model_name_or_path,
+        linears=tuple(sorted(linears, key=lambda part: (part.layer, part.linear))),
+        max_rank=max(part.rank for part in linears),
+        size_bytes=size,
+    )
+
+
+def check_finite(blob: Path, spec: AdapterSpec) -> None:
+    """Scan every value for NaN and Inf, a few megabytes at a time. Raises AdapterRejected."""
+    with blob.open("rb") as file:
+        for part in spec.linears:
+            for side, span in (("A", part.a), ("B", part.b)):
+                kind, exponent = _EXPONENTS[span.dtype]
+                file.seek(span.begin)
+                for begin in range(span.begin, span.end, _SCAN_BYTES):
+                    piece = file.read(min(_SCAN_BYTES, span.end - begin))
+                    bits = np.frombuffer(piece, dtype=kind)
+                    if ((bits & exponent) == exponent).any():
+                        raise _not_finite(part, side)
+
+
+def pair_tensors(header: Header) -> dict[str, dict[str, TensorSpan]]:
+    """{module: {"A": span, "B": span}}. Raises AdapterRejected for anything incomplete."""
+    pairs: dict[str, dict[str, TensorSpan]] = {}
+    for name, span in header.tensors.items():
+        module, side = split_tensor_name(name)
+        if pairs.setdefault(module, {}).setdefault(side, span) is not span:
+            raise AdapterRejected(f"two tensors are lora_{side} of {module}", field=name)
+    if not pairs:
+        raise AdapterRejected("the file has no LoRA weights", field="header")
+    for module, sides in pairs.items():
+        for side in "AB":
+            if side not in sides:
+                missing = tensor_name(module, side)
+                raise AdapterRejected(f"{missing} is missing beside its other half", field=missing)
+        check_rank(module, sides)
+    return pairs
+
+
+def check_rank(module: str, sides: Mapping[str, TensorSpan], want: int | None = None) -> int:
+    """The rank that both halves agree on. Raises AdapterRejected."""
+    a, b = sides["A"].shape, sides["B"].shape
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1] or 0 in (*a, *b):
+        raise AdapterRejected(
+            f"{module}: lora_A {list(a)} and lora_B {list(b)} are not [rank, d_in], [d_out, rank]",
+            field=module,
+        )
+    if want is not None and a[0] != want:
+        raise AdapterRejected(
+            f"{module}: the weights have rank {a[0]} and the config says {want}", field=module
+        )
+    return a[0]
+
+
+def _linear(
+    module: str,
+    sides: Mapping[str, TensorSpan],
+    config: LoraConfig,
+    shape: BaseShape,
+    limits: AdapterLimits,
+) -> LinearLora:
+    layer, linear = locate_module(module)
+    if layer >= shape.layers:
+        raise AdapterRejected(
+            f"{module}: the base model has {shape.layers} layers; was this trained for another?",
+            field=module,
+        )
+    rank = check_rank(module, sides, want=config.rank(module))
+    if rank > limits.max_rank:
+        raise AdapterTooLarge(
+            f"{module} has rank {rank}: the limit is {limits.max_rank}",
+            field=module,
+            rank=rank,
+            max_rank=limits.max_rank,
+        )
+    got, want = (sides["A"].shape[1], sides["B"].shape[0]), shape.dims(linear)
+    if got != want:
+        raise AdapterRejected(
+            f"{module} maps {got[0]} to {got[1]} and the base model's {want[0]} to {want[1]}: "
+            "the adapter was trained for another base model",
+            field=module,
+        )
+    return LinearLora(layer, linear, rank, config.scaling(module), sides["A"], sides["B"])
+
+
+def _not_finite(part: LinearLora, side: str) -> AdapterRejected:
+    name = f"layers.{part.layer}.{LINEARS[part.linear]}.lora_{side}"
+    return AdapterRejected(f"{name} holds NaN or Inf: the training diverged", field=name)

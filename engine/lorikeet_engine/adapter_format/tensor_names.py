@@ -1,0 +1,47 @@
+"""What a PEFT tensor's name says: base_model.model.<module>.lora_A[.default].weight."""
+
+import re
+
+from lorikeet_engine.adapter_format.shape import LINEARS
+from lorikeet_engine.errors import AdapterRejected
+
+_TENSOR = re.compile(r"base_model\.model\.([\w.]{1,256})\.lora_([AB])(?:\.default)?\.weight")
+_MODULE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,4})\.(?:self_attn|mlp)\.([a-z]+_proj)")
+_ATTENTION = frozenset(LINEARS[:4])
+_REFUSED = {
+    "lora_magnitude_vector": "DoRA is not supported; train with use_dora=False",
+    "lora_embedding_": "LoRA on embeddings is not supported; leave embed_tokens out",
+    "modules_to_save": "whole modules cannot be served; train without modules_to_save",
+    ".bias": "biases are not supported; train with bias='none' and lora_bias=False",
+    "original_module": "whole modules cannot be served; train without modules_to_save",
+    ".base_layer.": "the base model's own weights are in the file; save the adapter alone",
+}
+
+
+def split_tensor_name(name: str) -> tuple[str, str]:
+    """(module, "A" or "B"). Raises AdapterRejected, naming what is not supported."""
+    match = _TENSOR.fullmatch(name)
+    if match:
+        return match[1], match[2]
+    for part, remedy in _REFUSED.items():
+        if part in name:
+            raise AdapterRejected(f"tensor {name}: {remedy}", field=name)
+    raise AdapterRejected(f"tensor {name} is not part of a LoRA adapter", field=name)
+
+
+def tensor_name(module: str, side: str) -> str:
+    """The one name that this tensor has in a blob."""
+    return f"base_model.model.{module}.lora_{side}.weight"
+
+
+def locate_module(module: str) -> tuple[int, int]:
+    """(layer, index in LINEARS). Raises AdapterRejected for modules that cannot be adapted."""
+    match = _MODULE.fullmatch(module)
+    if match and match[2] in LINEARS:
+        owner = "self_attn" if match[2] in _ATTENTION else "mlp"
+        if f".{owner}." in module:
+            return int(match[1]), LINEARS.index(match[2])
+    raise AdapterRejected(
+        f"module {module} cannot be adapted: want {', '.join(LINEARS)} of a decoder layer",
+        field=module,
+    )
