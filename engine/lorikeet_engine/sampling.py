@@ -45,7 +45,7 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-        """logits [rows, vocab] float32, changed in place by bans and masks → token ids.
+        """One token id for each row of logits [rows, vocab] float32, which bans and masks change.
 
         Temperature comes first, then top_k, then top_p of what top_k left (the most likely
         tokens whose probabilities together reach top_p). Temperature 0 takes the first of the
@@ -84,7 +84,7 @@ def _restrict(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """logits [rows, vocab] → token ids [rows], from the whole distribution."""
+    """Tokens [rows] of logits [rows, vocab], from the whole distribution."""
     weights = _weights(logits, rows)
     cumulative = weights.cumsum(dim=-1)
     tokens = _first_above(cumulative, _uniforms(rows, logits) * cumulative[:, -1:])
@@ -94,7 +94,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
 
 
 def _draw_filtered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """logits [rows, vocab] → token ids [rows], from the top_k and top_p most likely."""
+    """Tokens [rows] of logits [rows, vocab], from the top_k and top_p most likely."""
     logits, order = logits.sort(dim=-1, descending=True, stable=True)
     cumulative = _weights(logits, rows).cumsum(dim=-1)
     vocab = logits.shape[-1]

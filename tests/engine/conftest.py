@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+
 from lorikeet_engine.batch import Batch
 
 SIZES = {

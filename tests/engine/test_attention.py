@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from lorikeet_engine.kernels.attention import SdpaAttention
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
@@ -55,7 +56,10 @@ def history(paged_tokens):
     return History(paged_tokens())
 
 
-def assert_equal(got, want, eps=torch.finfo(torch.float32).eps):
+EPS = torch.finfo(torch.float32).eps
+
+
+def assert_equal(got, want, eps=EPS):
     torch.testing.assert_close(got.double(), want, rtol=0, atol=16 * eps * want.abs().max().item())
 
 

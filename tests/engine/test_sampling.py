@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from lorikeet_engine.request import SamplingParams
 from lorikeet_engine.sampling import Sampler, SamplingRow
 
@@ -102,7 +103,9 @@ def test_any_integer_is_a_seed(seed):
     assert 0 <= sample(logits_of(seed=1), [SamplingRow(SamplingParams(), seed, 0)])[0] < VOCAB
 
 
-@pytest.mark.parametrize("choice", [{"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "choice", [{"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.5}], ids=str
+)
 def test_banned_ids_never_come(choice):
     logits = logits_of(seed=6)
     best, second = logits[0].topk(2).indices.tolist()

@@ -34,7 +34,7 @@ class SdpaAttention:
 
 
 def _attend_one(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """q [queries, heads, head_dim], keys and values [length, kv_heads, head_dim] → like q."""
+    """Of q [queries, heads, head_dim]; keys, values [length, kv_heads, head_dim] → like q."""
     queries, heads, head_dim = q.shape
     length, kv_heads, _ = keys.shape
     group = heads // kv_heads

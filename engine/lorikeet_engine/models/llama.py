@@ -1,0 +1,148 @@
+"""The decoder that Llama, Mistral, Qwen 2.5 and Qwen 3 share; they differ in ModelConfig alone."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from lorikeet_engine.batch import Batch
+from lorikeet_engine.kernels.attention import AttentionBackend
+from lorikeet_engine.kernels.lora.types import LoraWeights
+from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.layers import RmsNorm, Rotary, rotate
+from lorikeet_engine.models.lora_linear import LoraLinear
+from lorikeet_engine.models.weights import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What every layer of one forward pass shares."""
+
+    batch: Batch
+    lora: LoraWeights | None
+    attention: AttentionBackend
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class Model:
+    """Token ids to hidden states to logits, over paged KV and with an adapter per sequence."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
+        self.config = config
+        self.device = checkpoint.device
+        self.dtype = checkpoint.dtype
+        size = [config.vocab_size], config.hidden
+        self._embeddings = checkpoint.read(["model.embed_tokens.weight"], *size)
+        self._layers = [_Layer(config, checkpoint, i) for i in range(config.layers)]
+        self._norm = RmsNorm(checkpoint, "model.norm", config.hidden, config.norm_eps)
+        self._head = (
+            self._embeddings
+            if config.tied_embeddings
+            else checkpoint.read(["lm_head.weight"], *size)
+        )
+        self._rotary = Rotary(config.rope, config.head_dim, config.max_context, self.device)
+
+    def forward(
+        self, batch: Batch, kv: torch.Tensor, lora: LoraWeights | None, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """Last hidden states [tokens, hidden] of a batch, in the model's dtype.
+
+        kv [layers, 2, pages, page_size, kv_heads, head_dim] receives the batch's keys and values.
+        lora may be None when batch.segments is.
+        """
+        cos, sin = self._rotary.at(batch.positions)
+        step = _Step(batch, lora, attention, cos, sin)
+        x = F.embedding(batch.token_ids, self._embeddings)
+        for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
+            x = layer(x, layer_kv, step)
+        return self._norm(x)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocab] float32 of hidden [rows, hidden] as forward gives it."""
+        return F.linear(hidden, self._head).float()
+
+
+def load_model(
+    folder: Path, device: torch.device, dtype: torch.dtype, max_context: int | None = None
+) -> Model:
+    """Load a Hugging Face checkpoint folder (config.json and safetensors) onto the device.
+
+    max_context as in ModelConfig.from_folder. Raises ModelError, whose `field` names the config
+    key, file or tensor at fault.
+    """
+    config = ModelConfig.from_folder(folder, max_context)
+    with Checkpoint(folder, device, dtype) as checkpoint:
+        model = Model(config, checkpoint)
+        checkpoint.check_all_read(["lm_head.weight"] if config.tied_embeddings else [])
+    return model
+
+
+class _Layer:
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
+        path, width, eps = f"model.layers.{layer}", config.hidden, config.norm_eps
+        self.attention_norm = RmsNorm(checkpoint, f"{path}.input_layernorm", width, eps)
+        self.attention = _Attention(config, checkpoint, layer)
+        self.mlp_norm = RmsNorm(checkpoint, f"{path}.post_attention_layernorm", width, eps)
+        self.mlp = _Mlp(config, checkpoint, layer)
+
+    def __call__(self, x: torch.Tensor, layer_kv: torch.Tensor, step: _Step) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), layer_kv, step)
+        return x + self.mlp(self.mlp_norm(x), step)
+
+
+class _Attention:
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
+        self.heads, self.kv_heads = config.heads, config.kv_heads
+        self.head_dim = dim = config.head_dim
+        block, q_width, kv_width = "self_attn", config.heads * dim, config.kv_heads * dim
+        self.qkv = LoraLinear(
+            checkpoint,
+            layer,
+            block,
+            ("q_proj", "k_proj", "v_proj"),
+            config.hidden,
+            (q_width, kv_width, kv_width),
+            bias=config.qkv_bias,
+        )
+        self.o = LoraLinear(
+            checkpoint, layer, block, ("o_proj",), q_width, (config.hidden,), bias=config.o_bias
+        )
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            path = f"model.layers.{layer}.{block}"
+            self.q_norm = RmsNorm(checkpoint, f"{path}.q_norm", dim, config.norm_eps)
+            self.k_norm = RmsNorm(checkpoint, f"{path}.k_norm", dim, config.norm_eps)
+
+    def __call__(self, x: torch.Tensor, layer_kv: torch.Tensor, step: _Step) -> torch.Tensor:
+        segments = step.batch.segments
+        qkv = self.qkv(x, step.lora, segments).view(len(x), -1, self.head_dim)
+        q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if self.q_norm and self.k_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+        mixed = step.attention.attend(q, k, v, layer_kv, step.batch)  # [tokens, heads, head_dim]
+        return self.o(mixed.flatten(1), step.lora, segments)
+
+
+class _Mlp:
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
+        hidden, inner = config.hidden, config.intermediate
+        self.gate_up = LoraLinear(
+            checkpoint,
+            layer,
+            "mlp",
+            ("gate_proj", "up_proj"),
+            hidden,
+            (inner, inner),
+            bias=config.mlp_bias,
+        )
+        self.down = LoraLinear(
+            checkpoint, layer, "mlp", ("down_proj",), inner, (hidden,), bias=config.mlp_bias
+        )
+
+    def __call__(self, x: torch.Tensor, step: _Step) -> torch.Tensor:
+        segments = step.batch.segments
+        gate, up = self.gate_up(x, step.lora, segments).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up, step.lora, segments)

@@ -1,0 +1,47 @@
+"""The one kind of linear layer: the base model's product, and each token's adapter on top."""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional as F
+
+from lorikeet_engine.adapter_format import LINEARS
+from lorikeet_engine.kernels.lora import add_lora
+from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
+from lorikeet_engine.models.weights import Checkpoint
+
+
+class LoraLinear:
+    """y = x·Wᵀ + b, and + B(t)·A(t)·x for a token t whose sequence has an adapter.
+
+    Projections of one input are fused: their weights stand on top of one another in
+    weight [sum(d_outs), d_in], their outputs side by side in y.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layer: int,
+        block: str,
+        names: Sequence[str],
+        d_in: int,
+        d_outs: Sequence[int],
+        *,
+        bias: bool,
+    ) -> None:
+        """Read projections `names` of model.layers.{layer}.{block}; raises ModelError."""
+        self.layer = layer
+        self.group = LoraGroup(tuple(LINEARS.index(name) for name in names), d_in, tuple(d_outs))
+        paths = [f"model.layers.{layer}.{block}.{name}" for name in names]
+        self.weight = checkpoint.read([f"{path}.weight" for path in paths], d_outs, d_in)
+        self.bias = checkpoint.read([f"{path}.bias" for path in paths], d_outs) if bias else None
+
+    def __call__(
+        self, x: torch.Tensor, lora: LoraWeights | None, segments: Segments | None
+    ) -> torch.Tensor:
+        """Y [tokens, sum(d_outs)] of x [tokens, d_in]; without segments the base model's alone."""
+        y = F.linear(x, self.weight, self.bias)
+        if segments is not None:
+            assert lora is not None, "segments without adapter weights"
+            add_lora(y, x, lora, segments, self.layer, self.group)
+        return y
