@@ -176,8 +176,10 @@ def _checked(**raw: Any) -> LoraConfig:
     base_model = raw["base_model_name_or_path"]
     if not isinstance(base_model, str) or len(base_model) > 512:
         raise _bad("want a text of at most 512 characters", "base_model_name_or_path")
-    if raw.get("peft_type", "LORA") != "LORA" or not isinstance(raw["use_rslora"], bool):
-        raise _bad("want peft_type LORA and use_rslora true or false", "peft_type")
+    if raw.get("peft_type", "LORA") != "LORA":
+        raise _bad("want peft_type LORA", "peft_type")
+    if not isinstance(raw["use_rslora"], bool):
+        raise _bad("want use_rslora true or false", "use_rslora")
     for key in ("rank_pattern", "alpha_pattern"):
         if not isinstance(raw[key], dict):
             raise _bad(f"{key} must be an object", key)

@@ -1,0 +1,422 @@
+"""A blob is what PEFT saved, checked; everything else is refused with its name and a remedy."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lorikeet_engine.adapter_format import (
+    LINEARS,
+    AdapterLimits,
+    BaseShape,
+    blob_digest,
+    check_finite,
+    read_spec,
+    write_blob,
+)
+from lorikeet_engine.adapter_format.header import MAX_HEADER_BYTES
+from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge, ModelError
+
+CONFIG = LlamaConfig(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=64,
+)
+SHAPE = BaseShape.from_config(CONFIG.to_dict())
+LIMITS = AdapterLimits(max_rank=16, max_bytes=1 << 20)
+Q0 = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+def save_peft(folder: Path, **options: Any) -> torch.nn.Module:
+    """A PEFT adapter of a tiny Llama, with random B so that it does something."""
+    torch.manual_seed(0)
+    options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]} | options
+    model = peft.get_peft_model(LlamaForCausalLM(CONFIG), peft.LoraConfig(**options))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    save_peft(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A fresh copy of a good folder, to be spoilt."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_bytes((saved / name).read_bytes())
+    return tmp_path
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, np.ndarray]], object]) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path)
+
+
+def rejection(folder: Path, limits: AdapterLimits = LIMITS) -> AdapterRejected:
+    with pytest.raises(AdapterRejected) as caught:
+        accept(folder, limits)
+    return caught.value
+
+
+def accept(folder: Path, limits: AdapterLimits) -> None:
+    write_blob(folder, folder / "blob")
+    check_finite(folder / "blob", read_spec(folder / "blob", SHAPE, limits))
+
+
+def raw_file(path: Path, header: Any, data: bytes = b"") -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"r": 4},
+        {"r": 6, "use_rslora": True},
+        {"target_modules": "all-linear"},
+        {"target_modules": list(LINEARS), "layers_to_transform": [1]},
+        {"target_modules": r".*\.(gate|up|down)_proj"},
+        {
+            "rank_pattern": {r"layers\.1\..*q_proj": 2, "v_proj": 3},
+            "alpha_pattern": {"v_proj": 7, r"model.layers.\d+.self_attn.q_proj": 5},
+        },
+        # PEFT takes the first key that matches, not the longest.
+        {"rank_pattern": {".*v_proj": 5, "[qv]_proj": 2, "v_proj": 7}},
+        {"rank_pattern": {r"layers.0.self_attn.v_proj": 1}, "use_rslora": True},
+    ],
+)
+def test_rank_and_scaling_of_every_module_are_those_of_peft(options, tmp_path):
+    model = save_peft(tmp_path, **options)
+    write_blob(tmp_path, tmp_path / "blob")
+    spec = read_spec(tmp_path / "blob", SHAPE, LIMITS)
+    got = {(part.layer, part.linear): (part.rank, part.scaling) for part in spec.linears}
+    want = {}
+    for name, module in model.named_modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            path = name.split(".")
+            key = int(path[path.index("layers") + 1]), LINEARS.index(path[-1])
+            want[key] = module.r["default"], pytest.approx(module.scaling["default"])
+    assert got == want
+    assert list(got) == sorted(got)
+
+
+def test_the_spans_of_a_spec_hold_the_tensors_bytes(folder):
+    write_blob(folder, folder / "blob")
+    spec = read_spec(folder / "blob", SHAPE, LIMITS)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    data = (folder / "blob").read_bytes()
+    assert len(spec.linears) == 4
+    for part in spec.linears:
+        for side, span in (("A", part.a), ("B", part.b)):
+            name = f"base_model.model.model.layers.{part.layer}.self_attn"
+            want = tensors[f"{name}.{LINEARS[part.linear]}.lora_{side}.weight"]
+            got = np.frombuffer(data[span.begin : span.end], np.float32).reshape(span.shape)
+            assert np.array_equal(got, want)
+    assert spec.packed_elements() == 2 * (4 * (32 + 32) + 4 * (32 + 16))
+
+
+def test_the_same_adapter_has_the_same_digest_however_it_was_saved(folder):
+    first = write_blob(folder, folder / "one")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    renamed = {n.replace(".weight", ".default.weight"): t for n, t in reversed(tensors.items())}
+    save_file(renamed, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    edit_config(folder, lora_dropout=0.5, peft_version="0.0.1", lora_alpha=8.0)
+    assert write_blob(folder, folder / "two") == first == blob_digest(folder / "two")
+    edit_config(folder, lora_alpha=9)
+    assert write_blob(folder, folder / "three") != first
+
+
+def test_a_blob_is_readable_by_the_safetensors_library(folder):
+    write_blob(folder, folder / "blob.safetensors")
+    want = load_file(folder / "adapter_model.safetensors")
+    got = load_file(folder / "blob.safetensors")
+    assert got.keys() == want.keys()
+    assert all(np.array_equal(got[name], want[name]) for name in want)
+
+
+def test_half_precision_weights_are_accepted(folder):
+    edit_weights(folder, lambda t: t.update({n: v.astype(np.float16) for n, v in t.items()}))
+    write_blob(folder, folder / "blob")
+    spec = read_spec(folder / "blob", SHAPE, LIMITS)
+    check_finite(folder / "blob", spec)
+    assert {part.a.dtype for part in spec.linears} == {"F16"}
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt"])
+def test_a_pickle_is_never_opened(folder, name):
+    (folder / "adapter_model.safetensors").rename(folder / name)
+    error = rejection(folder)
+    assert error.field == name
+    assert "safe_serialization=True" in error.message
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_missing_file_is_named(folder, name):
+    (folder / name).unlink()
+    assert rejection(folder).field == name
+
+
+@pytest.mark.parametrize("kept", [0, 7, 9, 100, -1])
+def test_a_truncated_file_is_refused(folder, kept):
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    error = rejection(folder)
+    assert "truncated" in error.message
+    assert not (folder / "blob").exists()
+
+
+def test_a_header_over_the_cap_is_refused_before_it_is_parsed(tmp_path):
+    path = raw_file(tmp_path / "blob", b"{" * (MAX_HEADER_BYTES + 1))
+    with pytest.raises(AdapterRejected, match=r"1000001 bytes: the limit is 1000000"):
+        read_spec(path, SHAPE, AdapterLimits(16, 1 << 30))
+
+
+F4 = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"x": NaN}', "not valid JSON"),
+        (b'{"x": 1, "x": 2}', "twice"),
+        (b"\xff\xfe\xfa{}", "not valid JSON"),
+        (b"[]      ", "not a JSON object"),
+        ({"x": 5}, "exactly dtype"),
+        ({"x": {**F4, "more": 1}}, "exactly dtype"),
+        ({"x": {**F4, "dtype": "F64"}}, "convert it"),
+        ({"x": {**F4, "dtype": ["F32"]}}, "convert it"),
+        ({"x": {**F4, "shape": [-1]}}, "integers"),
+        ({"x": {**F4, "shape": [True]}}, "integers"),
+        ({"x": {**F4, "shape": [2**60, 2**60]}}, "integers"),
+        ({"x": {**F4, "data_offsets": [0]}}, "integers"),
+        ({"x": {**F4, "shape": [2]}}, "want 8"),
+        ({"x": F4, "y": F4}, "overlaps"),
+        ({"x": {**F4, "data_offsets": [4, 8]}}, "hole"),
+        ({"x": {**F4, "shape": [4], "data_offsets": [0, 16]}}, "truncated"),
+        ({"__metadata__": {"lorikeet": 3}}, "__metadata__"),
+        ({"__metadata__": []}, "__metadata__"),
+        ({}, "after the last tensor"),
+    ],
+)
+def test_a_malformed_header_is_refused(header, reason, tmp_path):
+    with pytest.raises(AdapterRejected, match=reason):
+        read_spec(raw_file(tmp_path / "blob", header, b"\0" * 8), SHAPE, LIMITS)
+
+
+def test_a_plain_safetensors_file_is_not_a_blob(folder):
+    with pytest.raises(AdapterRejected, match="write_blob"):
+        read_spec(folder / "adapter_model.safetensors", SHAPE, LIMITS)
+
+
+def test_a_blob_over_the_size_limit_is_too_large(folder):
+    write_blob(folder, folder / "blob")
+    with pytest.raises(AdapterTooLarge) as caught:
+        read_spec(folder / "blob", SHAPE, AdapterLimits(max_rank=16, max_bytes=100))
+    assert caught.value.max_bytes == 100
+
+
+def test_a_rank_over_the_limit_is_too_large(folder):
+    write_blob(folder, folder / "blob")
+    with pytest.raises(AdapterTooLarge) as caught:
+        read_spec(folder / "blob", SHAPE, AdapterLimits(max_rank=3, max_bytes=1 << 20))
+    assert (caught.value.rank, caught.value.max_rank) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"peft_type": None}, "peft_type"),
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights"),
+        ({"loftq_config": {"loftq_bits": 4}}, "loftq_config"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"use_a_method_of_next_year": True}, "use_a_method_of_next_year"),
+        ({"r": 8}, "model.layers.0.self_attn.q_proj"),
+        ({"r": 0}, "r"),
+        ({"r": "4"}, "r"),
+        ({"lora_alpha": "8"}, "lora_alpha"),
+        ({"lora_alpha": 10**400}, "lora_alpha"),
+        ({"use_rslora": "yes"}, "use_rslora"),
+        ({"rank_pattern": {"q_proj": 2}}, "model.layers.0.self_attn.q_proj"),
+        ({"rank_pattern": {"(": 2}}, "rank_pattern"),
+        ({"alpha_pattern": [3]}, "alpha_pattern"),
+        ({"target_modules": ["q_proj", "v_proj", "k_proj"]}, "target_modules"),
+        ({"target_modules": ["q_proj"]}, "target_modules"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_by_key(changes, field, folder):
+    edit_config(folder, **changes)
+    error = rejection(folder)
+    assert error.field == field
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "DoRA"),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", "embeddings"),
+        ("base_model.model.lm_head.modules_to_save.weight", "modules_to_save"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", "biases"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight", "own weights"),
+        ("encoder.weight", "not part of a LoRA"),
+        (Q0.replace(".lora_A.", ".lora_A.default."), "two tensors"),
+        (Q0.replace("q_proj", "k_proj"), "other half"),
+    ],
+)
+def test_an_unexpected_tensor_is_refused_by_name(name, reason, folder):
+    edit_weights(folder, lambda t: t.update({name: np.zeros((4, 32), np.float32)}))
+    assert reason in rejection(folder).message
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("model.layers.2.self_attn.q_proj", "2 layers"),
+        ("model.layers.00.self_attn.q_proj", "cannot be adapted"),
+        ("model.layers.0.mlp.q_proj", "cannot be adapted"),
+        ("model.layers.0.self_attn.z_proj", "cannot be adapted"),
+        ("lm_head", "cannot be adapted"),
+        ("model.layers.0.self_attn.k_proj", "32 to 32 and the base model's 32 to 16"),
+    ],
+)
+def test_a_module_that_the_base_model_lacks_is_refused_by_name(module, reason, folder):
+    extra = {f"base_model.model.{module}.lora_A.weight": np.zeros((4, 32), np.float32)}
+    extra[f"base_model.model.{module}.lora_B.weight"] = np.zeros((32, 4), np.float32)
+    edit_weights(folder, lambda t: t.update(extra))
+    edit_config(folder, target_modules="all-linear")
+    error = rejection(folder)
+    assert error.field == module
+    assert reason in error.message
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (4,), (4, 32, 1), (5, 32)])
+def test_halves_that_do_not_fit_each_other_are_refused(shape, folder):
+    edit_weights(folder, lambda t: t.update({Q0: np.zeros(shape, np.float32)}))
+    assert rejection(folder).field == "model.layers.0.self_attn.q_proj"
+
+
+def test_a_file_without_any_lora_weight_is_refused(folder):
+    edit_weights(folder, lambda t: t.clear())
+    assert "no LoRA weights" in rejection(folder).message
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_values_that_are_not_finite_are_refused_by_tensor(value, dtype, folder):
+    def spoil(tensors):
+        tensors.update({name: t.astype(dtype) for name, t in tensors.items()})
+        tensors[Q0.replace("lora_A", "lora_B")][31, 3] = value
+
+    edit_weights(folder, spoil)
+    assert rejection(folder).field == "layers.0.q_proj.lora_B"
+
+
+def test_bfloat16_values_that_are_not_finite_are_found(tmp_path):
+    import safetensors.torch
+
+    save_peft(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = {n: t.bfloat16() for n, t in safetensors.torch.load_file(path).items()}
+    safetensors.torch.save_file(tensors, path)
+    write_blob(tmp_path, tmp_path / "blob")
+    check_finite(tmp_path / "blob", read_spec(tmp_path / "blob", SHAPE, LIMITS))
+    tensors[Q0][0, 0] = torch.nan
+    safetensors.torch.save_file(tensors, path)
+    assert rejection(tmp_path).field == "layers.0.q_proj.lora_A"
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"rank_pattern": {"model.layers.1.mlp.up_proj": 4}}, "model.layers.1.mlp.up_proj"),
+        ({"r": True}, "r"),
+        ({"peft_type": "IA3"}, "peft_type"),
+    ],
+)
+def test_a_blob_made_by_hand_is_checked_like_any_other(change, field, folder):
+    write_blob(folder, folder / "blob")
+    data = (folder / "blob").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    config = json.loads(header["__metadata__"]["lorikeet"]) | change
+    header["__metadata__"]["lorikeet"] = json.dumps(config)
+    raw_file(folder / "blob", header, data[8 + length :])
+    with pytest.raises(AdapterRejected) as caught:
+        read_spec(folder / "blob", SHAPE, LIMITS)
+    assert caught.value.field == field
+
+
+# Base models.
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_shape_of_a_base_model_is_that_of_its_linears(family):
+    import transformers
+
+    config = transformers.AutoConfig.for_model(
+        family,
+        hidden_size=48,
+        intermediate_size=56,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=32,
+        head_dim=16,
+    )
+    shape = BaseShape.from_config(config.to_dict())
+    layer = transformers.AutoModelForCausalLM.from_config(config).model.layers[0]
+    for index, name in enumerate(LINEARS):
+        linear = getattr(layer.self_attn if index < 4 else layer.mlp, name)
+        assert shape.dims(index) == (linear.in_features, linear.out_features), name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "gpt2"},
+        {"hidden_size": 0},
+        {"num_attention_heads": None},
+        {"num_hidden_layers": "2"},
+        {"num_attention_heads": 5, "head_dim": None},
+    ],
+)
+def test_a_base_model_that_is_not_supported_is_a_model_error(change):
+    with pytest.raises(ModelError):
+        BaseShape.from_config(CONFIG.to_dict() | change)
