@@ -38,10 +38,13 @@ def corpus(tokens: int, seed: int, processes: int) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(chunks))
 
 
-def windows(stream: torch.Tensor, count: int, length: int, generator: torch.Generator):
+def windows(
+    stream: torch.Tensor, count: int, length: int, generator: torch.Generator
+) -> torch.Tensor:
     """[count, length] int64: windows of the stream that start anywhere."""
-    starts = torch.randint(len(stream) - length, (count, 1), generator=generator)
-    return stream[starts + torch.arange(length)].long()
+    device = stream.device
+    starts = torch.randint(len(stream) - length, (count, 1), generator=generator, device=device)
+    return stream[starts + torch.arange(length, device=device)].long()
 
 
 def adapter_batch(task: Task, count: int, rng: Random) -> tuple[torch.Tensor, torch.Tensor]:
