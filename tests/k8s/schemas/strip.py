@@ -1,0 +1,78 @@
+"""Make the schemas of this folder from what upstream publishes; README.md says from where.
+
+python tests/k8s/schemas/strip.py rayservices_crd.yaml _definitions.json
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FOLDER = Path(__file__).parent
+KINDS = {
+    "ConfigMap": "io.k8s.api.core.v1.ConfigMap",
+    "Namespace": "io.k8s.api.core.v1.Namespace",
+    "NetworkPolicy": "io.k8s.api.networking.v1.NetworkPolicy",
+    "PersistentVolumeClaim": "io.k8s.api.core.v1.PersistentVolumeClaim",
+    "PodDisruptionBudget": "io.k8s.api.policy.v1.PodDisruptionBudget",
+    "Secret": "io.k8s.api.core.v1.Secret",
+    "Service": "io.k8s.api.core.v1.Service",
+    "ServiceAccount": "io.k8s.api.core.v1.ServiceAccount",
+}
+
+
+def without_descriptions(node: Any) -> Any:
+    """The schema without prose; a property that is called description stays."""
+    if isinstance(node, dict):
+        return {
+            key: without_descriptions(value)
+            for key, value in node.items()
+            if not (key == "description" and isinstance(value, str))
+        }
+    return [without_descriptions(item) for item in node] if isinstance(node, list) else node
+
+
+def reachable(start: list[str], definitions: dict[str, Any]) -> dict[str, Any]:
+    """The definitions that `start` needs, and what those need."""
+    found: dict[str, Any] = {}
+    waiting = list(start)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found[name] = without_descriptions(definitions[name])
+            waiting += references(found[name])
+    return dict(sorted(found.items()))
+
+
+def references(node: Any) -> list[str]:
+    """The names behind every $ref in a schema."""
+    if isinstance(node, list):
+        return [name for item in node for name in references(item)]
+    if not isinstance(node, dict):
+        return []
+    own = [node["$ref"].rpartition("/")[2]] if isinstance(node.get("$ref"), str) else []
+    return own + [name for value in node.values() for name in references(value)]
+
+
+def main(crd_path: str, definitions_path: str) -> None:
+    crd = yaml.safe_load(Path(crd_path).read_text())
+    served = next(version for version in crd["spec"]["versions"] if version["name"] == "v1")
+    schema = without_descriptions(served["schema"]["openAPIV3Schema"])
+    schema["properties"].pop("status", None)
+    write("rayservice.json", schema)
+    definitions = json.loads(Path(definitions_path).read_text())["$defs"]
+    kinds = {kind: {"$ref": f"#/$defs/{name}"} for kind, name in KINDS.items()}
+    write(
+        "kubernetes.json",
+        {"kinds": kinds, "$defs": reachable(list(KINDS.values()), definitions)},
+    )
+
+
+def write(name: str, schema: Any) -> None:
+    (FOLDER / name).write_text(json.dumps(schema, separators=(",", ":"), sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

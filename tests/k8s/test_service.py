@@ -1,0 +1,220 @@
+"""What the manifests promise: settings, hardening, Ray's doors, room."""
+
+import re
+import tomllib
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from lorikeet.settings import Settings
+from tests.k8s.manifests import (
+    OVERLAYS,
+    ROOT,
+    containers,
+    groups,
+    of_kind,
+    peers,
+    pods,
+    ray_service,
+    render,
+    selects,
+    settings,
+)
+
+both = pytest.mark.parametrize("overlay", OVERLAYS)
+
+
+@both
+def test_every_variable_is_a_setting(overlay: str) -> None:
+    parsed = Settings.from_env(settings(overlay))
+    assert parsed.base_models
+
+
+@both
+def test_every_container_reads_the_same_settings(overlay: str) -> None:
+    (config,) = of_kind(overlay, "ConfigMap")
+    for pod in pods(overlay).values():
+        for container in containers(pod):
+            (named,) = [s["configMapRef"] for s in container["envFrom"] if "configMapRef" in s]
+            assert named["name"] == config["metadata"]["name"]
+
+
+@both
+def test_rays_flags_reach_head_and_workers(overlay: str) -> None:
+    flags = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY": "1"}
+    assert flags.items() <= settings(overlay).items()
+
+
+@both
+def test_a_changed_setting_changes_the_ray_service(overlay: str) -> None:
+    (config,) = of_kind(overlay, "ConfigMap")
+    assert re.fullmatch(r"settings-[a-z0-9]{10}", config["metadata"]["name"])
+
+
+@both
+def test_no_service_link_poses_as_a_setting(overlay: str) -> None:
+    for pod in pods(overlay).values():
+        assert pod["spec"]["enableServiceLinks"] is False
+
+
+@both
+def test_ray_asks_for_its_token(overlay: str) -> None:
+    cluster = ray_service(overlay)["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "token"}
+
+
+@both
+def test_the_manifests_run_the_ray_that_the_project_pins(overlay: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (ray,) = [line for line in project["dependencies"] if line.startswith("ray[")]
+    version = ray_service(overlay)["spec"]["rayClusterConfig"]["rayVersion"]
+    assert ray.partition("==")[2].removesuffix("*") == version[: version.rindex(".") + 1]
+
+
+@both
+def test_ray_serve_takes_the_application(overlay: str) -> None:
+    config = yaml.safe_load(ray_service(overlay)["spec"]["serveConfigV2"])
+    (application,) = ServeDeploySchema.model_validate(config).applications
+    assert application.import_path == "serve_app:app"
+    assert (ROOT / "serve_app.py").exists()
+
+
+@both
+def test_the_head_runs_nothing_but_ray(overlay: str) -> None:
+    assert groups(overlay)["head"]["rayStartParams"]["num-cpus"] == "0"
+    assert ray_service(overlay)["spec"]["excludeHeadPodFromServeSvc"] is True
+
+
+@both
+def test_no_pod_has_more_rights_than_it_needs(overlay: str) -> None:
+    for pod in pods(overlay).values():
+        spec = pod["spec"]
+        assert spec["serviceAccountName"] == "lorikeet"
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in containers(pod):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+@both
+def test_every_container_says_what_it_needs(overlay: str) -> None:
+    for pod in pods(overlay).values():
+        for container in containers(pod):
+            assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+            assert "memory" in container["resources"]["limits"]
+
+
+@both
+def test_every_image_has_a_fixed_tag(overlay: str) -> None:
+    for pod in pods(overlay).values():
+        for container in containers(pod):
+            assert re.search(r":(?!latest$)[\w.-]+$", container["image"])
+
+
+@both
+def test_every_name_that_is_mounted_or_used_exists(overlay: str) -> None:
+    names = {(m["kind"], m["metadata"]["name"]) for m in render(overlay)}
+    for pod in pods(overlay).values():
+        assert ("ServiceAccount", pod["spec"]["serviceAccountName"]) in names
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        for claim in filter(None, (v.get("persistentVolumeClaim") for v in volumes.values())):
+            assert ("PersistentVolumeClaim", claim["claimName"]) in names
+        for container in containers(pod):
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes.keys()
+
+
+@both
+def test_budgets_and_policies_select_pods(overlay: str) -> None:
+    labels = [pod["metadata"]["labels"] for pod in pods(overlay).values()]
+    budgets = [m["spec"]["selector"] for m in of_kind(overlay, "PodDisruptionBudget")]
+    policies = [m["spec"]["podSelector"] for m in of_kind(overlay, "NetworkPolicy")]
+    for selector in budgets + policies:
+        assert any(selects(selector, pod) for pod in labels), selector
+    for pod in labels:
+        assert sum(selects(selector, pod) for selector in budgets) == 1
+
+
+@both
+def test_disruption_budgets_are_of_the_kind_kubernetes_takes_for_ray(overlay: str) -> None:
+    for budget in of_kind(overlay, "PodDisruptionBudget"):
+        assert budget["spec"]["minAvailable"] == 1
+
+
+@both
+def test_what_is_not_allowed_is_denied(overlay: str) -> None:
+    (deny,) = [
+        p
+        for p in of_kind(overlay, "NetworkPolicy")
+        if not p["spec"]["podSelector"] and set(p["spec"]["policyTypes"]) == {"Ingress", "Egress"}
+    ]
+    assert list(peers(deny, "from")) == list(peers(deny, "to")) == []
+
+
+@both
+def test_the_dashboard_answers_the_operator_and_the_cluster_alone(overlay: str) -> None:
+    head = pods(overlay)["head"]["metadata"]["labels"]
+    doors = {
+        policy["metadata"]["name"]
+        for policy in of_kind(overlay, "NetworkPolicy")
+        if selects(policy["spec"]["podSelector"], head)
+        for rule in policy["spec"].get("ingress", [])
+        if 8265 in [port["port"] for port in rule.get("ports", [{"port": 8265}])]
+    }
+    assert doors == {"ray-internal", "dashboard-from-kuberay"}
+    assert not of_kind(overlay, "Service")
+    assert not of_kind(overlay, "Ingress")
+
+
+@both
+def test_there_are_pods_for_every_gateway_and_engine(overlay: str) -> None:
+    parsed = Settings.from_env(settings(overlay))
+    workers = groups(overlay)
+    assert workers["gateways"]["replicas"] == parsed.gateways
+    assert workers["engines"]["replicas"] == parsed.replicas * len(parsed.base_models)
+
+
+@both
+def test_the_disk_cache_fits_its_volume(overlay: str) -> None:
+    engine = pods(overlay)["engines"]["spec"]
+    (mount,) = [m for m in engine["containers"][0]["volumeMounts"] if m["name"] == "adapters"]
+    (volume,) = [v for v in engine["volumes"] if v["name"] == "adapters"]
+    parsed = Settings.from_env(settings(overlay))
+    assert mount["mountPath"] == str(parsed.cache_dir)
+    assert _bytes(volume["emptyDir"]["sizeLimit"]) > parsed.adapter_disk
+
+
+def test_each_gpu_engine_has_a_gpu_and_room_for_the_host_arena() -> None:
+    (engine,) = pods("gpu")["engines"]["spec"]["containers"]
+    parsed = Settings.from_env(settings("gpu"))
+    assert parsed.device == "cuda"
+    assert engine["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert _bytes(engine["resources"]["limits"]["memory"]) > 2 * parsed.adapter_host_memory
+
+
+def test_base_models_are_where_the_settings_look_for_them() -> None:
+    for name in ("gateways", "engines"):
+        pod = pods("gpu")[name]["spec"]
+        assert "$(BASE_MODELS_URL)" in pod["initContainers"][0]["args"]
+        mounts = {m["name"]: m["mountPath"] for m in pod["containers"][0]["volumeMounts"]}
+        for folder in Settings.from_env(settings("gpu")).base_models.values():
+            assert folder.is_relative_to(mounts["models"])
+
+
+def test_the_image_is_pinned_and_runs_as_the_pods_say() -> None:
+    lines = (ROOT / "k8s/Dockerfile").read_text().splitlines()
+    bases = {line.split()[1] for line in lines if line.startswith("FROM ")}
+    (user,) = [line.split()[1] for line in lines if line.startswith("USER ")]
+    assert all(re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+", base) for base in bases)
+    for pod in pods("gpu").values():
+        context = pod["spec"]["securityContext"]
+        assert user == f"{context['runAsUser']}:{context['runAsGroup']}"
+
+
+def _bytes(quantity: str) -> int:
+    return int(quantity.removesuffix("Gi")) * 2**30
