@@ -54,6 +54,8 @@ class LocalStore:
 
     def put_file(self, key: str, path: Path) -> None:
         """See ObjectStore."""
+        if not path.is_file():
+            raise StoreError(f"{path} is no file to put at {key}")
         with self._errors(key), self._written(path) as unfinished:
             unfinished.replace(self._place(key))
             _sync(self._path(key).parent)

@@ -39,8 +39,8 @@ class Log:
         key = _key(entry.seq)
         try:
             self._store.put_if_absent(key, entry_to_json(entry))
-        except StoreError as error:  # the answer to our own success may have been lost
-            if not self._is_ours(entry, error):
+        except StoreError as error:  # perhaps only the answer to our own success was lost
+            if self._read_back(key, error).nonce != entry.nonce:
                 raise Conflict(f"{key} was written by someone else first") from error
         return entry
 
@@ -63,13 +63,11 @@ class Log:
                 f"{self._store.url}: {key} is missing although later entries exist: restore it"
             ) from error
 
-    def _is_ours(self, entry: Entry, error: StoreError) -> bool:
-        key = _key(entry.seq)
+    def _read_back(self, key: str, error: StoreError) -> Entry:
         try:
-            data = self._store.get(key)
-        except StoreError:
+            return entry_from_json(self._store.get(key), key)
+        except ObjectNotFound:
             raise error from None
-        return entry_from_json(data, key).nonce == entry.nonce
 
 
 def _key(seq: int) -> str:

@@ -134,7 +134,7 @@ def pin(state: CatalogState, change: Pinned) -> Changes:
 def unpin(state: CatalogState, tenant: str, name: str) -> Changes:
     """Take an adapter's pin away. Raises NotFound."""
     if (tenant, name) not in state.pin_records:
-        raise NotFound(f"{tenant}/{name} is not pinned")
+        raise NotFound(f"{f'{tenant}/{name}'!r} is not pinned")
     return (Unpinned(tenant=tenant, name=name),)
 
 

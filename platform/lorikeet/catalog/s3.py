@@ -118,10 +118,13 @@ class S3Store:
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
         """See ObjectStore."""
-        pages = self._client.get_paginator("list_objects_v2")
-        given = {"StartAfter": self._prefix + start_after} if start_after else {}
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket,
+            Prefix=self._prefix + prefix,
+            StartAfter=self._prefix + start_after,
+        )
         with self._errors(prefix):
-            for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix, **given):
+            for page in pages:
                 for found in page.get("Contents", ()):
                     yield found["Key"].removeprefix(self._prefix)
 

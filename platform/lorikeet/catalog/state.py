@@ -48,7 +48,7 @@ class CatalogState:
         """One adapter, retired or not. Raises UnknownModel."""
         record = self._find(tenant, name)
         if record is None:
-            raise UnknownModel(f"There is no adapter {tenant}/{name}: register it first.")
+            raise UnknownModel(f"There is no adapter {f'{tenant}/{name}'!r}: register it first.")
         return record
 
     def adapters(self, tenant: str | None = None) -> tuple[AdapterRecord, ...]:

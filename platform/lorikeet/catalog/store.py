@@ -13,6 +13,7 @@ _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*
 class ObjectStore(Protocol):
     """Objects under keys such as log/000000000001.json; a write is seen whole or not at all.
 
+    No key may be the folder of another (a and a/b).
     Every method is safe to call from many threads and processes at once, and raises StoreError
     with the remedy when the store cannot do it. A read sees every write that ended before it.
     """

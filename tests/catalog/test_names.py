@@ -1,0 +1,84 @@
+"""What may be a name, and how a model's name is taken apart."""
+
+import pytest
+
+from lorikeet.catalog.names import (
+    ModelName,
+    check_alias,
+    check_name,
+    check_selector,
+    parse_model,
+)
+from lorikeet.errors import InvalidInput
+
+GOOD = ["a", "7", "acme", "support-v2", "a.b_c-d", "x" * 64]
+BAD = [
+    "",
+    "x" * 65,
+    "Acme",
+    ".a",
+    "-a",
+    "a..b",
+    "..",
+    "a/b",
+    "a@b",
+    "a b",
+    "a\n",
+    "a\x00",
+    "a\x1b[2J",
+    "ä",
+    "a\u202e",
+    "٣",
+]
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_name_is_returned(name: str) -> None:
+    assert check_name(name, "tenant") == name
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_name_is_refused_with_the_rule(name: str) -> None:
+    with pytest.raises(InvalidInput, match="want 1 to 64 of a-z") as refused:
+        check_name(name, "tenant")
+
+    assert refused.value.param == "tenant"
+    assert refused.value.message.isprintable()
+    assert len(refused.value.message) < 400
+
+
+@pytest.mark.parametrize("alias", ["1", "007", *BAD])
+def test_an_alias_is_a_name_and_no_number(alias: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        check_alias(alias)
+
+    assert refused.value.param == "alias"
+
+
+def test_a_selector_is_an_alias_or_a_version() -> None:
+    assert check_selector("prod") == "prod"
+    assert check_selector("12") == "12"
+    for bad in ("0", "012", "-1", "1" * 10, "Prod"):
+        with pytest.raises(InvalidInput):
+            check_selector(bad)
+
+
+@pytest.mark.parametrize(
+    ("model", "parts"),
+    [
+        ("acme/support", ModelName("acme", "support", "prod")),
+        ("acme/support@3", ModelName("acme", "support", "3")),
+        ("acme/support@canary", ModelName("acme", "support", "canary")),
+    ],
+)
+def test_a_model_is_tenant_name_and_selector(model: str, parts: ModelName) -> None:
+    assert parse_model(model) == parts
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["", "acme", "acme/", "/x", "acme/x@", "acme/x@0", "acme/x@007", "acme/x@a@b", "a/b/c"]
+    + [f"acme/{name}" for name in BAD if "@" not in name],
+)
+def test_anything_else_is_no_adapter(model: str) -> None:
+    assert parse_model(model) is None

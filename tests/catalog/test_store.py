@@ -1,0 +1,140 @@
+"""What every object store does, whichever it is."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lorikeet.catalog import ObjectStore, open_store
+from lorikeet.errors import InvalidSetting, ObjectExists, ObjectNotFound, StoreError
+
+
+def test_an_object_comes_back_as_it_was_written(store: ObjectStore) -> None:
+    store.put("a/b", b"first")
+    store.put("a/b", b"second")
+
+    assert store.get("a/b") == b"second"
+    assert store.size("a/b") == 6
+
+
+def test_ranges_are_cut_at_the_end_of_the_object(store: ObjectStore) -> None:
+    store.put("a", b"0123456789")
+
+    assert store.get_range("a", 0, 1) == b"0"
+    assert store.get_range("a", 3, 4) == b"3456"
+    assert store.get_range("a", 8, 100) == b"89"
+    with pytest.raises(StoreError):
+        store.get_range("a", 10, 1)
+
+
+def test_what_is_absent_is_said_to_be(store: ObjectStore, tmp_path: Path) -> None:
+    store.put("there", b"")
+
+    with pytest.raises(ObjectNotFound, match="absent"):
+        store.get("absent")
+    with pytest.raises(ObjectNotFound):
+        store.get_range("absent", 0, 1)
+    with pytest.raises(ObjectNotFound):
+        store.size("absent")
+    with pytest.raises(ObjectNotFound):
+        store.download("absent", tmp_path / "out")
+    assert list(store.list("nothing/")) == []
+
+
+def test_deleting_twice_is_fine(store: ObjectStore) -> None:
+    store.put("a", b"1")
+    store.delete("a")
+    store.delete("a")
+
+    assert list(store.list("")) == []
+
+
+@pytest.mark.parametrize("size", [0, 1, 40 * 2**20 + 7])
+def test_files_travel_whole(store: ObjectStore, tmp_path: Path, size: int) -> None:
+    (tmp_path / "in").write_bytes(data := os.urandom(size))
+
+    store.put_file("blobs/x", tmp_path / "in")
+    store.download("blobs/x", tmp_path / "out")
+
+    assert store.size("blobs/x") == size
+    assert (tmp_path / "out").read_bytes() == data
+
+
+def test_keys_are_listed_in_byte_order_after_the_start(store: ObjectStore) -> None:
+    for key in ("log/2", "log/10", "log/1", "log-old/3", "log/1-x/y", "other"):
+        store.put(key, b"")
+
+    assert list(store.list("log/")) == ["log/1", "log/1-x/y", "log/10", "log/2"]
+    assert list(store.list("log/", "log/1")) == ["log/1-x/y", "log/10", "log/2"]
+    assert list(store.list("log/", "log/15")) == ["log/2"]
+    assert list(store.list("log/1")) == ["log/1", "log/1-x/y", "log/10"]
+    assert list(store.list("")) == [
+        "log-old/3",
+        "log/1",
+        "log/1-x/y",
+        "log/10",
+        "log/2",
+        "other",
+    ]
+
+
+def test_a_list_goes_on_over_pages(store: ObjectStore) -> None:
+    keys = [f"log/{number:06d}" for number in range(1005)]
+    with ThreadPoolExecutor(8) as writers:
+        list(writers.map(lambda key: store.put(key, b""), keys))
+
+    assert list(store.list("log/")) == keys
+
+
+def test_if_absent_keeps_what_was_there(store: ObjectStore) -> None:
+    store.put_if_absent("log/1", b"first")
+
+    with pytest.raises(ObjectExists, match="log/1"):
+        store.put_if_absent("log/1", b"second")
+    assert store.get("log/1") == b"first"
+
+
+def test_of_many_writers_if_absent_exactly_one_wins(store: ObjectStore) -> None:
+    def attempt(writer: int) -> int | None:
+        try:
+            store.put_if_absent("log/1", str(writer).encode())
+        except ObjectExists:
+            return None
+        return writer
+
+    with ThreadPoolExecutor(16) as writers:
+        won = [writer for writer in writers.map(attempt, range(64)) if writer is not None]
+
+    assert len(won) == 1
+    assert store.get("log/1") == str(won[0]).encode()
+
+
+@pytest.mark.parametrize("key", ["../x", "a/../x", "/etc/x", "a//b", ".x", "a/", "", "a\n", "ä", "a\0"])
+def test_no_key_leaves_the_store(store: ObjectStore, tmp_path: Path, key: str) -> None:
+    (tmp_path / "in").write_bytes(b"1")
+
+    for act in (
+        lambda: store.get(key),
+        lambda: store.get_range(key, 0, 1),
+        lambda: store.size(key),
+        lambda: store.put(key, b""),
+        lambda: store.put_file(key, tmp_path / "in"),
+        lambda: store.put_if_absent(key, b""),
+        lambda: store.download(key, tmp_path / "out"),
+        lambda: store.delete(key),
+    ):
+        with pytest.raises(StoreError, match="cannot be a key"):
+            act()
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_file_that_is_not_there_is_no_missing_object(store: ObjectStore, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="absent-file"):
+        store.put_file("a", tmp_path / "absent-file")
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/x", "http://host/bucket", "s3://", "s3:///x"])
+def test_an_unknown_url_is_refused(url: str) -> None:
+    with pytest.raises(InvalidSetting, match="s3://bucket/prefix"):
+        open_store(url)

@@ -1,0 +1,77 @@
+"""What tests of several areas share: an S3 server of their own."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def s3_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The s3:// url of an empty bucket; the AWS_ variables lead every boto3 client to its server."""
+    import boto3
+
+    folder = tmp_path_factory.mktemp("ministack")
+    port = _free_port()
+    server = subprocess.Popen(
+        [_program("ministack")],
+        cwd=folder,
+        env=os.environ
+        | {
+            "BIND_HOST": "127.0.0.1",
+            "GATEWAY_PORT": str(port),
+            "SERVICES": "s3",
+            "IOT_MTLS_ENABLED": "0",  # its port is fixed
+        },
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    bucket = f"lorikeet-{uuid.uuid4().hex[:12]}"
+    with pytest.MonkeyPatch.context() as environment:
+        for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL"):
+            environment.delenv(name, raising=False)
+        environment.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{port}")
+        environment.setenv("AWS_ACCESS_KEY_ID", "test")
+        environment.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        environment.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        try:
+            _wait_for_port(port, server)
+            boto3.session.Session().client("s3").create_bucket(Bucket=bucket)
+            yield f"s3://{bucket}"
+        finally:
+            server.terminate()
+            server.wait(timeout=30)
+
+
+def _program(name: str) -> str:
+    """A console script of the environment that runs the tests."""
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.exists() else shutil.which(name)
+    assert found is not None, f"{name} is not installed: install the dev group"
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert server.poll() is None, f"the S3 server ended with status {server.returncode}"
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=1):
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError("the S3 server did not start in 60 s")
