@@ -3,6 +3,8 @@
 LorikeetError             `code` names the kind, `message` says what to do
 ├── InvalidSetting        a bad value or an unknown LORIKEET_ variable
 ├── InvalidInput          a request or a name that cannot be right; `param` names the field
+│   ├── UnsupportedParameter  a field that is not served here
+│   ├── RequestTooLarge   a body above the limit
 │   └── InvalidAdapter    an upload that is not an acceptable adapter
 ├── NotFound
 │   ├── UnknownModel      no such model, or not this tenant's: the two look alike
@@ -11,7 +13,7 @@ LorikeetError             `code` names the kind, `message` says what to do
 ├── InvalidKey            no key, an unknown one, or one that was revoked
 ├── Forbidden             a good key whose scopes do not allow this
 ├── Conflict              someone else changed it first; read again and retry
-├── RateLimited           carries retry_after_s
+├── RateLimited           carries retry_after_s and the limit that was reached
 ├── Unavailable           the service cannot do this now; carries retry_after_s
 ├── GenerationFailed      the engine failed this request
 └── StoreError            the object store did not do what was asked
@@ -46,6 +48,18 @@ class InvalidInput(LorikeetError):
     """A request or a name that cannot be right."""
 
     code = "invalid_value"
+
+
+class UnsupportedParameter(InvalidInput):
+    """A field that is not served here."""
+
+    code = "unsupported_parameter"
+
+
+class RequestTooLarge(InvalidInput):
+    """A body above the limit."""
+
+    code = "request_too_large"
 
 
 class InvalidAdapter(InvalidInput):
@@ -97,9 +111,15 @@ class Conflict(LorikeetError):
 
 
 class RateLimited(LorikeetError):
-    """A limit of this tenant is reached."""
+    """A limit of this tenant is reached: `limit` requests at once."""
 
     code = "rate_limit_exceeded"
+
+    def __init__(
+        self, message: str, *, limit: int | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.limit = limit
 
 
 class Unavailable(LorikeetError):

@@ -1,0 +1,1 @@
+"""The admin API: adapters, pins, tenants, keys, status."""

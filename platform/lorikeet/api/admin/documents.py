@@ -1,0 +1,103 @@
+"""The catalog's records as JSON."""
+
+from typing import Any
+
+from lorikeet.catalog.records import (
+    AdapterRecord,
+    KeyRecord,
+    PinRecord,
+    TenantRecord,
+    VersionRecord,
+)
+from lorikeet.placement.report import ReplicaReport
+from lorikeet_engine.request import AdapterReport
+
+Json = dict[str, Any]
+
+
+def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:
+    """One version of an adapter."""
+    return {
+        "adapter": adapter.label,
+        "version": version.version,
+        "digest": version.digest,
+        "size_bytes": version.size_bytes,
+        "max_rank": version.max_rank,
+        "base_model": version.base_model,
+        "created": version.created,
+        "retired": version.retired,
+        "aliases": list(adapter.aliases_of(version.version)),
+    }
+
+
+def adapter_json(adapter: AdapterRecord) -> Json:
+    """An adapter with all its versions."""
+    return {
+        "adapter": adapter.label,
+        "shared": adapter.shared,
+        "retired": adapter.retired,
+        "aliases": dict(sorted(adapter.aliases.items())),
+        "versions": [version_json(adapter, version) for version in adapter.versions],
+    }
+
+
+def pin_json(pin: PinRecord) -> Json:
+    """A pin. expires: Unix seconds or null."""
+    return {
+        "adapter": f"{pin.tenant}/{pin.name}",
+        "selector": pin.selector,
+        "tier": str(pin.tier),
+        "replicas": pin.replicas,
+        "reason": pin.reason,
+        "expires": pin.expires,
+        "created": pin.created,
+        "actor": pin.actor,
+    }
+
+
+def tenant_json(tenant: TenantRecord) -> Json:
+    """A tenant."""
+    return {
+        "tenant": tenant.name,
+        "max_concurrent": tenant.max_concurrent,
+        "created": tenant.created,
+    }
+
+
+def key_json(key: KeyRecord) -> Json:
+    """A key, without its secret and without its hash."""
+    return {
+        "id": key.id,
+        "tenant": key.tenant,
+        "scopes": sorted(scope.value for scope in key.scopes),
+        "created": key.created,
+        "revoked": key.revoked,
+    }
+
+
+def replica_json(report: ReplicaReport) -> Json:
+    """What a replica holds and does."""
+    engine = report.engine
+    return {
+        "replica": report.replica,
+        "base_model": report.base_model,
+        "running": engine.running,
+        "waiting": engine.waiting,
+        "kv_pages_used": engine.kv_pages_used,
+        "kv_pages_total": engine.kv_pages_total,
+        "arena_bytes_used": engine.arena_bytes_used,
+        "arena_bytes_total": engine.arena_bytes_total,
+        "adapters": [_resident_json(adapter) for adapter in engine.adapters],
+    }
+
+
+def _resident_json(adapter: AdapterReport) -> Json:
+    return {
+        "adapter": f"{adapter.ref.tenant}/{adapter.ref.name}",
+        "version": adapter.ref.version,
+        "digest": adapter.ref.digest,
+        "residency": str(adapter.residency),
+        "gpu_bytes": adapter.gpu_bytes,
+        "leases": adapter.leases,
+        "pinned": adapter.pinned,
+    }

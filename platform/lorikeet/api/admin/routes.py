@@ -1,0 +1,25 @@
+"""All admin routes, behind one check of the key."""
+
+from fastapi import APIRouter, Depends
+
+from lorikeet.api.admin.adapters import adapter_routes
+from lorikeet.api.admin.keys import key_routes
+from lorikeet.api.admin.pins import pin_routes
+from lorikeet.api.admin.status import status_routes
+from lorikeet.api.admin.tenants import tenant_routes
+from lorikeet.api.admin.upload import upload_routes
+from lorikeet.api.follower import CatalogFollower
+from lorikeet.api.gate import Gate
+from lorikeet.api.services import Services
+
+
+def admin_routes(services: Services, gate: Gate, follower: CatalogFollower) -> APIRouter:
+    """Everything under /admin/v1; an admin's key is wanted before anything else is looked at."""
+    router = APIRouter(prefix="/admin/v1", dependencies=[Depends(gate.admin)])
+    router.include_router(upload_routes(services))
+    router.include_router(adapter_routes(services.catalog, follower))
+    router.include_router(pin_routes(services.catalog, follower))
+    router.include_router(tenant_routes(services.catalog, follower))
+    router.include_router(key_routes(services.catalog, follower))
+    router.include_router(status_routes(services.engines, follower))
+    return router

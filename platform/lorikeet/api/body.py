@@ -1,0 +1,83 @@
+"""Reads a request's body: within a size, and into a schema."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+from starlette.requests import Request
+
+from lorikeet.errors import InvalidInput, RequestTooLarge, UnsupportedParameter
+
+MAX_JSON_BYTES = 8 * 2**20
+_NAMES_QUOTED = 5
+_NAME_LENGTH = 64
+
+
+class Body(BaseModel):
+    """A JSON object: null means absent, unknown fields are refused, types are not converted."""
+
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        unknown = [name for name in given if name not in cls.model_fields]
+        if unknown:  # one error for all: a million unknown fields must not cost a million errors
+            names = [name[:_NAME_LENGTH] for name in unknown[:_NAMES_QUOTED]]
+            raise PydanticCustomError("unsupported", "not supported here", {"names": names})
+        return given
+
+
+B = TypeVar("B", bound=Body)
+
+
+async def read_json(request: Request, schema: type[B]) -> B:
+    """Parse the body; an empty one is {}. Raises InvalidInput or one of its kinds."""
+    parts = [part async for part in limited(request, MAX_JSON_BYTES)]
+    try:
+        return schema.model_validate_json(b"".join(parts) or b"{}")
+    except ValidationError as error:
+        raise describe(error.errors(include_url=False, include_input=False)) from None
+
+
+async def limited(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
+    """The body's parts as they come. Raises RequestTooLarge before passing on too much."""
+    too_large = RequestTooLarge(f"the body is larger than {max_bytes} bytes, the limit here")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise too_large
+    received = 0
+    async for part in request.stream():
+        received += len(part)
+        if received > max_bytes:
+            raise too_large
+        yield part
+
+
+def describe(problems: Sequence[Any]) -> InvalidInput:
+    """The first thing that pydantic found wrong. Quotes the names of fields, never values."""
+    problem = problems[0]
+    if problem["type"] == "json_invalid":
+        return InvalidInput("the body is not JSON: " + problem["msg"].partition(": ")[2])
+    if problem["type"] == "unsupported":
+        paths = [_path((*problem["loc"], name)) for name in problem["ctx"]["names"]]
+        return UnsupportedParameter(f"not supported here: {', '.join(paths)}", param=paths[0])
+    misfit_param = problem.get("ctx", {}).get("param")
+    path = _path((*problem["loc"], misfit_param) if misfit_param else problem["loc"])
+    message = problem["msg"].removeprefix("Value error, ")
+    return InvalidInput(f"{path}: {message}" if path else message, param=path or None)
+
+
+def misfit(param: str, message: str) -> PydanticCustomError:
+    """What a schema raises when `param` does not fit its other fields."""
+    return PydanticCustomError("misfit", message, {"param": param})
+
+
+def _path(loc: Sequence[str | int]) -> str:
+    """('messages', 0, 'role') → messages[0].role."""
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc)
+    return path.removeprefix(".")

@@ -1,0 +1,100 @@
+"""Errors as HTTP answers: the only place that knows statuses."""
+
+import math
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from lorikeet.api.body import describe
+from lorikeet.api.error_body import error_body
+from lorikeet.api.messages import Refusal
+from lorikeet.errors import LorikeetError, RateLimited
+
+_STATUSES = {
+    "invalid_value": 400,
+    "unsupported_parameter": 400,
+    "context_length_exceeded": 400,
+    "invalid_api_key": 401,
+    "forbidden": 403,
+    "not_found": 404,
+    "model_not_found": 404,
+    "tenant_not_found": 404,
+    "key_not_found": 404,
+    "method_not_allowed": 405,
+    "conflict": 409,
+    "request_too_large": 413,
+    "invalid_adapter": 422,
+    "rate_limit_exceeded": 429,
+    "unavailable": 503,
+    "store_error": 503,
+    # An adapter that was accepted once: its file or the way to it is broken, which may pass.
+    "adapter_load_failed": 503,
+}
+"""By a LorikeetError's or a Refusal's code; any other is the service's own fault, 500."""
+
+OK = 200
+CREATED = 201
+
+_INTERNAL = "the service failed, not this request: send it again, or give your admin x-request-id"
+_RETRY_AFTER_S = 1.0
+
+
+class Refused(LorikeetError):
+    """A replica's Refusal, raised."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message, param=refusal.param)
+        self.code = refusal.code
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer every error in OpenAI's shape."""
+    app.add_exception_handler(LorikeetError, _answer_ours)
+    app.add_exception_handler(RequestValidationError, _answer_validation)
+    app.add_exception_handler(HTTPException, _answer_http)
+
+
+def error_response(error: LorikeetError) -> Response:
+    """One of our errors as an answer, with Retry-After where trying again makes sense."""
+    status = _STATUSES.get(error.code, 500)
+    headers = {}
+    if status in (429, 503):
+        wait_s = math.ceil(error.retry_after_s or _RETRY_AFTER_S)
+        headers["retry-after"] = str(wait_s)
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, RateLimited):
+        headers["x-ratelimit-limit-requests"] = str(error.limit)
+        headers["x-ratelimit-remaining-requests"] = "0"
+        headers["x-ratelimit-reset-requests"] = f"{wait_s}s"
+    return JSONResponse(error_body(error.code, error.message, error.param), status, headers)
+
+
+def internal_error_response() -> Response:
+    """The answer to an exception nobody expected; it says nothing of its insides."""
+    return JSONResponse(error_body(LorikeetError.code, _INTERNAL), 500)
+
+
+async def _answer_ours(_: Request, error: Exception) -> Response:
+    assert isinstance(error, LorikeetError)
+    return error_response(error)
+
+
+async def _answer_validation(_: Request, error: Exception) -> Response:
+    """FastAPI's own checks of paths and queries, whose locations begin with where they were."""
+    assert isinstance(error, RequestValidationError)
+    return error_response(describe([{**p, "loc": p["loc"][1:]} for p in error.errors()]))
+
+
+async def _answer_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        body = error_body("not_found", f"there is no {request.url.path} here")
+    elif error.status_code == 405:
+        body = error_body("method_not_allowed", f"{request.method} does not work here")
+    else:
+        body = error_body(LorikeetError.code, _INTERNAL)
+    return JSONResponse(body, error.status_code, error.headers)

@@ -1,0 +1,77 @@
+"""Decides whether an uploaded blob is let in, and for which base model."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from lorikeet.api.services import BaseModel
+from lorikeet.catalog.records import BlobFacts
+from lorikeet.errors import InvalidAdapter, InvalidInput
+from lorikeet_engine.adapter_format import AdapterLimits, blob_digest, check_finite, read_spec
+from lorikeet_engine.adapter_format.config import LoraConfig
+from lorikeet_engine.adapter_format.header import read_header
+from lorikeet_engine.adapter_format.spec import METADATA_KEY
+from lorikeet_engine.errors import AdapterError
+
+
+def examine(
+    blob: Path,
+    base_models: Mapping[str, BaseModel],
+    limits: AdapterLimits,
+    base_model: str | None = None,
+) -> BlobFacts:
+    """Validate a blob against the base model it was trained on. Reads all of it; blocks.
+
+    base_model: the admin's word for which one that is; None: what the blob says. Raises
+    InvalidAdapter, naming the tensor, module or config key at fault.
+    """
+    try:
+        name = _named(base_model, base_models) if base_model else _matching(blob, base_models)
+        spec = read_spec(blob, base_models[name].shape, limits)
+        check_finite(blob, spec)
+    except AdapterError as error:
+        raise InvalidAdapter(error.message, param=error.fields.get("field")) from error
+    return BlobFacts(
+        digest=blob_digest(blob),
+        size_bytes=spec.size_bytes,
+        packed_elements=spec.packed_elements(),
+        max_rank=spec.max_rank,
+        base_model=name,
+    )
+
+
+def _named(base_model: str, base_models: Mapping[str, BaseModel]) -> str:
+    if base_model not in base_models:
+        raise InvalidInput(
+            f"base_model={base_model!r} is not served here: {_list(base_models)}",
+            param="base_model",
+        )
+    return base_model
+
+
+def _matching(blob: Path, base_models: Mapping[str, BaseModel]) -> str:
+    """The one served base model whose name or alias ends like the name that the blob gives."""
+    config = read_header(blob).metadata.get(METADATA_KEY)
+    if config is None:
+        raise InvalidAdapter("not a packed adapter: `lorikeet register` packs PEFT's folder")
+    declared = LoraConfig.from_json(config).base_model_name_or_path
+    found = [
+        name
+        for name, base in base_models.items()
+        if _last(declared) in map(_last, (name, *base.aliases))
+    ]
+    if len(found) != 1:
+        raise InvalidAdapter(
+            f"the adapter says it was trained on {declared!r}; served here: {_list(base_models)}: "
+            "if it is one of these, say which with base_model=NAME",
+            param="base_model",
+        )
+    return found[0]
+
+
+def _last(path: str) -> str:
+    """meta-llama/Llama-3.1-8B → Llama-3.1-8B; what people put before it differs."""
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _list(base_models: Mapping[str, BaseModel]) -> str:
+    return ", ".join(sorted(base_models))

@@ -1,0 +1,51 @@
+"""What the API is built from."""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lorikeet.api.messages import Call, StreamItem
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.placement.report import ReplicaReport
+from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
+
+
+class EngineClient(Protocol):
+    """The way to the replicas."""
+
+    def generate(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
+        """A replica's answer: a Header, then bytes, or a Refusal before the first bytes.
+
+        Closing or cancelling it frees at once what the request holds. Raises LorikeetError.
+        """
+        ...
+
+    async def reports(self) -> Sequence[ReplicaReport]:
+        """What every replica of every base model holds and does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """A base model that is served. aliases: what adapters may call it, e.g. its Hub name."""
+
+    shape: BaseShape
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The parts behind the API. base_models: by the name that clients use.
+
+    gateways: how many there are; each enforces its share of a tenant's limit. refresh_s: how old
+    the view of the catalog may be. first_item_timeout_s: how long a replica may take to answer
+    at all; how long it may take to generate is not limited here.
+    """
+
+    catalog: AdapterCatalog
+    base_models: Mapping[str, BaseModel]
+    limits: AdapterLimits
+    engines: EngineClient
+    gateways: int = 1
+    refresh_s: float = 1.0
+    first_item_timeout_s: float = 60.0
