@@ -1,6 +1,7 @@
 """Every error the engine raises.
 
 EngineError
+├── SettingsError        settings that contradict each other or do not fit the machine
 ├── InvalidRequest       a request that can never run: too long, bad sampling values
 ├── EngineClosed         submitted after close, or the engine died
 ├── StepFailed           the forward pass this request was part of raised
@@ -37,6 +38,10 @@ class EngineError(Exception):
 
 def _rebuild(kind: type[EngineError], message: str, fields: dict[str, Any]) -> EngineError:
     return kind(message, **fields)
+
+
+class SettingsError(EngineError):
+    """Settings that contradict each other, the model or the memory there is."""
 
 
 class InvalidRequest(EngineError):

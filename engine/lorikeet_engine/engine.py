@@ -1,0 +1,319 @@
+"""The engine: requests of token ids in, tokens out, one batch for all adapters at every step."""
+
+import itertools
+import json
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
+from lorikeet_engine.batch_builder import build_batch, order
+from lorikeet_engine.engine_settings import EngineSettings
+from lorikeet_engine.errors import EngineClosed, EngineError, InvalidRequest, StepFailed
+from lorikeet_engine.kernels.attention import SdpaAttention
+from lorikeet_engine.kv_cache import KVCache, count_pages
+from lorikeet_engine.models import ModelConfig, load_model
+from lorikeet_engine.request import EngineReport, Failed, Output, Request, Tokens
+from lorikeet_engine.residency import AdapterSource, Tiers
+from lorikeet_engine.runner import Runner
+from lorikeet_engine.sampling import Sampler, SamplingRow
+from lorikeet_engine.scheduler import Bounds, Scheduler
+from lorikeet_engine.sequence import Chunk, Sequence
+
+__all__ = ["Engine", "EngineConfig", "EngineSettings"]
+
+log = logging.getLogger(__name__)
+
+# Rows of the table of adapters, some KiB each: more than an arena holds in practice.
+_MAX_SLOTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What callers must know of the model. max_context: prompt plus output, tokens."""
+
+    vocab_size: int
+    max_context: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Engine:
+    """One base model, its adapters, and the requests in flight.
+
+    submit, abort, wake, residency, pin, unpin and report may be called from any thread; wait, step,
+    fail_all and close from one alone, for instance EngineLoop's.
+    """
+
+    def __init__(self, settings: EngineSettings, source: AdapterSource) -> None:
+        """Load the model and allocate all the memory that serving needs.
+
+        Raises ModelError, and SettingsError if kv_bytes has no room for one sequence.
+        """
+        self._settings = settings
+        self._device = torch.device(settings.device)
+        dtype = settings.torch_dtype
+        model = load_model(settings.model, self._device, dtype, settings.max_context)
+        kv = _allocate_kv(model.config, settings, self._device)
+        self._kv_pages = kv.shape[2]
+        self.config = EngineConfig(
+            model.config.vocab_size,
+            min(model.config.max_context, self._kv_pages * settings.page_size),
+            model.config.eos_token_ids,
+        )
+        self._wake = threading.Event()
+        self._tiers = _tiers(settings, source, self._device, self.wake)
+        self._runner = Runner(model, SdpaAttention(), self._tiers.weights, kv)
+        self._sampler = Sampler()
+        self._begin()
+        self._arrivals = itertools.count()
+        self._idle = True
+        self._lock = threading.Lock()  # guards the four below
+        self._closed = False
+        self._open: dict[str, int] = {}  # request id → choices that have not ended
+        self._submitted: deque[Request] = deque()
+        self._aborted: deque[tuple[str, int | None]] = deque()
+
+    def submit(self, request: Request) -> None:
+        """Take a request; its tokens come out of the steps that follow.
+
+        max_tokens is cut to what the context leaves after each prompt. The context always fits
+        into the KV cache, so whatever is taken can run. Raises InvalidRequest, EngineClosed.
+        """
+        self._check(request)
+        with self._lock:
+            if self._closed:
+                raise EngineClosed("the engine is closed: send the request to another replica")
+            if request.request_id in self._open:
+                raise InvalidRequest(
+                    f"request_id={request.request_id!r} is in flight: want a new one",
+                    param="request_id",
+                )
+            self._open[request.request_id] = len(request.prompts) * request.n
+            self._submitted.append(request)
+        self.wake()
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one of its choices, without an output; what has ended is left alone."""
+        with self._lock:
+            self._aborted.append((request_id, choice))
+        self.wake()
+
+    def wake(self) -> None:
+        """Let `wait` return."""
+        self._wake.set()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return as soon as a step may have something to do, or after timeout_s."""
+        if self._idle:
+            self._wake.wait(timeout_s)
+            self._wake.clear()
+
+    def step(self) -> list[Output]:
+        """Compute one batch and say what became of it: at most one Tokens for each choice."""
+        self._take_in()
+        self._tiers.advance()
+        plan = self._scheduler.plan()
+        outputs = self._fail({s.request.request_id: error for s, error in plan.failed})
+        chunks = order(plan.chunks)
+        self._idle = not chunks
+        if not chunks:
+            return outputs
+        try:
+            drawn = self._compute(chunks)
+        except Exception as error:
+            ids = {chunk.sequence.request.request_id for chunk in chunks}
+            log.exception("step_failed", extra={"requests": sorted(ids)})
+            failure = StepFailed(f"the step of this request failed: {type(error).__name__}")
+            return outputs + self._fail(dict.fromkeys(ids, failure))
+        return outputs + self._advance(chunks, drawn)
+
+    def fail_all(self, error: EngineError) -> list[Output]:
+        """End every request with `error` and begin anew, whatever state the scheduler was in."""
+        for sequence in (*self._scheduler.waiting, *self._scheduler.running):
+            if sequence.lease is not None:
+                sequence.lease.release()
+        self._begin()
+        self._idle = True
+        with self._lock:
+            ids = list(self._open)
+            self._open.clear()
+            self._submitted.clear()
+        return [Failed(request_id, error) for request_id in ids]
+
+    def residency(self, ref: AdapterRef) -> Residency:
+        """The fastest place that holds an adapter now."""
+        return self._tiers.residency(ref)
+
+    def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU) -> None:
+        """Load an adapter up to `tier` and keep it there until `unpin`."""
+        self._tiers.pin(ref, tier)
+        self.wake()
+
+    def unpin(self, digest: str) -> None:
+        """Let an adapter be evicted again."""
+        self._tiers.unpin(digest)
+        self.wake()
+
+    def report(self) -> EngineReport:
+        """What the engine holds and does now."""
+        return EngineReport(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting) + len(self._submitted),
+            kv_pages_used=self._cache.used,
+            kv_pages_total=self._cache.pages,
+            arena_bytes_used=self._tiers.arena_bytes_used,
+            arena_bytes_total=self._tiers.arena_bytes_total,
+            adapters=self._tiers.report(),
+        )
+
+    def close(self) -> list[Output]:
+        """Take no more requests, end those in flight with EngineClosed, stop loading adapters."""
+        with self._lock:
+            was_closed, self._closed = self._closed, True
+        if was_closed:
+            return []
+        outputs = self.fail_all(EngineClosed("the engine was closed: send the request again"))
+        self._tiers.close()
+        return outputs
+
+    def _begin(self) -> None:
+        settings = self._settings
+        bounds = Bounds(
+            settings.max_batch_tokens, settings.max_running, settings.max_batch_adapters
+        )
+        self._cache = KVCache(self._kv_pages, settings.page_size)
+        self._scheduler = Scheduler(bounds, self._cache, self._tiers)
+
+    def _check(self, request: Request) -> None:
+        vocab, context = self.config.vocab_size, self.config.max_context
+        for prompt in request.prompts:
+            if len(prompt) >= context:
+                raise InvalidRequest(
+                    f"a prompt of {len(prompt)} tokens: want at most {context - 1}, so that one "
+                    f"token fits behind it in the context of {context}",
+                    param="prompt",
+                )
+        stops = request.sampling.stop_token_ids
+        for param, ids in (*(("prompt", p) for p in request.prompts), ("stop_token_ids", stops)):
+            if ids and not 0 <= min(ids) <= max(ids) < vocab:
+                raise InvalidRequest(
+                    f"{param} has token ids from {min(ids)} to {max(ids)}: want 0 to {vocab - 1}",
+                    param=param,
+                )
+
+    def _take_in(self) -> None:
+        with self._lock:
+            submitted, self._submitted = self._submitted, deque()
+            aborted, self._aborted = set(self._aborted), deque()
+        for request in submitted:
+            for sequence in self._sequences(request):
+                self._scheduler.add(sequence)
+        if aborted:
+            dropped = self._scheduler.drop(
+                lambda s: (
+                    (s.request.request_id, None) in aborted
+                    or (s.request.request_id, s.choice) in aborted
+                )
+            )
+            for sequence in dropped:
+                self._end(sequence)
+
+    def _sequences(self, request: Request) -> list[Sequence]:
+        sampling = request.sampling
+        eos = () if sampling.ignore_eos else self.config.eos_token_ids
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        return [
+            Sequence(
+                request,
+                choice,
+                arrival=next(self._arrivals),
+                max_tokens=min(sampling.max_tokens, self.config.max_context - len(prompt)),
+                stop_ids=frozenset((*sampling.stop_token_ids, *eos)),
+                seed=seed + choice,
+                page_size=self._settings.page_size,
+            )
+            for choice, prompt in enumerate(p for p in request.prompts for _ in range(request.n))
+        ]
+
+    def _compute(self, chunks: list[Chunk]) -> list[int]:
+        batch = build_batch(chunks, self._settings.page_size, self._device)
+        logits = self._runner.forward(batch)
+        rows = [_sampling_row(chunk.sequence) for chunk in chunks if chunk.completes]
+        return self._sampler.sample(logits, rows) if rows else []
+
+    def _advance(self, chunks: list[Chunk], drawn: list[int]) -> list[Output]:
+        outputs: list[Output] = []
+        tokens = iter(drawn)
+        for chunk in chunks:
+            sequence, completes = chunk.sequence, chunk.completes
+            self._scheduler.computed(chunk)
+            if not completes:
+                continue
+            token = next(tokens)
+            finish = sequence.accept(token)
+            kept = () if token in sequence.stop_ids else (token,)
+            outputs.append(Tokens(sequence.request.request_id, sequence.choice, kept, finish))
+            if finish is not None:
+                self._scheduler.finish(sequence)
+                self._end(sequence)
+        return outputs
+
+    def _end(self, sequence: Sequence) -> None:
+        request_id = sequence.request.request_id
+        with self._lock:
+            self._open[request_id] -= 1
+            if self._open[request_id] == 0:
+                del self._open[request_id]
+
+    def _fail(self, errors: Mapping[str, EngineError]) -> list[Output]:
+        if errors:
+            self._scheduler.drop(lambda s: s.request.request_id in errors)
+            with self._lock:
+                for request_id in errors:
+                    self._open.pop(request_id, None)
+        return [Failed(request_id, error) for request_id, error in errors.items()]
+
+
+def _allocate_kv(
+    config: ModelConfig, settings: EngineSettings, device: torch.device
+) -> torch.Tensor:
+    """[layers, 2, pages, page_size, kv_heads, head_dim], as many pages as kv_bytes holds."""
+    page = (settings.page_size, config.kv_heads, config.head_dim)
+    elements = config.layers * 2 * settings.page_size * config.kv_heads * config.head_dim
+    context = settings.max_context or settings.page_size
+    pages = count_pages(
+        settings.kv_bytes, elements * settings.torch_dtype.itemsize, settings.page_size, context
+    )
+    shape = (config.layers, 2, pages, *page)
+    return torch.zeros(shape, dtype=settings.torch_dtype, device=device)
+
+
+def _tiers(
+    settings: EngineSettings, source: AdapterSource, device: torch.device, wake: Callable[[], None]
+) -> Tiers:
+    config = json.loads((settings.model / "config.json").read_text())
+    return Tiers(
+        BaseShape.from_config(config),
+        AdapterLimits(settings.max_rank, settings.max_adapter_bytes),
+        source,
+        device=device,
+        dtype=settings.torch_adapter_dtype,
+        gpu_bytes=settings.adapter_gpu_bytes,
+        host_bytes=settings.adapter_host_bytes,
+        disk_bytes=settings.adapter_disk_bytes,
+        cache_dir=settings.cache_dir,
+        max_slots=_MAX_SLOTS,
+        wake=wake,
+    )
+
+
+def _sampling_row(sequence: Sequence) -> SamplingRow:
+    params = sequence.request.sampling
+    banned = tuple(sequence.stop_ids) if sequence.made < params.min_tokens else ()
+    return SamplingRow(params, sequence.seed, sequence.made, banned)

@@ -1,0 +1,61 @@
+"""What an engine is told when it is built."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lorikeet_engine.errors import SettingsError
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Sizes in bytes unless the name says tokens. Raises SettingsError when built.
+
+    model: a Hugging Face checkpoint's folder. dtype: of the base model and its KV cache.
+    page_size: tokens of a KV page. max_context: prompt plus output in tokens; None for as many as
+    the model and the KV cache allow. max_batch_tokens, max_running, max_batch_adapters: tokens,
+    sequences and distinct adapters of one step. cache_dir: the adapters' disk cache.
+    """
+
+    model: Path
+    cache_dir: Path
+    device: str = "cpu"
+    dtype: str = "float32"
+    adapter_dtype: str = "float32"
+    page_size: int = 16
+    kv_bytes: int = 256 << 20
+    max_context: int | None = None
+    max_batch_tokens: int = 2048
+    max_running: int = 256
+    max_batch_adapters: int = 128
+    adapter_gpu_bytes: int = 64 << 20
+    adapter_host_bytes: int = 256 << 20
+    adapter_disk_bytes: int = 4 << 30
+    max_rank: int = 64
+    max_adapter_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "adapter_dtype"):
+            if getattr(self, name) not in _DTYPES:
+                raise SettingsError(f"{name}={getattr(self, name)!r}: want {', '.join(_DTYPES)}")
+        for name in ("page_size", "max_running", "max_batch_adapters"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"{name}={getattr(self, name)}: want an integer ≥ 1")
+        if self.max_batch_tokens < self.max_running:
+            raise SettingsError(
+                f"max_batch_tokens={self.max_batch_tokens}: want at least max_running "
+                f"({self.max_running}), since every running sequence makes a token each step"
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch calls it."""
+        return _DTYPES[self.dtype]
+
+    @property
+    def torch_adapter_dtype(self) -> torch.dtype:
+        """`adapter_dtype` as torch calls it."""
+        return _DTYPES[self.adapter_dtype]

@@ -1,0 +1,362 @@
+"""Who computes what in each step: order, bounds, preemption, and that nobody waits forever."""
+
+import hashlib
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.admission import PATIENCE
+from lorikeet_engine.errors import AdapterLoadFailed
+from lorikeet_engine.kv_cache import KVCache
+from lorikeet_engine.request import FinishReason, Request, SamplingParams
+from lorikeet_engine.scheduler import Bounds, Scheduler
+from lorikeet_engine.sequence import Sequence
+
+PAGE = 4
+
+
+class Shelf:
+    """Adapters on a GPU of `places` slots; at `advance` wanted ones come in, unless remote."""
+
+    def __init__(self, places=100):
+        self.places = places
+        self.leases = Counter()
+        self.wanted = {}  # in order
+        self.on_gpu = {}
+        self.remote = set()
+        self.broken = set()
+
+    def residency(self, ref):
+        if ref.digest in self.on_gpu:
+            return Residency.GPU
+        return Residency.REMOTE if ref.digest in self.remote else Residency.HOST
+
+    def want(self, ref):
+        if ref.digest not in self.on_gpu:
+            self.wanted[ref.digest] = None
+
+    def lease(self, ref):
+        if ref.digest in self.broken:
+            raise AdapterLoadFailed(f"{ref} is broken")
+        return ShelfLease(self, ref.digest) if ref.digest in self.on_gpu else None
+
+    def advance(self):
+        for digest in [d for d in self.wanted if d not in self.remote | self.broken]:
+            if len(self.on_gpu) == self.places:
+                idle = [d for d in self.on_gpu if not self.leases[d]]
+                if not idle:
+                    return
+                del self.on_gpu[idle[0]]
+            self.on_gpu[digest] = len(self.on_gpu)
+            del self.wanted[digest]
+
+
+class ShelfLease:
+    rank = 8
+
+    def __init__(self, shelf, digest):
+        self.shelf, self.digest, self.slot = shelf, digest, shelf.on_gpu[digest]
+        shelf.leases[digest] += 1
+
+    def release(self):
+        self.shelf.leases[self.digest] -= 1
+
+
+class World:
+    """A scheduler, and a model that draws tokens by hashing what the sequence has so far."""
+
+    def __init__(self, *, tokens=64, sequences=16, adapters=8, pages=100, places=100):
+        self.cache = KVCache(pages, PAGE)
+        self.shelf = Shelf(places)
+        self.bounds = Bounds(tokens, sequences, adapters)
+        self.scheduler = Scheduler(self.bounds, self.cache, self.shelf)
+        self.arrivals = 0
+        self.finished = {}
+        self.failed = []
+        self.computed_tokens = 0
+        self.steps = 0
+
+    def add(self, prompt, adapter=None, max_tokens=4, n=1, salt=""):
+        if isinstance(prompt, int):
+            prompt = [1000 * self.arrivals + i for i in range(prompt)]
+        params = SamplingParams(max_tokens=max_tokens)
+        ref = AdapterRef("acme", adapter, 1, adapter) if adapter else None
+        request = Request(f"r{self.arrivals}", (tuple(prompt),), params, n, ref, salt)
+        made = []
+        for choice in range(n):
+            made.append(
+                Sequence(
+                    request,
+                    choice,
+                    arrival=self.arrivals,
+                    max_tokens=max_tokens,
+                    stop_ids=frozenset(),
+                    seed=0,
+                    page_size=PAGE,
+                )
+            )
+            self.arrivals += 1
+            self.scheduler.add(made[-1])
+        return made if n > 1 else made[0]
+
+    def step(self):
+        self.steps += 1
+        self.shelf.advance()
+        plan = self.scheduler.plan()
+        self.failed += plan.failed
+        self.check(plan.chunks)
+        for chunk in plan.chunks:
+            sequence, completes = chunk.sequence, chunk.completes
+            self.computed_tokens += chunk.length
+            self.scheduler.computed(chunk)
+            if completes:
+                token = hashlib.sha256(str(sequence.tokens).encode()).digest()[0]
+                if sequence.accept(token) is FinishReason.LENGTH:
+                    self.finished[sequence] = tuple(sequence.tokens)
+                    self.scheduler.finish(sequence)
+        return [(chunk.sequence, chunk.length) for chunk in plan.chunks]
+
+    def check(self, chunks):
+        bounds, running = self.bounds, self.scheduler.running
+        assert sum(chunk.length for chunk in chunks) <= bounds.tokens
+        assert len(running) <= bounds.sequences
+        assert len({s.adapter.digest for s in running if s.adapter}) <= bounds.adapters
+        assert len({chunk.sequence for chunk in chunks}) == len(chunks)
+        assert all(s.lease is not None for s in running if s.adapter)
+        written = Counter()
+        for chunk in chunks:
+            assert chunk.length >= 1, "nothing to compute, so no logits"
+            assert chunk.sequence in running
+            end = chunk.sequence.computed + chunk.length
+            assert len(chunk.sequence.pages) * PAGE >= end
+            written.update(chunk.sequence.pages[chunk.sequence.computed // PAGE : -(-end // PAGE)])
+        assert all(count == 1 for count in written.values()), "two sequences write one page"
+
+    def run(self, steps=10_000):
+        while (self.scheduler.waiting or self.scheduler.running) and steps:
+            self.step()
+            steps -= 1
+        assert steps, "it never ends"
+        assert self.cache.used == 0
+        assert not +self.shelf.leases
+
+
+def test_decodes_come_first_then_the_running_prefill_then_newcomers():
+    world = World(tokens=8)
+    decoding = world.add(3)
+    assert world.step() == [(decoding, 3)]
+    prefilling, newcomer = world.add(10), world.add(5)
+    assert world.step() == [(decoding, 1), (prefilling, 7)]
+    assert world.step() == [(decoding, 1), (prefilling, 3), (newcomer, 4)]
+    assert world.step() == [(decoding, 1), (prefilling, 1), (newcomer, 1)]
+
+
+def test_no_more_sequences_run_than_the_bound():
+    world = World(sequences=2)
+    first, second, third = world.add(3, max_tokens=2), world.add(3), world.add(3)
+    assert world.step() == [(first, 3), (second, 3)]
+    world.step()
+    assert first in world.finished
+    assert world.step() == [(second, 1), (third, 3)]
+
+
+def test_a_sequence_without_its_adapter_takes_no_place_and_blocks_no_one():
+    world = World(sequences=2)
+    world.shelf.remote = {"slow"}
+    slow = world.add(3, "slow")
+    others = [world.add(3), world.add(3, "fast")]
+    assert [s for s, _ in world.step()] == others
+    world.shelf.remote = set()
+    world.run()
+    assert slow in world.finished
+
+
+def test_a_failed_adapter_fails_those_that_wait_for_it_and_no_others():
+    world = World()
+    world.shelf.broken = {"bad"}
+    doomed = [world.add(3, "bad"), world.add(3, "bad")]
+    fine = [world.add(3, "good"), world.add(3)]
+    world.run()
+    assert [s for s, _ in world.failed] == doomed
+    assert set(world.finished) == set(fine)
+
+
+def test_the_distinct_adapters_of_a_step_stay_within_the_bound():
+    world = World(adapters=2)
+    for adapter in "abcabcabc":
+        world.add(3, adapter)
+    started = [s.adapter.digest for s, _ in world.step()]
+    assert started == ["a", "b", "a", "b", "a", "b"]
+    world.run()
+    assert len(world.finished) == 9
+
+
+@pytest.mark.parametrize("where", ["bound", "gpu"])
+def test_adapters_in_use_cannot_starve_one_that_waits(where):
+    """Requests for a and b never stop coming; c gets in all the same, after a bounded wait."""
+    world = World(adapters=2) if where == "bound" else World(places=2)
+    world.add(3, "a"), world.add(3, "b")
+    world.step()
+    starved = world.add(3, "c")
+    ahead = 0
+    while starved not in world.finished:
+        ahead += 1
+        world.add(3, "ab"[ahead % 2], max_tokens=3)
+        world.step()
+        assert ahead < 3 * PATIENCE
+    assert ahead > PATIENCE // 2, "and until then others passed it"
+    world.run()
+
+
+def test_a_reservation_does_not_stop_requests_without_an_adapter():
+    world = World(adapters=1)
+    world.add(3, "a", max_tokens=30)
+    world.step()
+    world.add(3, "c").overtaken = PATIENCE
+    held_back, base = world.add(3, "a"), world.add(3)
+    started = [s for s, _ in world.step()]
+    assert base in started
+    assert held_back not in started
+
+
+def test_pins_that_leave_no_room_do_not_turn_a_reservation_into_a_deadlock():
+    world = World(places=1)
+    world.add(3, "pinned")
+    world.step()
+    world.shelf.leases["pinned"] += 1  # never released
+    world.add(3, "c").overtaken = PATIENCE
+    later = world.add(3, "pinned")
+    for _ in range(20):
+        world.step()
+    assert later in world.finished
+
+
+def test_who_waits_for_kv_pages_is_not_overtaken():
+    world = World(pages=10)
+    running = world.add(20, max_tokens=8)
+    world.step()
+    big, small = world.add(24), world.add(4)
+    while running not in world.finished:
+        assert [s for s, _ in world.step()] == [running]
+    assert [s for s, _ in world.step()] == [big, small]
+
+
+def test_the_youngest_is_preempted_keeps_its_tokens_and_comes_back_first():
+    world = World(pages=6)
+    old, young = world.add(7, max_tokens=12), world.add(7, max_tokens=12)
+    while young in world.scheduler.running or not world.steps:
+        world.step()
+    assert old in world.scheduler.running
+    assert young.made > 0
+    kept = list(young.tokens)
+    later = world.add(4)
+    assert world.scheduler.waiting[0] is young
+    while young in world.scheduler.waiting:
+        assert later in world.scheduler.waiting
+        world.step()
+    world.run()
+    assert young.tokens[: len(kept)] == kept
+    assert set(world.finished) == {old, young, later}
+
+
+def test_preemption_changes_no_token():
+    roomy, tight = World(pages=100), World(pages=7)
+    for world in (roomy, tight):
+        for _ in range(5):
+            world.add(9, max_tokens=16)
+        world.run()
+    assert tight.computed_tokens > roomy.computed_tokens
+    assert sorted(tight.finished.values()) == sorted(roomy.finished.values())
+
+
+def test_choices_of_one_prompt_compute_its_full_pages_once():
+    world = World()
+    choices = world.add(4 * PAGE + 2, n=4, max_tokens=1)
+    assert [s for s, _ in world.step()] == choices[:1], "the others wait for its pages"
+    assert world.step() == [(choice, 2) for choice in choices[1:]]
+    assert world.computed_tokens == 4 * PAGE + 2 + 3 * 2
+
+
+def test_a_prompt_of_full_pages_recomputes_its_last_page_for_the_logits():
+    world = World()
+    prompt = list(range(3 * PAGE))
+    world.add(prompt)
+    world.run()
+    again = world.add(prompt)
+    assert world.step() == [(again, PAGE)]
+
+
+def test_generated_tokens_are_found_by_the_next_turn():
+    world = World()
+    first = world.add(6, max_tokens=7)
+    world.run()
+    turn = world.add([*first.tokens, 1, 2, 3])
+    assert world.step() == [(turn, 16 - 12)]
+
+
+def test_who_waits_for_a_prefix_computes_it_when_the_other_is_aborted():
+    world = World(tokens=8)
+    prompt = list(range(16))
+    leader, follower = world.add(prompt), world.add(prompt)
+    assert world.step() == [(leader, 8)]
+    world.scheduler.drop(lambda s: s is leader)
+    assert world.step() == [(follower, 8)]
+
+
+@pytest.mark.parametrize("different", [{"salt": "globex"}, {"adapter": "a"}])
+def test_another_tenant_or_adapter_shares_nothing(different):
+    world = World()
+    prompt = list(range(20))
+    world.add(prompt)
+    world.run()
+    world.add(prompt, **different)
+    assert [length for _, length in world.step()] == [20]
+
+
+def test_dropping_frees_at_every_stage():
+    world = World(tokens=8, sequences=2)
+    decoding = world.add(3, "a", max_tokens=50)
+    world.step()
+    prefilling, waiting = world.add(20, "b"), world.add(3, "c")
+    world.step()
+    assert decoding.remaining == 1
+    assert 1 < prefilling.remaining < 20
+    assert waiting in world.scheduler.waiting
+    assert set(world.scheduler.drop(lambda s: True)) == {decoding, prefilling, waiting}
+    world.run(1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_whatever_comes_everyone_ends_and_nothing_is_lost(data):
+    integers = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
+    sequences = integers(1, 4)
+    world = World(
+        tokens=sequences + integers(0, 8),
+        sequences=sequences,
+        adapters=integers(1, 3),
+        pages=10,
+        places=integers(1, 3),
+    )
+    added, dropped = [], set()
+    for _ in range(integers(1, 25)):
+        match integers(0, 3):
+            case 0 | 1:
+                prompt = [7] * integers(1, 20)  # prefixes are shared all the time
+                adapter = data.draw(st.sampled_from([None, "a", "b", "c", "d"]))
+                added.append(world.add(prompt, adapter, integers(1, 20)))
+            case 2:
+                world.step()
+            case 3 if added:
+                victim = data.draw(st.sampled_from(added))
+                dropped.update(world.scheduler.drop(lambda s, victim=victim: s is victim))
+    world.run()
+    assert set(world.finished) == set(added) - dropped
+    alone = World()
+    for sequence, tokens in world.finished.items():
+        twin = alone.add(tokens[: sequence.prompt_length], None, sequence.max_tokens)
+        alone.run()
+        assert alone.finished[twin] == tokens
