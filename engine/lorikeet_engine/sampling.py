@@ -86,7 +86,7 @@ def _restrict(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Tokens [rows] of logits [rows, vocab], from the whole distribution."""
     weights = _weights(logits, rows)
-    cumulative = weights.cumsum(dim=-1)
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     tokens = _first_above(cumulative, _uniforms(rows, logits) * cumulative[:, -1:])
     # a parallel sum can step down by a rounding and so let a weight of 0 be hit
     possible = weights.gather(1, tokens) > 0
@@ -96,7 +96,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
 def _draw_filtered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Tokens [rows] of logits [rows, vocab], from the top_k and top_p most likely."""
     logits, order = logits.sort(dim=-1, descending=True, stable=True)
-    cumulative = _weights(logits, rows).cumsum(dim=-1)
+    cumulative = _weights(logits, rows).cumsum(dim=-1, dtype=torch.float64)
     vocab = logits.shape[-1]
     top_k = _column([min(row.params.top_k or vocab, vocab) for row in rows], logits).long()
     top_p = _column([row.params.top_p for row in rows], logits)
@@ -107,9 +107,10 @@ def _draw_filtered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.T
 
 
 def _weights(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Probabilities but for a factor, float64: a vocabulary's long tail must not round away."""
+    """Probabilities but for a factor, float32; summed up in float64, or the tail rounds away."""
+    temperature = _column([row.params.temperature for row in rows], logits).float()
     best = logits.amax(dim=-1, keepdim=True)  # subtracted first: a tiny temperature overflows
-    return ((logits - best) / _column([row.params.temperature for row in rows], logits)).exp()
+    return ((logits - best) / temperature.clamp(min=1e-30)).exp()
 
 
 def _first_above(cumulative: torch.Tensor, points: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def variant_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 class PagedTokens:
     """Sequences in pages that are dealt out of order, and batches of their next tokens."""
 
+    device: str = "cpu"
     pages: int = 64
     page_size: int = 16
     lengths: dict[str, int] = field(default_factory=dict)
@@ -81,14 +83,15 @@ class PagedTokens:
             starts.append(len(ids))
         widest = max(len(self.tables[name]) for name in chunks)
         tables = [self.tables[n] + [0] * (widest - len(self.tables[n])) for n in chunks]
+        tensor = partial(torch.tensor, device=self.device)
         return Batch(
-            token_ids=torch.tensor(ids),
-            positions=torch.tensor(positions),
-            kv_slots=torch.tensor(slots),
+            token_ids=tensor(ids),
+            positions=tensor(positions),
+            kv_slots=tensor(slots),
             query_starts=tuple(starts),
             kv_lengths=tuple(self.lengths[name] for name in chunks),
-            page_tables=torch.tensor(tables, dtype=torch.int32),
-            logit_rows=torch.arange(len(ids)),
+            page_tables=tensor(tables, dtype=torch.int32),
+            logit_rows=torch.arange(len(ids), device=self.device),
             segments=None,
         )
 

@@ -9,8 +9,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from lorikeet_engine.adapter_format import LINEARS, BaseShape
 from lorikeet_engine.errors import ModelError
 from lorikeet_engine.kernels.attention import SdpaAttention
+from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models import ModelConfig, load_model
 from lorikeet_engine.runner import Runner
 
@@ -38,15 +40,18 @@ def edited(tiny_checkpoints, tmp_path):
     return edit
 
 
-def load(folder, dtype=torch.float32):
-    return load_model(folder, torch.device("cpu"), dtype)
+def load(folder, device="cpu", dtype=torch.float32):
+    return load_model(folder, torch.device(device), dtype)
 
 
-def reference(folder, prompt):
+def reference(folder, prompt, changes=()):
+    """Logits [tokens, vocab] of transformers; changes: what to add to which weights."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.inference_mode():
+        for name, change in changes:
+            model.get_parameter(name).add_(change)
         return model(torch.tensor([prompt])).logits[0]
 
 
@@ -55,15 +60,33 @@ def prompt_of(length, seed=0):
     return torch.randint(256, (length,), generator=generator).tolist()
 
 
+def random_adapter(shape, rank):
+    """An adapter of every linear, in slot 0 and as changes to the base model's weights."""
+    parts, changes, end = [], [], 0
+    generator = torch.Generator().manual_seed(5)
+    table = torch.zeros(1, shape.layers, len(LINEARS), 3, dtype=torch.int64)
+    for layer in range(shape.layers):
+        for i, linear in enumerate(LINEARS):
+            d_in, d_out = shape.dims(i)
+            a = torch.randn(rank, d_in, generator=generator) / 10
+            b = torch.randn(d_out, rank, generator=generator) / 10
+            block = "self_attn" if i < 4 else "mlp"
+            changes.append((f"model.layers.{layer}.{block}.{linear}.weight", b @ a))
+            table[0, layer, i] = torch.tensor([end, end + a.numel(), rank])
+            parts += [a.flatten(), b.flatten()]
+            end += a.numel() + b.numel()
+    return LoraWeights(torch.cat(parts), table), changes
+
+
 class Run:
     """A model over a KV cache full of NaN; collects each sequence's logits."""
 
-    def __init__(self, folder, tokens, dtype=torch.float32):
-        model = load(folder, dtype)
+    def __init__(self, folder, tokens, dtype=torch.float32, lora=None):
+        model = load(folder, tokens.device, dtype)
         c = model.config
         shape = (c.layers, 2, tokens.pages, tokens.page_size, c.kv_heads, c.head_dim)
-        kv = torch.full(shape, torch.nan, dtype=dtype)
-        self.runner = Runner(model, SdpaAttention(), None, kv)
+        kv = torch.full(shape, torch.nan, dtype=dtype, device=tokens.device)
+        self.runner = Runner(model, SdpaAttention(), lora, kv)
         self.tokens = tokens
         self.logits = {}
 
@@ -125,12 +148,40 @@ def test_only_the_wanted_rows_get_logits(tiny_checkpoints, paged_tokens):
     assert_equal(logits[:1], reference(tiny_checkpoints["llama"], prompt_of(3))[-1:])
 
 
-def test_bfloat16_stays_within_its_precision(tiny_checkpoints, paged_tokens):
+def test_adapters_change_the_logits_of_their_own_sequences(tiny_checkpoints, paged_tokens):
+    base, prompts = tiny_checkpoints["llama"], {"plain": prompt_of(5), "tuned": prompt_of(7)}
+    shape = BaseShape.from_config(json.loads((base / "config.json").read_text()))
+    lora, merged = random_adapter(shape, rank=3)
+    run = Run(base, paged_tokens(), lora=lora)
+    segments = Segments(*(torch.tensor([n], dtype=torch.int32) for n in (0, 5, 7)), max_rank=3)
+    batch = replace(run.tokens.batch(prompts), segments=segments)
+    logits = run.runner.forward(batch)
+    assert_equal(logits[:5], reference(base, prompts["plain"]))
+    assert_equal(logits[5:], reference(base, prompts["tuned"], merged))
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_stays_within_its_precision(name, device, folder_of, paged_tokens):
     prompt = prompt_of(63)
-    run = Run(tiny_checkpoints["qwen3"], paged_tokens(), torch.bfloat16)
-    run.step({"a": prompt})
-    want = reference(tiny_checkpoints["qwen3"], prompt)
-    error = (run.of("a") - want).square().mean().sqrt() / want.square().mean().sqrt()
+    run = Run(folder_of[name], paged_tokens(device), torch.bfloat16)
+    run.step({"a": prompt[:40], "b": prompt_of(5)})
+    for token in prompt[40:]:
+        run.step({"a": [token]})
+    got, want = run.of("a").cpu(), reference(folder_of[name], prompt)
+    error = (got - want).square().mean().sqrt() / want.square().mean().sqrt()
     assert error < 8 * torch.finfo(torch.bfloat16).eps
 
 

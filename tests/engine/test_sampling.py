@@ -1,5 +1,7 @@
 """Tokens are drawn from the distribution that was asked for, and repeatably."""
 
+import math
+
 import pytest
 import torch
 
@@ -69,10 +71,29 @@ def test_greedy_is_the_first_of_the_largest_logits():
     assert sample(logits, [greedy] * 3) == want
 
 
-def test_a_vanishing_temperature_is_greedy():
+@pytest.mark.parametrize("temperature", [1e-9, 1e-300])
+def test_a_vanishing_temperature_is_greedy(temperature):
     logits = logits_of(seed=2)
-    row = SamplingRow(SamplingParams(temperature=1e-9), seed=0, step=0)
+    row = SamplingRow(SamplingParams(temperature=temperature), seed=0, step=0)
     assert sample(logits, [row]) == logits.argmax(dim=-1).tolist()
+
+
+def test_a_long_tail_of_rare_tokens_keeps_its_share():
+    logits = torch.zeros(1, 200_001)
+    logits[0, 0] = 17.0  # the others have 4e-8 each, less than half a float32 step below 1
+    rows = [SamplingRow(SamplingParams(), seed=4, step=step) for step in range(1000)]
+    rare = sum(sample(logits, [row]) != [0] for row in rows)
+    want = 1000 * 200_000 / (200_000 + math.exp(17.0))  # 8.2
+    assert abs(rare - want) <= 2.5 * want**0.5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("choice", [{"temperature": 0.0}, {}, {"top_k": 9, "top_p": 0.9}], ids=str)
+def test_a_gpu_draws_what_the_cpu_draws(choice):
+    logits = logits_of(seed=9, rows=64)
+    rows = [SamplingRow(SamplingParams(**choice), seed=2, step=step) for step in range(64)]
+    assert sample(logits.cuda(), rows) == sample(logits, rows)
 
 
 @pytest.mark.parametrize("choice", [{}, {"top_p": 0.9}, {"top_k": 20}], ids=str)
