@@ -4,7 +4,9 @@ Fills the catalog with the demo's tenants and adapters when there is none yet, r
 `serve run serve_app:app`, says what to type once it answers, and stops it on Ctrl-C.
 """
 
+import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -15,10 +17,12 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from demo.fill import Keys, fill_catalog
+from demo.fill import ADMIN_KEY, DemoKeys, fill_catalog
+from demo.tasks import TASKS
 from lorikeet.errors import LorikeetError
 from lorikeet.settings import Settings
 
+KEYS = Path(".lorikeet")
 ADDRESS = "http://127.0.0.1:8000"
 _READY_TIMEOUT_S = 300
 _STOP_TIMEOUT_S = 60
@@ -30,7 +34,7 @@ def main() -> int:
         print(f"Something already answers on {ADDRESS}: stop it first.", file=sys.stderr)
         return 1
     try:
-        keys = fill_catalog(Settings.from_env(), Path(".lorikeet/demo-keys.json"))
+        keys = fill_catalog(Settings.from_env(), KEYS)
     except LorikeetError as error:
         print(error, file=sys.stderr)
         return 1
@@ -88,8 +92,29 @@ def _stop(process: "subprocess.Popen[bytes]") -> int:
     return 0
 
 
-def _greet(keys: Keys) -> None:
-    print(keys.greeting(ADDRESS), flush=True)
+def _greet(keys: DemoKeys) -> None:
+    first = next(task for task in TASKS if task.model == "kestrel/intake")
+    print(f"\nLorikeet is ready at {ADDRESS}\n\nTenants and their keys:")
+    for tenant, key in keys.tenants.items():
+        print(f"  {tenant:<10} {key}")
+    print("\nModels: lorikeet-demo, and the fine-tunes")
+    for task in TASKS:
+        shared = " (shared)" if task.shared else ""
+        print(f"  {task.model:<20} {task.about}{shared}")
+    print("\nTry:\n")
+    print(_curl(keys.tenants[first.tenant], first.model, first.example.prompt))
+    print("\nAs an administrator, in another terminal:\n")
+    print(f"  export LORIKEET_ADMIN_KEY=$(cat {KEYS / ADMIN_KEY})")
+    print("  .venv/bin/lorikeet list\n\nCtrl-C stops the service.", flush=True)
+
+
+def _curl(key: str, model: str, prompt: str) -> str:
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": prompt}]})
+    quoted = shlex.quote(body)
+    return (
+        f"  curl {ADDRESS}/v1/chat/completions -H 'Authorization: Bearer {key}' \\\n"
+        f"    -H 'Content-Type: application/json' -d {quoted}"
+    )
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ class Settings(BaseModel):
 
     catalog: str = Field(".lorikeet/catalog", description="a folder, or s3://bucket/prefix")
     base_models: Annotated[dict[str, Path], BeforeValidator(_parse_models)] = Field(
-        default={"demo": Path("demo/model")},
+        default={"lorikeet-demo": Path("demo/model")},
         description="name=folder of each base model, separated by commas",
     )
     replicas: int = Field(2, ge=1, description="engine replicas of each base model")

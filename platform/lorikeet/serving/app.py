@@ -1,6 +1,5 @@
 """The deployments: plain classes, wrapped once."""
 
-import json
 from collections.abc import Mapping
 
 from fastapi import FastAPI
@@ -9,12 +8,94 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
 from ray.serve.handle import DeploymentHandle
 
-from lorikeet.api.app import Services, create_app
+from lorikeet.api.app import create_app
+from lorikeet.api.base_models import read_base_models
+from lorikeet.api.services import Services
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.serving.controller import Controller
+from lorikeet.serving.engine_settings import device_of
 from lorikeet.serving.engines import ServeEngines
 from lorikeet.serving.replica import Replica
 from lorikeet.settings import Settings
+from lorikeet_engine.adapter_format import AdapterLimits
 
-_LONGEST_GENERATION_S = 600  # how long a replica that is replaced may finish what it streams
+_LONGEST_GENERATION_S = 600  # a replica that is replaced may take this long to finish its streams
+_ENGINE_CPUS = 0.2  # a share, so that a laptop's two cores hold engines, gateway and controller
+_GATEWAY_CPUS = 0.2
+_CONTROLLER_CPUS = 0.05
+
+
+def engine(settings: Settings, base_model: str) -> Application:
+    """The engines of one base model: a replica each, one GPU each where there are any."""
+    gpus = 1 if device_of(settings) == "cuda" else 0
+    deployment = serve.deployment(
+        name=f"engine-{base_model}",
+        num_replicas=settings.replicas,
+        max_ongoing_requests=settings.max_ongoing_requests,
+        ray_actor_options={"num_cpus": _ENGINE_CPUS, "num_gpus": gpus},
+        request_router_config=RequestRouterConfig(
+            request_router_class="lorikeet.serving.router.AdapterRouter",
+            request_routing_stats_period_s=1,
+        ),
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=_LONGEST_GENERATION_S,
+    )(EngineReplica)
+    return deployment.bind(base_model, settings)
+
+
+def controller(settings: Settings, engines: Mapping[str, Application]) -> Application:
+    """The one controller."""
+    deployment = serve.deployment(
+        name="controller",
+        num_replicas=1,
+        ray_actor_options={"num_cpus": _CONTROLLER_CPUS},
+        health_check_period_s=2,
+    )(Controller)
+    return deployment.bind(settings, engines)
+
+
+def gateway(
+    settings: Settings, engines: Mapping[str, Application], controller: Application
+) -> Application:
+    """The HTTP front. The controller is bound to be deployed with it; no request needs it."""
+    deployment = serve.deployment(
+        name="gateway",
+        num_replicas=settings.gateways,
+        max_ongoing_requests=settings.max_ongoing_requests * settings.replicas,
+        ray_actor_options={"num_cpus": _GATEWAY_CPUS},
+        graceful_shutdown_timeout_s=_LONGEST_GENERATION_S,
+    )(serve.ingress()(Gateway))
+    return deployment.bind(settings, engines, controller)
+
+
+class EngineReplica(Replica):
+    """A Replica that takes its name from Serve."""
+
+    def __init__(self, base_model: str, settings: Settings) -> None:
+        name = serve.get_replica_context().replica_id.unique_id
+        super().__init__(name, base_model, settings)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Gateway:
+    """Hands the API its services; Serve calls __serve_build_asgi_app__ once it is built."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engines: Mapping[str, DeploymentHandle],
+        _controller: DeploymentHandle,
+    ) -> None:
+        self._services = Services(
+            catalog=AdapterCatalog(open_store(settings.catalog)),
+            base_models=read_base_models(settings.base_models),
+            limits=AdapterLimits(settings.max_rank, settings.max_adapter_bytes),
+            engines=ServeEngines(engines),
+            gateways=settings.gateways,
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_app(self._services)

@@ -51,7 +51,7 @@ class Controller:
         replicas = sorted(report.replica for report in await broadcast_report(handle))
         pins = [
             PinnedAdapter(ref, pin.tier, pin.replicas)
-            for pin, ref in state.pin_refs(time.time())
+            for ref, pin in state.pin_refs(time.time()).items()
             if state.base_model_of(ref) == base_model
         ]
         plan = make_plan(pins, replicas)

@@ -12,12 +12,13 @@ from lorikeet.errors import InvalidInput
 from lorikeet.placement.plan import Plan
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.serving.answer import Answer, refusal_of
+from lorikeet.serving.engine_settings import engine_settings
 from lorikeet.serving.prompts import PromptEncoder
 from lorikeet.serving.router import RESIDENT_KEY
 from lorikeet.serving.source import BlobSource
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import EngineError
 from lorikeet_engine.loop import EngineLoop
 from lorikeet_engine.request import Failed, Output, Request
@@ -148,8 +149,3 @@ def _refuse(error: EngineError | InvalidInput) -> Refusal:
     if isinstance(error, InvalidInput):
         return Refusal(error.code, error.message, error.param)
     return refusal_of(error)
-
-
-def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
-    """The engine's part of the settings."""
-    raise NotImplementedError

@@ -1,0 +1,86 @@
+"""Fills a catalog with the demo's tenants, keys and adapters."""
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from demo.tasks import TASKS, Task
+from lorikeet.api.base_models import read_base_models
+from lorikeet.api.intake import examine
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import Scope
+from lorikeet.catalog.store import open_store
+from lorikeet.errors import Conflict, InvalidSetting
+from lorikeet.settings import Settings
+from lorikeet_engine.adapter_format import AdapterLimits, write_blob
+
+ADAPTERS = Path(__file__).parent / "adapters"
+TENANT_KEYS = "demo-keys.json"
+ADMIN_KEY = "admin-key"
+_ACTOR = "demo"
+
+
+@dataclass(frozen=True)
+class DemoKeys:
+    """The secrets made when the catalog was filled; kept in files only because it is a demo."""
+
+    admin: str
+    tenants: dict[str, str]
+
+
+def fill_catalog(settings: Settings, keys_folder: Path) -> DemoKeys:
+    """Make the demo's catalog where there is none; its keys, then and later, from `keys_folder`.
+
+    Raises InvalidSetting when there is a catalog but not its keys.
+    """
+    store = open_store(settings.catalog)
+    try:
+        catalog = AdapterCatalog.init(store, actor=_ACTOR)
+    except Conflict:
+        return _read_keys(settings, keys_folder)
+    _, admin = catalog.create_key(None, {Scope.ADMIN}, actor=_ACTOR)
+    tenants = {}
+    for tenant in dict.fromkeys(task.tenant for task in TASKS):
+        catalog.create_tenant(tenant, actor=_ACTOR)
+        _, tenants[tenant] = catalog.create_key(tenant, {Scope.INFER}, actor=_ACTOR)
+    keys = DemoKeys(admin, tenants)
+    _write_keys(keys, keys_folder)
+    for task in TASKS:
+        _register(catalog, settings, task)
+    return keys
+
+
+def _register(catalog: AdapterCatalog, settings: Settings, task: Task) -> None:
+    limits = AdapterLimits(settings.max_rank, settings.max_adapter_bytes)
+    with tempfile.TemporaryDirectory() as folder:
+        blob = Path(folder) / "blob"
+        write_blob(ADAPTERS / task.tenant / task.name, blob)
+        facts = examine(blob, read_base_models(settings.base_models), limits)
+        catalog.register(
+            task.tenant, task.name, blob, facts, shared=task.shared or None, actor=_ACTOR
+        )
+
+
+def _write_keys(keys: DemoKeys, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_secret(folder / TENANT_KEYS, json.dumps(keys.tenants, indent=2))
+    _write_secret(folder / ADMIN_KEY, keys.admin)
+
+
+def _write_secret(file: Path, text: str) -> None:
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as out:
+        out.write(text + "\n")
+
+
+def _read_keys(settings: Settings, folder: Path) -> DemoKeys:
+    try:
+        tenants = json.loads((folder / TENANT_KEYS).read_text())
+        return DemoKeys((folder / ADMIN_KEY).read_text().strip(), tenants)
+    except (OSError, ValueError) as error:
+        raise InvalidSetting(
+            f"there is a catalog at {settings.catalog} but not the demo's keys to it in {folder}: "
+            "start your own service with `serve run serve_app:app`, or `make clean` to begin anew"
+        ) from error
