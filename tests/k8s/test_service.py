@@ -130,11 +130,11 @@ def test_every_name_that_is_mounted_or_used_exists(overlay: str) -> None:
 
 
 @both
-def test_budgets_and_policies_select_pods(overlay: str) -> None:
+def test_every_pod_has_a_budget_and_every_policy_a_pod(overlay: str) -> None:
     labels = [pod["metadata"]["labels"] for pod in pods(overlay).values()]
     budgets = [m["spec"]["selector"] for m in of_kind(overlay, "PodDisruptionBudget")]
     policies = [m["spec"]["podSelector"] for m in of_kind(overlay, "NetworkPolicy")]
-    for selector in budgets + policies:
+    for selector in policies:
         assert any(selects(selector, pod) for pod in labels), selector
     for pod in labels:
         assert sum(selects(selector, pod) for selector in budgets) == 1
@@ -176,12 +176,23 @@ def test_there_are_pods_for_every_gateway_and_engine(overlay: str) -> None:
     parsed = Settings.from_env(settings(overlay))
     workers = groups(overlay)
     assert workers["gateways"]["replicas"] == parsed.gateways
-    assert workers["engines"]["replicas"] == parsed.replicas * len(parsed.base_models)
+    if "engines" in workers:
+        assert workers["engines"]["replicas"] == parsed.replicas * len(parsed.base_models)
 
 
 @both
-def test_the_disk_cache_fits_its_volume(overlay: str) -> None:
-    engine = pods(overlay)["engines"]["spec"]
+def test_gateways_and_controller_stay_off_the_gpu_nodes(overlay: str) -> None:
+    config = yaml.safe_load(ray_service(overlay)["spec"]["serveConfigV2"])
+    (application,) = ServeDeploySchema.model_validate(config).applications
+    placed = {d.name: d.ray_actor_options.label_selector for d in application.deployments}
+    group = {"ray.io/node-group": "gateways"}
+    assert placed == {"gateway": group, "controller": group}
+    assert "gateways" in groups(overlay)
+
+
+@pytest.mark.parametrize(("overlay", "group"), [("local", "gateways"), ("gpu", "engines")])
+def test_the_disk_cache_fits_its_volume(overlay: str, group: str) -> None:
+    engine = pods(overlay)[group]["spec"]
     (mount,) = [m for m in engine["containers"][0]["volumeMounts"] if m["name"] == "adapters"]
     (volume,) = [v for v in engine["volumes"] if v["name"] == "adapters"]
     parsed = Settings.from_env(settings(overlay))
