@@ -1,5 +1,7 @@
 """Tiny random checkpoints of every family, and batches built by hand."""
 
+import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,6 +58,21 @@ def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
 def variant_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoint folders in float32 of what occurs in several families."""
     return _save_all(VARIANTS, tmp_path_factory.mktemp("variants"))
+
+
+@pytest.fixture
+def edited(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a checkpoint whose config.json has other values; None removes a key."""
+
+    def edit(name: str, **changes: Any) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(tiny_checkpoints[name], folder)
+        path = folder / "config.json"
+        config = {**json.loads(path.read_text()), **changes}
+        path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+        return folder
+
+    return edit
 
 
 @dataclass
