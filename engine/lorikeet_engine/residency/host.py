@@ -1,0 +1,117 @@
+"""The host arena: packed images in memory that is allocated once, pinned where there is a GPU."""
+
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from lorikeet_engine.residency.blocks import FreeList
+from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.pledges import Pledges
+
+
+@dataclass(slots=True)
+class _Image:
+    offset: int
+    layout: PackedLayout
+    holders: int = 1
+    ready: bool = False
+
+
+class HostArena:
+    """Images by digest; the least recently held goes when room is needed. Thread-safe.
+
+    An image is never evicted while somebody holds it: its writer, or the one who copies it.
+    """
+
+    def __init__(self, budget_bytes: int, dtype: torch.dtype, pin: bool) -> None:
+        self.elements = budget_bytes // dtype.itemsize
+        self._arena = torch.empty(self.elements, dtype=dtype, pin_memory=pin)
+        self._lock = threading.Lock()
+        self._blocks = FreeList(self.elements)
+        self._pledges = Pledges(self.elements)
+        self._images: dict[str, _Image] = {}  # least recently held first
+        self.frees = 0  # grows whenever waiting for room may have become worthwhile
+
+    def holds(self, digest: str) -> bool:
+        """Whether the image is there, whole."""
+        image = self._images.get(digest)
+        return image is not None and image.ready
+
+    def reserve(self, digest: str, layout: PackedLayout, *, insist: bool) -> torch.Tensor | None:
+        """Room for a new image, held by the caller; None while held images take it all.
+
+        insist: a request wants it, so pins give way if nothing else does.
+        """
+        with self._lock:
+            assert digest not in self._images
+            if insist:
+                self._pledges.yield_to(layout.elements)
+            offset = self._blocks.allocate(layout.elements)
+            while offset is None and self._evict_one(layout.elements, insist):
+                offset = self._blocks.allocate(layout.elements)
+            if offset is None:
+                return None
+            self._images[digest] = _Image(offset, layout)
+            return self._view(self._images[digest])
+
+    def commit(self, digest: str) -> None:
+        """The image is written; the writer still holds it."""
+        self._images[digest].ready = True
+
+    def abandon(self, digest: str) -> None:
+        """The image could not be written."""
+        with self._lock:
+            self._drop(digest)
+            self.frees += 1
+
+    def hold(self, digest: str) -> tuple[PackedLayout, torch.Tensor] | None:
+        """The image, kept where it is until release; None if it is not there."""
+        with self._lock:
+            image = self._images.get(digest)
+            if image is None or not image.ready:
+                return None
+            image.holders += 1
+            self._images[digest] = self._images.pop(digest)
+            return image.layout, self._view(image)
+
+    def release(self, digest: str) -> None:
+        """Undo one hold."""
+        with self._lock:
+            self._images[digest].holders -= 1
+            self.frees += 1
+
+    def pin(self, digest: str) -> bool:
+        """Keep the image from now on; False while it is not there or too much is pinned."""
+        with self._lock:
+            image = self._images.get(digest)
+            if image is None or not image.ready:
+                return False
+            return self._pledges.grant(digest, image.layout.elements)
+
+    def unpin(self, digest: str) -> None:
+        """Let the image be evicted again."""
+        with self._lock:
+            self._pledges.revoke(digest)
+            self.frees += 1
+
+    def _evict_one(self, elements: int, insist: bool) -> bool:
+        evictable = {
+            digest: image.layout.elements
+            for digest, image in self._images.items()
+            if not image.holders and digest not in self._pledges
+        }
+        if self._blocks.free + sum(evictable.values()) >= elements and evictable:
+            self._drop(next(iter(evictable)))
+            return True
+        # Pinned images may lie so that no hole is large enough.
+        held = any(image.holders for image in self._images.values())
+        return insist and not held and self._pledges.revoke_newest()
+
+    def _drop(self, digest: str) -> None:
+        image = self._images.pop(digest)
+        self._pledges.revoke(digest)
+        self._blocks.release(image.offset, image.layout.elements)
+
+    def _view(self, image: _Image) -> torch.Tensor:
+        return self._arena[image.offset : image.offset + image.layout.elements]

@@ -1,0 +1,127 @@
+"""Pins: adapters to preload to a tier and to keep there, whatever requests ask for."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.residency.disk import DiskCache
+from lorikeet_engine.residency.host import HostArena
+from lorikeet_engine.residency.loading import Landing, Loader
+from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.residents import Residents
+
+RETRY_S = 5.0
+# Loads for pins at one time: requests' loads need threads too.
+_LOADS = 2
+
+# Moves an image to the GPU; False when there is no room.
+Place = Callable[[AdapterRef, PackedLayout, torch.Tensor], bool]
+
+
+@dataclass(slots=True)
+class _Pin:
+    ref: AdapterRef
+    tier: Residency
+    retry_at_s: float = 0.0
+
+
+class Pins:
+    """Belongs to the engine's thread; ask, cancel and `in` may be used from any."""
+
+    def __init__(
+        self, residents: Residents, host: HostArena, disk: DiskCache, loader: Loader, place: Place
+    ) -> None:
+        self._residents, self._host, self._disk = residents, host, disk
+        self._loader, self._place = loader, place
+        self._asked: deque[tuple[str, _Pin | None]] = deque()
+        self._pins: dict[str, _Pin] = {}
+        self._loading: set[str] = set()
+        self._due_s = 0.0
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._pins
+
+    def ask(self, ref: AdapterRef, tier: Residency) -> None:
+        """From the next keep on, keep it at this tier or nearer."""
+        self._asked.append((ref.digest, _Pin(ref, tier)))
+
+    def cancel(self, digest: str) -> None:
+        """From the next keep on, keep it no more."""
+        self._asked.append((digest, None))
+
+    def landed(self, landing: Landing) -> None:
+        """A load ended, for a pin or not."""
+        digest = landing.ref.digest
+        self._loading.discard(digest)
+        self._due_s = 0.0
+        pin = self._pins.get(digest)
+        if pin is not None and landing.residency < min(pin.tier, Residency.HOST):
+            pin.retry_at_s = time.monotonic() + RETRY_S
+
+    def keep(self, *, may_place: bool) -> float | None:
+        """See that every pin holds, or is being loaded. Returns when to look again, in seconds.
+
+        may_place: no request waits for room on the GPU.
+        """
+        while self._asked:
+            self._apply(*self._asked.popleft())
+        now_s = time.monotonic()
+        if now_s < self._due_s:
+            return None
+        self._due_s = now_s + RETRY_S
+        unkept = [pin for pin in self._pins.values() if not self._kept(pin)]
+        for pin in unkept:
+            if now_s >= pin.retry_at_s and not self._raise(pin, may_place):
+                pin.retry_at_s = now_s + RETRY_S
+        return RETRY_S if unkept else None
+
+    def _apply(self, digest: str, pin: _Pin | None) -> None:
+        self._due_s = 0.0
+        for tier in (self._residents, self._host, self._disk):
+            tier.unpin(digest)
+        if pin is None:
+            self._pins.pop(digest, None)
+        else:
+            self._pins[digest] = pin
+
+    def _kept(self, pin: _Pin) -> bool:
+        match pin.tier:
+            case Residency.GPU:
+                return self._residents.keeps(pin.ref.digest)
+            case Residency.HOST:
+                return self._host.pin(pin.ref.digest)
+            case Residency.DISK:
+                return self._disk.pin(pin.ref.digest)
+            case Residency.REMOTE:
+                return True
+
+    def _raise(self, pin: _Pin, may_place: bool) -> bool:
+        """Bring it nearer to its tier; False when that is refused for now."""
+        digest = pin.ref.digest
+        if pin.tier is Residency.GPU and self._residents.placed(digest):
+            return self._residents.pin(digest)
+        held = self._host.hold(digest)
+        if held is None:
+            if pin.tier is Residency.DISK and self._disk.holds(digest):
+                return False
+            return self._load(pin)
+        try:
+            return pin.tier is Residency.GPU and may_place and self._to_gpu(pin.ref, *held)
+        finally:
+            self._host.release(digest)
+
+    def _load(self, pin: _Pin) -> bool:
+        if pin.ref.digest in self._loading or len(self._loading) < _LOADS:
+            self._loading.add(pin.ref.digest)
+            self._loader.load(pin.ref, min(pin.tier, Residency.HOST), urgent=False)
+        return True
+
+    def _to_gpu(self, ref: AdapterRef, layout: PackedLayout, image: torch.Tensor) -> bool:
+        # Ask before anything is evicted for it.
+        if not self._residents.may_pin(layout.elements):
+            return False
+        return self._place(ref, layout, image) and self._residents.pin(ref.digest)

@@ -1,0 +1,46 @@
+"""Which pins a tier can keep: never so many that another adapter has no room."""
+
+
+class Pledges:
+    """Promises to keep adapters in an arena of `capacity` elements. Not thread-safe.
+
+    Room for the largest adapter that requests have asked for is never pledged away, so a pin can
+    go unkept but can never keep a request waiting.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._granted: dict[str, int] = {}  # digest → elements, in the order of granting
+        self._largest = 0
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._granted
+
+    def __len__(self) -> int:
+        return len(self._granted)
+
+    def leaves_room(self, elements: int) -> bool:
+        """Whether one more promise of this size leaves room for others."""
+        return sum(self._granted.values()) + elements + self._largest <= self._capacity
+
+    def grant(self, digest: str, elements: int) -> bool:
+        """Whether the promise holds from now on."""
+        if digest not in self._granted:
+            if not self.leaves_room(elements):
+                return False
+            self._granted[digest] = elements
+        return True
+
+    def yield_to(self, elements: int) -> None:
+        """A request needs an adapter of this size: take promises back, the newest first."""
+        self._largest = max(self._largest, elements)
+        while self._granted and sum(self._granted.values()) + elements > self._capacity:
+            self._granted.popitem()
+
+    def revoke(self, digest: str) -> None:
+        """End a promise; nothing happens without one."""
+        self._granted.pop(digest, None)
+
+    def revoke_newest(self) -> bool:
+        """End the newest promise; False when there is none."""
+        return bool(self._granted and self._granted.popitem())

@@ -1,0 +1,203 @@
+"""The adapters on the GPU: who uses them, who may not be evicted, who is evicted for whom."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.residency.eviction import Candidate, EvictionPolicy, decayed
+from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.pledges import Pledges
+from lorikeet_engine.residency.slots import SlotPool
+from lorikeet_engine.residency.transfer import Transfer
+
+log = logging.getLogger(__name__)
+
+# How long an adapter that a request wants is spared while nobody has leased it. Without this, two
+# waiting requests could evict each other's adapters forever; with no end, one that was aborted
+# would keep its adapter's place.
+GUARD_S = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """One adapter on the GPU. guarded_until_s: 0 until a request wants it, 0 again once leased."""
+
+    ref: AdapterRef
+    slot: int
+    layout: PackedLayout
+    last_used_s: float
+    uses: float = 0.0
+    leases: int = 0
+    guarded_until_s: float = 0.0
+    arriving: bool = False
+
+
+class Lease:
+    """While it lasts, the adapter stays on the GPU, in this slot of the table.
+
+    rank: the adapter's largest. Use as a context manager, or release once done.
+    """
+
+    __slots__ = ("_clock", "_resident", "rank", "slot")
+
+    def __init__(self, resident: Resident, clock: Callable[[], float]) -> None:
+        resident.leases += 1
+        self._resident: Resident | None = resident
+        self._clock = clock
+        self.slot = resident.slot
+        self.rank = resident.layout.max_rank
+
+    def release(self) -> None:
+        """End the lease; doing so again changes nothing."""
+        resident, self._resident = self._resident, None
+        if resident is not None:
+            resident.leases -= 1
+            resident.last_used_s = self._clock()
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class Residents:
+    """Belongs to the engine's thread; `holds` and `snapshot` may be called from any."""
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        transfer: Transfer,
+        policy: EvictionPolicy,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool, self._transfer, self._policy, self._clock = pool, transfer, policy, clock
+        self._residents: dict[str, Resident] = {}
+        self._pledges = Pledges(pool.elements)
+
+    def holds(self, digest: str) -> bool:
+        """Whether its weights are on the GPU, all of them."""
+        resident = self._residents.get(digest)
+        return resident is not None and not resident.arriving
+
+    def placed(self, digest: str) -> bool:
+        """Whether it is there or being copied there."""
+        return digest in self._residents
+
+    def snapshot(self) -> list[Resident]:
+        """All of them at this moment."""
+        return list(self._residents.values())
+
+    def want(self, digest: str) -> bool:
+        """Spare it until it is leased, for GUARD_S at most; False if it is not here."""
+        resident = self._residents.get(digest)
+        if resident is None:
+            return False
+        # Never prolonged: a request that waits for something else must not hold memory as well.
+        if not resident.guarded_until_s:
+            resident.guarded_until_s = self._clock() + GUARD_S
+        return True
+
+    def lease(self, digest: str) -> Lease | None:
+        """None while it is not here."""
+        if not self.holds(digest):
+            return None
+        resident, now_s = self._residents[digest], self._clock()
+        resident.uses = decayed(resident.uses, now_s - resident.last_used_s) + 1.0
+        resident.last_used_s = now_s
+        resident.guarded_until_s = 0.0
+        return Lease(resident, self._clock)
+
+    def make_room(self, elements: int, *, insist: bool) -> bool:
+        """Evict what it takes to place an image of this size; nothing if that would not do.
+
+        insist: a request wants it, so pins give way if nothing else does.
+        """
+        if insist:
+            self._pledges.yield_to(elements)
+        if self._pool.has_room(elements):
+            return True
+        now_s = self._clock()
+        victims = [
+            Candidate(digest, resident.layout.elements, resident.uses, resident.last_used_s)
+            for digest, resident in self._residents.items()
+            if self._evictable(digest, resident, now_s)
+        ]
+        free = self._pool.elements - self._pool.used_elements
+        if not victims or free + sum(victim.elements for victim in victims) < elements:
+            return False
+        for victim in self._policy.order(victims, now_s):
+            self._evict(victim.digest)
+            if self._pool.has_room(elements):
+                return True
+        return False
+
+    def place(
+        self, ref: AdapterRef, layout: PackedLayout, image: torch.Tensor, *, wanted: bool
+    ) -> torch.cuda.Event | None:
+        """Copy an image into the room made for it; the event, if any, is over when it has arrived.
+
+        With an event, nobody can lease it before `arrived`.
+        """
+        assert ref.digest not in self._residents
+        self._transfer.settle()
+        slot = self._pool.place(layout)
+        event = self._transfer.copy(image, self._pool.block(slot))
+        resident = Resident(ref, slot, layout, self._clock(), arriving=event is not None)
+        self._residents[ref.digest] = resident
+        if wanted:
+            self.want(ref.digest)
+        log.info("adapter_admitted", extra={"adapter": str(ref), "slot": slot})
+        return event
+
+    def arrived(self, digest: str) -> None:
+        """Its copy is over."""
+        self._residents[digest].arriving = False
+
+    def keeps(self, digest: str) -> bool:
+        """Whether it is here and pinned."""
+        return digest in self._pledges and digest in self._residents
+
+    def may_pin(self, elements: int) -> bool:
+        """Whether one more adapter of this size could be pinned."""
+        return len(self._pledges) + 1 < self._pool.slots and self._pledges.leaves_room(elements)
+
+    def pin(self, digest: str) -> bool:
+        """Keep one that is here from now on; False when too much is pinned."""
+        elements = self._residents[digest].layout.elements
+        if digest not in self._pledges and not self.may_pin(elements):
+            return False
+        return self._pledges.grant(digest, elements)
+
+    def unpin(self, digest: str) -> None:
+        """Let it be evicted again."""
+        self._pledges.revoke(digest)
+
+    def guarded_for_s(self) -> float | None:
+        """How long until the next guard ends; None when there is none."""
+        now_s = self._clock()
+        ends = [r.guarded_until_s for r in self._residents.values() if r.guarded_until_s > now_s]
+        return min(ends) - now_s if ends else None
+
+    def _evictable(self, digest: str, resident: Resident, now_s: float) -> bool:
+        return (
+            not resident.leases
+            and not resident.arriving
+            and digest not in self._pledges
+            and resident.guarded_until_s <= now_s
+        )
+
+    def _evict(self, digest: str) -> None:
+        resident = self._residents.pop(digest)
+        self._pool.evict(resident.slot)
+        idle_s = self._clock() - resident.last_used_s
+        log.info("adapter_evicted", extra={"adapter": str(resident.ref), "idle_s": idle_s})

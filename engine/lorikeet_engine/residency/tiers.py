@@ -1,0 +1,245 @@
+"""Where adapters are, and how they move: remote → disk → host → GPU.
+
+The engine's thread decides everything here and never waits: loading threads only bring images to
+the host and leave word. One adapter's way:
+
+    want ──▶ loading ──▶ in line, its image held on the host ──▶ on the GPU ──▶ lease
+                │                    ▲
+                └──▶ parked ─────────┘   while the host has no room
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter_format import LINEARS, AdapterLimits, BaseShape
+from lorikeet_engine.errors import AdapterError
+from lorikeet_engine.kernels.lora.types import LoraWeights
+from lorikeet_engine.request import AdapterReport
+from lorikeet_engine.residency.alarm import Alarm
+from lorikeet_engine.residency.disk import AdapterSource, DiskCache
+from lorikeet_engine.residency.eviction import CostAware
+from lorikeet_engine.residency.host import HostArena
+from lorikeet_engine.residency.loading import Landing, Loader
+from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.pins import Pins
+from lorikeet_engine.residency.residents import Lease, Resident, Residents
+from lorikeet_engine.residency.slots import SlotPool
+from lorikeet_engine.residency.transfer import Transfer
+
+log = logging.getLogger(__name__)
+
+# A failure that nobody has asked about for so long says little about the next attempt.
+_FAILURE_LASTS_S = 30.0
+# Adapters that report can name besides those on the GPU: the last ones wanted or pinned.
+_KNOWN = 16_384
+
+
+class Tiers:
+    """Keeps adapters as near to the GPU as memory and demand allow.
+
+    want, lease, advance and close belong to the engine's thread; the rest may be called from any.
+    weights: the arena and its table, the same tensors for the engine's life.
+    """
+
+    def __init__(
+        self,
+        shape: BaseShape,
+        limits: AdapterLimits,
+        source: AdapterSource,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        gpu_bytes: int,
+        host_bytes: int,
+        disk_bytes: int,
+        cache_dir: Path,
+        max_slots: int,
+        wake: Callable[[], None],
+    ) -> None:
+        """Allocate both arenas. `wake` is called, on other threads, when advance has work."""
+        self.weights = LoraWeights(
+            torch.zeros(gpu_bytes // dtype.itemsize, dtype=dtype, device=device),
+            torch.zeros(
+                (max_slots, shape.layers, len(LINEARS), 3), dtype=torch.int64, device=device
+            ),
+        )
+        self._pool = SlotPool(self.weights)
+        self._residents = Residents(self._pool, Transfer(device), CostAware(), time.monotonic)
+        self._host = HostArena(host_bytes, dtype, pin=device.type == "cuda")
+        self._disk = DiskCache(cache_dir, disk_bytes, source)
+        self._loader = Loader(shape, limits, self._disk, self._host, self._pool.elements, wake)
+        self._pins = Pins(self._residents, self._host, self._disk, self._loader, self._place)
+        self._wake = wake
+        self._alarm = Alarm(wake)
+        self._wanted: dict[str, AdapterRef] = {}  # wanted and not on the GPU
+        self._line: dict[str, AdapterRef] = {}  # of these, held on the host
+        self._parked: dict[str, int] = {}  # of these, waiting for the host: its frees then
+        self._failures: dict[str, tuple[AdapterError, float]] = {}
+        self._arrivals: deque[str] = deque()
+        self._known: dict[str, AdapterRef] = {}
+        self._known_lock = threading.Lock()
+
+    @property
+    def arena_bytes_used(self) -> int:
+        """Bytes of the device's arena that images occupy."""
+        return self._pool.used_elements * self.weights.arena.itemsize
+
+    @property
+    def arena_bytes_total(self) -> int:
+        """Bytes of the device's arena."""
+        return self._pool.elements * self.weights.arena.itemsize
+
+    def residency(self, ref: AdapterRef) -> Residency:
+        """The fastest place that holds the adapter now."""
+        if self._residents.holds(ref.digest):
+            return Residency.GPU
+        if self._host.holds(ref.digest):
+            return Residency.HOST
+        return Residency.DISK if self._disk.holds(ref.digest) else Residency.REMOTE
+
+    def want(self, ref: AdapterRef) -> None:
+        """Begin to bring it to the GPU; doing so again changes nothing."""
+        digest = ref.digest
+        if self._residents.want(digest) or digest in self._wanted:
+            return
+        failure = self._failures.get(digest)
+        if failure is not None:
+            if time.monotonic() - failure[1] < _FAILURE_LASTS_S:
+                return
+            del self._failures[digest]
+        self._remember(ref)
+        self._wanted[digest] = ref
+        self._bring(ref)
+
+    def lease(self, ref: AdapterRef) -> Lease | None:
+        """A lease once it is on the GPU, else None.
+
+        Raises AdapterLoadFailed or AdapterTooLarge, once for each failed load: wanted again, it
+        is tried again.
+        """
+        failure = self._failures.pop(ref.digest, None)
+        if failure is not None:
+            raise failure[0]
+        return self._residents.lease(ref.digest)
+
+    def advance(self) -> None:
+        """Between two steps: move what is loaded to the GPU, evict for it, look after pins."""
+        while self._arrivals:
+            self._arrive(self._arrivals.popleft())
+        for landing in self._loader.landings():
+            self._receive(landing)
+        self._admit()
+        for digest, frees in list(self._parked.items()):
+            if self._host.frees != frees:
+                del self._parked[digest]
+                self._bring(self._wanted[digest])
+        retry_s = self._pins.keep(may_place=not self._line)
+        guard_s = self._residents.guarded_for_s() if self._line else None
+        for delay_s in (retry_s, guard_s):
+            if delay_s is not None:
+                self._alarm.within(delay_s)
+
+    def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU) -> None:
+        """Load it up to `tier` and never evict it below, as long as room for others is left."""
+        self._remember(ref)
+        self._pins.ask(ref, tier)
+        self._wake()
+
+    def unpin(self, digest: str) -> None:
+        """Let it be evicted again; nothing happens without a pin."""
+        self._pins.cancel(digest)
+        self._wake()
+
+    def report(self) -> tuple[AdapterReport, ...]:
+        """Every adapter that is nearer than remote, as far as this process has seen it."""
+        residents = {r.ref.digest: r for r in self._residents.snapshot()}
+        with self._known_lock:
+            refs = self._known | {digest: r.ref for digest, r in residents.items()}
+        reports = [self._report(ref, residents.get(digest)) for digest, ref in refs.items()]
+        return tuple(r for r in reports if r.residency is not Residency.REMOTE)
+
+    def close(self) -> None:
+        """Load nothing more."""
+        self._alarm.cancel()
+        self._loader.close()
+        self._disk.close()
+
+    def _report(self, ref: AdapterRef, resident: Resident | None) -> AdapterReport:
+        elements = resident.layout.elements if resident else 0
+        return AdapterReport(
+            ref=ref,
+            residency=self.residency(ref),
+            gpu_bytes=elements * self.weights.arena.itemsize,
+            leases=resident.leases if resident else 0,
+            pinned=ref.digest in self._pins,
+        )
+
+    def _bring(self, ref: AdapterRef) -> None:
+        if self._host.hold(ref.digest) is not None:
+            self._line[ref.digest] = ref
+        else:
+            self._loader.load(ref, Residency.HOST, urgent=True)
+
+    def _receive(self, landing: Landing) -> None:
+        ref, digest = landing.ref, landing.ref.digest
+        self._pins.landed(landing)
+        if landing.error is not None:
+            log.warning("adapter_failed", extra={"adapter": str(ref), "error": str(landing.error)})
+            if self._wanted.pop(digest, None):
+                self._failures[digest] = (landing.error, time.monotonic())
+        elif landing.residency is Residency.HOST:
+            if digest in self._wanted and digest not in self._line:
+                self._line[digest] = ref
+            else:
+                self._host.release(digest)
+        elif digest in self._wanted:
+            self._parked[digest] = landing.frees
+
+    def _admit(self) -> None:
+        refused = self._pool.elements + 1  # what had no room has none later in the same step
+        for digest, ref in list(self._line.items()):
+            held = self._host.hold(digest)
+            assert held is not None
+            layout, image = held
+            if layout.elements < refused and not self._place(ref, layout, image, wanted=True):
+                refused = layout.elements
+            self._host.release(digest)
+
+    def _place(
+        self, ref: AdapterRef, layout: PackedLayout, image: torch.Tensor, *, wanted: bool = False
+    ) -> bool:
+        if not self._residents.make_room(layout.elements, insist=wanted):
+            return False
+        digest = ref.digest
+        copied = self._residents.place(ref, layout, image, wanted=wanted)
+        if copied is not None:
+            self._host.hold(digest)
+            self._loader.watch(copied.synchronize, partial(self._copied, digest))
+        self._wanted.pop(digest, None)
+        self._parked.pop(digest, None)
+        if self._line.pop(digest, None):
+            self._host.release(digest)
+        return True
+
+    def _copied(self, digest: str) -> None:
+        self._arrivals.append(digest)
+        self._wake()
+
+    def _arrive(self, digest: str) -> None:
+        self._residents.arrived(digest)
+        self._host.release(digest)
+
+    def _remember(self, ref: AdapterRef) -> None:
+        with self._known_lock:
+            self._known.pop(ref.digest, None)
+            self._known[ref.digest] = ref
+            if len(self._known) > _KNOWN:
+                del self._known[next(iter(self._known))]

@@ -1,0 +1,53 @@
+"""Background threads for work that waits: on a network, a disk, a long copy."""
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+_JOIN_S = 2.0
+
+
+class Workers:
+    """A few daemon threads; urgent work goes first, otherwise in order of submission."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._queue: queue.PriorityQueue[tuple[int, int, Callable[[], None]]]
+        self._queue = queue.PriorityQueue()
+        self._order = itertools.count()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"lorikeet-{name}-{n}", daemon=True)
+            for n in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: Callable[[], None], *, urgent: bool) -> None:
+        """Run it on one of the threads."""
+        self._queue.put((0 if urgent else 1, next(self._order), work))
+
+    def close(self) -> None:
+        """Start nothing more. What hangs in a source is left to end with the process."""
+        self._closed = True
+        for _ in self._threads:
+            self._queue.put((-1, next(self._order), _nothing))
+        for thread in self._threads:
+            thread.join(_JOIN_S / len(self._threads))
+
+    def _run(self) -> None:
+        while True:
+            work = self._queue.get()[2]
+            if self._closed:
+                return
+            try:
+                work()
+            except Exception:
+                log.exception("background_work_failed")
+
+
+def _nothing() -> None:
+    pass
