@@ -1,0 +1,150 @@
+"""Adapters: list, show, promote, rollback, retire."""
+
+from typing import Annotated, Any
+
+import typer
+
+from lorikeet.cli.names import Name, parse_adapter, parse_name, parse_version
+from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table, size
+from lorikeet.cli.server import admin
+
+Adapter = Annotated[
+    Name, typer.Argument(parser=parse_adapter, metavar="TENANT/NAME", show_default=False)
+]
+AdapterVersion = Annotated[
+    Name, typer.Argument(parser=parse_name, metavar="TENANT/NAME@VERSION", show_default=False)
+]
+AdapterPerhapsVersion = Annotated[
+    Name, typer.Argument(parser=parse_name, metavar="TENANT/NAME[@VERSION]", show_default=False)
+]
+Alias = Annotated[str, typer.Option(help="Which alias; prod is what tenant/name means.")]
+
+
+def list_adapters(
+    ctx: typer.Context,
+    tenant: Annotated[str | None, typer.Option(help="Of this tenant only.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List adapters.
+
+    Example: `lorikeet list --tenant acme`
+    """
+    answer = admin(ctx).get("/adapters", {"tenant": tenant})
+    if as_json:
+        print_json(answer)
+        return
+    print_table(
+        ["Adapter", "Aliases", "#Versions", "#Rank", "#Size", "Base model", "State"],
+        [_summary(adapter) for adapter in answer["data"]],
+        empty="No adapters yet: `lorikeet register FOLDER tenant/name` adds one.",
+    )
+
+
+def show(ctx: typer.Context, adapter: Adapter, as_json: AsJson = False) -> None:
+    """Show one adapter and its versions.
+
+    Example: `lorikeet show acme/support`
+    """
+    answer = admin(ctx).get(f"/adapters/{adapter.path}")
+    if as_json:
+        print_json(answer)
+        return
+    print_line(f"[bold]{answer['adapter']}[/bold]{_state(answer, ' · ')}")
+    print_table(
+        ["Version", "Aliases", "#Rank", "#Size", "Base model", "Registered (UTC)", "Digest"],
+        [_version_row(version) for version in reversed(answer["versions"])],
+        empty="No versions.",
+    )
+
+
+def promote(
+    ctx: typer.Context,
+    adapter: AdapterVersion,
+    alias: Alias = "prod",
+    expect: Annotated[
+        int | None,
+        typer.Option(help="Only if the alias points to this version now; otherwise exit 3."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Point an alias at a version.
+
+    New requests use it; those in flight finish on the old one.
+
+    Example: `lorikeet promote acme/support@3 --expect 2`
+    """
+    body = {"version": parse_version(adapter), "alias": alias, "expect": expect}
+    answer = admin(ctx).post(f"/adapters/{adapter.path}/promote", body)
+    _print_alias(adapter, alias, answer, as_json)
+
+
+def rollback(
+    ctx: typer.Context, adapter: Adapter, alias: Alias = "prod", as_json: AsJson = False
+) -> None:
+    """Point an alias back at the version it had before.
+
+    Example: `lorikeet rollback acme/support`
+    """
+    answer = admin(ctx).post(f"/adapters/{adapter.path}/rollback", {"alias": alias})
+    _print_alias(adapter, alias, answer, as_json)
+
+
+def retire(ctx: typer.Context, adapter: AdapterPerhapsVersion, as_json: AsJson = False) -> None:
+    """Stop serving one version, or the whole adapter.
+
+    Example: `lorikeet retire acme/support@1`
+    """
+    version = None if adapter.selector is None else parse_version(adapter)
+    answer = admin(ctx).post(f"/adapters/{adapter.path}/retire", {"version": version})
+    if as_json:
+        print_json(answer)
+        return
+    which = "" if version is None else f"@{version}"
+    print_line(f"Retired [cyan]{adapter.tenant}/{adapter.name}{which}[/cyan].")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command("list")(list_adapters)
+    for command in (show, promote, rollback, retire):
+        app.command()(command)
+
+
+def _summary(adapter: dict[str, Any]) -> list[Any]:
+    newest: dict[str, Any] = adapter["versions"][-1] if adapter["versions"] else {}
+    return [
+        adapter["adapter"],
+        ", ".join(f"{alias}→{version}" for alias, version in sorted(adapter["aliases"].items())),
+        len(adapter["versions"]),
+        newest.get("max_rank"),
+        size(newest.get("size_bytes")),
+        newest.get("base_model"),
+        _state(adapter),
+    ]
+
+
+def _state(adapter: dict[str, Any], before: str = "") -> str:
+    words = [word for word in ("shared", "retired") if adapter[word]]
+    return "".join(before + word for word in words) if before else ", ".join(words)
+
+
+def _version_row(version: dict[str, Any]) -> list[Any]:
+    aliases = ", ".join(version["aliases"])
+    return [
+        version["version"],
+        "retired" if version["retired"] else aliases,
+        version["max_rank"],
+        size(version["size_bytes"]),
+        version["base_model"],
+        moment(version["created"]),
+        version["digest"][:12],
+    ]
+
+
+def _print_alias(adapter: Name, alias: str, answer: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(answer)
+        return
+    print_line(
+        f"[cyan]{adapter.tenant}/{adapter.name}@{alias}[/cyan] is now version {answer['version']}."
+    )

@@ -1,0 +1,30 @@
+"""Making a catalog: the one command that needs no server, since there is none yet."""
+
+import typer
+
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import Scope
+from lorikeet.catalog.store import open_store
+from lorikeet.cli.keys import print_secret
+from lorikeet.cli.output import AsJson
+from lorikeet.settings import Settings
+
+_ACTOR = "init"
+
+
+def init(as_json: AsJson = False) -> None:
+    """Make a catalog and its first admin key.
+
+    The catalog is at LORIKEET_CATALOG, a folder or s3://bucket/prefix. The key is shown this once.
+
+    Example: `LORIKEET_CATALOG=s3://my-bucket/lorikeet lorikeet init`
+    """
+    store = open_store(Settings.from_env().catalog)
+    catalog = AdapterCatalog.init(store)
+    record, secret = catalog.create_key(None, frozenset({Scope.ADMIN}), actor=_ACTOR)
+    print_secret({"id": record.id, "key": secret}, as_json)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command of this file."""
+    app.command()(init)

@@ -1,0 +1,110 @@
+"""The admin API as the commands see it: JSON in, JSON out, failures as LorikeetError."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import httpx
+import typer
+
+from lorikeet.errors import Conflict, LorikeetError
+
+DEFAULT_SERVER = "http://127.0.0.1:8000"
+_PREFIX = "/admin/v1"
+_CONNECT_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 600.0  # an upload is validated and stored before it is answered
+
+Method = Literal["GET", "POST", "PUT", "DELETE"]
+Json = dict[str, Any]
+
+
+class AdminServer:
+    """One server and the key to ask it with. Opens a connection for each call."""
+
+    def __init__(self, address: str, key: str | None) -> None:
+        self._address = address.rstrip("/")
+        self._key = key
+
+    def get(self, path: str, query: Mapping[str, str | None] | None = None) -> Json:
+        """Read."""
+        return self._call("GET", path, query=query)
+
+    def post(self, path: str, body: Json) -> Json:
+        """Do something."""
+        return self._call("POST", path, content=json.dumps(body).encode())
+
+    def put(self, path: str, body: Json) -> Json:
+        """Make it so."""
+        return self._call("PUT", path, content=json.dumps(body).encode())
+
+    def delete(self, path: str) -> Json:
+        """Remove."""
+        return self._call("DELETE", path)
+
+    def upload(
+        self, path: str, chunks: Iterable[bytes], size: int, query: Mapping[str, str | None]
+    ) -> Json:
+        """PUT `size` bytes as they come."""
+        headers = {"content-type": "application/octet-stream", "content-length": str(size)}
+        return self._call("PUT", path, query=query, content=chunks, headers=headers)
+
+    def _call(
+        self,
+        method: Method,
+        path: str,
+        *,
+        query: Mapping[str, str | None] | None = None,
+        content: bytes | Iterable[bytes] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Json:
+        if not self._key:
+            raise LorikeetError(
+                "no admin key: set LORIKEET_ADMIN_KEY or give --key before the command"
+                " (`lorikeet init` makes the first key)"
+            )
+        try:
+            answer = httpx.request(
+                method,
+                f"{self._address}{_PREFIX}{path}",
+                params={name: value for name, value in (query or {}).items() if value is not None},
+                content=content,
+                headers={
+                    "authorization": f"Bearer {self._key}",
+                    "content-type": "application/json",
+                    **(headers or {}),
+                },
+                timeout=httpx.Timeout(_ANSWER_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
+            )
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise LorikeetError(
+                f"nothing answers at {self._address}: start the service, or give its address"
+                " with --server or LORIKEET_SERVER"
+            ) from error
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeEncodeError) as error:
+            raise LorikeetError(f"cannot ask {self._address}: {error}") from error
+        return self._parse(answer)
+
+    def _parse(self, answer: httpx.Response) -> Json:
+        try:
+            body = answer.json() if answer.content else {}
+            problem = body["error"] if answer.is_error else None
+        except (ValueError, KeyError, TypeError) as error:
+            raise LorikeetError(
+                f"{self._address} answered {answer.status_code}, and not in Lorikeet's words:"
+                " is that the gateway's address?"
+            ) from error
+        if problem is not None:
+            raise _failure(problem)
+        return dict(body)
+
+
+def admin(ctx: typer.Context) -> AdminServer:
+    """The server that the root command's options name."""
+    server = ctx.obj
+    assert isinstance(server, AdminServer)
+    return server
+
+
+def _failure(problem: Mapping[str, Any]) -> LorikeetError:
+    kind = Conflict if problem.get("code") == Conflict.code else LorikeetError
+    return kind(str(problem.get("message")), param=problem.get("param"))

@@ -1,0 +1,81 @@
+"""A gateway on loopback over a real catalog, and the command that administers it."""
+
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import uvicorn
+from typer.testing import CliRunner, Result
+
+from lorikeet.api.app import BaseModel, Services, create_app
+from lorikeet.api.messages import Call, StreamItem
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.local import LocalStore
+from lorikeet.catalog.records import Scope
+from lorikeet.cli import app
+from lorikeet.placement.report import ReplicaReport
+from lorikeet_engine.adapter_format import AdapterLimits
+from tests.cli.adapters import SHAPE
+
+
+class ReportingEngines:
+    """Replicas that say of themselves what a test wants; none of these tests generates."""
+
+    def __init__(self) -> None:
+        self.said: list[ReplicaReport] = []
+
+    def generate(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
+        raise NotImplementedError
+
+    async def reports(self) -> Sequence[ReplicaReport]:
+        return self.said
+
+
+@dataclass(frozen=True)
+class Lorikeet:
+    """A running gateway and how to call the command on it."""
+
+    url: str
+    admin_key: str
+    catalog: AdapterCatalog
+    engines: ReportingEngines
+
+    def run(self, *arguments: str, **environment: str) -> Result:
+        """The command as an admin types it, in a terminal of 100 columns."""
+        own = {"LORIKEET_SERVER": self.url, "LORIKEET_ADMIN_KEY": self.admin_key, "COLUMNS": "100"}
+        return CliRunner().invoke(app, arguments, env=own | environment, prog_name="lorikeet")
+
+    def do(self, *arguments: str) -> str:
+        """What a command prints that must succeed."""
+        result = self.run(*arguments)
+        assert result.exit_code == 0, result.stderr
+        return str(result.stdout)
+
+
+@pytest.fixture
+def lorikeet(tmp_path: Path) -> Iterator[Lorikeet]:
+    """A gateway with the tenant acme."""
+    catalog = AdapterCatalog.init(LocalStore(tmp_path / "catalog"))
+    catalog.create_tenant("acme", actor="test")
+    _, key = catalog.create_key(None, {Scope.ADMIN}, actor="test")
+    engines = ReportingEngines()
+    services = Services(
+        catalog=catalog,
+        base_models={"tiny": BaseModel(SHAPE)},
+        limits=AdapterLimits(max_rank=16, max_bytes=2**20),
+        engines=engines,
+    )
+    config = uvicorn.Config(create_app(services), log_config=None, timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        while thread.is_alive() and not server.started:
+            time.sleep(0.01)
+        yield Lorikeet(f"http://127.0.0.1:{listener.getsockname()[1]}", key, catalog, engines)
+        server.should_exit = True
+        thread.join(timeout=10)

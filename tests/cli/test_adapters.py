@@ -1,0 +1,161 @@
+"""register, list, show, promote, rollback, retire against a real gateway."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lorikeet_engine.adapter_format import write_blob
+from tests.cli.adapters import peft_folder
+from tests.cli.conftest import Lorikeet
+
+
+def register(lorikeet: Lorikeet, folder: Path, *options: str, seed: int = 0) -> dict[str, object]:
+    made = peft_folder(folder / f"adapter-{seed}", seed=seed)
+    said = lorikeet.do("register", str(made), "acme/support", "--json", *options)
+    answer = json.loads(said)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def test_register_uploads_the_canonical_blob(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    answer = register(lorikeet, tmp_path)
+    digest = write_blob(tmp_path / "adapter-0", tmp_path / "blob")
+    size = (tmp_path / "blob").stat().st_size
+    assert (answer["digest"], answer["size_bytes"], answer["max_rank"]) == (digest, size, 4)
+    stored = lorikeet.catalog.store.get(f"blobs/{digest[:2]}/{digest}")
+    assert stored == (tmp_path / "blob").read_bytes()
+
+
+def test_register_tells_a_person_version_digest_and_size(
+    lorikeet: Lorikeet, tmp_path: Path
+) -> None:
+    folder = peft_folder(tmp_path / "adapter")
+    said = lorikeet.do("register", str(folder), "acme/support")
+    assert "acme/support version 1, now prod: " in said
+    assert "rank 4" in said
+    assert lorikeet.catalog.state.adapter("acme", "support").versions[0].digest in said
+
+
+def test_the_same_weights_again_are_the_same_version(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    first = register(lorikeet, tmp_path)
+    again = json.loads(
+        lorikeet.do("register", str(tmp_path / "adapter-0"), "acme/support", "--json")
+    )
+    assert again == first
+
+
+def test_a_later_version_waits_for_promote(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    register(lorikeet, tmp_path)
+    assert register(lorikeet, tmp_path, seed=1)["aliases"] == []
+    assert register(lorikeet, tmp_path, "--promote", seed=2)["aliases"] == ["prod"]
+
+
+def test_shared_and_private(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    register(lorikeet, tmp_path, "--shared")
+    assert "shared" in lorikeet.do("list")
+    register(lorikeet, tmp_path, seed=1)
+    assert "shared" in lorikeet.do("list")
+    register(lorikeet, tmp_path, "--private", seed=2)
+    assert "shared" not in lorikeet.do("list")
+
+
+def test_a_base_model_that_is_not_served_is_refused(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    folder = peft_folder(tmp_path / "adapter")
+    result = lorikeet.run("register", str(folder), "acme/support", "--base-model", "huge")
+    assert result.exit_code == 1
+    assert "base_model='huge' is not served here" in result.stderr
+
+
+def test_a_folder_of_pickles_never_leaves_the_laptop(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    folder = peft_folder(tmp_path / "adapter")
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    result = lorikeet.run("register", str(folder), "acme/support")
+    assert result.exit_code == 1
+    assert "safetensors" in result.stderr
+
+
+def test_what_the_server_refuses_is_said_in_its_words(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    folder = peft_folder(tmp_path / "adapter", rank=32)
+    result = lorikeet.run("register", str(folder), "acme/support")
+    assert result.exit_code == 1
+    assert "rank" in result.stderr
+    assert "32" in result.stderr
+
+
+def test_list_shows_each_adapter_once(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    assert "No adapters yet" in lorikeet.do("list")
+    register(lorikeet, tmp_path)
+    register(lorikeet, tmp_path, seed=1)
+    (row,) = [line for line in lorikeet.do("list").splitlines() if "acme/support" in line]
+    assert row.split()[:4] == ["acme/support", "prod→1", "2", "4"]
+
+
+def test_list_of_one_tenant(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    register(lorikeet, tmp_path)
+    lorikeet.do("tenants", "create", "globex")
+    assert json.loads(lorikeet.do("list", "--tenant", "globex", "--json")) == {"data": []}
+
+
+def test_show_has_the_newest_version_first(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    register(lorikeet, tmp_path)
+    newest = register(lorikeet, tmp_path, seed=1)
+    lines = lorikeet.do("show", "acme/support").splitlines()
+    rows = [line.split() for line in lines if "tiny" in line]
+    assert [row[0] for row in rows] == ["2", "1"]
+    assert str(newest["digest"]).startswith(rows[0][-1])
+
+
+def test_promote_then_rollback(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    register(lorikeet, tmp_path)
+    register(lorikeet, tmp_path, seed=1)
+    assert "acme/support@prod is now version 2." in lorikeet.do("promote", "acme/support@2")
+    assert "acme/support@prod is now version 1." in lorikeet.do("rollback", "acme/support")
+
+
+def test_promote_to_another_alias(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    register(lorikeet, tmp_path)
+    lorikeet.do("promote", "acme/support@1", "--alias", "canary")
+    shown = json.loads(lorikeet.do("show", "acme/support", "--json"))
+    assert shown["aliases"] == {"canary": 1, "prod": 1}
+
+
+def test_when_someone_else_was_first_the_status_is_3(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    for seed in range(3):
+        register(lorikeet, tmp_path, seed=seed)
+    lorikeet.do("promote", "acme/support@2")
+    result = lorikeet.run("promote", "acme/support@3", "--expect", "1")
+    assert result.exit_code == 3
+    assert result.stdout == ""
+    assert "2" in result.stderr
+
+
+def test_retire_a_version_and_an_adapter(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    register(lorikeet, tmp_path)
+    register(lorikeet, tmp_path, "--promote", seed=1)
+    assert lorikeet.do("retire", "acme/support@1") == "Retired acme/support@1.\n"
+    assert lorikeet.do("retire", "acme/support") == "Retired acme/support.\n"
+    assert "retired" in lorikeet.do("list")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["show", "support"],
+        ["show", "acme/"],
+        ["show", "acme/support@3"],
+        ["promote", "acme/support"],
+        ["promote", "acme/support@canary"],
+        ["retire", "acme/support@prod"],
+        ["register", "/nowhere", "acme/support"],
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_meant_is_wrong_usage(lorikeet: Lorikeet, arguments: list[str]) -> None:
+    assert lorikeet.run(*arguments).exit_code == 2
+
+
+def test_a_name_that_the_server_refuses_fails_with_its_reason(lorikeet: Lorikeet) -> None:
+    result = lorikeet.run("show", "Acme/Support")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: ")

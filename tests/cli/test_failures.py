@@ -1,0 +1,81 @@
+"""A failure is one sentence on stderr with its remedy, and an exit status."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from lorikeet.cli import app
+from tests.cli.conftest import Lorikeet
+
+
+def run(*arguments: str, **environment: str) -> Result:
+    return CliRunner().invoke(app, arguments, env=environment, prog_name="lorikeet")
+
+
+def sentence(result: Result) -> str:
+    """The one line on stderr; nothing is on stdout."""
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Error: ")
+    return line.removeprefix("Error: ")
+
+
+def test_a_missing_key_names_the_variable() -> None:
+    assert "LORIKEET_ADMIN_KEY" in sentence(run("list", LORIKEET_ADMIN_KEY=""))
+
+
+def test_no_server_says_what_to_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    said = sentence(run("--server", url, "--key", "lk_x", "list"))
+    assert url in said
+    assert "start the service" in said
+
+
+def test_an_address_that_cannot_be_one_is_said(lorikeet: Lorikeet) -> None:
+    assert "nonsense" in sentence(run("--server", "nonsense", "--key", "lk_x", "list"))
+
+
+def test_a_server_that_is_not_lorikeet_is_recognised(stranger: str) -> None:
+    said = sentence(run("--server", stranger, "--key", "lk_x", "list"))
+    assert "is that the gateway's address?" in said
+
+
+def test_a_wrong_key_is_said_in_the_servers_words(lorikeet: Lorikeet) -> None:
+    assert "key" in sentence(lorikeet.run("list", LORIKEET_ADMIN_KEY="lk_wrong"))
+
+
+def test_a_key_that_cannot_be_one_is_no_traceback(lorikeet: Lorikeet) -> None:
+    sentence(lorikeet.run("list", LORIKEET_ADMIN_KEY="lk_\u2026"))
+
+
+def test_options_on_the_root_win_over_the_environment(lorikeet: Lorikeet) -> None:
+    key = lorikeet.admin_key
+    result = lorikeet.run("--key", key, "list", "--json", LORIKEET_ADMIN_KEY="lk_wrong")
+    assert json.loads(result.stdout) == {"data": []}
+
+
+def test_an_unknown_command_is_wrong_usage() -> None:
+    assert run("frobnicate").exit_code == 2
+
+
+@pytest.fixture(params=[b"HTTP/1.1 200 OK\r\n\r\n<html>", b"HTTP/1.1 502 Oh\r\n\r\n{}"])
+def stranger(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A server that answers, but in nobody's words that the command knows."""
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(request.param)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(timeout=10)

@@ -1,0 +1,62 @@
+"""Every command explains itself."""
+
+from collections.abc import Iterator
+
+import pytest
+import typer
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from lorikeet.cli import app
+
+
+def walk(command: typer.core.TyperGroup, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield path
+    for name, child in command.commands.items():
+        if isinstance(child, typer.core.TyperGroup):
+            yield from walk(child, (*path, name))
+        else:
+            yield (*path, name)
+
+
+ROOT = get_command(app)
+assert isinstance(ROOT, typer.core.TyperGroup)
+COMMANDS = tuple(walk(ROOT))
+
+
+def help_of(*path: str) -> str:
+    result = CliRunner().invoke(app, [*path, "--help"], prog_name="lorikeet", env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    return str(result.stdout)
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_every_help_page_has_an_example_of_its_own_command(path: tuple[str, ...]) -> None:
+    example = " ".join(help_of(*path).partition("Example:")[2].split())
+    assert " ".join(["lorikeet", *path]) in example
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_every_help_page_fits_80_columns(path: tuple[str, ...]) -> None:
+    assert max(map(len, help_of(*path).splitlines())) <= 80
+
+
+def test_every_command_that_prints_has_json() -> None:
+    groups = {path[:-1] for path in COMMANDS if path}
+    for path in set(COMMANDS) - groups:
+        assert "--json" in help_of(*path), path
+
+
+def test_every_promised_command_is_there() -> None:
+    promised = """
+        init register list show promote rollback retire pin unpin pins status
+        tenants tenants/list tenants/create keys keys/create keys/list keys/revoke
+    """
+    assert {"/".join(path) for path in COMMANDS if path} == set(promised.split())
+
+
+@pytest.mark.parametrize("path", [(), ("tenants",), ("keys",)], ids=" ".join)
+def test_a_group_alone_shows_its_help_and_is_wrong_usage(path: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, list(path), prog_name="lorikeet")
+    assert result.exit_code == 2
+    assert "Example:" in result.output

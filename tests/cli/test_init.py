@@ -1,0 +1,38 @@
+"""init makes a catalog and the first admin key."""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.local import LocalStore
+from lorikeet.catalog.records import Scope
+from lorikeet.cli import app
+
+
+def init(folder: Path, *options: str) -> Result:
+    environment = {"LORIKEET_CATALOG": str(folder), "LORIKEET_ADMIN_KEY": ""}
+    return CliRunner().invoke(app, ["init", *options], env=environment, prog_name="lorikeet")
+
+
+def test_the_key_it_prints_is_the_catalogs_first_admin_key(tmp_path: Path) -> None:
+    said = json.loads(init(tmp_path / "catalog", "--json").stdout)
+    state = AdapterCatalog(LocalStore(tmp_path / "catalog")).refresh()
+    key = state.key_by_sha256(sha256(said["key"].encode()).hexdigest())
+    assert key is not None
+    assert (key.id, key.tenant, key.scopes) == (said["id"], None, {Scope.ADMIN})
+
+
+def test_the_key_stands_alone_on_the_first_line(tmp_path: Path) -> None:
+    key, note = init(tmp_path / "catalog").stdout.splitlines()
+    assert key.startswith("lk_")
+    assert "not shown again" in note
+
+
+def test_a_catalog_is_not_made_twice(tmp_path: Path) -> None:
+    init(tmp_path / "catalog")
+    again = init(tmp_path / "catalog")
+    assert (again.exit_code, again.stdout) == (3, "")
+    assert "there already is a catalog" in again.stderr

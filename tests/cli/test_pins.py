@@ -1,0 +1,72 @@
+"""pin, unpin, pins against a real gateway."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.adapters import peft_folder
+from tests.cli.conftest import Lorikeet
+
+
+@pytest.fixture
+def registered(lorikeet: Lorikeet, tmp_path: Path) -> Lorikeet:
+    lorikeet.do("register", str(peft_folder(tmp_path / "adapter")), "acme/support")
+    return lorikeet
+
+
+def test_a_pin_of_the_name_alone_follows_prod_on_all_replicas(registered: Lorikeet) -> None:
+    pin = json.loads(registered.do("pin", "acme/support", "--json"))
+    said = {key: pin[key] for key in ("adapter", "selector", "tier", "replicas", "expires")}
+    assert said == {
+        "adapter": "acme/support",
+        "selector": "prod",
+        "tier": "gpu",
+        "replicas": None,
+        "expires": None,
+    }
+
+
+def test_every_option_of_a_pin_arrives(registered: Lorikeet) -> None:
+    options = ["--replicas", "2", "--tier", "host", "--reason", "launch [day]", "--expires", "2h"]
+    pin = json.loads(registered.do("pin", "acme/support@1", *options, "--json"))
+    assert (pin["selector"], pin["replicas"], pin["tier"]) == ("1", 2, "host")
+    assert pin["reason"] == "launch [day]"
+    assert pin["expires"] == pytest.approx(time.time() + 7200, abs=30)
+
+
+def test_pins_are_listed_and_taken_back(registered: Lorikeet) -> None:
+    assert "Nothing is pinned." in registered.do("pins")
+    registered.do("pin", "acme/support", "--reason", "launch [day]")
+    (row,) = [line for line in registered.do("pins").splitlines() if "acme/support" in line]
+    assert row.split() == ["acme/support@prod", "gpu", "all", "never", "launch", "[day]"]
+    assert registered.do("unpin", "acme/support") == "Unpinned acme/support.\n"
+    assert json.loads(registered.do("pins", "--json")) == {"data": []}
+
+
+def test_a_pin_says_for_how_long(registered: Lorikeet) -> None:
+    said = registered.do("pin", "acme/support", "--tier", "disk", "--expires", "7d")
+    assert said.startswith("Pinned acme/support@prod to disk on all replicas until ")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--replicas", "0"],
+        ["--replicas", "some"],
+        ["--tier", "cloud"],
+        ["--expires", "2"],
+        ["--expires", "0h"],
+        ["--expires", "soon"],
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_meant_is_wrong_usage(lorikeet: Lorikeet, options: list[str]) -> None:
+    assert lorikeet.run("pin", "acme/support", *options).exit_code == 2
+
+
+def test_pinning_what_is_not_there_fails(lorikeet: Lorikeet) -> None:
+    result = lorikeet.run("pin", "acme/nothing")
+    assert result.exit_code == 1
+    assert "acme/nothing" in result.stderr

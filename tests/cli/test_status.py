@@ -1,0 +1,51 @@
+"""status: replicas, and what is resident where."""
+
+import json
+
+from lorikeet.placement.report import ReplicaReport
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.request import AdapterReport, EngineReport
+from tests.cli.conftest import Lorikeet
+
+MIB = 2**20
+SUPPORT = AdapterRef("acme", "support", 3, "5" * 64)
+SALES = AdapterRef("acme", "sales", 1, "6" * 64)
+
+
+def replica(name: str, *adapters: AdapterReport) -> ReplicaReport:
+    return ReplicaReport(name, "tiny", EngineReport(2, 1, 40, 100, 48 * MIB, 64 * MIB, adapters))
+
+
+def test_without_replicas_it_says_so(lorikeet: Lorikeet) -> None:
+    said = lorikeet.do("status")
+    assert "No replica has reported." in said
+    assert "No adapter is resident." in said
+
+
+def test_each_replica_has_a_row(lorikeet: Lorikeet) -> None:
+    lorikeet.engines.said = [replica("r1"), replica("r2")]
+    rows = [line.split() for line in lorikeet.do("status").splitlines()]
+    numbers = ["tiny", "2", "1", "40", "of", "100", "48.0", "MiB", "of", "64.0", "MiB"]
+    assert ["r1", *numbers] in rows
+    assert ["r2", *numbers] in rows
+
+
+def test_each_adapter_says_where_it_is_resident(lorikeet: Lorikeet) -> None:
+    lorikeet.engines.said = [
+        replica(
+            "r1",
+            AdapterReport(SUPPORT, Residency.GPU, 13 * MIB, leases=2, pinned=True),
+            AdapterReport(SALES, Residency.DISK, 0, leases=0, pinned=False),
+        ),
+        replica("r2", AdapterReport(SUPPORT, Residency.HOST, 0, leases=0, pinned=False)),
+    ]
+    rows = [line.split() for line in lorikeet.do("status").splitlines()]
+    assert ["acme/support@3", "r1*", "r2", "–", "13.0", "MiB", "2"] in rows
+    assert ["acme/sales@1", "–", "–", "r1", "–", "0"] in rows
+
+
+def test_json_is_the_whole_answer(lorikeet: Lorikeet) -> None:
+    lorikeet.engines.said = [replica("r1")]
+    said = json.loads(lorikeet.do("status", "--json"))
+    assert said["catalog_seq"] == lorikeet.catalog.state.seq
+    assert [report["replica"] for report in said["replicas"]] == ["r1"]

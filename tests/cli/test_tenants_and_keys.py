@@ -1,0 +1,65 @@
+"""tenants and keys against a real gateway."""
+
+import json
+
+import httpx
+import pytest
+
+from tests.cli.conftest import Lorikeet
+
+
+def test_a_tenant_is_made_with_its_limit(lorikeet: Lorikeet) -> None:
+    assert "globex" in lorikeet.do("tenants", "create", "globex", "--max-concurrent", "32")
+    rows = [line.split() for line in lorikeet.do("tenants", "list").splitlines()]
+    assert ["globex", "32"] in [row[:2] for row in rows]
+    assert ["acme", "no", "limit"] in [row[:3] for row in rows]
+
+
+def test_a_tenants_key_works_and_can_be_revoked(lorikeet: Lorikeet) -> None:
+    key = json.loads(lorikeet.do("keys", "create", "--tenant", "acme", "--json"))
+    assert models(lorikeet, key["key"]) == httpx.codes.OK
+    lorikeet.do("keys", "revoke", key["id"])
+    listed = json.loads(lorikeet.do("keys", "list", "--tenant", "acme", "--json"))["data"]
+    assert [(k["id"], k["revoked"]) for k in listed] == [(key["id"], True)]
+
+
+def test_a_new_key_stands_alone_on_the_first_line(lorikeet: Lorikeet) -> None:
+    key, note = lorikeet.do("keys", "create", "--tenant", "acme").splitlines()
+    assert models(lorikeet, key) == httpx.codes.OK
+    assert "not shown again" in note
+
+
+def test_an_admins_key_administers(lorikeet: Lorikeet) -> None:
+    key = json.loads(lorikeet.do("keys", "create", "--admin", "--json"))["key"]
+    assert lorikeet.run("tenants", "list", LORIKEET_ADMIN_KEY=key).exit_code == 0
+
+
+def test_a_tenants_key_does_not_administer(lorikeet: Lorikeet) -> None:
+    key = json.loads(lorikeet.do("keys", "create", "--tenant", "acme", "--json"))["key"]
+    result = lorikeet.run("tenants", "list", LORIKEET_ADMIN_KEY=key)
+    assert (result.exit_code, result.stdout) == (1, "")
+
+
+def test_listing_shows_no_secret(lorikeet: Lorikeet) -> None:
+    key = json.loads(lorikeet.do("keys", "create", "--tenant", "acme", "--json"))
+    for said in (lorikeet.do("keys", "list"), lorikeet.do("keys", "list", "--json")):
+        assert key["id"] in said
+        assert key["key"] not in said
+
+
+@pytest.mark.parametrize("options", [[], ["--tenant", "acme", "--admin"]], ids=" ".join)
+def test_a_key_is_either_a_tenants_or_an_admins(lorikeet: Lorikeet, options: list[str]) -> None:
+    result = lorikeet.run("keys", "create", *options)
+    assert result.exit_code == 2
+    assert "--admin" in result.stderr
+
+
+def test_a_key_of_nobody_fails(lorikeet: Lorikeet) -> None:
+    result = lorikeet.run("keys", "create", "--tenant", "nobody")
+    assert result.exit_code == 1
+    assert "nobody" in result.stderr
+
+
+def models(lorikeet: Lorikeet, key: str) -> int:
+    answer = httpx.get(f"{lorikeet.url}/v1/models", headers={"authorization": f"Bearer {key}"})
+    return answer.status_code
