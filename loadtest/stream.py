@@ -76,7 +76,7 @@ class Server:
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         connection = http.client.HTTPConnection(self.host, self.port, timeout=SILENCE_S)
         try:
-            connection.request(method, path, body and json.dumps(body), headers)
+            connection.request(method, path, json.dumps(body) if body else None, headers)
             response = connection.getresponse()
             if response.status != 200:
                 raise RequestFailed(_reason(response.status, response.read()))

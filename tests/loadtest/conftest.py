@@ -32,6 +32,7 @@ class FakeServer:
     gap_s: float = 0.02
     refused: frozenset[str] = frozenset()
     broken: frozenset[str] = frozenset()
+    last_words: bytes = b""
     url: str = ""
     seen: list[dict[str, Any]] = field(default_factory=list)
     received_s: list[float] = field(default_factory=list)
@@ -70,6 +71,7 @@ class FakeServer:
         for index in range(body["max_tokens"]):
             await asyncio.sleep(self.gap_s if index else self.first_token_s[tier])
             if index and body["model"] in self.broken:
+                yield self.last_words
                 return
             yield _event({"content": "word "})
             now_s = time.perf_counter()

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lorikeet.api.answers import failed_event
+
 ROOT = Path(__file__).parents[2]
 KEYS = {"acme": "lk_acme", "bolt": "lk_bolt"}
 
@@ -91,11 +93,20 @@ def test_a_refused_request_fails_the_run(server: Any, locust: Locust) -> None:
     assert "429 rate_limited" in run.output
 
 
-def test_a_stream_that_breaks_off_fails_the_run(server: Any, locust: Locust) -> None:
-    server.broken = frozenset({"acme/a"})
+@pytest.mark.parametrize(
+    ("last_words", "reason"),
+    [
+        (b"", "the stream broke off"),
+        (failed_event("step_failed", "The step failed."), "mid-stream: step_failed"),
+    ],
+)
+def test_a_stream_that_breaks_off_fails_the_run(
+    server: Any, locust: Locust, last_words: bytes, reason: str
+) -> None:
+    server.broken, server.last_words = frozenset({"acme/a"}), last_words
     run = locust(server.url, rate=10, duration=2, lengths="fixed:60/3")
     assert run.exit_code != 0
-    assert run.report["failures"] == {"the stream broke off": run.report["failed"]}
+    assert run.report["failures"] == {reason: run.report["failed"]}
 
 
 @pytest.mark.parametrize(
