@@ -15,7 +15,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def s3_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The s3:// url of an empty bucket; the AWS_ variables lead every boto3 client to its server."""
+    """The s3:// url of an empty bucket; AWS_ variables lead boto3 to its server."""
     import boto3
 
     folder = tmp_path_factory.mktemp("ministack")

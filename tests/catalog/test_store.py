@@ -110,7 +110,9 @@ def test_of_many_writers_if_absent_exactly_one_wins(store: ObjectStore) -> None:
     assert store.get("log/1") == str(won[0]).encode()
 
 
-@pytest.mark.parametrize("key", ["../x", "a/../x", "/etc/x", "a//b", ".x", "a/", "", "a\n", "ä", "a\0"])
+@pytest.mark.parametrize(
+    "key", ["../x", "a/../x", "/etc/x", "a//b", ".x", "a/", "", "a\n", "ä", "a\0"]
+)
 def test_no_key_leaves_the_store(store: ObjectStore, tmp_path: Path, key: str) -> None:
     (tmp_path / "in").write_bytes(b"1")
 
@@ -129,9 +131,21 @@ def test_no_key_leaves_the_store(store: ObjectStore, tmp_path: Path, key: str) -
     assert not (tmp_path / "x").exists()
 
 
-def test_a_file_that_is_not_there_is_no_missing_object(store: ObjectStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", ["../", "/etc/", "a/../../", ".unfinished/"])
+def test_no_list_leaves_the_store(store: ObjectStore, prefix: str) -> None:
+    with pytest.raises(StoreError, match="cannot begin a key"):
+        list(store.list(prefix))
+
+
+def test_a_file_or_folder_that_is_not_there_is_no_missing_object(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    store.put("there", b"1")
     with pytest.raises(StoreError, match="absent-file"):
         store.put_file("a", tmp_path / "absent-file")
+    with pytest.raises(StoreError) as told:
+        store.download("there", tmp_path / "absent-folder" / "out")
+    assert not isinstance(told.value, ObjectNotFound)
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/x", "http://host/bucket", "s3://", "s3:///x"])

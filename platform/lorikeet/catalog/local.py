@@ -3,11 +3,11 @@
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lorikeet.catalog.store import check_key
+from lorikeet.catalog.store import check_key, check_prefix
 from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError
 
 _UNFINISHED = ".unfinished"  # no key starts with a dot
@@ -54,8 +54,6 @@ class LocalStore:
 
     def put_file(self, key: str, path: Path) -> None:
         """See ObjectStore."""
-        if not path.is_file():
-            raise StoreError(f"{path} is no file to put at {key}")
         with self._errors(key), self._written(path) as unfinished:
             unfinished.replace(self._place(key))
             _sync(self._path(key).parent)
@@ -76,20 +74,25 @@ class LocalStore:
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
         """See ObjectStore."""
-        top = self._folder / prefix.rpartition("/")[0]
+        top = self._folder / check_prefix(prefix).rpartition("/")[0]
         with self._errors(prefix):
-            files = (Path(at, name) for at, _, names in os.walk(top) for name in names)
-            keys = (file.relative_to(self._folder).as_posix() for file in files)
             yield from sorted(
                 key
-                for key in keys
-                if key.startswith(prefix) and key > start_after and not key.startswith(".")
+                for folder, _, names in os.walk(top)
+                for key in self._keys(folder, names)
+                if key.startswith(prefix) and key > start_after
             )
 
     def delete(self, key: str) -> None:
         """See ObjectStore."""
         with self._errors(key):
             self._path(key).unlink(missing_ok=True)
+
+    def _keys(self, folder: str, names: Sequence[str]) -> Sequence[str]:
+        at = Path(folder).relative_to(self._folder).as_posix()
+        if at == _UNFINISHED:
+            return []
+        return names if at == "." else [f"{at}/{name}" for name in names]
 
     def _path(self, key: str) -> Path:
         return self._folder / check_key(key)
@@ -122,11 +125,13 @@ class LocalStore:
     def _errors(self, key: str) -> Iterator[None]:
         try:
             yield
-        except FileNotFoundError as error:
-            raise ObjectNotFound(f"no object {key} in {self.url}") from error
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and str(error.filename) == str(
+                self._folder / key
+            ):
+                raise ObjectNotFound(f"no object {key} in {self.url}") from error
             raise StoreError(
-                f"{self.url}: {key}: {error.strerror}: check the folder's owner, mode and space"
+                f"{self.url}: {key}: {error}: check the folder's owner, mode and space"
             ) from error
 
 

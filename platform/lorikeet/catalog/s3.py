@@ -22,7 +22,7 @@ from botocore.exceptions import (
     PartialCredentialsError,
 )
 
-from lorikeet.catalog.store import check_key
+from lorikeet.catalog.store import check_key, check_prefix
 from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError
 
 _ATTEMPTS = 8
@@ -120,7 +120,7 @@ class S3Store:
         """See ObjectStore."""
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket,
-            Prefix=self._prefix + prefix,
+            Prefix=self._prefix + check_prefix(prefix),
             StartAfter=self._prefix + start_after,
         )
         with self._errors(prefix):

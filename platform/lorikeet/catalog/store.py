@@ -9,6 +9,10 @@ from lorikeet.errors import InvalidSetting, StoreError
 
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
 
+_KEY_RULE = (
+    "want letters, digits, '.', '_', '-' and single slashes, and no part that starts with a dot"
+)
+
 
 class ObjectStore(Protocol):
     """Objects under keys such as log/000000000001.json; a write is seen whole or not at all.
@@ -83,10 +87,14 @@ def open_store(url: str) -> ObjectStore:
 
 
 def check_key(key: str) -> str:
-    """Return the key as it is; a key that could leave the store's folder raises StoreError."""
+    """Return the key as it is; one that could leave the store's folder raises StoreError."""
     if not _KEY.fullmatch(key):
-        raise StoreError(
-            f"{key!r} cannot be a key: want letters, digits, '.', '_', '-' and single slashes, "
-            "and no part that starts with a dot"
-        )
+        raise StoreError(f"{key!r} cannot be a key: {_KEY_RULE}")
     return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return what keys can begin with as it is; anything else raises StoreError."""
+    if not _KEY.fullmatch(prefix + "0"):
+        raise StoreError(f"{prefix!r} cannot begin a key: {_KEY_RULE}")
+    return prefix

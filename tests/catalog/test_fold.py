@@ -1,0 +1,142 @@
+"""Whatever administrators do, in whatever order: what always holds of the state."""
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from lorikeet.catalog import AdapterRecord, BlobFacts, CatalogState, rules
+from lorikeet.catalog.changes import (
+    CatalogCreated,
+    Entry,
+    KeyCreated,
+    Pinned,
+    TenantSaved,
+    entry_from_json,
+    entry_to_json,
+)
+from lorikeet.catalog.fold import fold
+from lorikeet.catalog.records import Scope
+from lorikeet.errors import LorikeetError
+from lorikeet_engine.adapter import Residency
+
+TENANTS = st.sampled_from(["a", "a", "b"])
+NAMES = st.sampled_from(["x", "y"])
+ALIASES = st.sampled_from(["prod", "canary"])
+VERSIONS = st.integers(0, 5)
+MAYBE_VERSION = st.none() | VERSIONS
+
+ACTS = st.one_of(
+    st.tuples(st.just("tenant"), TENANTS, st.none() | st.integers(1, 2)),
+    st.tuples(st.just("key"), TENANTS, st.integers(0, 3)),
+    st.tuples(st.just("revoke"), st.integers(0, 3)),
+    st.tuples(
+        st.just("register"),
+        TENANTS,
+        NAMES,
+        st.sampled_from("1234"),
+        st.none() | st.booleans(),
+        st.booleans(),
+    ),
+    st.tuples(st.just("promote"), TENANTS, NAMES, VERSIONS, ALIASES, MAYBE_VERSION),
+    st.tuples(st.just("rollback"), TENANTS, NAMES, ALIASES, MAYBE_VERSION),
+    st.tuples(st.just("retire"), TENANTS, NAMES, MAYBE_VERSION),
+    st.tuples(st.just("pin"), TENANTS, NAMES, ALIASES | VERSIONS.map(str)),
+    st.tuples(st.just("unpin"), TENANTS, NAMES),
+)
+
+
+def decide(state: CatalogState, act: tuple) -> rules.Changes:  # type: ignore[type-arg]
+    match act:
+        case ("tenant", name, limit):
+            return rules.save_tenant(state, TenantSaved(name=name, max_concurrent=limit))
+        case ("key", tenant, number):
+            key = KeyCreated(
+                id=f"k{number}", tenant=tenant, scopes=(Scope.INFER,), sha256=f"{number}"
+            )
+            return rules.create_key(state, key)
+        case ("revoke", number):
+            return rules.revoke_key(state, f"k{number}")
+        case ("register", tenant, name, digest, shared, promote):
+            facts = BlobFacts(digest, 10, 64, 8, "demo")
+            return rules.register(state, tenant, name, facts, shared=shared, promote=promote)
+        case ("promote", *rest):
+            return rules.promote(state, *rest)
+        case ("rollback", *rest):
+            return rules.rollback(state, *rest)
+        case ("retire", *rest):
+            return rules.retire(state, *rest)
+        case ("pin", tenant, name, selector):
+            pin = Pinned(
+                tenant=tenant,
+                name=name,
+                selector=selector,
+                tier=Residency.HOST,
+                replicas=None,
+                reason="",
+                expires=None,
+            )
+            return rules.pin(state, pin)
+        case ("unpin", *rest):
+            return rules.unpin(state, *rest)
+    raise AssertionError(act)
+
+
+def check_adapter(record: AdapterRecord) -> None:
+    assert [version.version for version in record.versions] == list(
+        range(1, len(record.versions) + 1)
+    )
+    usable = {version.version for version in record.versions if not version.retired}
+    assert set(record.aliases.values()) <= usable
+    assert record.retired == (not usable)
+    assert ("prod" in record.aliases) == bool(usable)
+    assert set(record.aliases) == set(record.alias_history)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(ACTS, max_size=40))
+def test_what_always_holds(acts: list[tuple]) -> None:  # type: ignore[type-arg]
+    tenant = TenantSaved(name="a", max_concurrent=None)
+    start = (CatalogCreated(), tenant)
+    entries = [Entry(seq=1, nonce="n", actor="ann", time=1.0, changes=start)]
+    states = [fold(CatalogState(), entries)]
+    for act in acts:
+        state = states[-1]
+        try:
+            changes = decide(state, act)
+        except LorikeetError:
+            continue
+        if changes:
+            entry = Entry(
+                seq=state.seq + 1, nonce="n", actor="ann", time=1.0, changes=tuple(changes)
+            )
+            entries.append(entry)
+            states.append(fold(state, [entry]))
+            assert states[-1] != state
+        for record in states[-1].adapters():
+            check_adapter(record)
+
+    # in one go, from its JSON, and from every moment on, it is the same state
+    reread = [entry_from_json(entry_to_json(entry), "log/1") for entry in entries]
+    assert reread == entries
+    for at, state in enumerate(states):
+        assert fold(CatalogState(), entries[: at + 1]) == state
+        assert fold(state, entries[at + 1 :]) == states[-1]
+
+
+def test_a_fold_shares_what_it_does_not_change() -> None:
+    facts = BlobFacts("1", 10, 64, 8, "demo")
+    tenants = [TenantSaved(name=name, max_concurrent=None) for name in "ab"]
+    start = fold(
+        CatalogState(), [Entry(seq=1, nonce="", actor="", time=1.0, changes=tuple(tenants))]
+    )
+    for tenant in "ab":
+        changes = rules.register(start, tenant, "x", facts, shared=None, promote=False)
+        entry = Entry(seq=start.seq + 1, nonce="", actor="", time=1.0, changes=tuple(changes))
+        start = fold(start, [entry])
+
+    changes = rules.register(start, "a", "y", facts, shared=None, promote=False)
+    entry = Entry(seq=start.seq + 1, nonce="", actor="", time=1.0, changes=tuple(changes))
+    after = fold(start, [entry])
+
+    assert after.adapter_records["b"] is start.adapter_records["b"]
+    assert after.adapter("a", "x") is start.adapter("a", "x")
+    assert set(start.adapter_records["a"]) == {"x"}

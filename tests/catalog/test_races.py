@@ -1,0 +1,147 @@
+"""Many administrators at once: every update is kept or refused, none is lost."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lorikeet.catalog import AdapterCatalog, ObjectStore, Scope, VersionRecord
+from lorikeet.catalog.local import LocalStore
+from lorikeet.catalog.log import Log
+from lorikeet.errors import Conflict
+
+Register = Callable[..., VersionRecord]
+WRITER = Path(__file__).with_name("writer.py")
+
+
+def catalogs(store: ObjectStore, count: int) -> list[AdapterCatalog]:
+    """Each as if in a process of its own: they share the store alone."""
+    return [AdapterCatalog(store) for _ in range(count)]
+
+
+def test_two_processes_lose_no_version(catalog: AdapterCatalog, store_url: str) -> None:
+    writers = [
+        subprocess.Popen(
+            [sys.executable, str(WRITER), store_url, name, "12"], stdout=subprocess.PIPE, text=True
+        )
+        for name in ("ann", "bob")
+    ]
+    said = [writer.communicate(timeout=120)[0].split("\n")[1:-1] for writer in writers]
+    assert [writer.returncode for writer in writers] == [0, 0]
+
+    committed = sorted((int(line.split()[0]), line.split()[1]) for lines in said for line in lines)
+    record = catalog.refresh().adapter("acme", "support")
+    assert [(version.version, version.digest) for version in record.versions] == committed
+    assert [number for number, _ in committed] == list(range(1, 25))
+    assert record.aliases["prod"] in (int(lines[-1].split()[0]) for lines in said)
+    assert len(record.alias_history["prod"]) == 23
+
+
+def test_threads_that_change_everything_lose_nothing(
+    catalog: AdapterCatalog, store: ObjectStore
+) -> None:
+    def change(writer: tuple[int, AdapterCatalog]) -> list[str]:
+        number, own = writer
+        keys = [own.create_key("acme", [Scope.INFER], actor=f"w{number}")[0].id for _ in range(5)]
+        own.create_tenant(f"t{number}", actor=f"w{number}")
+        own.revoke_key(keys[0], actor=f"w{number}")
+        return keys
+
+    with ThreadPoolExecutor(4) as threads:
+        keys = list(threads.map(change, enumerate(catalogs(store, 4))))
+
+    state = catalog.refresh()
+    records = state.keys()
+    assert {key.id for key in records} == {key for own in keys for key in own}
+    assert {key.id for key in records if key.revoked} == {own[0] for own in keys}
+    assert [tenant.name for tenant in state.tenants()] == ["acme", "t0", "t1", "t2", "t3"]
+    assert [entry.seq for entry in Log(store).read(0)] == list(range(1, state.seq + 1))
+
+
+def test_of_promotions_that_expect_the_same_exactly_one_succeeds(
+    catalog: AdapterCatalog, store: ObjectStore, register: Register
+) -> None:
+    for number in range(9):
+        register("acme/support", str(number).encode())
+
+    def promote(writer: tuple[int, AdapterCatalog]) -> int | None:
+        version, own = writer
+        try:
+            own.promote("acme", "support", version, expect=1, actor=f"w{version}")
+        except Conflict:
+            return None
+        return version
+
+    with ThreadPoolExecutor(8) as threads:
+        outcomes = list(threads.map(promote, enumerate(catalogs(store, 8), start=2)))
+
+    won = [version for version in outcomes if version is not None]
+    record = catalog.refresh().adapter("acme", "support")
+    assert len(won) == 1
+    assert record.aliases == {"prod": won[0]}
+    assert record.alias_history == {"prod": (1,)}
+
+
+def test_the_same_blob_from_two_sides_is_one_version(
+    catalog: AdapterCatalog, store: ObjectStore, register: Register
+) -> None:
+    with ThreadPoolExecutor(6) as threads:
+        versions = list(threads.map(lambda _: register("acme/support", b"same"), range(6)))
+
+    assert {version.version for version in versions} == {1}
+    assert len(catalog.refresh().adapter("acme", "support").versions) == 1
+
+
+def test_readers_see_whole_states_that_only_move_on(
+    catalog: AdapterCatalog, store: ObjectStore, register: Register
+) -> None:
+    reader = AdapterCatalog(store)
+    reader.refresh()
+    done = threading.Event()
+
+    def read(refreshes: bool) -> int:
+        seen = 0
+        while not done.is_set():
+            state = reader.refresh() if refreshes else reader.state
+            assert state.seq >= seen
+            seen = state.seq
+            for record in state.adapters():
+                # a registration and its promotion are one entry
+                assert record.aliases["prod"] == len(record.versions)
+            done.wait(0.002)
+        return seen
+
+    with ThreadPoolExecutor(4) as threads:
+        readers = [threads.submit(read, refreshes) for refreshes in (True, True, False, False)]
+        for number in range(20):
+            register("acme/support", str(number).encode(), promote=True)
+        done.set()
+        last = [reading.result() for reading in readers]
+
+    assert max(last) <= catalog.state.seq
+    assert reader.refresh() == catalog.state
+
+
+class Overtaken(LocalStore):
+    """A local store where someone else always commits first."""
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        rival = AdapterCatalog(LocalStore(Path(self.url)))
+        rival.create_tenant(f"rival-{rival.refresh().seq}", actor="eve")
+        super().put_if_absent(key, data)
+
+
+def test_a_writer_that_always_comes_second_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    AdapterCatalog.init(LocalStore(tmp_path))
+    monkeypatch.setattr("lorikeet.catalog.catalog._ATTEMPTS", 3)
+
+    with pytest.raises(Conflict, match="3 times in a row: try again later"):
+        AdapterCatalog(Overtaken(tmp_path)).create_tenant("late", actor="ann")
+    state = AdapterCatalog(LocalStore(tmp_path)).refresh()
+    assert [tenant.name for tenant in state.tenants()] == ["rival-1", "rival-2", "rival-3"]

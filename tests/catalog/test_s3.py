@@ -1,0 +1,194 @@
+"""What only S3 can do wrong: lost answers, conflicts, missing rights; and what it says then."""
+
+import http.client
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from lorikeet.catalog import AdapterCatalog, open_store
+from lorikeet.errors import ObjectNotFound, StoreError
+
+Trouble = Callable[[BaseHTTPRequestHandler], bool]
+"""Deals with a request before (or instead of) its answer; True if that was the answer."""
+
+
+class Proxy(BaseHTTPRequestHandler):
+    """Passes every request on to the real server, except where the test makes trouble."""
+
+    protocol_version = "HTTP/1.1"
+    upstream = ""
+    trouble: Trouble
+
+    def _serve(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        self.forward = lambda: self._ask(body)
+        if type(self).trouble(self):
+            return
+        status, headers, data = self.forward()
+        self.send_response(status)
+        for name, value in headers:
+            if name.lower() not in ("connection", "content-length", "transfer-encoding"):
+                self.send_header(name, value)
+        length = dict(headers).get("content-length", "0") if self.command == "HEAD" else len(data)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _serve  # noqa: N815
+
+    def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        server = http.client.HTTPConnection(self.upstream, timeout=30)
+        try:
+            headers = {name: value for name, value in self.headers.items() if name != "Expect"}
+            server.request(self.command, self.path, body, headers)
+            answer = server.getresponse()
+            return answer.status, answer.getheaders(), answer.read()
+        finally:
+            server.close()
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def proxied(trouble: Trouble) -> Iterator[None]:
+    """Stores that are opened inside reach their server through the troublesome proxy."""
+    upstream = os.environ["AWS_ENDPOINT_URL_S3"].removeprefix("http://")
+    handler = type("Handler", (Proxy,), {"upstream": upstream, "trouble": staticmethod(trouble)})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{server.server_port}")
+            yield
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def url(s3_bucket: str) -> str:
+    return f"{s3_bucket}/{uuid.uuid4().hex}"
+
+
+def test_a_commit_whose_answer_is_lost_is_retried_and_counts_once(url: str) -> None:
+    statuses: list[int] = []
+
+    def lose_the_first_answer(request: BaseHTTPRequestHandler) -> bool:
+        if request.command != "PUT" or "/log/" not in request.path:
+            return False
+        status, _, _ = request.forward()  # type: ignore[attr-defined]
+        statuses.append(status)
+        if len(statuses) == 1:
+            request.close_connection = True
+            return True
+        return False
+
+    with proxied(lose_the_first_answer):
+        catalog = AdapterCatalog.init(open_store(url))
+
+    assert statuses == [200, 412]  # the client's own retry met its own success
+    assert catalog.state.seq == 1
+    assert AdapterCatalog(open_store(url)).refresh().seq == 1
+
+
+def test_a_conditional_conflict_is_tried_again(url: str) -> None:
+    refused: list[str] = []
+
+    def answer_409_twice(request: BaseHTTPRequestHandler) -> bool:
+        if request.command != "PUT" or len(refused) == 2:
+            return False
+        refused.append(request.path)
+        body = b"<Error><Code>ConditionalRequestConflict</Code><Message>m</Message></Error>"
+        request.send_response(409)
+        request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        request.wfile.write(body)
+        return True
+
+    with proxied(answer_409_twice):
+        open_store(url).put_if_absent("log/1", b"data")
+
+    assert len(refused) == 2
+    assert open_store(url).get("log/1") == b"data"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (403, "AccessDenied", "not allowed: the role needs s3:ListBucket"),
+        (403, "SignatureDoesNotMatch", "credentials are refused"),
+        (400, "ExpiredToken", "credentials are refused"),
+        (501, "NotImplemented", "NotImplemented"),
+    ],
+)
+def test_a_refusal_says_what_to_do(url: str, status: int, code: str, message: str) -> None:
+    def refuse(request: BaseHTTPRequestHandler) -> bool:
+        body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+        request.send_response(status)
+        request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        request.wfile.write(body)
+        return True
+
+    with proxied(refuse):
+        store = open_store(url)
+        for act in (
+            lambda: store.get("a"),
+            lambda: store.put("a", b""),
+            lambda: store.put_if_absent("a", b""),
+            lambda: list(store.list("a")),
+        ):
+            with pytest.raises(StoreError, match=message):
+                act()
+
+
+def test_a_missing_bucket_is_named(s3_bucket: str, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"1")
+    store = open_store("s3://no-such-bucket/x")
+
+    for act in (
+        lambda: store.get("a"),
+        lambda: store.put("a", b""),
+        lambda: store.put_file("a", tmp_path / "in"),
+        lambda: list(store.list("")),
+        lambda: AdapterCatalog(store).refresh(),
+    ):
+        with pytest.raises(StoreError, match="'no-such-bucket' does not exist: create it") as told:
+            act()
+        assert not isinstance(told.value, ObjectNotFound)
+
+
+def test_no_credentials_and_no_server_say_what_to_do(
+    url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    with pytest.raises(StoreError, match="check the network, AWS_ENDPOINT_URL_S3"):
+        open_store(url).get("a")
+
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    with pytest.raises(StoreError, match="no AWS credentials: set AWS_ACCESS_KEY_ID"):
+        open_store(url).get("a")
+
+
+def test_stores_of_one_bucket_keep_to_their_prefix(s3_bucket: str) -> None:
+    name = uuid.uuid4().hex
+    inner, outer = open_store(f"{s3_bucket}/{name}/a/"), open_store(f"{s3_bucket}/{name}")
+    inner.put("x", b"1")
+    open_store(f"{s3_bucket}/{name}/ab").put("y", b"2")
+
+    assert list(inner.list("")) == ["x"]
+    assert list(outer.list("")) == ["a/x", "ab/y"]
+    assert inner.url == f"{s3_bucket}/{name}/a"
