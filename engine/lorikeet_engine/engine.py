@@ -20,7 +20,8 @@ from lorikeet_engine.kernels.attention import SdpaAttention
 from lorikeet_engine.kv_cache import KVCache, count_pages
 from lorikeet_engine.models import ModelConfig, load_model
 from lorikeet_engine.request import EngineReport, Failed, Output, Request, Tokens
-from lorikeet_engine.residency import AdapterSource, Tiers
+from lorikeet_engine.residency.disk import AdapterSource
+from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.runner import Runner
 from lorikeet_engine.sampling import Sampler, SamplingRow
 from lorikeet_engine.scheduler import Bounds, Scheduler
@@ -101,7 +102,8 @@ class Engine:
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """End a request, or one of its choices, without an output; what has ended is left alone."""
         with self._lock:
-            self._aborted.append((request_id, choice))
+            if request_id in self._open:
+                self._aborted.append((request_id, choice))
         self.wake()
 
     def wake(self) -> None:

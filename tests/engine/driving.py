@@ -1,0 +1,125 @@
+"""Running an engine by hand and looking into what it computes."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.batch import Batch
+from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.models import ModelConfig
+from lorikeet_engine.request import Failed, FinishReason, Request, SamplingParams
+from lorikeet_engine.residency.disk import AdapterSource
+
+PAGE = 16
+
+
+def build(
+    checkpoint: Path,
+    source: AdapterSource,
+    cache_dir: Path,
+    *,
+    kv_pages: int = 256,
+    **settings: Any,
+) -> Engine:
+    """An engine of tiny sizes; `settings` are EngineSettings'."""
+    config = ModelConfig.from_folder(checkpoint)
+    page_bytes = 2 * 4 * config.layers * PAGE * config.kv_heads * config.head_dim
+    sizes = {"adapter_gpu_bytes": 4 << 20, "adapter_host_bytes": 8 << 20, **settings}
+    sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * page_bytes}
+    return Engine(EngineSettings(model=checkpoint, cache_dir=cache_dir, **sizes), source)
+
+
+class Witness:
+    """A runner that notes every batch before it runs it, and raises when told to."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.batches: list[Batch] = []
+        self.error: Exception | None = None
+        self._runner = engine._runner
+        engine._runner = self  # type: ignore[assignment]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens have been computed."""
+        return sum(len(batch.token_ids) for batch in self.batches)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.batches.append(batch)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return self._runner.forward(batch)
+
+
+class Answers:
+    """What came out of an engine, collected by request and choice."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.finish: dict[tuple[str, int], FinishReason] = {}
+        self.errors: dict[str, Exception] = {}
+        self.pending: dict[str, int] = {}
+
+    def submit(self, request: Request) -> None:
+        self.pending[request.request_id] = choices = len(request.prompts) * request.n
+        for choice in range(choices):
+            self.tokens.pop((request.request_id, choice), None)
+            self.finish.pop((request.request_id, choice), None)
+        self.engine.submit(request)
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            if isinstance(output, Failed):
+                self.errors[output.request_id] = output.error
+                del self.pending[output.request_id]
+                continue
+            choice = (output.request_id, output.choice)
+            assert choice not in self.finish, "output after the end"
+            self.tokens.setdefault(choice, []).extend(output.token_ids)
+            if output.finish is not None:
+                self.finish[choice] = output.finish
+                self.pending[output.request_id] -= 1
+                if not self.pending[output.request_id]:
+                    del self.pending[output.request_id]
+
+    def until(self, holds: Callable[[], Any], timeout_s: float = 20.0) -> None:
+        """Step until something holds."""
+        deadline = time.monotonic() + timeout_s
+        while not holds():
+            assert time.monotonic() < deadline, f"pending: {self.pending}"
+            self.engine.wait(deadline - time.monotonic())
+            self.step()
+
+    def all(self) -> None:
+        """Step until every request has ended."""
+        self.until(lambda: not self.pending)
+
+    def of(self, request_id: str, choice: int = 0) -> list[int]:
+        return self.tokens[request_id, choice]
+
+
+def greedy(
+    request_id: str,
+    *prompts: list[int],
+    adapter: AdapterRef | None = None,
+    max_tokens: int = 12,
+    n: int = 1,
+    salt: str = "",
+    **sampling: Any,
+) -> Request:
+    """A request that goes on for max_tokens, drawing the most likely ones."""
+    params = SamplingParams(
+        **{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **sampling}
+    )
+    return Request(request_id, tuple(map(tuple, prompts)), params, n, adapter, salt)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random token ids, none of them special."""
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(3, 256, (length,), generator=generator).tolist()
