@@ -123,7 +123,7 @@ def main() -> None:
     options = parser.parse_args()
     base, adapters = options.out / "model", options.out / "adapters"
     if options.what == "base":
-        train_base(base, options.steps or 7000, options.batch or 64, options.tokens)
+        train_base(base, options.steps or 9000, options.batch or 64, options.tokens)
     else:
         task = next(task for task in TASKS if task.model == options.name)
         train_adapter(task, base, adapters, options.steps, options.batch or 128)
