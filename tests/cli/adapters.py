@@ -11,7 +11,7 @@ from lorikeet_engine.adapter_format import BaseShape
 SHAPE = BaseShape("llama", 2, 8, 16, 2, 1, 4)
 
 
-def peft_folder(folder: Path, seed: int = 0, rank: int = 4) -> Path:
+def peft_folder(folder: Path, seed: int = 0, rank: int = 4, hidden: int = SHAPE.hidden) -> Path:
     """A LoRA of q_proj in both layers."""
     folder.mkdir(parents=True)
     draw = np.random.default_rng(seed)
@@ -20,7 +20,7 @@ def peft_folder(folder: Path, seed: int = 0, rank: int = 4) -> Path:
             size=size
         ).astype(np.float32)
         for layer in range(SHAPE.layers)
-        for side, size in (("A", (rank, 8)), ("B", (8, rank)))
+        for side, size in (("A", (rank, hidden)), ("B", (hidden, rank)))
     }
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {

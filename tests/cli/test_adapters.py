@@ -159,3 +159,12 @@ def test_a_name_that_the_server_refuses_fails_with_its_reason(lorikeet: Lorikeet
     result = lorikeet.run("show", "Acme/Support")
     assert result.exit_code == 1
     assert result.stderr.startswith("Error: ")
+
+
+def test_an_upload_above_the_servers_limit_is_refused_in_its_words(
+    lorikeet: Lorikeet, tmp_path: Path
+) -> None:
+    folder = peft_folder(tmp_path / "adapter", hidden=200_000)  # 13 MB; the limit is 1 MiB
+    result = lorikeet.run("register", str(folder), "acme/support")
+    assert result.exit_code == 1
+    assert "1048576" in result.stderr

@@ -14,6 +14,7 @@ from rich.text import Text
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
 
 NOTHING = "–"
+_SHORT = 16  # characters; a column of no more is never wrapped
 
 
 def print_json(value: object) -> None:
@@ -23,39 +24,36 @@ def print_json(value: object) -> None:
 
 def print_line(text: str) -> None:
     """One sentence on stdout; `text` may hold Rich markup."""
-    Console(highlight=False).print(text, soft_wrap=True)
+    _print(Console(highlight=False), text)
 
 
 def print_error(message: str) -> None:
     """One sentence on stderr."""
     error = Text.assemble(("Error: ", "bold red"), message)
-    Console(stderr=True, highlight=False).print(error, soft_wrap=True)
+    _print(Console(stderr=True, highlight=False), error)
 
 
-def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty: str, title: str | None = None
-) -> None:
-    """Rows under headers; numbers to the right; `empty` instead of a table without rows.
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty: str) -> None:
+    """Rows under headers; `empty` instead of a table without rows.
 
-    A column whose name starts with '#' holds numbers.
+    A column whose name starts with '#' holds numbers and stands to the right.
     """
-    filled = list(rows)
+    filled = [[NOTHING if cell is None else str(cell) for cell in row] for row in rows]
     if not filled:
         print_line(empty)
         return
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for index, name in enumerate(columns):
-        number = name.startswith("#")
+        longest = max(len(row[index]) for row in filled)
         table.add_column(
             name.removeprefix("#"),
-            justify="right" if number else "left",
-            no_wrap=number or index == 0,
+            justify="right" if name.startswith("#") else "left",
+            no_wrap=longest <= _SHORT,
             overflow="fold",
-            header_style="bold",
-            style="cyan" if index == 0 else None,
+            style="cyan" if index == 0 else "",
         )
     for row in filled:
-        table.add_row(*(Text(NOTHING if cell is None else str(cell)) for cell in row))
+        table.add_row(*map(Text, row))  # Text: a name is never markup
     Console(highlight=False).print(table)
 
 
@@ -75,3 +73,8 @@ def moment(unix_s: float | None) -> str | None:
     if unix_s is None:
         return None
     return datetime.fromtimestamp(unix_s, tz=UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def _print(console: Console, text: str | Text) -> None:
+    """Wrapped between words for people; one line stays one line for programs."""
+    console.print(text, soft_wrap=not console.is_terminal)

@@ -30,7 +30,7 @@ def status(ctx: typer.Context, as_json: AsJson = False) -> None:
         empty="No replica has reported.",
     )
     print_table(
-        ["Adapter", "GPU", "Host", "Disk", "#Size on GPU", "#Leases"],
+        ["Adapter", "GPU", "Host", "Disk", "#Size", "#Leases"],
         _adapter_rows(replicas),
         empty="No adapter is resident.",
     )

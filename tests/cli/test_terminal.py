@@ -1,0 +1,46 @@
+"""What a person sees in a terminal, and a program does not."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cli.adapters import peft_folder
+from tests.cli.conftest import Lorikeet
+
+_MAIN = "from lorikeet.cli import main; main()"
+
+
+def register(lorikeet: Lorikeet, folder: Path, *options: str) -> tuple[str, str]:
+    """stdout, a pipe, and stderr, a terminal, of a register command."""
+    ours, theirs = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", _MAIN, "register", str(folder), "acme/support", *options],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env=os.environ
+        | {"LORIKEET_SERVER": lorikeet.url, "LORIKEET_ADMIN_KEY": lorikeet.admin_key}
+        | {"TERM": "xterm-256color", "COLUMNS": "100"},
+        check=True,
+        text=True,
+    )
+    os.close(theirs)
+    try:
+        shown = os.read(ours, 65536).decode()
+    except OSError:  # how Linux says that a terminal is closed and nothing was written
+        shown = ""
+    os.close(ours)
+    return done.stdout, shown
+
+
+def test_a_person_sees_the_upload_pass(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    said, shown = register(lorikeet, peft_folder(tmp_path / "adapter"))
+    assert said.startswith("acme/support version 1")
+    assert "Uploading" in shown
+
+
+def test_json_comes_without_a_bar(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    said, shown = register(lorikeet, peft_folder(tmp_path / "adapter"), "--json")
+    assert said.startswith("{")
+    assert shown == ""
