@@ -1,0 +1,119 @@
+"""Small adapters made without PEFT, a source to fetch them from, and what they must come out as."""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter_format import LINEARS, BaseShape, write_blob
+from lorikeet_engine.kernels.lora import LoraWeights
+
+SHAPE = BaseShape("llama", layers=2, hidden=16, intermediate=32, heads=2, kv_heads=1, head_dim=8)
+Ranks = Mapping[tuple[int, int], int]
+
+
+class Shelf:
+    """An AdapterSource that made its adapters itself and can be slowed, broken and asked.
+
+    gates: by adapter name, an event that its fetch waits for. spoil: names whose bytes are wrong.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tensors: dict[str, dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.gates: dict[str, threading.Event] = {}
+        self.spoil: set[str] = set()
+        self.errors: dict[str, Exception] = {}
+        self.fetched: list[str] = []
+
+    def make(
+        self,
+        name: str,
+        ranks: Ranks,
+        *,
+        alpha: float = 8.0,
+        dtype: torch.dtype = torch.float32,
+        shape: BaseShape = SHAPE,
+    ) -> AdapterRef:
+        """An adapter with these ranks by (layer, linear); its numbers follow from its name."""
+        generator = torch.Generator().manual_seed(int.from_bytes(name.encode(), "big") % 2**31)
+        tensors, deltas = {}, {}
+        for (layer, linear), rank in ranks.items():
+            d_in, d_out = shape.dims(linear)
+            a = torch.randn(rank, d_in, generator=generator).to(dtype)
+            b = torch.randn(d_out, rank, generator=generator).to(dtype)
+            module = module_name(layer, linear)
+            tensors[f"base_model.model.{module}.lora_A.weight"] = a
+            tensors[f"base_model.model.{module}.lora_B.weight"] = b
+            deltas[layer, linear] = a.float(), b.float() * (alpha / rank)
+        folder = self._folder / f"{name}-peft"
+        folder.mkdir(parents=True)
+        save_file(tensors, folder / "adapter_model.safetensors")
+        config = {
+            "peft_type": "LORA",
+            "lora_alpha": alpha,
+            "rank_pattern": {module_name(*key): rank for key, rank in ranks.items()},
+            "target_modules": "all-linear",
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        digest = write_blob(folder, self.blob(name))
+        self._tensors[digest] = deltas
+        return AdapterRef("acme", name, 1, digest)
+
+    def blob(self, name: str) -> Path:
+        return self._folder / name
+
+    def fetch(self, ref: AdapterRef, path: Path) -> None:
+        self.fetched.append(ref.name)
+        path.write_bytes(b"half of it")
+        if ref.name in self.gates:
+            self.gates[ref.name].wait(30)
+        if ref.name in self.errors:
+            raise self.errors[ref.name]
+        shutil.copy(self.blob(ref.name), path)
+        if ref.name in self.spoil:
+            path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+
+    def check(self, ref: AdapterRef, weights: LoraWeights, slot: int) -> None:
+        """The slot holds this adapter's A and scaled B in every linear, and nothing more."""
+        deltas = self._tensors[ref.digest]
+        layers, linears, _ = weights.table.shape[1:]
+        for layer in range(layers):
+            for linear in range(linears):
+                a_at, b_at, rank = weights.table[slot, layer, linear].tolist()
+                if (layer, linear) not in deltas:
+                    assert rank == 0
+                    continue
+                for at, want in zip((a_at, b_at), deltas[layer, linear], strict=True):
+                    got = weights.arena[at : at + want.numel()].view(want.shape)
+                    assert torch.equal(got, want.to(got.dtype)), f"{ref} in slot {slot}"
+                assert rank == deltas[layer, linear][0].shape[0]
+
+
+def module_name(layer: int, linear: int) -> str:
+    owner = "self_attn" if linear < 4 else "mlp"
+    return f"model.layers.{layer}.{owner}.{LINEARS[linear]}"
+
+
+def everywhere(rank: int) -> Ranks:
+    return {(layer, linear): rank for layer in range(SHAPE.layers) for linear in range(7)}
+
+
+def elements(ranks: Ranks) -> int:
+    """What an image takes; SHAPE's widths are such that alignment adds nothing."""
+    return sum(rank * sum(SHAPE.dims(linear)) for (_, linear), rank in ranks.items())
+
+
+def until(holds: Callable[[], bool], wake: threading.Event, timeout_s: float = 10.0) -> None:
+    """Ask again whenever `wake` is set, as an engine's loop does."""
+    import time
+
+    end_s = time.monotonic() + timeout_s
+    while not holds():
+        assert wake.wait(end_s - time.monotonic()), "nothing woke the engine in time"
+        wake.clear()
