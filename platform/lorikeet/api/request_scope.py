@@ -5,7 +5,7 @@ import traceback
 import uuid
 
 from starlette.datastructures import MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorikeet.api.errors import internal_error_response
@@ -41,6 +41,8 @@ class RequestScope:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            return  # it left while sending its body: nobody reads an answer
         except Exception as error:
             log_unexpected("request_failed", request_id, error)
             if started:

@@ -1,0 +1,193 @@
+"""The admin API's documents, and what it refuses."""
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import Gateway
+from tests.api.test_bad_requests import error_of
+
+
+@pytest.fixture
+def three_versions(gateway: Gateway) -> Gateway:
+    for seed in (1, 2):
+        gateway.register("acme/support", seed=seed)
+    return gateway
+
+
+def test_an_adapter_is_shown_with_its_versions(three_versions: Gateway) -> None:
+    shown = three_versions.admin("GET", "/adapters/acme/support").json()
+    assert (shown["adapter"], shown["shared"], shown["retired"]) == ("acme/support", False, False)
+    assert shown["aliases"] == {"prod": 1}
+    assert [version["version"] for version in shown["versions"]] == [1, 2, 3]
+    first = shown["versions"][0]
+    assert set(first) == {
+        *("adapter", "version", "digest", "size_bytes", "max_rank", "base_model"),
+        *("created", "retired", "aliases"),
+    }
+    assert (first["adapter"], first["aliases"]) == ("acme/support", ["prod"])
+    assert (first["max_rank"], first["base_model"]) == (2, "tiny")
+    assert abs(first["created"] - time.time()) < 60
+
+
+def test_adapters_are_listed_for_all_and_for_one_tenant(gateway: Gateway) -> None:
+    gateway.register("globex/own", seed=3)
+
+    def listed(path: str) -> list[str]:
+        return [entry["adapter"] for entry in gateway.admin("GET", path).json()["data"]]
+
+    assert listed("/adapters") == ["acme/support", "globex/own"]
+    assert listed("/adapters?tenant=globex") == ["globex/own"]
+    missing = gateway.admin("GET", "/adapters?tenant=nobody")
+    assert error_of(missing, 404)["code"] == "tenant_not_found"
+
+
+def test_promote_and_rollback_move_an_alias(three_versions: Gateway) -> None:
+    path = "/adapters/acme/support"
+    moved = three_versions.admin("POST", f"{path}/promote", {"version": 3, "expect": 1}).json()
+    assert (moved["version"], moved["aliases"]) == (3, ["prod"])
+    back = three_versions.admin("POST", f"{path}/rollback", {"alias": "prod"}).json()
+    assert (back["version"], back["aliases"]) == (1, ["prod"])
+    again = three_versions.admin("POST", f"{path}/rollback")
+    assert error_of(again, 409)["code"] == "conflict"
+
+
+def test_a_promotion_that_expects_another_version_is_a_conflict(three_versions: Gateway) -> None:
+    body = {"version": 3, "alias": "prod", "expect": 2}
+    answer = three_versions.admin("POST", "/adapters/acme/support/promote", body)
+    error = error_of(answer, 409)
+    assert (error["code"], error["param"]) == ("conflict", "expect")
+    assert "version 1" in error["message"]
+
+
+def test_retiring_a_version_and_an_adapter(three_versions: Gateway) -> None:
+    path = "/adapters/acme/support/retire"
+    assert error_of(three_versions.admin("POST", path, {"version": 1}), 409)["param"] == "version"
+    shown = three_versions.admin("POST", path, {"version": 2}).json()
+    assert [version["retired"] for version in shown["versions"]] == [False, True, False]
+    assert three_versions.admin("POST", path, {"version": None}).json()["retired"] is True
+
+
+def test_pins_are_set_listed_and_taken_away(gateway: Gateway) -> None:
+    body = {"selector": "1", "replicas": 2, "tier": "host", "reason": "launch", "expires_s": 60}
+    pin = gateway.admin("PUT", "/pins/acme/support", body).json()
+    assert (pin["adapter"], pin["selector"], pin["tier"]) == ("acme/support", "1", "host")
+    assert (pin["replicas"], pin["reason"]) == (2, "launch")
+    assert 50 < pin["expires"] - time.time() <= 60
+    assert pin["actor"].startswith("key-")
+    assert gateway.admin("GET", "/pins").json() == {"data": [pin]}
+    assert gateway.admin("DELETE", "/pins/acme/support").status_code == 200
+    assert gateway.admin("GET", "/pins").json() == {"data": []}
+    assert error_of(gateway.admin("DELETE", "/pins/acme/support"), 404)["code"] == "not_found"
+
+
+def test_a_pin_by_default_is_prod_on_every_gpu_for_ever(gateway: Gateway) -> None:
+    body = {"selector": "prod", "replicas": None, "tier": "gpu", "reason": "", "expires_s": None}
+    pin = gateway.admin("PUT", "/pins/acme/support", body).json()
+    assert pin == gateway.admin("PUT", "/pins/acme/support", {}).json() | {
+        "created": pin["created"]
+    }
+    assert (pin["selector"], pin["tier"], pin["replicas"], pin["expires"]) == (
+        *("prod", "gpu", None),
+        None,
+    )
+
+
+def test_tenants_are_saved_and_listed(gateway: Gateway) -> None:
+    saved = gateway.admin("PUT", "/tenants/hooli", {"max_concurrent": 4}).json()
+    assert (saved["tenant"], saved["max_concurrent"]) == ("hooli", 4)
+    assert gateway.admin("PUT", "/tenants/hooli").json()["max_concurrent"] is None
+    names = [tenant["tenant"] for tenant in gateway.admin("GET", "/tenants").json()["data"]]
+    assert names == ["acme", "globex", "hooli"]
+
+
+def test_a_keys_secret_is_shown_once(gateway: Gateway) -> None:
+    made = gateway.admin("POST", "/tenants/acme/keys", {"scopes": ["infer"]})
+    assert made.status_code == 201
+    secret = made.json()["key"]
+    gateway.keys["acme"] = secret
+    assert gateway.openai().models.retrieve("acme/support").parent == "tiny"  # type: ignore[attr-defined]
+    for path in ("/keys", "/tenants/acme/keys"):
+        answer = gateway.admin("GET", path)
+        assert made.json()["id"] in answer.text
+        assert secret not in answer.text
+        assert "sha256" not in answer.text
+        assert set(answer.json()["data"][0]) == {"id", "tenant", "scopes", "created", "revoked"}
+
+
+def test_an_admin_makes_another_and_takes_its_key_back(gateway: Gateway) -> None:
+    made = gateway.admin("POST", "/keys", {"scopes": ["admin"]}).json()
+    assert (made["tenant"], made["scopes"]) == (None, ["admin"])
+    assert gateway.request("GET", "/admin/v1/status", made["key"]).status_code == 200
+    gateway.admin("DELETE", f"/keys/{made['id']}")
+    assert gateway.request("GET", "/admin/v1/status", made["key"]).status_code == 401
+    assert error_of(gateway.admin("DELETE", "/keys/key-none"), 404)["code"] == "key_not_found"
+
+
+def test_the_audit_trail_names_the_key_that_did_it(gateway: Gateway) -> None:
+    made = gateway.admin("POST", "/keys", {}).json()
+    gateway.request("PUT", "/admin/v1/pins/acme/support", made["key"], json={})
+    assert gateway.admin("GET", "/pins").json()["data"][0]["actor"] == made["id"]
+
+
+def test_status_shows_every_replica(gateway: Gateway) -> None:
+    status = gateway.admin("GET", "/status").json()
+    assert status["catalog_seq"] == gateway.catalog.state.seq
+    assert status["replicas"] == [
+        {
+            "replica": "r0",
+            "base_model": "tiny",
+            "running": 1,
+            "waiting": 2,
+            "kv_pages_used": 3,
+            "kv_pages_total": 4,
+            "arena_bytes_used": 5,
+            "arena_bytes_total": 6,
+            "adapters": [
+                {
+                    "adapter": "acme/support",
+                    "version": 1,
+                    "digest": "d" * 64,
+                    "residency": "gpu",
+                    "gpu_bytes": 64,
+                    "leases": 2,
+                    "pinned": True,
+                }
+            ],
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "param"),
+    [
+        ("POST", "/adapters/acme/support/promote", {}, 400, "version"),
+        ("POST", "/adapters/acme/support/promote", {"version": 0}, 400, "version"),
+        ("POST", "/adapters/acme/support/promote", {"version": "1"}, 400, "version"),
+        ("POST", "/adapters/acme/support/promote", {"version": 9}, 404, "version"),
+        ("POST", "/adapters/acme/support/promote", {"version": 1, "alias": "7"}, 400, "alias"),
+        ("POST", "/adapters/acme/support/promote", {"version": 1, "alias": "A!"}, 400, "alias"),
+        ("POST", "/adapters/acme/support/promote", {"version": 1, "force": True}, 400, "force"),
+        ("POST", "/adapters/acme/support/rollback", {"alias": "beta"}, 404, "alias"),
+        ("POST", "/adapters/acme/support/retire", {"version": 9}, 404, "version"),
+        ("PUT", "/pins/acme/support", {"tier": "remote"}, 400, "tier"),
+        ("PUT", "/pins/acme/support", {"replicas": 0}, 400, "replicas"),
+        ("PUT", "/pins/acme/support", {"expires_s": 0}, 400, "expires_s"),
+        ("PUT", "/pins/acme/support", {"selector": "beta"}, 404, "selector"),
+        ("PUT", "/pins/acme/support", {"selector": "a/b"}, 400, "selector"),
+        ("PUT", "/tenants/acme", {"max_concurrent": 0}, 400, "max_concurrent"),
+        ("PUT", "/tenants/Acme", {}, 400, "tenant"),
+        ("PUT", "/tenants/a..b", {}, 400, "tenant"),
+        ("POST", "/tenants/nobody/keys", {}, 404, "tenant"),
+        ("POST", "/tenants/acme/keys", {"scopes": ["admin"]}, 400, "scopes[0]"),
+        ("POST", "/tenants/acme/keys", {"scopes": []}, 400, "scopes"),
+        ("POST", "/keys", {"scopes": ["infer"]}, 400, "scopes[0]"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    unchanged: Gateway, method: str, path: str, body: Any, status: int, param: str
+) -> None:
+    before = unchanged.catalog.state
+    assert error_of(unchanged.admin(method, path, body), status)["param"] == param
+    assert unchanged.catalog.refresh() is before

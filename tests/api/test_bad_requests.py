@@ -1,0 +1,205 @@
+"""Everything a client can get wrong, and what it is told. A bad request never reaches a replica."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from lorikeet.api.body import MAX_JSON_BYTES
+from tests.api.conftest import Gateway, chat
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+TURN = {"role": "user", "content": "hi"}
+
+
+def error_of(answer: Any, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert len(answer.headers["x-request-id"]) == 32
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return dict(body["error"])
+
+
+BAD_VALUES = [
+    ({"messages": [TURN]}, "model", "required"),
+    (chat(model=""), "model", "at least 1"),
+    (chat(model="m" * 257), "model", "at most 256"),
+    ({"model": "tiny"}, "messages", "required"),
+    ({"model": "tiny", "messages": []}, "messages", "at least 1"),
+    ({"model": "tiny", "messages": "hi"}, "messages", "valid"),
+    ({"model": "tiny", "messages": [1, 2]}, "messages[0]", "object"),
+    ({"model": "tiny", "messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "user"),
+    ({"model": "tiny", "messages": [TURN, {"role": "user"}]}, "messages[1].content", "required"),
+    (chat(content=5), "messages[0].content", "string"),  # type: ignore[arg-type]
+    (chat(content=[{"type": "image_url"}]), "messages[0].content", "text"),  # type: ignore[arg-type]
+    (chat(content=[{"type": "text"}]), "messages[0].content", "text"),  # type: ignore[arg-type]
+    (chat(max_tokens=0), "max_tokens", "greater than or equal to 1"),
+    (chat(max_tokens=2**31), "max_tokens", "less than"),
+    (chat(max_tokens=1.5), "max_tokens", "integer"),
+    (chat(max_tokens="9"), "max_tokens", "integer"),
+    (chat(max_tokens=1, max_completion_tokens=2), "max_tokens", "not both"),
+    (chat(max_tokens=3, min_tokens=4), "min_tokens", "at most max_tokens (3)"),
+    (chat(min_tokens=-1), "min_tokens", "greater"),
+    (chat(temperature=-0.1), "temperature", "greater"),
+    (chat(temperature=2.1), "temperature", "less"),
+    (chat(temperature="hot"), "temperature", "number"),
+    (chat(top_p=0), "top_p", "greater than 0"),
+    (chat(top_p=1.1), "top_p", "less"),
+    (chat(top_k=-1), "top_k", "greater"),
+    (chat(top_k=2**40), "top_k", "less"),
+    (chat(seed=2**63), "seed", "less"),
+    (chat(n=0), "n", "greater"),
+    (chat(n=17), "n", "less than or equal to 16"),
+    (chat(n=True), "n", "integer"),
+    (chat(stop=["a"] * 5), "stop", "at most 4"),
+    (chat(stop=""), "stop", "1 to 256"),
+    (chat(stop=[1]), "stop", "strings"),
+    (chat(stop={}), "stop", "string or a list"),
+    (chat(stream="yes"), "stream", "boolean"),
+    (chat(stream_options={"include_usage": True}), "stream_options", "stream"),
+    (chat(metadata={"a": 1}), "metadata.a", "string"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "says"), BAD_VALUES)
+def test_a_bad_value_is_named(
+    unchanged: Gateway, body: dict[str, Any], param: str, says: str
+) -> None:
+    error = error_of(unchanged.post(CHAT, body), 400)
+    assert (error["code"], error["type"]) == ("invalid_value", "invalid_request_error")
+    assert error["param"] == param
+    assert says in error["message"]
+    assert unchanged.engines.calls == []
+
+
+@pytest.mark.parametrize(
+    "prompt", [[], [[]], [1, "a"], [-1], [2**31], 5, {}, [True], [[1], "a"], ["a", None]]
+)
+def test_a_prompt_is_text_or_token_ids(unchanged: Gateway, prompt: Any) -> None:
+    error = error_of(unchanged.post(COMPLETIONS, {"model": "tiny", "prompt": prompt}), 400)
+    assert error["param"] == "prompt"
+    assert "want a string" in error["message"]
+
+
+def test_prompts_times_n_is_bounded(unchanged: Gateway) -> None:
+    body = {"model": "tiny", "prompt": ["a"] * 65, "n": 2}
+    assert "at most 128" in error_of(unchanged.post(COMPLETIONS, body), 400)["message"]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("tools", "tool_choice", "functions", "response_format", "logprobs", "top_logprobs"),
+        *("logit_bias", "frequency_penalty", "presence_penalty", "best_of", "echo", "prompt"),
+        *("store", "service_tier", "parallel_tool_calls", "made_up"),
+    ],
+)
+def test_an_unsupported_field_is_refused_by_name(unchanged: Gateway, field: str) -> None:
+    error = error_of(unchanged.post(CHAT, chat(**{field: 1})), 400)
+    assert error["code"] == "unsupported_parameter"
+    assert error["param"] == field
+    assert field in error["message"]
+
+
+def test_an_unsupported_field_deep_inside_is_named_with_its_place(unchanged: Gateway) -> None:
+    body = {"model": "tiny", "messages": [TURN, {**TURN, "name": "bob"}]}
+    assert error_of(unchanged.post(CHAT, body), 400)["param"] == "messages[1].name"
+    body = chat(stream=True, stream_options={"include_obfuscation": True})
+    assert (
+        error_of(unchanged.post(CHAT, body), 400)["param"] == "stream_options.include_obfuscation"
+    )
+
+
+def test_a_flood_of_unknown_fields_is_a_short_answer(unchanged: Gateway) -> None:
+    flood = {f"field_{i}" + "x" * 200: i for i in range(20_000)}
+    error = error_of(unchanged.post(CHAT, {**chat(), **flood}), 400)
+    assert error["code"] == "unsupported_parameter"
+    assert len(error["message"]) < 500
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"{",
+        b"hello",
+        b'{"model": "\xff"}',
+        b'{"model": "\\ud800", "messages": []}',
+        b"[" * 100_000,
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "top_p": 1e}',
+    ],
+)
+def test_what_is_not_json_is_said_to_be_so(unchanged: Gateway, raw: bytes) -> None:
+    error = error_of(unchanged.post(CHAT, raw), 400)
+    assert error["message"].startswith("the body is not JSON: ")
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"null", b'"x"', b"5"])
+def test_json_that_is_no_request_is_refused(unchanged: Gateway, raw: bytes) -> None:
+    error_of(unchanged.post(CHAT, raw), 400)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_are_finite(unchanged: Gateway, number: str) -> None:
+    raw = json.dumps(chat(temperature=1)).replace('"temperature": 1', f'"temperature": {number}')
+    assert error_of(unchanged.post(CHAT, raw.encode()), 400)["param"] == "temperature"
+
+
+def test_a_body_above_the_limit_is_refused(unchanged: Gateway) -> None:
+    error = error_of(unchanged.post(CHAT, b" " * (MAX_JSON_BYTES + 1)), 413)
+    assert error["code"] == "request_too_large"
+    assert str(MAX_JSON_BYTES) in error["message"]
+
+
+def test_a_body_of_undeclared_length_is_cut_off_too(unchanged: Gateway) -> None:
+    parts = (b" " * 2**20 for _ in range(MAX_JSON_BYTES // 2**20 + 1))
+    answer = unchanged.request("POST", CHAT, unchanged.keys["acme"], content=parts)
+    error_of(answer, 413)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("acme/absent", "acme/support@2", "acme/support@beta", "acme/support@", "acme/support@-1"),
+        *(
+            "acme/support@01",
+            "absent",
+            "acme",
+            "acme/",
+            "/support",
+            "../../etc/passwd",
+            "acme/../x",
+        ),
+        *("Acme/support", "acme/support@@1", "acme/support/x", "tiny@1", "acme/support\n", "雀/雀"),
+    ],
+)
+def test_a_model_that_is_not_there_is_404(unchanged: Gateway, model: str) -> None:
+    error = error_of(unchanged.post(CHAT, chat(model)), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+def test_an_unknown_route_and_a_wrong_method_have_the_same_shape(unchanged: Gateway) -> None:
+    key = unchanged.keys["acme"]
+    unknown = error_of(unchanged.request("GET", "/v2/nothing", key), 404)
+    assert unknown["code"] == "not_found"
+    wrong = unchanged.request("GET", CHAT, key)
+    assert error_of(wrong, 405)["code"] == "method_not_allowed"
+    assert wrong.headers["allow"] == "POST"
+
+
+def test_openais_client_raises_its_own_errors(unchanged: Gateway) -> None:
+    client = unchanged.openai()
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(**chat("acme/absent"))
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(**chat(temperature=9))
+    assert bad.value.param == "temperature"
+
+
+def test_nothing_is_told_to_who_has_no_key(unchanged: Gateway) -> None:
+    for path in ("/docs", "/redoc", "/openapi.json"):
+        assert unchanged.request("GET", path, None).status_code == 404
+    assert unchanged.request("GET", "/healthz", None).json() == {"status": "ok"}

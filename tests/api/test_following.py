@@ -1,0 +1,163 @@
+"""How soon a gateway knows what others wrote, and what it does when the store is away."""
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+import pytest
+
+from lorikeet.api.app import Services, create_app
+from lorikeet.api.follower import MIN_GAP_S, CatalogFollower
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.local import LocalStore
+from lorikeet.catalog.records import Scope
+from lorikeet.catalog.state import CatalogState
+from lorikeet.errors import StoreError
+from tests.api.conftest import LIMITS, Gateway, ReplayEngines, chat, eventually, serving
+from tests.api.test_bad_requests import CHAT, error_of
+
+HOUR = 3600.0
+
+
+class CountingCatalog(AdapterCatalog):
+    """Counts refreshes, and fails them when told to."""
+
+    reads = 0
+    fails = False
+
+    def refresh(self) -> CatalogState:
+        self.reads += 1
+        if self.fails:
+            raise StoreError("the store is away")
+        return super().refresh()
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> CountingCatalog:
+    AdapterCatalog.init(LocalStore(tmp_path))
+    return CountingCatalog(LocalStore(tmp_path))
+
+
+def elsewhere(gateway: Gateway) -> AdapterCatalog:
+    """Another process's catalog on the same store."""
+    return AdapterCatalog(LocalStore(gateway.folder / "store"))
+
+
+def test_a_key_and_an_adapter_made_elsewhere_work_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path, refresh_s=HOUR) as gateway:
+        other = elsewhere(gateway)
+        other.create_tenant("initech", actor="test")
+        _, gateway.keys["initech"] = other.create_key("initech", {Scope.INFER}, actor="test")
+        other.promote("acme", "support", 1, "next", actor="test")
+        assert gateway.post(CHAT, chat("tiny"), tenant="initech").status_code == 200
+        assert gateway.post(CHAT, chat("acme/support@next")).status_code == 200
+
+
+def test_what_is_taken_away_elsewhere_is_gone_within_the_interval(tmp_path: Path) -> None:
+    with serving(tmp_path, refresh_s=0.05) as gateway:
+        assert gateway.post(CHAT, chat()).status_code == 200
+        elsewhere(gateway).retire("acme", "support", actor="test")
+        eventually(lambda: gateway.post(CHAT, chat()).status_code == 404)
+
+
+def test_what_is_registered_here_is_served_here_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path, refresh_s=HOUR) as gateway:
+        gateway.register("globex/new", seed=3)
+        assert gateway.post(CHAT, chat("globex/new"), tenant="globex").status_code == 200
+        gateway.admin("POST", "/adapters/globex/new/retire")
+        assert gateway.post(CHAT, chat("globex/new"), tenant="globex").status_code == 404
+
+
+def test_an_outage_of_the_store_leaves_the_last_view_in_force(tmp_path: Path) -> None:
+    with serving(tmp_path, refresh_s=0.05) as gateway:
+        store = gateway.folder / "store"
+        store.rename(gateway.folder / "away")
+        store.touch()  # a file where the folder should be
+        time.sleep(0.2)
+        assert gateway.post(CHAT, chat()).status_code == 200
+        assert gateway.post(CHAT, chat("acme/absent")).status_code == 404
+        failed = gateway.admin("PUT", "/tenants/hooli", {})
+        assert error_of(failed, 503)["code"] == "store_error"
+
+
+def test_many_misses_share_one_read(catalog: CountingCatalog) -> None:
+    async def miss_together() -> None:
+        follower = CatalogFollower(catalog, HOUR)
+        await asyncio.gather(*(follower.refreshed() for _ in range(100)))
+
+    asyncio.run(miss_together())
+    assert catalog.reads == 1
+
+
+def test_unknown_names_cannot_hammer_the_store(catalog: CountingCatalog) -> None:
+    async def miss_for(duration_s: float) -> None:
+        follower = CatalogFollower(catalog, HOUR)
+        until = time.monotonic() + duration_s
+        while time.monotonic() < until:
+            await follower.refreshed()
+
+    asyncio.run(miss_for(5 * MIN_GAP_S))
+    assert 1 <= catalog.reads <= 6
+
+
+def test_a_refresh_sees_what_was_written_before_it_was_asked_for(catalog: CountingCatalog) -> None:
+    other = AdapterCatalog(catalog.store)
+
+    async def write_and_look() -> None:
+        follower = CatalogFollower(catalog, HOUR)
+        for number in range(4):
+            early = asyncio.create_task(follower.refreshed())
+            await asyncio.sleep(0.01 * number)
+            await asyncio.to_thread(other.create_tenant, f"tenant-{number}", actor="test")
+            assert f"tenant-{number}" in (await follower.refreshed()).tenant_records
+            await early
+
+    asyncio.run(write_and_look())
+
+
+def test_an_outage_is_logged_once_and_so_is_its_end(
+    catalog: CountingCatalog, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def live_through() -> None:
+        follower = CatalogFollower(catalog, HOUR)
+        catalog.fails = True
+        for _ in range(3):
+            await follower.refreshed()
+        catalog.fails = False
+        for _ in range(2):
+            await follower.refreshed()
+
+    asyncio.run(live_through())
+    assert [record.msg for record in caplog.records if record.name.startswith("lorikeet")] == [
+        "catalog_unreachable",
+        "catalog_reachable",
+    ]
+
+
+def test_following_goes_on_after_an_outage(catalog: CountingCatalog) -> None:
+    async def follow() -> CatalogState:
+        follower = CatalogFollower(catalog, 0.01)
+        catalog.fails = True
+        following = asyncio.create_task(follower.follow())
+        await asyncio.sleep(3 * MIN_GAP_S)
+        catalog.fails = False
+        await asyncio.sleep(3 * MIN_GAP_S)
+        following.cancel()
+        return follower.state
+
+    assert asyncio.run(follow()).seq == 1
+
+
+def test_a_gateway_without_a_catalog_does_not_start(tmp_path: Path) -> None:
+    services = Services(AdapterCatalog(LocalStore(tmp_path)), {}, LIMITS, ReplayEngines())
+
+    async def start() -> None:
+        app = create_app(services)
+        async with app.router.lifespan_context(app):
+            pass
+
+    with pytest.raises(StoreError, match="lorikeet init"):
+        asyncio.run(start())
