@@ -5,7 +5,17 @@ from copy import deepcopy
 import pytest
 import yaml
 
-from tests.k8s.manifests import OVERLAYS, ROOT, Manifest, of_kind, problems, ray_service, render
+from tests.k8s.manifests import (
+    OVERLAYS,
+    ROOT,
+    Manifest,
+    of_kind,
+    pods,
+    problems,
+    ray_service,
+    render,
+    settings,
+)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -20,6 +30,18 @@ def test_the_secret_template_fits_its_schema_and_holds_no_value() -> None:
     assert problems(secret) == []
     assert set(secret["stringData"].values()) == {""}
     assert template.name not in (template.parent / "kustomization.yaml").read_text()
+
+
+def test_the_pod_that_makes_the_catalog_fits_the_local_overlay() -> None:
+    pod = yaml.safe_load((ROOT / "k8s/overlays/local/init.yaml").read_text())
+    assert problems(pod) == []
+    (container,) = pod["spec"]["containers"]
+    worker = pods("local")["gateways"]["spec"]
+    assert container["image"] == worker["containers"][0]["image"]
+    assert container["volumeMounts"][0] in worker["containers"][0]["volumeMounts"]
+    assert container["securityContext"] == worker["containers"][0]["securityContext"]
+    catalog = settings("local")["LORIKEET_CATALOG"]
+    assert container["env"] == [{"name": "LORIKEET_CATALOG", "value": catalog}]
 
 
 def test_a_misspelt_field_is_caught() -> None:

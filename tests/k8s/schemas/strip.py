@@ -1,6 +1,6 @@
 """Make the schemas of this folder from what upstream publishes; README.md says from where.
 
-python tests/k8s/schemas/strip.py rayservices_crd.yaml _definitions.json
+Usage: strip.py rayservices_crd.yaml _definitions.json
 """
 
 import json
@@ -16,6 +16,7 @@ KINDS = {
     "Namespace": "io.k8s.api.core.v1.Namespace",
     "NetworkPolicy": "io.k8s.api.networking.v1.NetworkPolicy",
     "PersistentVolumeClaim": "io.k8s.api.core.v1.PersistentVolumeClaim",
+    "Pod": "io.k8s.api.core.v1.Pod",
     "PodDisruptionBudget": "io.k8s.api.policy.v1.PodDisruptionBudget",
     "Secret": "io.k8s.api.core.v1.Secret",
     "Service": "io.k8s.api.core.v1.Service",
