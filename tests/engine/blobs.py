@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -26,6 +27,7 @@ class Shelf:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._tensors: dict[str, dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._blobs: dict[str, Path] = {}
         self.gates: dict[str, threading.Event] = {}
         self.spoil: set[str] = set()
         self.errors: dict[str, Exception] = {}
@@ -62,7 +64,7 @@ class Shelf:
         }
         (folder / "adapter_config.json").write_text(json.dumps(config))
         digest = write_blob(folder, self.blob(name))
-        self._tensors[digest] = deltas
+        self._tensors[digest], self._blobs[digest] = deltas, self.blob(name)
         return AdapterRef("acme", name, 1, digest)
 
     def blob(self, name: str) -> Path:
@@ -75,7 +77,7 @@ class Shelf:
             self.gates[ref.name].wait(30)
         if ref.name in self.errors:
             raise self.errors[ref.name]
-        shutil.copy(self.blob(ref.name), path)
+        shutil.copy(self._blobs[ref.digest], path)
         if ref.name in self.spoil:
             path.write_bytes(path.read_bytes()[:-1] + b"\x55")
 
@@ -111,8 +113,6 @@ def elements(ranks: Ranks) -> int:
 
 def until(holds: Callable[[], bool], wake: threading.Event, timeout_s: float = 10.0) -> None:
     """Ask again whenever `wake` is set, as an engine's loop does."""
-    import time
-
     end_s = time.monotonic() + timeout_s
     while not holds():
         assert wake.wait(end_s - time.monotonic()), "nothing woke the engine in time"

@@ -138,6 +138,9 @@ def _lock(path: Path, kind: int) -> int | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
+    except OSError as error:  # too many open files: a pin can wait, the engine must not stop
+        log.warning("blob_not_locked", extra={"digest": path.name, "error": str(error)})
+        return None
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         if os.fstat(descriptor).st_nlink:
