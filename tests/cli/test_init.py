@@ -22,7 +22,7 @@ def test_the_key_it_prints_is_the_catalogs_first_admin_key(tmp_path: Path) -> No
     state = AdapterCatalog(LocalStore(tmp_path / "catalog")).refresh()
     key = state.key_by_sha256(sha256(said["key"].encode()).hexdigest())
     assert key is not None
-    assert (key.id, key.tenant, key.scopes) == (said["id"], None, {Scope.ADMIN})
+    assert (key.id, key.tenant, key.scopes) == (said["id"], None, frozenset({Scope.ADMIN}))
 
 
 def test_the_key_stands_alone_on_the_first_line(tmp_path: Path) -> None:
