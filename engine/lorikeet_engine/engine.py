@@ -200,6 +200,7 @@ class Engine:
                     f"a prompt of {len(prompt)} tokens: want at most {context - 1}, so that one "
                     f"token fits behind it in the context of {context}",
                     param="prompt",
+                    code="context_length_exceeded",
                 )
         stops = request.sampling.stop_token_ids
         for param, ids in (*(("prompt", p) for p in request.prompts), ("stop_token_ids", stops)):

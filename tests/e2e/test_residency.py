@@ -1,0 +1,117 @@
+"""Where adapters are: affinity, pins, versions, and what survives a death."""
+
+import time
+from pathlib import Path
+
+import pytest
+import ray
+from tests.e2e.conftest import REPLICAS, Service, eventually
+
+from demo.fill import ADAPTERS
+from demo.tasks import TASKS
+from lorikeet_engine.adapter_format import write_blob
+
+UPPER, REVERSE = TASKS[0], TASKS[1]
+
+
+def replica_of(service: Service, model: str) -> str:
+    answer = service.client(UPPER.tenant).with_raw_response.completions.create(
+        model=model, prompt="x", max_tokens=1
+    )
+    return answer.headers["x-lorikeet-replica"]
+
+
+def actor_named(part: str):
+    names = ray.util.list_named_actors(all_namespaces=True)
+    found = [name for name in names if part in name["name"]]
+    assert len(found) == 1, found
+    return ray.get_actor(found[0]["name"], namespace=found[0]["namespace"])
+
+
+def blob_of(task, folder: Path) -> bytes:
+    write_blob(ADAPTERS / task.tenant / task.name, folder / "blob")
+    return (folder / "blob").read_bytes()
+
+
+def test_calls_of_one_adapter_stay_on_one_replica_and_adapters_spread(service):
+    homes = {}
+    for task in TASKS:
+        if task.tenant == UPPER.tenant:
+            homes[task.model] = {replica_of(service, task.model) for _ in range(6)}
+    assert all(len(replicas) == 1 for replicas in homes.values()), homes
+
+
+def test_a_pin_makes_an_adapter_resident_on_all_replicas_within_5_s(service):
+    path = f"/pins/{REVERSE.model}"
+    body = {"reason": "demo at ten", "replicas": None}
+    service.admin("PUT", path, json=body).raise_for_status()
+    try:
+        assert eventually(lambda: len(service.holders(REVERSE.model)) == REPLICAS, within_s=5)
+    finally:
+        service.admin("DELETE", path).raise_for_status()
+
+
+def test_without_the_controller_requests_still_work_and_pins_follow_when_it_is_back(service):
+    ray.kill(actor_named("#controller#"))
+    for task in TASKS:
+        if task.tenant == UPPER.tenant:
+            replica_of(service, task.model)
+    path = f"/pins/{UPPER.model}"
+    service.admin("PUT", path, json={"reason": "after a crash"}).raise_for_status()
+    try:
+        assert eventually(lambda: len(service.holders(UPPER.model)) == REPLICAS, within_s=60)
+    finally:
+        service.admin("DELETE", path).raise_for_status()
+
+
+def test_promote_and_rollback_change_the_answer_within_5_s(service, tmp_path):
+    name = "shifting"
+    versions = f"/adapters/{UPPER.tenant}/{name}/versions"
+    model = f"{UPPER.tenant}/{name}"
+
+    def says(text: str) -> bool:
+        answer = service.client(UPPER.tenant).chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "pencil"}], temperature=0
+        )
+        return answer.choices[0].message.content == text
+
+    service.admin("PUT", versions, content=blob_of(UPPER, tmp_path)).raise_for_status()
+    assert eventually(lambda: says("PENCIL"), within_s=5)
+    service.admin("PUT", versions, content=blob_of(REVERSE, tmp_path)).raise_for_status()
+    assert says("PENCIL")
+    promote = {"version": 2, "expect": 1}
+    service.admin("POST", f"/adapters/{model}/promote", json=promote).raise_for_status()
+    assert eventually(lambda: says("licnep"), within_s=5)
+    service.admin("POST", f"/adapters/{model}/rollback", json={}).raise_for_status()
+    assert eventually(lambda: says("PENCIL"), within_s=5)
+
+
+def test_a_killed_replica_loses_no_later_request(service):
+    home = replica_of(service, UPPER.model)
+    ray.kill(actor_named(f"engine-lorikeet-demo#{home}"))
+    begun = time.monotonic()
+    others = {replica_of(service, UPPER.model) for _ in range(20)}
+    assert home not in others
+    assert len(others) == 1
+    assert time.monotonic() - begun < 20
+    assert eventually(lambda: len(service.replicas()) == REPLICAS, within_s=60)
+
+
+def test_a_truncated_adapter_is_refused_at_the_door(service, tmp_path):
+    name = "broken"
+    path = f"/adapters/{UPPER.tenant}/{name}/versions"
+    blob = blob_of(UPPER, tmp_path)
+    answer = service.admin("PUT", path, content=blob[: len(blob) // 2])
+    assert answer.status_code == 422
+    assert "truncated" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"\x80\x04pickle", b"", b"\xff" * 64],
+    ids=["pickle", "empty", "noise"],
+)
+def test_what_is_no_adapter_is_refused_at_the_door(service, body):
+    answer = service.admin("PUT", f"/adapters/{UPPER.tenant}/nonsense/versions", content=body)
+    assert answer.status_code == 422
+    assert answer.json()["error"]["code"] == "invalid_adapter"
