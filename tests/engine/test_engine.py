@@ -1,5 +1,7 @@
 """Requests in, tokens out: the same tokens however the work is cut, and nothing held afterwards."""
 
+import time
+
 import pytest
 import torch
 import transformers
@@ -13,6 +15,7 @@ from lorikeet_engine.errors import (
     StepFailed,
 )
 from lorikeet_engine.request import FinishReason
+from lorikeet_engine.residency.residents import GUARD_S
 from tests.engine.driving import PAGE, Answers, Witness, build, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
@@ -406,6 +409,24 @@ class TestAdapters:
         engine.unpin(refs["a"].digest)
         engine.step()
         assert not engine.report().adapters[0].pinned
+
+    def test_one_evicted_before_its_request_could_run_is_brought_back(self, make, refs):
+        """It waits for a place, and meanwhile another adapter takes its adapter's room."""
+        # a has 6,144 elements and b 12,288
+        engine = make(max_running=1, adapter_gpu_bytes=4 * 13_000)
+        answers, a, b = Answers(engine), refs["a"], refs["b"]
+        answers.submit(greedy("runs", prompt(5), max_tokens=500))
+        answers.submit(greedy("waits", prompt(5), adapter=a))
+        answers.until(lambda: engine.residency(a) is Residency.GPU)
+        time.sleep(GUARD_S)
+        answers.submit(greedy("gone", prompt(5), adapter=b))
+        answers.until(lambda: engine.residency(b) is Residency.GPU)
+        assert engine.residency(a) is Residency.HOST
+        for name in ("runs", "gone"):
+            engine.abort(name)
+            del answers.pending[name]
+        engine._wake.clear()  # whoever sleeps from here on must be woken by what brings a back
+        answers.all()
 
     def test_a_new_version_never_sees_the_old_ones_cache(self, make, shelf, refs, peft_folders):
         answers = Answers(make())

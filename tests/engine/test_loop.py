@@ -164,3 +164,36 @@ def test_a_loop_that_never_started_can_be_closed(engine, inbox):
     engine.submit(greedy("r", prompt(5)))
     EngineLoop(engine, inbox).close()
     assert isinstance(inbox.of("r")[0].error, EngineClosed)
+
+
+@pytest.fixture
+def crowded(tiny_checkpoints, shelf, inbox, tmp_path):
+    """A loop whose GPU holds one adapter and whose host holds two, and six adapters."""
+    target = ["q_proj", "down_proj"]
+    folders = [
+        save_adapter(tiny_checkpoints["llama"], tmp_path / f"{i}", i, r=8, target_modules=target)
+        for i in range(6)
+    ]
+    refs = [shelf.add(folder, folder.name) for folder in folders]
+    elements = 2 * 8 * (64 + 64 + 96 + 64)  # layers × rank × (d_in + d_out of both linears)
+    cache, sizes = tmp_path / "crowded", {"adapter_gpu_bytes": 5 * elements}
+    sizes["adapter_host_bytes"] = 10 * elements
+    engine = build(tiny_checkpoints["llama"], shelf, cache, max_running=1, **sizes)
+    loop = EngineLoop(engine, inbox)
+    loop.start()
+    yield engine, refs
+    loop.close()
+
+
+def test_more_adapters_than_fit_anywhere_are_all_served(crowded, inbox):
+    engine, refs = crowded
+    names = [f"{i}" for i in range(18)]
+    for i, name in enumerate(names):
+        engine.submit(greedy(name, prompt(5 + i), adapter=refs[i % 6], max_tokens=3))
+        if i % 5 == 0:
+            engine.submit(greedy(f"aborted {i}", prompt(5), adapter=refs[-i % 6], max_tokens=99))
+            engine.abort(f"aborted {i}")
+    inbox.until(lambda: all(inbox.ended(name) for name in names))
+    assert not any(isinstance(output, Failed) for output in inbox.outputs)
+    soon(lambda: engine.report().kv_pages_used == 0)
+    assert not any(adapter.leases for adapter in engine.report().adapters)

@@ -185,6 +185,7 @@ class Tiers:
     def _bring(self, ref: AdapterRef) -> None:
         if self._host.hold(ref.digest) is not None:
             self._line[ref.digest] = ref
+            self._wake()  # advance has work, and nothing is loading that would say so
         else:
             self._loader.load(ref, Residency.HOST, urgent=True)
 
