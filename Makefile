@@ -5,6 +5,7 @@ INSTALLED := .venv/.installed
 
 # Ray Serve reads these when its processes start, so they cannot be set inside serve_app.py.
 export RAY_SERVE_THROUGHPUT_OPTIMIZED ?= 1
+export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH ?= lorikeet.serving.proxy:middlewares
 export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 

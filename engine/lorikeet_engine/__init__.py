@@ -1,4 +1,4 @@
-"""A LoRA inference engine: token ids in, token ids out, thousands of adapters beside one base model.
+"""A LoRA inference engine: token ids in and out, thousands of adapters beside one base model.
 
 Importing this package loads no torch; `lorikeet_engine.engine` does.
 """

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import ray
-from tests.e2e.conftest import REPLICAS, Service, eventually
 
 from demo.fill import ADAPTERS
 from demo.tasks import TASKS
 from lorikeet_engine.adapter_format import write_blob
+from tests.e2e.conftest import REPLICAS, Service, eventually
 
 UPPER, REVERSE = TASKS[0], TASKS[1]
 

@@ -1,5 +1,6 @@
 """One request's whole road: HTTP, gateway, router, replica, engine, and back."""
 
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -7,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-from tests.e2e.conftest import Service, eventually
 
 from demo.tasks import TASKS
+from tests.e2e.conftest import Service, eventually
 
 BASE = "lorikeet-demo"
 
@@ -73,11 +74,13 @@ def test_headers_say_where_the_adapter_was_found(service):
     task = TASKS[1]
     client = service.client(task.tenant).with_raw_response
     for residency in ("any", "gpu"):
-        answer = client.completions.create(model=task.model, prompt="x", max_tokens=1)
+        answer = client.completions.create(
+            model=task.model, prompt="x", max_tokens=1, extra_headers={"x-request-id": "mine"}
+        )
         if residency == "gpu":
             assert answer.headers["x-lorikeet-residency"] == "gpu"
         assert len(answer.headers["x-lorikeet-adapter-digest"]) == 64
-        assert answer.headers["x-request-id"]
+        assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
     assert answer.headers["x-lorikeet-replica"] in {r["replica"] for r in service.replicas()}
 
 

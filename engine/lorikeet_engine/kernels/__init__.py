@@ -1,0 +1,1 @@
+"""The operators that a GPU spends its time in."""

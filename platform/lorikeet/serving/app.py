@@ -1,10 +1,10 @@
 """The deployments: plain classes, wrapped once."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
-from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
 from ray.serve.handle import DeploymentHandle
 
@@ -34,10 +34,10 @@ def engine(settings: Settings, base_model: str) -> Application:
         num_replicas=settings.replicas,
         max_ongoing_requests=settings.max_ongoing_requests,
         ray_actor_options={"num_cpus": _ENGINE_CPUS, "num_gpus": gpus},
-        request_router_config=RequestRouterConfig(
-            request_router_class="lorikeet.serving.router.AdapterRouter",
-            request_routing_stats_period_s=1,
-        ),
+        request_router_config={
+            "request_router_class": "lorikeet.serving.router.AdapterRouter",
+            "request_routing_stats_period_s": 1,
+        },
         health_check_period_s=2,
         graceful_shutdown_timeout_s=_LONGEST_GENERATION_S,
     )(EngineReplica)
@@ -86,8 +86,8 @@ class Gateway:
     def __init__(
         self,
         settings: Settings,
-        engines: Mapping[str, DeploymentHandle],
-        _controller: DeploymentHandle,
+        engines: Mapping[str, DeploymentHandle[Any]],
+        _controller: DeploymentHandle[Any],
     ) -> None:
         self._services = Services(
             catalog=AdapterCatalog(open_store(settings.catalog)),

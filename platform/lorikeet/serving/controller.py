@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
@@ -25,7 +26,7 @@ class Controller:
     It holds no state: a restarted controller publishes the same plan.
     """
 
-    def __init__(self, settings: Settings, engines: Mapping[str, DeploymentHandle]) -> None:
+    def __init__(self, settings: Settings, engines: Mapping[str, DeploymentHandle[Any]]) -> None:
         self._catalog = AdapterCatalog(open_store(settings.catalog))
         self._engines = engines
         self._published: dict[str, Plan] = {}

@@ -66,9 +66,9 @@ class TextStream:
         if ends:
             self.stopped = True
             return self._held[: min(ends)]
-        certain = len(self._held) - self._possible_stop()
-        text, self._held = self._held[:certain], self._held[certain:]
-        return text
+        end = len(self._held) - self._possible_stop()
+        certain, self._held = self._held[:end], self._held[end:]
+        return certain
 
     def _possible_stop(self) -> int:
         """Length of the longest end of the held text that a stop string begins with."""
