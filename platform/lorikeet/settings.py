@@ -25,17 +25,23 @@ _UNITS = {
 
 
 def _parse_bytes(value: object) -> object:
-    match = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", str(value).strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(value).strip())
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError("want a size such as 512MiB or 2GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size < 1:
+        raise ValueError("want at least 1 byte")
+    return size
 
 
 def _parse_memory(value: object) -> object:
     text = str(value).strip()
     if not text.endswith("%"):
         return _parse_bytes(value)
-    share = float(text[:-1]) / 100
+    try:
+        share = float(text[:-1]) / 100
+    except ValueError:
+        share = 0
     if not 0 < share <= 1:
         raise ValueError("want a share above 0% and up to 100%")
     return share
@@ -47,10 +53,12 @@ def _parse_models(value: object) -> object:
     pairs = [item.partition("=") for item in value.split(",") if item.strip()]
     if not pairs or not all(name.strip() and path.strip() for name, _, path in pairs):
         raise ValueError("want name=folder, separated by commas")
+    if len({name.strip() for name, _, _ in pairs}) < len(pairs):
+        raise ValueError("a name is given twice")
     return {name.strip(): Path(path.strip()) for name, _, path in pairs}
 
 
-Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
 Memory = Annotated[int | float, BeforeValidator(_parse_memory)]
 """Bytes as an int, or a share of the device's free memory as a float in (0, 1]."""
 

@@ -1,0 +1,53 @@
+from pathlib import Path
+
+import pytest
+
+from lorikeet.errors import InvalidSetting
+from lorikeet.settings import Settings
+
+
+def test_without_variables_the_demo_is_served_from_folders():
+    settings = Settings.from_env({})
+    assert settings.base_models == {"lorikeet-demo": Path("demo/model")}
+    assert settings.catalog == ".lorikeet/catalog"
+
+
+def test_sizes_and_shares_of_memory():
+    given = {"LORIKEET_KV_MEMORY": "70%", "LORIKEET_ADAPTER_GPU_MEMORY": "1.5GiB"}
+    settings = Settings.from_env(given)
+    assert settings.kv_memory == pytest.approx(0.7)
+    assert settings.adapter_gpu_memory == 3 * 2**29
+
+
+def test_several_base_models():
+    settings = Settings.from_env({"LORIKEET_BASE_MODELS": "llama=/m/llama, qwen=/m/qwen"})
+    assert settings.base_models == {"llama": Path("/m/llama"), "qwen": Path("/m/qwen")}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "want"),
+    [
+        ("LORIKEET_REPLICAS", "many", "integer"),
+        ("LORIKEET_REPLICAS", "0", "greater than or equal to 1"),
+        ("LORIKEET_KV_MEMORY", "120%", "up to 100%"),
+        ("LORIKEET_KV_MEMORY", "a%", "share"),
+        ("LORIKEET_KV_MEMORY", "0", "1 byte"),
+        ("LORIKEET_KV_MEMORY", "1.2.3MiB", "512MiB"),
+        ("LORIKEET_ADAPTER_DISK", "four", "512MiB"),
+        ("LORIKEET_BASE_MODELS", "llama", "name=folder"),
+        ("LORIKEET_BASE_MODELS", "a=/x,a=/y", "twice"),
+        ("LORIKEET_DEVICE", "tpu", "cuda"),
+    ],
+)
+def test_a_bad_value_is_named_with_what_is_wanted(name, value, want):
+    with pytest.raises(InvalidSetting, match=f"{name}={value!r}.*{want}"):
+        Settings.from_env({name: value})
+
+
+def test_an_unknown_variable_stops_the_start_and_lists_the_known():
+    with pytest.raises(InvalidSetting, match=r"LORIKEET_SLOTS is not a setting.*LORIKEET_REPLICAS"):
+        Settings.from_env({"LORIKEET_SLOTS": "4"})
+
+
+def test_the_command_lines_own_variables_are_left_alone():
+    Settings.from_env({"LORIKEET_ADMIN_KEY": "lk_x", "LORIKEET_SERVER": "http://127.0.0.1:8000"})
