@@ -15,8 +15,10 @@ class Alarm:
 
     def within(self, delay_s: float) -> None:
         """Ring after delay_s, or before."""
-        at_s = time.monotonic() + delay_s
-        if self._timer is not None and self._timer.is_alive() and self._rings_at_s <= at_s:
+        now_s = time.monotonic()
+        at_s = now_s + delay_s
+        # A timer whose time has come rings once more at most, perhaps before we were called.
+        if self._timer is not None and now_s < self._rings_at_s <= at_s:
             return
         self.cancel()
         self._timer, self._rings_at_s = threading.Timer(delay_s, self._ring), at_s

@@ -41,6 +41,7 @@ class Pins:
         self._pins: dict[str, _Pin] = {}
         self._loading: set[str] = set()
         self._due_s = 0.0
+        self._unkept = False
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._pins
@@ -71,12 +72,13 @@ class Pins:
             self._apply(*self._asked.popleft())
         now_s = time.monotonic()
         if now_s < self._due_s:
-            return None
+            return self._due_s - now_s if self._unkept else None
         self._due_s = now_s + RETRY_S
         unkept = [pin for pin in self._pins.values() if not self._kept(pin)]
         for pin in unkept:
             if now_s >= pin.retry_at_s and not self._raise(pin, may_place):
                 pin.retry_at_s = now_s + RETRY_S
+        self._unkept = bool(unkept)
         return RETRY_S if unkept else None
 
     def _apply(self, digest: str, pin: _Pin | None) -> None:

@@ -182,11 +182,10 @@ class Residents:
         """Let it be evicted again."""
         self._pledges.revoke(digest)
 
-    def guarded_for_s(self) -> float | None:
-        """How long until the next guard ends; None when there is none."""
-        now_s = self._clock()
-        ends = [r.guarded_until_s for r in self._residents.values() if r.guarded_until_s > now_s]
-        return min(ends) - now_s if ends else None
+    def guarded_for_s(self, since_s: float) -> float | None:
+        """How long until the next guard ends of those that stood at since_s; None without one."""
+        ends = [r.guarded_until_s for r in self._residents.values() if r.guarded_until_s > since_s]
+        return max(0.0, min(ends) - self._clock()) if ends else None
 
     def _evictable(self, digest: str, resident: Resident, now_s: float) -> bool:
         return (

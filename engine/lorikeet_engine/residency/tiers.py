@@ -136,13 +136,14 @@ class Tiers:
             self._arrive(self._arrivals.popleft())
         for landing in self._loader.landings():
             self._receive(landing)
+        began_s = time.monotonic()  # a guard that ends during what follows may have been in its way
         self._admit()
         for digest, frees in list(self._parked.items()):
             if self._host.frees != frees:
                 del self._parked[digest]
                 self._bring(self._wanted[digest])
         retry_s = self._pins.keep(may_place=not self._line)
-        guard_s = self._residents.guarded_for_s() if self._line else None
+        guard_s = self._residents.guarded_for_s(began_s) if self._line else None
         for delay_s in (retry_s, guard_s):
             if delay_s is not None:
                 self._alarm.within(delay_s)
