@@ -12,13 +12,13 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 
-def order(chunks: list[Chunk]) -> list[Chunk]:
-    """Those of one adapter side by side, those without one last; as `build_batch` wants them."""
+def by_adapter(chunks: list[Chunk]) -> list[Chunk]:
+    """Those of one adapter side by side, those without one last."""
     return sorted(chunks, key=lambda c: c.sequence.lease.slot if c.sequence.lease else 1 << 62)
 
 
 def build_batch(chunks: list[Chunk], page_size: int, device: torch.device) -> Batch:
-    """The batch of ordered chunks whose sequences already have their pages.
+    """The batch of chunks in `by_adapter`'s order whose sequences already have their pages.
 
     Row i of the logits belongs to the i-th of the chunks that complete their sequence.
     """

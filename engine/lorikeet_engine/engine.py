@@ -1,21 +1,19 @@
 """The engine: requests of token ids in, tokens out, one batch for all adapters at every step."""
 
-import itertools
 import json
 import logging
-import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
-from lorikeet_engine.batch_builder import build_batch, order
+from lorikeet_engine.batch_builder import build_batch, by_adapter
 from lorikeet_engine.engine_settings import EngineSettings
 from lorikeet_engine.errors import EngineClosed, EngineError, InvalidRequest, StepFailed
+from lorikeet_engine.intake import EngineConfig, Intake
 from lorikeet_engine.kernels.attention import SdpaAttention
 from lorikeet_engine.kv_cache import KVCache, count_pages
 from lorikeet_engine.models import ModelConfig, load_model
@@ -33,15 +31,6 @@ log = logging.getLogger(__name__)
 
 # Rows of the table of adapters, some KiB each: more than an arena holds in practice.
 _MAX_SLOTS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """What callers must know of the model. max_context: prompt plus output, tokens."""
-
-    vocab_size: int
-    max_context: int
-    eos_token_ids: tuple[int, ...]
 
 
 class Engine:
@@ -67,12 +56,12 @@ class Engine:
             min(model.config.max_context, self._kv_pages * settings.page_size),
             model.config.eos_token_ids,
         )
+        self._intake = Intake(self.config, settings.page_size)
         self._wake = threading.Event()
         self._tiers = _tiers(settings, source, self._device, self.wake)
         self._runner = Runner(model, SdpaAttention(), self._tiers.weights, kv)
         self._sampler = Sampler()
         self._begin()
-        self._arrivals = itertools.count()
         self._idle = True
         self._lock = threading.Lock()  # guards the four below
         self._closed = False
@@ -86,7 +75,7 @@ class Engine:
         max_tokens is cut to what the context leaves after each prompt. The context always fits
         into the KV cache, so whatever is taken can run. Raises InvalidRequest, EngineClosed.
         """
-        self._check(request)
+        self._intake.check(request)
         with self._lock:
             if self._closed:
                 raise EngineClosed("the engine is closed: send the request to another replica")
@@ -122,7 +111,7 @@ class Engine:
         self._tiers.advance()
         plan = self._scheduler.plan()
         outputs = self._fail({s.request.request_id: error for s, error in plan.failed})
-        chunks = order(plan.chunks)
+        chunks = by_adapter(plan.chunks)
         self._idle = not chunks
         if not chunks:
             return outputs
@@ -192,30 +181,12 @@ class Engine:
         self._cache = KVCache(self._kv_pages, settings.page_size)
         self._scheduler = Scheduler(bounds, self._cache, self._tiers)
 
-    def _check(self, request: Request) -> None:
-        vocab, context = self.config.vocab_size, self.config.max_context
-        for prompt in request.prompts:
-            if len(prompt) >= context:
-                raise InvalidRequest(
-                    f"a prompt of {len(prompt)} tokens: want at most {context - 1}, so that one "
-                    f"token fits behind it in the context of {context}",
-                    param="prompt",
-                    code="context_length_exceeded",
-                )
-        stops = request.sampling.stop_token_ids
-        for param, ids in (*(("prompt", p) for p in request.prompts), ("stop_token_ids", stops)):
-            if ids and not 0 <= min(ids) <= max(ids) < vocab:
-                raise InvalidRequest(
-                    f"{param} has token ids from {min(ids)} to {max(ids)}: want 0 to {vocab - 1}",
-                    param=param,
-                )
-
     def _take_in(self) -> None:
         with self._lock:
             submitted, self._submitted = self._submitted, deque()
             aborted, self._aborted = set(self._aborted), deque()
         for request in submitted:
-            for sequence in self._sequences(request):
+            for sequence in self._intake.sequences(request):
                 self._scheduler.add(sequence)
         if aborted:
             dropped = self._scheduler.drop(
@@ -226,23 +197,6 @@ class Engine:
             )
             for sequence in dropped:
                 self._end(sequence)
-
-    def _sequences(self, request: Request) -> list[Sequence]:
-        sampling = request.sampling
-        eos = () if sampling.ignore_eos else self.config.eos_token_ids
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        return [
-            Sequence(
-                request,
-                choice,
-                arrival=next(self._arrivals),
-                max_tokens=min(sampling.max_tokens, self.config.max_context - len(prompt)),
-                stop_ids=frozenset((*sampling.stop_token_ids, *eos)),
-                seed=seed + choice,
-                page_size=self._settings.page_size,
-            )
-            for choice, prompt in enumerate(p for p in request.prompts for _ in range(request.n))
-        ]
 
     def _compute(self, chunks: list[Chunk]) -> list[int]:
         batch = build_batch(chunks, self._settings.page_size, self._device)

@@ -55,6 +55,8 @@ class Scheduler:
             if sequence.remaining > 1 and budget > 0:
                 chunks.append(Chunk(sequence, min(sequence.remaining, budget)))
                 budget -= chunks[-1].length
+        if not self.waiting:
+            return Plan(chunks, [])
         admission = Admission(self.running, self._bounds.adapters, self._cache, self._adapters)
         chunks += self._begin(admission, budget)
         return Plan(chunks, self._drop_failed(admission.failed))

@@ -1,0 +1,68 @@
+"""From requests to sequences: what is refused, what is cut, who gets which seed."""
+
+import itertools
+import secrets
+from dataclasses import dataclass
+
+from lorikeet_engine.errors import InvalidRequest
+from lorikeet_engine.request import Request
+from lorikeet_engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What callers must know of the model. max_context: prompt plus output, tokens."""
+
+    vocab_size: int
+    max_context: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Intake:
+    """Refuses requests that could never run; makes the choices of the others, in order."""
+
+    def __init__(self, config: EngineConfig, page_size: int) -> None:
+        self._config = config
+        self._page_size = page_size
+        self._arrivals = itertools.count()
+
+    def check(self, request: Request) -> None:
+        """Raise InvalidRequest for a prompt without room behind it, or for unknown token ids."""
+        context = self._config.max_context
+        for prompt in request.prompts:
+            if len(prompt) >= context:
+                raise InvalidRequest(
+                    f"a prompt of {len(prompt)} tokens: want at most {context - 1}, so that one "
+                    f"token fits behind it in the context of {context}",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
+            self._check_ids("prompt", prompt)
+        self._check_ids("stop_token_ids", request.sampling.stop_token_ids)
+
+    def sequences(self, request: Request) -> list[Sequence]:
+        """One for each choice; max_tokens is cut to what the context leaves behind the prompt."""
+        sampling = request.sampling
+        eos = () if sampling.ignore_eos else self._config.eos_token_ids
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        prompts = [prompt for prompt in request.prompts for _ in range(request.n)]
+        return [
+            Sequence(
+                request,
+                choice,
+                arrival=next(self._arrivals),
+                max_tokens=min(sampling.max_tokens, self._config.max_context - len(prompt)),
+                stop_ids=frozenset((*sampling.stop_token_ids, *eos)),
+                seed=seed + choice,
+                page_size=self._page_size,
+            )
+            for choice, prompt in enumerate(prompts)
+        ]
+
+    def _check_ids(self, param: str, ids: tuple[int, ...]) -> None:
+        last = self._config.vocab_size - 1
+        if ids and not 0 <= min(ids) <= max(ids) <= last:
+            raise InvalidRequest(
+                f"{param} has token ids from {min(ids)} to {max(ids)}: want 0 to {last}",
+                param=param,
+            )
