@@ -20,6 +20,7 @@ class Service:
     """A running service and the keys to it."""
 
     url: str
+    catalog: str
     admin_key: str
     tenant_keys: dict[str, str]
 
@@ -72,7 +73,8 @@ def _run(root: Path) -> Iterator[Service]:
     from demo.fill import fill_catalog
     from lorikeet.settings import Settings
 
-    keys = fill_catalog(Settings.from_env(), root / "keys")
+    settings = Settings.from_env()
+    keys = fill_catalog(settings, root / "keys")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -80,7 +82,7 @@ def _run(root: Path) -> Iterator[Service]:
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(serve_app.app)
-        yield Service(f"http://127.0.0.1:{port}", keys.admin, keys.tenants)
+        yield Service(f"http://127.0.0.1:{port}", settings.catalog, keys.admin, keys.tenants)
     finally:
         serve.shutdown()
         ray.shutdown()

@@ -1,13 +1,19 @@
 """Where adapters are: affinity, pins, versions, and what survives a death."""
 
+import json
+import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import openai
 import pytest
 import ray
 
 from demo.fill import ADAPTERS
 from demo.tasks import TASKS
+from lorikeet.catalog.catalog import blob_key
+from lorikeet.catalog.store import open_store
 from lorikeet_engine.adapter_format import write_blob
 from tests.e2e.conftest import REPLICAS, Service, eventually
 
@@ -95,6 +101,27 @@ def test_a_killed_replica_loses_no_later_request(service):
     assert len(others) == 1
     assert time.monotonic() - begun < 20
     assert eventually(lambda: len(service.replicas()) == REPLICAS, within_s=60)
+
+
+def test_an_adapter_whose_blob_is_gone_fails_its_own_requests_and_no_others(service, tmp_path):
+    folder = tmp_path / "adapter"
+    shutil.copytree(ADAPTERS / UPPER.tenant / UPPER.name, folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 3}))
+    digest = write_blob(folder, tmp_path / "blob")
+    model = f"{UPPER.tenant}/lost"
+    service.admin(
+        "PUT", f"/adapters/{model}/versions", content=(tmp_path / "blob").read_bytes()
+    ).raise_for_status()
+    open_store(service.catalog).delete(blob_key(digest))
+
+    with ThreadPoolExecutor(2) as pool:
+        lost = pool.submit(replica_of, service, model)
+        assert replica_of(service, UPPER.model)
+    error = lost.exception()
+    assert isinstance(error, openai.InternalServerError)
+    assert (error.status_code, error.code) == (503, "adapter_load_failed")
+    assert f"{model}@1" in error.message
 
 
 def test_a_truncated_adapter_is_refused_at_the_door(service, tmp_path):
