@@ -47,6 +47,7 @@ def test_every_file_that_the_architecture_names_exists():
     text = (ROOT / "docs" / "architecture.md").read_text()
     homes = [
         ROOT,
+        ROOT / "engine",
         ROOT / "platform" / "lorikeet",
         ROOT / "engine" / "lorikeet_engine",
         ROOT / "engine" / "lorikeet_engine" / "residency",

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits
 from lorikeet_engine.errors import AdapterLoadFailed, AdapterTooLarge
-from lorikeet_engine.residency import Lease, Tiers, pins, residents
+from lorikeet_engine.residency import pins, residents
 from lorikeet_engine.residency.disk import DiskCache
+from lorikeet_engine.residency.residents import Lease
+from lorikeet_engine.residency.tiers import Tiers
 from tests.engine.blobs import SHAPE, Ranks, Shelf, elements, everywhere, until
 
 LIMITS = AdapterLimits(max_rank=16, max_bytes=1 << 20)
@@ -570,6 +572,8 @@ import hashlib, sys, time
 from pathlib import Path
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.residency.disk import DiskCache
+from lorikeet_engine.residency.residents import Lease
+from lorikeet_engine.residency.tiers import Tiers
 
 class Copy:
     def fetch(self, ref, path):
