@@ -330,6 +330,18 @@ def test_a_retired_adapter_comes_back_with_a_new_version(
         catalog.rollback("acme", "support", actor="ann")
 
 
+def test_a_shared_adapter_that_was_retired_comes_back_private(
+    catalog: AdapterCatalog, register: Register
+) -> None:
+    catalog.create_tenant("other", actor="ann")
+    register("acme/support", b"1", shared=True)
+    assert not catalog.retire("acme", "support", actor="ann").shared
+
+    register("acme/support", b"2")
+    assert not catalog.state.adapter("acme", "support").shared
+    assert catalog.state.visible_to("other") == ()
+
+
 def test_a_pin_follows_its_alias_until_it_ends(
     catalog: AdapterCatalog, register: Register, clock: list[float]
 ) -> None:

@@ -87,6 +87,7 @@ def check_adapter(record: AdapterRecord) -> None:
     usable = {version.version for version in record.versions if not version.retired}
     assert set(record.aliases.values()) <= usable
     assert record.retired == (not usable)
+    assert not (record.retired and record.shared)
     assert ("prod" in record.aliases) == bool(usable)
     assert set(record.aliases) == set(record.alias_history)
 
@@ -113,6 +114,7 @@ def test_what_always_holds(acts: list[tuple]) -> None:  # type: ignore[type-arg]
             assert states[-1] != state
         for record in states[-1].adapters():
             check_adapter(record)
+            assert ((record.tenant, record.name) in states[-1].shared) == record.shared
 
     # in one go, from its JSON, and from every moment on, it is the same state
     reread = [entry_from_json(entry_to_json(entry), "log/1") for entry in entries]

@@ -189,7 +189,8 @@ class AdapterCatalog:
     ) -> AdapterRecord:
         """End the use of one version, or with None of the adapter, its aliases and its pin.
 
-        Requests in flight finish. A version that an alias points to is refused with Conflict.
+        Requests in flight finish. An adapter that is registered again later is private unless it
+        is shared anew. A version that an alias points to is refused with Conflict.
         Raises UnknownModel.
         """
         after = self._commit(actor, lambda state: rules.retire(state, tenant, name, version))

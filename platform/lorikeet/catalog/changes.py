@@ -119,7 +119,7 @@ class VersionRetired:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRetired:
-    """No version so far can be used any more; aliases and pin are gone."""
+    """No version so far can be used any more; aliases and pin are gone, and it is private."""
 
     tenant: str
     name: str

@@ -79,6 +79,7 @@ class _Draft:
                 self._put(_version_retired(self._adapter(change), change.version))
             case AdapterRetired():
                 self._put(_retired(self._adapter(change)))
+                self._shared.discard((change.tenant, change.name))
                 self._pins.pop((change.tenant, change.name), None)
             case Pinned():
                 self._pin(change, entry)
@@ -186,4 +187,4 @@ def _version_retired(record: AdapterRecord, number: int) -> AdapterRecord:
 
 def _retired(record: AdapterRecord) -> AdapterRecord:
     versions = tuple(replace(version, retired=True) for version in record.versions)
-    return replace(record, versions=versions, aliases={}, alias_history={})
+    return replace(record, shared=False, versions=versions, aliases={}, alias_history={})
