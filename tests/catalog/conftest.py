@@ -48,7 +48,6 @@ def register(catalog: AdapterCatalog, tmp_path: Path) -> Register:
         facts = BlobFacts(
             digest=hashlib.sha256(data).hexdigest(),
             size_bytes=len(data),
-            packed_elements=640,
             max_rank=8,
             base_model="demo",
         )

@@ -138,7 +138,6 @@ def test_a_version_keeps_its_facts_and_its_blob(
         version=1,
         digest=digest,
         size_bytes=1,
-        packed_elements=640,
         max_rank=8,
         base_model="demo",
         created=1000.0,

@@ -65,7 +65,7 @@ def check(store: ObjectStore, at_least: set[tuple[int, str]]) -> None:
 
 def register(store: ObjectStore, folder: Path, data: bytes) -> tuple[int, str]:
     (folder / "blob").write_bytes(data)
-    facts = BlobFacts(hashlib.sha256(data).hexdigest(), len(data), 640, 8, "demo")
+    facts = BlobFacts(hashlib.sha256(data).hexdigest(), len(data), 8, "demo")
     version = AdapterCatalog(store).register(
         "acme", "support", folder / "blob", facts, promote=True, actor="ann"
     )

@@ -56,7 +56,7 @@ def decide(state: CatalogState, act: tuple) -> rules.Changes:  # type: ignore[ty
         case ("revoke", number):
             return rules.revoke_key(state, f"k{number}")
         case ("register", tenant, name, digest, shared, promote):
-            facts = BlobFacts(digest, 10, 64, 8, "demo")
+            facts = BlobFacts(digest, 10, 8, "demo")
             return rules.register(state, tenant, name, facts, shared=shared, promote=promote)
         case ("promote", *rest):
             return rules.promote(state, *rest)
@@ -125,7 +125,7 @@ def test_what_always_holds(acts: list[tuple]) -> None:  # type: ignore[type-arg]
 
 
 def test_a_fold_shares_what_it_does_not_change() -> None:
-    facts = BlobFacts("1", 10, 64, 8, "demo")
+    facts = BlobFacts("1", 10, 8, "demo")
     tenants = [TenantSaved(name=name, max_concurrent=None) for name in "ab"]
     start = fold(
         CatalogState(), [Entry(seq=1, nonce="", actor="", time=1.0, changes=tuple(tenants))]

@@ -10,7 +10,7 @@ from lorikeet.errors import StoreError
 
 def test_unfinished_writes_are_not_listed(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    store.put("a/b", b"1")
+    store.put_if_absent("a/b", b"1")
     (tmp_path / ".unfinished" / "left-by-a-crash").write_bytes(b"half")
 
     assert list(store.list("")) == ["a/b"]
@@ -18,7 +18,7 @@ def test_unfinished_writes_are_not_listed(tmp_path: Path) -> None:
 
 def test_a_write_leaves_nothing_unfinished(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    store.put("a", b"1")
+    store.put_if_absent("a", b"1")
     store.put_if_absent("b", b"2")
     with pytest.raises(StoreError):
         store.put_if_absent("b", b"3")
@@ -36,4 +36,4 @@ def test_a_folder_that_cannot_be_one_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
 
     with pytest.raises(StoreError, match="check the folder's owner, mode and space"):
-        LocalStore(tmp_path / "file").put("a", b"1")
+        LocalStore(tmp_path / "file").put_if_absent("a", b"1")

@@ -129,7 +129,7 @@ def test_an_entry_that_cannot_be_read_stops_the_reader_where_it_is(
 ) -> None:
     store = LocalStore(tmp_path)
     catalog = AdapterCatalog.init(store)
-    store.put("log/000000000002.json", data.encode())
+    store.put_if_absent("log/000000000002.json", data.encode())
 
     with pytest.raises(StoreError, match=f"log/000000000002.json.*{message}"):
         catalog.refresh()
@@ -152,7 +152,7 @@ def test_a_lost_entry_is_named(tmp_path: Path) -> None:
 def test_strange_objects_beside_the_log_are_passed_over(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     catalog = AdapterCatalog.init(store)
-    store.put("log/README", b"hands off")
-    store.put("log/999.json", b"?")
+    store.put_if_absent("log/README", b"hands off")
+    store.put_if_absent("log/999.json", b"?")
 
     assert catalog.create_tenant("a", actor="ann").name == "a"

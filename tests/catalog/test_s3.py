@@ -143,7 +143,6 @@ def test_a_refusal_says_what_to_do(url: str, status: int, code: str, message: st
         store = open_store(url)
         for act in (
             lambda: store.get("a"),
-            lambda: store.put("a", b""),
             lambda: store.put_if_absent("a", b""),
             lambda: list(store.list("a")),
         ):
@@ -157,7 +156,7 @@ def test_a_missing_bucket_is_named(s3_bucket: str, tmp_path: Path) -> None:
 
     for act in (
         lambda: store.get("a"),
-        lambda: store.put("a", b""),
+        lambda: store.put_if_absent("a", b""),
         lambda: store.put_file("a", tmp_path / "in"),
         lambda: list(store.list("")),
         lambda: AdapterCatalog(store).refresh(),
@@ -186,8 +185,8 @@ def test_no_credentials_and_no_server_say_what_to_do(
 def test_stores_of_one_bucket_keep_to_their_prefix(s3_bucket: str) -> None:
     name = uuid.uuid4().hex
     inner, outer = open_store(f"{s3_bucket}/{name}/a/"), open_store(f"{s3_bucket}/{name}")
-    inner.put("x", b"1")
-    open_store(f"{s3_bucket}/{name}/ab").put("y", b"2")
+    inner.put_if_absent("x", b"1")
+    open_store(f"{s3_bucket}/{name}/ab").put_if_absent("y", b"2")
 
     assert list(inner.list("")) == ["x"]
     assert list(outer.list("")) == ["a/x", "ab/y"]

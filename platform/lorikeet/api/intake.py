@@ -33,7 +33,6 @@ def examine(
     return BlobFacts(
         digest=blob_digest(blob),
         size_bytes=spec.size_bytes,
-        packed_elements=spec.packed_elements(),
         max_rank=spec.max_rank,
         base_model=name,
     )

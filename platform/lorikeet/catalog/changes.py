@@ -69,7 +69,6 @@ class VersionRegistered:
     version: int
     digest: str
     size_bytes: int
-    packed_elements: int
     max_rank: int
     base_model: str
     type: Literal["version_registered"] = "version_registered"

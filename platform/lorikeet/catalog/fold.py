@@ -129,7 +129,6 @@ class _Draft:
             version=change.version,
             digest=change.digest,
             size_bytes=change.size_bytes,
-            packed_elements=change.packed_elements,
             max_rank=change.max_rank,
             base_model=change.base_model,
             created=time,

@@ -33,24 +33,10 @@ class LocalStore:
         with self._errors(key):
             return self._path(key).read_bytes()
 
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        """See ObjectStore."""
-        with self._errors(key), self._path(key).open("rb") as file:
-            if start >= os.fstat(file.fileno()).st_size:
-                raise StoreError(f"{key} ends before byte {start}")
-            file.seek(start)
-            return file.read(length)
-
     def size(self, key: str) -> int:
         """See ObjectStore."""
         with self._errors(key):
             return self._path(key).stat().st_size
-
-    def put(self, key: str, data: bytes) -> None:
-        """See ObjectStore."""
-        with self._errors(key), self._written(data) as unfinished:
-            unfinished.replace(self._place(key))
-            _sync(self._path(key).parent)
 
     def put_file(self, key: str, path: Path) -> None:
         """See ObjectStore."""

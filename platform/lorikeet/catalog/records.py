@@ -42,13 +42,11 @@ class KeyRecord:
 class BlobFacts:
     """What was found out about an adapter's blob when it was validated.
 
-    digest: SHA-256 of its bytes, 64 lower-case hex digits. packed_elements: numbers in its packed
-    image.
+    digest: SHA-256 of its bytes, 64 lower-case hex digits.
     """
 
     digest: str
     size_bytes: int
-    packed_elements: int
     max_rank: int
     base_model: str
 
@@ -60,7 +58,6 @@ class VersionRecord:
     version: int
     digest: str
     size_bytes: int
-    packed_elements: int
     max_rank: int
     base_model: str
     created: float

@@ -145,7 +145,6 @@ def _registered(tenant: str, name: str, number: int, facts: BlobFacts) -> Versio
         version=number,
         digest=facts.digest,
         size_bytes=facts.size_bytes,
-        packed_elements=facts.packed_elements,
         max_rank=facts.max_rank,
         base_model=facts.base_model,
     )

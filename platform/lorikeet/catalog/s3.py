@@ -73,23 +73,11 @@ class S3Store:
             answer = self._client.get_object(Bucket=self._bucket, Key=self._key(key))
             return answer["Body"].read()
 
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        """See ObjectStore."""
-        wanted = f"bytes={start}-{start + length - 1}"
-        with self._errors(key):
-            answer = self._client.get_object(Bucket=self._bucket, Key=self._key(key), Range=wanted)
-            return answer["Body"].read()
-
     def size(self, key: str) -> int:
         """See ObjectStore."""
         with self._errors(key):
             answer = self._client.head_object(Bucket=self._bucket, Key=self._key(key))
             return answer["ContentLength"]
-
-    def put(self, key: str, data: bytes) -> None:
-        """See ObjectStore."""
-        with self._errors(key):
-            self._client.put_object(Bucket=self._bucket, Key=self._key(key), Body=data)
 
     def put_file(self, key: str, path: Path) -> None:
         """See ObjectStore."""

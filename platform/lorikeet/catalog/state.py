@@ -15,7 +15,7 @@ class CatalogState:
 
     seq: int = 0
     tenant_records: Mapping[str, TenantRecord] = field(default_factory=dict)
-    key_records: Mapping[str, KeyRecord] = field(default_factory=dict)
+    key_records: Mapping[str, KeyRecord] = field(default_factory=dict)  # by id, oldest first
     key_ids: Mapping[str, str] = field(default_factory=dict)  # by SHA-256
     adapter_records: Mapping[str, Mapping[str, AdapterRecord]] = field(default_factory=dict)
     shared: frozenset[tuple[str, str]] = frozenset()
@@ -80,10 +80,6 @@ class CatalogState:
         if record is None:
             raise UnknownKey(f"There is no key {key_id!r}.", param="id")
         return record
-
-    def keys(self) -> tuple[KeyRecord, ...]:
-        """Every key, revoked ones too, oldest first."""
-        return tuple(self.key_records.values())
 
     def key_by_sha256(self, sha256: str) -> KeyRecord | None:
         """The key whose secret has this SHA-256 (64 hex digits), revoked or not."""

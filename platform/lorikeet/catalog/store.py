@@ -31,19 +31,8 @@ class ObjectStore(Protocol):
         """The whole object. Raises ObjectNotFound."""
         ...
 
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Bytes [start, start + length), fewer at the object's end.
-
-        start: below the object's size, length: at least 1. Raises ObjectNotFound.
-        """
-        ...
-
     def size(self, key: str) -> int:
         """The object's bytes. Raises ObjectNotFound."""
-        ...
-
-    def put(self, key: str, data: bytes) -> None:
-        """Write or replace an object."""
         ...
 
     def put_file(self, key: str, path: Path) -> None:
