@@ -5,6 +5,8 @@ INSTALLED := .venv/.installed
 
 # Ray Serve reads these when its processes start, so they cannot be set inside serve_app.py.
 export RAY_SERVE_THROUGHPUT_OPTIMIZED ?= 1
+# Calls above 4 MiB would fail otherwise; the gateway takes bodies of up to 8 MiB.
+export RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH ?= 16777216
 export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH ?= lorikeet.serving.proxy:middlewares
 export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
@@ -18,10 +20,11 @@ install: $(INSTALLED)  ## install everything into .venv
 
 # torch first and alone: asked for together with the rest, pip may choose another build of it.
 $(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable . --group dev
+	@echo "Installing into .venv: a minute or two, and about 1 GB (torch, Ray, transformers)…"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install --quiet --upgrade "pip>=25.1"
+	@$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable . --group dev
 	@touch $@
 
 serve: $(INSTALLED)  ## start the service with the demo model and its adapters

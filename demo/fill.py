@@ -39,17 +39,25 @@ def fill_catalog(settings: Settings, keys_folder: Path) -> DemoKeys:
     try:
         catalog = AdapterCatalog.init(store, actor=_ACTOR)
     except Conflict:
-        return _read_keys(settings, keys_folder)
+        catalog = AdapterCatalog(store)
+        keys = _read_keys(settings, keys_folder)
+    else:
+        keys = _create_keys(catalog)
+        _write_keys(keys, keys_folder)
+    there = {(record.tenant, record.name) for record in catalog.refresh().adapters()}
+    for task in TASKS:
+        if (task.tenant, task.name) not in there:  # also after a start that was interrupted
+            _register(catalog, settings, task)
+    return keys
+
+
+def _create_keys(catalog: AdapterCatalog) -> DemoKeys:
     _, admin = catalog.create_key(None, {Scope.ADMIN}, actor=_ACTOR)
     tenants = {}
     for tenant in dict.fromkeys(task.tenant for task in TASKS):
         catalog.create_tenant(tenant, actor=_ACTOR)
         _, tenants[tenant] = catalog.create_key(tenant, {Scope.INFER}, actor=_ACTOR)
-    keys = DemoKeys(admin, tenants)
-    _write_keys(keys, keys_folder)
-    for task in TASKS:
-        _register(catalog, settings, task)
-    return keys
+    return DemoKeys(admin, tenants)
 
 
 def _register(catalog: AdapterCatalog, settings: Settings, task: Task) -> None:

@@ -31,7 +31,11 @@ _STOP_TIMEOUT_S = 60
 def main() -> int:
     """Run the demo until Ctrl-C; the exit status is for the shell."""
     if _port_taken():
-        print(f"Something already answers on {ADDRESS}: stop it first.", file=sys.stderr)
+        print(
+            f"Something already answers on {ADDRESS}: stop it first (Ctrl-C where it runs, or "
+            "`.venv/bin/ray stop`).",
+            file=sys.stderr,
+        )
         return 1
     try:
         keys = fill_catalog(Settings.from_env(), KEYS)
@@ -43,11 +47,14 @@ def main() -> int:
     process = subprocess.Popen(
         [serve, "run", "serve_app:app"], start_new_session=True, env=_environment()
     )
-    signal.signal(signal.SIGTERM, lambda *_: _interrupt())
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal ends it as Ctrl-C does
+        signal.signal(ending, lambda *_: _interrupt())
     try:
         if _wait_until_ready(process):
             _greet(keys)
-        return process.wait()
+            return process.wait()
+        print("The service did not start: look for start_failed above.", file=sys.stderr)
+        return _stop(process) or 1
     except KeyboardInterrupt:
         return _stop(process)
 
@@ -55,7 +62,12 @@ def main() -> int:
 def _environment() -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return {"RAY_SERVE_DEFAULT_HTTP_HOST": "127.0.0.1", **os.environ, "PYTHONPATH": path}
+    return {
+        "RAY_SERVE_DEFAULT_HTTP_HOST": "127.0.0.1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # nobody waits behind a balancer
+        **os.environ,
+        "PYTHONPATH": path,
+    }
 
 
 def _interrupt() -> None:
@@ -80,13 +92,15 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]") -> bool:
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> int:
-    print("\nStopping…", flush=True)
-    process.send_signal(signal.SIGINT)
+    if process.poll() is None:
+        print("\nStopping… (Ctrl-C again kills it)", flush=True)
+        process.send_signal(signal.SIGINT)
     try:
         process.wait(_STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        print("Killed.")
         return 1
     print("Stopped.")
     return 0

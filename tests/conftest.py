@@ -12,6 +12,13 @@ from pathlib import Path
 
 import pytest
 
+# Ray reads these when it is imported: what the tests run is what the Makefile and k8s run.
+os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
+os.environ.setdefault("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", str(2**24))
+os.environ.setdefault(
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "lorikeet.serving.proxy:middlewares"
+)
+
 
 @pytest.fixture(scope="session")
 def s3_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

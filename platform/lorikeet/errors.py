@@ -5,6 +5,7 @@ LorikeetError             `code` names the kind, `message` says what to do
 ├── InvalidInput          a request or a name that cannot be right; `param` names the field
 │   ├── UnsupportedParameter  a field that is not served here
 │   ├── RequestTooLarge   a body above the limit
+│   ├── ContextLengthExceeded  a prompt that the model's context cannot hold
 │   └── InvalidAdapter    an upload that is not an acceptable adapter
 ├── NotFound
 │   ├── UnknownModel      no such model, or not this tenant's: the two look alike
@@ -60,6 +61,12 @@ class RequestTooLarge(InvalidInput):
     """A body above the limit."""
 
     code = "request_too_large"
+
+
+class ContextLengthExceeded(InvalidInput):
+    """A prompt that does not fit into the model's context."""
+
+    code = "context_length_exceeded"
 
 
 class InvalidAdapter(InvalidInput):

@@ -58,9 +58,6 @@ def service(tmp_path_factory: pytest.TempPathFactory, s3_bucket: str) -> Iterato
         environ.setenv("LORIKEET_CACHE_DIR", str(root / "cache"))
         environ.setenv("LORIKEET_REPLICAS", str(REPLICAS))
         environ.setenv("PYTHONPATH", str(ROOT))
-        environ.setenv(
-            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "lorikeet.serving.proxy:middlewares"
-        )
         environ.chdir(ROOT)
         yield from _run(root)
 

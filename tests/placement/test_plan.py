@@ -1,4 +1,4 @@
-from lorikeet.placement.plan import PinnedAdapter, make_plan
+from lorikeet.placement.plan import Keep, PinnedAdapter, make_plan
 from lorikeet.rendezvous import by_preference
 from lorikeet_engine.adapter import AdapterRef, Residency
 
@@ -9,12 +9,12 @@ LEGAL = AdapterRef("acme", "legal", 2, "b" * 64)
 
 def test_a_pin_on_all_replicas_reaches_each():
     plan = make_plan([PinnedAdapter(SUPPORT, Residency.GPU, None)], REPLICAS)
-    assert plan == {replica: {SUPPORT: Residency.GPU} for replica in REPLICAS}
+    assert plan == {replica: {SUPPORT.digest: Keep(SUPPORT, Residency.GPU)} for replica in REPLICAS}
 
 
 def test_a_pin_on_n_replicas_takes_those_its_requests_prefer():
     plan = make_plan([PinnedAdapter(SUPPORT, Residency.HOST, 2)], REPLICAS)
-    holders = {replica for replica, adapters in plan.items() if SUPPORT in adapters}
+    holders = {replica for replica, adapters in plan.items() if SUPPORT.digest in adapters}
     assert holders == set(by_preference(SUPPORT.digest, REPLICAS)[:2])
 
 
@@ -25,7 +25,20 @@ def test_the_nearer_of_two_tiers_holds():
         PinnedAdapter(LEGAL, Residency.DISK, None),
     ]
     for adapters in make_plan(pins, REPLICAS).values():
-        assert adapters == {SUPPORT: Residency.GPU, LEGAL: Residency.DISK}
+        assert adapters == {
+            SUPPORT.digest: Keep(SUPPORT, Residency.GPU),
+            LEGAL.digest: Keep(LEGAL, Residency.DISK),
+        }
+
+
+def test_two_names_of_the_same_weights_are_kept_once_at_the_nearer_tier():
+    twin = AdapterRef("globex", "twin", 1, SUPPORT.digest)
+    pins = [PinnedAdapter(SUPPORT, Residency.GPU, None), PinnedAdapter(twin, Residency.DISK, None)]
+    for order in (pins, pins[::-1]):
+        plan = make_plan(order, REPLICAS)
+        assert all(
+            adapters == {SUPPORT.digest: Keep(SUPPORT, Residency.GPU)} for adapters in plan.values()
+        )
 
 
 def test_a_replica_without_pins_is_in_the_plan_so_that_it_lets_go_of_old_ones():
@@ -34,4 +47,4 @@ def test_a_replica_without_pins_is_in_the_plan_so_that_it_lets_go_of_old_ones():
 
 def test_more_replicas_asked_for_than_there_are_means_all():
     plan = make_plan([PinnedAdapter(LEGAL, Residency.GPU, 9)], REPLICAS)
-    assert all(LEGAL in adapters for adapters in plan.values())
+    assert all(LEGAL.digest in adapters for adapters in plan.values())

@@ -16,18 +16,29 @@ class PinnedAdapter:
     replicas: int | None
 
 
-Plan = Mapping[str, Mapping[AdapterRef, Residency]]
-"""replica → the adapters it must hold, each at this tier or nearer."""
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """An adapter that a replica must hold at this tier or nearer."""
+
+    ref: AdapterRef
+    tier: Residency
+
+
+Plan = Mapping[str, Mapping[str, Keep]]
+"""replica → digest → what to keep. By digest: two names may share one adapter's weights."""
 
 
 def make_plan(pins: Iterable[PinnedAdapter], replicas: Sequence[str]) -> Plan:
     """Give each pin its replicas, the ones its requests are routed to first.
 
-    Where two pins name one adapter on one replica the nearer tier holds.
+    Every replica has its part, if only an empty one. Where two pins name one adapter's weights on
+    one replica the nearer tier holds.
     """
-    plan: dict[str, dict[AdapterRef, Residency]] = {replica: {} for replica in replicas}
+    plan: dict[str, dict[str, Keep]] = {replica: {} for replica in replicas}
     for pin in pins:
-        for replica in by_preference(pin.ref.digest, replicas)[: pin.replicas]:
-            held = plan[replica].get(pin.ref, Residency.REMOTE)
-            plan[replica][pin.ref] = max(held, pin.tier)
+        digest = pin.ref.digest
+        for replica in by_preference(digest, replicas)[: pin.replicas]:
+            held = plan[replica].get(digest)
+            if held is None or held.tier < pin.tier:
+                plan[replica][digest] = Keep(pin.ref, pin.tier)
     return plan

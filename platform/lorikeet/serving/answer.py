@@ -7,7 +7,13 @@ from tokenizers import Tokenizer
 from lorikeet.api.answers import Choice, EventStream, Usage, failed_event, json_body
 from lorikeet.api.messages import Call, Refusal, StreamItem
 from lorikeet.serving.text import TextStream
-from lorikeet_engine.errors import AdapterError, AdapterTooLarge, EngineError, InvalidRequest
+from lorikeet_engine.errors import (
+    AdapterError,
+    AdapterTooLarge,
+    EngineClosed,
+    EngineError,
+    InvalidRequest,
+)
 from lorikeet_engine.request import Failed, FinishReason, Output, Tokens
 
 
@@ -88,6 +94,8 @@ def refusal_of(error: EngineError) -> Refusal:
     if isinstance(error, InvalidRequest):
         code = error.fields.get("code", "invalid_value")
         return Refusal(code, error.message, error.fields.get("param"))
+    if isinstance(error, EngineClosed):
+        return Refusal("unavailable", error.message)
     if isinstance(error, AdapterTooLarge):
         return Refusal("invalid_adapter", error.message, "model")
     if isinstance(error, AdapterError):

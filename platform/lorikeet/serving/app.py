@@ -1,6 +1,9 @@
 """The deployments: plain classes, wrapped once."""
 
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,12 +16,17 @@ from lorikeet.api.base_models import read_base_models
 from lorikeet.api.services import Services
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
+from lorikeet.errors import LorikeetError
 from lorikeet.serving.controller import Controller
 from lorikeet.serving.engine_settings import device_of
 from lorikeet.serving.engines import ServeEngines
+from lorikeet.serving.logs import log_to_stderr
 from lorikeet.serving.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter_format import AdapterLimits
+from lorikeet_engine.errors import EngineError
+
+log = logging.getLogger(__name__)
 
 _LONGEST_GENERATION_S = 600  # a replica that is replaced may take this long to finish its streams
 _ENGINE_CPUS = 0.2  # a share, so that a laptop's two cores hold engines, gateway and controller
@@ -70,14 +78,22 @@ def gateway(
 
 
 class EngineReplica(Replica):
-    """A Replica that takes its name from Serve."""
+    """A Replica that takes its name from Serve and ends its process when its engine is broken."""
 
     def __init__(self, base_model: str, settings: Settings) -> None:
+        log_to_stderr()
         name = serve.get_replica_context().replica_id.unique_id
-        super().__init__(name, base_model, settings)
+        with _failure_logged("engine", base_model):
+            super().__init__(name, base_model, settings)
+        log.info("engine_ready", extra={"replica": name, "base_model": base_model})
 
-    def __del__(self) -> None:
-        self.close()
+    def check_health(self) -> None:
+        """A broken engine's requests go elsewhere at once; Serve would let them wait."""
+        try:
+            super().check_health()
+        except RuntimeError as error:
+            log.critical("replica_ends", extra={"replica": self.name, "error": str(error)})
+            os._exit(1)
 
 
 class Gateway:
@@ -89,13 +105,27 @@ class Gateway:
         engines: Mapping[str, DeploymentHandle[Any]],
         _controller: DeploymentHandle[Any],
     ) -> None:
-        self._services = Services(
-            catalog=AdapterCatalog(open_store(settings.catalog)),
-            base_models=read_base_models(settings.base_models),
-            limits=AdapterLimits(settings.max_rank, settings.max_adapter_bytes),
-            engines=ServeEngines(engines),
-            gateways=settings.gateways,
-        )
+        log_to_stderr()
+        with _failure_logged("gateway", settings.catalog):
+            catalog = AdapterCatalog(open_store(settings.catalog))
+            catalog.refresh()
+            self._services = Services(
+                catalog=catalog,
+                base_models=read_base_models(settings.base_models),
+                limits=AdapterLimits(settings.max_rank, settings.max_adapter_bytes),
+                engines=ServeEngines(engines),
+                gateways=settings.gateways,
+            )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._services)
+
+
+@contextmanager
+def _failure_logged(part: str, of: str) -> Iterator[None]:
+    """Serve tells the operator that a start failed, but not why."""
+    try:
+        yield
+    except (LorikeetError, EngineError) as error:
+        log.critical("start_failed", extra={"part": part, "of": of, "error": str(error)})
+        raise

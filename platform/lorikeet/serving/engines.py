@@ -1,23 +1,43 @@
 """The gateway's way to the engines: Ray Serve handles behind the API's own protocol."""
 
+import asyncio
+import logging
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
-from ray.exceptions import RayActorError
-from ray.serve.exceptions import BackPressureError
+import grpc
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from lorikeet.api.messages import Call, StreamItem
-from lorikeet.errors import Unavailable
+from lorikeet.api.messages import Call, Refusal, StreamItem
+from lorikeet.errors import GenerationFailed, Unavailable
 from lorikeet.placement.report import ReplicaReport
 
+log = logging.getLogger(__name__)
+
 _ATTEMPTS = 3
+_BROADCAST_TIMEOUT_S = 2.0
+_LOST = (RayActorError, RayServeException, grpc.RpcError)
+"""What Ray raises when a replica died, drains, or cannot be reached."""
 
 
-async def broadcast_report(handle: DeploymentHandle[Any]) -> list[ReplicaReport]:
-    """Every live replica's report. A replica that dies meanwhile is left out."""
-    results = await handle.broadcast("report").results_async(return_exceptions=True)
-    return [result for result in results if isinstance(result, ReplicaReport)]
+async def broadcast(handle: DeploymentHandle[Any], method: str, *arguments: Any) -> list[Any]:
+    """Call a method on every replica; the answers of those that give one in time.
+
+    Serve's own `results_async` loses every answer when one replica is late.
+    """
+    response = handle.broadcast(method, *arguments)
+    pending = await response._fetch_replica_results_async()
+    answers = await asyncio.gather(
+        *(asyncio.wait_for(one.get_async(), _BROADCAST_TIMEOUT_S) for one in pending),  # type: ignore[no-untyped-call]
+        return_exceptions=True,
+    )
+    for error in answers:
+        if isinstance(error, BaseException):
+            log.warning("replica_silent", extra={"method": method, "error": repr(error)})
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 class ServeEngines:
@@ -29,32 +49,50 @@ class ServeEngines:
     async def generate(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
         """Stream a replica's answer.
 
-        A replica that dies before the answer's first byte is replaced by another. Raises
-        Unavailable when none answers.
+        A replica that is lost before the answer's first byte is replaced by another. Raises
+        Unavailable when none answers, GenerationFailed when the replica's own code broke.
         """
         handle = self._handles[base_model].options(
             stream=True, multiplexed_model_id=call.adapter.digest if call.adapter else ""
         )
-        begun = False
-        for _ in range(_ATTEMPTS):
-            response = cast("DeploymentResponseGenerator[StreamItem]", handle.generate.remote(call))
+        for attempt in range(_ATTEMPTS):
+            # An id of its own: a lost replica may still be at work on the attempt before.
+            again = replace(call, request_id=f"{call.request_id}-{attempt}") if attempt else call
+            begun = False
             try:
-                async for item in response:
+                async for item in _answer(handle, again):
                     begun = begun or isinstance(item, bytes)
                     yield item
-            except RayActorError as error:
+            except Unavailable:
                 if begun:
-                    raise Unavailable("the replica died while answering") from error
-            except BackPressureError as error:
-                raise Unavailable("every replica is full", retry_after_s=1) from error
+                    raise
             else:
                 return
-            finally:
-                response.cancel()  # type: ignore[no-untyped-call]
         raise Unavailable("no replica could answer", retry_after_s=5)
 
     async def reports(self) -> list[ReplicaReport]:
-        """What every replica of every base model holds."""
-        return [
-            report for handle in self._handles.values() for report in await broadcast_report(handle)
-        ]
+        """What every replica of every base model holds; one that does not answer is left out."""
+        reports = await asyncio.gather(*(broadcast(h, "report") for h in self._handles.values()))
+        return [report for some in reports for report in some]
+
+
+async def _answer(handle: DeploymentHandle[Any], call: Call) -> AsyncGenerator[StreamItem, None]:
+    """One replica's answer. Raises Unavailable when it is lost or will not take the call."""
+    response = cast("DeploymentResponseGenerator[StreamItem]", handle.generate.remote(call))
+    try:
+        async for item in response:
+            if isinstance(item, Refusal) and item.code == Unavailable.code:
+                raise Unavailable(item.message)
+            yield item
+    except RayTaskError as error:
+        log.exception("replica_broke", extra={"request_id": call.request_id})
+        raise GenerationFailed("the replica failed this request") from error
+    except _LOST as error:
+        raise Unavailable(f"the replica was lost: {type(error).__name__}") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise Unavailable("the replica cancelled this request") from error
+    finally:
+        response.cancel()  # type: ignore[no-untyped-call]

@@ -7,26 +7,38 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from lorikeet.api.messages import Call, Endpoint
-from lorikeet.errors import InvalidInput
+from lorikeet.errors import ContextLengthExceeded, InvalidInput
 
 
 class PromptEncoder:
     """The base model's tokenizer, applied as its chat template says."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, max_context: int) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
         self.backend: Tokenizer = self._tokenizer.backend_tokenizer
+        longest_token = max(len(token.encode()) for token in self._tokenizer.get_vocab())
+        self._max_context = max_context
+        self._most_characters = max_context * longest_token
 
     def encode(self, call: Call) -> tuple[tuple[int, ...], ...]:
-        """Token ids of every prompt of a call. Raises InvalidInput."""
+        """Token ids of every prompt of a call. Takes long for long prompts. Raises InvalidInput."""
         if call.endpoint is Endpoint.CHAT:
-            return (self._encode_chat(call),)
+            return (self._tokens(self._render(call), "messages", add_special_tokens=False),)
         return tuple(
-            prompt if isinstance(prompt, tuple) else tuple(self._tokenizer(prompt).input_ids)
+            prompt if isinstance(prompt, tuple) else self._tokens(prompt, "prompt")
             for prompt in call.prompts
         )
 
-    def _encode_chat(self, call: Call) -> tuple[int, ...]:
+    def _tokens(self, text: str, param: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        if len(text) > self._most_characters:
+            raise ContextLengthExceeded(
+                f"{param} has {len(text)} characters: no text longer than {self._most_characters} "
+                f"fits into the context of {self._max_context} tokens",
+                param=param,
+            )
+        return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _render(self, call: Call) -> str:
         if self._tokenizer.chat_template is None:
             raise InvalidInput(
                 "this base model has no chat template: use /v1/completions", param="messages"
@@ -41,4 +53,4 @@ class PromptEncoder:
             raise InvalidInput(
                 f"the chat template refuses these messages: {error}", param="messages"
             ) from error
-        return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
+        return str(text)

@@ -1,15 +1,15 @@
 """One engine behind Ray Serve: text in, the client's bytes out."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 from lorikeet.api.messages import Call, Header, Refusal, StreamItem
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import InvalidInput
-from lorikeet.placement.plan import Plan
+from lorikeet.placement.plan import Keep, Plan
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.serving.answer import Answer, refusal_of
 from lorikeet.serving.engine_settings import engine_settings
@@ -17,13 +17,14 @@ from lorikeet.serving.prompts import PromptEncoder
 from lorikeet.serving.router import RESIDENT_KEY
 from lorikeet.serving.source import BlobSource
 from lorikeet.settings import Settings
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter import Residency
 from lorikeet_engine.engine import Engine
-from lorikeet_engine.errors import EngineError
+from lorikeet_engine.errors import EngineError, StepFailed
 from lorikeet_engine.loop import EngineLoop
-from lorikeet_engine.request import Failed, Output, Request
+from lorikeet_engine.request import Failed, Output, Request, Tokens
 
-log = logging.getLogger(__name__)
+_ENCODERS = 2
+_MOST_FAILED_STEPS = 5  # in a row: the device or the engine is broken, not a request
 
 
 class Mailbox:
@@ -57,11 +58,15 @@ class Replica:
     def __init__(self, name: str, base_model: str, settings: Settings) -> None:
         self.name = name
         self._base_model = base_model
-        self._encoder = PromptEncoder(settings.base_models[base_model])
         source = BlobSource(open_store(settings.catalog))
         self._engine = Engine(engine_settings(settings, base_model), source)
+        context = self._engine.config.max_context
+        self._encoder = PromptEncoder(settings.base_models[base_model], context)
+        # Long prompts take seconds to tokenise: never on the event loop, which every stream shares.
+        self._encoding = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode")
         self._mailboxes: dict[str, Mailbox] = {}
-        self._pins: dict[AdapterRef, Residency] = {}
+        self._kept: dict[str, Keep] = {}
+        self._failed_steps = 0
         self._event_loop = asyncio.get_running_loop()
         self._engine_loop = EngineLoop(self._engine, self._deliver)
         self._engine_loop.start()
@@ -72,14 +77,14 @@ class Replica:
         Closing the iterator aborts what is not finished and frees its KV pages and lease.
         """
         try:
-            request = self._request(call)
+            request = await self._event_loop.run_in_executor(self._encoding, self._request, call)
             found = self._engine.residency(call.adapter) if call.adapter else None
-            mailbox = self._mailboxes[call.request_id] = Mailbox()
             self._engine.submit(request)
         except (EngineError, InvalidInput) as error:
-            self._mailboxes.pop(call.request_id, None)
             yield _refuse(error)
             return
+        # Outputs come through this event loop, so none can arrive before its mailbox is there.
+        mailbox = self._mailboxes[call.request_id] = Mailbox()
         answer = Answer(call, request.prompts, self._encoder.backend)
         try:
             yield Header(self.name, call.adapter.digest if call.adapter else None, found)
@@ -90,19 +95,23 @@ class Replica:
                     self._engine.abort(call.request_id, choice)
                 answer.stopped.clear()
         finally:
+            self._engine.abort(call.request_id)  # what has ended is left alone
             del self._mailboxes[call.request_id]
-            if not answer.finished:
-                self._engine.abort(call.request_id)
 
     async def apply_plan(self, plan: Plan) -> None:
-        """Take this replica's part of the plan: pin what is new, unpin what is gone."""
-        wanted = dict(plan.get(self.name, {}))
-        for ref in self._pins.keys() - wanted.keys():
-            self._engine.unpin(ref.digest)
-        for ref, tier in wanted.items():
-            if self._pins.get(ref) != tier:
-                self._engine.pin(ref, tier)
-        self._pins = wanted
+        """Take this replica's part of the plan: pin what is new, unpin what is gone.
+
+        A plan that does not name this replica was made without its report and changes nothing.
+        """
+        if self.name not in plan:
+            return
+        wanted = plan[self.name]
+        for digest in self._kept.keys() - wanted.keys():
+            self._engine.unpin(digest)
+        for digest, keep in wanted.items():
+            if digest not in self._kept or self._kept[digest].tier != keep.tier:
+                self._engine.pin(keep.ref, keep.tier)
+        self._kept = dict(wanted)
 
     async def report(self) -> ReplicaReport:
         """What this replica holds and does."""
@@ -114,9 +123,11 @@ class Replica:
         return {RESIDENT_KEY: [a.ref.digest for a in adapters if a.residency is Residency.GPU]}
 
     def check_health(self) -> None:
-        """Raises when the engine's thread has ended: Serve then replaces this replica."""
+        """Raises when the engine's thread has ended, or when step after step fails."""
         if not self._engine_loop.alive:
             raise RuntimeError("the engine's loop ended")
+        if self._failed_steps >= _MOST_FAILED_STEPS:
+            raise RuntimeError(f"the engine's last {self._failed_steps} steps failed")
 
     def close(self) -> None:
         """Stop the engine. Safe to call twice."""
@@ -141,8 +152,10 @@ class Replica:
             mailbox = self._mailboxes.get(output.request_id)
             if mailbox is not None:
                 mailbox.put(output)
-            elif isinstance(output, Failed):
-                log.info("failure_of_gone_request", extra={"request_id": output.request_id})
+        if any(isinstance(output, Tokens) for output in outputs):
+            self._failed_steps = 0
+        elif any(isinstance(o, Failed) and isinstance(o.error, StepFailed) for o in outputs):
+            self._failed_steps += 1
 
 
 def _refuse(error: EngineError | InvalidInput) -> Refusal:

@@ -1,0 +1,40 @@
+"""Where the events of this package and the engine go: one JSON object a line, on stderr."""
+
+import json
+import logging
+import sys
+import time
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+def log_to_stderr() -> None:
+    """Send the events of `lorikeet` and `lorikeet_engine` to the process's own stderr.
+
+    Ray Serve may redirect sys.stderr into a buffered log of its own that drops their fields; the
+    process's stderr is a file that Ray keeps and shows to the driver.
+    """
+    handler = logging.StreamHandler(sys.__stderr__)
+    handler.setFormatter(JsonLines())
+    for name in ("lorikeet", "lorikeet_engine"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+
+
+class JsonLines(logging.Formatter):
+    """time (UTC), level, event, the event's own fields, and the stack of an exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **{name: value for name, value in vars(record).items() if name not in _STANDARD},
+        }
+        if record.exc_info:
+            line["stack"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)

@@ -1,0 +1,196 @@
+"""A replica without Ray: the demo model, a catalog in a folder, calls as a gateway sends them."""
+
+import asyncio
+import json
+import time
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from demo.fill import fill_catalog
+from demo.tasks import TASKS
+from lorikeet.api.messages import Call, Endpoint, Header, Refusal
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.store import open_store
+from lorikeet.placement.plan import Keep
+from lorikeet.serving.replica import Replica
+from lorikeet.settings import Settings
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.request import SamplingParams
+
+BASE = "lorikeet-demo"
+TASK = TASKS[0]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    root = tmp_path_factory.mktemp("replica")
+    given = {"LORIKEET_CATALOG": str(root / "catalog"), "LORIKEET_CACHE_DIR": str(root / "cache")}
+    settings = Settings.from_env(given)
+    fill_catalog(settings, root)
+    return settings
+
+
+@pytest.fixture
+def ref(settings):
+    state = AdapterCatalog(open_store(settings.catalog)).refresh()
+    return state.resolve(TASK.model, TASK.tenant)
+
+
+CALL = Call(
+    request_id="r",
+    endpoint=Endpoint.COMPLETIONS,
+    created=0,
+    tenant=TASK.tenant,
+    model=BASE,
+    adapter=None,
+    prompts=("once upon",),
+    max_tokens=8,
+    sampling=SamplingParams(temperature=0, ignore_eos=True),
+)
+
+
+def run(settings, scenario):
+    async def inside():
+        replica = Replica("r0", BASE, settings)
+        try:
+            return await asyncio.wait_for(scenario(replica), 60)
+        finally:
+            replica.close()
+
+    return asyncio.run(inside())
+
+
+async def items_of(replica, call):
+    return [item async for item in replica.generate(call)]
+
+
+async def until(holds, within_s=5.0):
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, "not in time"
+        await asyncio.sleep(0.01)
+
+
+def test_a_header_comes_first_and_says_where_the_adapter_was(settings, ref):
+    async def scenario(replica):
+        call = replace(
+            CALL,
+            adapter=ref,
+            endpoint=Endpoint.CHAT,
+            messages=({"role": "user", "content": TASK.example.prompt},),
+            max_tokens=None,
+            sampling=SamplingParams(temperature=0),
+        )
+        cold = await items_of(replica, call)
+        warm = await items_of(replica, call)
+        return cold, warm
+
+    cold, warm = run(settings, scenario)
+    assert isinstance(cold[0], Header)
+    assert cold[0].residency < Residency.GPU
+    assert warm[0] == Header("r0", ref.digest, Residency.GPU)
+    for items in (cold, warm):
+        message = json.loads(b"".join(items[1:]))["choices"][0]["message"]
+        assert message["content"] == TASK.example.answer
+
+
+def test_closing_an_answer_frees_its_pages_and_lease(settings, ref):
+    async def scenario(replica):
+        call = replace(CALL, adapter=ref, max_tokens=900, stream=True)
+        async with aclosing(replica.generate(call)) as items:
+            async for item in items:
+                if isinstance(item, bytes):
+                    break
+        await until(lambda: replica._engine.report().kv_pages_used == 0, within_s=1)
+        (held,) = [a for a in replica._engine.report().adapters if a.ref == ref]
+        assert held.leases == 0
+
+    run(settings, scenario)
+
+
+def test_a_request_id_in_flight_is_refused_and_the_first_goes_on(settings):
+    async def scenario(replica):
+        first = asyncio.create_task(items_of(replica, replace(CALL, max_tokens=100)))
+        await until(lambda: "r" in replica._mailboxes)
+        (refusal,) = await items_of(replica, CALL)
+        return refusal, await first
+
+    refusal, first = run(settings, scenario)
+    assert isinstance(refusal, Refusal)
+    assert json.loads(first[-1])["usage"]["completion_tokens"] == 100
+
+
+@pytest.mark.parametrize("prompt", ["word " * 300_000, "word " * 1_200], ids=["text", "tokens"])
+def test_a_prompt_that_cannot_fit_is_refused_without_stopping_others(settings, prompt):
+    async def scenario(replica):
+        gaps, last = [], time.monotonic()
+        refused = asyncio.create_task(items_of(replica, replace(CALL, prompts=(prompt,))))
+        while not refused.done():
+            await asyncio.sleep(0.005)
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+        return await refused, max(gaps)
+
+    (refusal,), longest_gap_s = run(settings, scenario)
+    assert refusal.code == "context_length_exceeded"
+    assert longest_gap_s < 0.5
+
+
+def test_a_plan_that_does_not_name_the_replica_changes_nothing(settings, ref):
+    async def scenario(replica):
+        def pinned():
+            return [a.pinned for a in replica._engine.report().adapters if a.ref == ref] == [True]
+
+        await replica.apply_plan({"r0": {ref.digest: Keep(ref, Residency.GPU)}})
+        await until(pinned)
+        await replica.apply_plan({"other": {}})
+        await asyncio.sleep(0.2)
+        assert pinned()
+        await replica.apply_plan({"r0": {}})
+        await until(lambda: not pinned())
+
+    run(settings, scenario)
+
+
+def test_step_after_step_failing_makes_a_replica_unhealthy(settings):
+    async def scenario(replica):
+        def broken(batch):
+            raise RuntimeError("device lost")
+
+        forward, replica._engine._runner.forward = replica._engine._runner.forward, broken
+        for attempt in range(5):
+            replica.check_health()
+            (_, refusal) = await items_of(replica, replace(CALL, request_id=f"r{attempt}"))
+            assert refusal.code == "generation_failed"
+        with pytest.raises(RuntimeError, match="5 steps failed"):
+            replica.check_health()
+        replica._engine._runner.forward = forward
+        await items_of(replica, CALL)
+        replica.check_health()
+
+    run(settings, scenario)
+
+
+def test_a_closed_engine_sends_the_request_elsewhere(settings):
+    async def scenario(replica):
+        replica.close()
+        (refusal,) = await items_of(replica, CALL)
+        assert refusal.code == "unavailable"
+        with pytest.raises(RuntimeError, match="ended"):
+            replica.check_health()
+
+    run(settings, scenario)
+
+
+def test_an_adapter_that_is_nowhere_fails_with_its_name(settings):
+    nowhere = AdapterRef(TASK.tenant, "nowhere", 1, "0" * 64)
+
+    async def scenario(replica):
+        return await items_of(replica, replace(CALL, adapter=nowhere))
+
+    _, refusal = run(settings, scenario)
+    assert refusal.code == "adapter_load_failed"
+    assert f"{TASK.tenant}/nowhere@1" in refusal.message
