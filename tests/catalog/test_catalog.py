@@ -96,7 +96,7 @@ def test_a_key_is_found_by_its_secrets_hash_and_nothing_else_is_kept(
 
 
 def test_a_revoked_key_stays_known_and_revoked(catalog: AdapterCatalog) -> None:
-    key, secret = catalog.create_key(None, [Scope.ADMIN], actor="ann")
+    key, secret = catalog.create_key("acme", [Scope.INFER], actor="ann")
 
     assert catalog.revoke_key(key.id, actor="ann").revoked
     before = catalog.state.seq
@@ -105,6 +105,20 @@ def test_a_revoked_key_stays_known_and_revoked(catalog: AdapterCatalog) -> None:
     found = catalog.state.key_by_sha256(secret_sha256(secret))
     assert found is not None
     assert found.revoked
+
+
+def test_the_last_admins_key_is_not_revoked(catalog: AdapterCatalog) -> None:
+    first, _ = catalog.create_key(None, [Scope.ADMIN], actor="ann")
+    catalog.create_key("acme", [Scope.INFER, Scope.ADMIN], actor="ann")  # a tenant's: no admin
+
+    with pytest.raises(Conflict, match="keys create --admin"):
+        catalog.revoke_key(first.id, actor="ann")
+
+    second, _ = catalog.create_key(None, [Scope.ADMIN], actor="ann")
+    assert catalog.revoke_key(first.id, actor="bob").revoked
+    with pytest.raises(Conflict, match="the last admin's key"):
+        catalog.revoke_key(second.id, actor="bob")
+    assert not catalog.state.key(second.id).revoked
 
 
 def test_keys_that_make_no_sense_are_refused(catalog: AdapterCatalog) -> None:

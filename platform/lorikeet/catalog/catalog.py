@@ -17,6 +17,7 @@ from lorikeet.catalog.fold import fold
 from lorikeet.catalog.keys import new_key_id, new_secret, secret_sha256
 from lorikeet.catalog.log import Log
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_alias, check_name, check_selector
+from lorikeet.catalog.pin_terms import check_expiry, check_reason
 from lorikeet.catalog.records import (
     AdapterRecord,
     BlobFacts,
@@ -116,7 +117,10 @@ class AdapterCatalog:
         return after.key(change.id), secret
 
     def revoke_key(self, key_id: str, *, actor: str) -> KeyRecord:
-        """Make a key invalid for ever; again is fine. Raises UnknownKey."""
+        """Make a key invalid for ever; again is fine.
+
+        Raises UnknownKey, and Conflict for the last admin's key.
+        """
         return self._commit(actor, lambda state: rules.revoke_key(state, key_id)).key(key_id)
 
     def register(
@@ -217,8 +221,8 @@ class AdapterCatalog:
         _check_count(replicas, "replicas")
         if tier is Residency.REMOTE:
             raise InvalidInput("tier=remote promises nothing: want disk, host or gpu", param="tier")
-        if expires is not None and expires <= self._clock():
-            raise InvalidInput(f"expires={expires}: want a time to come", param="expires")
+        check_expiry(expires, self._clock())
+        check_reason(reason)
         change = Pinned(
             tenant=tenant,
             name=name,

@@ -37,6 +37,11 @@ class KeyRecord:
     created: float
     revoked: bool = False
 
+    @property
+    def administers(self) -> bool:
+        """Whether this is an administrator's key that still works."""
+        return self.tenant is None and Scope.ADMIN in self.scopes and not self.revoked
+
 
 @dataclass(frozen=True, slots=True)
 class BlobFacts:

@@ -42,8 +42,16 @@ def create_key(state: CatalogState, change: KeyCreated) -> Changes:
 
 
 def revoke_key(state: CatalogState, key_id: str) -> Changes:
-    """Make a key invalid. Raises UnknownKey."""
-    return () if state.key(key_id).revoked else (KeyRevoked(id=key_id),)
+    """Make a key invalid, unless nobody could administer then. Raises UnknownKey, Conflict."""
+    if state.key(key_id).revoked:
+        return ()
+    if [key.id for key in state.key_records.values() if key.administers] == [key_id]:
+        raise Conflict(
+            f"{key_id} is the last admin's key: make another first "
+            "(`lorikeet keys create --admin`) and revoke this one with it",
+            param="id",
+        )
+    return (KeyRevoked(id=key_id),)
 
 
 def register(
