@@ -174,6 +174,10 @@ def test_status_shows_every_replica(gateway: Gateway) -> None:
         ("PUT", "/pins/acme/support", {"tier": "remote"}, 400, "tier"),
         ("PUT", "/pins/acme/support", {"replicas": 0}, 400, "replicas"),
         ("PUT", "/pins/acme/support", {"expires_s": 0}, 400, "expires_s"),
+        ("PUT", "/pins/acme/support", {"expires_s": 3651 * 86400}, 400, "expires_s"),
+        ("PUT", "/pins/acme/support", {"reason": "\x1b[2J"}, 400, "reason"),
+        ("PUT", "/pins/acme/support", {"reason": "two\nlines"}, 400, "reason"),
+        ("PUT", "/pins/acme/support", {"reason": "x" * 201}, 400, "reason"),
         ("PUT", "/pins/acme/support", {"selector": "beta"}, 404, "selector"),
         ("PUT", "/pins/acme/support", {"selector": "a/b"}, 400, "selector"),
         ("PUT", "/tenants/acme", {"max_concurrent": 0}, 400, "max_concurrent"),
@@ -190,4 +194,28 @@ def test_what_cannot_be_is_refused_by_name(
 ) -> None:
     before = unchanged.catalog.state
     assert error_of(unchanged.admin(method, path, body), status)["param"] == param
+    assert unchanged.catalog.refresh() is before
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "param"),
+    [
+        ("GET", "/adapters/Acme/support", "tenant"),
+        ("GET", "/adapters/acme/a%2e%2eb", "name"),
+        ("POST", "/adapters/acme/%0a/retire", "name"),
+        ("DELETE", "/pins/acme%2Fsupport", None),
+        ("POST", "/tenants/acme%2Fkeys", None),
+        ("DELETE", "/keys%2F{id}", None),
+        ("DELETE", "/keys/Key!", "id"),
+        ("GET", "/tenants/-acme/keys", "tenant"),
+        ("GET", "/adapters?tenant=..", "tenant"),
+    ],
+)
+def test_no_name_in_an_address_leads_elsewhere(
+    unchanged: Gateway, method: str, path: str, param: str | None
+) -> None:
+    before = unchanged.catalog.state
+    address = path.format(id=next(iter(before.key_records)))
+    answer = unchanged.admin(method, address)
+    assert error_of(answer, 400)["param"] == param
     assert unchanged.catalog.refresh() is before

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from lorikeet.catalog.changes import Pinned
+from lorikeet.catalog.log import Log
+from lorikeet_engine.adapter import Residency
 from tests.cli.adapters import peft_folder
 from tests.cli.conftest import Lorikeet
 
@@ -47,7 +50,31 @@ def test_pins_are_listed_and_taken_back(registered: Lorikeet) -> None:
 
 def test_a_pin_says_for_how_long(registered: Lorikeet) -> None:
     said = registered.do("pin", "acme/support", "--tier", "disk", "--expires", "7d")
-    assert said.startswith("Pinned acme/support@prod to disk on all replicas until ")
+    assert said.startswith("acme/support@prod will be kept on disk on all replicas until ")
+
+
+def test_a_pin_on_more_replicas_than_there_are_is_no_claim_that_it_is_done(
+    registered: Lorikeet,
+) -> None:
+    said = registered.do("pin", "acme/support", "--replicas", "99")
+    assert "will be kept on gpu on 99 replicas; `lorikeet status` shows when" in said
+
+
+def test_what_a_catalog_holds_cannot_break_or_steer_a_terminal(registered: Lorikeet) -> None:
+    change = Pinned(
+        tenant="acme",
+        name="support",
+        selector="prod",
+        tier=Residency.GPU,
+        replicas=None,
+        reason="\x1b[2Jgone\n",
+        expires=1e13,
+    )
+    catalog = registered.catalog
+    Log(catalog.store).append(catalog.state.seq, "test", time.time(), [change])
+    (row,) = [line for line in registered.do("pins").splitlines() if "acme/support" in line]
+    assert "\\x1b[2Jgone\\n" in row
+    assert "1.0e+13 s" in row
 
 
 @pytest.mark.parametrize(
@@ -59,8 +86,11 @@ def test_a_pin_says_for_how_long(registered: Lorikeet) -> None:
         ["--expires", "2"],
         ["--expires", "0h"],
         ["--expires", "soon"],
+        ["--expires", "3651d"],
+        ["--expires", "9" * 5000 + "d"],
+        ["--replicas", "9" * 5000],
     ],
-    ids=" ".join,
+    ids=lambda options: " ".join(options)[:20],
 )
 def test_what_cannot_be_meant_is_wrong_usage(lorikeet: Lorikeet, options: list[str]) -> None:
     assert lorikeet.run("pin", "acme/support", *options).exit_code == 2

@@ -60,6 +60,18 @@ def test_a_key_of_nobody_fails(lorikeet: Lorikeet) -> None:
     assert "nobody" in result.stderr
 
 
+@pytest.mark.parametrize("group", ["pins", "adapters", "tenants"])
+def test_no_name_leads_to_another_route(lorikeet: Lorikeet, group: str) -> None:
+    key = json.loads(lorikeet.do("keys", "create", "--tenant", "acme", "--json"))
+    words = {
+        "pins": ["unpin", f"../keys/{key['id']}"],
+        "adapters": ["keys", "revoke", f"x/../{key['id']}"],
+        "tenants": ["tenants", "create", ".."],
+    }[group]
+    assert lorikeet.run(*words).exit_code == 2
+    assert models(lorikeet, key["key"]) == httpx.codes.OK
+
+
 def models(lorikeet: Lorikeet, key: str) -> int:
     answer = httpx.get(f"{lorikeet.url}/v1/models", headers={"authorization": f"Bearer {key}"})
     return answer.status_code

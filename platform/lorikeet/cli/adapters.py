@@ -4,7 +4,14 @@ from typing import Annotated, Any
 
 import typer
 
-from lorikeet.cli.names import Name, parse_adapter, parse_name, parse_version
+from lorikeet.cli.names import (
+    Name,
+    parse_adapter,
+    parse_alias,
+    parse_name,
+    parse_tenant,
+    parse_version,
+)
 from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table, size
 from lorikeet.cli.server import admin
 
@@ -17,12 +24,20 @@ AdapterVersion = Annotated[
 AdapterPerhapsVersion = Annotated[
     Name, typer.Argument(parser=parse_name, metavar="TENANT/NAME[@VERSION]", show_default=False)
 ]
-Alias = Annotated[str, typer.Option(help="Which alias; prod is what tenant/name means.")]
+Alias = Annotated[
+    str,
+    typer.Option(
+        parser=parse_alias, metavar="ALIAS", help="Which alias; prod is what tenant/name means."
+    ),
+]
+Tenant = Annotated[
+    str | None, typer.Option(parser=parse_tenant, metavar="NAME", help="Of this tenant only.")
+]
 
 
 def list_adapters(
     ctx: typer.Context,
-    tenant: Annotated[str | None, typer.Option(help="Of this tenant only.")] = None,
+    tenant: Tenant = None,
     as_json: AsJson = False,
 ) -> None:
     """List adapters.

@@ -4,7 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lorikeet.cli.names import segment
+from lorikeet.cli.adapters import Tenant
+from lorikeet.cli.names import parse_key_id, parse_tenant
 from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
 from lorikeet.cli.server import admin
 
@@ -23,7 +24,13 @@ def keys() -> None:
 def create(
     ctx: typer.Context,
     tenant: Annotated[
-        str | None, typer.Option(help="A key for this tenant's requests.", show_default=False)
+        str | None,
+        typer.Option(
+            parser=parse_tenant,
+            metavar="NAME",
+            help="A key for this tenant's requests.",
+            show_default=False,
+        ),
     ] = None,
     for_admin: Annotated[
         bool, typer.Option("--admin", help="A key for administering, of no tenant.")
@@ -41,14 +48,14 @@ def create(
     if tenant is None:
         answer = admin(ctx).post("/keys", {"scopes": ["admin"]})
     else:
-        answer = admin(ctx).post(f"/tenants/{segment(tenant)}/keys", {"scopes": ["infer"]})
+        answer = admin(ctx).post(f"/tenants/{tenant}/keys", {"scopes": ["infer"]})
     print_secret(answer, as_json)
 
 
 @app.command("list")
 def list_keys(
     ctx: typer.Context,
-    tenant: Annotated[str | None, typer.Option(help="Of this tenant only.")] = None,
+    tenant: Tenant = None,
     as_json: AsJson = False,
 ) -> None:
     """List keys by their ids.
@@ -57,7 +64,7 @@ def list_keys(
 
     Example: `lorikeet keys list --tenant acme`
     """
-    path = "/keys" if tenant is None else f"/tenants/{segment(tenant)}/keys"
+    path = "/keys" if tenant is None else f"/tenants/{tenant}/keys"
     answer = admin(ctx).get(path)
     if as_json:
         print_json(answer)
@@ -72,7 +79,7 @@ def list_keys(
 @app.command()
 def revoke(
     ctx: typer.Context,
-    key_id: Annotated[str, typer.Argument(metavar="ID", show_default=False)],
+    key_id: Annotated[str, typer.Argument(parser=parse_key_id, metavar="ID", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
     """Revoke a key, for ever.
@@ -81,7 +88,7 @@ def revoke(
 
     Example: `lorikeet keys revoke key-3f1a97018cd4fa38`
     """
-    answer = admin(ctx).delete(f"/keys/{segment(key_id)}")
+    answer = admin(ctx).delete(f"/keys/{key_id}")
     if as_json:
         print_json(answer)
         return

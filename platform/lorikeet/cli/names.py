@@ -1,10 +1,18 @@
-"""Names and durations as they are typed on a command line. The server judges them."""
+"""Names and durations as they are typed on a command line.
+
+Names are held to the catalog's own rules before any address is made of them: a `..` in a path
+would lead to another route.
+"""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from urllib.parse import quote
 
 import typer
+
+from lorikeet.catalog.names import check_alias, check_name, check_selector
+from lorikeet.catalog.pin_terms import LONGEST_PIN_S
+from lorikeet.errors import InvalidInput
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -20,12 +28,22 @@ class Name:
     @property
     def path(self) -> str:
         """As a part of a URL's path."""
-        return f"{segment(self.tenant)}/{segment(self.name)}"
+        return f"{self.tenant}/{self.name}"
 
 
-def segment(name: str) -> str:
-    """One name as one segment of a URL's path."""
-    return quote(name, safe="")
+def parse_tenant(text: str) -> str:
+    """A tenant's name. Raises typer.BadParameter."""
+    return _checked(check_name, text, "tenant")
+
+
+def parse_alias(text: str) -> str:
+    """An alias. Raises typer.BadParameter."""
+    return _checked(check_alias, text, "alias")
+
+
+def parse_key_id(text: str) -> str:
+    """A key's id. Raises typer.BadParameter."""
+    return _checked(check_name, text, "id")
 
 
 def parse_name(text: str) -> Name:
@@ -34,7 +52,11 @@ def parse_name(text: str) -> Name:
     tenant, _, name = whole.partition("/")
     if not (tenant and name and bool(at) == bool(selector)):
         raise typer.BadParameter(f"{text!r}: want tenant/name, such as acme/support")
-    return Name(tenant, name, selector or None)
+    return Name(
+        parse_tenant(tenant),
+        _checked(check_name, name, "name"),
+        _checked(check_selector, selector, "after @") if at else None,
+    )
 
 
 def parse_adapter(text: str) -> Name:
@@ -56,7 +78,17 @@ def parse_version(name: Name) -> int:
 
 def parse_duration(text: str) -> int:
     """90s, 15m, 2h or 7d in seconds. Raises typer.BadParameter."""
-    match = re.fullmatch(r"([1-9][0-9]*)([smhd])", text)
+    match = re.fullmatch(r"([1-9][0-9]{0,11})([smhd])", text)
     if match is None:
         raise typer.BadParameter(f"{text!r}: want a duration such as 90s, 15m, 2h or 7d")
-    return int(match[1]) * _SECONDS[match[2]]
+    seconds = int(match[1]) * _SECONDS[match[2]]
+    if seconds > LONGEST_PIN_S:
+        raise typer.BadParameter(f"{text!r}: want at most {LONGEST_PIN_S // _SECONDS['d']}d")
+    return seconds
+
+
+def _checked(check: Callable[[str, str], str], text: str, param: str) -> str:
+    try:
+        return check(text, param)
+    except InvalidInput as error:
+        raise typer.BadParameter(error.message) from error

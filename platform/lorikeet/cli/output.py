@@ -29,7 +29,7 @@ def print_line(text: str) -> None:
 
 def print_error(message: str) -> None:
     """One sentence on stderr."""
-    error = Text.assemble(("Error: ", "bold red"), message)
+    error = Text.assemble(("Error: ", "bold red"), _inert(message))
     _print(Console(stderr=True, highlight=False), error)
 
 
@@ -38,7 +38,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty:
 
     A column whose name starts with '#' holds numbers and stands to the right.
     """
-    filled = [[NOTHING if cell is None else str(cell) for cell in row] for row in rows]
+    filled = [[NOTHING if cell is None else _inert(str(cell)) for cell in row] for row in rows]
     if not filled:
         print_line(empty)
         return
@@ -72,7 +72,17 @@ def moment(unix_s: float | None) -> str | None:
     """Unix seconds as UTC, to the minute."""
     if unix_s is None:
         return None
-    return datetime.fromtimestamp(unix_s, tz=UTC).strftime("%Y-%m-%d %H:%M")
+    try:
+        return datetime.fromtimestamp(unix_s, tz=UTC).strftime("%Y-%m-%d %H:%M")
+    except (ValueError, OverflowError, OSError):  # the calendar ends with the year 9999
+        return f"{unix_s:.1e} s"
+
+
+def _inert(text: str) -> str:
+    """Text that cannot steer a terminal: what does not print is spelt out."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def _print(console: Console, text: str | Text) -> None:

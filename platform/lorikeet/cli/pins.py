@@ -1,5 +1,6 @@
 """Pins: promises that an adapter stays near the GPU."""
 
+import re
 from enum import Enum
 from typing import Annotated, Any
 
@@ -57,8 +58,8 @@ def pin(
         return
     until = "" if answer["expires"] is None else f" until {moment(answer['expires'])} UTC"
     print_line(
-        f"Pinned [cyan]{answer['adapter']}@{answer['selector']}[/cyan] to {answer['tier']}"
-        f" on {_replicas(answer)}{until}."
+        f"[cyan]{answer['adapter']}@{answer['selector']}[/cyan] will be kept on {answer['tier']}"
+        f" on {_replicas(answer)}{until}; `lorikeet status` shows when it is there."
     )
 
 
@@ -101,7 +102,7 @@ def add_to(app: typer.Typer) -> None:
 def _parse_replicas(text: str) -> int | None:
     if text == "all":
         return None
-    if not text.isdecimal() or int(text) < 1:
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
         raise typer.BadParameter(f"--replicas {text!r}: want an integer ≥ 1, or all")
     return int(text)
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from lorikeet.cli.names import segment
+from lorikeet.cli.names import parse_tenant
 from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
 from lorikeet.cli.server import admin
 
@@ -42,7 +42,9 @@ def list_tenants(ctx: typer.Context, as_json: AsJson = False) -> None:
 @app.command()
 def create(
     ctx: typer.Context,
-    tenant: Annotated[str, typer.Argument(show_default=False)],
+    tenant: Annotated[
+        str, typer.Argument(parser=parse_tenant, metavar="TENANT", show_default=False)
+    ],
     max_concurrent: Annotated[
         int | None, typer.Option(min=1, help="Requests at once, over all gateways.")
     ] = None,
@@ -52,7 +54,7 @@ def create(
 
     Example: `lorikeet tenants create acme --max-concurrent 32`
     """
-    answer = admin(ctx).put(f"/tenants/{segment(tenant)}", {"max_concurrent": max_concurrent})
+    answer = admin(ctx).put(f"/tenants/{tenant}", {"max_concurrent": max_concurrent})
     if as_json:
         print_json(answer)
         return

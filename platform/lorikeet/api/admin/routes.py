@@ -4,6 +4,7 @@ from fastapi import APIRouter, Depends
 
 from lorikeet.api.admin.adapters import adapter_routes
 from lorikeet.api.admin.keys import key_routes
+from lorikeet.api.admin.path import check_path
 from lorikeet.api.admin.pins import pin_routes
 from lorikeet.api.admin.status import status_routes
 from lorikeet.api.admin.tenants import tenant_routes
@@ -15,7 +16,8 @@ from lorikeet.api.services import Services
 
 def admin_routes(services: Services, gate: Gate, follower: CatalogFollower) -> APIRouter:
     """Everything under /admin/v1; an admin's key is wanted before anything else is looked at."""
-    router = APIRouter(prefix="/admin/v1", dependencies=[Depends(gate.admin)])
+    checks = [Depends(gate.admin), Depends(check_path)]
+    router = APIRouter(prefix="/admin/v1", dependencies=checks)
     router.include_router(upload_routes(services))
     router.include_router(adapter_routes(services.catalog, follower))
     router.include_router(pin_routes(services.catalog, follower))
