@@ -5,6 +5,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -16,7 +17,7 @@ from lorikeet_engine.errors import EngineClosed, EngineError, InvalidRequest, St
 from lorikeet_engine.intake import EngineConfig, Intake
 from lorikeet_engine.kernels.attention import SdpaAttention
 from lorikeet_engine.kv_cache import KVCache, count_pages
-from lorikeet_engine.models import ModelConfig, load_model
+from lorikeet_engine.models import Model, ModelConfig, load_model
 from lorikeet_engine.request import EngineReport, Failed, Output, Request, Tokens
 from lorikeet_engine.residency.disk import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 # Rows of the table of adapters, some KiB each: more than an arena holds in practice.
 _MAX_SLOTS = 1024
 
+LoadModel = Callable[[Path, torch.device, torch.dtype, int | None], Model]
+
 
 class Engine:
     """One base model, its adapters, and the requests in flight.
@@ -40,15 +43,18 @@ class Engine:
     fail_all and close from one alone, for instance EngineLoop's.
     """
 
-    def __init__(self, settings: EngineSettings, source: AdapterSource) -> None:
+    def __init__(
+        self, settings: EngineSettings, source: AdapterSource, load: LoadModel = load_model
+    ) -> None:
         """Load the model and allocate all the memory that serving needs.
 
-        Raises ModelError, and SettingsError if kv_bytes has no room for one sequence.
+        load: reads the base model, as load_model does. Raises ModelError, and SettingsError if
+        kv_bytes has no room for one sequence.
         """
         self._settings = settings
         self._device = torch.device(settings.device)
         dtype = settings.torch_dtype
-        model = load_model(settings.model, self._device, dtype, settings.max_context)
+        model = load(settings.model, self._device, dtype, settings.max_context)
         kv = _allocate_kv(model.config, settings, self._device)
         self._kv_pages = kv.shape[2]
         self.config = EngineConfig(

@@ -23,7 +23,7 @@ class Runner:
         weights: None for an engine that serves the base model alone.
         kv [layers, 2, pages, page_size, kv_heads, head_dim], contiguous, in the model's dtype.
         """
-        self._model = model
+        self.model = model
         self._attention = attention
         self._weights = weights
         self._kv = kv
@@ -34,5 +34,5 @@ class Runner:
 
         The result belongs to the caller, who may change it in place.
         """
-        hidden = self._model.forward(batch, self._kv, self._weights, self._attention)
-        return self._model.logits(hidden[batch.logit_rows])
+        hidden = self.model.forward(batch, self._kv, self._weights, self._attention)
+        return self.model.logits(hidden[batch.logit_rows])

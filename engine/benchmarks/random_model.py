@@ -1,0 +1,63 @@
+"""A base model of given shapes with random weights: as fast as a trained one, and no files."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lorikeet_engine.models import Model, ModelConfig
+from lorikeet_engine.models.weights import Checkpoint
+
+LLAMA_3_1_8B: Mapping[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+
+class RandomCheckpoint(Checkpoint):
+    """Makes up every tensor that is read: norms are 1, products keep the size of their input."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+        self.device = device
+        self.dtype = dtype
+        self._random = torch.Generator(device).manual_seed(seed)
+
+    def read(self, names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
+        """A tensor [sum(rows), *tail], whatever the names are."""
+        shape = (sum(rows), *tail)
+        if not tail:
+            return torch.ones(shape, device=self.device, dtype=self.dtype)
+        out = torch.empty(shape, device=self.device, dtype=self.dtype)
+        return out.normal_(0.0, tail[-1] ** -0.5, generator=self._random)
+
+
+def random_model(
+    folder: Path, device: torch.device, dtype: torch.dtype, max_context: int | None = None
+) -> Model:
+    """What load_model gives for a folder that holds a config.json alone."""
+    config = ModelConfig.from_folder(folder, max_context)
+    return Model(config, RandomCheckpoint(device, dtype))
+
+
+def write_config(folder: Path, config: Mapping[str, Any] = LLAMA_3_1_8B) -> Path:
+    """Make the folder that random_model wants."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
