@@ -1,5 +1,8 @@
 """The way in: whose request is it, and which model does it mean?"""
 
+from typing import Annotated
+
+from fastapi import Depends
 from starlette.requests import Request
 
 from lorikeet.api.follower import CatalogFollower
@@ -56,7 +59,11 @@ class Gate:
         return authenticate(await self._follower.refreshed(), authorization, scope)
 
 
-def actor_of(request: Request) -> str:
+async def actor_of(request: Request) -> str:
     """Who an admin's change is written down to."""
     principal: Principal = request.state.principal
     return principal.key_id
+
+
+Actor = Annotated[str, Depends(actor_of)]
+"""A parameter of the routes that change something."""

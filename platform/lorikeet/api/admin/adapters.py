@@ -1,17 +1,16 @@
 """Admin routes: list, promote, roll back, retire adapters."""
 
-import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Field
 
 from lorikeet.api.admin.documents import adapter_json, version_json
-from lorikeet.api.body import Body, read_json
+from lorikeet.api.body import Body, json_body
 from lorikeet.api.follower import CatalogFollower
-from lorikeet.api.gate import actor_of
+from lorikeet.api.gate import Actor
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.names import DEFAULT_ALIAS
+from lorikeet.catalog.names import DEFAULT_ALIAS, check_name
 from lorikeet.catalog.records import AdapterRecord
 
 Version = Annotated[int, Field(ge=1)]
@@ -37,6 +36,11 @@ class Retire(Body):
     version: Version | None = None
 
 
+PromoteBody = Annotated[Promote, json_body(Promote)]
+RollbackBody = Annotated[Rollback, json_body(Rollback)]
+RetireBody = Annotated[Retire, json_body(Retire)]
+
+
 def adapter_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRouter:
     """Everything but the upload of a version."""
     router = APIRouter(prefix="/adapters")
@@ -45,7 +49,7 @@ def adapter_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRou
     async def list_adapters(tenant: str | None = None) -> dict[str, Any]:
         state = await follower.refreshed()
         if tenant is not None:
-            state.tenant(tenant)
+            state.tenant(check_name(tenant, "tenant"))
         return {"data": [adapter_json(adapter) for adapter in state.adapters(tenant)]}
 
     @router.get("/{tenant}/{name}")
@@ -53,34 +57,20 @@ def adapter_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRou
         return adapter_json((await follower.refreshed()).adapter(tenant, name))
 
     @router.post("/{tenant}/{name}/promote")
-    async def promote(request: Request, tenant: str, name: str) -> dict[str, Any]:
-        body = await read_json(request, Promote)
-        record = await asyncio.to_thread(
-            catalog.promote,
-            tenant,
-            name,
-            body.version,
-            body.alias,
-            body.expect,
-            actor=actor_of(request),
+    def promote(tenant: str, name: str, wanted: PromoteBody, actor: Actor) -> dict[str, Any]:
+        record = catalog.promote(
+            tenant, name, wanted.version, wanted.alias, wanted.expect, actor=actor
         )
-        return _at_alias(record, body.alias)
+        return _at_alias(record, wanted.alias)
 
     @router.post("/{tenant}/{name}/rollback")
-    async def rollback(request: Request, tenant: str, name: str) -> dict[str, Any]:
-        body = await read_json(request, Rollback)
-        record = await asyncio.to_thread(
-            catalog.rollback, tenant, name, body.alias, actor=actor_of(request)
-        )
-        return _at_alias(record, body.alias)
+    def rollback(tenant: str, name: str, wanted: RollbackBody, actor: Actor) -> dict[str, Any]:
+        record = catalog.rollback(tenant, name, wanted.alias, actor=actor)
+        return _at_alias(record, wanted.alias)
 
     @router.post("/{tenant}/{name}/retire")
-    async def retire(request: Request, tenant: str, name: str) -> dict[str, Any]:
-        body = await read_json(request, Retire)
-        record = await asyncio.to_thread(
-            catalog.retire, tenant, name, body.version, actor=actor_of(request)
-        )
-        return adapter_json(record)
+    def retire(tenant: str, name: str, wanted: RetireBody, actor: Actor) -> dict[str, Any]:
+        return adapter_json(catalog.retire(tenant, name, wanted.version, actor=actor))
 
     return router
 

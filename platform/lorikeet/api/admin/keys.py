@@ -1,16 +1,15 @@
 """Admin routes: admins' keys, and the revocation of any key."""
 
-import asyncio
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Field
 
 from lorikeet.api.admin.documents import key_json
-from lorikeet.api.body import Body, read_json
+from lorikeet.api.body import Body, json_body
 from lorikeet.api.errors import CREATED
 from lorikeet.api.follower import CatalogFollower
-from lorikeet.api.gate import actor_of
+from lorikeet.api.gate import Actor
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 
@@ -31,19 +30,13 @@ def key_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRouter:
         return {"data": [key_json(key) for key in state.key_records.values()]}
 
     @router.post("", status_code=CREATED)
-    async def create(request: Request) -> dict[str, Any]:
-        body = await read_json(request, AdminKey)
-        record, secret = await asyncio.to_thread(
-            catalog.create_key,
-            None,
-            [Scope(scope) for scope in body.scopes],
-            actor=actor_of(request),
-        )
+    def create(wanted: Annotated[AdminKey, json_body(AdminKey)], actor: Actor) -> dict[str, Any]:
+        scopes = [Scope(scope) for scope in wanted.scopes]
+        record, secret = catalog.create_key(None, scopes, actor=actor)
         return {**key_json(record), "key": secret}
 
     @router.delete("/{key_id}")
-    async def revoke(request: Request, key_id: str) -> dict[str, Any]:
-        record = await asyncio.to_thread(catalog.revoke_key, key_id, actor=actor_of(request))
-        return key_json(record)
+    def revoke(key_id: str, actor: Actor) -> dict[str, Any]:
+        return key_json(catalog.revoke_key(key_id, actor=actor))
 
     return router

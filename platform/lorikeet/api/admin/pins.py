@@ -1,18 +1,18 @@
 """Admin routes: pins."""
 
-import asyncio
 import time
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Field
 
 from lorikeet.api.admin.documents import pin_json
-from lorikeet.api.body import Body, read_json
+from lorikeet.api.body import Body, json_body
 from lorikeet.api.follower import CatalogFollower
-from lorikeet.api.gate import actor_of
+from lorikeet.api.gate import Actor
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.names import DEFAULT_ALIAS
+from lorikeet.catalog.pin_terms import LONGEST_PIN_S, LONGEST_REASON
 from lorikeet_engine.adapter import Residency
 
 
@@ -22,8 +22,8 @@ class Pin(Body):
     selector: str = DEFAULT_ALIAS
     replicas: Annotated[int, Field(ge=1)] | None = None
     tier: Literal["gpu", "host", "disk"] = "gpu"
-    reason: Annotated[str, Field(max_length=1000)] = ""
-    expires_s: Annotated[float, Field(gt=0)] | None = None
+    reason: Annotated[str, Field(max_length=LONGEST_REASON)] = ""
+    expires_s: Annotated[float, Field(gt=0, le=LONGEST_PIN_S)] | None = None
 
 
 def pin_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRouter:
@@ -36,24 +36,24 @@ def pin_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRouter:
         return {"data": [pin_json(pin) for pin in state.pins(time.time())]}
 
     @router.put("/{tenant}/{name}")
-    async def pin(request: Request, tenant: str, name: str) -> dict[str, Any]:
-        body = await read_json(request, Pin)
-        record = await asyncio.to_thread(
-            catalog.pin,
+    def pin(
+        tenant: str, name: str, wanted: Annotated[Pin, json_body(Pin)], actor: Actor
+    ) -> dict[str, Any]:
+        record = catalog.pin(
             tenant,
             name,
-            selector=body.selector,
-            tier=Residency[body.tier.upper()],
-            replicas=body.replicas,
-            reason=body.reason,
-            expires=None if body.expires_s is None else time.time() + body.expires_s,
-            actor=actor_of(request),
+            selector=wanted.selector,
+            tier=Residency[wanted.tier.upper()],
+            replicas=wanted.replicas,
+            reason=wanted.reason,
+            expires=None if wanted.expires_s is None else time.time() + wanted.expires_s,
+            actor=actor,
         )
         return pin_json(record)
 
     @router.delete("/{tenant}/{name}")
-    async def unpin(request: Request, tenant: str, name: str) -> dict[str, Any]:
-        await asyncio.to_thread(catalog.unpin, tenant, name, actor=actor_of(request))
+    def unpin(tenant: str, name: str, actor: Actor) -> dict[str, Any]:
+        catalog.unpin(tenant, name, actor=actor)
         return {"adapter": f"{tenant}/{name}", "pinned": False}
 
     return router

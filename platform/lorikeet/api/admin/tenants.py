@@ -1,16 +1,15 @@
 """Admin routes: tenants and their keys."""
 
-import asyncio
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Field
 
 from lorikeet.api.admin.documents import key_json, tenant_json
-from lorikeet.api.body import Body, read_json
+from lorikeet.api.body import Body, json_body
 from lorikeet.api.errors import CREATED
 from lorikeet.api.follower import CatalogFollower
-from lorikeet.api.gate import actor_of
+from lorikeet.api.gate import Actor
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 
@@ -37,12 +36,10 @@ def tenant_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRout
         return {"data": [tenant_json(tenant) for tenant in state.tenants()]}
 
     @router.put("/{tenant}")
-    async def save(request: Request, tenant: str) -> dict[str, Any]:
-        body = await read_json(request, Tenant)
-        record = await asyncio.to_thread(
-            catalog.create_tenant, tenant, body.max_concurrent, actor=actor_of(request)
-        )
-        return tenant_json(record)
+    def save(
+        tenant: str, wanted: Annotated[Tenant, json_body(Tenant)], actor: Actor
+    ) -> dict[str, Any]:
+        return tenant_json(catalog.create_tenant(tenant, wanted.max_concurrent, actor=actor))
 
     @router.get("/{tenant}/keys")
     async def list_keys(tenant: str) -> dict[str, Any]:
@@ -52,14 +49,11 @@ def tenant_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRout
         return {"data": [key_json(key) for key in keys]}
 
     @router.post("/{tenant}/keys", status_code=CREATED)
-    async def create_key(request: Request, tenant: str) -> dict[str, Any]:
-        body = await read_json(request, TenantKey)
-        record, secret = await asyncio.to_thread(
-            catalog.create_key,
-            tenant,
-            [Scope(scope) for scope in body.scopes],
-            actor=actor_of(request),
-        )
+    def create_key(
+        tenant: str, wanted: Annotated[TenantKey, json_body(TenantKey)], actor: Actor
+    ) -> dict[str, Any]:
+        scopes = [Scope(scope) for scope in wanted.scopes]
+        record, secret = catalog.create_key(tenant, scopes, actor=actor)
         return {**key_json(record), "key": secret}
 
     return router

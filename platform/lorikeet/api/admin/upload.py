@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from lorikeet.api.admin.documents import version_json
 from lorikeet.api.body import limited
 from lorikeet.api.errors import CREATED, OK
-from lorikeet.api.gate import actor_of
+from lorikeet.api.gate import Actor
 from lorikeet.api.intake import examine
 from lorikeet.api.services import Services
 from lorikeet.catalog.catalog import AdapterCatalog
@@ -29,6 +29,7 @@ def upload_routes(services: Services) -> APIRouter:
         response: Response,
         tenant: str,
         name: str,
+        actor: Actor,
         promote: bool = False,
         shared: bool | None = None,
         base_model: str | None = None,
@@ -48,7 +49,7 @@ def upload_routes(services: Services) -> APIRouter:
                 facts,
                 shared=shared,
                 promote=promote,
-                actor=actor_of(request),
+                actor=actor,
             )
         response.status_code = OK if known else CREATED
         return version_json(services.catalog.state.adapter(tenant, name), version)
