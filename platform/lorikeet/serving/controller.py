@@ -11,6 +11,7 @@ from ray.serve.handle import DeploymentHandle
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store import open_store
+from lorikeet.errors import LorikeetError
 from lorikeet.placement.plan import PinnedAdapter, Plan, make_plan
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.serving.engines import broadcast
@@ -35,6 +36,7 @@ class Controller:
         self._catalog = AdapterCatalog(open_store(settings.catalog))
         self._engines = engines
         self._published: dict[str, Plan] = {}  # for the log alone
+        self._failure = ""
         self._ticked_s = time.monotonic()
         self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -49,10 +51,22 @@ class Controller:
             try:
                 state = await asyncio.to_thread(self._catalog.refresh)
                 await asyncio.gather(*(self._publish(state, name) for name in self._engines))
-            except Exception:
-                log.exception("controller_tick_failed")
+            except Exception as error:
+                self._log_failure(error)
+            else:
+                self._failure = ""
             self._ticked_s = time.monotonic()
             await asyncio.sleep(TICK_S)
+
+    def _log_failure(self, error: Exception) -> None:
+        if repr(error) != self._failure:  # once, not every second of an outage
+            known = isinstance(error, LorikeetError)
+            log.error(
+                "controller_tick_failed",
+                extra={"error": str(error)},
+                exc_info=None if known else error,
+            )
+        self._failure = repr(error)
 
     async def _publish(self, state: CatalogState, base_model: str) -> None:
         handle = self._engines[base_model]

@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 import time
+import traceback
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
@@ -36,5 +37,6 @@ class JsonLines(logging.Formatter):
             **{name: value for name, value in vars(record).items() if name not in _STANDARD},
         }
         if record.exc_info:
-            line["stack"] = self.formatException(record.exc_info)
+            # Not formatException: it prints, and Serve may have replaced print.
+            line["stack"] = "".join(traceback.format_exception(*record.exc_info))
         return json.dumps(line, default=str)
