@@ -34,19 +34,36 @@ def test_several_base_models():
         ("LORIKEET_KV_MEMORY", "0", "1 byte"),
         ("LORIKEET_KV_MEMORY", "1.2.3MiB", "512MiB"),
         ("LORIKEET_ADAPTER_DISK", "four", "512MiB"),
+        ("LORIKEET_KV_MEMORY", "four", "a size such as 512MiB or 2GiB, or a share such as 20%"),
         ("LORIKEET_BASE_MODELS", "llama", "name=folder"),
         ("LORIKEET_BASE_MODELS", "a=/x,a=/y", "twice"),
         ("LORIKEET_DEVICE", "tpu", "cuda"),
     ],
 )
 def test_a_bad_value_is_named_with_what_is_wanted(name, value, want):
-    with pytest.raises(InvalidSetting, match=f"{name}={value!r}.*{want}"):
+    with pytest.raises(InvalidSetting, match=f"{name}={value!r}.*{want}") as refused:
         Settings.from_env({name: value})
+    assert "Value error" not in refused.value.message
 
 
 def test_an_unknown_variable_stops_the_start_and_lists_the_known():
     with pytest.raises(InvalidSetting, match=r"LORIKEET_SLOTS is not a setting.*LORIKEET_REPLICAS"):
         Settings.from_env({"LORIKEET_SLOTS": "4"})
+
+
+def test_a_misspelt_variable_is_told_what_it_may_mean():
+    with pytest.raises(InvalidSetting, match=r"did you mean LORIKEET_KV_MEMORY\?"):
+        Settings.from_env({"LORIKEET_KV_MEMROY": "1GiB"})
+    with pytest.raises(InvalidSetting) as strange:
+        Settings.from_env({"LORIKEET_QQQQ": "1"})
+    assert "did you mean" not in strange.value.message
+
+
+@pytest.mark.parametrize("name", ["LORIKEET_CATALOG", "LORIKEET_CACHE_DIR", "LORIKEET_REPLICAS"])
+@pytest.mark.parametrize("value", ["", " "])
+def test_a_variable_that_is_set_but_empty_is_no_default(name, value):
+    with pytest.raises(InvalidSetting, match=f"{name} is set but empty: unset it"):
+        Settings.from_env({name: value})
 
 
 def test_the_command_lines_own_variables_are_left_alone():

@@ -1,5 +1,6 @@
 """Every setting of the service, parsed once from the environment."""
 
+import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -37,7 +38,10 @@ def _parse_bytes(value: object) -> object:
 def _parse_memory(value: object) -> object:
     text = str(value).strip()
     if not text.endswith("%"):
-        return _parse_bytes(value)
+        try:
+            return _parse_bytes(value)
+        except ValueError as error:
+            raise ValueError(f"{error}, or a share such as 20%") from error
     try:
         share = float(text[:-1]) / 100
     except ValueError:
@@ -103,12 +107,19 @@ class Settings(BaseModel):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> "Settings":
-        """Read LORIKEET_ variables. Raises InvalidSetting for a bad value or an unknown name."""
+        """Read LORIKEET_ variables.
+
+        Raises InvalidSetting for a bad value, an empty one, or an unknown name.
+        """
         given = {
             name.removeprefix(_PREFIX).lower(): value
             for name, value in environ.items()
             if name.startswith(_PREFIX) and name not in _CLIENT_VARIABLES
         }
+        for name, value in given.items():
+            if not value.strip():
+                variable = _PREFIX + name.upper()
+                raise InvalidSetting(f"{variable} is set but empty: unset it or give a value")
         try:
             return cls.model_validate(given)
         except ValidationError as error:
@@ -118,6 +129,8 @@ class Settings(BaseModel):
 def _describe(problem: Any) -> str:
     name = _PREFIX + str(problem["loc"][0]).upper()
     if problem["type"] == "extra_forbidden":
-        known = ", ".join(sorted(_PREFIX + field.upper() for field in Settings.model_fields))
-        return f"{name} is not a setting; there are {known}"
-    return f"{name}={problem['input']!r}: {problem['msg']}"
+        known = sorted(_PREFIX + field.upper() for field in Settings.model_fields)
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        meant = f": did you mean {close[0]}?" if close else "."
+        return f"{name} is not a setting{meant} There are {', '.join(known)}"
+    return f"{name}={problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"
