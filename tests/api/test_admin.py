@@ -94,10 +94,18 @@ def test_a_pin_by_default_is_prod_on_every_gpu_for_ever(gateway: Gateway) -> Non
     )
 
 
-def test_tenants_are_saved_and_listed(gateway: Gateway) -> None:
-    saved = gateway.admin("PUT", "/tenants/hooli", {"max_concurrent": 4}).json()
-    assert (saved["tenant"], saved["max_concurrent"]) == ("hooli", 4)
-    assert gateway.admin("PUT", "/tenants/hooli").json()["max_concurrent"] is None
+def test_tenants_are_made_limited_and_listed(gateway: Gateway) -> None:
+    made = gateway.admin("POST", "/tenants", {"tenant": "hooli", "max_concurrent": 4})
+    assert made.status_code == 201
+    assert (made.json()["tenant"], made.json()["max_concurrent"]) == ("hooli", 4)
+    again = gateway.admin("POST", "/tenants", {"tenant": "hooli"})
+    assert error_of(again, 409)["param"] == "tenant"
+    assert gateway.admin("PUT", "/tenants/hooli", {"max_concurrent": 8}).json() == {
+        **made.json(),
+        "max_concurrent": 8,
+    }
+    lifted = gateway.admin("PUT", "/tenants/hooli", {"max_concurrent": None}).json()
+    assert lifted["max_concurrent"] is None
     names = [tenant["tenant"] for tenant in gateway.admin("GET", "/tenants").json()["data"]]
     assert names == ["acme", "globex", "hooli"]
 
@@ -181,8 +189,11 @@ def test_status_shows_every_replica(gateway: Gateway) -> None:
         ("PUT", "/pins/acme/support", {"selector": "beta"}, 404, "selector"),
         ("PUT", "/pins/acme/support", {"selector": "a/b"}, 400, "selector"),
         ("PUT", "/tenants/acme", {"max_concurrent": 0}, 400, "max_concurrent"),
-        ("PUT", "/tenants/Acme", {}, 400, "tenant"),
-        ("PUT", "/tenants/a..b", {}, 400, "tenant"),
+        ("PUT", "/tenants/nobody", {"max_concurrent": 1}, 404, "tenant"),
+        ("POST", "/tenants", {}, 400, "tenant"),
+        ("POST", "/tenants", {"tenant": "Acme"}, 400, "tenant"),
+        ("POST", "/tenants", {"tenant": "a..b"}, 400, "tenant"),
+        ("POST", "/tenants", {"tenant": "new", "max_concurrent": 0}, 400, "max_concurrent"),
         ("POST", "/tenants/nobody/keys", {}, 404, "tenant"),
         ("POST", "/tenants/acme/keys", {"scopes": ["admin"]}, 400, "scopes[0]"),
         ("POST", "/tenants/acme/keys", {"scopes": []}, 400, "scopes"),

@@ -104,6 +104,41 @@ def test_an_unsupported_field_is_refused_by_name(unchanged: Gateway, field: str)
     assert field in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        (CHAT, "presence_penalty", 0.1),
+        (CHAT, "presence_penalty", False),
+        (CHAT, "tools", [{"type": "function"}]),
+        (CHAT, "tool_choice", "required"),
+        (CHAT, "parallel_tool_calls", False),
+        (CHAT, "response_format", {"type": "json_object"}),
+        (CHAT, "logit_bias", {"5": 1}),
+        (CHAT, "logprobs", True),
+        (CHAT, "store", True),
+        (CHAT, "service_tier", "flex"),
+        (CHAT, "echo", False),
+        (COMPLETIONS, "best_of", 2),
+        (COMPLETIONS, "echo", True),
+        (COMPLETIONS, "suffix", "!"),
+        (COMPLETIONS, "logprobs", 0),
+    ],
+)
+def test_a_value_that_asks_for_what_is_not_served_is_refused_by_name(
+    unchanged: Gateway, path: str, field: str, value: Any
+) -> None:
+    body = chat() if path == CHAT else {"model": "tiny", "prompt": "a"}
+    error = error_of(unchanged.post(path, body | {field: value}), 400)
+    assert (error["code"], error["param"]) == ("unsupported_parameter", field)
+
+
+def test_a_body_for_the_other_endpoint_is_told_which(unchanged: Gateway) -> None:
+    error = error_of(unchanged.post(CHAT, {"model": "tiny", "prompt": "a"}), 400)
+    assert "/v1/completions" in error["message"]
+    error = error_of(unchanged.post(COMPLETIONS, chat()), 400)
+    assert "/v1/chat/completions" in error["message"]
+
+
 def test_an_unsupported_field_deep_inside_is_named_with_its_place(unchanged: Gateway) -> None:
     body = {"model": "tiny", "messages": [TURN, {**TURN, "name": "bob"}]}
     assert error_of(unchanged.post(CHAT, body), 400)["param"] == "messages[1].name"

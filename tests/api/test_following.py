@@ -77,7 +77,7 @@ def test_an_outage_of_the_store_leaves_the_last_view_in_force(tmp_path: Path) ->
         time.sleep(0.2)
         assert gateway.post(CHAT, chat()).status_code == 200
         assert gateway.post(CHAT, chat("acme/absent")).status_code == 404
-        failed = gateway.admin("PUT", "/tenants/hooli", {})
+        failed = gateway.admin("POST", "/tenants", {"tenant": "hooli"})
         assert error_of(failed, 503)["code"] == "store_error"
 
 

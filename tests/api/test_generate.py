@@ -91,6 +91,47 @@ def test_chat_may_fill_the_context_and_completions_make_16_tokens(gateway: Gatew
     assert gateway.engines.last.max_tokens == 16
 
 
+def test_defaults_that_ask_for_nothing_mean_absent(gateway: Gateway) -> None:
+    body = chat(
+        presence_penalty=0,
+        frequency_penalty=0.0,
+        tools=[],
+        tool_choice="auto",
+        parallel_tool_calls=True,
+        functions=[],
+        response_format={"type": "text"},
+        modalities=["text"],
+        logit_bias={},
+        logprobs=False,
+        top_logprobs=0,
+        store=False,
+        service_tier="auto",
+        prompt=None,
+    )
+    body["messages"][0] |= {"tool_calls": [], "annotations": [], "refusal": None}
+    body |= {"stream": True, "stream_options": {"include_obfuscation": False}}
+    assert gateway.post("/v1/chat/completions", body).status_code == 200
+    gateway.openai().completions.create(
+        model="tiny",
+        prompt="a",
+        presence_penalty=0,
+        frequency_penalty=0,
+        logit_bias={},
+        best_of=1,
+        echo=False,
+        suffix=None,
+        logprobs=None,
+    )
+    assert gateway.engines.last.prompts == ("a",)
+
+
+def test_a_developer_is_the_system(gateway: Gateway) -> None:
+    body = chat()
+    body["messages"].insert(0, {"role": "developer", "content": "be brief"})
+    assert gateway.post("/v1/chat/completions", body).status_code == 200
+    assert gateway.engines.last.messages[0] == {"role": "system", "content": "be brief"}
+
+
 def test_null_means_absent(gateway: Gateway) -> None:
     answer = gateway.post("/v1/chat/completions", chat(temperature=None, tools=None, stop=None))
     assert answer.status_code == 200

@@ -16,6 +16,7 @@ ADMIN_ROUTES = [
     ("PUT", "/pins/acme/support"),
     ("DELETE", "/pins/acme/support"),
     ("GET", "/tenants"),
+    ("POST", "/tenants"),
     ("PUT", "/tenants/acme"),
     ("GET", "/tenants/acme/keys"),
     ("POST", "/tenants/acme/keys"),

@@ -58,16 +58,28 @@ def test_a_second_reader_sees_the_same_state(
     assert reader.state is reader.refresh()
 
 
-def test_a_tenant_is_saved_once_and_changed_in_place(
-    catalog: AdapterCatalog, clock: list[float]
-) -> None:
-    before = catalog.state.seq
+def test_a_tenant_is_made_once(catalog: AdapterCatalog) -> None:
+    catalog.limit_tenant("acme", 4, actor="ann")
+
+    with pytest.raises(Conflict, match="already is a tenant 'acme'"):
+        catalog.create_tenant("acme", actor="bob")
+    assert catalog.state.tenant("acme").max_concurrent == 4
+
+
+def test_a_tenants_limit_is_changed_in_place(catalog: AdapterCatalog, clock: list[float]) -> None:
     clock[0] = 2000.0
 
-    assert catalog.create_tenant("acme", actor="bob").created == 1000.0
+    limited = catalog.limit_tenant("acme", 4, actor="bob")
+    assert (limited.max_concurrent, limited.created) == (4, 1000.0)
+    before = catalog.state.seq
+    assert catalog.limit_tenant("acme", 4, actor="bob") == limited
     assert catalog.state.seq == before
-    assert catalog.create_tenant("acme", 4, actor="bob").max_concurrent == 4
+    assert catalog.limit_tenant("acme", None, actor="bob").max_concurrent is None
     assert [tenant.name for tenant in catalog.state.tenants()] == ["acme"]
+    with pytest.raises(InvalidInput, match="max_concurrent=0"):
+        catalog.limit_tenant("acme", 0, actor="bob")
+    with pytest.raises(UnknownTenant, match="nobody"):
+        catalog.limit_tenant("nobody", 4, actor="bob")
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,10 @@ ACTS = st.one_of(
 def decide(state: CatalogState, act: tuple) -> rules.Changes:  # type: ignore[type-arg]
     match act:
         case ("tenant", name, limit):
-            return rules.save_tenant(state, TenantSaved(name=name, max_concurrent=limit))
+            decide_tenant = (
+                rules.limit_tenant if name in state.tenant_records else rules.create_tenant
+            )
+            return decide_tenant(state, TenantSaved(name=name, max_concurrent=limit))
         case ("key", tenant, number):
             key = KeyCreated(
                 id=f"k{number}", tenant=tenant, scopes=(Scope.INFER,), sha256=f"{number}"

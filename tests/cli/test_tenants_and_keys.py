@@ -15,6 +15,28 @@ def test_a_tenant_is_made_with_its_limit(lorikeet: Lorikeet) -> None:
     assert ["acme", "no", "limit"] in [row[:3] for row in rows]
 
 
+def test_making_a_tenant_again_leaves_its_limit(lorikeet: Lorikeet) -> None:
+    lorikeet.do("tenants", "create", "globex", "--max-concurrent", "32")
+    again = lorikeet.run("tenants", "create", "globex")
+    assert (again.exit_code, again.stdout) == (3, "")
+    assert "lorikeet tenants limit" in " ".join(again.stderr.split())
+    assert limits(lorikeet)["globex"] == 32
+
+
+def test_a_limit_is_changed_and_lifted(lorikeet: Lorikeet) -> None:
+    assert "at most 8 requests at once" in lorikeet.do("tenants", "limit", "acme", "8")
+    assert limits(lorikeet)["acme"] == 8
+    assert "no limit" in lorikeet.do("tenants", "limit", "acme", "none")
+    assert limits(lorikeet)["acme"] is None
+    assert lorikeet.run("tenants", "limit", "nobody", "8").exit_code == 1
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "many", "9" * 5000, ""], ids=lambda word: word[:9])
+def test_a_limit_is_a_count_or_none(lorikeet: Lorikeet, count: str) -> None:
+    assert lorikeet.run("tenants", "limit", "acme", "--", count).exit_code == 2
+    assert limits(lorikeet)["acme"] is None
+
+
 def test_a_tenants_key_works_and_can_be_revoked(lorikeet: Lorikeet) -> None:
     key = json.loads(lorikeet.do("keys", "create", "--tenant", "acme", "--json"))
     assert models(lorikeet, key["key"]) == httpx.codes.OK
@@ -70,6 +92,11 @@ def test_no_name_leads_to_another_route(lorikeet: Lorikeet, group: str) -> None:
     }[group]
     assert lorikeet.run(*words).exit_code == 2
     assert models(lorikeet, key["key"]) == httpx.codes.OK
+
+
+def limits(lorikeet: Lorikeet) -> dict[str, int | None]:
+    listed = json.loads(lorikeet.do("tenants", "list", "--json"))["data"]
+    return {tenant["tenant"]: tenant["max_concurrent"] for tenant in listed}
 
 
 def models(lorikeet: Lorikeet, key: str) -> int:

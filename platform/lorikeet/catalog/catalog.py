@@ -89,11 +89,17 @@ class AdapterCatalog:
     def create_tenant(
         self, name: str, max_concurrent: int | None = None, *, actor: str
     ) -> TenantRecord:
-        """Make a tenant, or change the limit of one. max_concurrent None: no limit."""
+        """Make a tenant. max_concurrent None: no limit. Raises Conflict when there is one."""
         check_name(name, "tenant")
         _check_count(max_concurrent, "max_concurrent")
         change = TenantSaved(name=name, max_concurrent=max_concurrent)
-        return self._commit(actor, lambda state: rules.save_tenant(state, change)).tenant(name)
+        return self._commit(actor, lambda state: rules.create_tenant(state, change)).tenant(name)
+
+    def limit_tenant(self, name: str, max_concurrent: int | None, *, actor: str) -> TenantRecord:
+        """Change a tenant's limit. max_concurrent None: no limit. Raises UnknownTenant."""
+        _check_count(max_concurrent, "max_concurrent")
+        change = TenantSaved(name=name, max_concurrent=max_concurrent)
+        return self._commit(actor, lambda state: rules.limit_tenant(state, change)).tenant(name)
 
     def create_key(
         self, tenant: str | None, scopes: Collection[Scope], *, actor: str

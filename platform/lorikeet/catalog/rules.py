@@ -27,10 +27,19 @@ from lorikeet.errors import Conflict, NotFound, UnknownModel
 Changes = Sequence[Change]
 
 
-def save_tenant(state: CatalogState, change: TenantSaved) -> Changes:
-    """Make a tenant or change its limit."""
-    before = state.tenant_records.get(change.name)
-    same = before is not None and before.max_concurrent == change.max_concurrent
+def create_tenant(state: CatalogState, change: TenantSaved) -> Changes:
+    """Make a tenant. Raises Conflict."""
+    if change.name in state.tenant_records:
+        raise Conflict(
+            f"there already is a tenant {change.name!r}: `lorikeet tenants limit` sets its limit",
+            param="tenant",
+        )
+    return (change,)
+
+
+def limit_tenant(state: CatalogState, change: TenantSaved) -> Changes:
+    """Change a tenant's limit. Raises UnknownTenant."""
+    same = state.tenant(change.name).max_concurrent == change.max_concurrent
     return () if same else (change,)
 
 

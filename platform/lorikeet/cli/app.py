@@ -49,7 +49,7 @@ def connect(
 ) -> None:
     """Administer Lorikeet: adapters, pins, tenants and keys.
 
-    Exit status: 0 done, 1 failed, 2 wrong usage, 3 someone else changed it first.
+    Exit status: 0 done, 1 failed, 2 wrong usage, 3 it conflicts with what is there.
 
     Example: `lorikeet register ./my-adapter acme/support --promote`
     """

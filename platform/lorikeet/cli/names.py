@@ -1,4 +1,4 @@
-"""Names and durations as they are typed on a command line.
+"""Names, counts and durations as they are typed on a command line.
 
 Names are held to the catalog's own rules before any address is made of them: a `..` in a path
 would lead to another route.
@@ -85,6 +85,15 @@ def parse_duration(text: str) -> int:
     if seconds > LONGEST_PIN_S:
         raise typer.BadParameter(f"{text!r}: want at most {LONGEST_PIN_S // _SECONDS['d']}d")
     return seconds
+
+
+def parse_count(text: str, unbounded: str) -> int | None:
+    """An integer ≥ 1, or the word for no bound, which is None. Raises typer.BadParameter."""
+    if text == unbounded:
+        return None
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
+        raise typer.BadParameter(f"{text!r}: want an integer ≥ 1, or {unbounded}")
+    return int(text)
 
 
 def _checked(check: Callable[[str, str], str], text: str, param: str) -> str:

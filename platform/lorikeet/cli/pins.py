@@ -1,13 +1,12 @@
 """Pins: promises that an adapter stays near the GPU."""
 
-import re
 from enum import Enum
 from typing import Annotated, Any
 
 import typer
 
 from lorikeet.cli.adapters import Adapter
-from lorikeet.cli.names import Name, parse_duration, parse_name
+from lorikeet.cli.names import Name, parse_count, parse_duration, parse_name
 from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
 from lorikeet.cli.server import admin
 
@@ -47,7 +46,7 @@ def pin(
         f"/pins/{adapter.path}",
         {
             "selector": adapter.selector or "prod",
-            "replicas": _parse_replicas(replicas),
+            "replicas": parse_count(replicas, "all"),
             "tier": tier.value,
             "reason": reason,
             "expires_s": None if expires is None else parse_duration(expires),
@@ -97,14 +96,6 @@ def add_to(app: typer.Typer) -> None:
     """Add the commands of this file."""
     for command in (pin, unpin, pins):
         app.command()(command)
-
-
-def _parse_replicas(text: str) -> int | None:
-    if text == "all":
-        return None
-    if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
-        raise typer.BadParameter(f"--replicas {text!r}: want an integer ≥ 1, or all")
-    return int(text)
 
 
 def _row(pin: dict[str, Any]) -> list[Any]:

@@ -4,9 +4,11 @@ from typing import Annotated
 
 import typer
 
-from lorikeet.cli.names import parse_tenant
+from lorikeet.cli.names import parse_count, parse_tenant
 from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
 from lorikeet.cli.server import admin
+
+Tenant = Annotated[str, typer.Argument(parser=parse_tenant, metavar="TENANT", show_default=False)]
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -42,9 +44,7 @@ def list_tenants(ctx: typer.Context, as_json: AsJson = False) -> None:
 @app.command()
 def create(
     ctx: typer.Context,
-    tenant: Annotated[
-        str, typer.Argument(parser=parse_tenant, metavar="TENANT", show_default=False)
-    ],
+    tenant: Tenant,
     max_concurrent: Annotated[
         int | None, typer.Option(min=1, help="Requests at once, over all gateways.")
     ] = None,
@@ -52,9 +52,12 @@ def create(
 ) -> None:
     """Add a tenant.
 
+    One that is there stays as it is.
+
     Example: `lorikeet tenants create acme --max-concurrent 32`
     """
-    answer = admin(ctx).put(f"/tenants/{tenant}", {"max_concurrent": max_concurrent})
+    body = {"tenant": tenant, "max_concurrent": max_concurrent}
+    answer = admin(ctx).post("/tenants", body)
     if as_json:
         print_json(answer)
         return
@@ -62,3 +65,30 @@ def create(
         f"Tenant [cyan]{tenant}[/cyan] is there;"
         f" `lorikeet keys create --tenant {tenant}` makes its key."
     )
+
+
+@app.command()
+def limit(
+    ctx: typer.Context,
+    tenant: Tenant,
+    max_concurrent: Annotated[
+        str,
+        typer.Argument(
+            metavar="N|none", help="Requests at once, over all gateways.", show_default=False
+        ),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Change how many requests of a tenant may run at once.
+
+    Those in flight finish.
+
+    Example: `lorikeet tenants limit acme 32`
+    """
+    count = parse_count(max_concurrent, "none")
+    answer = admin(ctx).put(f"/tenants/{tenant}", {"max_concurrent": count})
+    if as_json:
+        print_json(answer)
+        return
+    bound = "no limit" if count is None else f"at most {count} requests at once"
+    print_line(f"Tenant [cyan]{tenant}[/cyan] now has {bound}.")

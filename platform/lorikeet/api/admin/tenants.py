@@ -14,10 +14,16 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 
 
-class Tenant(Body):
-    """A tenant's limits; max_concurrent null: none."""
+class Limit(Body):
+    """How many requests of a tenant may run at once; max_concurrent null: any number."""
 
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
+
+
+class Tenant(Limit):
+    """A new tenant and its limit."""
+
+    tenant: str
 
 
 class TenantKey(Body):
@@ -27,7 +33,7 @@ class TenantKey(Body):
 
 
 def tenant_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRouter:
-    """List and save tenants; list and make their keys."""
+    """List, make and limit tenants; list and make their keys."""
     router = APIRouter(prefix="/tenants")
 
     @router.get("")
@@ -35,11 +41,15 @@ def tenant_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRout
         state = await follower.refreshed()
         return {"data": [tenant_json(tenant) for tenant in state.tenants()]}
 
+    @router.post("", status_code=CREATED)
+    def create(wanted: Annotated[Tenant, json_body(Tenant)], actor: Actor) -> dict[str, Any]:
+        return tenant_json(catalog.create_tenant(wanted.tenant, wanted.max_concurrent, actor=actor))
+
     @router.put("/{tenant}")
-    def save(
-        tenant: str, wanted: Annotated[Tenant, json_body(Tenant)], actor: Actor
+    def limit(
+        tenant: str, wanted: Annotated[Limit, json_body(Limit)], actor: Actor
     ) -> dict[str, Any]:
-        return tenant_json(catalog.create_tenant(tenant, wanted.max_concurrent, actor=actor))
+        return tenant_json(catalog.limit_tenant(tenant, wanted.max_concurrent, actor=actor))
 
     @router.get("/{tenant}/keys")
     async def list_keys(tenant: str) -> dict[str, Any]:
