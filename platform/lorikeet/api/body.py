@@ -1,13 +1,14 @@
 """Reads a request's body: within a size, and into a schema."""
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from fastapi import Depends
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
+from lorikeet.api.neutral import Neutral, is_neutral
 from lorikeet.errors import InvalidInput, RequestTooLarge, UnsupportedParameter
 
 MAX_JSON_BYTES = 8 * 2**20
@@ -16,20 +17,32 @@ _NAME_LENGTH = 64
 
 
 class Body(BaseModel):
-    """A JSON object: null means absent, unknown fields are refused, types are not converted."""
+    """A JSON object: null means absent, unknown fields are refused, types are not converted.
+
+    neutral: unknown fields' values that mean absent too. hints: what to do about unknown fields.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+    neutral: ClassVar[Neutral] = {}
+    hints: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        given = {name: value for name, value in data.items() if value is not None}
+        given = {
+            name: value
+            for name, value in data.items()
+            if value is not None and not is_neutral(value, cls.neutral.get(name, ()))
+        }
         unknown = [name for name in given if name not in cls.model_fields]
         if unknown:  # one error for all: a million unknown fields must not cost a million errors
             names = [name[:_NAME_LENGTH] for name in unknown[:_NAMES_QUOTED]]
-            raise PydanticCustomError("unsupported", "not supported here", {"names": names})
+            hint = cls.hints.get(names[0], "")
+            raise PydanticCustomError(
+                "unsupported", "not supported here", {"names": names, "hint": hint}
+            )
         return given
 
 
@@ -75,7 +88,8 @@ def describe(problems: Sequence[Any]) -> InvalidInput:
         return InvalidInput("the body is not JSON: " + problem["msg"].partition(": ")[2])
     if problem["type"] == "unsupported":
         paths = [_path((*problem["loc"], name)) for name in problem["ctx"]["names"]]
-        return UnsupportedParameter(f"not supported here: {', '.join(paths)}", param=paths[0])
+        message = f"not supported here: {', '.join(paths)}{problem['ctx']['hint']}"
+        return UnsupportedParameter(message, param=paths[0])
     misfit_param = problem.get("ctx", {}).get("param")
     path = _path((*problem["loc"], misfit_param) if misfit_param else problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")

@@ -1,17 +1,19 @@
 """The requests that tenants send, in OpenAI's words, and the Call each becomes.
 
-Every field that is served is here; any other is refused by name. `user` and `metadata` are
-accepted and have no effect. Beyond OpenAI's own there are top_k, min_tokens and ignore_eos.
+Every field that is served is here; any other is refused by name, unless its value asks for
+nothing (neutral.py). `user` and `metadata` are accepted and have no effect. Beyond OpenAI's own
+there are top_k, min_tokens and ignore_eos.
 """
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from lorikeet.api.body import Body, misfit
 from lorikeet.api.messages import Call, Endpoint
+from lorikeet.api.neutral import CHAT, COMPLETIONS, MESSAGE, STREAM_OPTIONS, Neutral
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.request import SamplingParams
 
@@ -24,6 +26,11 @@ _INT64 = 2**63 - 1
 
 Tokens = Annotated[int, Field(ge=1, le=_INT32)]
 Prompt = str | tuple[int, ...]
+
+
+def _parse_role(value: object) -> object:
+    """`developer` is what newer clients call `system`."""
+    return "system" if value == "developer" else value
 
 
 def _parse_text(value: object) -> object:
@@ -69,12 +76,16 @@ def _are_token_ids(values: Sequence[Any]) -> bool:
 class Message(Body):
     """One turn of a conversation."""
 
-    role: Literal["system", "user", "assistant"]
+    neutral: ClassVar[Neutral] = MESSAGE
+
+    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_parse_role)]
     content: Annotated[str, BeforeValidator(_parse_text)]
 
 
 class StreamOptions(Body):
     """How to stream."""
+
+    neutral: ClassVar[Neutral] = STREAM_OPTIONS
 
     include_usage: bool = False
 
@@ -138,6 +149,9 @@ class GenerateRequest(Body):
 class ChatRequest(GenerateRequest):
     """POST /v1/chat/completions. Without max_tokens an answer may fill the context."""
 
+    neutral: ClassVar[Neutral] = CHAT
+    hints: ClassVar[dict[str, str]] = {"prompt": ": send messages, or ask /v1/completions"}
+
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Tokens | None = None
 
@@ -169,6 +183,12 @@ class ChatRequest(GenerateRequest):
 
 class CompletionRequest(GenerateRequest):
     """POST /v1/completions. Without max_tokens an answer has at most 16 tokens, as OpenAI's."""
+
+    neutral: ClassVar[Neutral] = COMPLETIONS
+    hints: ClassVar[dict[str, str]] = {
+        "messages": ": send prompt, or ask /v1/chat/completions",
+        "max_completion_tokens": ": it is called max_tokens here",
+    }
 
     prompt: Annotated[tuple[Prompt, ...], PlainValidator(_parse_prompts)]
     max_tokens: Tokens | None = 16
