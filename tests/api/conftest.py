@@ -50,8 +50,8 @@ def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Gateway"]:
 
 
 @contextmanager
-def serving(folder: Path, **services: Any) -> Iterator["Gateway"]:
-    catalog = AdapterCatalog.init(LocalStore(folder / "store"))
+def serving(folder: Path, store: LocalStore | None = None, **services: Any) -> Iterator["Gateway"]:
+    catalog = AdapterCatalog.init(store or LocalStore(folder / "store"))
     engines = ReplayEngines()
     _, admin_key = catalog.create_key(None, {Scope.ADMIN}, actor="test")
     base_models = {

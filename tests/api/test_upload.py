@@ -1,17 +1,23 @@
 """What an upload must be to become a version, and what is said of one that is not."""
 
 import json
+import socket
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from lorikeet.catalog.catalog import blob_key
-from tests.api.conftest import LIMITS, Gateway, make_blob
-from tests.api.test_bad_requests import error_of
+from lorikeet.catalog.catalog import AdapterCatalog, blob_key
+from lorikeet.catalog.local import LocalStore
+from tests.api.conftest import LIMITS, Gateway, chat, eventually, make_blob, serving
+from tests.api.test_bad_requests import CHAT, error_of
 
 
 @pytest.fixture
@@ -55,11 +61,20 @@ def test_an_unknown_base_model_is_refused_unless_the_admin_says_which(
     made = make_blob(tmp_path / "peft", config={"base_model_name_or_path": "else/Other-7B"})
     error = error_of(gateway.upload("acme/new", made), 422)
     assert (error["code"], error["param"]) == ("invalid_adapter", "base_model")
-    for word in ("else/Other-7B", "tiny, wider", "base_model=NAME"):
+    for word in ("else/Other-7B", "tiny, wider", "--base-model NAME", "?base_model=NAME"):
         assert word in error["message"]
     assert gateway.upload("acme/new", made, base_model="tiny").json()["base_model"] == "tiny"
     unknown = gateway.upload("acme/new", made, base_model="huge")
     assert error_of(unknown, 400)["param"] == "base_model"
+
+
+def test_an_adapter_that_names_no_base_model_is_said_to_name_none(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    made = make_blob(tmp_path / "peft", config={"base_model_name_or_path": None})
+    error = error_of(gateway.upload("acme/new", made), 422)
+    assert error["message"].startswith("the adapter names no base model; served here: tiny, wider")
+    assert gateway.upload("acme/new", made, base_model="tiny").json()["base_model"] == "tiny"
 
 
 def edited(blob: bytes, edit: Callable[[dict[str, Any]], None], tail: bytes = b"") -> bytes:
@@ -195,3 +210,56 @@ def test_names_and_flags_are_checked(unchanged: Gateway, blob: bytes) -> None:
     assert error_of(unchanged.upload("acme/X", blob), 400)["param"] == "name"
     assert error_of(unchanged.upload("acme/a..b", blob), 400)["param"] == "name"
     assert error_of(unchanged.upload("acme/x", blob, promote="perhaps"), 400)["param"] == "promote"
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("nobody/x/versions", b"404"),
+        ("acme/X/versions", b"400"),
+        ("acme/x/versions?base_model=huge", b"400"),
+        ("acme/x/versions?promote=perhaps", b"400"),
+    ],
+)
+def test_what_the_address_gets_wrong_is_told_before_the_body_is_sent(
+    unchanged: Gateway, target: str, says: bytes
+) -> None:
+    address = httpx.URL(unchanged.url)
+    head = (
+        f"PUT /admin/v1/adapters/{target} HTTP/1.1\r\nhost: x\r\ncontent-length: 50000\r\n"
+        f"authorization: Bearer {unchanged.admin_key}\r\n\r\n"
+    )
+    with socket.create_connection((address.host, address.port or 0), timeout=5) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 " + says)
+
+
+class SlowStore(LocalStore):
+    """A store whose uploads end when the test lets them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.open = threading.Event()
+        self.open.set()
+
+    def put_file(self, key: str, path: Path) -> None:
+        self.open.wait()
+        super().put_file(key, path)
+
+
+def test_a_flood_of_uploads_does_not_delay_a_revocation(tmp_path: Path) -> None:
+    blobs = [make_blob(tmp_path / "peft", seed=seed) for seed in range(40)]
+    store = SlowStore(tmp_path / "store")
+    with serving(tmp_path, store, refresh_s=0.05) as gateway, ThreadPoolExecutor(40) as clients:
+        assert gateway.post(CHAT, chat("tiny")).status_code == 200
+        store.open.clear()
+        try:
+            answers = [clients.submit(gateway.upload, "acme/many", blob) for blob in blobs]
+            time.sleep(1.0)
+            elsewhere = AdapterCatalog(LocalStore(tmp_path / "store"))
+            (key,) = [k for k in elsewhere.refresh().key_records.values() if k.tenant == "acme"]
+            elsewhere.revoke_key(key.id, actor="test")
+            eventually(lambda: gateway.post(CHAT, chat("tiny")).status_code == 401)
+        finally:
+            store.open.set()
+        assert {answer.result().status_code for answer in answers} == {201}

@@ -25,7 +25,7 @@ def examine(
     InvalidAdapter, naming the tensor, module or config key at fault.
     """
     try:
-        name = _named(base_model, base_models) if base_model else _matching(blob, base_models)
+        name = check_served(base_model, base_models) if base_model else _matching(blob, base_models)
         spec = read_spec(blob, base_models[name].shape, limits)
         check_finite(blob, spec)
     except AdapterError as error:
@@ -38,7 +38,8 @@ def examine(
     )
 
 
-def _named(base_model: str, base_models: Mapping[str, BaseModel]) -> str:
+def check_served(base_model: str, base_models: Mapping[str, BaseModel]) -> str:
+    """Return the name of a served base model as it is. Raises InvalidInput."""
     if base_model not in base_models:
         raise InvalidInput(
             f"base_model={base_model!r} is not served here: {_list(base_models)}",
@@ -59,9 +60,10 @@ def _matching(blob: Path, base_models: Mapping[str, BaseModel]) -> str:
         if _last(declared) in map(_last, (name, *base.aliases))
     ]
     if len(found) != 1:
+        says = f"says that it was trained on {declared!r}" if declared else "names no base model"
         raise InvalidAdapter(
-            f"the adapter says it was trained on {declared!r}; served here: {_list(base_models)}: "
-            "if it is one of these, say which with base_model=NAME",
+            f"the adapter {says}; served here: {_list(base_models)}. If it is for one of these, "
+            "say which: --base-model NAME, or ?base_model=NAME in the address",
             param="base_model",
         )
     return found[0]

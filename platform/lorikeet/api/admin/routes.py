@@ -18,7 +18,7 @@ def admin_routes(services: Services, gate: Gate, follower: CatalogFollower) -> A
     """Everything under /admin/v1; an admin's key is wanted before anything else is looked at."""
     checks = [Depends(gate.admin), Depends(check_path)]
     router = APIRouter(prefix="/admin/v1", dependencies=checks)
-    router.include_router(upload_routes(services))
+    router.include_router(upload_routes(services, follower))
     router.include_router(adapter_routes(services.catalog, follower))
     router.include_router(pin_routes(services.catalog, follower))
     router.include_router(tenant_routes(services.catalog, follower))

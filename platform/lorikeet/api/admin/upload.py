@@ -2,6 +2,8 @@
 
 import asyncio
 import tempfile
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +12,25 @@ from fastapi import APIRouter, Request, Response
 from lorikeet.api.admin.documents import version_json
 from lorikeet.api.body import limited
 from lorikeet.api.errors import CREATED, OK
+from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Actor
-from lorikeet.api.intake import examine
+from lorikeet.api.intake import check_served, examine
 from lorikeet.api.services import Services
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import BlobFacts
 
 _WRITE_BYTES = 4 * 2**20
+_WORKERS = 4
 
 
-def upload_routes(services: Services) -> APIRouter:
-    """PUT of an adapter's blob."""
+def upload_routes(services: Services, follower: CatalogFollower) -> APIRouter:
+    """PUT of an adapter's blob.
+
+    A few threads of its own do what blocks: many uploads at once make each other wait, and not
+    the follower, through which keys are revoked.
+    """
     router = APIRouter(prefix="/adapters")
+    workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="upload")
 
     @router.put("/{tenant}/{name}/versions")
     async def register(
@@ -34,31 +43,28 @@ def upload_routes(services: Services) -> APIRouter:
         shared: bool | None = None,
         base_model: str | None = None,
     ) -> dict[str, Any]:
+        (await follower.refreshed()).tenant(tenant)  # before a long upload
+        if base_model:
+            check_served(base_model, services.base_models)
+        loop = asyncio.get_running_loop()
         with tempfile.TemporaryDirectory(prefix="lorikeet-upload-") as folder:
             blob = Path(folder) / "adapter.safetensors"
-            await _receive(request, blob, services.limits.max_bytes)
-            facts = await asyncio.to_thread(
-                examine, blob, services.base_models, services.limits, base_model
+            await _receive(request, blob, services.limits.max_bytes, workers)
+            facts = await loop.run_in_executor(
+                workers, examine, blob, services.base_models, services.limits, base_model
             )
             known = _is_version(services.catalog, tenant, name, facts)
-            version = await asyncio.to_thread(
-                services.catalog.register,
-                tenant,
-                name,
-                blob,
-                facts,
-                shared=shared,
-                promote=promote,
-                actor=actor,
-            )
+            take = partial(services.catalog.register, shared=shared, promote=promote, actor=actor)
+            version = await loop.run_in_executor(workers, take, tenant, name, blob, facts)
         response.status_code = OK if known else CREATED
         return version_json(services.catalog.state.adapter(tenant, name), version)
 
     return router
 
 
-async def _receive(request: Request, path: Path, max_bytes: int) -> None:
+async def _receive(request: Request, path: Path, max_bytes: int, workers: Executor) -> None:
     """Write the body to a file, off the event loop. Raises RequestTooLarge."""
+    loop = asyncio.get_running_loop()
     with path.open("wb") as file:
         held: list[bytes] = []
         held_bytes = 0
@@ -66,9 +72,9 @@ async def _receive(request: Request, path: Path, max_bytes: int) -> None:
             held.append(part)
             held_bytes += len(part)
             if held_bytes >= _WRITE_BYTES:
-                await asyncio.to_thread(file.writelines, held)
+                await loop.run_in_executor(workers, file.writelines, held)
                 held, held_bytes = [], 0
-        await asyncio.to_thread(file.writelines, held)
+        await loop.run_in_executor(workers, file.writelines, held)
 
 
 def _is_version(catalog: AdapterCatalog, tenant: str, name: str, facts: BlobFacts) -> bool:
