@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.local import LocalStore
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.state import CatalogState
-from lorikeet.errors import StoreError
+from lorikeet.errors import StoreError, Unavailable
 from tests.api.conftest import LIMITS, Gateway, ReplayEngines, chat, eventually, serving
 from tests.api.test_bad_requests import CHAT, error_of
 
@@ -76,9 +77,31 @@ def test_an_outage_of_the_store_leaves_the_last_view_in_force(tmp_path: Path) ->
         store.touch()  # a file where the folder should be
         time.sleep(0.2)
         assert gateway.post(CHAT, chat()).status_code == 200
-        assert gateway.post(CHAT, chat("acme/absent")).status_code == 404
+        unknown = gateway.post(CHAT, chat("acme/absent"))
+        assert error_of(unknown, 503)["code"] == "unavailable"
+        assert "retry-after" in unknown.headers
+        unknown = gateway.request("GET", "/v1/models", "lk_made-elsewhere")
+        assert error_of(unknown, 503)["code"] == "unavailable"
         failed = gateway.admin("POST", "/tenants", {"tenant": "hooli"})
         assert error_of(failed, 503)["code"] == "store_error"
+
+
+def test_a_store_that_hangs_is_no_proof_that_a_name_is_unknown(
+    catalog: CountingCatalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.api.follower.LONGEST_WAIT_S", 0.05)
+    answers = threading.Event()
+    monkeypatch.setattr(catalog, "refresh", lambda: answers.wait(5))
+
+    async def look() -> None:
+        follower = CatalogFollower(catalog, HOUR)
+        with pytest.raises(Unavailable):
+            await follower.looked_again()
+        assert await follower.refreshed() is follower.state
+        answers.set()
+        await follower.looked_again()
+
+    asyncio.run(look())
 
 
 def test_many_misses_share_one_read(catalog: CountingCatalog) -> None:

@@ -100,7 +100,7 @@ def test_a_refresh_reads_the_tail_and_nothing_else(tmp_path: Path) -> None:
     assert sorted(watched.reads) == [
         "get log/000000000002.json",
         "get log/000000000003.json",
-        "list log/ after log/000000000001.json",
+        "list log/ after log/000000000000.json",
     ]
 
     watched.reads.clear()
@@ -156,3 +156,12 @@ def test_strange_objects_beside_the_log_are_passed_over(tmp_path: Path) -> None:
     store.put_if_absent("log/999.json", b"?")
 
     assert catalog.create_tenant("a", actor="ann").name == "a"
+
+
+def test_a_log_that_is_gone_is_not_taken_for_one_without_news(tmp_path: Path) -> None:
+    log = Log(LocalStore(tmp_path / "store"))
+    log.append(0, "ann", 1.5, [CatalogCreated()])
+    assert log.read(1) == []
+    (tmp_path / "store").rename(tmp_path / "away")
+    with pytest.raises(StoreError, match=r"log/000000000001\.json is gone"):
+        log.read(1)

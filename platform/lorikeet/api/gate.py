@@ -21,20 +21,20 @@ class Gate:
         self._follower = follower
 
     async def tenant(self, request: Request) -> TenantRecord:
-        """The tenant whose key this is. Raises InvalidKey, Forbidden."""
+        """The tenant whose key this is. Raises InvalidKey, Forbidden, Unavailable."""
         principal = await self._authenticate(request, Scope.INFER)
         assert principal.tenant is not None
         return self._follower.state.tenant(principal.tenant)
 
     async def admin(self, request: Request) -> None:
-        """A dependency of every admin route. Raises InvalidKey, Forbidden."""
+        """A dependency of every admin route. Raises InvalidKey, Forbidden, Unavailable."""
         request.state.principal = await self._authenticate(request, Scope.ADMIN)
 
     async def resolve(self, model: str, tenant: str) -> tuple[str, AdapterRef | None]:
         """The base model's name and the adapter, if it is one, that `model` means to a tenant.
 
         Raises UnknownModel, alike for what is absent and for what is another's; Unavailable when
-        nothing here serves its base model.
+        nothing here serves its base model, or the catalog cannot be asked about an unknown name.
         """
         if model in self._base_models:
             return model, None
@@ -42,7 +42,7 @@ class Gate:
         try:
             ref = state.resolve(model, tenant)
         except UnknownModel:
-            state = await self._follower.refreshed()
+            state = await self._follower.looked_again()
             ref = state.resolve(model, tenant)
         base_model = state.base_model_of(ref)
         if base_model not in self._base_models:
@@ -56,7 +56,7 @@ class Gate:
         except InvalidKey:
             if authorization is None:
                 raise
-        return authenticate(await self._follower.refreshed(), authorization, scope)
+        return authenticate(await self._follower.looked_again(), authorization, scope)
 
 
 async def actor_of(request: Request) -> str:

@@ -45,9 +45,15 @@ class Log:
         return entry
 
     def read(self, after: int) -> list[Entry]:
-        """Every entry after that number, in order: one LIST, then the objects in parallel."""
-        listed = (_KEY.fullmatch(key) for key in self._store.list("log/", _key(after)))
-        last = max((int(match[1]) for match in listed if match), default=after)
+        """Every entry after that number, in order: one LIST, then the objects in parallel.
+
+        Raises StoreError, also when entry `after` is gone: an emptied store has no news.
+        """
+        listed = self._store.list("log/", _key(after - 1) if after else "")
+        found = {int(match[1]) for match in map(_KEY.fullmatch, listed) if match}
+        if after and after not in found:
+            raise StoreError(f"{self._store.url}: {_key(after)} is gone: restore the log")
+        last = max(found, default=after)
         numbers = range(after + 1, last + 1)
         if len(numbers) <= 1:
             return [self._get(seq) for seq in numbers]
