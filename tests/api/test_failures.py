@@ -228,6 +228,19 @@ def test_a_tenant_over_its_limit_is_told_when_to_come_back(gateway: Gateway) -> 
     eventually(lambda: gateway.post(CHAT, body, tenant="small").status_code == 200)
 
 
+def test_a_full_gateway_refuses_every_tenant_until_a_place_is_free(tmp_path: Path) -> None:
+    body = chat("tiny", stream=True)
+    with serving(tmp_path, max_generations=1) as gateway:
+        gateway.engines.replay = endless
+        with gateway.openai("acme").chat.completions.create(**body) as stream:
+            next(iter(stream))
+            refused = gateway.post(CHAT, body, tenant="globex")
+            assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
+            assert int(refused.headers["retry-after"]) >= 1
+        gateway.engines.replay = repeat
+        eventually(lambda: gateway.post(CHAT, body, tenant="globex").status_code == 200)
+
+
 def test_failed_requests_give_their_place_back(gateway: Gateway) -> None:
     gateway.add_tenant("small", max_concurrent=1)
 

@@ -16,7 +16,7 @@ from lorikeet.tenancy import Admission
 def generate_routes(services: Services, gate: Gate) -> APIRouter:
     """One request's way: key, body, model, admission, replica."""
     router = APIRouter(prefix="/v1")
-    admission = Admission(services.gateways)
+    admission = Admission(services.gateways, services.max_generations)
 
     @router.post("/chat/completions", response_model=None)
     async def chat(request: Request) -> Generation:

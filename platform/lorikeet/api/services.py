@@ -39,7 +39,8 @@ class Services:
 
     gateways: how many there are; each enforces its share of a tenant's limit. refresh_s: how old
     the view of the catalog may be. first_item_timeout_s: how long a replica may take to answer
-    at all; how long it may take to generate is not limited here.
+    at all; how long it may take to generate is not limited here. max_generations: requests that
+    this gateway carries at once, of all tenants together; None: no bound.
     """
 
     catalog: AdapterCatalog
@@ -49,3 +50,4 @@ class Services:
     gateways: int = 1
     refresh_s: float = 1.0
     first_item_timeout_s: float = 60.0
+    max_generations: int | None = None
