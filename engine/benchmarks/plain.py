@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 
 from lorikeet_engine.batch_builder import build_batch
-from lorikeet_engine.engine import Engine
 from lorikeet_engine.kernels.attention import SdpaAttention
 from lorikeet_engine.models import Model
 from lorikeet_engine.request import Request

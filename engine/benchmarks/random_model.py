@@ -39,8 +39,8 @@ class RandomCheckpoint(Checkpoint):
         self.dtype = dtype
         self._random = torch.Generator(device).manual_seed(seed)
 
-    def read(self, names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
-        """A tensor [sum(rows), *tail], whatever the names are."""
+    def read(self, _names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
+        """A tensor [sum(rows), *tail], whatever it is called."""
         shape = (sum(rows), *tail)
         if not tail:
             return torch.ones(shape, device=self.device, dtype=self.dtype)

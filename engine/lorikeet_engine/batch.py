@@ -15,7 +15,8 @@ class Batch:
     kv_slots [tokens] int64: where each token's key and value go, page * page_size + offset.
     query_starts: sequences + 1 offsets into the tokens.
     kv_lengths: for each sequence, the tokens in its cache once this step has written its own.
-    page_tables [sequences, pages] int32: each sequence's KV pages in order, padded with 0.
+    page_tables [sequences, pages] int32, on the CPU: each sequence's KV pages in order, padded
+    with 0.
     logit_rows [rows] int64: the tokens whose logits are wanted.
     segments: the LoRA work of the step, None when no sequence has an adapter.
     """

@@ -38,7 +38,7 @@ def build_batch(chunks: list[Chunk], page_size: int, device: torch.device) -> Ba
         kv_slots=_to(device, kv_slots),
         query_starts=(0, *ends.tolist()),
         kv_lengths=tuple((computed + lengths).tolist()),
-        page_tables=_to(device, tables),
+        page_tables=torch.from_numpy(tables),
         logit_rows=_to(device, ends[completes] - 1),
         segments=_segments(chunks, starts, lengths, device),
     )

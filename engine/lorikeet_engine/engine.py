@@ -15,7 +15,7 @@ from lorikeet_engine.batch_builder import build_batch, by_adapter
 from lorikeet_engine.engine_settings import EngineSettings
 from lorikeet_engine.errors import EngineClosed, EngineError, InvalidRequest, StepFailed
 from lorikeet_engine.intake import EngineConfig, Intake
-from lorikeet_engine.kernels.attention import SdpaAttention
+from lorikeet_engine.kernels.attention import AttentionShape, choose_attention
 from lorikeet_engine.kv_cache import KVCache, count_pages
 from lorikeet_engine.models import Model, ModelConfig, load_model
 from lorikeet_engine.request import EngineReport, Failed, Output, Request, Tokens
@@ -65,7 +65,10 @@ class Engine:
         self._intake = Intake(self.config, settings.page_size)
         self._wake = threading.Event()
         self._tiers = _tiers(settings, source, self._device, self.wake)
-        self._runner = Runner(model, SdpaAttention(), self._tiers.weights, kv)
+        c = model.config
+        shape = AttentionShape(c.heads, c.kv_heads, c.head_dim, settings.page_size, dtype)
+        attention = choose_attention(shape, self._device)
+        self._runner = Runner(model, attention, self._tiers.weights, kv)
         self._sampler = Sampler()
         self._begin()
         self._idle = True

@@ -34,5 +34,6 @@ class Runner:
 
         The result belongs to the caller, who may change it in place.
         """
+        self._attention.plan(batch)
         hidden = self.model.forward(batch, self._kv, self._weights, self._attention)
         return self.model.logits(hidden[batch.logit_rows])

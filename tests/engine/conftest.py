@@ -107,7 +107,7 @@ class PagedTokens:
             kv_slots=tensor(slots),
             query_starts=tuple(starts),
             kv_lengths=tuple(self.lengths[name] for name in chunks),
-            page_tables=tensor(tables, dtype=torch.int32),
+            page_tables=torch.tensor(tables, dtype=torch.int32),
             logit_rows=torch.arange(len(ids), device=self.device),
             segments=None,
         )

@@ -1,11 +1,14 @@
 """Paged attention equals attention written out, whatever the mix and wherever the pages lie."""
 
 import math
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from lorikeet_engine.kernels.attention import SdpaAttention
+from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.kernels.attention import AttentionShape, SdpaAttention, choose_attention
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 
@@ -95,3 +98,74 @@ def test_nothing_but_the_batch_s_own_slots_is_written(history):
             page = batch_of[name][position // 16]
             written[:, page, position % 16] ^= True
     assert not written.any()
+
+
+CUDA = torch.device("cuda")
+LARGE = AttentionShape(heads=8, kv_heads=2, head_dim=128, page_size=16, dtype=torch.bfloat16)
+
+
+def test_a_machine_without_flashinfer_is_told_which_extra_it_wants(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.delitem(sys.modules, "lorikeet_engine.kernels.attention.flashinfer", False)
+    with pytest.raises(SettingsError, match=r"lorikeet-serve\[cuda\]"):
+        choose_attention(LARGE, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("shape", "device"),
+    [
+        (LARGE, torch.device("cpu")),
+        (replace(LARGE, dtype=torch.float32), CUDA),
+        (replace(LARGE, head_dim=16), CUDA),
+    ],
+)
+def test_torch_attends_where_flashinfer_cannot(shape, device):
+    assert isinstance(choose_attention(shape, device), SdpaAttention)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestFlashInfer:
+    """FlashInfer says what torch says, over the same poisoned pages."""
+
+    @pytest.fixture
+    def compare(self, paged_tokens):
+        tokens = paged_tokens(device="cuda")
+        s = LARGE
+        kv = torch.full(
+            (2, tokens.pages, s.page_size, s.kv_heads, s.head_dim),
+            torch.nan,
+            dtype=s.dtype,
+            device="cuda",
+        )
+        other, backend = kv.clone(), choose_attention(s, CUDA)
+        random = torch.Generator("cuda").manual_seed(5)
+
+        def compare(counts):
+            batch = tokens.batch({name: [0] * count for name, count in counts.items()})
+            size = (sum(counts.values()), s.heads + 2 * s.kv_heads, s.head_dim)
+            qkv = torch.randn(size, generator=random, device="cuda").to(s.dtype)
+            q, k, v = qkv.split((s.heads, s.kv_heads, s.kv_heads), dim=1)
+            backend.plan(batch)
+            got = backend.attend(q, k, v, kv, batch)
+            want = SdpaAttention().attend(q, k, v, other, batch)
+            assert torch.equal(kv.nan_to_num(), other.nan_to_num())
+            torch.testing.assert_close(got, want, rtol=0, atol=4 * torch.finfo(s.dtype).eps)
+
+        return compare
+
+    @pytest.mark.parametrize("count", [1, 16, 63, 133])
+    def test_a_whole_prompt_at_once(self, compare, count):
+        compare({"a": count})
+
+    def test_prefill_chunks_and_decodes_mix_in_one_batch(self, compare):
+        compare({"a": 63, "b": 1})
+        compare({"b": 1, "c": 133, "a": 1})
+        compare({"a": 1, "b": 1, "c": 1, "d": 1})
+        compare({"d": 20, "a": 5, "b": 1})
+        compare({"d": 1, "a": 1, "b": 1, "c": 1})
+
+    def test_many_sequences_of_many_lengths(self, compare):
+        compare({str(i): 1 + 5 * i for i in range(12)})
+        for _ in range(3):
+            compare({str(i): 1 for i in range(12)})

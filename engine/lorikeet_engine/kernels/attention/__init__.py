@@ -1,6 +1,41 @@
 """Attention over paged keys and values: the protocol and its back ends."""
 
-from lorikeet_engine.kernels.attention.protocol import AttentionBackend, PagedSequences
+from importlib import import_module
+
+import torch
+
+from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.kernels.attention.protocol import (
+    AttentionBackend,
+    AttentionShape,
+    PagedSequences,
+)
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 
-__all__ = ["AttentionBackend", "PagedSequences", "SdpaAttention"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionShape",
+    "PagedSequences",
+    "SdpaAttention",
+    "choose_attention",
+]
+
+_FLASHINFER_HEAD_DIMS = (64, 128, 256)
+
+
+def choose_attention(shape: AttentionShape, device: torch.device) -> AttentionBackend:
+    """FlashInfer on CUDA, torch elsewhere and for what FlashInfer has no kernels for.
+
+    Raises SettingsError where FlashInfer is not installed.
+    """
+    narrow = shape.dtype.itemsize == 2
+    if device.type != "cuda" or not narrow or shape.head_dim not in _FLASHINFER_HEAD_DIMS:
+        return SdpaAttention()
+    try:
+        flashinfer = import_module("lorikeet_engine.kernels.attention.flashinfer")
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"device={device}: {error.name} is not installed; pip install 'lorikeet-serve[cuda]'"
+        ) from error
+    backend: AttentionBackend = flashinfer.FlashInferAttention(shape, device)
+    return backend

@@ -1,8 +1,20 @@
 """What a model asks of an attention back end."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What every layer's attention has in common: heads, widths in elements, tokens of a page."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
 
 
 class PagedSequences(Protocol):
@@ -23,6 +35,10 @@ class PagedSequences(Protocol):
 
 class AttentionBackend(Protocol):
     """Causal attention of sequences whose keys and values lie in pages."""
+
+    def plan(self, batch: PagedSequences) -> None:
+        """Get ready for a batch: once before its first layer's attend."""
+        ...
 
     def attend(
         self,

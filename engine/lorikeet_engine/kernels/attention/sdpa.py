@@ -9,6 +9,9 @@ from lorikeet_engine.kernels.attention.protocol import PagedSequences
 class SdpaAttention:
     """AttentionBackend for every device that torch knows, in any mix of prefill and decode."""
 
+    def plan(self, batch: PagedSequences) -> None:
+        """Nothing is to be planned."""
+
     def attend(
         self,
         q: torch.Tensor,
@@ -25,7 +28,7 @@ class SdpaAttention:
         page_size = layer_kv.shape[2]
         starts = batch.query_starts
         for i, length in enumerate(batch.kv_lengths):
-            pages = batch.page_tables[i, : -(-length // page_size)]
+            pages = batch.page_tables[i, : -(-length // page_size)].to(q.device)
             # cut at length: what lies behind it in the last page was never written
             keys, values = layer_kv[:, pages].flatten(1, 2)[:, :length]
             queries = slice(starts[i], starts[i + 1])
