@@ -5,6 +5,7 @@ import math
 import torch
 from torch.nn import functional as F
 
+from lorikeet_engine.kernels.pointwise import add_norm
 from lorikeet_engine.models.config import Llama3Scaling, Rope
 from lorikeet_engine.models.weights import Checkpoint
 
@@ -24,6 +25,10 @@ class RmsNorm:
         """Normalise each row of x."""
         return F.rms_norm(x, (self.width,), self.weight, self.eps)
 
+    def after(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """Add delta to x in place, then normalise each row; both [tokens, width]."""
+        return add_norm(x, delta, self.weight, self.eps)
+
 
 class Rotary:
     """Cosines and sines for every position, [positions, head_dim / 2] float32."""
@@ -35,18 +40,8 @@ class Rotary:
         self._sin = angles.sin().to(device)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of positions [tokens] int64: cosines and sines [tokens, 1, head_dim / 2] float32."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (x[i], x[i + head_dim / 2]) by its position's angle, in float32.
-
-    x [tokens, heads, head_dim], cos and sin as Rotary.at gives them → a new tensor like x.
-    """
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
+        """Of positions [tokens] int64: cosines and sines [tokens, head_dim / 2] float32."""
+        return self._cos[positions], self._sin[positions]
 
 
 def _frequencies(rope: Rope, head_dim: int) -> torch.Tensor:

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from lorikeet_engine.batch import Batch
 from lorikeet_engine.kernels.attention import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights
+from lorikeet_engine.kernels.pointwise import gate, rotate
 from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.models.layers import RmsNorm, Rotary, rotate
+from lorikeet_engine.models.layers import RmsNorm, Rotary
 from lorikeet_engine.models.lora_linear import LoraLinear
 from lorikeet_engine.models.weights import Checkpoint
 
@@ -55,9 +56,10 @@ class Model:
         cos, sin = self._rotary.at(batch.positions)
         step = _Step(batch, lora, attention, cos, sin)
         x = F.embedding(batch.token_ids, self._embeddings)
+        delta = torch.zeros_like(x)
         for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
-            x = layer(x, layer_kv, step)
-        return self._norm(x)
+            delta = layer(x, delta, layer_kv, step)
+        return self._norm.after(x, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocab] float32 of hidden [rows, hidden] as forward gives it."""
@@ -87,9 +89,12 @@ class _Layer:
         self.mlp_norm = RmsNorm(checkpoint, f"{path}.post_attention_layernorm", width, eps)
         self.mlp = _Mlp(config, checkpoint, layer)
 
-    def __call__(self, x: torch.Tensor, layer_kv: torch.Tensor, step: _Step) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), layer_kv, step)
-        return x + self.mlp(self.mlp_norm(x), step)
+    def __call__(
+        self, x: torch.Tensor, delta: torch.Tensor, layer_kv: torch.Tensor, step: _Step
+    ) -> torch.Tensor:
+        """Adds delta, and what attention says, to x in place; returns what is yet to be added."""
+        delta = self.attention(self.attention_norm.after(x, delta), layer_kv, step)
+        return self.mlp(self.mlp_norm.after(x, delta), step)
 
 
 class _Attention:
@@ -120,8 +125,9 @@ class _Attention:
         qkv = self.qkv(x, step.lora, segments).view(len(x), -1, self.head_dim)
         q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm and self.k_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+            q.copy_(self.q_norm(q))
+            k.copy_(self.k_norm(k))
+        rotate(qkv[:, : self.heads + self.kv_heads], step.cos, step.sin)
         mixed = step.attention.attend(q, k, v, layer_kv, step.batch)  # [tokens, heads, head_dim]
         return self.o(mixed.flatten(1), step.lora, segments)
 
@@ -144,5 +150,4 @@ class _Mlp:
 
     def __call__(self, x: torch.Tensor, step: _Step) -> torch.Tensor:
         segments = step.batch.segments
-        gate, up = self.gate_up(x, step.lora, segments).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up, step.lora, segments)
+        return self.down(gate(self.gate_up(x, step.lora, segments)), step.lora, segments)

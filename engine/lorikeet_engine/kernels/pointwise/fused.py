@@ -1,0 +1,101 @@
+"""The pointwise operators in Triton: one launch each, every tensor read and written once."""
+
+import torch
+import triton
+import triton.language as tl
+
+HEADS = 8  # rotated by one program
+COLUMNS = 1024  # gated by one program
+
+
+def add_norm(
+    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """See the package. x is rounded before it is normed, as in the reference."""
+    tokens, width = x.shape
+    y = torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    _add_norm[(tokens,)](
+        x, delta, weight, y, eps, width, block, num_warps=min(16, max(1, block // 512))
+    )
+    return y
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """See the package."""
+    tokens, heads, head_dim = x.shape
+    half = head_dim // 2
+    _rotate[(tokens, triton.cdiv(heads, HEADS))](
+        x, cos, sin, x.stride(0), heads, half, HEADS, triton.next_power_of_2(half)
+    )
+
+
+def gate(x: torch.Tensor) -> torch.Tensor:
+    """See the package. Rounded once."""
+    tokens, width = x.shape[0], x.shape[1] // 2
+    y = x.new_empty((tokens, width))
+    _gate[(tokens, triton.cdiv(width, COLUMNS))](x, y, width, COLUMNS)
+    return y
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_norm(
+    x: tl.tensor,
+    delta: tl.tensor,
+    weight: tl.tensor,
+    y: tl.tensor,
+    eps: tl.tensor,
+    width: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """One token."""
+    columns = tl.arange(0, block)
+    inside = columns < width
+    at = tl.program_id(0).to(tl.int64) * width + columns
+    total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+    rounded = total.to(x.dtype.element_ty)
+    tl.store(x + at, rounded, mask=inside)
+    total = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(total * total, 0) / width + eps)
+    weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + at, (total * scale * weights).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotate(
+    x: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    token_stride: tl.tensor,
+    heads: tl.constexpr,
+    half: tl.constexpr,
+    block_heads: tl.constexpr,
+    block_half: tl.constexpr,
+) -> None:
+    """Some heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)
+    column = tl.arange(0, block_half)
+    angle = token * half + column
+    c = tl.load(cos + angle, mask=column < half, other=0.0)[None, :]
+    s = tl.load(sin + angle, mask=column < half, other=0.0)[None, :]
+    at = x + token * token_stride + head[:, None] * (2 * half) + column[None, :]
+    inside = (head < heads)[:, None] & (column < half)[None, :]
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, (first * c - second * s).to(x.dtype.element_ty), mask=inside)
+    tl.store(at + half, (second * c + first * s).to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate(x: tl.tensor, y: tl.tensor, width: tl.constexpr, block: tl.constexpr) -> None:
+    """Some columns of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < width
+    row = x + token * (2 * width) + columns
+    gates = tl.load(row, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(row + width, mask=inside, other=0.0).to(tl.float32)
+    out = gates / (1.0 + tl.exp(-gates)) * values
+    tl.store(y + token * width + columns, out.to(y.dtype.element_ty), mask=inside)

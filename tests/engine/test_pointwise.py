@@ -1,0 +1,86 @@
+"""The fused pointwise kernels equal torch's; without a GPU they run in Triton's interpreter.
+
+The interpreter must be chosen before Triton is first imported, so one test starts this file again
+in a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorikeet_engine.kernels.pointwise import fused, reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICES = (
+    [("cpu", torch.float32), ("cpu", torch.float16)]
+    if INTERPRETED
+    else [
+        pytest.param(("cuda", torch.bfloat16), marks=on_gpu),
+        pytest.param(("cuda", torch.float32), marks=on_gpu),
+    ]
+)
+sizes = pytest.mark.parametrize("tokens", [1, 7])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels are tested")
+def test_every_case_holds_in_tritons_interpreter():
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def random(kind, *shape):
+    device, dtype = kind
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def assert_equal(got, want):
+    """Both round their result once; what comes before is float32 or rounded once more."""
+    eps = torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got, want, rtol=4 * eps, atol=4 * eps)
+
+
+@sizes
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("width", [64, 100, 1536])
+def test_add_norm(kind, width, tokens):
+    x, delta = random(kind, tokens, width), random(kind, width, tokens).T.contiguous()
+    weight, summed = random(kind, width), x.clone()
+    want = reference.add_norm(summed, delta, weight, 1e-5)
+    assert_equal(fused.add_norm(x, delta, weight, 1e-5), want)
+    assert torch.equal(x, summed)
+
+
+@sizes
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 16), (10, 128), (5, 96)])
+def test_rotate_leaves_the_heads_beside_alone(kind, heads, head_dim, tokens):
+    wide = random(kind, tokens, heads + 3, head_dim)
+    angles = random((kind[0], torch.float32), tokens, head_dim // 2)
+    turned = wide.clone()
+    fused.rotate(turned[:, :heads], angles.cos(), angles.sin())
+    reference.rotate(wide[:, :heads], angles.cos(), angles.sin())
+    assert_equal(turned, wide)
+
+
+@sizes
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("width", [8, 1500])
+def test_gate(kind, width, tokens):
+    x = random(kind, tokens, 2 * width)
+    assert_equal(fused.gate(x), reference.gate(x))
