@@ -29,6 +29,7 @@ from lorikeet_engine.errors import EngineError
 log = logging.getLogger(__name__)
 
 _LONGEST_GENERATION_S = 600  # a replica that is replaced may take this long to finish its streams
+_OTHER_REQUESTS = 256  # room beside the generations: a flood of those must not shut out admins
 _ENGINE_CPUS = 0.2  # a share, so that a laptop's two cores hold engines, gateway and controller
 _GATEWAY_CPUS = 0.2
 _CONTROLLER_CPUS = 0.05
@@ -70,7 +71,7 @@ def gateway(
     deployment = serve.deployment(
         name="gateway",
         num_replicas=settings.gateways,
-        max_ongoing_requests=settings.max_ongoing_requests * settings.replicas,
+        max_ongoing_requests=_most_generations(settings) + _OTHER_REQUESTS,
         ray_actor_options={"num_cpus": _GATEWAY_CPUS},
         graceful_shutdown_timeout_s=_LONGEST_GENERATION_S,
     )(serve.ingress()(Gateway))
@@ -115,10 +116,17 @@ class Gateway:
                 limits=AdapterLimits(settings.max_rank, settings.max_adapter_bytes),
                 engines=ServeEngines(engines),
                 gateways=settings.gateways,
+                max_generations=_most_generations(settings),
             )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._services)
+
+
+def _most_generations(settings: Settings) -> int:
+    """As many requests as a gateway's share of all engines can take."""
+    engines = settings.replicas * len(settings.base_models)
+    return max(1, settings.max_ongoing_requests * engines // settings.gateways)
 
 
 @contextmanager
