@@ -269,11 +269,20 @@ def test_a_failure_is_told_once_and_the_next_request_tries_again(shelf, bench):
     (a,) = make(shelf, "a")
     b = bench()
     shelf.errors["a"] = ConnectionError("the bucket does not answer")
-    assert "the bucket does not answer" in str(b.failure(a))
+    assert "acme/a@1: its weights could not be brought" in str(b.failure(a))
     assert b.tiers.lease(a) is None
     del shelf.errors["a"]
     b.lease(a).release()
     assert shelf.fetched == ["a", "a"]
+
+
+def test_a_failure_tells_its_kind_and_only_the_log_its_insides(shelf, bench, caplog):
+    (a,) = make(shelf, "a")
+    shelf.errors["a"] = ConnectionError("no object in /srv/catalog")
+    error = bench().failure(a)
+    assert "ConnectionError" in error.message
+    assert "/srv/catalog" not in str(error)
+    assert "/srv/catalog" in caplog.text
 
 
 def test_an_untold_failure_is_not_repeated_at_every_want(shelf, bench):

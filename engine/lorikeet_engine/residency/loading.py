@@ -117,9 +117,12 @@ class Loader:
             self._land(task, error=_about(task.ref, error, AdapterTooLarge))
         except AdapterError as error:
             self._land(task, error=_about(task.ref, error, AdapterLoadFailed))
-        except Exception as error:
+        except Exception as error:  # its text is for the log: it may name the machine's folders
             log.exception("adapter_load_failed", extra={"adapter": str(task.ref)})
-            failure = AdapterLoadFailed(f"{type(error).__name__}: {error}")
+            failure = AdapterLoadFailed(
+                f"its weights could not be brought to the engine ({type(error).__name__}): try "
+                "again, or ask your admin to look into the log"
+            )
             self._land(task, error=_about(task.ref, failure, AdapterLoadFailed))
 
     def _download(self, task: _Task) -> None:
