@@ -43,6 +43,8 @@ def test_the_same_weights_again_are_the_same_version(lorikeet: Lorikeet, tmp_pat
         lorikeet.do("register", str(tmp_path / "adapter-0"), "acme/support", "--json")
     )
     assert again == first
+    said = lorikeet.do("register", str(tmp_path / "adapter-0"), "acme/support")
+    assert said.startswith("acme/support already is version 1, now prod: ")
 
 
 def test_a_later_version_waits_for_promote(lorikeet: Lorikeet, tmp_path: Path) -> None:

@@ -50,8 +50,11 @@ def test_a_wrong_key_is_said_in_the_servers_words(lorikeet: Lorikeet) -> None:
     assert "key" in sentence(lorikeet.run("list", LORIKEET_ADMIN_KEY="lk_wrong"))
 
 
-def test_a_key_that_cannot_be_one_is_no_traceback(lorikeet: Lorikeet) -> None:
-    sentence(lorikeet.run("list", LORIKEET_ADMIN_KEY="lk_\u2026"))
+@pytest.mark.parametrize("key", ["lk_\u2026", "lk_a\nb", "lk_\x1b[2J", "lk_\xe9"])
+def test_a_key_that_cannot_be_one_is_said_to_be_none(lorikeet: Lorikeet, key: str) -> None:
+    said = sentence(lorikeet.run("list", LORIKEET_ADMIN_KEY=key))
+    assert "no key has" in said
+    assert "lk_" not in said
 
 
 def test_options_on_the_root_win_over_the_environment(lorikeet: Lorikeet) -> None:

@@ -1,6 +1,7 @@
 """Every command explains itself."""
 
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import pytest
 import typer
@@ -60,3 +61,12 @@ def test_a_group_alone_shows_its_help_and_is_wrong_usage(path: tuple[str, ...]) 
     result = CliRunner().invoke(app, list(path), prog_name="lorikeet")
     assert result.exit_code == 2
     assert "Example:" in result.output
+
+
+def test_the_version_is_the_packages() -> None:
+    result = CliRunner().invoke(app, ["--version"], prog_name="lorikeet")
+    assert (result.exit_code, result.stdout) == (0, f"lorikeet {version('lorikeet-serve')}\n")
+
+
+def test_the_exit_statuses_are_told() -> None:
+    assert "3 a conflict" in help_of()

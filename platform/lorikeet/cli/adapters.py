@@ -49,7 +49,7 @@ def list_adapters(
         print_json(answer)
         return
     print_table(
-        ["Adapter", "Aliases", "#Versions", "#Rank", "#Size", "Base model", "State"],
+        ["Adapter", "Aliases", "#Versions", "#Rank", "#Blob", "Base model", "State"],
         [_summary(adapter) for adapter in answer["data"]],
         empty="No adapters yet: `lorikeet register FOLDER tenant/name` adds one.",
     )
@@ -66,7 +66,7 @@ def show(ctx: typer.Context, adapter: Adapter, as_json: AsJson = False) -> None:
         return
     print_line(f"[bold]{answer['adapter']}[/bold]{_state(answer, ' · ')}")
     print_table(
-        ["Version", "Aliases", "#Rank", "#Size", "Base model", "Registered (UTC)", "Digest"],
+        ["Version", "Aliases", "#Rank", "#Blob", "Base model", "Registered (UTC)", "Digest"],
         [_version_row(version) for version in reversed(answer["versions"])],
         empty="No versions.",
     )

@@ -1,5 +1,6 @@
 """The root command: where the server is, who is asking, and what a failure looks like."""
 
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -36,6 +37,12 @@ app = typer.Typer(
 )
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lorikeet {version('lorikeet-serve')}")
+        raise typer.Exit
+
+
 @app.callback()
 def connect(
     ctx: typer.Context,
@@ -46,10 +53,15 @@ def connect(
         str | None,
         typer.Option(envvar="LORIKEET_ADMIN_KEY", help="An admin's key.", show_default=False),
     ] = None,
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
 ) -> None:
     """Administer Lorikeet: adapters, pins, tenants and keys.
 
-    Exit status: 0 done, 1 failed, 2 wrong usage, 3 it conflicts with what is there.
+    Exit status: 0 done, 1 failed, 2 wrong usage, 3 a conflict: someone changed it first, or its
+    state does not allow it.
 
     Example: `lorikeet register ./my-adapter acme/support --promote`
     """

@@ -51,7 +51,7 @@ def register(
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch:
         blob = Path(scratch) / "adapter.safetensors"
         write_blob(folder, blob)
-        answer = admin(ctx).upload(
+        answer, is_new = admin(ctx).upload(
             f"/adapters/{adapter.path}/versions",
             _read(blob, quiet=as_json),
             blob.stat().st_size,
@@ -61,8 +61,9 @@ def register(
         print_json(answer)
         return
     aliases = f", now {', '.join(answer['aliases'])}" if answer["aliases"] else ""
+    already = "" if is_new else "already is "
     print_line(
-        f"[cyan]{answer['adapter']}[/cyan] version {answer['version']}{aliases}:"
+        f"[cyan]{answer['adapter']}[/cyan] {already}version {answer['version']}{aliases}:"
         f" {size(answer['size_bytes'])}, rank {answer['max_rank']}\n"
         f"digest {answer['digest']}"
     )

@@ -43,10 +43,11 @@ class AdminServer:
 
     def upload(
         self, path: str, chunks: Iterable[bytes], size: int, query: Mapping[str, str | None]
-    ) -> Json:
-        """PUT `size` bytes as they come."""
+    ) -> tuple[Json, bool]:
+        """PUT `size` bytes as they come. The answer, and whether that made something new."""
         headers = {"content-type": "application/octet-stream", "content-length": str(size)}
-        return self._call("PUT", path, query=query, content=chunks, headers=headers)
+        answer = self._ask("PUT", path, query=query, content=chunks, headers=headers)
+        return self._parse(answer), answer.status_code == httpx.codes.CREATED
 
     def _call(
         self,
@@ -54,16 +55,31 @@ class AdminServer:
         path: str,
         *,
         query: Mapping[str, str | None] | None = None,
+        content: bytes | None = None,
+    ) -> Json:
+        return self._parse(self._ask(method, path, query=query, content=content))
+
+    def _ask(
+        self,
+        method: Method,
+        path: str,
+        *,
+        query: Mapping[str, str | None] | None = None,
         content: bytes | Iterable[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> Json:
+    ) -> httpx.Response:
         if not self._key:
             raise LorikeetError(
                 "no admin key: set LORIKEET_ADMIN_KEY or give --key before the command"
                 " (`lorikeet init` makes the first key)"
             )
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise LorikeetError(
+                "the admin key holds characters that no key has: copy it again, as it was shown,"
+                " into LORIKEET_ADMIN_KEY or --key"
+            )
         try:
-            answer = httpx.request(
+            return httpx.request(
                 method,
                 f"{self._address}{_PREFIX}{path}",
                 params={name: value for name, value in (query or {}).items() if value is not None},
@@ -82,7 +98,6 @@ class AdminServer:
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeEncodeError) as error:
             raise LorikeetError(f"cannot ask {self._address}: {error}") from error
-        return self._parse(answer)
 
     def _parse(self, answer: httpx.Response) -> Json:
         try:

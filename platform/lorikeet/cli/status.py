@@ -14,7 +14,8 @@ _TIERS = ("gpu", "host", "disk")
 def status(ctx: typer.Context, as_json: AsJson = False) -> None:
     """Show replicas, and what is resident where.
 
-    A * marks what is pinned.
+    A * marks what is pinned. Arena is what an adapter takes on the GPU; Blob, in `lorikeet list`,
+    is its file in the catalog.
 
     Example: `lorikeet status`
     """
@@ -30,7 +31,7 @@ def status(ctx: typer.Context, as_json: AsJson = False) -> None:
         empty="No replica has reported.",
     )
     print_table(
-        ["Adapter", "GPU", "Host", "Disk", "#Size", "#Leases"],
+        ["Adapter", "GPU", "Host", "Disk", "#Arena", "#Leases"],
         _adapter_rows(replicas),
         empty="No adapter is resident.",
     )
