@@ -5,8 +5,10 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import ValidationError
 
 from lorikeet.api.body import MAX_JSON_BYTES
+from lorikeet.api.openai import ChatRequest, CompletionRequest, GenerateRequest
 from tests.api.conftest import Gateway, chat
 
 CHAT = "/v1/chat/completions"
@@ -60,7 +62,10 @@ BAD_VALUES = [
     (chat(stop={}), "stop", "string or a list"),
     (chat(stream="yes"), "stream", "boolean"),
     (chat(stream_options={"include_usage": True}), "stream_options", "stream"),
-    (chat(metadata={"a": 1}), "metadata.a", "string"),
+    (chat(metadata={"a": 1}), "metadata", "strings"),
+    (chat(metadata=[]), "metadata", "at most 16"),
+    (chat(metadata={str(i): "" for i in range(17)}), "metadata", "at most 16"),
+    ({"model": "tiny", "messages": [TURN] * 4097}, "messages", "at most 4096"),
 ]
 
 
@@ -87,6 +92,29 @@ def test_a_prompt_is_text_or_token_ids(unchanged: Gateway, prompt: Any) -> None:
 def test_prompts_times_n_is_bounded(unchanged: Gateway) -> None:
     body = {"model": "tiny", "prompt": ["a"] * 65, "n": 2}
     assert "at most 128" in error_of(unchanged.post(COMPLETIONS, body), 400)["message"]
+
+
+MANY = 100_000
+FLOODS: list[tuple[type[GenerateRequest], dict[str, Any]]] = [
+    (ChatRequest, chat(metadata={str(i): i for i in range(MANY)})),
+    (ChatRequest, chat(stop=[1] * MANY)),
+    (ChatRequest, chat(stream_options={str(i): i for i in range(MANY)})),
+    (ChatRequest, chat(content=[{}] * MANY)),  # type: ignore[arg-type]
+    (ChatRequest, {"model": "tiny", "messages": [1] * MANY}),
+    (ChatRequest, {"model": "tiny", "messages": [TURN] * MANY}),
+    (CompletionRequest, {"model": "tiny", "prompt": [[1]] * MANY}),
+    (CompletionRequest, {"model": "tiny", "prompt": ["a"] * MANY}),
+    (CompletionRequest, {"model": "tiny", "prompt": [{}] * MANY}),
+]
+
+
+@pytest.mark.parametrize(("schema", "body"), FLOODS, ids=range(len(FLOODS)))
+def test_a_flood_of_bad_values_is_one_error(
+    schema: type[GenerateRequest], body: dict[str, Any]
+) -> None:
+    with pytest.raises(ValidationError) as refused:
+        schema.model_validate_json(json.dumps(body))
+    assert refused.value.error_count() == 1
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,11 @@ class Body(BaseModel):
         given = {
             name: value
             for name, value in data.items()
-            if value is not None and not is_neutral(value, cls.neutral.get(name, ()))
+            if value is not None
+            and not (name in cls.neutral and is_neutral(value, cls.neutral[name]))
         }
-        unknown = [name for name in given if name not in cls.model_fields]
+        fields = cls.model_fields
+        unknown = [name for name in given if name not in fields]
         if unknown:  # one error for all: a million unknown fields must not cost a million errors
             names = [name[:_NAME_LENGTH] for name in unknown[:_NAMES_QUOTED]]
             hint = cls.hints.get(names[0], "")

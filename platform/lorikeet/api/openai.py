@@ -19,6 +19,8 @@ from lorikeet_engine.request import SamplingParams
 
 MAX_N = 16
 MAX_CHOICES = 128
+MAX_MESSAGES = 4096
+MAX_METADATA = 16
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 256
 _INT32 = 2**31 - 1
@@ -60,6 +62,8 @@ def _parse_prompts(value: object) -> tuple[Prompt, ...]:
     if isinstance(value, list) and value:
         if _are_token_ids(value):
             return (tuple(value),)
+        if len(value) > MAX_CHOICES:
+            raise ValueError(f"want token ids, or at most {MAX_CHOICES} prompts times n")
         if all(isinstance(prompt, str) for prompt in value):
             return tuple(value)
         if all(isinstance(prompt, list) and _are_token_ids(prompt) for prompt in value):
@@ -71,6 +75,14 @@ def _parse_prompts(value: object) -> tuple[Prompt, ...]:
 
 def _are_token_ids(values: Sequence[Any]) -> bool:
     return bool(values) and all(type(i) is int and 0 <= i <= _INT32 for i in values)
+
+
+def _parse_metadata(value: object) -> object:
+    if not isinstance(value, dict) or len(value) > MAX_METADATA:
+        raise ValueError(f"want an object of at most {MAX_METADATA} strings")
+    if not all(isinstance(text, str) for text in value.values()):
+        raise ValueError("want strings")
+    return value
 
 
 class Message(Body):
@@ -106,7 +118,7 @@ class GenerateRequest(Body):
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, PlainValidator(_parse_metadata)] = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> "GenerateRequest":
@@ -152,7 +164,7 @@ class ChatRequest(GenerateRequest):
     neutral: ClassVar[Neutral] = CHAT
     hints: ClassVar[dict[str, str]] = {"prompt": ": send messages, or ask /v1/completions"}
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Tokens | None = None
 
     @model_validator(mode="after")
