@@ -9,6 +9,7 @@ from tests.k8s.manifests import (
     OVERLAYS,
     ROOT,
     Manifest,
+    containers,
     of_kind,
     pods,
     problems,
@@ -26,9 +27,18 @@ def test_every_object_fits_its_schema(overlay: str) -> None:
 
 def test_the_secret_template_fits_its_schema_and_holds_no_value() -> None:
     template = ROOT / "k8s/overlays/gpu/s3-credentials.template.yaml"
-    secret = yaml.safe_load(template.read_text())
-    assert problems(secret) == []
-    assert set(secret["stringData"].values()) == {""}
+    secrets = list(yaml.safe_load_all(template.read_text()))
+    for secret in secrets:
+        assert problems(secret) == []
+        assert set(secret["stringData"].values()) == {""}
+    read = {
+        source["secretRef"]["name"]
+        for pod in pods("gpu").values()
+        for container in containers(pod)
+        for source in container["envFrom"]
+        if "secretRef" in source
+    }
+    assert {secret["metadata"]["name"] for secret in secrets} == read
     assert template.name not in (template.parent / "kustomization.yaml").read_text()
 
 

@@ -4,9 +4,11 @@ import re
 import tomllib
 
 import pytest
+import ray.serve._private.constants
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from lorikeet.api.body import MAX_JSON_BYTES
 from lorikeet.settings import Settings
 from tests.k8s.manifests import (
     OVERLAYS,
@@ -44,6 +46,36 @@ def test_every_container_reads_the_same_settings(overlay: str) -> None:
 def test_rays_flags_reach_head_and_workers(overlay: str) -> None:
     flags = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY": "1"}
     assert flags.items() <= settings(overlay).items()
+
+
+@both
+def test_ray_carries_the_largest_request(overlay: str) -> None:
+    flag = "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"
+    assert hasattr(ray.serve._private.constants, flag)
+    assert int(settings(overlay)[flag]) >= 2 * MAX_JSON_BYTES
+
+
+@both
+def test_a_worker_that_leaves_has_time_for_its_streams(overlay: str) -> None:
+    for name, pod in pods(overlay).items():
+        if name != "head":
+            assert pod["spec"]["terminationGracePeriodSeconds"] > 600
+
+
+def test_engines_act_as_an_account_that_need_not_write() -> None:
+    accounts = {name: pod["spec"]["serviceAccountName"] for name, pod in pods("gpu").items()}
+    assert accounts == {
+        "head": "lorikeet",
+        "gateways": "lorikeet",
+        "engines": "lorikeet-engine",
+    }
+    secrets = {
+        name: {s["secretRef"]["name"] for c in containers(pod) for s in c["envFrom"][1:]}
+        for name, pod in pods("gpu").items()
+    }
+    assert secrets["engines"].isdisjoint(secrets["gateways"])
+    roles = {m["metadata"]["annotations"].popitem()[1] for m in of_kind("gpu", "ServiceAccount")}
+    assert len(roles) == 2
 
 
 @both
@@ -90,7 +122,6 @@ def test_the_head_runs_nothing_but_ray(overlay: str) -> None:
 def test_no_pod_has_more_rights_than_it_needs(overlay: str) -> None:
     for pod in pods(overlay).values():
         spec = pod["spec"]
-        assert spec["serviceAccountName"] == "lorikeet"
         assert spec["automountServiceAccountToken"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -222,9 +253,27 @@ def test_the_image_is_pinned_and_runs_as_the_pods_say() -> None:
     bases = {line.split()[1] for line in lines if line.startswith("FROM ")}
     (user,) = [line.split()[1] for line in lines if line.startswith("USER ")]
     assert all(re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+", base) for base in bases)
+    assert [line for line in lines if "pip install" in line] == [
+        "RUN pip install --no-cache-dir --constraint constraints.txt ."
+    ]
     for pod in pods("gpu").values():
         context = pod["spec"]["securityContext"]
         assert user == f"{context['runAsUser']}:{context['runAsGroup']}"
+
+
+def test_what_the_image_copies_is_sent_to_its_builder() -> None:
+    sent = (ROOT / "k8s/Dockerfile.dockerignore").read_text().split()
+    lines = (ROOT / "k8s/Dockerfile").read_text().splitlines()
+    copied = [
+        name
+        for line in lines
+        if line.startswith("COPY ") and "--from" not in line
+        for name in line.split()[1:-1]
+    ]
+    assert "constraints.txt" in copied
+    for name in copied:
+        assert (ROOT / name).exists()
+        assert f"!{name}" in sent
 
 
 def _bytes(quantity: str) -> int:
