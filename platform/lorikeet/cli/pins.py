@@ -54,12 +54,8 @@ def pin(
     )
     if as_json:
         print_json(answer)
-        return
-    until = "" if answer["expires"] is None else f" until {moment(answer['expires'])} UTC"
-    print_line(
-        f"[cyan]{answer['adapter']}@{answer['selector']}[/cyan] will be kept on {answer['tier']}"
-        f" on {_replicas(answer)}{until}; `lorikeet status` shows when it is there."
-    )
+    else:
+        _print_pin(answer)
 
 
 def unpin(ctx: typer.Context, adapter: Adapter, as_json: AsJson = False) -> None:
@@ -96,6 +92,14 @@ def add_to(app: typer.Typer) -> None:
     """Add the commands of this file."""
     for command in (pin, unpin, pins):
         app.command()(command)
+
+
+def _print_pin(answer: dict[str, Any]) -> None:
+    until = "" if answer["expires"] is None else f" until {moment(answer['expires'])} UTC"
+    print_line(
+        f"[cyan]{answer['adapter']}@{answer['selector']}[/cyan] will be kept on {answer['tier']}"
+        f" on {_replicas(answer)}{until}; `lorikeet status` shows when it is there."
+    )
 
 
 def _row(pin: dict[str, Any]) -> list[Any]:

@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,20 +14,22 @@ from lorikeet.cli.output import AsJson, print_json, print_line, size
 from lorikeet.cli.server import admin
 from lorikeet_engine.adapter_format import write_blob
 
+Folder = Annotated[
+    Path,
+    typer.Argument(
+        exists=True,
+        file_okay=False,
+        help="A PEFT adapter: adapter_config.json and adapter_model.safetensors.",
+        show_default=False,
+    ),
+]
+
 _CHUNK_BYTES = 1 << 20
 
 
 def register(
     ctx: typer.Context,
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            exists=True,
-            file_okay=False,
-            help="A PEFT adapter: adapter_config.json and adapter_model.safetensors.",
-            show_default=False,
-        ),
-    ],
+    folder: Folder,
     adapter: Adapter,
     promote: Annotated[
         bool, typer.Option("--promote", help="Point the alias prod at the new version.")
@@ -59,7 +61,16 @@ def register(
         )
     if as_json:
         print_json(answer)
-        return
+    else:
+        _print_version(answer, is_new=is_new)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command of this file."""
+    app.command()(register)
+
+
+def _print_version(answer: dict[str, Any], *, is_new: bool) -> None:
     aliases = f", now {', '.join(answer['aliases'])}" if answer["aliases"] else ""
     already = "" if is_new else "already is "
     print_line(
@@ -67,11 +78,6 @@ def register(
         f" {size(answer['size_bytes'])}, rank {answer['max_rank']}\n"
         f"digest {answer['digest']}"
     )
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command of this file."""
-    app.command()(register)
 
 
 def _read(blob: Path, *, quiet: bool) -> Iterator[bytes]:
