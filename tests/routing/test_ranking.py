@@ -23,6 +23,12 @@ def test_the_home_comes_first_when_nobody_has_the_adapter():
     assert rank_replicas("digest", candidates())[0] == [home]
 
 
+def test_a_home_that_does_not_answer_is_followed_by_the_home_without_it():
+    home = by_preference("digest", REPLICAS)[0]
+    heir = by_preference("digest", [name for name in REPLICAS if name != home])[0]
+    assert rank_replicas("digest", candidates())[:2] == [[home], [heir]]
+
+
 def test_a_busy_home_gives_way_to_everyone():
     home = by_preference("digest", REPLICAS)[0]
     queues = [4 * SPILL_SLACK if name == home else 0 for name in REPLICAS]

@@ -21,9 +21,9 @@ class Candidate:
 def rank_replicas(digest: str | None, candidates: Sequence[Candidate]) -> list[list[str]]:
     """Groups of replicas, best group first; inside a group the shortest queue wins.
 
-    A replica that has the adapter on its GPU comes first, then the adapter's home, then everyone:
-    a busy replica waits for the last group, where the least loaded wins. A request without an
-    adapter (digest None) has one group.
+    A replica that has the adapter on its GPU comes first, then the adapter's home and its heir,
+    then everyone: a busy replica waits for the last group, where the least loaded wins. A request
+    without an adapter (digest None) has one group.
     """
     everyone = [candidate.replica for candidate in candidates]
     if digest is None or len(candidates) < 2:
@@ -32,6 +32,7 @@ def rank_replicas(digest: str | None, candidates: Sequence[Candidate]) -> list[l
     bound = max(SPILL_SLACK, SPILL_FACTOR * mean_queue)
     free = {candidate.replica for candidate in candidates if candidate.queue <= bound}
     residents = [c.replica for c in candidates if c.resident and c.replica in free]
-    home = by_preference(digest, everyone)[0]
-    groups = [residents, [home] if home in free else [], everyone]
-    return [group for group in groups if group]
+    home, heir = by_preference(digest, everyone)[:2]
+    # The heir: where the adapter goes when its home turns out to be dead.
+    groups = [residents, [home], [heir]] if home in free else [residents]
+    return [group for group in (*groups, everyone) if group]
