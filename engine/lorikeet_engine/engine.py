@@ -12,10 +12,16 @@ import torch
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
 from lorikeet_engine.batch_builder import build_batch, by_adapter
+from lorikeet_engine.decode_graphs import DecodeGraphs, StepLimits
 from lorikeet_engine.engine_settings import EngineSettings
 from lorikeet_engine.errors import EngineClosed, EngineError, InvalidRequest, StepFailed
 from lorikeet_engine.intake import EngineConfig, Intake
-from lorikeet_engine.kernels.attention import AttentionShape, choose_attention
+from lorikeet_engine.kernels.attention import (
+    AttentionShape,
+    CapturableAttention,
+    choose_attention,
+)
+from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.kv_cache import KVCache, count_pages
 from lorikeet_engine.models import Model, ModelConfig, load_model
 from lorikeet_engine.request import EngineReport, Failed, Output, Request, Tokens
@@ -65,10 +71,7 @@ class Engine:
         self._intake = Intake(self.config, settings.page_size)
         self._wake = threading.Event()
         self._tiers = _tiers(settings, source, self._device, self.wake)
-        c = model.config
-        shape = AttentionShape(c.heads, c.kv_heads, c.head_dim, settings.page_size, dtype)
-        attention = choose_attention(shape, self._device)
-        self._runner = Runner(model, attention, self._tiers.weights, kv)
+        self._runner = _runner(model, self._tiers.weights, kv, settings, self.config.max_context)
         self._sampler = Sampler()
         self._begin()
         self._idle = True
@@ -258,6 +261,24 @@ def _allocate_kv(
     )
     shape = (config.layers, 2, pages, *page)
     return torch.zeros(shape, dtype=settings.torch_dtype, device=device)
+
+
+def _runner(
+    model: Model, weights: LoraWeights, kv: torch.Tensor, settings: EngineSettings, context: int
+) -> Runner:
+    c, page_size = model.config, settings.page_size
+    shape = AttentionShape(c.heads, c.kv_heads, c.head_dim, page_size, model.dtype)
+    attention = choose_attention(shape, model.device)
+    if not isinstance(attention, CapturableAttention):
+        return Runner(model, attention, weights, kv)
+    limits = StepLimits(
+        sequences=settings.max_running,
+        adapters=settings.max_batch_adapters,
+        rank=settings.max_rank,
+        pages=settings.max_running * -(-context // page_size),
+    )
+    graphs = DecodeGraphs(model, attention, weights, kv, limits)
+    return Runner(model, attention, weights, kv, graphs)
 
 
 def _tiers(

@@ -3,6 +3,7 @@
 import torch
 
 from lorikeet_engine.batch import Batch
+from lorikeet_engine.decode_graphs import DecodeGraphs
 from lorikeet_engine.kernels.attention import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.models import Model
@@ -17,16 +18,19 @@ class Runner:
         attention: AttentionBackend,
         weights: LoraWeights | None,
         kv: torch.Tensor,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         """Take a loaded model and what it works on.
 
         weights: None for an engine that serves the base model alone.
         kv [layers, 2, pages, page_size, kv_heads, head_dim], contiguous, in the model's dtype.
+        graphs: of the same model, weights and kv, for the decode steps that fit them.
         """
         self.model = model
         self._attention = attention
         self._weights = weights
         self._kv = kv
+        self._graphs = graphs
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -34,6 +38,8 @@ class Runner:
 
         The result belongs to the caller, who may change it in place.
         """
+        if self._graphs is not None and self._graphs.fit(batch):
+            return self.model.logits(self._graphs.forward(batch))
         self._attention.plan(batch)
         hidden = self.model.forward(batch, self._kv, self._weights, self._attention)
         return self.model.logits(hidden[batch.logit_rows])

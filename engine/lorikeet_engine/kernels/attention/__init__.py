@@ -8,6 +8,7 @@ from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels.attention.protocol import (
     AttentionBackend,
     AttentionShape,
+    CapturableAttention,
     PagedSequences,
 )
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
@@ -15,6 +16,7 @@ from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 __all__ = [
     "AttentionBackend",
     "AttentionShape",
+    "CapturableAttention",
     "PagedSequences",
     "SdpaAttention",
     "choose_attention",

@@ -10,10 +10,9 @@ import torch
 from lorikeet_engine.kernels.attention.kv_write import write_kv
 from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequences
 
-# Holds the partial results of sequences that are split over several blocks of the GPU.
+# Partial results of sequences split over several blocks of the GPU. A captured plan assumes the
+# worst: 84 MB for 256 sequences of 32 heads of 128.
 _WORKSPACE_BYTES = 256 << 20
-# The most sequences whose partial results a captured plan, which assumes the worst, fits in there.
-MOST_CAPTURED = 256
 
 
 class FlashInferAttention:
@@ -41,12 +40,7 @@ class FlashInferAttention:
         return self._plans.attend(q, k, v, layer_kv, batch)
 
     def captured(self, sequences: int, pages: torch.Tensor) -> "_Plans":
-        """A back end for a CUDA graph over `sequences` sequences, one token each.
-
-        What was captured after one plan follows the later ones. pages: an int32 buffer that
-        holds the pages of all sequences of a step; several back ends may share it.
-        """
-        assert sequences <= MOST_CAPTURED
+        """See CapturableAttention.captured."""
         counts = torch.empty(3, sequences + 1, dtype=torch.int32, device=pages.device)
         wrapper = _wrapper(
             self._workspace,

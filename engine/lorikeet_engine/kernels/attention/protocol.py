@@ -1,7 +1,7 @@
 """What a model asks of an attention back end."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -37,7 +37,7 @@ class AttentionBackend(Protocol):
     """Causal attention of sequences whose keys and values lie in pages."""
 
     def plan(self, batch: PagedSequences) -> None:
-        """Get ready for a batch: once before its first layer's attend."""
+        """Get ready for a batch, once before its first layer's attend."""
         ...
 
     def attend(
@@ -55,5 +55,18 @@ class AttentionBackend(Protocol):
         layer_kv[0] and v to layer_kv[1] at batch.kv_slots, then the queries attend. A sequence's
         queries are its last tokens. Slots that no sequence has written are never read.
         Query head h uses key head h // (heads / kv_heads). Returns a tensor like q.
+        """
+        ...
+
+
+@runtime_checkable
+class CapturableAttention(AttentionBackend, Protocol):
+    """A back end that CUDA graphs can hold."""
+
+    def captured(self, sequences: int, pages: torch.Tensor) -> AttentionBackend:
+        """A back end for a graph over `sequences` sequences, one token each.
+
+        What is captured after one plan follows the later ones; a slot below 0 is not written.
+        pages: an int32 buffer for the pages of all sequences of a step; back ends may share it.
         """
         ...

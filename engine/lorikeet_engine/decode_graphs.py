@@ -1,0 +1,140 @@
+"""CUDA graphs of decode steps: one launch for a forward pass instead of some hundreds.
+
+A graph is captured for each of a ladder of sizes: sequences × segments of adapters. A step uses
+the smallest that holds it; its tensors are copied to the graph's buffers, and what is left over of
+them is padding that writes no key and uses no adapter.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from lorikeet_engine.batch import Batch
+from lorikeet_engine.kernels.attention import AttentionBackend, CapturableAttention
+from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
+from lorikeet_engine.models import Model
+
+# Above the last a step's products are long enough to hide its launches.
+_SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The most that one step can hold: sequences, distinct adapters, their rank, KV pages."""
+
+    sequences: int
+    adapters: int
+    rank: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    hidden: torch.Tensor
+
+
+class DecodeGraphs:
+    """Forward passes of steps in which every sequence has one token and wants its logits."""
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: Model,
+        attention: CapturableAttention,
+        weights: LoraWeights,
+        kv: torch.Tensor,
+        limits: StepLimits,
+    ) -> None:
+        """Capture all graphs, which takes some seconds; kv and weights are Runner's."""
+        self._model, self._weights, self._kv, self._limits = model, weights, kv, limits
+        sizes = [size for size in _SEQUENCES if size < limits.sequences]
+        self._sizes = (*sizes, min(limits.sequences, _SEQUENCES[-1]))
+        largest, device = self._sizes[-1], kv.device
+        self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._kv_slots = torch.full((largest,), -1, dtype=torch.int64, device=device)
+        counts = _segment_counts(min(limits.adapters, largest))
+        self._segments = torch.zeros(3, counts[-1], dtype=torch.int32, device=device)
+        pages = torch.zeros(limits.pages, dtype=torch.int32, device=device)
+        self._attention = {size: attention.captured(size, pages) for size in self._sizes}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[tuple[int, int], _Captured] = {}
+        for size in reversed(self._sizes):  # from the largest: the others fit into its memory
+            for count in _segment_counts(min(limits.adapters, size)):
+                self._captured[size, count] = self._capture(size, count)
+
+    def fit(self, batch: Batch) -> bool:
+        """Whether a graph was captured for batches like this one."""
+        sequences = len(batch.kv_lengths)
+        decodes = len(batch.token_ids) == sequences == len(batch.logit_rows)
+        return decodes and sequences <= self._sizes[-1]
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Model.forward's hidden states of a batch that fits; the next forward overwrites them."""
+        rows = len(batch.kv_lengths)
+        size = next(size for size in self._sizes if size >= rows)
+        used = 0 if batch.segments is None else len(batch.segments)
+        counts = _segment_counts(min(self._limits.adapters, size))
+        count = next(count for count in counts if count >= used)
+        self._token_ids[:rows].copy_(batch.token_ids)
+        self._positions[:rows].copy_(batch.positions)
+        self._kv_slots[:rows].copy_(batch.kv_slots)
+        self._kv_slots[rows:].fill_(-1)
+        if batch.segments is not None:
+            s = batch.segments
+            torch.stack((s.slots, s.starts, s.lengths), out=self._segments[:, :used])
+            self._segments[:, used:].zero_()
+        self._attention[size].plan(_padded(batch, size))
+        captured = self._captured[size, count]
+        captured.graph.replay()
+        return captured.hidden[:rows]
+
+    def _capture(self, size: int, count: int) -> _Captured:
+        segments = None
+        if count:
+            slots, starts, lengths = self._segments[:, :count].unbind()
+            segments = Segments(slots, starts, lengths, self._limits.rank)
+        batch = Batch(
+            token_ids=self._token_ids[:size],
+            positions=self._positions[:size],
+            kv_slots=self._kv_slots[:size],
+            query_starts=tuple(range(size + 1)),
+            kv_lengths=(1,) * size,
+            page_tables=torch.zeros(size, 1, dtype=torch.int32),
+            logit_rows=self._token_ids[:size],
+            segments=segments,
+        )
+        attention = self._attention[size]
+        attention.plan(batch)
+        self._run(batch, attention)  # compiles and allocates what capturing must not
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: loading threads may use the device meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            hidden = self._run(batch, attention)
+        return _Captured(graph, hidden)
+
+    def _run(self, batch: Batch, attention: AttentionBackend) -> torch.Tensor:
+        return self._model.forward(batch, self._kv, self._weights, attention)
+
+
+def _segment_counts(most: int) -> tuple[int, ...]:
+    """0, 2, 8, 32, …: the last is at least `most`. A launch has programs for every segment."""
+    counts = [0, 2]
+    while counts[-1] < most:
+        counts.append(4 * counts[-1])
+    return tuple(counts)
+
+
+def _padded(batch: Batch, size: int) -> Batch:
+    """What attention plans by; a padding sequence reads one token of page 0, to no end."""
+    tables = torch.zeros(size, batch.page_tables.shape[1], dtype=torch.int32)
+    tables[: len(batch.page_tables)] = batch.page_tables
+    missing = size - len(batch.kv_lengths)
+    return replace(
+        batch,
+        query_starts=tuple(range(size + 1)),
+        kv_lengths=batch.kv_lengths + (1,) * missing,
+        page_tables=tables,
+    )
