@@ -36,6 +36,7 @@ LAYERS, LINEARS, LAYER = 3, 7, 1
 QKV = LoraGroup((0, 1, 2), d_in=96, d_outs=(80, 16, 24))
 WIDE = LoraGroup((4, 5), d_in=200, d_outs=(130, 67))
 DOWN = LoraGroup((6,), d_in=130, d_outs=(72,))
+LONG = LoraGroup((6,), d_in=2500, d_outs=(24,))
 MIXED_RANKS = [4, 64, 12, 1, 16]
 MIXED_RUNS = [(3, 2, 1), (0, 3, 40), (4, 50, 17), (1, 67, 1), (2, 70, 63)]
 
@@ -213,6 +214,11 @@ def test_the_reference_holds_the_same_equation(kind: tuple[str, torch.dtype]) ->
 def test_many_adapters_of_one_token_each(kind: tuple[str, torch.dtype]) -> None:
     runs = [(slot, token, 1) for token, slot in enumerate(reversed(range(33)))]
     check(make_step(*kind, QKV, [8] * 33, runs, tokens=33))
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_an_input_so_wide_that_several_programs_share_it(kind: tuple[str, torch.dtype]) -> None:
+    check(make_step(*kind, LONG, MIXED_RANKS, MIXED_RUNS, tokens=133))
 
 
 @pytest.mark.parametrize("kind", DEVICES)

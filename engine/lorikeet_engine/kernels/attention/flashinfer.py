@@ -77,6 +77,7 @@ class _Plans:
             self._shape.page_size,
             causal=True,
             q_data_type=self._shape.dtype,
+            max_token_per_sequence=int(np.diff(batch.query_starts).max()),
             seq_lens=torch.tensor(batch.kv_lengths, dtype=torch.int32),
         )
         self._planned.record()

@@ -9,6 +9,8 @@ from lorikeet_engine.kernels.lora.tiles import find_tile, rank_block, tile_bound
 from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
 
 BLOCK_IN = 128
+# Columns of x that one program sums: a decode has too few tiles to fill a GPU otherwise.
+SPLIT_IN = 1024
 
 
 def shrink(
@@ -23,16 +25,17 @@ def shrink(
     check_group(weights, group)
     check_rows("x", x, group.d_in, weights)
     tokens, slices, max_rank = x.shape[0], len(group.linears), segments.max_rank
-    v = x.new_zeros((tokens, slices, max_rank), dtype=torch.float32)
-    if v.numel() == 0 or len(segments) == 0:
-        return v
+    splits = triton.cdiv(group.d_in, SPLIT_IN)
+    parts = x.new_zeros((splits, tokens, slices, max_rank), dtype=torch.float32)
+    if parts.numel() == 0 or len(segments) == 0:
+        return parts[0]
     block_tokens, block_rank = tile_tokens(tokens, segments), rank_block(max_rank)
     rank_blocks = triton.cdiv(max_rank, block_rank)
-    grid = (tile_bound(tokens, segments, block_tokens), slices * rank_blocks)
+    grid = (tile_bound(tokens, segments, block_tokens), slices * rank_blocks, splits)
     _shrink[grid](
-        x, weights.arena, weights.table, segments.slots, segments.starts, segments.lengths, v,
+        x, weights.arena, weights.table, segments.slots, segments.starts, segments.lengths, parts,
         len(segments), layer, weights.table.stride(0), weights.table.stride(1), x.stride(0),
-        max_rank,
+        max_rank, parts.stride(0),
         first_linear=group.linears[0],
         slices=slices,
         d_in=group.d_in,
@@ -43,8 +46,9 @@ def shrink(
         block_segments=triton.next_power_of_2(len(segments)),
         block_rank=block_rank,
         block_in=BLOCK_IN,
+        split_in=SPLIT_IN,
     )  # fmt: skip
-    return v
+    return parts.sum(0) if splits > 1 else parts[0]
 
 
 @triton.jit(do_not_specialize=["segments", "layer"])  # type: ignore[untyped-decorator]
@@ -55,13 +59,14 @@ def _shrink(
     slots: tl.tensor,
     starts: tl.tensor,
     lengths: tl.tensor,
-    v: tl.tensor,
+    parts: tl.tensor,
     segments: tl.tensor,
     layer: tl.tensor,
     slot_stride: tl.tensor,
     layer_stride: tl.tensor,
     x_stride: tl.tensor,
     max_rank: tl.tensor,
+    part_stride: tl.tensor,
     first_linear: tl.constexpr,
     slices: tl.constexpr,
     d_in: tl.constexpr,
@@ -71,8 +76,9 @@ def _shrink(
     block_segments: tl.constexpr,
     block_rank: tl.constexpr,
     block_in: tl.constexpr,
+    split_in: tl.constexpr,
 ) -> None:
-    """One tile of tokens × one slice × one block of ranks, over the whole of d_in."""
+    """One tile of tokens × one slice × one block of ranks × one part of d_in."""
     segment, rows, real = find_tile(
         tl.program_id(0), starts, lengths, segments, block_tokens, block_segments
     )
@@ -87,11 +93,12 @@ def _shrink(
         return
 
     live = ranks < rank
-    columns = tl.arange(0, block_in)
+    part = tl.program_id(2)
+    columns = part * split_in + tl.arange(0, block_in)
     x_tile = x + rows[:, None] * x_stride + columns[None, :]
     a_tile = arena + tl.load(entry) + ranks[None, :].to(tl.int64) * d_in + columns[:, None]
     total = tl.zeros((block_tokens, block_rank), tl.float32)
-    for start in range(0, d_in, block_in):
+    for start in range(0, split_in, block_in):
         inside = start + columns < d_in
         hidden = tl.load(x_tile + start, mask=real[:, None] & inside[None, :], other=0.0)
         a = tl.load(a_tile + start, mask=inside[:, None] & live[None, :], other=0.0)
@@ -100,5 +107,10 @@ def _shrink(
             a = a.to(tl.float32)
         total = tl.dot(hidden, a, total, input_precision=precision)  # [tokens, ranks]
 
-    out = v + (rows[:, None] * slices + index) * max_rank + ranks[None, :]
+    out = (
+        parts
+        + part.to(tl.int64) * part_stride
+        + (rows[:, None] * slices + index) * max_rank
+        + ranks[None, :]
+    )
     tl.store(out, total, mask=real[:, None] & live[None, :])
