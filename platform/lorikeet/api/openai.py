@@ -114,7 +114,7 @@ class GenerateRequest(Body):
     top_k: Annotated[int, Field(ge=0, le=_INT32)] = 0
     seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_parse_stop)] = ()
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = []
+    stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
