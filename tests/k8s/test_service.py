@@ -254,7 +254,7 @@ def test_the_image_is_pinned_and_runs_as_the_pods_say() -> None:
     (user,) = [line.split()[1] for line in lines if line.startswith("USER ")]
     assert all(re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+", base) for base in bases)
     assert [line for line in lines if "pip install" in line] == [
-        "RUN pip install --no-cache-dir --constraint constraints.txt ."
+        'RUN pip install --no-cache-dir --constraint constraints.txt ".${EXTRAS}"'
     ]
     for pod in pods("gpu").values():
         context = pod["spec"]["securityContext"]
