@@ -1,6 +1,5 @@
 """The engine: requests of token ids in, tokens out, one batch for all adapters at every step."""
 
-import json
 import logging
 import threading
 from collections import deque
@@ -10,24 +9,15 @@ from pathlib import Path
 import torch
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
+from lorikeet_engine.assembly import allocate_kv, build_runner, build_tiers
 from lorikeet_engine.batch_builder import build_batch, by_adapter
-from lorikeet_engine.decode_graphs import DecodeGraphs, StepLimits
 from lorikeet_engine.engine_settings import EngineSettings
 from lorikeet_engine.errors import EngineClosed, EngineError, InvalidRequest, StepFailed
 from lorikeet_engine.intake import EngineConfig, Intake
-from lorikeet_engine.kernels.attention import (
-    AttentionShape,
-    CapturableAttention,
-    choose_attention,
-)
-from lorikeet_engine.kernels.lora.types import LoraWeights
-from lorikeet_engine.kv_cache import KVCache, count_pages
-from lorikeet_engine.models import Model, ModelConfig, load_model
+from lorikeet_engine.kv_cache import KVCache
+from lorikeet_engine.models import Model, load_model
 from lorikeet_engine.request import EngineReport, Failed, Output, Request, Tokens
 from lorikeet_engine.residency.disk import AdapterSource
-from lorikeet_engine.residency.tiers import Tiers
-from lorikeet_engine.runner import Runner
 from lorikeet_engine.sampling import Sampler, SamplingRow
 from lorikeet_engine.scheduler import Bounds, Scheduler
 from lorikeet_engine.sequence import Chunk, Sequence
@@ -35,9 +25,6 @@ from lorikeet_engine.sequence import Chunk, Sequence
 __all__ = ["Engine", "EngineConfig", "EngineSettings"]
 
 log = logging.getLogger(__name__)
-
-# Rows of the table of adapters, some KiB each: more than an arena holds in practice.
-_MAX_SLOTS = 1024
 
 LoadModel = Callable[[Path, torch.device, torch.dtype, int | None], Model]
 
@@ -61,7 +48,7 @@ class Engine:
         self._device = torch.device(settings.device)
         dtype = settings.torch_dtype
         model = load(settings.model, self._device, dtype, settings.max_context)
-        kv = _allocate_kv(model.config, settings, self._device)
+        kv = allocate_kv(model.config, settings, self._device)
         self._kv_pages = kv.shape[2]
         self.config = EngineConfig(
             model.config.vocab_size,
@@ -70,8 +57,10 @@ class Engine:
         )
         self._intake = Intake(self.config, settings.page_size)
         self._wake = threading.Event()
-        self._tiers = _tiers(settings, source, self._device, self.wake)
-        self._runner = _runner(model, self._tiers.weights, kv, settings, self.config.max_context)
+        self._tiers = build_tiers(settings, source, self._device, self.wake)
+        self._runner = build_runner(
+            model, self._tiers.weights, kv, settings, self.config.max_context
+        )
         self._sampler = Sampler()
         self._begin()
         self._idle = True
@@ -247,57 +236,6 @@ class Engine:
                 for request_id in errors:
                     self._open.pop(request_id, None)
         return [Failed(request_id, error) for request_id, error in errors.items()]
-
-
-def _allocate_kv(
-    config: ModelConfig, settings: EngineSettings, device: torch.device
-) -> torch.Tensor:
-    """[layers, 2, pages, page_size, kv_heads, head_dim], as many pages as kv_bytes holds."""
-    page = (settings.page_size, config.kv_heads, config.head_dim)
-    elements = config.layers * 2 * settings.page_size * config.kv_heads * config.head_dim
-    context = settings.max_context or settings.page_size
-    pages = count_pages(
-        settings.kv_bytes, elements * settings.torch_dtype.itemsize, settings.page_size, context
-    )
-    shape = (config.layers, 2, pages, *page)
-    return torch.zeros(shape, dtype=settings.torch_dtype, device=device)
-
-
-def _runner(
-    model: Model, weights: LoraWeights, kv: torch.Tensor, settings: EngineSettings, context: int
-) -> Runner:
-    c, page_size = model.config, settings.page_size
-    shape = AttentionShape(c.heads, c.kv_heads, c.head_dim, page_size, model.dtype)
-    attention = choose_attention(shape, model.device)
-    if not isinstance(attention, CapturableAttention):
-        return Runner(model, attention, weights, kv)
-    limits = StepLimits(
-        sequences=settings.max_running,
-        adapters=settings.max_batch_adapters,
-        rank=settings.max_rank,
-        pages=settings.max_running * -(-context // page_size),
-    )
-    graphs = DecodeGraphs(model, attention, weights, kv, limits)
-    return Runner(model, attention, weights, kv, graphs)
-
-
-def _tiers(
-    settings: EngineSettings, source: AdapterSource, device: torch.device, wake: Callable[[], None]
-) -> Tiers:
-    config = json.loads((settings.model / "config.json").read_text())
-    return Tiers(
-        BaseShape.from_config(config),
-        AdapterLimits(settings.max_rank, settings.max_adapter_bytes),
-        source,
-        device=device,
-        dtype=settings.torch_adapter_dtype,
-        gpu_bytes=settings.adapter_gpu_bytes,
-        host_bytes=settings.adapter_host_bytes,
-        disk_bytes=settings.adapter_disk_bytes,
-        cache_dir=settings.cache_dir,
-        max_slots=_MAX_SLOTS,
-        wake=wake,
-    )
 
 
 def _sampling_row(sequence: Sequence) -> SamplingRow:

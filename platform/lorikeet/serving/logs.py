@@ -34,7 +34,11 @@ class JsonLines(logging.Formatter):
             "time": f"{seconds}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "event": record.getMessage(),
-            **{name: value for name, value in vars(record).items() if name not in _STANDARD},
+            **{
+                name: value
+                for name, value in vars(record).items()
+                if name not in _STANDARD and not name.startswith("_")  # Ray's own notes
+            },
         }
         if record.exc_info:
             # Not formatException: it prints, and Serve may have replaced print.
