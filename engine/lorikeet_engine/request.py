@@ -12,7 +12,6 @@ class FinishReason(Enum):
 
     STOP = "stop"
     LENGTH = "length"
-    ABORT = "abort"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ LorikeetError             `code` names the kind, `message` says what to do
 │   └── UnknownKey
 ├── InvalidKey            no key, an unknown one, or one that was revoked
 ├── Forbidden             a good key whose scopes do not allow this
-├── Conflict              someone else changed it first; read again and retry
+├── Conflict              what is there does not allow this; read again, then decide
 ├── RateLimited           carries retry_after_s and the limit that was reached
 ├── Unavailable           the service cannot do this now; carries retry_after_s
 ├── GenerationFailed      the engine failed this request
@@ -112,13 +112,13 @@ class Forbidden(LorikeetError):
 
 
 class Conflict(LorikeetError):
-    """Someone else changed it first."""
+    """What is there does not allow this: someone changed it first, or it already exists."""
 
     code = "conflict"
 
 
 class RateLimited(LorikeetError):
-    """A limit of this tenant is reached: `limit` requests at once."""
+    """The tenant's limit, or the gateway's own, is reached: `limit` requests at once."""
 
     code = "rate_limit_exceeded"
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from lorikeet.api.messages import Call, Refusal, StreamItem
+from lorikeet.api.request_scope import log_unexpected
 from lorikeet.errors import GenerationFailed, Unavailable
 from lorikeet.placement.report import ReplicaReport
 
@@ -60,9 +62,10 @@ class ServeEngines:
             again = replace(call, request_id=f"{call.request_id}-{attempt}") if attempt else call
             begun = False
             try:
-                async for item in _answer(handle, again):
-                    begun = begun or isinstance(item, bytes)
-                    yield item
+                async with aclosing(_answer(handle, again)) as items:
+                    async for item in items:
+                        begun = begun or isinstance(item, bytes)
+                        yield item
             except Unavailable:
                 if begun:
                     raise
@@ -85,7 +88,7 @@ async def _answer(handle: DeploymentHandle[Any], call: Call) -> AsyncGenerator[S
                 raise Unavailable(item.message)
             yield item
     except RayTaskError as error:
-        log.exception("replica_broke", extra={"request_id": call.request_id})
+        log_unexpected("replica_broke", call.request_id, error)
         raise GenerationFailed("the replica failed this request") from error
     except _LOST as error:
         raise Unavailable(f"the replica was lost: {type(error).__name__}") from error
