@@ -18,6 +18,8 @@ class EngineSettings:
     page_size: tokens of a KV page. max_context: prompt plus output in tokens; None for as many as
     the model and the KV cache allow. max_batch_tokens, max_running, max_batch_adapters: tokens,
     sequences and distinct adapters of one step. cache_dir: the adapters' disk cache.
+    overlap: launch a step before the tokens of the one before it are read, so that a GPU need not
+    wait for the host; a CPU gains nothing by it and makes each token wait for one more step.
     """
 
     model: Path
@@ -36,6 +38,7 @@ class EngineSettings:
     adapter_disk_bytes: int = 4 << 30
     max_rank: int = 64
     max_adapter_bytes: int = 1 << 30
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         for name in ("dtype", "adapter_dtype"):

@@ -43,6 +43,7 @@ def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
         adapter_disk_bytes=settings.adapter_disk,
         max_rank=settings.max_rank,
         max_adapter_bytes=settings.max_adapter_bytes,
+        overlap=device == "cuda",
     )
 
 
