@@ -34,7 +34,7 @@ def plain_logits(model: Model, tiers: Tiers, request: Request, made: list[int]) 
     kv = torch.zeros(
         (c.layers, 2, pages, PAGE, c.kv_heads, c.head_dim), dtype=model.dtype, device=model.device
     )
-    batch = build_batch([Chunk(sequence, len(sequence.tokens))], PAGE, model.device)
+    batch = build_batch([Chunk.of(sequence, len(sequence.tokens))], PAGE, model.device)
     rows = torch.arange(len(prompt) - 1, len(sequence.tokens), device=model.device)
     runner = Runner(model, SdpaAttention(), tiers.weights, kv)
     logits = runner.forward(replace(batch, logit_rows=rows))

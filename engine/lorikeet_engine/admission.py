@@ -92,11 +92,9 @@ class Admission:
             self._reserved = sequence.overtaken >= PATIENCE and bool(self._present)
 
     def _include(self, sequence: Sequence) -> None:
-        if sequence.adapter is not None:
+        if sequence.adapter is not None and not sequence.complete:
             self._present.add(sequence.adapter.digest)
-        if sequence.remaining > 1:
-            done = sequence.computed // self._cache.page_size
-            self._computing.update(sequence.shareable_keys()[done:])
+        self._computing.update(sequence.coming_keys())
 
     def _shares_soon(self, sequence: Sequence) -> bool:
         keys = sequence.shareable_keys()

@@ -5,6 +5,7 @@ import numpy.typing as npt
 import torch
 
 from lorikeet_engine.batch import Batch
+from lorikeet_engine.copies import upload
 from lorikeet_engine.kernels.lora.types import Segments
 from lorikeet_engine.sequence import Chunk
 
@@ -17,12 +18,19 @@ def by_adapter(chunks: list[Chunk]) -> list[Chunk]:
     return sorted(chunks, key=lambda c: c.sequence.lease.slot if c.sequence.lease else 1 << 62)
 
 
-def build_batch(chunks: list[Chunk], page_size: int, device: torch.device) -> Batch:
+def build_batch(
+    chunks: list[Chunk],
+    page_size: int,
+    device: torch.device,
+    drawn: torch.Tensor | None = None,
+) -> Batch:
     """The batch of chunks in `by_adapter`'s order whose sequences already have their pages.
 
-    Row i of the logits belongs to the i-th of the chunks that complete their sequence.
+    drawn: on the device, the tokens of the step before, [rows] int64; what the chunks' unknown
+    tokens stand for. Row i of the logits belongs to the i-th of the chunks that complete their
+    sequence.
     """
-    computed = np.array([chunk.sequence.computed for chunk in chunks], np.int64)
+    computed = np.array([chunk.start for chunk in chunks], np.int64)
     lengths = np.array([chunk.length for chunk in chunks], np.int64)
     ends = lengths.cumsum()
     starts = ends - lengths
@@ -32,14 +40,22 @@ def build_batch(chunks: list[Chunk], page_size: int, device: torch.device) -> Ba
     kv_slots = tables[owner, positions // page_size].astype(np.int64)
     kv_slots = kv_slots * page_size + positions % page_size
     completes = np.array([chunk.completes for chunk in chunks])
+    ids, rows = _token_ids(chunks), ends[completes] - 1
+    uploaded = upload(np.concatenate((ids, positions, kv_slots, rows)), device)
+    tokens = len(ids)
+    flat, logit_rows = uploaded[: 3 * tokens], uploaded[3 * tokens :]
+    token_ids, positions_, kv_slots_ = flat.view(3, tokens)
+    if (ids < 0).any():
+        assert drawn is not None, "tokens of no step"
+        token_ids = _filled_in(token_ids, drawn)
     return Batch(
-        token_ids=_to(device, _token_ids(chunks)),
-        positions=_to(device, positions),
-        kv_slots=_to(device, kv_slots),
+        token_ids=token_ids,
+        positions=positions_,
+        kv_slots=kv_slots_,
         query_starts=(0, *ends.tolist()),
         kv_lengths=tuple((computed + lengths).tolist()),
         page_tables=torch.from_numpy(tables),
-        logit_rows=_to(device, ends[completes] - 1),
+        logit_rows=logit_rows,
         segments=_segments(chunks, starts, lengths, device),
     )
 
@@ -47,16 +63,21 @@ def build_batch(chunks: list[Chunk], page_size: int, device: torch.device) -> Ba
 def _token_ids(chunks: list[Chunk]) -> Int64s:
     ids: list[int] = []
     for chunk in chunks:
-        start = chunk.sequence.computed
-        ids += chunk.sequence.tokens[start : start + chunk.length]
+        ids += chunk.sequence.tokens[chunk.start : chunk.end]
     return np.array(ids, np.int64)
 
 
+def _filled_in(token_ids: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    # At least 0: a row whose logits were not finite drew none, and its sequence ends anyway.
+    theirs = drawn[(-1 - token_ids).clamp(min=0)].clamp(min=0)
+    return torch.where(token_ids < 0, theirs, token_ids)
+
+
 def _page_tables(chunks: list[Chunk]) -> Int32s:
-    width = max(len(chunk.sequence.pages) for chunk in chunks)
+    width = max(len(chunk.pages) for chunk in chunks)
     tables = np.zeros((len(chunks), width), np.int32)
     for row, chunk in zip(tables, chunks, strict=True):
-        row[: len(chunk.sequence.pages)] = chunk.sequence.pages
+        row[: len(chunk.pages)] = chunk.pages
     return tables
 
 
@@ -68,13 +89,6 @@ def _segments(
         return None
     # Chunks with a lease come first, so index i is the same in leases, starts and lengths.
     slots, first = np.unique([lease.slot for lease in leases], return_index=True)
-    return Segments(
-        slots=_to(device, slots.astype(np.int32)),
-        starts=_to(device, starts[first].astype(np.int32)),
-        lengths=_to(device, np.add.reduceat(lengths[: len(leases)], first).astype(np.int32)),
-        max_rank=max(lease.rank for lease in leases),
-    )
-
-
-def _to(device: torch.device, array: npt.NDArray[np.generic]) -> torch.Tensor:
-    return torch.from_numpy(array).to(device)
+    sums = np.add.reduceat(lengths[: len(leases)], first)
+    uploaded = upload(np.stack((slots, starts[first], sums)).astype(np.int32), device)
+    return Segments(uploaded[0], uploaded[1], uploaded[2], max(lease.rank for lease in leases))

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,20 +12,37 @@ import torch
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.assembly import allocate_kv, build_runner, build_tiers
 from lorikeet_engine.batch_builder import build_batch, by_adapter
+from lorikeet_engine.copies import Download
 from lorikeet_engine.engine_settings import EngineSettings
-from lorikeet_engine.errors import EngineClosed, EngineError, InvalidRequest, StepFailed
+from lorikeet_engine.errors import (
+    DeviceLost,
+    EngineClosed,
+    EngineError,
+    InvalidRequest,
+    NotFinite,
+    StepFailed,
+)
 from lorikeet_engine.intake import EngineConfig, Intake
 from lorikeet_engine.kv_cache import KVCache
 from lorikeet_engine.models import Model, load_model
 from lorikeet_engine.request import EngineReport, Failed, Output, Request, Tokens
 from lorikeet_engine.residency.disk import AdapterSource
-from lorikeet_engine.sampling import Sampler, SamplingRow
+from lorikeet_engine.sampling import NOT_FINITE, Sampler, SamplingRow
 from lorikeet_engine.scheduler import Bounds, Scheduler
 from lorikeet_engine.sequence import Chunk, Sequence
 
 __all__ = ["Engine", "EngineConfig", "EngineSettings"]
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was launched and not read: its chunks as laid out, the tokens it draws."""
+
+    chunks: list[Chunk]
+    drawn: Download
+
 
 LoadModel = Callable[[Path, torch.device, torch.dtype, int | None], Model]
 
@@ -62,6 +80,7 @@ class Engine:
             model, self._tiers.weights, kv, settings, self.config.max_context
         )
         self._sampler = Sampler()
+        self._flight: _Flight | None = None
         self._begin()
         self._idle = True
         self._lock = threading.Lock()  # guards the four below
@@ -107,29 +126,31 @@ class Engine:
             self._wake.clear()
 
     def step(self) -> list[Output]:
-        """Compute one batch and say what became of it: at most one Tokens for each choice."""
+        """Launch one batch and say what became of the one before: at most one Tokens a choice.
+
+        Without overlap, of this one. Raises DeviceLost.
+        """
         self._take_in()
         self._tiers.advance()
         plan = self._scheduler.plan()
         outputs = self._fail({s.request.request_id: error for s, error in plan.failed})
-        chunks = by_adapter(plan.chunks)
-        self._idle = not chunks
-        if not chunks:
-            return outputs
-        try:
-            drawn = self._compute(chunks)
-        except Exception as error:
-            ids = {chunk.sequence.request.request_id for chunk in chunks}
-            log.exception("step_failed", extra={"requests": sorted(ids)})
-            failure = StepFailed(f"the step of this request failed: {type(error).__name__}")
-            return outputs + self._fail(dict.fromkeys(ids, failure))
-        return outputs + self._advance(chunks, drawn)
+        before, self._flight = self._flight, None
+        if plan.chunks:
+            outputs += self._launch(by_adapter(plan.chunks), before)
+        if before is not None:
+            outputs += self._read(before)
+        if self._flight is not None and not self._settings.overlap:
+            flight, self._flight = self._flight, None
+            outputs += self._read(flight)
+        self._idle = not plan.chunks and before is None
+        return outputs
 
     def fail_all(self, error: EngineError) -> list[Output]:
         """End every request with `error` and begin anew, whatever state the scheduler was in."""
         for sequence in (*self._scheduler.waiting, *self._scheduler.running):
             if sequence.lease is not None:
                 sequence.lease.release()
+        self._flight = None
         self._begin()
         self._idle = True
         with self._lock:
@@ -199,28 +220,58 @@ class Engine:
             for sequence in dropped:
                 self._end(sequence)
 
-    def _compute(self, chunks: list[Chunk]) -> list[int]:
-        batch = build_batch(chunks, self._settings.page_size, self._device)
-        logits = self._runner.forward(batch)
-        rows = [_sampling_row(chunk.sequence) for chunk in chunks if chunk.completes]
-        return self._sampler.sample(logits, rows) if rows else []
+    def _launch(self, chunks: list[Chunk], before: "_Flight | None") -> list[Output]:
+        drawn = before.drawn.tensor if before else None
+        try:
+            batch = build_batch(chunks, self._settings.page_size, self._device, drawn)
+            logits = self._runner.forward(batch)
+            rows = [_sampling_row(chunk.sequence) for chunk in chunks if chunk.completes]
+            self._flight = _Flight(chunks, Download(self._sampler.sample(logits, rows)))
+        except Exception as error:
+            return self._step_failed(chunks, error)
+        self._scheduler.launched(chunks)
+        return []
 
-    def _advance(self, chunks: list[Chunk], drawn: list[int]) -> list[Output]:
+    def _read(self, flight: "_Flight") -> list[Output]:
+        try:
+            drawn = flight.drawn.wait()
+        except Exception as error:
+            return self._step_failed(flight.chunks, error)
         outputs: list[Output] = []
         tokens = iter(drawn)
-        for chunk in chunks:
-            sequence, completes = chunk.sequence, chunk.completes
-            self._scheduler.computed(chunk)
-            if not completes:
+        for chunk in flight.chunks:
+            token = next(tokens) if chunk.completes else None
+            if chunk.sequence.ended:
                 continue
-            token = next(tokens)
-            finish = sequence.accept(token)
-            kept = () if token in sequence.stop_ids else (token,)
-            outputs.append(Tokens(sequence.request.request_id, sequence.choice, kept, finish))
-            if finish is not None:
-                self._scheduler.finish(sequence)
-                self._end(sequence)
+            self._scheduler.written(chunk)
+            if token == NOT_FINITE:
+                outputs += self._fail(_not_finite(chunk.sequence.request))
+            elif token is not None:
+                outputs.append(self._accept(chunk.sequence, token))
         return outputs
+
+    def _accept(self, sequence: Sequence, token: int) -> Tokens:
+        finish = sequence.accept(token)
+        if finish is not None:
+            self._scheduler.finish(sequence)
+            self._end(sequence)
+        kept = () if token in sequence.stop_ids else (token,)
+        return Tokens(sequence.request.request_id, sequence.choice, kept, finish)
+
+    def _step_failed(self, chunks: list[Chunk], error: Exception) -> list[Output]:
+        ids = {c.sequence.request.request_id for c in chunks if not c.sequence.ended}
+        log.error("step_failed", exc_info=error, extra={"requests": sorted(ids)})
+        self._check_device(error)
+        failure = StepFailed(f"the step of this request failed: {type(error).__name__}")
+        return self._fail(dict.fromkeys(ids, failure))
+
+    def _check_device(self, error: Exception) -> None:
+        if self._device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError as lost:  # an error of the device stays; any other is over by now
+            raise DeviceLost(f"{self._device} failed and stays so: {error}") from lost
 
     def _end(self, sequence: Sequence) -> None:
         request_id = sequence.request.request_id
@@ -236,6 +287,11 @@ class Engine:
                 for request_id in errors:
                     self._open.pop(request_id, None)
         return [Failed(request_id, error) for request_id, error in errors.items()]
+
+
+def _not_finite(request: Request) -> dict[str, EngineError]:
+    who = f"adapter {request.adapter}" if request.adapter else "the base model"
+    return {request.request_id: NotFinite(f"the logits of {who} are not finite: it overflows")}
 
 
 def _sampling_row(sequence: Sequence) -> SamplingRow:

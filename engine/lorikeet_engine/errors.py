@@ -5,6 +5,7 @@ EngineError
 ├── InvalidRequest       a request that can never run: too long, bad sampling values
 ├── EngineClosed         submitted after close, or the engine died
 ├── StepFailed           the forward pass this request was part of raised
+├── NotFinite            the logits of this request overflowed
 ├── DeviceLost           the device can no longer be used; only a new process can
 ├── ShapeError           tensors handed to an operator do not fit together
 ├── ModelError           a base model folder that cannot be loaded
@@ -55,6 +56,10 @@ class EngineClosed(EngineError):
 
 class StepFailed(EngineError):
     """The forward pass that this request was part of raised; the engine goes on."""
+
+
+class NotFinite(EngineError):
+    """The logits of this request are not numbers: its adapter's weights overflow."""
 
 
 class DeviceLost(EngineError):

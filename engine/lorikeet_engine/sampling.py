@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from lorikeet_engine.copies import upload
 from lorikeet_engine.request import SamplingParams
+
+NOT_FINITE = -1  # in place of a token
 
 
 class LogitsMask(Protocol):
@@ -44,21 +48,23 @@ class Sampler:
     """
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-        """One token id for each row of logits [rows, vocab] float32, which bans and masks change.
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        """Tokens [rows] int64 for logits [rows, vocab] float32, which bans and masks change.
 
         Temperature comes first, then top_k, then top_p of what top_k left (the most likely
         tokens whose probabilities together reach top_p). Temperature 0 takes the first of the
-        largest logits.
+        largest logits. NOT_FINITE where the largest is no number. The host waits for nothing.
         """
         _restrict(logits, rows)
-        tokens = logits.argmax(dim=-1)
+        best, tokens = logits.max(dim=-1)
+        finite = best.isfinite()
         ways = [_way(row.params) for row in rows]
         for way, draw in ((_Way.WHOLE, _draw), (_Way.FILTERED, _draw_filtered)):
-            chosen = [i for i, its_way in enumerate(ways) if its_way is way]
-            if chosen:
-                tokens[chosen] = draw(logits[chosen], [rows[i] for i in chosen])
-        return list(tokens.tolist())
+            chosen = np.array([i for i, its_way in enumerate(ways) if its_way is way], np.int64)
+            if len(chosen):
+                at = upload(chosen, logits.device)
+                tokens.index_copy_(0, at, draw(logits[at], [rows[i] for i in chosen]))
+        return tokens.masked_fill_(~finite, NOT_FINITE)
 
 
 class _Way(Enum):
@@ -76,8 +82,8 @@ def _way(params: SamplingParams) -> _Way:
 def _restrict(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     bans = [(i, token) for i, row in enumerate(rows) for token in row.banned]
     if bans:
-        where, tokens = zip(*bans, strict=True)
-        logits[list(where), list(tokens)] = -torch.inf
+        at, tokens = upload(np.array(bans, np.int64).T.copy(), logits.device)
+        logits[at, tokens] = -torch.inf
     for i, row in enumerate(rows):
         if row.mask is not None:
             row.mask(logits[i])
@@ -131,4 +137,4 @@ def _uniform(seed: int, step: int) -> float:
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     """[rows, 1] float64."""
-    return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(1)
+    return upload(np.array(values, np.float64), like.device).unsqueeze(1)

@@ -4,6 +4,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
 from lorikeet_engine.admission import Adapters, Admission
 from lorikeet_engine.errors import AdapterError
@@ -49,30 +50,46 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Choose the next step's chunks and give them KV pages; preempts where too few are free."""
-        chunks = self._decodes()
+        active = [sequence for sequence in self.running if not sequence.complete]
+        chunks = self._decodes(active)
         budget = self._bounds.tokens - len(chunks)
-        for sequence in self.running:
+        for sequence in active:
             if sequence.remaining > 1 and budget > 0:
-                chunks.append(Chunk(sequence, min(sequence.remaining, budget)))
+                chunks.append(Chunk.of(sequence, budget))
                 budget -= chunks[-1].length
         if not self.waiting:
             return Plan(chunks, [])
         admission = Admission(self.running, self._bounds.adapters, self._cache, self._adapters)
-        chunks += self._begin(admission, budget)
+        chunks += self._begin(admission, budget, len(active))
         return Plan(chunks, self._drop_failed(admission.failed))
 
-    def computed(self, chunk: Chunk) -> None:
-        """The keys and values of a chunk are written: count them and let others find full pages."""
+    def launched(self, chunks: list[Chunk]) -> None:
+        """The device computes them now, in this order: the next plan builds on it."""
+        rows = count()
+        for chunk in chunks:
+            chunk.sequence.computed = chunk.end
+            if chunk.completes:
+                chunk.sequence.draw(next(rows))
+
+    def written(self, chunk: Chunk) -> None:
+        """The keys and values of a launched chunk are in its pages: let others find full ones."""
         sequence = chunk.sequence
-        full = sequence.computed // self._cache.page_size
-        sequence.computed += chunk.length
+        if chunk.pages is not sequence.pages:
+            return  # preempted since
+        full = sequence.written // self._cache.page_size
+        sequence.written = chunk.end
         keys = sequence.full_keys()
         for page in range(full, len(keys)):
             self._cache.publish(sequence.pages[page], keys[page])
 
     def finish(self, sequence: Sequence) -> None:
-        """A running sequence has ended: free what it holds."""
-        self.running.remove(sequence)
+        """A sequence has made its last token: free what it holds.
+
+        A step in flight may still write to its pages. Whoever gets them next writes in a later
+        step, and the device computes one step after the other.
+        """
+        sequence.ended = True
+        (self.running if sequence.pages else self.waiting).remove(sequence)  # it may be preempted
         self._free(sequence)
 
     def drop(self, doomed: Callable[[Sequence], bool]) -> list[Sequence]:
@@ -83,21 +100,23 @@ class Scheduler:
             self.waiting = deque(s for s in self.waiting if s not in gone)
             self.running = [s for s in self.running if s not in gone]
         for sequence in dropped:
+            sequence.ended = True
             self._free(sequence)
         return dropped
 
-    def _decodes(self) -> list[Chunk]:
+    def _decodes(self, active: list[Sequence]) -> list[Chunk]:
+        """One token of each that has no more; takes those out of `active` that it preempts."""
         chunks: list[Chunk] = []
         index = 0
-        while index < len(self.running):
-            sequence = self.running[index]
+        while index < len(active):
+            sequence = active[index]
             if sequence.remaining > 1:
                 index += 1
             elif self._grow(sequence):
-                chunks.append(Chunk(sequence, 1))
+                chunks.append(Chunk.of(sequence, 1))
                 index += 1
             else:
-                self._preempt(self.running[-1])  # the youngest, perhaps this very sequence
+                self._preempt(active.pop())  # the youngest, perhaps this very sequence
         return chunks
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -109,20 +128,23 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         # It keeps its tokens and later computes them anew, but for pages that are still cached.
-        self.finish(sequence)
+        self.running.remove(sequence)
+        self._free(sequence)
         self.waiting.appendleft(sequence)
 
-    def _begin(self, admission: Admission, budget: int) -> list[Chunk]:
+    def _begin(self, admission: Admission, budget: int, active: int) -> list[Chunk]:
         chunks: list[Chunk] = []
         for sequence in self.waiting:
-            if budget == 0 or len(self.running) + len(chunks) == self._bounds.sequences:
+            if budget == 0 or active + len(chunks) == self._bounds.sequences:
                 break
+            if sequence.known < len(sequence.tokens):
+                break  # just preempted: the step in flight tells its last token
             if not admission.allows(sequence):
                 continue
-            if not self._seat(sequence, growing=len(self.running) + len(chunks)):
+            if not self._seat(sequence, growing=active + len(chunks)):
                 break
             admission.admit(sequence)
-            chunks.append(Chunk(sequence, min(sequence.remaining, budget)))
+            chunks.append(Chunk.of(sequence, budget))
             budget -= chunks[-1].length
         if chunks:
             begun = {chunk.sequence for chunk in chunks}
@@ -139,7 +161,7 @@ class Scheduler:
             self._cache.release(shared)
             return False
         sequence.pages = array("i", shared + self._cache.take(fresh))
-        sequence.computed = len(shared) * self._cache.page_size
+        sequence.computed = sequence.written = len(shared) * self._cache.page_size
         sequence.overtaken = 0
         return True
 
@@ -152,7 +174,7 @@ class Scheduler:
     def _free(self, sequence: Sequence) -> None:
         self._cache.release(sequence.pages)
         sequence.pages = array("i")
-        sequence.computed = 0
+        sequence.computed = sequence.written = 0
         if sequence.lease is not None:
             sequence.lease.release()
             sequence.lease = None

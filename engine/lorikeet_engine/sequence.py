@@ -28,9 +28,12 @@ class Sequence:
     """The tokens of one choice, prompt and made, and what it holds while it runs.
 
     arrival: its number in the order of arrival. max_tokens: the request's, cut to the context.
-    stop_ids: tokens that end it. seed: the choice's own. computed: how many of its tokens have
-    their keys and values in `pages`.
+    stop_ids: tokens that end it. seed: the choice's own.
+    tokens: a negative one was drawn and is not known yet: −1−i is row i of the step that drew it.
+    computed: how many tokens' keys and values a step given to the device has put into `pages`.
+    written: how many are there for sure, since that step has been read.
     overtaken: how often an adapter's request was admitted ahead of it while it could not be.
+    ended: it will never run again.
     """
 
     def __init__(
@@ -53,12 +56,15 @@ class Sequence:
         self.tokens = list(request.prompts[choice // request.n])
         self.prompt_length = len(self.tokens)
         self.computed = 0
+        self.written = 0
         self.pages: array[int] = array("i")  # not a list: numpy copies it into page tables at once
         self.lease: Lease | None = None
         self.overtaken = 0
+        self.ended = False
         digest = request.adapter.digest if request.adapter else ""
         self._page_size = page_size
         self._keys = PrefixKeys(page_size, request.salt, digest)
+        self._unknown = 0  # tokens at the end that are negative
 
     @property
     def adapter(self) -> AdapterRef | None:
@@ -67,8 +73,18 @@ class Sequence:
 
     @property
     def made(self) -> int:
-        """How many tokens it has made."""
+        """How many tokens have been drawn for it."""
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def complete(self) -> bool:
+        """Whether all its tokens have been drawn; the last may still be unknown."""
+        return self.made == self.max_tokens
+
+    @property
+    def known(self) -> int:
+        """How many of its tokens are known."""
+        return len(self.tokens) - self._unknown
 
     @property
     def remaining(self) -> int:
@@ -76,29 +92,57 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     def full_keys(self) -> list[bytes]:
-        """The keys of the pages that its computed tokens fill."""
-        return self._keys.first(self.computed // self._page_size, self.tokens)
+        """The keys of the pages that its written tokens fill."""
+        return self._keys.first(self.written // self._page_size, self.tokens)
+
+    def coming_keys(self) -> list[bytes]:
+        """The keys of the pages that its known tokens will fill once they are written."""
+        written, known = self.written // self._page_size, self.known // self._page_size
+        return self._keys.first(known, self.tokens)[written:] if written < known else []
 
     def shareable_keys(self) -> list[bytes]:
         """The keys of the full pages that leave it a token to compute logits from."""
-        return self._keys.first((len(self.tokens) - 1) // self._page_size, self.tokens)
+        return self._keys.first((self.known - 1) // self._page_size, self.tokens)
+
+    def draw(self, row: int) -> None:
+        """The step at hand draws its next token in this row."""
+        self.tokens.append(-1 - row)
+        self._unknown += 1
 
     def accept(self, token: int) -> FinishReason | None:
-        """Take the token drawn for it; a stop id ends it and is not kept."""
+        """Learn the first unknown token; a stop id ends it and is not kept."""
+        index = self.known
         if token in self.stop_ids:
+            del self.tokens[index:]
+            self._unknown = 0
             return FinishReason.STOP
-        self.tokens.append(token)
-        return FinishReason.LENGTH if self.made == self.max_tokens else None
+        self.tokens[index] = token
+        self._unknown -= 1
+        return FinishReason.LENGTH if self.complete and not self._unknown else None
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next `length` uncomputed tokens of a sequence: its share of one step."""
+    """Tokens `start` to `end` of a sequence: its share of one step.
+
+    completes: whether its next token is drawn from them. pages: the sequence's when the step was
+    planned; a preempted sequence has others.
+    """
 
     sequence: Sequence
-    length: int
+    start: int
+    end: int
+    completes: bool
+    pages: "array[int]"
+
+    @classmethod
+    def of(cls, sequence: Sequence, most: int) -> "Chunk":
+        """Its next uncomputed tokens, `most` of them at most."""
+        start, total = sequence.computed, len(sequence.tokens)
+        end = min(total, start + most)
+        return cls(sequence, start, end, end == total, sequence.pages)
 
     @property
-    def completes(self) -> bool:
-        """Whether the sequence's next token can be drawn after this chunk."""
-        return self.length == self.sequence.remaining
+    def length(self) -> int:
+        """How many tokens it has."""
+        return self.end - self.start

@@ -66,9 +66,14 @@ class ShelfLease:
 
 
 class World:
-    """A scheduler, and a model that draws tokens by hashing what the sequence has so far."""
+    """A scheduler, and a model that draws tokens by hashing what the sequence has so far.
 
-    def __init__(self, *, tokens=64, sequences=16, adapters=8, pages=100, places=100):
+    overlap: a step is read when the next has been launched.
+    """
+
+    def __init__(
+        self, *, tokens=64, sequences=16, adapters=8, pages=100, places=100, overlap=False
+    ):
         self.cache = KVCache(pages, PAGE)
         self.shelf = Shelf(places)
         self.bounds = Bounds(tokens, sequences, adapters)
@@ -78,8 +83,10 @@ class World:
         self.failed = []
         self.computed_tokens = 0
         self.steps = 0
+        self.overlap = overlap
+        self.in_flight = []
 
-    def add(self, prompt, adapter=None, max_tokens=4, n=1, salt=""):
+    def add(self, prompt, adapter=None, max_tokens=4, n=1, salt="", stop=()):
         if isinstance(prompt, int):
             prompt = [1000 * self.arrivals + i for i in range(prompt)]
         params = SamplingParams(max_tokens=max_tokens)
@@ -93,7 +100,7 @@ class World:
                     choice,
                     arrival=self.arrivals,
                     max_tokens=max_tokens,
-                    stop_ids=frozenset(),
+                    stop_ids=frozenset(stop),
                     seed=0,
                     page_size=PAGE,
                 )
@@ -108,19 +115,31 @@ class World:
         plan = self.scheduler.plan()
         self.failed += plan.failed
         self.check(plan.chunks)
-        for chunk in plan.chunks:
-            sequence, completes = chunk.sequence, chunk.completes
-            self.computed_tokens += chunk.length
-            self.scheduler.computed(chunk)
-            if completes:
-                token = hashlib.sha256(str(sequence.tokens).encode()).digest()[0]
-                if sequence.accept(token) is FinishReason.LENGTH:
-                    self.finished[sequence] = tuple(sequence.tokens)
-                    self.scheduler.finish(sequence)
+        self.scheduler.launched(plan.chunks)
+        before, self.in_flight = self.in_flight, plan.chunks
+        self.read(before)
+        if not self.overlap:
+            self.read(self.in_flight)
+            self.in_flight = []
         return [(chunk.sequence, chunk.length) for chunk in plan.chunks]
 
+    def read(self, chunks):
+        for chunk in chunks:
+            sequence = chunk.sequence
+            self.computed_tokens += chunk.length
+            if sequence.ended:
+                continue
+            self.scheduler.written(chunk)
+            if chunk.completes:
+                token = hashlib.sha256(str(sequence.tokens[: chunk.end]).encode()).digest()[0]
+                finish = sequence.accept(token)
+                if finish is not None:
+                    self.finished[sequence] = tuple(sequence.tokens)
+                    self.scheduler.finish(sequence)
+
     def check(self, chunks):
-        bounds, running = self.bounds, self.scheduler.running
+        bounds = self.bounds
+        running = [s for s in self.scheduler.running if not s.complete]
         assert sum(chunk.length for chunk in chunks) <= bounds.tokens
         assert len(running) <= bounds.sequences
         assert len({s.adapter.digest for s in running if s.adapter}) <= bounds.adapters
@@ -130,9 +149,9 @@ class World:
         for chunk in chunks:
             assert chunk.length >= 1, "nothing to compute, so no logits"
             assert chunk.sequence in running
-            end = chunk.sequence.computed + chunk.length
-            assert len(chunk.sequence.pages) * PAGE >= end
-            written.update(chunk.sequence.pages[chunk.sequence.computed // PAGE : -(-end // PAGE)])
+            assert chunk.pages is chunk.sequence.pages
+            assert len(chunk.pages) * PAGE >= chunk.end
+            written.update(chunk.pages[chunk.start // PAGE : -(-chunk.end // PAGE)])
         assert all(count == 1 for count in written.values()), "two sequences write one page"
 
     def run(self, steps=10_000):
@@ -262,8 +281,9 @@ def test_the_youngest_is_preempted_keeps_its_tokens_and_comes_back_first():
     assert set(world.finished) == {old, young, later}
 
 
-def test_preemption_changes_no_token():
-    roomy, tight = World(pages=100), World(pages=7)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_preemption_changes_no_token(overlap):
+    roomy, tight = World(pages=100), World(pages=7, overlap=overlap)
     for world in (roomy, tight):
         for _ in range(5):
             world.add(9, max_tokens=16)
@@ -306,6 +326,40 @@ def test_who_waits_for_a_prefix_computes_it_when_the_other_is_aborted():
     assert world.step() == [(follower, 8)]
 
 
+def test_with_a_step_in_flight_a_sequence_decodes_on_from_a_token_it_does_not_know():
+    world = World(overlap=True)
+    sequence = world.add(3, max_tokens=3)
+    assert world.step() == [(sequence, 3)]
+    assert sequence.tokens[3:] == [-1]
+    assert world.step() == [(sequence, 1)]
+    assert (sequence.known, len(sequence.tokens)) == (4, 5)
+    assert world.step() == [(sequence, 1)]
+    assert world.step() == [], "all its tokens are drawn"
+    assert sequence in world.finished
+    assert world.cache.used == 0
+
+
+def test_a_stop_token_ends_a_sequence_that_runs_on_in_the_step_in_flight():
+    world = World(overlap=True)
+    sequence = world.add(3, max_tokens=50, stop=range(256))
+    world.step()
+    assert world.step() == [(sequence, 1)], "nobody knows yet"
+    assert world.finished == {sequence: tuple(sequence.tokens)}
+    assert sequence.made == 0
+    assert world.step() == []
+    assert world.cache.used == 0
+
+
+def test_a_prefix_in_flight_is_waited_for_not_computed_twice():
+    world = World(overlap=True)
+    prompt = list(range(4 * PAGE + 1))
+    first = world.add(prompt, max_tokens=1)
+    assert world.step() == [(first, 4 * PAGE + 1)]
+    again = world.add(prompt, max_tokens=1)
+    assert world.step() == []
+    assert world.step() == [(again, 1)]
+
+
 @pytest.mark.parametrize("different", [{"salt": "globex"}, {"adapter": "a"}])
 def test_another_tenant_or_adapter_shares_nothing(different):
     world = World()
@@ -340,6 +394,7 @@ def test_whatever_comes_everyone_ends_and_nothing_is_lost(data):
         adapters=integers(1, 3),
         pages=10,
         places=integers(1, 3),
+        overlap=data.draw(st.booleans()),
     )
     added, dropped = [], set()
     for _ in range(integers(1, 25)):
@@ -347,7 +402,8 @@ def test_whatever_comes_everyone_ends_and_nothing_is_lost(data):
             case 0 | 1:
                 prompt = [7] * integers(1, 20)  # prefixes are shared all the time
                 adapter = data.draw(st.sampled_from([None, "a", "b", "c", "d"]))
-                added.append(world.add(prompt, adapter, integers(1, 20)))
+                stop = range(64) if data.draw(st.booleans()) else ()  # a quarter of all tokens
+                added.append(world.add(prompt, adapter, integers(1, 20), stop=stop))
             case 2:
                 world.step()
             case 3 if added:
@@ -357,6 +413,7 @@ def test_whatever_comes_everyone_ends_and_nothing_is_lost(data):
     assert set(world.finished) == set(added) - dropped
     alone = World()
     for sequence, tokens in world.finished.items():
-        twin = alone.add(tokens[: sequence.prompt_length], None, sequence.max_tokens)
+        prompt, most = tokens[: sequence.prompt_length], sequence.max_tokens
+        twin = alone.add(prompt, None, most, stop=sequence.stop_ids)
         alone.run()
         assert alone.finished[twin] == tokens

@@ -34,8 +34,6 @@ def test_every_row_is_checked_and_timed(tmp_path, capsys):
 
 
 def test_wrong_tokens_are_not_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        Sampler, "sample", lambda self, logits, rows: torch.argmin(logits, -1).tolist()
-    )
+    monkeypatch.setattr(Sampler, "sample", lambda self, logits, rows: torch.argmin(logits, -1))
     with pytest.raises(AssertionError, match="plain path"):
         run(tmp_path)

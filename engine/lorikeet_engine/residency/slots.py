@@ -8,6 +8,7 @@ A slot is a row of the table and stays the same while its image may move.
 
 import torch
 
+from lorikeet_engine.copies import upload
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.blocks import FreeList
 from lorikeet_engine.residency.packing import PackedLayout
@@ -86,7 +87,8 @@ class SlotPool:
 
     def _put(self, slot: int, offset: int, layout: PackedLayout) -> None:
         self._placed[slot] = (offset, layout)
-        self.weights.table[slot].copy_(layout.rows_at(offset))
+        table = self.weights.table
+        table[slot].copy_(upload(layout.rows_at(offset), table.device))
 
     def _move(self, source: int, target: int, elements: int) -> None:
         arena = self.weights.arena

@@ -1,0 +1,40 @@
+"""Copies between host and device that nobody waits for.
+
+On CUDA they go through pinned memory in the order of the current stream, so the host never stands
+still for the steps in flight; torch keeps the memory until the copy is over. On a CPU they are
+plain tensors.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+def upload(array: npt.NDArray[np.generic] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The array on the device, for kernels launched from now on."""
+    host = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+class Download:
+    """A tensor's values on their way to the host."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._host = tensor
+        self._arrived: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            # blocking: the thread sleeps and leaves its core to others
+            self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def wait(self) -> list[int]:
+        """The values, once everything that was launched before the copy is done.
+
+        Raises what went wrong on the device meanwhile.
+        """
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return list(self._host.tolist())
