@@ -1,18 +1,31 @@
 """A checkpoint is loaded whole and right, or refused with the name of what is wrong."""
 
 import json
+import os
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lorikeet_engine.errors import ModelError
-from lorikeet_engine.models import ModelConfig, load_model
+from lorikeet_engine.errors import ModelError, SettingsError
+from lorikeet_engine.models import ModelConfig, load_model, staging, weights
+from lorikeet_engine.models.weights import Checkpoint
+
+CPU = torch.device("cpu")
+CUDA = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
 
 
 def load(folder):
-    return load_model(folder, torch.device("cpu"), torch.float32)
+    return load_model(folder, CPU, torch.float32)
 
 
 def test_a_config_tells_the_engine_its_sizes(tiny_checkpoints):
@@ -138,3 +151,63 @@ def test_a_folder_without_a_file_says_which(edited, file):
     with pytest.raises(ModelError, match="does not exist") as refused:
         load(folder)
     assert refused.value.field == file
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_of_every_dtype_come_whole_from_pieces(tmp_path, monkeypatch, device, dtype):
+    monkeypatch.setattr(staging, "STAGING_BYTES", 1000)  # a piece ends within a row
+    stored = {
+        name: torch.randn(rows, 96).to(kind)
+        for name, rows, kind in (
+            ("q", 33, torch.float32), ("k", 1, torch.float16), ("v", 64, torch.bfloat16)
+        )
+    }  # fmt: skip
+    save_file(stored, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path, torch.device(device), dtype) as checkpoint:
+        fused = checkpoint.read(["q", "k", "v"], [33, 1, 64], 96)
+        checkpoint.check_all_read()
+    want = torch.cat([tensor.to(dtype) for tensor in stored.values()])
+    assert torch.equal(fused.cpu(), want)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_the_host_holds_no_second_copy(tmp_path, device):
+    save_file({"w": torch.ones(192 << 20, dtype=torch.uint8).view(torch.float16)[None]},
+              tmp_path / "model.safetensors")  # fmt: skip
+    torch.zeros(1, device=device)  # the device's own start is not counted
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, _ = host_bytes()
+    with Checkpoint(tmp_path, torch.device(device), torch.float32) as checkpoint:
+        tensor = checkpoint.read(["w"], [1], 96 << 20)
+    _, peak = host_bytes()
+    result = tensor.nbytes if device == "cpu" else 0
+    assert tensor.sum() > 0
+    assert peak - before - result < staging.READERS * staging.STAGING_BYTES + (16 << 20)
+
+
+def host_bytes():
+    """What this process holds and held at most, mapped files included."""
+    facts = Path("/proc/self/status").read_text()
+    held, peak = (int(re.search(rf"{name}:\s+(\d+)", facts)[1]) for name in ("VmRSS", "VmHWM"))
+    return held << 10, peak << 10
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(tiny_checkpoints, monkeypatch):
+    monkeypatch.setattr(weights, "free_bytes", lambda device: 5000)
+    monkeypatch.setattr(Checkpoint, "read", None)
+    with pytest.raises(SettingsError, match=r"weights take 0\.00 GiB .* 0\.00 GiB are free on cpu"):
+        load(tiny_checkpoints["llama"])
+
+
+def test_a_file_cut_after_its_header_was_read_is_named(edited):
+    file = edited("llama") / "model.safetensors"
+
+    def read():
+        with Checkpoint(file.parent, CPU, torch.float32) as checkpoint:
+            os.truncate(file, 10_000)
+            checkpoint.read(["model.embed_tokens.weight"], [256], 64)
+
+    with pytest.raises(ModelError, match="ended early") as refused:
+        read()
+    assert refused.value.field == file.name

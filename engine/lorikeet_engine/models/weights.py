@@ -1,36 +1,54 @@
 """The tensors of a Hugging Face checkpoint, read from safetensors straight into place."""
 
 import json
+import math
 from collections.abc import Sequence
-from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lorikeet_engine.errors import ModelError
+from lorikeet_engine.device_memory import free_bytes, gib
+from lorikeet_engine.errors import ModelError, SettingsError
+from lorikeet_engine.models.staging import Span, Staging
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = ("F32", "F16", "BF16")
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor as its file describes it; its bytes begin at `begin` of the file."""
+
+    file: Path
+    begin: int
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class Checkpoint:
     """A folder's tensors by name, cast to one dtype on one device.
 
-    Files are mapped, never loaded whole: beside the result, host memory holds at most one tensor.
-    Use it as a context manager; leaving it unmaps the files.
+    Beside the tensors, host memory holds Staging's buffers alone. Use it as a context manager:
+    the tensors are whole once it is left without an exception.
     """
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+        """Read the files' headers.
+
+        Raises ModelError, whose `field` names the file at fault, and SettingsError if the tensors
+        are larger than the device's free memory.
+        """
         self.folder = folder
         self.device = device
         self.dtype = dtype
-        self._stack = ExitStack()
-        self._opened: dict[str, Any] = {}
-        self._file_of = self._find_tensors()
-        self._unread = set(self._file_of)
+        self._stored = self._find_tensors()
+        self._unread = set(self._stored)
+        self._check_room()
+        self._staging = Staging(device)
 
     def read(self, names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
         """One tensor [sum(rows), *tail], the named ones on top of one another.
@@ -59,56 +77,72 @@ class Checkpoint:
                 field=left[0],
             )
 
-    def close(self) -> None:
-        """Unmap the files. Tensors that were read stay."""
-        self._opened.clear()
-        self._stack.close()
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._staging.finish()
+        finally:
+            self._staging.close()
 
     def _read_into(self, name: str, out: torch.Tensor) -> None:
-        file = self._file_of.get(name)
-        if file is None:
+        stored = self._stored.get(name)
+        if stored is None:
             raise ModelError(f"{self.folder}: tensor {name} is missing", field=name)
-        try:
-            stored = self._open(file).get_slice(name)
-            shape, dtype = stored.get_shape(), stored.get_dtype()
-            if list(shape) != list(out.shape) or dtype not in DTYPES:
-                raise ModelError(
-                    f"{self.folder}: tensor {name} is {dtype} {list(shape)}: "
-                    f"want {list(out.shape)} in one of {', '.join(DTYPES)}",
-                    field=name,
-                )
-            out.copy_(self._open(file).get_tensor(name))
-        except SafetensorError as error:
-            raise ModelError(f"{self.folder / file}: {name}: {error}", field=name) from error
+        if stored.shape != out.shape or stored.dtype not in DTYPES:
+            raise ModelError(
+                f"{self.folder}: tensor {name} is {stored.dtype} {list(stored.shape)}: "
+                f"want {list(out.shape)} in one of {', '.join(DTYPES)}",
+                field=name,
+            )
+        self._staging.copy(Span(stored.file, stored.begin, DTYPES[stored.dtype]), out)
         self._unread.discard(name)
 
-    def _find_tensors(self) -> dict[str, str]:
+    def _find_tensors(self) -> dict[str, _Stored]:
         index = self.folder / INDEX
-        if index.exists():
-            try:
-                return dict(json.loads(index.read_bytes())["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ModelError(f"{index}: no weight_map: {error!r}", field=INDEX) from error
-        return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+        if not index.exists():
+            return _tensors_of(self.folder / SINGLE)
+        try:
+            file_of = dict(json.loads(index.read_bytes())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{index}: no weight_map: {error!r}", field=INDEX) from error
+        found: dict[str, _Stored] = {}
+        for file in sorted(set(file_of.values())):
+            found |= _tensors_of(self.folder / file)
+        return {name: found[name] for name in file_of if name in found}
 
-    def _open(self, file: str) -> Any:
-        if file not in self._opened:
-            path = self.folder / file
-            if not path.exists():
-                raise ModelError(
-                    f"{path} does not exist: want {SINGLE}, or {INDEX} with the files it names",
-                    field=file,
-                )
-            try:
-                self._opened[file] = self._stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ModelError(
-                    f"{path} is no whole safetensors file: {error}", field=file
-                ) from error
-        return self._opened[file]
+    def _check_room(self) -> None:
+        elements = sum(math.prod(stored.shape) for stored in self._stored.values())
+        needed, free = elements * self.dtype.itemsize, free_bytes(self.device)
+        if needed > free:
+            raise SettingsError(
+                f"{self.folder}: its weights take {gib(needed)} in {self.dtype}, and {gib(free)} "
+                f"are free on {self.device}: want a smaller model or dtype, or a larger device"
+            )
+
+
+def _tensors_of(path: Path) -> dict[str, _Stored]:
+    if not path.exists():
+        raise ModelError(
+            f"{path} does not exist: want {SINGLE}, or {INDEX} with the files it names",
+            field=path.name,
+        )
+    try:
+        with safe_open(path, framework="pt"):  # checks that the header is right for the file
+            pass
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path} is no whole safetensors file: {error}", field=path.name
+        ) from error
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: _Stored(
+            path, 8 + length + tensor["data_offsets"][0], tensor["dtype"], tuple(tensor["shape"])
+        )
+        for name, tensor in header.items()
+    }
