@@ -5,7 +5,7 @@ the smallest that holds it; its tensors are copied to the graph's buffers, and w
 them is padding that writes no key and uses no adapter.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -85,7 +85,7 @@ class DecodeGraphs:
             s = batch.segments
             torch.stack((s.slots, s.starts, s.lengths), out=self._segments[:, :used])
             self._segments[:, used:].zero_()
-        self._attention[size].plan(_padded(batch, size))
+        self._attention[size].plan(batch)
         captured = self._captured[size, count]
         captured.graph.replay()
         return captured.hidden[:rows]
@@ -125,16 +125,3 @@ def _segment_counts(most: int) -> tuple[int, ...]:
     while counts[-1] < most:
         counts.append(4 * counts[-1])
     return tuple(counts)
-
-
-def _padded(batch: Batch, size: int) -> Batch:
-    """What attention plans by; a padding sequence reads one token of page 0, to no end."""
-    tables = torch.zeros(size, batch.page_tables.shape[1], dtype=torch.int32)
-    tables[: len(batch.page_tables)] = batch.page_tables
-    missing = size - len(batch.kv_lengths)
-    return replace(
-        batch,
-        query_starts=tuple(range(size + 1)),
-        kv_lengths=batch.kv_lengths + (1,) * missing,
-        page_tables=tables,
-    )

@@ -1,0 +1,207 @@
+"""Decode attention in Triton: one query token a sequence, for CUDA graphs.
+
+A program takes one *item*, a piece of one sequence's tokens, for one key head and the query heads
+that share it. Sequences are cut so that there are enough items to fill the GPU and none is much
+longer than the others: the pieces of a sequence leave partial results, and whichever of them
+finishes last adds them up, in the sequence's order, so the result does not depend on who that was
+(Flash-Decoding, Dao et al. 2023). Items and pages are read from buffers that a captured graph
+keeps; a plan fills them anew.
+
+Against FlashInfer's kernel for the same work on an H200: 2.4 ms instead of 3.5 for 32 layers of
+256 sequences of 276 tokens; 2.7 instead of 9.7 when one of them has 20,000.
+"""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from lorikeet_engine.copies import upload
+from lorikeet_engine.kernels.attention.kv_write import write_kv
+from lorikeet_engine.kernels.attention.page_table import PageTable
+from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequences
+
+SHORTEST_ITEM = 64  # tokens
+_ITEMS_FOR_ALL_HEADS = 528  # programs beyond one a sequence and head: 4 for each of 132 SMs
+_FIELDS = 6
+
+
+class PagedDecode:
+    """AttentionBackend for steps of up to `sequences` sequences with one query token each."""
+
+    def __init__(
+        self, shape: AttentionShape, sequences: int, pages: torch.Tensor, workspace: torch.Tensor
+    ) -> None:
+        """Take static buffers, which back ends may share: steps run one after another.
+
+        pages: int32, for the pages of all sequences of a step. workspace: bytes for the partial
+        results, workspace_bytes() of them.
+        """
+        self._shape = shape
+        self._pages = pages
+        self._capacity = _capacity(shape, sequences)
+        device = pages.device
+        self._items = torch.full((self._capacity, _FIELDS), -1, dtype=torch.int32, device=device)
+        rows = self._capacity * shape.heads
+        floats = workspace[: workspace_bytes(shape, sequences)].view(torch.float32)
+        self._parts, self._scales = floats[: rows * shape.head_dim], floats[rows * shape.head_dim :]
+        # how many pieces of a sequence are done; the last sets it back to 0
+        self._done = torch.zeros(sequences, shape.kv_heads, dtype=torch.int32, device=device)
+        self._many = sequences * shape.kv_heads >= 1024
+
+    def plan(self, batch: PagedSequences) -> None:
+        """See AttentionBackend.plan."""
+        table = PageTable.of(batch, self._shape.page_size)
+        device = self._pages.device
+        self._items.copy_(upload(cut(table, self._capacity), device))
+        self._pages[: len(table.pages)].copy_(upload(table.pages, device))
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer_kv: torch.Tensor,
+        batch: PagedSequences,
+    ) -> torch.Tensor:
+        """See AttentionBackend.attend. Rows beyond the planned sequences are left open."""
+        write_kv(k, v, layer_kv, batch.kv_slots)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        shape, group = self._shape, self._shape.heads // self._shape.kv_heads
+        # With many programs one warp each reads best; with few, each must read more at once.
+        block, warps, stages = (32, 1, 4) if self._many else (64, 2, 3)
+        _decode[(shape.kv_heads, self._capacity)](
+            q, layer_kv, self._pages, self._items, self._parts, self._scales, self._done, out,
+            math.log2(math.e) / math.sqrt(shape.head_dim), layer_kv.stride(0), q.stride(0),
+            kv_heads=shape.kv_heads,
+            group=group,
+            rows=max(16, triton.next_power_of_2(group)),  # tl.dot wants 16
+            head_dim=shape.head_dim,
+            page_size=shape.page_size,
+            block=block if shape.head_dim <= 128 else 32,
+            num_warps=warps,
+            num_stages=stages,
+        )  # fmt: skip
+        return out
+
+
+def workspace_bytes(shape: AttentionShape, sequences: int) -> int:
+    """What the partial results of a step need: a float32 row and its scale for each item."""
+    return 4 * _capacity(shape, sequences) * shape.heads * (shape.head_dim + 1)
+
+
+def cut(table: PageTable, capacity: int) -> npt.NDArray[np.int32]:
+    """Items [capacity, 6]: sequence, where its pages start, first and last token, its first item
+
+    and how many it has. What is left over has the sequence −1.
+    """
+    length = SHORTEST_ITEM
+    while (counts := -(-table.lengths // length)).sum() > capacity:
+        length *= 2
+    first = counts.cumsum() - counts
+    owner = np.repeat(np.arange(len(counts)), counts)
+    begin = (np.arange(len(owner)) - first[owner]) * length
+    end = np.minimum(begin + length, table.lengths[owner])
+    items = np.full((capacity, _FIELDS), -1, np.int32)
+    columns = (owner, table.starts[owner], begin, end, first[owner], counts[owner])
+    items[: len(owner)] = np.stack(columns, axis=1)
+    return items
+
+
+def _capacity(shape: AttentionShape, sequences: int) -> int:
+    return sequences + -(-_ITEMS_FOR_ALL_HEADS // shape.kv_heads)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _decode(
+    q: tl.tensor,
+    layer_kv: tl.tensor,
+    pages: tl.tensor,
+    items: tl.tensor,
+    parts: tl.tensor,
+    scales: tl.tensor,
+    done: tl.tensor,
+    out: tl.tensor,
+    scale: tl.tensor,
+    plane: tl.tensor,
+    q_stride: tl.tensor,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    rows: tl.constexpr,
+    head_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """One item × one key head, for the `group` query heads that share it."""
+    head = tl.program_id(0)
+    item = tl.program_id(1)
+    fields = items + item * 6
+    sequence = tl.load(fields)
+    if sequence < 0:
+        return
+    first_page = tl.load(fields + 1)
+    begin = tl.load(fields + 2)
+    end = tl.load(fields + 3)
+    count = tl.load(fields + 5)
+    row = tl.arange(0, rows)
+    column = tl.arange(0, head_dim)
+    real = (row < group)[:, None]
+    inside = (head * group + row)[:, None] * head_dim + column[None, :]  # of all heads' outputs
+    queries = tl.load(q + sequence.to(tl.int64) * q_stride + inside, mask=real, other=0.0)
+
+    best = tl.full([rows], float("-inf"), tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    mixed = tl.zeros([rows, head_dim], tl.float32)
+    for start in range(begin, end, block):
+        token = start + tl.arange(0, block)
+        seen = token < end
+        page = tl.load(pages + first_page + token // page_size, mask=seen, other=0).to(tl.int64)
+        at = ((page * page_size + token % page_size) * kv_heads + head) * head_dim
+        keys = tl.load(layer_kv + at[None, :] + column[:, None], mask=seen[None, :], other=0.0)
+        score = tl.where(seen[None, :], tl.dot(queries, keys) * scale, float("-inf"))
+        better = tl.maximum(best, tl.max(score, 1))
+        weight = tl.exp2(score - better[:, None])
+        kept = tl.exp2(best - better)
+        values = tl.load(
+            layer_kv + plane + at[:, None] + column[None, :], mask=seen[:, None], other=0.0
+        )
+        total = total * kept + tl.sum(weight, 1)
+        mixed = mixed * kept[:, None] + tl.dot(weight.to(values.dtype), values)
+        best = better
+    mixed = mixed / total[:, None]
+
+    width: tl.constexpr = kv_heads * group * head_dim
+    target = out + sequence.to(tl.int64) * width + inside
+    if count == 1:
+        tl.store(target, mixed.to(out.dtype.element_ty), mask=real)
+        return
+    tl.store(parts + item * width + inside, mixed, mask=real)
+    at_scale = head * group + row
+    heads: tl.constexpr = kv_heads * group
+    tl.store(scales + item * heads + at_scale, best + tl.log2(total), mask=row < group)
+    tl.debug_barrier()  # all of this program's parts are there before it says so
+    if tl.atomic_add(done + sequence * kv_heads + head, 1) < count - 1:
+        return
+    first = tl.load(fields + 4)
+    best = tl.full([rows], float("-inf"), tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    mixed = tl.zeros([rows, head_dim], tl.float32)
+    for piece in range(first, first + count):
+        # .cg: from the L2 cache, which is where other programs' parts are
+        theirs = tl.load(
+            scales + piece * heads + at_scale,
+            mask=row < group,
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        part = tl.load(parts + piece * width + inside, mask=real, other=0.0, cache_modifier=".cg")
+        better = tl.maximum(best, theirs)
+        kept, added = tl.exp2(best - better), tl.exp2(theirs - better)
+        mixed = mixed * kept[:, None] + part * added[:, None]
+        total = total * kept + added
+        best = better
+    tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)
+    tl.store(done + sequence * kv_heads + head, 0)

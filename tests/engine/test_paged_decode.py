@@ -1,0 +1,159 @@
+"""Decode attention in Triton equals torch's; without a GPU it runs in Triton's interpreter.
+
+The interpreter must be chosen before Triton is first imported, so one test starts this file again
+in a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lorikeet_engine.batch import Batch
+from lorikeet_engine.kernels.attention import AttentionShape, SdpaAttention
+from lorikeet_engine.kernels.attention.page_table import PageTable
+from lorikeet_engine.kernels.attention.paged_decode import (
+    SHORTEST_ITEM,
+    PagedDecode,
+    cut,
+    workspace_bytes,
+)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=on_gpu)]
+PAGE = 16
+SHAPES = {
+    "llama": AttentionShape(8, 2, 128, PAGE, torch.bfloat16),
+    "small heads": AttentionShape(6, 6, 64, PAGE, torch.bfloat16),
+    "wide heads": AttentionShape(32, 1, 256, PAGE, torch.bfloat16),
+}
+TOLERANCE = 4 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return torch.device(request.param)
+
+
+def dtype_of(device):
+    # Triton's interpreter multiplies the raw bits of bfloat16
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def decode_step(lengths, device, spare=0):
+    """A step of one query token for each sequence, pages dealt out of order; spare rows follow."""
+    random = torch.Generator().manual_seed(len(lengths))
+    counts = [-(-length // PAGE) for length in lengths]
+    pages = torch.randperm(sum(counts) + 3, generator=random).int()
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    for row, dealt in zip(tables, pages[: sum(counts)].split(counts), strict=True):
+        row[: len(dealt)] = dealt
+    last = torch.tensor(lengths) - 1
+    slots = tables.gather(1, (last // PAGE)[:, None])[:, 0] * PAGE + last % PAGE
+    slots = torch.cat((slots, torch.full((spare,), -1)))
+    return Batch(
+        token_ids=torch.zeros(len(slots), dtype=torch.int64),
+        positions=last,
+        kv_slots=slots.long().to(device),
+        query_starts=tuple(range(len(lengths) + 1)),
+        kv_lengths=tuple(lengths),
+        page_tables=tables,
+        logit_rows=torch.arange(len(lengths)),
+        segments=None,
+    )
+
+
+def compare(shape, lengths, device, *, room=None, times=1, spare=0):
+    """Attend over one back end's static buffers, several times, and as torch would."""
+    dtype = dtype_of(device)
+    shape = replace(shape, dtype=dtype)
+    room = room or len(lengths)
+    pages = torch.zeros(4096, dtype=torch.int32, device=device)
+    workspace = torch.full((workspace_bytes(shape, room),), 255, dtype=torch.uint8, device=device)
+    backend = PagedDecode(shape, room, pages, workspace)
+    batch = decode_step(lengths, device, spare)
+    total = int(batch.page_tables.max()) + 4
+    random = torch.Generator(device).manual_seed(1)
+    randn = torch.randn((2, total, PAGE, shape.kv_heads, shape.head_dim), generator=random,
+                        device=device)  # fmt: skip
+    kv = randn.to(dtype)
+    for row, length in zip(batch.page_tables, lengths, strict=True):
+        if length % PAGE:  # nobody may look behind the end
+            kv[:, row[(length - 1) // PAGE], length % PAGE :] = torch.nan
+    other = kv.clone()
+    rows = len(lengths)
+    for _ in range(times):
+        width = shape.heads + 2 * shape.kv_heads
+        qkv = torch.randn((rows + spare, width, shape.head_dim), generator=random, device=device)
+        q, k, v = qkv.to(dtype).split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
+        backend.plan(batch)
+        got = backend.attend(q, k, v, kv, batch)
+        unpadded = replace(batch, kv_slots=batch.kv_slots[:rows])
+        want = SdpaAttention().attend(q[:rows], k[:rows], v[:rows], other, unpadded)
+        assert torch.equal(kv.nan_to_num(), other.nan_to_num())
+        torch.testing.assert_close(got[:rows], want, rtol=0, atol=TOLERANCE)
+    return got
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_sequences_of_any_length_equal_torch(device, name):
+    compare(SHAPES[name], [1, 15, 16, 17, 63, 64, 65, 130], device)
+
+
+def test_a_long_sequence_is_cut_and_put_together_again_every_time(device):
+    compare(SHAPES["llama"], [900, 3, 70], device, times=3)
+
+
+def test_spare_rows_write_nothing_and_change_nothing(device):
+    compare(SHAPES["llama"], [40, 5], device, room=4, spare=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_many_sequences_and_one_long_one_say_the_same_every_time():
+    lengths = [1 + 7 * i % 300 for i in range(255)] + [20_000]
+    runs = [compare(SHAPES["llama"], lengths, torch.device("cuda")) for _ in range(3)]
+    assert all(torch.equal(run, runs[0]) for run in runs)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
+@pytest.mark.parametrize("capacity", [4, 7, 40])
+def test_the_pieces_of_a_step_hold_every_token_once_and_fit(capacity):
+    lengths = np.array([1000, 1, 64, 130], np.int32)
+    table = PageTable(np.array([0, 63, 64, 68, 77], np.int32), np.zeros(77, np.int32), lengths)
+    items = cut(table, capacity)
+    assert items.shape == (capacity, 6)
+    used = items[items[:, 0] >= 0]
+    assert (items[len(used) :] == -1).all()
+    for sequence, length in enumerate(lengths):
+        mine = used[used[:, 0] == sequence]
+        assert mine[0, 2] == 0
+        assert mine[-1, 3] == length
+        assert (mine[1:, 2] == mine[:-1, 3]).all()
+        assert (mine[:, 5] == len(mine)).all()
+        assert (mine[:, 4] == np.flatnonzero(used[:, 0] == sequence)[0]).all()
+        assert (mine[:, 1] == table.starts[sequence]).all()
+    sizes = used[:, 3] - used[:, 2]
+    assert sizes.min() >= 1
+    assert sizes.max() <= max(SHORTEST_ITEM, 2 * -(-lengths.sum() // max(1, capacity - 3)))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is itself what starts the interpreter")
+def test_in_the_interpreter():
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", __file__, "-q", "-m", "", "-p", "no:cacheprovider"],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
