@@ -1,43 +1,163 @@
-"""The plain path that an engine's tokens are held against: one sequence, one pass, no graphs."""
+"""The plain path that an engine's greedy tokens are held against: whole sequences in one pass.
 
+Torch's attention, no graphs, no chunks, no shared pages. Each token is judged given the tokens
+that the engine itself made before it, so one early difference does not make all the later ones.
+"""
+
+import time
 from array import array
-from dataclasses import replace
+from collections.abc import Iterator
+from collections.abc import Sequence as Series
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 
 import torch
 
-from lorikeet_engine.batch_builder import build_batch
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.batch_builder import build_batch, by_adapter
+from lorikeet_engine.engine import Engine
 from lorikeet_engine.kernels.attention import SdpaAttention
 from lorikeet_engine.models import Model
 from lorikeet_engine.request import Request
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.runner import Runner
-from lorikeet_engine.sequence import Chunk, Sequence
+from lorikeet_engine.sequence import Chunk, Lease, Sequence
 
 PAGE = 16
+# Rows of logits at a time: 2 GB at a vocabulary of 128,256.
+_ROWS = 4096
+_LOADED_WITHIN_S = 60.0
 
 
-def plain_logits(model: Model, tiers: Tiers, request: Request, made: list[int]) -> torch.Tensor:
-    """Logits [len(made), vocab] float32 from which each of `made` was to be drawn.
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine made, greedily, of a request of one prompt and one choice."""
 
-    The request has one prompt; its adapter is on the GPU.
+    request: Request
+    tokens: list[int]
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """How far a good token's logit may be under the plain path's best, as a share of the largest.
+
+    Eight roundings of the dtype: 6.25% for bfloat16, where the worst of an 8B model's tokens seen
+    on an H200 fell 1.5% short; a token of another adapter falls short by far more. At least 1e-4,
+    for float32 sums in another order.
     """
-    prompt = request.prompts[0]
-    sequence = Sequence(
-        request, 0, arrival=0, max_tokens=len(made), stop_ids=frozenset(), seed=0, page_size=PAGE
-    )
-    sequence.tokens += made[:-1]
-    pages = -(-len(sequence.tokens) // PAGE)
-    sequence.pages = array("i", range(pages))
-    lease = tiers.lease(request.adapter) if request.adapter else None
-    sequence.lease = lease
-    c = model.config
+    return max(8 * torch.finfo(dtype).eps, 1e-4)
+
+
+def check(engine: Engine, answers: Series[Answer]) -> float:
+    """The worst shortfall; raises AssertionError, with the request's id, where it is too large.
+
+    The engine is idle, and this is its thread.
+    """
+    model = engine._runner.model
+    found = shortfalls(model, engine._tiers, answers)
+    most = tolerance(model.dtype)
+    for answer, shortfall in zip(answers, found, strict=True):
+        assert shortfall <= most, (
+            f"request {answer.request.request_id}: a token's logit is {shortfall:.4f} under the "
+            f"plain path's best, and {most:.4f} is allowed"
+        )
+    return max(found)
+
+
+def shortfalls(model: Model, tiers: Tiers, answers: Series[Answer]) -> list[float]:
+    """For each answer, how far its worst token's logit is under the plain path's best.
+
+    As a share of the row's largest absolute logit; NaN where a logit is. One adapter at a time.
+    """
+    found: dict[int, float] = {}
+    for group in _groups(answers):
+        chosen = [answers[i] for i in group]
+        logits = plain_logits(model, tiers, chosen)
+        found |= zip(group, map(_shortfall, chosen, logits), strict=True)
+    return [found[i] for i in range(len(answers))]
+
+
+def plain_logits(model: Model, tiers: Tiers, answers: Series[Answer]) -> list[torch.Tensor]:
+    """For each answer, logits [tokens, vocab] float32 from which its tokens were to be drawn.
+
+    All at once: their rows must fit into memory. Their adapters, which must fit too, it loads.
+    """
+    config = model.config
+    sequences = _sequences(answers)
+    for sequence in sequences:
+        if sequence.adapter is not None:
+            sequence.lease = _lease(tiers, sequence.adapter)
+    pages = sum(len(sequence.pages) for sequence in sequences)
     kv = torch.zeros(
-        (c.layers, 2, pages, PAGE, c.kv_heads, c.head_dim), dtype=model.dtype, device=model.device
+        (config.layers, 2, pages, PAGE, config.kv_heads, config.head_dim),
+        dtype=model.dtype,
+        device=model.device,
     )
-    batch = build_batch([Chunk.of(sequence, len(sequence.tokens))], PAGE, model.device)
-    rows = torch.arange(len(prompt) - 1, len(sequence.tokens), device=model.device)
+    chunks = by_adapter([Chunk.of(sequence, len(sequence.tokens)) for sequence in sequences])
+    batch = build_batch(chunks, PAGE, model.device)
+    rows = [
+        torch.arange(start + chunk.sequence.prompt_length - 1, end)
+        for chunk, (start, end) in zip(chunks, pairwise(batch.query_starts), strict=True)
+    ]
     runner = Runner(model, SdpaAttention(), tiers.weights, kv)
-    logits = runner.forward(replace(batch, logit_rows=rows))
-    if lease is not None:
-        lease.release()
-    return logits
+    logits = runner.forward(replace(batch, logit_rows=torch.cat(rows).to(model.device)))
+    for sequence in sequences:
+        if sequence.lease is not None:
+            sequence.lease.release()
+    parts = logits.split([len(part) for part in rows])
+    of = {chunk.sequence: part for chunk, part in zip(chunks, parts, strict=True)}
+    return [of[sequence] for sequence in sequences]
+
+
+def _groups(answers: Series[Answer]) -> Iterator[list[int]]:
+    """Indices of answers that share an adapter, and of no more than _ROWS tokens."""
+    by_adapter = sorted(range(len(answers)), key=lambda i: _digest(answers[i]))
+    for _, same in groupby(by_adapter, key=lambda i: _digest(answers[i])):
+        group, rows = list[int](), 0
+        for i in same:
+            if group and rows + len(answers[i].tokens) > _ROWS:
+                yield group
+                group, rows = [], 0
+            group.append(i)
+            rows += len(answers[i].tokens)
+        yield group
+
+
+def _digest(answer: Answer) -> str:
+    return answer.request.adapter.digest if answer.request.adapter else ""
+
+
+def _shortfall(answer: Answer, logits: torch.Tensor) -> float:
+    chosen = logits.gather(1, torch.tensor(answer.tokens, device=logits.device)[:, None])
+    short = logits.amax(-1) - chosen[:, 0]
+    return float((short / logits.abs().amax(-1)).max())
+
+
+def _sequences(answers: Series[Answer]) -> list[Sequence]:
+    """One for each answer, all its tokens but the last uncomputed, in pages of its own."""
+    sequences, taken = [], 0
+    for answer in answers:
+        sequence = Sequence(
+            answer.request,
+            0,
+            arrival=0,
+            max_tokens=len(answer.tokens),
+            stop_ids=frozenset(),
+            seed=0,
+            page_size=PAGE,
+        )
+        sequence.tokens += answer.tokens[:-1]
+        pages = -(-len(sequence.tokens) // PAGE)
+        sequence.pages = array("i", range(taken, taken + pages))
+        taken += pages
+        sequences.append(sequence)
+    return sequences
+
+
+def _lease(tiers: Tiers, ref: AdapterRef) -> Lease:
+    deadline = time.monotonic() + _LOADED_WITHIN_S
+    while (lease := tiers.lease(ref)) is None:
+        assert time.monotonic() < deadline, f"{ref} did not reach the device"
+        tiers.want(ref)
+        tiers.advance()
+        time.sleep(0.001)
+    return lease

@@ -1,5 +1,10 @@
-"""Random adapters on every linear layer of a base model, as blobs that an engine can fetch."""
+"""Random adapters on every linear layer of a base model: as blobs, or straight on an engine's host.
 
+All of a set share their numbers and yet differ: to an engine as different as any two adapters, and
+quickly made.
+"""
+
+import hashlib
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -10,15 +15,24 @@ import torch
 from safetensors.torch import save_file
 
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.adapter_format import LINEARS, BaseShape, write_blob
+from lorikeet_engine.adapter_format import (
+    LINEARS,
+    AdapterSpec,
+    BaseShape,
+    LinearLora,
+    TensorSpan,
+    write_blob,
+)
+from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.tiers import Tiers
+
+_TENANT = "benchmark"
+# At rank 16 and inputs 4,096 wide an adapter of such numbers adds a tenth to what a linear says.
+_SIGMA = 0.02
 
 
 class Shelf:
-    """An AdapterSource of `count` adapters of one rank in a folder.
-
-    They share their matrices and differ in their scaling: as different for an engine as any
-    two adapters, and quickly made.
-    """
+    """An AdapterSource: `count` adapters of one rank in a folder, with scalings of their own."""
 
     def __init__(self, folder: Path, shape: BaseShape, count: int, rank: int) -> None:
         self._folder = folder
@@ -44,7 +58,50 @@ class Shelf:
         (folder / "adapter_config.json").write_text(json.dumps(config))
         digest = write_blob(folder, self._folder / name)
         shutil.rmtree(folder)
-        return AdapterRef("benchmark", name, 1, digest)
+        return AdapterRef(_TENANT, name, 1, digest)
+
+
+def random_refs(count: int) -> list[AdapterRef]:
+    """The adapters that stock_host makes, in its order."""
+    names = [f"random-{index}" for index in range(count)]
+    digests = [hashlib.sha256(name.encode()).hexdigest() for name in names]
+    return [
+        AdapterRef(_TENANT, name, 1, digest) for name, digest in zip(names, digests, strict=True)
+    ]
+
+
+def stock_host(tiers: Tiers, layout: PackedLayout, count: int) -> None:
+    """Put random_refs(count), all of one layout, on the host, where a load would have put them.
+
+    Nothing is read or packed: a thousand adapters are there in seconds. Each is the same numbers
+    turned by some places. Raises AssertionError when the host's arena is too small.
+    """
+    random = torch.Generator().manual_seed(1)
+    image = torch.empty(layout.elements, dtype=tiers.weights.arena.dtype)
+    image.normal_(0.0, _SIGMA, generator=random)
+    for index, ref in enumerate(random_refs(count)):
+        out = tiers._host.reserve(ref.digest, layout, insist=False)
+        assert out is not None, f"the host has room for {index} adapters: want {count}"
+        torch.cat(image.split([layout.elements - index, index])[::-1], out=out)
+        tiers._host.commit(ref.digest)
+        tiers._host.release(ref.digest)
+
+
+def empty_device(tiers: Tiers) -> None:
+    """Evict every adapter from the device; the host keeps them. No request runs."""
+    evicted = tiers._residents.make_room(tiers._pool.elements, insist=False)
+    assert evicted, "some adapter is still in use"
+
+
+def random_layout(shape: BaseShape, rank: int) -> PackedLayout:
+    """The image of an adapter that has this rank on every linear of every layer."""
+    nowhere = TensorSpan("BF16", (), 0, 0)
+    linears = tuple(
+        LinearLora(layer, linear, rank, 1.0, nowhere, nowhere)
+        for layer in range(shape.layers)
+        for linear in range(len(LINEARS))
+    )
+    return PackedLayout.of(AdapterSpec("random", linears, rank, 0), shape)
 
 
 def _tensors(shape: BaseShape, rank: int) -> dict[str, torch.Tensor]:

@@ -1,50 +1,32 @@
 """Offline throughput: many greedy requests at once on Llama-3.1-8B's shapes with random weights.
 
-python -m engine.benchmarks.throughput --json results.json
+python -m engine.benchmarks.throughput --json results.json --rows 'base*' '128 adapters*'
 
-Every row is the second of two runs with other prompts, so nothing comes from the prefix cache.
-Before a row is timed, tokens of its first run are held against a plain forward pass: one sequence,
-no graphs, torch's attention. The engine has its LoRA path on in every row.
+A row is one run that is checked and two that are timed, all with other prompts, so that nothing
+comes from the prefix cache. The check holds tokens against a plain forward pass (plain.py). The
+engine has its LoRA path on in every row, and room for 128 adapters on the GPU.
+
+The Zipf row, which no default includes, has its 1,000 adapters of rank 16 on the host: 84 GB of
+pinned memory. --population takes fewer where the machine has less.
 """
 
-import argparse
-import json
-import statistics
-import subprocess
 import tempfile
-import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from statistics import median
 
-import numpy as np
-import torch
+from engine.benchmarks import plain, results
+from engine.benchmarks.offline import Run, Work, generate
+from engine.benchmarks.random_adapters import empty_device
+from engine.benchmarks.random_engine import random_engine
+from lorikeet_engine.engine import Engine
+from lorikeet_engine.popularity import Zipf
 
-from engine.benchmarks.plain import plain_logits
-from engine.benchmarks.random_adapters import Shelf
-from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
-from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.adapter_format import BaseShape
-from lorikeet_engine.engine import Engine, EngineSettings
-from lorikeet_engine.request import Failed, Request, SamplingParams
-
-RANK = 16
-CHECKED = 3
-# A token may fall short of the plain path's best by this share of it: bfloat16 through 32 layers.
-TOLERANCE = 16 * torch.finfo(torch.bfloat16).eps
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Requests at once; adapters: how many distinct ones they use, 0 for the base model."""
-
-    name: str
-    prompt_tokens: int
-    output_tokens: int
-    adapters: int = 0
-    requests: int = 256
-
+ROOM = 128
+CHECKED = 8
+TIMED = (1, 2)
 
 WORKS = (
     Work("base", 256, 128),
@@ -52,134 +34,97 @@ WORKS = (
     Work("8 adapters", 256, 128, 8),
     Work("32 adapters", 256, 128, 32),
     Work("128 adapters", 256, 128, 128),
+    Work("128 cold", 256, 128, 128, cold=True),
     Work("base", 16, 256),
     Work("128 adapters", 16, 256, 128),
 )
 
 
+def zipf(population: int) -> Work:
+    """1,024 requests, 256 of them at a time, over more adapters than the GPU has room for."""
+    return Work(f"zipf {population}", 256, 128, population, 1024, Zipf(1.0), cold=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one Work gave. gap: the worst shortfall of a checked token, as a share of the best."""
+    """What one Work gave. tokens_per_s: of each timed run. step_ms: of the first one's second half.
+
+    shortfall: the worst of a checked token, as a share of the largest logit.
+    """
 
     work: Work
-    tokens_per_s: float
-    decode_step_ms: float
-    gap: float
+    tokens_per_s: tuple[float, ...]
+    step_ms: float
+    shortfall: float
+
+    @property
+    def spread(self) -> float:
+        """Between the timed runs, as a share of the first."""
+        return (max(self.tokens_per_s) - min(self.tokens_per_s)) / self.tokens_per_s[0]
 
 
-def measure(engine: Engine, work: Work, refs: list[AdapterRef]) -> Row:
+def measure(engine: Engine, work: Work) -> Row:
     """Check, then time; raises AssertionError where the engine's tokens are wrong."""
-    requests = _requests(work, refs, seed=1, vocab=engine.config.vocab_size)
-    tokens, _ = _generate(engine, requests)
-    gap = max(_gap(engine, request, tokens) for request in requests[:CHECKED])
-    assert gap <= TOLERANCE, f"{work}: tokens fall {gap:.3f} short of the plain path's"
-    tokens, steps_s = _generate(engine, _requests(work, refs, 2, engine.config.vocab_size))
-    made = sum(map(len, tokens.values()))
-    assert made == work.requests * work.output_tokens, f"{work}: {made} tokens"
-    decode_s = statistics.median(steps_s[-work.output_tokens // 2 :])
-    return Row(work, made / sum(steps_s), decode_s * 1e3, gap)
+    answers = _run(engine, work, 0).answers
+    shortfall = plain.check(engine, answers[:: -(-len(answers) // CHECKED)])
+    runs = [_run(engine, work, run) for run in TIMED]
+    steps_ms = runs[0].steps_ms()
+    return Row(
+        work,
+        tuple(run.tokens_per_s for run in runs),
+        median(steps_ms[len(steps_ms) // 2 :]),
+        shortfall,
+    )
 
 
-def _requests(work: Work, refs: list[AdapterRef], seed: int, vocab: int) -> list[Request]:
-    rng = np.random.default_rng(seed)
-    sampling = SamplingParams(max_tokens=work.output_tokens, temperature=0.0, ignore_eos=True)
-    return [
-        Request(
-            f"{seed}-{i}",
-            (tuple(rng.integers(0, vocab, work.prompt_tokens).tolist()),),
-            sampling,
-            adapter=refs[i % work.adapters] if work.adapters else None,
-        )
-        for i in range(work.requests)
-    ]
-
-
-def _generate(engine: Engine, requests: list[Request]) -> tuple[dict[str, list[int]], list[float]]:
-    """Every request's tokens, and how long each step took."""
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    steps_s = []
-    for request in requests:
-        engine.submit(request)
-    left = len(requests)
-    while left:
-        began_s = time.perf_counter()
-        engine.wait(1.0)
-        for output in engine.step():
-            if isinstance(output, Failed):
-                raise output.error
-            tokens[output.request_id] += output.token_ids
-            left -= output.finish is not None
-        steps_s.append(time.perf_counter() - began_s)
-    return tokens, steps_s
-
-
-def _gap(engine: Engine, request: Request, tokens: Mapping[str, list[int]]) -> float:
-    """How far the made tokens' logits are under the plain path's best, given what came before."""
-    made = tokens[request.request_id]
-    logits = plain_logits(engine._runner.model, engine._tiers, request, made)
-    best = logits.amax(-1)
-    chosen = logits.gather(1, torch.tensor(made, device=logits.device)[:, None])[:, 0]
-    return float(((best - chosen) / best).max())
-
-
-def run(
-    config: Mapping[str, Any], settings: EngineSettings, works: tuple[Work, ...], folder: Path
-) -> list[Row]:
-    """Measure `works` on one engine; prints each row as it comes."""
-    shape = BaseShape.from_config(config)
-    shelf = Shelf(folder / "blobs", shape, max(work.adapters for work in works), RANK)
-    model = write_config(folder / "model", config)
-    settings = replace(settings, model=model, cache_dir=folder / "cache")
-    engine = Engine(settings, shelf, random_model)
-    rows: list[Row] = []
-    base: dict[int, float] = {}
-    print("work           in/out    tok/s   of base  decode step   gap")
+def measure_all(engine: Engine, works: Iterable[Work]) -> list[Row]:
+    """Measure in this order; prints each row as it comes."""
+    print("work                  in/out    tok/s  spread  of base       step  shortfall")
+    base: dict[tuple[int, int], float] = {}
+    rows = []
     for work in works:
-        row = measure(engine, work, shelf.refs)
-        base.setdefault(work.prompt_tokens, row.tokens_per_s)
-        share = row.tokens_per_s / base[work.prompt_tokens]
+        row = measure(engine, work)
+        lengths, rate = (work.prompt_tokens, work.output_tokens), row.tokens_per_s[0]
+        if not work.adapters:
+            base[lengths] = rate
+        share = f"{rate / base[lengths]:.0%}" if lengths in base else "–"
         print(
-            f"{work.name:<13}{work.prompt_tokens:>4}/{work.output_tokens:<4}"
-            f"{row.tokens_per_s:>9.0f}{share:>9.0%}{row.decode_step_ms:>10.2f} ms{row.gap:>8.4f}",
+            f"{work.name:<20}{lengths[0]:>4}/{lengths[1]:<4}{rate:>8,.0f}{row.spread:>8.1%}"
+            f"{share:>9}{row.step_ms:>8.2f} ms{row.shortfall:>11.4f}",
             flush=True,
         )
         rows.append(row)
-    engine.close()
     return rows
 
 
-def _commit() -> str:
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return git.stdout.strip() or "unknown"
-
-
 def main() -> None:
-    """Measure on the first CUDA device."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True, help="where the numbers go")
-    parser.add_argument("--commit", default=_commit(), help="what is measured")
-    parser.add_argument("--rows", type=int, default=len(WORKS), help="only the first rows")
+    """Measure the rows that are asked for, on one engine."""
+    parser = results.arguments(__doc__)
+    parser.add_argument("--rows", nargs="+", help="patterns; without them, all but the Zipf row")
+    parser.add_argument("--population", type=int, default=1000, help="adapters of the Zipf row")
+    parser.add_argument("--room", type=int, default=ROOM, help="adapters that the GPU holds")
     options = parser.parse_args()
-    settings = EngineSettings(
-        model=Path(),
-        cache_dir=Path(),
-        device="cuda",
-        dtype="bfloat16",
-        adapter_dtype="bfloat16",
-        kv_bytes=20 << 30,
-        max_context=2048,
-        max_batch_tokens=8192,
-        adapter_gpu_bytes=11 << 30,
-        adapter_host_bytes=11 << 30,
-        adapter_disk_bytes=16 << 30,
-        max_rank=RANK,
-    )
-    gpu = torch.cuda.get_device_name()
-    print(f"{gpu}, torch {torch.__version__}, commit {options.commit}")
+    every = (*WORKS, zipf(options.population))
+    patterns = options.rows or [work.label for work in WORKS]
+    works = [work for work in every if any(fnmatch(work.label, p) for p in patterns)]
+    if not works:
+        parser.error(f"no such row: want some of {', '.join(work.label for work in every)}")
+    facts = results.facts(options.commit)
     with tempfile.TemporaryDirectory() as folder:
-        rows = run(LLAMA_3_1_8B, settings, WORKS[: options.rows], Path(folder))
-    facts = {"gpu": gpu, "torch": torch.__version__, "commit": options.commit}
-    options.json.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1))
+        most = max(work.adapters for work in works)
+        engine = random_engine(Path(folder), adapters=most, room=options.room)
+        rows = measure_all(engine, works)
+        engine.close()
+    results.write(options.json, facts, throughput=[asdict(row) for row in rows])
+
+
+def _run(engine: Engine, work: Work, run: int) -> Run:
+    if work.cold:
+        empty_device(engine._tiers)
+    done = generate(engine, work.draw(engine.config.vocab_size, run))
+    short = [a.request.request_id for a in done.answers if len(a.tokens) != work.output_tokens]
+    assert not short, f"not {work.output_tokens} tokens: {short}"
+    return done
 
 
 if __name__ == "__main__":

@@ -1,39 +1,84 @@
 """The throughput benchmark on a tiny model: it makes what it says, and it notices wrong tokens."""
 
+import json
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
 
 from engine.benchmarks import throughput
-from engine.benchmarks.throughput import Work
-from lorikeet_engine.engine import EngineSettings
+from engine.benchmarks.offline import Work, generate
+from engine.benchmarks.random_adapters import random_refs
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.popularity import Zipf
 from lorikeet_engine.sampling import Sampler
+from tests.engine.tiny_engine import SETTINGS, tiny_engine
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-WORKS = (Work("base", 20, 6, requests=5), Work("2 adapters", 20, 6, adapters=2, requests=5))
+BASE = Work("base", 20, 6, requests=5)
+WARM = Work("3 adapters", 20, 6, adapters=3, requests=5)
+COLD = Work("cold", 20, 6, adapters=3, requests=5, cold=True)
+ZIPF = Work("zipf", 20, 6, adapters=7, requests=12, popularity=Zipf(1.0), cold=True)
 
 
-def run(folder):
-    settings = EngineSettings(model=folder, cache_dir=folder, max_rank=16, max_running=4)
-    return throughput.run(CONFIG, settings, WORKS, folder / "made")
+@pytest.fixture
+def engine(tmp_path):
+    engine = tiny_engine(tmp_path, adapters=7, room=3)
+    yield engine
+    engine.close()
 
 
-def test_every_row_is_checked_and_timed(tmp_path, capsys):
-    rows = run(tmp_path)
-    assert [row.work for row in rows] == list(WORKS)
-    assert all(row.tokens_per_s > 0 and row.gap < 1e-4 for row in rows)
-    assert "2 adapters" in capsys.readouterr().out
+def test_every_row_is_checked_and_timed(engine, capsys):
+    works = [BASE, WARM, COLD, ZIPF]
+    rows = throughput.measure_all(engine, works)
+    assert [row.work for row in rows] == works
+    assert all(len(row.tokens_per_s) == 2 and min(row.tokens_per_s) > 0 for row in rows)
+    assert all(row.step_ms > 0 and row.shortfall < 1e-4 for row in rows)
+    assert "3 adapters" in capsys.readouterr().out
 
 
-def test_wrong_tokens_are_not_timed(tmp_path, monkeypatch):
+def test_wrong_tokens_are_not_timed(engine, monkeypatch):
     monkeypatch.setattr(Sampler, "sample", lambda self, logits, rows: torch.argmin(logits, -1))
     with pytest.raises(AssertionError, match="plain path"):
-        run(tmp_path)
+        throughput.measure(engine, BASE)
+
+
+def test_a_cold_run_begins_with_no_adapter_on_the_device(engine, monkeypatch):
+    places = []
+
+    def watched(engine, requests):
+        places.append([engine.residency(ref) for ref in random_refs(3)])
+        return generate(engine, requests)
+
+    monkeypatch.setattr(throughput, "generate", watched)
+    throughput.measure(engine, WARM)
+    throughput.measure(engine, COLD)
+    assert places[1:3] == [[Residency.GPU] * 3] * 2
+    assert places[3:] == [[Residency.HOST] * 3] * 3
+
+
+def test_no_two_runs_share_a_prompt():
+    drawn = [work.draw(256, run) for work in (BASE, WARM, COLD) for run in range(3)]
+    prompts = [request.prompts[0] for requests in drawn for request in requests]
+    assert len(set(prompts)) == len(prompts) == 45
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_tick_is_one_step_however_they_overlap(tmp_path, overlap):
+    engine = tiny_engine(tmp_path, settings=replace(SETTINGS, overlap=overlap))
+    run = generate(engine, BASE.draw(256, 0)[:1])
+    engine.close()
+    assert len(run.answers[0].tokens) == len(run.ticks_s) == 6
+    assert sum(run.steps_ms()) == pytest.approx(1e3 * (run.ticks_s[-1] - run.ticks_s[0]))
+
+
+def test_rows_are_chosen_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(throughput, "random_engine", tiny_engine)
+    monkeypatch.setattr(throughput, "WORKS", (BASE, WARM))
+    out = tmp_path / "out.json"
+    argv = ["throughput", "--json", str(out), "--room", "3", "--commit", "abc", "--rows", "3 *"]
+    monkeypatch.setattr(sys, "argv", argv)
+    throughput.main()
+    results = json.loads(out.read_text())
+    assert results["commit"] == "abc"
+    assert [row["work"]["name"] for row in results["throughput"]] == ["3 adapters"]

@@ -1,0 +1,95 @@
+"""Offline work: many greedy requests at once, through an engine that is stepped by hand."""
+
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from engine.benchmarks.plain import Answer
+from engine.benchmarks.random_adapters import random_refs
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.engine import Engine
+from lorikeet_engine.popularity import Distinct, Popularity
+from lorikeet_engine.request import Failed, Request, SamplingParams
+
+_DEALT_ROUND = Distinct()
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Requests at once. adapters: how many distinct ones they use, 0 for the base model.
+
+    cold: no adapter is on the GPU when it begins; else those of the run before are.
+    """
+
+    name: str
+    prompt_tokens: int
+    output_tokens: int
+    adapters: int = 0
+    requests: int = 256
+    popularity: Popularity = _DEALT_ROUND
+    cold: bool = False
+
+    @property
+    def label(self) -> str:
+        """Its name with its lengths, as in 'base 256/128'."""
+        return f"{self.name} {self.prompt_tokens}/{self.output_tokens}"
+
+    def draw(self, vocab: int, run: int) -> list[Request]:
+        """Requests of random prompts; no two runs, nor two works, share one."""
+        rng = np.random.default_rng([*self.label.encode(), run])
+        sampling = SamplingParams(max_tokens=self.output_tokens, temperature=0.0, ignore_eos=True)
+        prompts = rng.integers(0, vocab, (self.requests, self.prompt_tokens)).tolist()
+        chosen: list[AdapterRef | None] = [None] * self.requests
+        if self.adapters:
+            refs = random_refs(self.adapters)
+            chosen = [refs[i] for i in self.popularity.draw(rng, self.adapters, self.requests)]
+        return [
+            Request(f"{self.label} {run}.{i}", (tuple(prompt),), sampling, adapter=adapter)
+            for i, (prompt, adapter) in enumerate(zip(prompts, chosen, strict=True))
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of requests. began_s, ticks_s: when they began, when each step's tokens came."""
+
+    answers: list[Answer]
+    began_s: float
+    ticks_s: list[float]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens over the whole run, prefill included."""
+        return sum(len(a.tokens) for a in self.answers) / (self.ticks_s[-1] - self.began_s)
+
+    def steps_ms(self) -> list[float]:
+        """The times between one step's tokens and the next's.
+
+        A step's tokens may be read while the next one runs, so a call of Engine.step says little;
+        from tokens to tokens is one step, in a steady state, however deep they overlap.
+        """
+        return [1e3 * (end - begin) for begin, end in pairwise(self.ticks_s)]
+
+
+def generate(engine: Engine, requests: list[Request]) -> Run:
+    """Submit all and step until all are answered. Raises what a request failed with."""
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    ticks_s: list[float] = []
+    began_s = time.perf_counter()
+    for request in requests:
+        engine.submit(request)
+    left = len(requests)
+    while left:
+        engine.wait(1.0)
+        outputs = engine.step()
+        if outputs:
+            ticks_s.append(time.perf_counter())
+        for output in outputs:
+            if isinstance(output, Failed):
+                raise output.error
+            tokens[output.request_id] += output.token_ids
+            left -= output.finish is not None
+    answers = [Answer(request, tokens[request.request_id]) for request in requests]
+    return Run(answers, began_s, ticks_s)

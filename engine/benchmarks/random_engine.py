@@ -1,0 +1,60 @@
+"""An engine of random weights whose adapters are all on its host: what the benchmarks run."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from engine.benchmarks.random_adapters import random_layout, stock_host
+from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.engine import Engine, EngineSettings, LoadModel
+
+RANK = 16
+# The batch of the comparison with vLLM, and KV pages for all of its sequences.
+SETTINGS = EngineSettings(
+    model=Path(),
+    cache_dir=Path(),
+    device="cuda",
+    dtype="bfloat16",
+    adapter_dtype="bfloat16",
+    kv_bytes=20 << 30,
+    max_context=2048,
+    max_batch_tokens=8192,
+    max_running=256,
+    max_batch_adapters=128,
+    max_rank=RANK,
+)
+
+
+def random_engine(
+    folder: Path,
+    *,
+    adapters: int = 0,
+    room: int = 0,
+    load: LoadModel = random_model,
+    config: Mapping[str, Any] = LLAMA_3_1_8B,
+    settings: EngineSettings = SETTINGS,
+) -> Engine:
+    """An engine with random_refs(adapters), of rank RANK, on its host; its GPU holds `room`.
+
+    folder: for files that nobody needs afterwards. settings: all but folders and adapter memory.
+    """
+    layout = random_layout(BaseShape.from_config(config), RANK)
+    adapter_bytes = layout.elements * settings.torch_adapter_dtype.itemsize
+    settings = replace(
+        settings,
+        model=write_config(folder / "model", config),
+        cache_dir=folder / "cache",
+        adapter_gpu_bytes=room * adapter_bytes,
+        adapter_host_bytes=adapters * adapter_bytes,
+    )
+    engine = Engine(settings, _Nowhere(), load)
+    stock_host(engine._tiers, layout, adapters)
+    return engine
+
+
+class _Nowhere:
+    def fetch(self, ref: AdapterRef, _path: Path) -> None:
+        raise LookupError(f"{ref} was to be on the host all the time")

@@ -1,0 +1,72 @@
+"""The plain path finds an engine's tokens good, and wrong ones wrong, many requests at a time."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.benchmarks import plain
+from engine.benchmarks.offline import generate
+from engine.benchmarks.plain import Answer
+from engine.benchmarks.random_adapters import random_refs
+from tests.engine.driving import greedy, prompt
+from tests.engine.tiny_engine import tiny_engine
+
+ADAPTERS = [None, *random_refs(3)]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    engine = tiny_engine(tmp_path_factory.mktemp("plain"), adapters=3, room=2)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def answers(engine):
+    """Of odd lengths, three adapters and none: more adapters than the device has room for."""
+    requests = [
+        greedy(f"r{i}", prompt(1 + 13 * i, i), adapter=ADAPTERS[i % 4], max_tokens=1 + 5 * i)
+        for i in range(7)
+    ]
+    return generate(engine, requests).answers
+
+
+def test_an_engines_tokens_are_the_plain_paths(engine, answers):
+    assert plain.check(engine, answers) < 1e-5
+
+
+def test_logits_are_the_tokens_own_whatever_the_company(engine, answers):
+    model, tiers = engine._runner.model, engine._tiers
+    answers = [answer for answer in answers if answer.request.adapter != ADAPTERS[3]]
+    together = plain.plain_logits(model, tiers, answers)
+    for answer, logits in zip(answers, together, strict=True):
+        torch.testing.assert_close(plain.plain_logits(model, tiers, [answer])[0], logits)
+        assert logits.argmax(-1).tolist() == answer.tokens
+
+
+def test_what_does_not_fit_at_once_is_checked_in_groups(engine, answers, monkeypatch):
+    model, tiers = engine._runner.model, engine._tiers
+    wrong = [replace(a, tokens=[(t + i) % 256 for t in a.tokens]) for i, a in enumerate(answers)]
+    at_once = plain.shortfalls(model, tiers, wrong)
+    monkeypatch.setattr(plain, "_ROWS", 20)
+    assert plain.shortfalls(model, tiers, wrong) == pytest.approx(at_once)
+    assert at_once[0] < 1e-5
+    assert min(at_once[1:]) > 0.1
+
+
+def test_one_wrong_token_is_found_and_its_request_named(engine, answers):
+    spoilt = replace(answers[5], tokens=[*answers[5].tokens[:9], 3, *answers[5].tokens[10:]])
+    with pytest.raises(AssertionError, match="r5"):
+        plain.check(engine, [answers[0], spoilt])
+
+
+def test_another_adapters_tokens_are_found(engine, answers):
+    mistaken = Answer(replace(answers[4].request, adapter=ADAPTERS[2]), answers[4].tokens)
+    with pytest.raises(AssertionError, match="r4"):
+        plain.check(engine, [mistaken])
+
+
+def test_the_tolerance_follows_the_dtype():
+    assert plain.tolerance(torch.bfloat16) == 0.0625
+    assert plain.tolerance(torch.float32) == 1e-4
