@@ -1,0 +1,115 @@
+"""What a GPU did in a stretch of time, from torch.profiler's trace: when it worked, and on what."""
+
+import json
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+# The first that fits a kernel's name is its kind.
+_KINDS = (
+    ("copies", r"^Mem(cpy|set)"),
+    ("shrink", r"shrink"),
+    ("expand", r"^_expand"),
+    ("norms, rotary, gate, KV write", r"^_(add_norm|rotate|gate|write_kv)"),
+    ("attention", r"^_decode|flashinfer|fmha"),
+    ("products", r"gemm|nvjet|cutlass|cublas|splitK|gemv"),
+    ("sampling", r"^_sample|ArgMax|argmax|softmax|[sS]ort|scan|Philox"),
+    ("torch's pointwise", r"at::native"),
+)
+_UNKNOWN = "unknown"
+# Shorter gaps are those between one kernel and the next of a graph; a longer one is the host's.
+_WAIT_US = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One kernel or copy. Times in microseconds of the trace's clock."""
+
+    name: str
+    begin_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTime:
+    """One step of several alike, from the first span's begin to the last one's end; milliseconds.
+
+    busy_ms: at least one span ran. waiting_ms: in gaps of 10 µs and more, too long for those
+    inside a graph. by_kind: the spans of each kind added up; what ran side by side counts twice.
+    unknown: the same by name, of what no kind fits.
+    """
+
+    total_ms: float
+    busy_ms: float
+    waiting_ms: float
+    by_kind: dict[str, float]
+    unknown: dict[str, float]
+
+    @property
+    def idle(self) -> float:
+        """The share of the time in which nothing ran."""
+        return 1 - self.busy_ms / self.total_ms
+
+
+def watch(work: Callable[[], object]) -> list[Span]:
+    """Do some work and say what the GPU did, from idle to idle.
+
+    Only the GPU is recorded: recording torch's calls too would slow the host's part down.
+    """
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        work()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        trace.export_chrome_trace(str(path))
+        return read_trace(path)
+
+
+def read_trace(path: Path) -> list[Span]:
+    """The GPU's part of a Chrome trace, in the order of begin."""
+    spans = [
+        Span(event["name"], event["ts"], event["ts"] + event["dur"])
+        for event in json.loads(path.read_text())["traceEvents"]
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
+    return sorted(spans, key=lambda span: span.begin_us)
+
+
+def gpu_time(spans: list[Span], steps: int) -> GpuTime:
+    """Of one step, where the spans, in the order of begin, are those of `steps`.
+
+    Raises ValueError without spans.
+    """
+    if not spans:
+        raise ValueError("no kernel in the trace: the profiler has no access to the GPU")
+    gaps_us, end_us = [], spans[0].end_us
+    for span in spans:
+        gaps_us.append(max(0.0, span.begin_us - end_us))
+        end_us = max(end_us, span.end_us)
+    total_us = end_us - spans[0].begin_us
+    per_step = 1e-3 / steps
+    by_kind: defaultdict[str, float] = defaultdict(float)
+    unknown: defaultdict[str, float] = defaultdict(float)
+    for span in spans:
+        took = (span.end_us - span.begin_us) * per_step
+        by_kind[kind := _kind(span.name)] += took
+        if kind == _UNKNOWN:
+            unknown[span.name] += took
+    return GpuTime(
+        total_ms=total_us * per_step,
+        busy_ms=(total_us - sum(gaps_us)) * per_step,
+        waiting_ms=sum(gap for gap in gaps_us if gap >= _WAIT_US) * per_step,
+        by_kind=dict(by_kind),
+        unknown=dict(unknown),
+    )
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind, names in _KINDS if re.search(names, name)), _UNKNOWN)

@@ -1,0 +1,80 @@
+"""The decode benchmark: its steps on a tiny engine, and its reading of a profiler's trace."""
+
+import json
+
+import pytest
+
+from engine.benchmarks import decode
+from engine.benchmarks.gpu_time import gpu_time, read_trace
+from engine.benchmarks.offline import Work
+from tests.engine.tiny_engine import tiny_engine
+
+
+def event(name, begin_us, length_us, cat="kernel"):
+    return {"ph": "X", "cat": cat, "name": name, "ts": begin_us, "dur": length_us, "args": {}}
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Two steps of 500 µs, the second begun 100 µs late; kernels that follow, overlap, enclose."""
+    step = [
+        event("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNT", 0, 300),
+        event("_shrink", 50, 20),
+        event("_add_norm", 290, 60),
+        event("void flashinfer::BatchPrefillWithPagedKVCacheKernel<cutlass>(Params)", 352, 98),
+        event("Memcpy DtoH (Device -> Pinned)", 450, 10, "gpu_memcpy"),
+        event("something_new", 460, 40),
+    ]
+    later = [{**e, "ts": e["ts"] + 600} for e in step]
+    host = [event("cudaGraphLaunch", 0, 900, "cuda_runtime"), {"ph": "M", "name": "labels"}]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [*host, *later, *step]}))
+    return path
+
+
+def test_gpu_time_is_the_union_of_what_ran(trace):
+    time = gpu_time(read_trace(trace), steps=2)
+    assert time.total_ms == pytest.approx(0.55)
+    assert time.busy_ms == pytest.approx(0.498)
+    assert time.idle == pytest.approx(1 - 498 / 550)
+    assert time.waiting_ms == pytest.approx(0.05)
+
+
+def test_gpu_time_is_told_by_kind(trace):
+    time = gpu_time(read_trace(trace), steps=2)
+    assert time.by_kind == pytest.approx(
+        {
+            "products": 0.3,
+            "shrink": 0.02,
+            "norms, rotary, gate, KV write": 0.06,
+            "attention": 0.098,
+            "copies": 0.01,
+            "unknown": 0.04,
+        }
+    )
+    assert time.unknown == pytest.approx({"something_new": 0.04})
+
+
+def test_a_trace_without_a_gpu_is_an_error():
+    with pytest.raises(ValueError, match="no kernel"):
+        gpu_time([], steps=1)
+
+
+def test_steps_are_checked_and_timed_and_the_engine_is_left_empty(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(decode, "STEPS", 5)
+    engine = tiny_engine(tmp_path, adapters=2, room=2)
+    works = [Work("alone", 5, 40, requests=1), Work("2 adapters", 9, 40, adapters=2, requests=4)]
+    rows = decode.measure_all(engine, [*works, *works])
+    assert [row.work for row in rows] == [*works, *works]
+    assert all(row.step_ms > 0 and row.shortfall < 1e-4 for row in rows)
+    assert engine.report().running == engine.report().kv_pages_used == 0
+    assert "2 adapters" in capsys.readouterr().out
+    engine.close()
+
+
+def test_works_too_short_to_be_profiled_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "STEPS", 5)
+    engine = tiny_engine(tmp_path)
+    with pytest.raises(AssertionError):
+        decode.measure(engine, Work("short", 9, 4, requests=4))
+    engine.close()
