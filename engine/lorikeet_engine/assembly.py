@@ -1,84 +1,182 @@
-"""The large parts of an engine, made from its settings: KV pages, runner, adapters."""
+"""The large parts of an engine, made from its settings: model, adapters, KV pages, runner."""
 
+import gc
 import json
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
+from lorikeet_engine.adapter_format import LINEARS, AdapterLimits, BaseShape
 from lorikeet_engine.decode_graphs import DecodeGraphs, StepLimits
+from lorikeet_engine.device_memory import gib, resolve
 from lorikeet_engine.engine_settings import EngineSettings
+from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels.attention import (
+    AttentionBackend,
     AttentionShape,
     CapturableAttention,
     choose_attention,
 )
 from lorikeet_engine.kernels.lora.types import LoraWeights
-from lorikeet_engine.kv_cache import count_pages
 from lorikeet_engine.models import Model, ModelConfig
 from lorikeet_engine.residency.disk import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.runner import Runner
+from lorikeet_engine.start_up import StartUp
+from lorikeet_engine.warm_up import every_kind_of_step, largest_step
 
-# Rows of the table of adapters, some KiB each: more than an arena holds in practice.
-_MAX_SLOTS = 1024
+log = logging.getLogger(__name__)
+
+LoadModel = Callable[[Path, torch.device, torch.dtype, int | None], Model]
 
 
-def allocate_kv(
-    config: ModelConfig, settings: EngineSettings, device: torch.device
-) -> torch.Tensor:
-    """[layers, 2, pages, page_size, kv_heads, head_dim], as many pages as kv_bytes holds.
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What an engine works with, all its memory allocated and its kernels compiled."""
 
-    Raises SettingsError when that is too little for one sequence.
+    runner: Runner
+    tiers: Tiers
+    kv_pages: int
+
+
+def assemble(
+    settings: EngineSettings, source: AdapterSource, load: LoadModel, wake: Callable[[], None]
+) -> Assembly:
+    """Load the model and allocate all the memory that serving needs.
+
+    load: reads the base model, as load_model does. wake: called when adapters have arrived.
+    Raises ModelError, and SettingsError where memory or the device's attention kernels lack.
     """
-    page = (settings.page_size, config.kv_heads, config.head_dim)
-    elements = config.layers * 2 * settings.page_size * config.kv_heads * config.head_dim
-    context = settings.max_context or settings.page_size
-    pages = count_pages(
-        settings.kv_bytes, elements * settings.torch_dtype.itemsize, settings.page_size, context
-    )
-    shape = (config.layers, 2, pages, *page)
-    return torch.zeros(shape, dtype=settings.torch_dtype, device=device)
-
-
-def build_runner(
-    model: Model, weights: LoraWeights, kv: torch.Tensor, settings: EngineSettings, context: int
-) -> Runner:
-    """A runner; where attention can be captured, with the graphs of decode steps.
-
-    kv: as allocate_kv gives it. context: the longest sequence in tokens. Raises SettingsError
-    when the device's attention kernels are not installed.
-    """
-    c, page_size = model.config, settings.page_size
-    shape = AttentionShape(c.heads, c.kv_heads, c.head_dim, page_size, model.dtype)
-    attention = choose_attention(shape, model.device)
-    if not isinstance(attention, CapturableAttention):
-        return Runner(model, attention, weights, kv)
-    limits = StepLimits(
-        sequences=settings.max_running,
-        adapters=settings.max_batch_adapters,
-        rank=settings.max_rank,
-        pages=settings.max_running * -(-context // page_size),
-    )
-    graphs = DecodeGraphs(model, attention, weights, kv, limits)
-    return Runner(model, attention, weights, kv, graphs)
+    device = torch.device(settings.device)
+    start = StartUp(device)
+    with start.stage("weights"):
+        model = load(settings.model, device, settings.torch_dtype, settings.max_context)
+    with start.stage("slot pool"):
+        tiers = build_tiers(settings, source, device, wake, start.free)
+    try:
+        runner, kv_pages = build_runner(model, tiers.weights, settings, start)
+    except BaseException:
+        tiers.close()
+        raise
+    log.info("engine_assembled", extra=start.facts | {"kv_tokens": kv_pages * settings.page_size})
+    return Assembly(runner, tiers, kv_pages)
 
 
 def build_tiers(
-    settings: EngineSettings, source: AdapterSource, device: torch.device, wake: Callable[[], None]
+    settings: EngineSettings,
+    source: AdapterSource,
+    device: torch.device,
+    wake: Callable[[], None],
+    free: int,
 ) -> Tiers:
-    """Where adapters live and how they move, with both arenas allocated."""
+    """Where adapters live and how they move, with both arenas allocated.
+
+    free: bytes of the device of which the slot pool may be a share.
+    """
     config = json.loads((settings.model / "config.json").read_text())
+    shape = BaseShape.from_config(config)
+    gpu_bytes = resolve(settings.adapter_gpu_bytes, free)
+    smallest = smallest_adapter(shape) * settings.torch_adapter_dtype.itemsize
     return Tiers(
-        BaseShape.from_config(config),
+        shape,
         AdapterLimits(settings.max_rank, settings.max_adapter_bytes),
         source,
         device=device,
         dtype=settings.torch_adapter_dtype,
-        gpu_bytes=settings.adapter_gpu_bytes,
+        gpu_bytes=gpu_bytes,
         host_bytes=settings.adapter_host_bytes,
         disk_bytes=settings.adapter_disk_bytes,
         cache_dir=settings.cache_dir,
-        max_slots=_MAX_SLOTS,
+        # a row is small beside that adapter; a step's adapters have rows even in a small pool
+        max_slots=max(settings.max_batch_adapters, gpu_bytes // smallest),
         wake=wake,
     )
+
+
+def smallest_adapter(shape: BaseShape) -> int:
+    """The elements of an adapter of rank 1 on q_proj and v_proj: hardly any is smaller."""
+    q, v = (shape.dims(LINEARS.index(name)) for name in ("q_proj", "v_proj"))
+    return shape.layers * sum((*q, *v))
+
+
+def count_pages(config: ModelConfig, settings: EngineSettings, start: StartUp) -> int:
+    """The KV pages that the settings and what is free have room for.
+
+    Raises SettingsError when that is too little for one sequence, or more than is free.
+    """
+    page_bytes = allocate_kv(config, settings, 1, torch.device("meta")).nbytes
+    kv_bytes = resolve(settings.kv_bytes, start.free)
+    pages, context = kv_bytes // page_bytes, settings.max_context or settings.page_size
+    needed = -(-context // settings.page_size)
+    if pages >= needed and kv_bytes <= start.free:
+        return pages
+    raise SettingsError(
+        f"kv_bytes={settings.kv_bytes}: room for {pages * settings.page_size} tokens in "
+        f"{gib(kv_bytes)}, and one sequence of {context} needs {gib(needed * page_bytes)}; "
+        f"{start}: lower max_context, adapter_gpu_bytes or max_batch_tokens, or change kv_bytes"
+    )
+
+
+def allocate_kv(
+    config: ModelConfig, settings: EngineSettings, pages: int, device: torch.device
+) -> torch.Tensor:
+    """[layers, 2, pages, page_size, kv_heads, head_dim]."""
+    shape = (config.layers, 2, pages, settings.page_size, config.kv_heads, config.head_dim)
+    return torch.zeros(shape, dtype=settings.torch_dtype, device=device)
+
+
+def build_runner(
+    model: Model, weights: LoraWeights, settings: EngineSettings, start: StartUp
+) -> tuple[Runner, int]:
+    """A runner and how many KV pages it has; on CUDA with all kernels compiled.
+
+    What steps and graphs take is measured, not reckoned: on CUDA the engine is first tried out
+    with one KV page, and then built again with all the pages that the trial has left room for.
+    Graphs cannot be kept, since they hold the address of the KV pages. Raises SettingsError.
+    """
+    device, c = model.device, model.config
+    shape = AttentionShape(c.heads, c.kv_heads, c.head_dim, settings.page_size, model.dtype)
+    attention = choose_attention(shape, device)
+
+    def build(pages: int) -> Runner:
+        kv = allocate_kv(c, settings, pages, device)
+        return Runner(
+            model, attention, weights, kv, _capture(model, attention, weights, kv, settings)
+        )
+
+    if device.type == "cuda":
+        with start.stage("steps and graphs"):
+            trial = build(1)
+            largest_step(trial, settings)
+            every_kind_of_step(trial, settings)
+        del trial
+        gc.collect()
+        torch.cuda.empty_cache()
+    pages = count_pages(c, settings, start)
+    with start.stage("KV cache"):
+        runner = build(pages)
+        if device.type == "cuda":
+            largest_step(runner, settings)  # takes its memory back before anybody else does
+    return runner, pages
+
+
+def _capture(
+    model: Model,
+    attention: AttentionBackend,
+    weights: LoraWeights,
+    kv: torch.Tensor,
+    settings: EngineSettings,
+) -> DecodeGraphs | None:
+    """The graphs of decode steps where attention can be captured."""
+    if not isinstance(attention, CapturableAttention):
+        return None
+    limits = StepLimits(
+        sequences=settings.max_running,
+        adapters=settings.max_batch_adapters,
+        rank=settings.max_rank,
+        pages=settings.max_running * -(-model.config.max_context // settings.page_size),
+    )
+    return DecodeGraphs(model, attention, weights, kv, limits)

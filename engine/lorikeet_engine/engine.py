@@ -3,14 +3,13 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.assembly import allocate_kv, build_runner, build_tiers
+from lorikeet_engine.assembly import LoadModel, assemble
 from lorikeet_engine.batch_builder import build_batch, by_adapter
 from lorikeet_engine.copies import Download
 from lorikeet_engine.engine_settings import EngineSettings
@@ -24,7 +23,7 @@ from lorikeet_engine.errors import (
 )
 from lorikeet_engine.intake import EngineConfig, Intake
 from lorikeet_engine.kv_cache import KVCache
-from lorikeet_engine.models import Model, load_model
+from lorikeet_engine.models import load_model
 from lorikeet_engine.request import EngineReport, Failed, Output, Request, Tokens
 from lorikeet_engine.residency.disk import AdapterSource
 from lorikeet_engine.sampling import NOT_FINITE, Sampler, SamplingRow
@@ -44,9 +43,6 @@ class _Flight:
     drawn: Download
 
 
-LoadModel = Callable[[Path, torch.device, torch.dtype, int | None], Model]
-
-
 class Engine:
     """One base model, its adapters, and the requests in flight.
 
@@ -59,26 +55,21 @@ class Engine:
     ) -> None:
         """Load the model and allocate all the memory that serving needs.
 
-        load: reads the base model, as load_model does. Raises ModelError, and SettingsError if
-        kv_bytes has no room for one sequence.
+        load: reads the base model, as load_model does. Raises ModelError, and SettingsError where
+        something does not fit into the device's memory. On CUDA no kernel is compiled afterwards.
         """
         self._settings = settings
         self._device = torch.device(settings.device)
-        dtype = settings.torch_dtype
-        model = load(settings.model, self._device, dtype, settings.max_context)
-        kv = allocate_kv(model.config, settings, self._device)
-        self._kv_pages = kv.shape[2]
+        self._wake = threading.Event()
+        parts = assemble(settings, source, load, self.wake)
+        self._runner, self._tiers, self._kv_pages = parts.runner, parts.tiers, parts.kv_pages
+        model = self._runner.model
         self.config = EngineConfig(
             model.config.vocab_size,
             min(model.config.max_context, self._kv_pages * settings.page_size),
             model.config.eos_token_ids,
         )
         self._intake = Intake(self.config, settings.page_size)
-        self._wake = threading.Event()
-        self._tiers = build_tiers(settings, source, self._device, self.wake)
-        self._runner = build_runner(
-            model, self._tiers.weights, kv, settings, self.config.max_context
-        )
         self._sampler = Sampler()
         self._flight: _Flight | None = None
         self._begin()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from lorikeet_engine.device_memory import Memory
 from lorikeet_engine.errors import SettingsError
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -15,6 +16,8 @@ class EngineSettings:
     """Sizes in bytes unless the name says tokens. Raises SettingsError when built.
 
     model: a Hugging Face checkpoint's folder. dtype: of the base model and its KV cache.
+    kv_bytes, adapter_gpu_bytes: bytes, or a Share of what is free on the device: for the slot pool
+    beside the base model's weights, for the KV cache beside all else that serving needs.
     page_size: tokens of a KV page. max_context: prompt plus output in tokens; None for as many as
     the model and the KV cache allow. max_batch_tokens, max_running, max_batch_adapters: tokens,
     sequences and distinct adapters of one step. cache_dir: the adapters' disk cache.
@@ -28,12 +31,12 @@ class EngineSettings:
     dtype: str = "float32"
     adapter_dtype: str = "float32"
     page_size: int = 16
-    kv_bytes: int = 256 << 20
+    kv_bytes: Memory = 256 << 20
     max_context: int | None = None
     max_batch_tokens: int = 2048
     max_running: int = 256
     max_batch_adapters: int = 128
-    adapter_gpu_bytes: int = 64 << 20
+    adapter_gpu_bytes: Memory = 64 << 20
     adapter_host_bytes: int = 256 << 20
     adapter_disk_bytes: int = 4 << 30
     max_rank: int = 64

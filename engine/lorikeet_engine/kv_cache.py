@@ -11,8 +11,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Reversible
 
-from lorikeet_engine.errors import SettingsError
-
 
 class PrefixKeys:
     """The keys of one sequence's full pages.
@@ -108,18 +106,6 @@ class KVCache:
                 self._free[page] = None
                 if self._keys[page] is None:
                     self._free.move_to_end(page, last=False)
-
-
-def count_pages(kv_bytes: int, page_bytes: int, page_size: int, context: int) -> int:
-    """The KV pages in `kv_bytes`; SettingsError if they cannot hold `context` tokens."""
-    pages = kv_bytes // page_bytes
-    needed = -(-context // page_size)
-    if pages < needed:
-        raise SettingsError(
-            f"kv_bytes={kv_bytes}: room for {pages * page_size} tokens, but one sequence of "
-            f"{context} needs {needed * page_bytes} bytes; raise kv_bytes or lower max_context"
-        )
-    return pages
 
 
 def _hash(content: bytes) -> bytes:

@@ -37,6 +37,8 @@ def _parse_bytes(value: object) -> object:
 
 def _parse_memory(value: object) -> object:
     text = str(value).strip()
+    if text == "auto":
+        return text
     if not text.endswith("%"):
         try:
             return _parse_bytes(value)
@@ -63,8 +65,8 @@ def _parse_models(value: object) -> object:
 
 
 Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
-Memory = Annotated[int | float, BeforeValidator(_parse_memory)]
-"""Bytes as an int, or a share of the device's free memory as a float in (0, 1]."""
+Memory = Annotated[int | float | Literal["auto"], BeforeValidator(_parse_memory)]
+"""Bytes as an int, a share of the device's free memory as a float in (0, 1], or auto."""
 
 
 class Settings(BaseModel):
@@ -90,10 +92,14 @@ class Settings(BaseModel):
         None, ge=1, description="longest prompt plus output, tokens; default: the model's own"
     )
     kv_memory: Memory = Field(
-        256 * 2**20, description="KV cache: bytes, or a share of free device memory such as 80%"
+        "auto",
+        description="KV cache: bytes, or a share such as 80% of the device memory that all else "
+        "leaves free; auto: 90% on cuda, 256MiB on cpu",
     )
     adapter_gpu_memory: Memory = Field(
-        64 * 2**20, description="slot pool: bytes, or a share of free device memory such as 10%"
+        "auto",
+        description="slot pool: bytes, or a share such as 20% of the device memory that is free "
+        "beside the weights; auto: 10% on cuda, 64MiB on cpu",
     )
     adapter_host_memory: Bytes = Field(256 * 2**20, description="host arena, bytes")
     adapter_disk: Bytes = Field(4 * 2**30, description="disk cache, bytes")

@@ -5,8 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.kv_cache import KVCache, PrefixKeys, count_pages
+from lorikeet_engine.kv_cache import KVCache, PrefixKeys
 
 PAGE = 4
 
@@ -106,15 +105,6 @@ def test_the_first_to_publish_a_key_keeps_it():
     cache.release([second])
     cache.take(3)  # the second's page among them
     assert cache.find([key]) == [first]
-
-
-def test_pages_are_counted_from_bytes():
-    assert count_pages(kv_bytes=1050, page_bytes=100, page_size=16, context=160) == 10
-
-
-def test_too_little_memory_for_one_sequence_is_refused_with_the_remedy():
-    with pytest.raises(SettingsError, match=r"kv_bytes=1050: room for 160 tokens.*161.*1100 bytes"):
-        count_pages(kv_bytes=1050, page_bytes=100, page_size=16, context=161)
 
 
 class Accounts(RuleBasedStateMachine):

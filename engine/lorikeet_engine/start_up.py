@@ -1,0 +1,54 @@
+"""What a start takes, stage by stage: memory of the device, and time."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lorikeet_engine.device_memory import free_bytes, gib
+from lorikeet_engine.errors import SettingsError
+
+
+class StartUp:
+    """Measures the stages of one start. bytes, seconds: of each stage that is over.
+
+    free: what is free on the device for the next one. Other processes' memory counts as used.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.free = self._free_at_first = free_bytes(device)
+        self.bytes: dict[str, int] = {}
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Measure what is done inside. Raises SettingsError where it finds no memory."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        except RuntimeError as error:  # torch's allocator and the driver each have their own kind
+            if "out of memory" not in str(error):
+                raise
+            raise SettingsError(
+                f"{self.device} has no room for the {name}: {self}: lower adapter_gpu_bytes, "
+                "max_batch_tokens, max_running or kv_bytes, or use a larger device"
+            ) from error
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds[name] = time.perf_counter() - began_s
+        free = free_bytes(self.device)
+        self.bytes[name] = self.free - free
+        self.free = free
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """All that was measured, for the log."""
+        sizes = {f"{name.replace(' ', '_')}_bytes": size for name, size in self.bytes.items()}
+        times = {f"{name.replace(' ', '_')}_s": round(s, 3) for name, s in self.seconds.items()}
+        return {**sizes, **times, "free_bytes": self.free}
+
+    def __str__(self) -> str:
+        taken = "".join(f", {gib(size)} for the {name}" for name, size in self.bytes.items())
+        return f"of {gib(self._free_at_first)} free at first{taken}, {gib(self.free)} are left"

@@ -1,0 +1,105 @@
+"""Steps that a starting engine runs to no end but these: kernels are compiled, memory is taken.
+
+They are built as any step is. All their keys and values go to KV page 0, and their adapters have
+rank 0 in the table, so a step computes nothing for them but launches all that it would launch.
+"""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lorikeet_engine.batch_builder import build_batch
+from lorikeet_engine.engine_settings import EngineSettings
+from lorikeet_engine.request import Request, SamplingParams
+from lorikeet_engine.runner import Runner
+from lorikeet_engine.sampling import Sampler, SamplingRow
+from lorikeet_engine.sequence import Chunk, Sequence
+
+# How much one adapter has to do in a step: from a decode's one token to a long prompt.
+_TOKENS_OF_ADAPTER = (1, 8, 64, 512)
+_WAYS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_p=0.9),
+)
+
+
+def largest_step(runner: Runner, settings: EngineSettings) -> None:
+    """The step that takes the most memory: all tokens, all sequences, all adapters, top_p."""
+    sequences, tokens = settings.max_running, settings.max_batch_tokens
+    lengths = [tokens // sequences] * sequences
+    lengths[-1] += tokens % sequences
+    adapters = min(settings.max_batch_adapters, sequences)
+    _run(runner, settings, lengths, adapters, settings.max_rank, _WAYS[-1:])
+
+
+def every_kind_of_step(runner: Runner, settings: EngineSettings) -> None:
+    """Steps over all that kernels are compiled for: tokens, adapters and their rank."""
+    for count in _doubling(1, settings.max_running):
+        _run(runner, settings, [1] * count)
+    for adapters in _doubling(1, min(settings.max_batch_adapters, settings.max_running)):
+        _run(runner, settings, [1] * adapters, adapters, settings.max_rank)
+        for tokens in _TOKENS_OF_ADAPTER:
+            lengths = [tokens] * adapters + [2]  # a prompt, so that this is no decode
+            if sum(lengths) <= settings.max_batch_tokens:
+                for rank in _ranks(settings.max_rank):
+                    _run(runner, settings, lengths, adapters, rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _EmptySlot:
+    """Leases a row of the table in which no adapter is."""
+
+    slot: int
+    rank: int
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+def _run(
+    runner: Runner,
+    settings: EngineSettings,
+    lengths: list[int],
+    adapters: int = 0,
+    rank: int = 0,
+    ways: tuple[SamplingParams, ...] = _WAYS,
+) -> None:
+    """One step of sequences of these lengths; the first `adapters` have one of `rank` each."""
+    chunks = [
+        _chunk(length, settings.page_size, _EmptySlot(i, rank) if i < adapters else None)
+        for i, length in enumerate(lengths)
+    ]
+    logits = runner.forward(build_batch(chunks, settings.page_size, runner.model.device))
+    rows = [SamplingRow(ways[i % len(ways)], 0, 0, banned=(0,)) for i in range(len(chunks))]
+    Sampler().sample(logits, rows)
+
+
+def _chunk(length: int, page_size: int, slot: _EmptySlot | None) -> Chunk:
+    sequence = Sequence(
+        Request("warm-up", ((0,) * length,)),
+        0,
+        arrival=0,
+        max_tokens=1,
+        stop_ids=frozenset(),
+        seed=0,
+        page_size=page_size,
+    )
+    sequence.pages = array("i", [0] * -(-length // page_size))
+    sequence.lease = slot
+    return Chunk.of(sequence, length)
+
+
+def _ranks(most: int) -> list[int]:
+    """1, `most`, and between them the powers of two from 16 on, each with the rank below it."""
+    blocks = [16 << i for i in range(most.bit_length())]
+    around = [rank for block in blocks for rank in (block - 1, block)]
+    return sorted({1, most, *(rank for rank in around if rank < most)})
+
+
+def _doubling(first: int, most: int) -> Iterator[int]:
+    """First, twice that, and so on below `most`, then `most`."""
+    while first < most:
+        yield first
+        first *= 2
+    yield most
