@@ -78,28 +78,31 @@ def build_tiers(
     """
     config = json.loads((settings.model / "config.json").read_text())
     shape = BaseShape.from_config(config)
+    dtype = settings.torch_adapter_dtype
     gpu_bytes = resolve(settings.adapter_gpu_bytes, free)
-    smallest = smallest_adapter(shape) * settings.torch_adapter_dtype.itemsize
     return Tiers(
         shape,
         AdapterLimits(settings.max_rank, settings.max_adapter_bytes),
         source,
         device=device,
-        dtype=settings.torch_adapter_dtype,
+        dtype=dtype,
         gpu_bytes=gpu_bytes,
         host_bytes=settings.adapter_host_bytes,
         disk_bytes=settings.adapter_disk_bytes,
         cache_dir=settings.cache_dir,
-        # a row is small beside that adapter; a step's adapters have rows even in a small pool
-        max_slots=max(settings.max_batch_adapters, gpu_bytes // smallest),
+        max_slots=count_slots(gpu_bytes // dtype.itemsize, shape, settings.max_batch_adapters),
         wake=wake,
     )
 
 
-def smallest_adapter(shape: BaseShape) -> int:
-    """The elements of an adapter of rank 1 on q_proj and v_proj: hardly any is smaller."""
+def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
+    """Rows for the adapters that an arena of so many elements can hold.
+
+    Hardly any adapter is smaller than one of rank 1 on q_proj and v_proj, and the row is small
+    beside that. at_least: the adapters of a step, which have rows in any arena.
+    """
     q, v = (shape.dims(LINEARS.index(name)) for name in ("q_proj", "v_proj"))
-    return shape.layers * sum((*q, *v))
+    return max(at_least, elements // (shape.layers * sum((*q, *v))))
 
 
 def count_pages(config: ModelConfig, settings: EngineSettings, start: StartUp) -> int:
