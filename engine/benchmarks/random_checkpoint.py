@@ -1,0 +1,60 @@
+"""A base model of given shapes with random weights, as Hugging Face's files."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from engine.benchmarks.random_model import RandomCheckpoint, write_config
+from lorikeet_engine.models import Model, ModelConfig
+from lorikeet_engine.models.weights import INDEX
+
+SHARD_BYTES = 5 * 10**9
+
+
+def write_checkpoint(folder: Path, config: Mapping[str, Any], device: torch.device) -> Path:
+    """Write config.json, shards in bfloat16 and their index; the numbers are drawn on the device.
+
+    What a finished call has left there is kept.
+    """
+    if not (folder / INDEX).exists():
+        shards = _Shards(write_config(folder, config), device)
+        Model(ModelConfig.from_folder(folder), shards)
+        shards.close()
+    return folder
+
+
+class _Shards(RandomCheckpoint):
+    """Writes to files what a model asks for by name; the model gets tensors without memory."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        super().__init__(device, torch.bfloat16)
+        self.folder = folder
+        self._shard: dict[str, torch.Tensor] = {}
+        self._written: list[list[str]] = []  # names in each shard
+
+    def read(self, names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
+        for name, count in zip(names, rows, strict=True):
+            self._shard[name] = super().read([name], [count], *tail).cpu()
+            if sum(tensor.nbytes for tensor in self._shard.values()) >= SHARD_BYTES:
+                self._write()
+        return torch.empty(sum(rows), *tail, device="meta", dtype=self.dtype)
+
+    def close(self) -> None:
+        """Write the last shard, and the index that says which tensor is where."""
+        if self._shard:
+            self._write()
+        total, file_of = len(self._written), {}
+        for number, names in enumerate(self._written, 1):
+            file = f"model-{number:05}-of-{total:05}.safetensors"
+            (self.folder / f"{number}.part").rename(self.folder / file)
+            file_of |= dict.fromkeys(names, file)
+        (self.folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
+
+    def _write(self) -> None:
+        self._written.append(list(self._shard))
+        save_file(self._shard, self.folder / f"{len(self._written)}.part")
+        self._shard = {}
