@@ -19,6 +19,11 @@ def test_sizes_and_shares_of_memory():
     assert settings.adapter_gpu_memory == 3 * 2**29
 
 
+def test_memory_is_chosen_by_the_device_unless_it_is_given():
+    assert Settings.from_env({}).kv_memory == "auto"
+    assert Settings.from_env({"LORIKEET_KV_MEMORY": "auto"}).kv_memory == "auto"
+
+
 def test_several_base_models():
     settings = Settings.from_env({"LORIKEET_BASE_MODELS": "llama=/m/llama, qwen=/m/qwen"})
     assert settings.base_models == {"llama": Path("/m/llama"), "qwen": Path("/m/qwen")}

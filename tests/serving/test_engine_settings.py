@@ -1,0 +1,29 @@
+"""What `auto` means on each device, and which settings reach the engine."""
+
+import pytest
+
+from lorikeet.serving.engine_settings import engine_settings
+from lorikeet.settings import Settings
+from lorikeet_engine.device_memory import Share
+
+
+def told(**environ):
+    variables = {f"LORIKEET_{name}": value for name, value in environ.items()}
+    return engine_settings(Settings.from_env(variables), "lorikeet-demo")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "kv", "slot_pool", "overlap"),
+    [("cpu", "float32", 2**28, 2**26, False), ("cuda", "bfloat16", Share(0.9), Share(0.1), True)],
+)
+def test_what_is_not_set_follows_from_the_device(device, dtype, kv, slot_pool, overlap):
+    settings = told(DEVICE=device)
+    assert (settings.dtype, settings.adapter_dtype) == (dtype, dtype)
+    assert (settings.kv_bytes, settings.adapter_gpu_bytes) == (kv, slot_pool)
+    assert settings.overlap is overlap
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_that_is_set_is_the_same_on_every_device(device):
+    settings = told(DEVICE=device, KV_MEMORY="70%", ADAPTER_GPU_MEMORY="1GiB")
+    assert (settings.kv_bytes, settings.adapter_gpu_bytes) == (Share(0.7), 2**30)
