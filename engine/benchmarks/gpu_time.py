@@ -16,7 +16,7 @@ _KINDS = (
     ("copies", r"^Mem(cpy|set)"),
     ("shrink", r"shrink"),
     ("expand", r"^_expand"),
-    ("norms, rotary, gate, KV write", r"^_(add_norm|rotate|gate|write_kv)"),
+    ("norms, rotary, KV write, gate", r"^_(add_norm|rotate|gate)"),
     ("attention", r"^_decode|flashinfer|fmha"),
     ("products", r"gemm|nvjet|cutlass|cublas|splitK|gemv"),
     ("sampling", r"^_sample|ArgMax|argmax|softmax|[sS]ort|scan|Philox"),
@@ -40,21 +40,17 @@ class Span:
 class GpuTime:
     """One step of several alike, from the first span's begin to the last one's end; milliseconds.
 
-    busy_ms: at least one span ran. waiting_ms: in gaps of 10 µs and more, too long for those
-    inside a graph. by_kind: the spans of each kind added up; what ran side by side counts twice.
-    unknown: the same by name, of what no kind fits.
+    busy_ms: at least one span ran; idle: the share in which none did. waiting_ms: in gaps of 10 µs
+    and more, too long for those inside a graph. by_kind: the spans of each kind added up; what ran
+    side by side counts twice. unknown: the same by name, of what no kind fits.
     """
 
     total_ms: float
     busy_ms: float
+    idle: float
     waiting_ms: float
     by_kind: dict[str, float]
     unknown: dict[str, float]
-
-    @property
-    def idle(self) -> float:
-        """The share of the time in which nothing ran."""
-        return 1 - self.busy_ms / self.total_ms
 
 
 def watch(work: Callable[[], object]) -> list[Span]:
@@ -105,6 +101,7 @@ def gpu_time(spans: list[Span], steps: int) -> GpuTime:
     return GpuTime(
         total_ms=total_us * per_step,
         busy_ms=(total_us - sum(gaps_us)) * per_step,
+        idle=sum(gaps_us) / total_us,
         waiting_ms=sum(gap for gap in gaps_us if gap >= _WAIT_US) * per_step,
         by_kind=dict(by_kind),
         unknown=dict(unknown),

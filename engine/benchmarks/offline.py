@@ -1,5 +1,6 @@
 """Offline work: many greedy requests at once, through an engine that is stepped by hand."""
 
+import secrets
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -37,16 +38,17 @@ class Work:
         return f"{self.name} {self.prompt_tokens}/{self.output_tokens}"
 
     def draw(self, vocab: int, run: int) -> list[Request]:
-        """Requests of random prompts; no two runs, nor two works, share one."""
+        """Requests of random prompts; the prefix cache has nothing for them from earlier draws."""
         rng = np.random.default_rng([*self.label.encode(), run])
         sampling = SamplingParams(max_tokens=self.output_tokens, temperature=0.0, ignore_eos=True)
         prompts = rng.integers(0, vocab, (self.requests, self.prompt_tokens)).tolist()
+        salt = secrets.token_hex(8)
         chosen: list[AdapterRef | None] = [None] * self.requests
         if self.adapters:
             refs = random_refs(self.adapters)
             chosen = [refs[i] for i in self.popularity.draw(rng, self.adapters, self.requests)]
         return [
-            Request(f"{self.label} {run}.{i}", (tuple(prompt),), sampling, adapter=adapter)
+            Request(f"{self.label} {run}.{i}", (tuple(prompt),), sampling, 1, adapter, salt)
             for i, (prompt, adapter) in enumerate(zip(prompts, chosen, strict=True))
         ]
 

@@ -39,7 +39,7 @@ def random_engine(
 ) -> Engine:
     """An engine with random_refs(adapters), of rank RANK, on its host; its GPU holds `room`.
 
-    folder: for files that nobody needs afterwards. settings: all but folders and adapter memory.
+    folder: for files that nobody needs afterwards. settings: all but folders and adapters.
     """
     layout = random_layout(BaseShape.from_config(config), RANK)
     adapter_bytes = layout.elements * settings.torch_adapter_dtype.itemsize
@@ -47,6 +47,7 @@ def random_engine(
         settings,
         model=write_config(folder / "model", config),
         cache_dir=folder / "cache",
+        max_batch_adapters=max(1, min(room, settings.max_batch_adapters)),
         adapter_gpu_bytes=room * adapter_bytes,
         adapter_host_bytes=adapters * adapter_bytes,
     )

@@ -13,6 +13,7 @@ from engine.benchmarks.random_adapters import random_refs
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.popularity import Zipf
 from lorikeet_engine.sampling import Sampler
+from tests.engine.driving import Witness
 from tests.engine.tiny_engine import SETTINGS, tiny_engine
 
 BASE = Work("base", 20, 6, requests=5)
@@ -57,10 +58,11 @@ def test_a_cold_run_begins_with_no_adapter_on_the_device(engine, monkeypatch):
     assert places[3:] == [[Residency.HOST] * 3] * 3
 
 
-def test_no_two_runs_share_a_prompt():
-    drawn = [work.draw(256, run) for work in (BASE, WARM, COLD) for run in range(3)]
-    prompts = [request.prompts[0] for requests in drawn for request in requests]
-    assert len(set(prompts)) == len(prompts) == 45
+def test_work_drawn_again_finds_nothing_in_the_prefix_cache(engine):
+    witness = Witness(engine)
+    for _ in range(2):
+        generate(engine, WARM.draw(256, 0))
+    assert witness.tokens == 2 * 5 * (20 + 5)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -1,10 +1,12 @@
 """A tiny random engine on the CPU, as the benchmarks build theirs."""
 
-from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from engine.benchmarks.random_engine import random_engine
-from lorikeet_engine.engine import EngineSettings
+from lorikeet_engine.engine import Engine, EngineSettings
 
 CONFIG = {
     "model_type": "llama",
@@ -18,4 +20,8 @@ CONFIG = {
 }
 SETTINGS = EngineSettings(Path(), Path(), max_rank=16, max_running=4)
 
-tiny_engine = partial(random_engine, config=CONFIG, settings=SETTINGS)
+
+def tiny_engine(folder: Path, *, settings: EngineSettings = SETTINGS, **arguments: Any) -> Engine:
+    """random_engine's arguments, but for the config."""
+    torch.set_num_threads(1)  # two would mostly wait for each other over tensors this small
+    return random_engine(folder, config=CONFIG, settings=settings, **arguments)

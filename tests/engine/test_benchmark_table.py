@@ -1,0 +1,56 @@
+"""The benchmarks' table: one engine serves all its parts, and one that fails spoils no other."""
+
+import json
+import sys
+
+import pytest
+
+from engine.benchmarks import decode, prefill, table, throughput, unused_lora
+from engine.benchmarks.offline import Work
+from tests.engine.tiny_engine import tiny_engine
+
+WORKS = (Work("base", 9, 40, requests=4), Work("2 adapters", 9, 40, adapters=2, requests=4))
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the table over a tiny engine; returns its exit status and what it wrote."""
+    monkeypatch.setattr(throughput, "ROOM", 2)
+    monkeypatch.setattr(unused_lora, "ADAPTERS", 2)
+    monkeypatch.setattr(unused_lora, "PAIRS", 3)
+    monkeypatch.setattr(decode, "STEPS", 5)
+    monkeypatch.setattr(prefill, "SIZES", (2, 37, 64))
+    for module in (throughput, decode):
+        monkeypatch.setattr(module, "WORKS", WORKS)
+    monkeypatch.setattr(unused_lora, "WORKS", WORKS[:1])
+    for module in (table, unused_lora):
+        monkeypatch.setattr(module, "random_engine", tiny_engine)
+
+    def run(*arguments):
+        out = tmp_path / "table.json"
+        monkeypatch.setattr(sys, "argv", ["table", "--json", str(out), *arguments])
+        with pytest.raises(SystemExit) as exited:
+            table.main()
+        return exited.value.code, json.loads(out.read_text())
+
+    return run
+
+
+def test_every_part_has_its_rows(run):
+    status, written = run()
+    assert status == 0
+    assert {"gpu", "torch", "commit", "date"} < set(written)
+    counts = {part: len(written[part]) for part in table.PARTS}
+    assert counts == {"throughput": 2, "decode": 2, "prefill": 1, "unused_lora": 1}
+    (row,) = written["unused_lora"]
+    shares = sorted(a / b for a, b in zip(row["with_adapters"], row["without"], strict=True))
+    assert row["share"] == pytest.approx(shares[1])
+
+
+def test_a_part_that_fails_spoils_no_other(run, monkeypatch):
+    short = (Work("too short to be timed", 9, 4, requests=4),)
+    monkeypatch.setattr(decode, "WORKS", short)
+    status, written = run("--parts", "decode", "throughput")
+    assert "decode" in status
+    assert "decode" not in written
+    assert len(written["throughput"]) == 2
