@@ -35,8 +35,10 @@ def largest_step(runner: Runner, settings: EngineSettings) -> None:
 
 def every_kind_of_step(runner: Runner, settings: EngineSettings) -> None:
     """Steps over all that kernels are compiled for: tokens, adapters and their rank."""
-    for count in _doubling(1, settings.max_running):
-        _run(runner, settings, [1] * count)
+    for sequences in _doubling(1, settings.max_running):
+        _run(runner, settings, [1] * sequences)
+    for tokens in _doubling(2, settings.max_batch_tokens):
+        _run(runner, settings, [tokens])
     for adapters in _doubling(1, min(settings.max_batch_adapters, settings.max_running)):
         _run(runner, settings, [1] * adapters, adapters, settings.max_rank)
         for tokens in _TOKENS_OF_ADAPTER:

@@ -65,21 +65,20 @@ def make(tmp_path, shelf):
 
 
 class Recorder:
-    """A runner that notes what it is given."""
+    """A runner that computes nothing and notes what it was to compute."""
 
     def __init__(self, runner):
-        self.model, self._runner = runner.model, runner
-        self.batches = []
+        self.model, self.batches = runner.model, []
 
     def forward(self, batch):
         self.batches.append(batch)
-        return self._runner.forward(batch)
+        return torch.zeros(len(batch.logit_rows), CONFIG["vocab_size"])
 
 
 def answer(engine, refs):
-    """Greedy tokens of two requests for each adapter and two for none."""
+    """Greedy tokens of a request for each adapter and one for none."""
     answers = Answers(engine)
-    for i, ref in enumerate([None, *refs] * 2):
+    for i, ref in enumerate([None, *refs]):
         answers.submit(greedy(f"{i}", prompt(40 + i, i), adapter=ref))
     answers.all()
     return answers.tokens
@@ -103,13 +102,15 @@ def test_the_kinds_of_steps_span_what_the_settings_allow_and_no_more(make):
     assert {batch.segments.max_rank for batch in batches} == {1, 15, 16, 31, 32, 40}
     assert {len(batch.token_ids) for batch in batches} >= {1, 5, 5 + 2, 64 + 2}
     assert all(len(batch.token_ids) <= 96 for batch in recorder.batches)
-    assert {len(b.token_ids) for b in recorder.batches if not b.segments} == {1, 2, 4, 7}
+    alone = {(len(b.token_ids), len(b.kv_lengths)) for b in recorder.batches if not b.segments}
+    assert alone >= {(1, 1), (7, 7), (2, 1), (64, 1), (96, 1)}
 
 
 def test_warming_up_changes_no_token(make, refs):
-    warm = make()
-    every_kind_of_step(warm._runner, SETTINGS)
-    assert answer(warm, refs) == answer(make(), refs)
+    few = {"max_batch_adapters": 2, "max_rank": 8, "max_batch_tokens": 30}
+    warm, cold = make(**few), make(**few)
+    every_kind_of_step(warm._runner, replace(SETTINGS, **few))
+    assert answer(warm, refs[:3]) == answer(cold, refs[:3])
 
 
 @pytest.mark.gpu
