@@ -34,7 +34,7 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits [rows, vocab] float32 of batch.logit_rows; the batch's keys and values are kept.
+        """Logits [rows, vocab] of batch.logit_rows, in the model's dtype; keys and values are kept.
 
         The result belongs to the caller, who may change it in place.
         """

@@ -19,7 +19,7 @@ class LogitsMask(Protocol):
     """What a choice may say next, a grammar for instance."""
 
     def __call__(self, logits: torch.Tensor) -> None:
-        """Change logits [vocab] float32 in place: -inf for what may not be drawn."""
+        """Change logits [vocab] in place: -inf for what may not be drawn."""
         ...
 
 
@@ -49,7 +49,7 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """Tokens [rows] int64 for logits [rows, vocab] float32, which bans and masks change.
+        """Tokens [rows] int64 for logits [rows, vocab] of any dtype; bans and masks change them.
 
         Temperature comes first, then top_k, then top_p of what top_k left (the most likely
         tokens whose probabilities together reach top_p). Temperature 0 takes the first of the
@@ -63,7 +63,7 @@ class Sampler:
             chosen = np.array([i for i, its_way in enumerate(ways) if its_way is way], np.int64)
             if len(chosen):
                 at = upload(chosen, logits.device)
-                tokens.index_copy_(0, at, draw(logits[at], [rows[i] for i in chosen]))
+                tokens.index_copy_(0, at, draw(logits[at].float(), [rows[i] for i in chosen]))
         return tokens.masked_fill_(~finite, NOT_FINITE)
 
 

@@ -77,8 +77,8 @@ class Run:
         batch = self.tokens.batch(chunks)
         parts = self.runner.forward(batch).split([len(chunk) for chunk in chunks.values()])
         for name, part in zip(chunks, parts, strict=True):
-            assert part.dtype == torch.float32
-            self.logits[name] = torch.cat([*self.logits.get(name, ()), *part.split(1)]).split(1)
+            rows = [*self.logits.get(name, ()), *part.float().split(1)]
+            self.logits[name] = torch.cat(rows).split(1)
 
     def of(self, name):
         return torch.cat(self.logits[name])

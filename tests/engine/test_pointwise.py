@@ -68,14 +68,27 @@ def test_add_norm(kind, width, tokens):
 
 @sizes
 @pytest.mark.parametrize("kind", DEVICES)
-@pytest.mark.parametrize(("heads", "head_dim"), [(1, 16), (10, 128), (5, 96)])
-def test_rotate_leaves_the_heads_beside_alone(kind, heads, head_dim, tokens):
-    wide = random(kind, tokens, heads + 3, head_dim)
-    angles = random((kind[0], torch.float32), tokens, head_dim // 2)
-    turned = wide.clone()
-    fused.rotate(turned[:, :heads], angles.cos(), angles.sin())
-    reference.rotate(wide[:, :heads], angles.cos(), angles.sin())
-    assert_equal(turned, wide)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 16), (10, 2, 128), (6, 3, 96)])
+def test_rotate_and_store(kind, heads, kv_heads, dim, tokens):
+    qkv = random(kind, tokens, heads + 2 * kv_heads, dim)
+    angles = random((kind[0], torch.float32), tokens, dim // 2)
+    slots = torch.randperm(48, generator=torch.Generator().manual_seed(1))[:tokens].to(kind[0])
+    kv = random(kind, 2, 3, 16, kv_heads, dim)
+    turned, filled = qkv.clone(), kv.clone()
+    fused.rotate_and_store(turned, angles.cos(), angles.sin(), filled, slots)
+    reference.rotate_and_store(qkv, angles.cos(), angles.sin(), kv, slots)
+    assert_equal(turned[:, :heads], qkv[:, :heads])
+    assert_equal(filled, kv)
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_a_token_without_a_place_is_not_stored(kind):
+    kv = random(kind, 2, 2, 16, 2, 16)
+    before = kv.clone()
+    angles = torch.zeros(3, 8, device=kind[0])
+    slots = torch.full((3,), -1, device=kind[0])
+    fused.rotate_and_store(random(kind, 3, 8, 16), angles.cos(), angles.sin(), kv, slots)
+    assert torch.equal(kv, before)
 
 
 @sizes

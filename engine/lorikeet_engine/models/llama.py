@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from lorikeet_engine.batch import Batch
 from lorikeet_engine.kernels.attention import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights
-from lorikeet_engine.kernels.pointwise import gate, rotate
+from lorikeet_engine.kernels.pointwise import gate, rotate_and_store
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.layers import RmsNorm, Rotary
 from lorikeet_engine.models.lora_linear import LoraLinear
@@ -62,8 +62,8 @@ class Model:
         return self._norm.after(x, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocab] float32 of hidden [rows, hidden] as forward gives it."""
-        return F.linear(hidden, self._head).float()
+        """Logits [rows, vocab] of hidden [rows, hidden] as forward gives it, in its dtype."""
+        return F.linear(hidden, self._head)
 
 
 def load_model(
@@ -123,12 +123,12 @@ class _Attention:
     def __call__(self, x: torch.Tensor, layer_kv: torch.Tensor, step: _Step) -> torch.Tensor:
         segments = step.batch.segments
         qkv = self.qkv(x, step.lora, segments).view(len(x), -1, self.head_dim)
-        q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        q, k, _ = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm and self.k_norm:
             q.copy_(self.q_norm(q))
             k.copy_(self.k_norm(k))
-        rotate(qkv[:, : self.heads + self.kv_heads], step.cos, step.sin)
-        mixed = step.attention.attend(q, k, v, layer_kv, step.batch)  # [tokens, heads, head_dim]
+        rotate_and_store(qkv, step.cos, step.sin, layer_kv, step.batch.kv_slots)
+        mixed = step.attention.attend(q, layer_kv, step.batch)  # [tokens, heads, head_dim]
         return self.o(mixed.flatten(1), step.lora, segments)
 
 

@@ -5,7 +5,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorikeet_engine.kernels.attention.kv_write import write_kv
 from lorikeet_engine.kernels.attention.page_table import PageTable
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
 from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequences
@@ -53,16 +52,8 @@ class FlashInferAttention:
         )
         self._planned.record()
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer_kv: torch.Tensor,
-        batch: PagedSequences,
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer_kv: torch.Tensor, _: PagedSequences) -> torch.Tensor:
         """See AttentionBackend.attend."""
-        write_kv(k, v, layer_kv, batch.kv_slots)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         self._wrapper.run(q, (layer_kv[0], layer_kv[1]), out=out)
         return out

@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.copies import upload
-from lorikeet_engine.kernels.attention.kv_write import write_kv
 from lorikeet_engine.kernels.attention.page_table import PageTable
 from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequences
 
@@ -59,16 +58,8 @@ class PagedDecode:
         self._items.copy_(upload(cut(table, self._capacity), device))
         self._pages[: len(table.pages)].copy_(upload(table.pages, device))
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer_kv: torch.Tensor,
-        batch: PagedSequences,
-    ) -> torch.Tensor:
-        """See AttentionBackend.attend. Rows beyond the planned sequences are left open."""
-        write_kv(k, v, layer_kv, batch.kv_slots)
+    def attend(self, q: torch.Tensor, layer_kv: torch.Tensor, _: PagedSequences) -> torch.Tensor:
+        """See AttentionBackend.attend."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         shape, group = self._shape, self._shape.heads // self._shape.kv_heads
         # With many programs one warp each reads best; with few, each must read more at once.

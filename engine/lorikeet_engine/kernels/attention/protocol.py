@@ -21,9 +21,6 @@ class PagedSequences(Protocol):
     """The part of a batch that attention reads; lorikeet_engine.batch says what each field is."""
 
     @property
-    def kv_slots(self) -> torch.Tensor: ...  # noqa: D102
-
-    @property
     def query_starts(self) -> tuple[int, ...]: ...  # noqa: D102
 
     @property
@@ -41,20 +38,14 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer_kv: torch.Tensor,
-        batch: PagedSequences,
+        self, q: torch.Tensor, layer_kv: torch.Tensor, batch: PagedSequences
     ) -> torch.Tensor:
         """out[t] = softmax(q[t]·Kᵀ / √head_dim)·V over t's own sequence up to and including t.
 
-        q [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim]; none need be contiguous.
-        layer_kv [2, pages, page_size, kv_heads, head_dim] is contiguous; first k goes to
-        layer_kv[0] and v to layer_kv[1] at batch.kv_slots, then the queries attend. A sequence's
-        queries are its last tokens. Slots that no sequence has written are never read.
-        Query head h uses key head h // (heads / kv_heads). Returns a tensor like q.
+        q [tokens, heads, head_dim], dense in a token; layer_kv [2, pages, page_size, kv_heads,
+        head_dim], contiguous: keys and values, those of this step too. A sequence's queries are
+        its last tokens. Slots that no sequence has written are never read. Query head h uses key
+        head h // (heads / kv_heads). Returns a contiguous tensor like q.
         """
         ...
 
@@ -66,7 +57,8 @@ class CapturableAttention(AttentionBackend, Protocol):
     def captured(self, sequences: int, pages: torch.Tensor) -> AttentionBackend:
         """A back end for a graph over `sequences` sequences, one token each.
 
-        What is captured after one plan follows the later ones; a slot below 0 is not written.
+        What is captured after one plan follows the later ones; for rows of q beyond the planned
+        sequences the result is left open.
         pages: an int32 buffer for the pages of all sequences of a step; back ends may share it.
         """
         ...

@@ -13,17 +13,9 @@ class SdpaAttention:
         """Nothing is to be planned."""
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer_kv: torch.Tensor,
-        batch: PagedSequences,
+        self, q: torch.Tensor, layer_kv: torch.Tensor, batch: PagedSequences
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
-        flat = layer_kv.flatten(1, 2)  # [2, pages * page_size, kv_heads, head_dim]
-        flat[0].index_copy_(0, batch.kv_slots, k)
-        flat[1].index_copy_(0, batch.kv_slots, v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         page_size = layer_kv.shape[2]
         starts = batch.query_starts

@@ -1,4 +1,4 @@
-"""What stands between a decoder's products: norms, rotary embedding, the gate.
+"""What stands between a decoder's products: norms, rotary embedding, the KV pages, the gate.
 
 `reference` is the equation in torch and runs on the CPU; `fused` holds Triton kernels with the
 same signatures.
@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["add_norm", "gate", "rotate"]
+__all__ = ["add_norm", "gate", "rotate_and_store"]
 
 
 def add_norm(
@@ -24,12 +24,22 @@ def add_norm(
     return y
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Turn each pair (x[i], x[i + head_dim / 2]) by its position's angle, in float32, in place.
+def rotate_and_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layer_kv: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Turn the queries in place; put the turned keys, and the values, into their pages.
 
-    x [tokens, heads, head_dim], dense in a token; cos, sin [tokens, head_dim / 2] float32.
+    Each pair (x[i], x[i + head_dim / 2]) turns by its position's angle, in float32.
+    qkv [tokens, heads + 2 · kv_heads, head_dim], dense in a token: queries, keys, values;
+    cos, sin [tokens, head_dim / 2] float32; layer_kv [2, pages, page_size, kv_heads, head_dim]
+    like qkv, contiguous; slots [tokens] int64: page · page_size + offset, on CUDA also −1 for no
+    place. The keys in qkv are left undefined.
     """
-    _operators(x.device.type).rotate(x, cos, sin)
+    _operators(qkv.device.type).rotate_and_store(qkv, cos, sin, layer_kv, slots)
 
 
 def gate(x: torch.Tensor) -> torch.Tensor:

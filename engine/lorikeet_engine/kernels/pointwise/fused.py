@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-HEADS = 8  # rotated by one program
+HEADS = 8  # taken by one program
 COLUMNS = 1024  # gated by one program
 
 
@@ -21,13 +21,20 @@ def add_norm(
     return y
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def rotate_and_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layer_kv: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
     """See the package."""
-    tokens, heads, head_dim = x.shape
-    half = head_dim // 2
-    _rotate[(tokens, triton.cdiv(heads, HEADS))](
-        x, cos, sin, x.stride(0), heads, half, HEADS, triton.next_power_of_2(half)
-    )
+    tokens, total, head_dim = qkv.shape
+    kv_heads, half = layer_kv.shape[3], head_dim // 2
+    _rotate_and_store[(tokens, triton.cdiv(total, HEADS))](
+        qkv, cos, sin, layer_kv, slots, qkv.stride(0), layer_kv.stride(0),
+        total - 2 * kv_heads, kv_heads, half, HEADS, triton.next_power_of_2(half),
+    )  # fmt: skip
 
 
 def gate(x: torch.Tensor) -> torch.Tensor:
@@ -62,30 +69,47 @@ def _add_norm(
     tl.store(y + at, (total * scale * weights).to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rotate(
-    x: tl.tensor,
+@triton.jit(do_not_specialize=["plane"])  # type: ignore[untyped-decorator]
+def _rotate_and_store(
+    qkv: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
+    layer_kv: tl.tensor,
+    slots: tl.tensor,
     token_stride: tl.tensor,
+    plane: tl.tensor,
     heads: tl.constexpr,
+    kv_heads: tl.constexpr,
     half: tl.constexpr,
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
 ) -> None:
-    """Some heads of one token."""
+    """Some heads of one token; layer_kv's values lie `plane` elements behind its keys."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)
-    column = tl.arange(0, block_half)
-    angle = token * half + column
-    c = tl.load(cos + angle, mask=column < half, other=0.0)[None, :]
-    s = tl.load(sin + angle, mask=column < half, other=0.0)[None, :]
-    at = x + token * token_stride + head[:, None] * (2 * half) + column[None, :]
-    inside = (head < heads)[:, None] & (column < half)[None, :]
+    head = (tl.program_id(1) * block_heads + tl.arange(0, block_heads))[:, None]
+    column = tl.arange(0, block_half)[None, :]
+    inside = (head < heads + 2 * kv_heads) & (column < half)
+    at = qkv + token * token_stride + head * (2 * half) + column
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, (first * c - second * s).to(x.dtype.element_ty), mask=inside)
-    tl.store(at + half, (second * c + first * s).to(x.dtype.element_ty), mask=inside)
+    turns = inside & (head < heads + kv_heads)  # values do not: their angle is 0
+    c = tl.load(cos + token * half + column, mask=turns, other=1.0)
+    s = tl.load(sin + token * half + column, mask=turns, other=0.0)
+    low = (first * c - second * s).to(qkv.dtype.element_ty)
+    high = (second * c + first * s).to(qkv.dtype.element_ty)
+
+    query = inside & (head < heads)
+    tl.store(at, low, mask=query)
+    tl.store(at + half, high, mask=query)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    stored = inside & (head >= heads)
+    kv_head = (head - heads) % kv_heads
+    value = (head >= heads + kv_heads).to(tl.int64)
+    target = layer_kv + value * plane + (slot * kv_heads + kv_head) * (2 * half) + column
+    tl.store(target, low, mask=stored)
+    tl.store(target + half, high, mask=stored)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
