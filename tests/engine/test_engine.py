@@ -5,12 +5,14 @@ import time
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import (
     AdapterError,
     EngineClosed,
     InvalidRequest,
+    NotFinite,
     SettingsError,
     StepFailed,
 )
@@ -53,6 +55,13 @@ def make(tiny_checkpoints, shelf, tmp_path):
     yield make
     for engine in engines:
         engine.close()
+
+
+def blow_up(folder):
+    """Make an adapter's finite weights so large that their products are not."""
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file({name: torch.full_like(t, 3e38) for name, t in tensors.items()}, path)
 
 
 def nothing_is_held(engine):
@@ -354,6 +363,37 @@ class TestFailures:
         answers.all()
         assert isinstance(answers.errors["r"], StepFailed)
         assert nothing_is_held(engine)
+
+    @pytest.mark.parametrize("overlap", [False, True])
+    def test_an_adapter_that_overflows_fails_its_requests_by_name(
+        self, make, shelf, tiny_checkpoints, refs, tmp_path, overlap
+    ):
+        folder = save_adapter(
+            tiny_checkpoints["llama"], tmp_path / "huge", target_modules=["q_proj"]
+        )
+        blow_up(folder)
+        huge = shelf.add(folder, "huge")
+        answers = Answers(make(overlap=overlap))
+        answers.submit(greedy("bad", prompt(5), adapter=huge, n=2))
+        answers.submit(greedy("good", prompt(5), adapter=refs["b"]))
+        answers.submit(greedy("base", prompt(5)))
+        answers.all()
+        assert isinstance(answers.errors["bad"], NotFinite)
+        assert "huge" in str(answers.errors["bad"])
+        assert set(answers.errors) == {"bad"}
+        alone = Answers(make(overlap=overlap))
+        alone.submit(greedy("good", prompt(5), adapter=refs["b"]))
+        alone.all()
+        assert answers.of("good") == alone.of("good")
+        assert nothing_is_held(answers.engine)
+
+    @pytest.mark.parametrize("overlap", [False, True])
+    def test_tokens_come_one_step_later_with_overlap_and_no_others(self, make, overlap):
+        answers = Answers(make(overlap=overlap))
+        answers.submit(greedy("r", prompt(5), max_tokens=3))
+        for expected in [0, 1, 2, 3] if overlap else [1, 2, 3]:
+            answers.step()
+            assert len(answers.tokens.get(("r", 0), [])) == expected
 
     def test_an_adapter_that_cannot_be_fetched_fails_its_requests_alone(self, make, shelf, refs):
         answers = Answers(make())
