@@ -1,10 +1,13 @@
 """The host arena: packed images in memory that is allocated once, pinned where there is a GPU."""
 
 import threading
+import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.residency.blocks import FreeList
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.pledges import Pledges
@@ -26,7 +29,9 @@ class HostArena:
 
     def __init__(self, budget_bytes: int, dtype: torch.dtype, pin: bool) -> None:
         self.elements = budget_bytes // dtype.itemsize
-        self._arena = torch.empty(self.elements, dtype=dtype, pin_memory=pin)
+        self._arena = (
+            _pinned(self.elements, dtype) if pin else torch.empty(self.elements, dtype=dtype)
+        )
         self._lock = threading.Lock()
         self._blocks = FreeList(self.elements)
         self._pledges = Pledges(self.elements)
@@ -115,3 +120,18 @@ class HostArena:
 
     def _view(self, image: _Image) -> torch.Tensor:
         return self._arena[image.offset : image.offset + image.layout.elements]
+
+
+def _pinned(elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Not by torch's pin_memory, which takes the next power of two: for 84 GB, 137 GB."""
+    arena = torch.empty(elements, dtype=dtype)
+    if arena.nbytes:
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = int(cudart.cudaHostRegister(arena.data_ptr(), arena.nbytes, 0))
+        if status:
+            raise SettingsError(
+                f"adapter_host_bytes={arena.nbytes}: the host cannot pin so much memory "
+                f"(CUDA error {status}); lower it"
+            )
+        weakref.finalize(arena, cudart.cudaHostUnregister, arena.data_ptr())
+    return arena
