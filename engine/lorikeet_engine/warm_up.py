@@ -26,23 +26,24 @@ _WAYS = (
 
 def largest_step(runner: Runner, settings: EngineSettings) -> None:
     """The step that takes the most memory: all tokens, all sequences, all adapters, top_p."""
-    sequences, tokens = settings.max_running, settings.max_batch_tokens
-    lengths = [tokens // sequences] * sequences
-    lengths[-1] += tokens % sequences
+    sequences, context = settings.max_running, runner.model.config.max_context
+    most, longer = divmod(settings.max_batch_tokens, sequences)
+    lengths = [min(context, most + (i < longer)) for i in range(sequences)]
     adapters = min(settings.max_batch_adapters, sequences)
     _run(runner, settings, lengths, adapters, settings.max_rank, _WAYS[-1:])
 
 
 def every_kind_of_step(runner: Runner, settings: EngineSettings) -> None:
     """Steps over all that kernels are compiled for: tokens, adapters and their rank."""
+    longest = min(settings.max_batch_tokens, runner.model.config.max_context)
     for sequences in _doubling(1, settings.max_running):
         _run(runner, settings, [1] * sequences)
-    for tokens in _doubling(2, settings.max_batch_tokens):
+    for tokens in _doubling(2, longest):
         _run(runner, settings, [tokens])
     for adapters in _doubling(1, min(settings.max_batch_adapters, settings.max_running)):
         _run(runner, settings, [1] * adapters, adapters, settings.max_rank)
         for tokens in _TOKENS_OF_ADAPTER:
-            lengths = [tokens] * adapters + [2]  # a prompt, so that this is no decode
+            lengths = [min(tokens, longest)] * adapters + [2]  # a prompt: this is no decode
             if sum(lengths) <= settings.max_batch_tokens:
                 for rank in _ranks(settings.max_rank):
                     _run(runner, settings, lengths, adapters, rank)

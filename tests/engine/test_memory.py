@@ -24,14 +24,14 @@ CONFIG = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "max_position_embeddings": 512,
 }
 SETTINGS = EngineSettings(
     Path(), Path(), max_running=4, max_batch_adapters=3, adapter_host_bytes=1 << 20
 )
-PAGE_BYTES = 2 * 2 * 16 * 2 * 64 * 4  # layers, k and v, tokens, heads, head_dim, float32
+PAGE_BYTES = 2 * 2 * 16 * 1 * 128 * 4  # layers, k and v, tokens, heads, head_dim, float32
 CPU = torch.device("cpu")
 GIB = 1 << 30
 

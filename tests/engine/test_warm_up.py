@@ -20,8 +20,8 @@ CONFIG = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "max_position_embeddings": 512,
 }
 SETTINGS = EngineSettings(
@@ -104,6 +104,13 @@ def test_the_kinds_of_steps_span_what_the_settings_allow_and_no_more(make):
     assert all(len(batch.token_ids) <= 96 for batch in recorder.batches)
     alone = {(len(b.token_ids), len(b.kv_lengths)) for b in recorder.batches if not b.segments}
     assert alone >= {(1, 1), (7, 7), (2, 1), (64, 1), (96, 1)}
+
+
+def test_no_sequence_of_a_warm_up_exceeds_the_context(make):
+    recorder = Recorder(make(max_context=10)._runner)
+    largest_step(recorder, SETTINGS)
+    every_kind_of_step(recorder, SETTINGS)
+    assert max(length for batch in recorder.batches for length in batch.kv_lengths) == 10
 
 
 def test_warming_up_changes_no_token(make, refs):
