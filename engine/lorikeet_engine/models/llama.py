@@ -72,7 +72,7 @@ def load_model(
     """Load a Hugging Face checkpoint folder (config.json and safetensors) onto the device.
 
     max_context as in ModelConfig.from_folder. Raises ModelError, whose `field` names the config
-    key, file or tensor at fault.
+    key, file or tensor at fault, and SettingsError when the device has no room for the weights.
     """
     config = ModelConfig.from_folder(folder, max_context)
     with Checkpoint(folder, device, dtype) as checkpoint:
