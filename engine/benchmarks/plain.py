@@ -103,7 +103,7 @@ def plain_logits(model: Model, tiers: Tiers, answers: Series[Answer]) -> list[to
     for sequence in sequences:
         if sequence.lease is not None:
             sequence.lease.release()
-    parts = logits.split([len(part) for part in rows])
+    parts = logits.float().split([len(part) for part in rows])
     of = {chunk.sequence: part for chunk, part in zip(chunks, parts, strict=True)}
     return [of[sequence] for sequence in sequences]
 
