@@ -52,7 +52,7 @@ class Row:
 def measure(engine: Engine, work: Work) -> Row:
     """Check, then time; raises AssertionError where the engine's tokens are wrong."""
     answers = generate(engine, work.draw(engine.config.vocab_size, 0)).answers
-    shortfall = plain.check(engine, answers[:: -(-len(answers) // 8)])
+    shortfall = plain.check(engine, plain.some(answers))
     requests = work.draw(engine.config.vocab_size, 1)
     for request in requests:
         engine.submit(request)

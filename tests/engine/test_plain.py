@@ -67,6 +67,13 @@ def test_another_adapters_tokens_are_found(engine, answers):
         plain.check(engine, [mistaken])
 
 
+@pytest.mark.parametrize("requests", [3, 8, 128, 256, 1024])
+def test_some_answers_come_from_all_over_and_have_different_adapters(requests):
+    chosen = plain.some(range(requests))
+    assert len(chosen) == len({i % 8 for i in chosen}) == min(8, requests)
+    assert max(chosen) >= 7 * requests // 8 - 1 or requests < 8
+
+
 def test_the_tolerance_follows_the_dtype():
     assert plain.tolerance(torch.bfloat16) == 0.0625
     assert plain.tolerance(torch.float32) == 1e-4
