@@ -130,7 +130,7 @@ def test_the_pieces_of_a_step_hold_every_token_once_and_fit(capacity):
         assert (mine[:, 1] == table.starts[sequence]).all()
     sizes = used[:, 3] - used[:, 2]
     assert sizes.min() >= 1
-    assert sizes.max() <= max(SHORTEST_ITEM, 2 * -(-lengths.sum() // max(1, capacity - 3)))
+    assert sizes.max() <= max(2 * SHORTEST_ITEM, 2 * -(-lengths.sum() // max(1, capacity - 3)))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is itself what starts the interpreter")

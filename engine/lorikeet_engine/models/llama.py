@@ -10,6 +10,7 @@ from lorikeet_engine.batch import Batch
 from lorikeet_engine.kernels.attention import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.kernels.pointwise import gate, rotate_and_store
+from lorikeet_engine.kernels.product import linear
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.layers import RmsNorm, Rotary
 from lorikeet_engine.models.lora_linear import LoraLinear
@@ -63,7 +64,7 @@ class Model:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocab] of hidden [rows, hidden] as forward gives it, in its dtype."""
-        return F.linear(hidden, self._head)
+        return linear(hidden, self._head)
 
 
 def load_model(

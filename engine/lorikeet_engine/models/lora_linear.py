@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import torch
-from torch.nn import functional as F
 
 from lorikeet_engine.adapter_format import LINEARS
 from lorikeet_engine.kernels.lora import add_lora
 from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
+from lorikeet_engine.kernels.product import linear
 from lorikeet_engine.models.weights import Checkpoint
 
 
@@ -40,7 +40,7 @@ class LoraLinear:
         self, x: torch.Tensor, lora: LoraWeights | None, segments: Segments | None
     ) -> torch.Tensor:
         """Y [tokens, sum(d_outs)] of x [tokens, d_in]; without segments the base model's alone."""
-        y = F.linear(x, self.weight, self.bias)
+        y = linear(x, self.weight, self.bias)
         if segments is not None:
             assert lora is not None, "segments without adapter weights"
             add_lora(y, x, lora, segments, self.layer, self.group)

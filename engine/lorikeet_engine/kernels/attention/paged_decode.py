@@ -24,7 +24,7 @@ from lorikeet_engine.kernels.attention.page_table import PageTable
 from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequences
 
 SHORTEST_ITEM = 64  # tokens
-_ITEMS_FOR_ALL_HEADS = 528  # programs beyond one a sequence and head: 4 for each of 132 SMs
+_ITEMS_FOR_ALL_HEADS = 264  # programs beyond one a sequence and head: 2 for each of 132 SMs
 _FIELDS = 6
 
 
@@ -89,7 +89,11 @@ def cut(table: PageTable, capacity: int) -> npt.NDArray[np.int32]:
 
     and how many it has. What is left over has the sequence −1.
     """
+    # Long enough that adding up a sequence's parts takes no longer than computing one: each part
+    # costs the last program about as much as 16 tokens do.
     length = SHORTEST_ITEM
+    while length * length < 8 * table.lengths.max():
+        length *= 2
     while (counts := -(-table.lengths // length)).sum() > capacity:
         length *= 2
     first = counts.cumsum() - counts

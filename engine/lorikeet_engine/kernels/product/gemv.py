@@ -1,0 +1,58 @@
+"""A product with one row, in Triton: a stream of weights that are read once.
+
+On an H200 cuBLAS reads Llama-3.1-8B's weights at 86% of the memory's speed for one token, this
+kernel at 97%: 0.45 ms less for a step of 4.8. From two rows on cuBLAS is as good.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+ROWS = 4  # of the weight, summed by one program
+COLUMNS = 2048  # of the weight, read at once
+
+
+def gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """See the package. x [1, d_in]; sums are float32, rounded once."""
+    d_out, d_in = weight.shape
+    y = x.new_empty((1, d_out))
+    block = min(COLUMNS, triton.next_power_of_2(d_in))
+    _gemv[(triton.cdiv(d_out, ROWS),)](
+        x, weight, bias, y, d_out, d_in, bias is not None, ROWS, block, num_warps=8
+    )
+    return y
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gemv(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    d_out: tl.constexpr,
+    d_in: tl.constexpr,
+    biased: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Some of y's elements."""
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    real = row < d_out
+    line = weight + row[:, None].to(tl.int64) * d_in
+    total = tl.zeros((rows, block), tl.float32)
+    for start in range(0, d_in, block):
+        column = start + tl.arange(0, block)
+        inside = column < d_in
+        # evict_first: the next token's weights will not be found in the cache anyway
+        weights = tl.load(
+            line + column[None, :],
+            mask=real[:, None] & inside[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+        total += weights.to(tl.float32) * values[None, :]
+    out = tl.sum(total, 1)
+    if biased:
+        out += tl.load(bias + row, mask=real, other=0.0).to(tl.float32)
+    tl.store(y + row, out.to(y.dtype.element_ty), mask=real)
