@@ -73,14 +73,13 @@ class Scheduler:
 
     def written(self, chunk: Chunk) -> None:
         """The keys and values of a launched chunk are in its pages: let others find full ones."""
-        sequence = chunk.sequence
+        sequence, size = chunk.sequence, self._cache.page_size
         if chunk.pages is not sequence.pages:
             return  # preempted since
-        full = sequence.written // self._cache.page_size
-        sequence.written = chunk.end
-        keys = sequence.full_keys()
-        for page in range(full, len(keys)):
-            self._cache.publish(sequence.pages[page], keys[page])
+        first, sequence.written = sequence.written // size, chunk.end
+        if first < chunk.end // size:
+            for page, key in enumerate(sequence.full_keys()[first:], first):
+                self._cache.publish(sequence.pages[page], key)
 
     def finish(self, sequence: Sequence) -> None:
         """A sequence has made its last token: free what it holds.
@@ -121,6 +120,8 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> bool:
         missing = self._cache.pages_for(len(sequence.tokens)) - len(sequence.pages)
+        if not missing:
+            return True
         if missing > self._cache.free:
             return False
         sequence.pages.extend(self._cache.take(missing))

@@ -1,8 +1,7 @@
 """One choice of a request on its way through the engine, and its share of one step."""
 
 from array import array
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.kv_cache import PrefixKeys
@@ -79,7 +78,7 @@ class Sequence:
     @property
     def complete(self) -> bool:
         """Whether all its tokens have been drawn; the last may still be unknown."""
-        return self.made == self.max_tokens
+        return len(self.tokens) - self.prompt_length == self.max_tokens
 
     @property
     def known(self) -> int:
@@ -121,8 +120,7 @@ class Sequence:
         return FinishReason.LENGTH if self.complete and not self._unknown else None
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens `start` to `end` of a sequence: its share of one step.
 
     completes: whether its next token is drawn from them. pages: the sequence's when the step was
@@ -139,8 +137,10 @@ class Chunk:
     def of(cls, sequence: Sequence, most: int) -> "Chunk":
         """Its next uncomputed tokens, `most` of them at most."""
         start, total = sequence.computed, len(sequence.tokens)
-        end = min(total, start + most)
-        return cls(sequence, start, end, end == total, sequence.pages)
+        end = start + most
+        if end < total:
+            return cls(sequence, start, end, False, sequence.pages)
+        return cls(sequence, start, total, True, sequence.pages)
 
     @property
     def length(self) -> int:
