@@ -85,7 +85,7 @@ def test_every_call_ends_and_everything_comes_back(settings, seconds):
         try:
             await asyncio.gather(*(caller(Random(seed)) for seed in range(CALLERS)))
             await asyncio.sleep(0.5)
-            report = replica._engine.report()
+            report = (await replica.report()).engine
             replica.check_health()
         finally:
             replica.close()

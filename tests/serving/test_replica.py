@@ -2,9 +2,14 @@
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,10 +19,12 @@ from lorikeet.api.messages import Call, Endpoint, Header, Refusal
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.placement.plan import Keep
+from lorikeet.serving import replica as replica_module
 from lorikeet.serving.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.request import SamplingParams
+from tests.serving.breakable import break_file, breakable_engine
 
 BASE = "lorikeet-demo"
 TASK = TASKS[0]
@@ -66,9 +73,21 @@ async def items_of(replica, call):
     return [item async for item in replica.generate(call)]
 
 
-async def until(holds, within_s=5.0):
+def kill_engine():
+    """Kill the process of the one engine that this process hosts."""
+    tasks = Path("/proc/self/task").iterdir()
+    (pid,) = [pid for task in tasks for pid in (task / "children").read_text().split()]
+    os.kill(int(pid), signal.SIGKILL)
+
+
+async def engine_of(replica):
+    return (await replica.report()).engine
+
+
+async def until(holds, replica, within_s=5.0):
+    """Wait until something holds of the engine's report."""
     deadline = time.monotonic() + within_s
-    while not holds():
+    while not holds(await engine_of(replica)):
         assert time.monotonic() < deadline, "not in time"
         await asyncio.sleep(0.01)
 
@@ -103,8 +122,8 @@ def test_closing_an_answer_frees_its_pages_and_lease(settings, ref):
             async for item in items:
                 if isinstance(item, bytes):
                     break
-        await until(lambda: replica._engine.report().kv_pages_used == 0, within_s=1)
-        (held,) = [a for a in replica._engine.report().adapters if a.ref == ref]
+        await until(lambda engine: engine.kv_pages_used == 0, replica, within_s=1)
+        (held,) = [a for a in (await engine_of(replica)).adapters if a.ref == ref]
         assert held.leases == 0
 
     run(settings, scenario)
@@ -113,7 +132,7 @@ def test_closing_an_answer_frees_its_pages_and_lease(settings, ref):
 def test_a_request_id_in_flight_is_refused_and_the_first_goes_on(settings):
     async def scenario(replica):
         first = asyncio.create_task(items_of(replica, replace(CALL, max_tokens=100)))
-        await until(lambda: "r" in replica._mailboxes)
+        await until(lambda engine: engine.running, replica)
         (refusal,) = await items_of(replica, CALL)
         return refusal, await first
 
@@ -141,33 +160,33 @@ def test_a_prompt_that_cannot_fit_is_refused_without_stopping_others(settings, p
 
 def test_a_plan_that_does_not_name_the_replica_changes_nothing(settings, ref):
     async def scenario(replica):
-        def pinned():
-            return [a.pinned for a in replica._engine.report().adapters if a.ref == ref] == [True]
+        def pinned(engine):
+            return [a.pinned for a in engine.adapters if a.ref == ref] == [True]
 
         await replica.apply_plan({"r0": {ref.digest: Keep(ref, Residency.GPU)}})
-        await until(pinned)
+        await until(pinned, replica)
         await replica.apply_plan({"other": {}})
         await asyncio.sleep(0.2)
-        assert pinned()
+        assert pinned(await engine_of(replica))
         await replica.apply_plan({"r0": {}})
-        await until(lambda: not pinned())
+        await until(lambda engine: not pinned(engine), replica)
 
     run(settings, scenario)
 
 
-def test_step_after_step_failing_makes_a_replica_unhealthy(settings):
-    async def scenario(replica):
-        def broken(batch):
-            raise RuntimeError("device lost")
+def test_step_after_step_failing_makes_a_replica_unhealthy(settings, monkeypatch):
+    monkeypatch.setattr(replica_module, "build_engine", breakable_engine)
+    broken = break_file(settings)
 
-        forward, replica._engine._runner.forward = replica._engine._runner.forward, broken
+    async def scenario(replica):
+        broken.touch()
         for attempt in range(5):
             replica.check_health()
             (_, refusal) = await items_of(replica, replace(CALL, request_id=f"r{attempt}"))
             assert refusal.code == "generation_failed"
         with pytest.raises(RuntimeError, match="5 steps failed"):
             replica.check_health()
-        replica._engine._runner.forward = forward
+        broken.unlink()
         await items_of(replica, CALL)
         replica.check_health()
 
@@ -183,6 +202,38 @@ def test_a_closed_engine_sends_the_request_elsewhere(settings):
             replica.check_health()
 
     run(settings, scenario)
+
+
+def test_when_the_engines_process_dies_streams_end_with_an_error_and_no_call_is_taken(settings):
+    async def scenario(replica):
+        call = replace(CALL, max_tokens=900, stream=True)
+        items = []
+        async for item in replica.generate(call):
+            items.append(item)
+            if len(items) == 3:
+                kill_engine()
+        with pytest.raises(RuntimeError, match="ended"):
+            replica.check_health()
+        return items[-1], await items_of(replica, CALL)
+
+    last, (refusal,) = run(settings, scenario)
+    error = json.loads(last.decode().split("data: ")[-1])["error"]
+    assert error["code"] == refusal.code == "unavailable"
+    assert "send the request again" in error["message"]
+
+
+def test_a_replica_loads_no_torch(settings):
+    code = (
+        "import asyncio, os, sys\n"
+        "from lorikeet.serving.app import Replica\n"
+        "from lorikeet.settings import Settings\n"
+        "async def main():\n"
+        f"    Replica('r0', '{BASE}', Settings.from_env()).close()\n"
+        "    sys.exit('torch' in sys.modules)\n"
+        "asyncio.run(main())"
+    )
+    environ = {"LORIKEET_CATALOG": settings.catalog, "LORIKEET_CACHE_DIR": str(settings.cache_dir)}
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **environ}, check=True)
 
 
 def test_an_adapter_that_is_nowhere_fails_with_its_name(settings):

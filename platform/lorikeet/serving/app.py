@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from fastapi import FastAPI
 from ray import serve
@@ -18,13 +18,12 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import LorikeetError
 from lorikeet.serving.controller import Controller
-from lorikeet.serving.engine_settings import device_of
 from lorikeet.serving.engines import ServeEngines
 from lorikeet.serving.logs import log_to_stderr
 from lorikeet.serving.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter_format import AdapterLimits
-from lorikeet_engine.errors import EngineError
+from lorikeet_engine.errors import EngineClosed, EngineError
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +36,8 @@ _CONTROLLER_CPUS = 0.05
 
 def engine(settings: Settings, base_model: str) -> Application:
     """The engines of one base model: a replica each, one GPU each where there are any."""
+    from lorikeet.serving.engine_settings import device_of  # torch, which only this call needs
+
     gpus = 1 if device_of(settings) == "cuda" else 0
     deployment = serve.deployment(
         name=f"engine-{base_model}",
@@ -79,7 +80,10 @@ def gateway(
 
 
 class EngineReplica(Replica):
-    """A Replica that takes its name from Serve and ends its process when its engine is broken."""
+    """A Replica that takes its name from Serve and ends its process when its engine is broken.
+
+    Then the requests that wait go elsewhere at once; Serve would let them wait.
+    """
 
     def __init__(self, base_model: str, settings: Settings) -> None:
         log_to_stderr()
@@ -89,12 +93,19 @@ class EngineReplica(Replica):
         log.info("engine_ready", extra={"replica": name, "base_model": base_model})
 
     def check_health(self) -> None:
-        """A broken engine's requests go elsewhere at once; Serve would let them wait."""
+        """Returns if the engine works."""
         try:
             super().check_health()
         except RuntimeError as error:
-            log.critical("replica_ends", extra={"replica": self.name, "error": str(error)})
-            os._exit(1)
+            self._exit(error)
+
+    def engine_ended(self, error: EngineClosed) -> None:
+        """Gateways end the streams that had begun and send the other requests elsewhere."""
+        self._exit(error)
+
+    def _exit(self, error: Exception) -> NoReturn:
+        log.critical("replica_ends", extra={"replica": self.name, "error": str(error)})
+        os._exit(1)
 
 
 class Gateway:

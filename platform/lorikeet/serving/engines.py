@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import grpc
 from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from lorikeet.api.messages import Call, Refusal, StreamItem
@@ -31,7 +31,10 @@ async def broadcast(handle: DeploymentHandle[Any], method: str, *arguments: Any)
     Serve's own `results_async` loses every answer when one replica is late.
     """
     response = handle.broadcast(method, *arguments)
-    pending = await response._fetch_replica_results_async()
+    try:
+        pending = await response._fetch_replica_results_async()
+    except DeploymentUnavailableError:  # no replica is ready yet
+        return []
     answers = await asyncio.gather(
         *(asyncio.wait_for(one.get_async(), _BROADCAST_TIMEOUT_S) for one in pending),  # type: ignore[no-untyped-call]
         return_exceptions=True,
@@ -91,7 +94,8 @@ async def _answer(handle: DeploymentHandle[Any], call: Call) -> AsyncGenerator[S
         log_unexpected("replica_broke", call.request_id, error)
         raise GenerationFailed("the replica failed this request") from error
     except _LOST as error:
-        raise Unavailable(f"the replica was lost: {type(error).__name__}") from error
+        lost = f"the replica was lost ({type(error).__name__}): send the request again"
+        raise Unavailable(lost) from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():

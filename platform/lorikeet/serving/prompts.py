@@ -4,7 +4,7 @@ from pathlib import Path
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from lorikeet.api.messages import Call, Endpoint
 from lorikeet.errors import ContextLengthExceeded, InvalidInput
@@ -14,7 +14,8 @@ class PromptEncoder:
     """The base model's tokenizer, applied as its chat template says."""
 
     def __init__(self, model: Path, max_context: int) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
+        # Not AutoTokenizer, which loads torch: tokenizer.json says all that is needed here.
+        self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model))
         self.backend: Tokenizer = self._tokenizer.backend_tokenizer
         longest_token = max(len(token.encode()) for token in self._tokenizer.get_vocab())
         self._max_context = max_context

@@ -1,26 +1,25 @@
 """One engine behind Ray Serve: text in, the client's bytes out."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lorikeet.api.messages import Call, Header, Refusal, StreamItem
-from lorikeet.catalog.store import open_store
 from lorikeet.errors import InvalidInput
 from lorikeet.placement.plan import Keep, Plan
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.serving.answer import Answer, refusal_of
-from lorikeet.serving.engine_settings import engine_settings
+from lorikeet.serving.engine_process import build_engine
 from lorikeet.serving.prompts import PromptEncoder
 from lorikeet.serving.router import RESIDENT_KEY
-from lorikeet.serving.source import BlobSource
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.engine import Engine
-from lorikeet_engine.errors import EngineError, StepFailed
-from lorikeet_engine.loop import EngineLoop
+from lorikeet_engine.errors import EngineClosed, EngineError, InvalidRequest, StepFailed
+from lorikeet_engine.host import EngineHost
 from lorikeet_engine.request import Failed, Output, Request, Tokens
 
 _ENCODERS = 2
@@ -50,26 +49,24 @@ class Mailbox:
 class Replica:
     """Serves one base model and any of its adapters.
 
-    Tokenises, runs the engine in a thread of its own, detokenises, and forms the bytes that the
-    client reads. Plain Python: `serving/app.py` makes it a deployment. Build it on the event loop
-    that will call it.
+    Tokenises, has the engine run in a process of its own, detokenises, and forms the bytes that
+    the client reads. Plain Python: `serving/app.py` makes it a deployment. Build it on the event
+    loop that will call it.
     """
 
     def __init__(self, name: str, base_model: str, settings: Settings) -> None:
         self.name = name
         self._base_model = base_model
-        source = BlobSource(open_store(settings.catalog))
-        self._engine = Engine(engine_settings(settings, base_model), source)
-        context = self._engine.config.max_context
-        self._encoder = PromptEncoder(settings.base_models[base_model], context)
-        # Long prompts take seconds to tokenise: never on the event loop, which every stream shares.
-        self._encoding = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode")
         self._mailboxes: dict[str, Mailbox] = {}
         self._kept: dict[str, Keep] = {}
         self._failed_steps = 0
         self._event_loop = asyncio.get_running_loop()
-        self._engine_loop = EngineLoop(self._engine, self._deliver)
-        self._engine_loop.start()
+        build = partial(build_engine, settings, base_model)
+        self._engine = EngineHost(build, self._deliver, self.engine_ended)
+        context = self._engine.config.max_context
+        self._encoder = PromptEncoder(settings.base_models[base_model], context)
+        # Long prompts take seconds to tokenise: never on the event loop, which every stream shares.
+        self._encoding = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode")
 
     async def generate(self, call: Call) -> AsyncIterator[StreamItem]:
         """Answer one call: a Header, then bytes; or a Refusal at any point before the first byte.
@@ -78,25 +75,18 @@ class Replica:
         """
         try:
             request = await self._event_loop.run_in_executor(self._encoding, self._request, call)
-            found = self._engine.residency(call.adapter) if call.adapter else None
-            self._engine.submit(request)
+            with self._mailbox(call.request_id) as mailbox:
+                found = await asyncio.wrap_future(self._engine.submit(request))
+                yield Header(self.name, call.adapter.digest if call.adapter else None, found)
+                answer = Answer(call, request.prompts, self._encoder.backend)
+                while not answer.finished:
+                    for item in answer.take(await mailbox.take()):
+                        yield item
+                    for choice in answer.stopped:
+                        self._engine.abort(call.request_id, choice)
+                    answer.stopped.clear()
         except (EngineError, InvalidInput) as error:
             yield _refuse(error)
-            return
-        # Outputs come through this event loop, so none can arrive before its mailbox is there.
-        mailbox = self._mailboxes[call.request_id] = Mailbox()
-        answer = Answer(call, request.prompts, self._encoder.backend)
-        try:
-            yield Header(self.name, call.adapter.digest if call.adapter else None, found)
-            while not answer.finished:
-                for item in answer.take(await mailbox.take()):
-                    yield item
-                for choice in answer.stopped:
-                    self._engine.abort(call.request_id, choice)
-                answer.stopped.clear()
-        finally:
-            self._engine.abort(call.request_id)  # what has ended is left alone
-            del self._mailboxes[call.request_id]
 
     async def apply_plan(self, plan: Plan) -> None:
         """Take this replica's part of the plan: pin what is new, unpin what is gone.
@@ -115,23 +105,28 @@ class Replica:
 
     async def report(self) -> ReplicaReport:
         """What this replica holds and does."""
-        return ReplicaReport(self.name, self._base_model, self._engine.report())
+        report = await asyncio.wrap_future(self._engine.report())
+        return ReplicaReport(self.name, self._base_model, report)
 
-    def record_routing_stats(self) -> dict[str, Any]:
+    async def record_routing_stats(self) -> dict[str, Any]:
         """What the router knows of this replica; Serve asks every second."""
-        adapters = self._engine.report().adapters
+        adapters = (await self.report()).engine.adapters
         return {RESIDENT_KEY: [a.ref.digest for a in adapters if a.residency is Residency.GPU]}
 
     def check_health(self) -> None:
-        """Raises when the engine's thread has ended, or when step after step fails."""
-        if not self._engine_loop.alive:
-            raise RuntimeError("the engine's loop ended")
+        """Raises when the engine's process has ended, or when step after step fails."""
+        if not self._engine.alive:
+            raise RuntimeError("the engine's process ended")
         if self._failed_steps >= _MOST_FAILED_STEPS:
             raise RuntimeError(f"the engine's last {self._failed_steps} steps failed")
 
+    def engine_ended(self, error: EngineClosed) -> None:
+        """The engine's process has ended by itself: every open request does too. Any thread."""
+        self._event_loop.call_soon_threadsafe(self._fail_all, error)
+
     def close(self) -> None:
         """Stop the engine. Safe to call twice."""
-        self._engine_loop.close()
+        self._engine.close()
 
     def _request(self, call: Call) -> Request:
         prompts = self._encoder.encode(call)
@@ -144,8 +139,26 @@ class Replica:
         )
         return Request(call.request_id, prompts, sampling, call.n, call.adapter, salt=call.tenant)
 
+    @contextmanager
+    def _mailbox(self, request_id: str) -> Iterator[Mailbox]:
+        """The place of a request's outputs; the request is over when it is left."""
+        if request_id in self._mailboxes:
+            raise InvalidRequest(
+                f"request_id={request_id!r} is in flight: want a new one", param="request_id"
+            )
+        mailbox = self._mailboxes[request_id] = Mailbox()
+        try:
+            yield mailbox
+        finally:
+            self._engine.abort(request_id)  # what has ended is left alone
+            del self._mailboxes[request_id]
+
     def _deliver(self, outputs: list[Output]) -> None:
         self._event_loop.call_soon_threadsafe(self._sort, outputs)
+
+    def _fail_all(self, error: EngineClosed) -> None:
+        for request_id, mailbox in self._mailboxes.items():
+            mailbox.put(Failed(request_id, error))
 
     def _sort(self, outputs: list[Output]) -> None:
         for output in outputs:

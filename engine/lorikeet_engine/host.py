@@ -1,0 +1,181 @@
+"""An engine in a process of its own, and the process that uses it. Loads no torch."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.errors import EngineClosed
+from lorikeet_engine.intake import EngineConfig
+from lorikeet_engine.request import EngineReport, Output, Request
+from lorikeet_engine.wire import Outbox, Reply, from_rows
+
+if TYPE_CHECKING:
+    from lorikeet_engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+STEP_TIMEOUT_S = 120.0
+
+
+class EngineHost:
+    """Runs an engine in a process of its own, so that its steps share no interpreter with others.
+
+    What Engine's methods return or raise comes back through futures, in the order of the calls;
+    no call waits for the engine. May be used from any thread.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], "Engine"],
+        deliver: Callable[[list[Output]], None],
+        ended: Callable[[EngineClosed], None],
+        step_timeout_s: float = STEP_TIMEOUT_S,
+    ) -> None:
+        """Start the process and wait until its engine is built. Raises what `build` raises.
+
+        build: picklable; called in the new process. deliver: called with each step's outputs.
+        ended: called once, last, if the process ends by itself, with what to tell the callers of
+        all open requests. Both are called on a thread of the host's own, and must not block. A
+        step longer than step_timeout_s ends the process.
+        """
+        self._deliver = deliver
+        self._ended = ended
+        self._lock = threading.Lock()  # guards the three below
+        self._unanswered: deque[Future[Any]] = deque()
+        self._closing = False
+        self._error: EngineClosed | None = None
+        calls, to_engine = Pipe(duplex=False)
+        from_engine, messages = Pipe(duplex=False)
+        self._outbox = Outbox(to_engine)
+        self._started: Future[EngineConfig] = self._send((build, step_timeout_s))
+        self._thread = threading.Thread(
+            target=self._run, args=(calls, messages, from_engine), name="lorikeet-host", daemon=True
+        )
+        self._thread.start()
+        try:
+            self.config = self._started.result()
+        except Exception:
+            self.close()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is an engine; without one every call raises EngineClosed."""
+        return self._error is None
+
+    def submit(self, request: Request) -> Future[Residency | None]:
+        """Engine.submit; also says where the request's adapter was before, if it has one."""
+        return self._call("submit", request)
+
+    def abort(self, request_id: str, choice: int | None = None) -> Future[None]:
+        """Engine.abort."""
+        return self._call("abort", request_id, choice)
+
+    def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU) -> Future[None]:
+        """Engine.pin."""
+        return self._call("pin", ref, tier)
+
+    def unpin(self, digest: str) -> Future[None]:
+        """Engine.unpin."""
+        return self._call("unpin", digest)
+
+    def report(self) -> Future[EngineReport]:
+        """Engine.report."""
+        return self._call("report")
+
+    def close(self) -> None:
+        """Let the engine finish its step, fail what is in flight with EngineClosed, and end."""
+        with self._lock:
+            self._closing = True
+        self._outbox.close()
+        self._thread.join()
+
+    def _call(self, method: str, *arguments: Any) -> Future[Any]:
+        return self._send((method, arguments))
+
+    def _send(self, message: object) -> Future[Any]:
+        answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()  # the call is made whether or not anybody waits
+        with self._lock:
+            if self._error is not None:
+                answer.set_exception(self._error)
+            else:
+                self._outbox.send(message)
+                self._unanswered.append(answer)
+        return answer
+
+    def _run(self, calls: Connection, messages: Connection, from_engine: Connection) -> None:
+        status: int | None = None
+        try:
+            # From this thread, which outlives the process: Linux ends it with its parent's thread.
+            process = _start(calls, messages)
+            try:
+                while True:
+                    self._receive(from_engine.recv())
+            except EOFError:
+                status = process.wait()
+        finally:
+            from_engine.close()
+            self._outbox.close()
+            self._end(status)
+
+    def _receive(self, message: Any) -> None:
+        if not isinstance(message, Reply):
+            self._hand_on(self._deliver, from_rows(message))
+            return
+        with self._lock:
+            answer = self._unanswered.popleft()
+        if message.error is not None:
+            answer.set_exception(message.error)
+        else:
+            answer.set_result(message.result)
+
+    def _end(self, status: int | None) -> None:
+        with self._lock:
+            closing = self._closing
+            ending = "was closed" if closing else f"ended with status {status}"
+            error = self._error = EngineClosed(f"the engine {ending}: send the request again")
+            unanswered, self._unanswered = self._unanswered, deque()
+        for answer in unanswered:
+            answer.set_exception(error)
+        if not closing:
+            log.critical("engine_process_ended", extra={"status": status})
+            if self._started.exception() is None:
+                self._hand_on(self._ended, error)
+
+    def _hand_on(self, take: Callable[[Any], None], what: object) -> None:
+        try:
+            take(what)
+        except Exception:
+            log.exception("host_callback_failed")
+
+
+def _start(calls: Connection, messages: Connection) -> "subprocess.Popen[bytes]":
+    """Start the process with its ends of the pipes, which are closed here.
+
+    Not by multiprocessing, which would import this program's main module there.
+    """
+    with calls, messages:
+        return subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "lorikeet_engine.process",
+                str(calls.fileno()),
+                str(messages.fileno()),
+            ],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            pass_fds=(calls.fileno(), messages.fileno()),
+            process_group=0,  # Ctrl-C at a terminal is for the host, which then ends its engine
+            stdin=subprocess.DEVNULL,
+        )

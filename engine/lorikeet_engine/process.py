@@ -1,0 +1,94 @@
+"""The process in which an engine runs, started by EngineHost: python -m lorikeet_engine.process."""
+
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.engine import Engine
+from lorikeet_engine.errors import EngineError
+from lorikeet_engine.loop import EngineLoop
+from lorikeet_engine.request import Request
+from lorikeet_engine.wire import Outbox, Reply, to_rows
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve one host to its end. Arguments: the descriptors of calls in and messages out."""
+    if sys.platform == "linux":  # elsewhere the host's end is seen when no step hangs
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    calls_fd, messages_fd = map(int, sys.argv[1:])
+    for fd in (calls_fd, messages_fd):
+        os.set_inheritable(fd, False)
+    outbox = Outbox(Connection(messages_fd, readable=False))
+    try:
+        _serve(Connection(calls_fd, writable=False), outbox)
+    except EOFError:  # the host has closed us, or is no more
+        outbox.close()
+        os._exit(0)  # adapters may be loading in threads that the interpreter's end would break
+
+
+def _serve(calls: Connection, outbox: Outbox) -> None:
+    built = _reply(_build, calls)
+    if built.error is not None:
+        outbox.send(built)
+        calls.recv()  # until the host closes us
+    engine, step_timeout_s = built.result
+    loop = EngineLoop(engine, lambda outputs: outbox.send(to_rows(outputs)), step_timeout_s)
+    outbox.send(Reply(engine.config))
+    loop.start()
+    try:
+        while True:
+            method, arguments = calls.recv()
+            outbox.send(_reply(_METHODS[method], engine, *arguments))
+    finally:
+        loop.close()
+
+
+def _build(calls: Connection) -> tuple[Engine, float]:
+    build, step_timeout_s = calls.recv()
+    return build(), step_timeout_s
+
+
+def _submit(engine: Engine, request: Request) -> Residency | None:
+    found = engine.residency(request.adapter) if request.adapter else None
+    engine.submit(request)
+    return found
+
+
+_METHODS: Mapping[str, Callable[..., Any]] = {
+    "submit": _submit,
+    "abort": Engine.abort,
+    "pin": Engine.pin,
+    "unpin": Engine.unpin,
+    "report": Engine.report,
+}
+
+
+def _reply(call: Callable[..., Any], *arguments: Any) -> Reply:
+    try:
+        return Reply(call(*arguments))
+    except Exception as error:
+        return Reply(error=_portable(error))
+
+
+def _portable(error: Exception) -> Exception:
+    """The error with the stack that it has here, or one that says the same and can be pickled."""
+    stack = "".join(traceback.format_exception(error))
+    error.add_note(f"In the engine's process:\n{stack}")
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return EngineError(f"in the engine's process:\n{stack}")
+    return error
+
+
+if __name__ == "__main__":
+    main()

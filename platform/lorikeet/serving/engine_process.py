@@ -1,0 +1,25 @@
+"""What runs in an engine's own process: the only part of a replica that loads torch."""
+
+from typing import TYPE_CHECKING
+
+from lorikeet.catalog.store import open_store
+from lorikeet.serving.logs import log_to_stderr
+from lorikeet.serving.source import BlobSource
+from lorikeet.settings import Settings
+
+if TYPE_CHECKING:
+    from lorikeet_engine.engine import Engine
+
+
+def build_engine(settings: Settings, base_model: str) -> "Engine":
+    """The engine of one base model, with adapters from the catalog; sends events to stderr.
+
+    Raises EngineError, LorikeetError.
+    """
+    # Here, because the replica imports this module to name this function to its host.
+    from lorikeet.serving.engine_settings import engine_settings
+    from lorikeet_engine.engine import Engine
+
+    log_to_stderr()
+    source = BlobSource(open_store(settings.catalog))
+    return Engine(engine_settings(settings, base_model), source)

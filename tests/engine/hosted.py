@@ -1,0 +1,72 @@
+"""Engines for processes of their own, some of them broken: named by tests, built over there."""
+
+import ctypes
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lorikeet.serving.logs import log_to_stderr
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.engine import Engine
+from lorikeet_engine.errors import DeviceLost
+from lorikeet_engine.host import EngineHost
+from tests.engine.driving import build, greedy, prompt
+
+
+class Blobs:
+    """An AdapterSource over a BlobShelf's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def fetch(self, ref: AdapterRef, path: Path) -> None:
+        shutil.copyfile(self._folder / ref.digest, path)
+
+
+def sound(checkpoint: Path, folder: Path) -> Engine:
+    """An engine that works, with its cache and its adapters' blobs in `folder`."""
+    log_to_stderr()
+    return build(checkpoint, Blobs(folder / "blobs"), folder / "cache", overlap=False)
+
+
+def hanging(checkpoint: Path, folder: Path) -> Engine:
+    """Its steps hang in C without the interpreter lock."""
+    return _stepping(lambda: time.sleep(600), checkpoint, folder)
+
+
+def seizing(checkpoint: Path, folder: Path) -> Engine:
+    """Its steps hang in C and keep the interpreter lock."""
+    return _stepping(lambda: ctypes.PyDLL(None).sleep(600), checkpoint, folder)
+
+
+def without_device(checkpoint: Path, folder: Path) -> Engine:
+    """Its first step finds that the device is lost."""
+
+    def fail() -> None:
+        raise DeviceLost("cuda:0 failed and stays so: an illegal memory access")
+
+    return _stepping(fail, checkpoint, folder)
+
+
+def _stepping(step: Callable[[], Any], checkpoint: Path, folder: Path) -> Engine:
+    engine = sound(checkpoint, folder)
+    wait = engine.wait
+
+    def wait_for_a_request(timeout_s: float | None = None) -> None:
+        while not engine._submitted:
+            wait(timeout_s)
+
+    engine.wait, engine.step = wait_for_a_request, step  # type: ignore[method-assign]
+    return engine
+
+
+def main() -> None:
+    """A host whose engine hangs in a step; says so and goes on until it is killed."""
+    host = EngineHost(partial(hanging, *map(Path, sys.argv[1:])), print, print)
+    host.submit(greedy("r", prompt(5))).result()
+    print("steps", flush=True)
+    time.sleep(600)

@@ -1,0 +1,235 @@
+"""An engine in a process of its own: it says what an engine in this one says, and dies cleanly."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.errors import EngineClosed, InvalidRequest, ModelError
+from lorikeet_engine.host import EngineHost
+from lorikeet_engine.request import Failed
+from tests.engine import hosted
+from tests.engine.driving import Answers, build, greedy, prompt
+from tests.engine.peft_adapters import BlobShelf, save_adapter
+
+ROOT = Path(__file__).parents[2]
+
+
+class Inbox:
+    """What a host has delivered, and how its engine ended."""
+
+    def __init__(self):
+        self.outputs = []
+        self.ending = None
+        self._changed = threading.Condition()
+
+    def deliver(self, outputs):
+        with self._changed:
+            self.outputs += outputs
+            self._changed.notify_all()
+
+    def end(self, error):
+        with self._changed:
+            assert self.ending is None
+            self.ending = error
+            self._changed.notify_all()
+
+    def until(self, holds, timeout_s=20):
+        with self._changed:
+            assert self._changed.wait_for(holds, timeout_s)
+
+    def tokens(self, request_id):
+        return [t for o in self.outputs if o.request_id == request_id for t in o.token_ids]
+
+    def finished(self, request_id):
+        return any(o.request_id == request_id and o.finish for o in self.outputs)
+
+
+@pytest.fixture
+def inbox():
+    return Inbox()
+
+
+@pytest.fixture
+def host(tiny_checkpoints, tmp_path, inbox):
+    """Start a host of an engine that `hosted` builds."""
+    hosts = []
+
+    def start(build=hosted.sound, **options):
+        ready = partial(build, tiny_checkpoints["llama"], tmp_path)
+        hosts.append(EngineHost(ready, inbox.deliver, inbox.end, **options))
+        return hosts[-1]
+
+    yield start
+    for host in hosts:
+        host.close()
+
+
+@pytest.fixture
+def ref(tiny_checkpoints, tmp_path):
+    folder = save_adapter(tiny_checkpoints["llama"], tmp_path / "a", target_modules=["q_proj"])
+    return BlobShelf(tmp_path / "blobs").add(folder, "a")
+
+
+def children():
+    """The processes that this one has started and that have not ended."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+def events(capfd):
+    """The events in what was written to stderr, and all of it."""
+    written = capfd.readouterr().err
+    return [json.loads(line) for line in written.splitlines() if line[:1] == "{"], written
+
+
+def gone(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def eventually(holds, within_s=5.0):
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_its_tokens_are_those_of_an_engine_in_this_process(
+    host, inbox, ref, tiny_checkpoints, tmp_path
+):
+    requests = [greedy("base", prompt(20)), greedy("adapted", prompt(20), adapter=ref)]
+    apart = host()
+    found = [apart.submit(request).result() for request in requests]
+    assert found == [None, Residency.REMOTE]
+    inbox.until(lambda: all(inbox.finished(r.request_id) for r in requests))
+    assert apart.submit(greedy("again", prompt(5), adapter=ref)).result() is Residency.GPU
+
+    here = build(tiny_checkpoints["llama"], hosted.Blobs(tmp_path / "blobs"), tmp_path / "here")
+    answers = Answers(here)
+    for request in requests:
+        answers.submit(request)
+    answers.all()
+    assert apart.config == here.config
+    for request in requests:
+        assert inbox.tokens(request.request_id) == answers.of(request.request_id)
+    here.close()
+
+
+def test_a_refused_request_raises_as_it_does_here(host):
+    apart = host()
+    with pytest.raises(InvalidRequest, match="a prompt of 600 tokens") as caught:
+        apart.submit(greedy("long", prompt(600))).result()
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_an_aborted_request_frees_its_pages(host, inbox):
+    apart = host()
+    apart.submit(greedy("r", prompt(5), max_tokens=400))
+    inbox.until(lambda: inbox.outputs)
+    assert apart.report().result().kv_pages_used > 0
+    apart.abort("r")
+    eventually(lambda: apart.report().result().kv_pages_used == 0)
+    assert not inbox.finished("r")
+
+
+def test_a_pin_holds_until_it_is_taken_back(host, ref):
+    def pinned():
+        return [adapter.pinned for adapter in apart.report().result().adapters]
+
+    apart = host()
+    apart.pin(ref)
+    eventually(lambda: pinned() == [True])
+    apart.unpin(ref.digest)
+    assert pinned() == [False]
+
+
+def test_what_building_raises_is_raised_here(tmp_path, inbox):
+    with pytest.raises(ModelError) as caught:
+        EngineHost(partial(hosted.sound, tmp_path, tmp_path), inbox.deliver, inbox.end)
+    assert caught.value.field == "config.json"
+    with pytest.raises(TypeError) as unexpected:
+        EngineHost(partial(hosted.sound, None, tmp_path), inbox.deliver, inbox.end)
+    assert "in sound" in unexpected.value.__notes__[0]
+    assert not children()
+
+
+def test_closing_fails_what_is_in_flight_and_ends_the_process(host, inbox):
+    apart = host()
+    (pid,) = children()
+    apart.submit(greedy("r", prompt(5), max_tokens=400))
+    inbox.until(lambda: inbox.outputs)
+    apart.close()
+    assert not apart.alive
+    assert gone(pid)
+    last = inbox.outputs[-1]
+    assert isinstance(last, Failed)
+    assert isinstance(last.error, EngineClosed)
+    assert inbox.ending is None
+    with pytest.raises(EngineClosed, match="send the request again"):
+        apart.submit(greedy("late", prompt(5))).result()
+
+
+def test_a_killed_process_is_noticed_at_once(host, inbox, capfd):
+    apart = host()
+    (pid,) = children()
+    os.kill(pid, signal.SIGSTOP)
+    waiting = apart.submit(greedy("r", prompt(5)))
+    os.kill(pid, signal.SIGKILL)
+    inbox.until(lambda: inbox.ending, timeout_s=1)
+    assert not apart.alive
+    for call in (waiting, apart.report()):
+        with pytest.raises(EngineClosed, match="status -9: send the request again"):
+            call.result(1)
+
+
+@pytest.mark.parametrize("hangs", [hosted.hanging, hosted.seizing], ids=["free", "seized"])
+def test_a_step_that_hangs_ends_the_process_and_shows_where_it_hung(host, inbox, capfd, hangs):
+    apart = host(hangs, step_timeout_s=1.0)
+    apart.submit(greedy("r", prompt(5)))
+    inbox.until(lambda: inbox.ending, timeout_s=5)
+    assert "status 1" in inbox.ending.message
+    logged, written = events(capfd)
+    assert "tests/engine/hosted.py" in written
+    if hangs is hosted.hanging:
+        (hang,) = [event for event in logged if event["event"] == "step_hangs"]
+        assert hang["level"] == "critical"
+        assert hang["seconds"] >= 1.0
+        assert hang["waiting"] == 1
+
+
+def test_a_lost_device_ends_the_process_with_one_critical_line(host, inbox, capfd):
+    host(hosted.without_device).submit(greedy("r", prompt(5)))
+    inbox.until(lambda: inbox.ending, timeout_s=5)
+    assert "status 1" in inbox.ending.message
+    (critical,) = [event for event in events(capfd)[0] if event["level"] == "critical"]
+    assert critical["event"] == "device_lost"
+    assert "illegal memory access" in critical["error"]
+
+
+def test_an_engine_dies_with_its_host_even_in_a_step_that_hangs(tiny_checkpoints, tmp_path):
+    code = "from tests.engine.hosted import main; main()"
+    host = subprocess.Popen(
+        [sys.executable, "-c", code, tiny_checkpoints["llama"], tmp_path],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+    )
+    assert host.stdout.readline() == b"steps\n"
+    tasks = Path(f"/proc/{host.pid}/task").iterdir()
+    (pid,) = [pid for task in tasks for pid in (task / "children").read_text().split()]
+    host.kill()
+    host.wait()
+    eventually(lambda: gone(pid), within_s=2)
+
+
+def test_the_host_loads_no_torch():
+    code = "import sys, lorikeet_engine.host; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
