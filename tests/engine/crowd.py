@@ -1,0 +1,196 @@
+"""A crowd of requests in an engine whose every token is known beforehand, watched at each step.
+
+Nothing runs beside the test: adapters are loaded when it says so and the clock counts steps, so
+what fails once fails again.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from lorikeet_engine.batch import Batch
+from lorikeet_engine.errors import AdapterError, StepFailed
+from lorikeet_engine.request import Failed, Request, SamplingParams, Tokens
+from lorikeet_engine.residency import loading, tiers
+from lorikeet_engine.sequence import Sequence
+from tests.engine.blobs import Shelf
+from tests.engine.hash_model import PAGE, SHAPE, build, predict
+
+GOOD, OTHER, BROKEN = ADAPTERS = ("good", "other", "broken")
+ADAPTER_BYTES = 128
+STEPS = 2000  # in which every crowd ends, with much to spare
+
+
+class WorkByHand:
+    """In place of the threads that load adapters: the work waits until the test does it."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], None]] = []
+
+    def submit(self, work: Callable[[], None], *, urgent: bool) -> None:
+        self.work.append(work)
+
+    def close(self) -> None:
+        self.work.clear()
+
+
+class Crowd:
+    """Requests, what they must say, and an engine with too little room for them.
+
+    live: the choices in flight, by request id. sound: False once something was wrong. fault:
+    "before" or "after" makes the next batch fail there.
+    """
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.shelf = Shelf(folder / "blobs")
+        self.refs = {name: self.shelf.make(name, {(0, 0): 2}, shape=SHAPE) for name in ADAPTERS}
+        self.shelf.errors[BROKEN] = OSError("the connection was reset")
+        self.loads, self._now_s = WorkByHand(), 0.0
+        clock = SimpleNamespace(monotonic=lambda: self._now_s)
+        with (
+            mock.patch.object(loading, "Workers", return_value=self.loads),
+            mock.patch.object(tiers, "time", clock),
+        ):
+            self.engine, self.model = build(folder, self.shelf, **settings)
+        self.model.before = self._look
+        self.model.after = lambda: self._break("after")
+        self.expected: dict[tuple[str, int], Any] = {}
+        self.said: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.live: dict[str, set[int]] = defaultdict(set)
+        self.sound = True
+        self.fault: str | None = None
+        self._hopeless: set[str] = set()  # requests whose adapter cannot be loaded
+        self._batch: set[str] = set()  # requests of the last batch
+        self._failing: set[str] = set()  # requests of the step that failed just now
+
+    def submit(
+        self,
+        *prompts: tuple[int, ...],
+        sampling: SamplingParams,
+        n: int = 1,
+        adapter: str | None = None,
+        salt: str = "",
+    ) -> str:
+        """Prompts are cut to what the context takes. Returns the request's id."""
+        context = self.engine.config.max_context
+        prompts = tuple(prompt[: context - 1] for prompt in prompts)
+        name, ref = f"r{len(self.expected)}", self.refs[adapter] if adapter else None
+        self.engine.submit(Request(name, prompts, sampling, n, ref, salt))
+        mark = float(self.shelf._tensors[ref.digest][0, 0][0][0, 0]) if ref else 0.0
+        for choice in range(n * len(prompts)):
+            seed = (sampling.seed or 0) + choice
+            wanted = predict(prompts[choice // n], sampling, seed, context, mark)
+            self.expected[name, choice] = wanted
+            self.live[name].add(choice)
+        if adapter == BROKEN:
+            self._hopeless.add(name)
+        return name
+
+    def abort(self, name: str, choice: int | None = None) -> None:
+        self.engine.abort(name, choice)
+        for ended in [c for c in self.live.get(name, ()) if choice in (None, c)]:
+            self._end(name, ended)
+
+    def load(self, which: int = 0) -> None:
+        """Do one piece of the loading that waits, if any does."""
+        if self.loads.work:
+            self.loads.work.pop(which % len(self.loads.work))()
+
+    def step(self) -> None:
+        """Compare what the engine says, and look into what it holds."""
+        self.sound, self._failing = False, set()
+        errors = {}
+        for output in self.engine.step():
+            if isinstance(output, Tokens):
+                self._hear(output)
+                continue
+            assert isinstance(output, Failed)
+            assert output.request_id in self.live, "an error after the end"
+            errors[output.request_id] = output.error
+            del self.live[output.request_id]
+        failed = {name for name, error in errors.items() if isinstance(error, StepFailed)}
+        assert failed == self._failing
+        for name in errors.keys() - failed:
+            assert isinstance(errors[name], AdapterError)
+            assert name in self._hopeless
+        self._account()
+        self._now_s += 0.1
+        self.sound = True
+
+    def drain(self) -> None:
+        """Everything ends, and nothing is held."""
+        for _ in range(STEPS):
+            self.load()
+            self.step()
+            if not self.live:
+                break
+        assert not self.live, "these never end"
+        self.step()  # an abort is heard at the step that follows
+        report = self.engine.report()
+        assert (report.running, report.waiting, report.kv_pages_used) == (0, 0, 0)
+        assert all(adapter.leases == 0 for adapter in report.adapters)
+        assert not self.engine._open
+        cache = self.engine._cache
+        assert sorted(cache.take(cache.pages)) == list(range(cache.pages))
+
+    def _hear(self, output: Tokens) -> None:
+        name, choice = output.request_id, output.choice
+        assert choice in self.live.get(name, ()), "tokens after the end"
+        assert name not in self._hopeless
+        said, (tokens, finish) = self.said[name, choice], self.expected[name, choice]
+        said.extend(output.token_ids)
+        assert said == tokens[: len(said)]
+        if output.finish is not None:
+            assert (said, output.finish) == (tokens, finish)
+            self._end(name, choice)
+
+    def _end(self, name: str, choice: int) -> None:
+        self.live[name].remove(choice)
+        if not self.live[name]:
+            del self.live[name]
+
+    def _look(self, batch: Batch) -> None:
+        """A batch is about to be computed."""
+        cache, running = self.engine._cache, self.engine._scheduler.running
+        slots = batch.kv_slots.tolist()
+        assert len(set(slots)) == len(slots), "two tokens in one place"
+        written = {slot // PAGE for slot in slots}
+        for page in written:
+            assert cache._references[page] == 1, "a page is written to that is shared or nobody's"
+            assert cache._keys[page] is None, "a page is written to that others can find"
+        self._batch = {s.request.request_id for s in running if written & set(s.pages)}
+        self._break("before")
+
+    def _break(self, when: str) -> None:
+        if self.fault == when:
+            self.fault, self._failing = None, self._batch
+            raise RuntimeError(f"out of memory {when} the batch was computed")
+
+    def _account(self) -> None:
+        """Every page is held by those who refer to it, and shared only for what it says."""
+        cache, scheduler = self.engine._cache, self.engine._scheduler
+        holders = defaultdict(list)
+        for sequence in scheduler.running:
+            for index, page in enumerate(sequence.pages):
+                holders[page].append((sequence, (index + 1) * PAGE))
+        references = {page: count for page, count in enumerate(cache._references) if count}
+        assert {page: len(held) for page, held in holders.items()} == references
+        assert cache.used == len(holders)
+        for shared in (held for held in holders.values() if len(held) > 1):
+            assert len({_content(sequence, end) for sequence, end in shared}) == 1
+        assert not any(sequence.pages for sequence in scheduler.waiting)
+        everybody = (*scheduler.running, *scheduler.waiting)
+        leases = Counter(s.adapter.digest for s in everybody if s.adapter and s.lease)
+        assert leases == {a.ref.digest: a.leases for a in self.engine.report().adapters if a.leases}
+        assert all(s.lease for s in scheduler.running if s.adapter)
+
+
+def _content(sequence: Sequence, end: int) -> tuple[object, ...]:
+    """All that the keys and values of a page depend on."""
+    tokens = tuple(sequence.tokens[:end])
+    assert len(tokens) == end, "a page is shared that is not full"
+    assert min(tokens) >= 0, "a page is shared whose tokens are not known"
+    return sequence.request.salt, sequence.request.adapter, tokens

@@ -1,0 +1,130 @@
+"""A model whose every token can be predicted: a hash of all it reads back from its KV pages.
+
+It takes the place of Model under the real engine. Whatever goes wrong on the way, a page given to
+another, a token lost or taken twice, an adapter in the wrong slot, comes out as a wrong token.
+"""
+
+import zlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.benchmarks.random_model import write_config
+from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.batch import Batch
+from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.kernels.lora import LoraWeights
+from lorikeet_engine.models import ModelConfig
+from lorikeet_engine.request import FinishReason, SamplingParams
+from lorikeet_engine.residency.disk import AdapterSource
+from lorikeet_engine.sampling import Sampler, SamplingRow
+
+PAGE = 4
+VOCAB = 64
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 4096,
+    "eos_token_id": 2,
+}
+SHAPE = BaseShape.from_config(CONFIG)
+
+
+class HashModel:
+    """Keeps (token, position, mark) as a token's key; the mark is a number of its adapter's.
+
+    before: called with every batch that is about to be computed; after: once it is. Both may raise.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.tokens = 0  # computed so far
+        self.before: Callable[[Batch], None] = lambda batch: None
+        self.after: Callable[[], None] = lambda: None
+
+    def forward(
+        self, batch: Batch, kv: torch.Tensor, lora: LoraWeights, attention: object
+    ) -> torch.Tensor:
+        self.before(batch)
+        self.tokens += len(batch.token_ids)
+        keys = kv[0, 0].flatten(0, 1).squeeze(1)  # [slots, head_dim]
+        keys[batch.kv_slots, 0] = batch.token_ids.float()
+        keys[batch.kv_slots, 1] = batch.positions.float()
+        keys[batch.kv_slots, 2] = _marks(batch, lora)
+        hidden = torch.full((len(batch.token_ids), 1), torch.nan)
+        for end, length, pages in zip(
+            batch.query_starts[1:], batch.kv_lengths, batch.page_tables.long(), strict=True
+        ):
+            at = pages.repeat_interleave(PAGE) * PAGE + torch.arange(PAGE).repeat(len(pages))
+            hidden[end - 1] = _hash(keys[at[:length], :3].numpy())
+        self.after()
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _logits(hidden)
+
+
+def build(
+    folder: Path, source: AdapterSource, *, kv_pages: int, **settings: Any
+) -> tuple[Engine, HashModel]:
+    """An engine over a HashModel of its own."""
+    if not (folder / "model").exists():
+        write_config(folder / "model", CONFIG)
+    config = ModelConfig.from_folder(folder / "model")
+    model = HashModel(config)
+    sizes = {"adapter_gpu_bytes": 1 << 20, "adapter_host_bytes": 1 << 20, **settings}
+    sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * 2 * 4 * PAGE * config.head_dim}
+    settings = EngineSettings(model=folder / "model", cache_dir=folder / "cache", **sizes)
+    return Engine(settings, source, lambda *_: model), model
+
+
+@cache
+def predict(
+    prompt: tuple[int, ...], sampling: SamplingParams, seed: int, context: int, mark: float = 0.0
+) -> tuple[list[int], FinishReason]:
+    """What a choice must say, and how it must end.
+
+    seed: the choice's own. context: the engine's. mark: its adapter's, 0 without one.
+    """
+    eos = () if sampling.ignore_eos else (CONFIG["eos_token_id"],)
+    stops, said = (*sampling.stop_token_ids, *eos), list[int]()
+    while len(said) < min(sampling.max_tokens, context - len(prompt)):
+        tokens = np.array([*prompt, *said], np.float32)
+        read = np.stack([tokens, np.arange(len(tokens)), np.full(len(tokens), mark)], 1)
+        banned = stops if len(said) < sampling.min_tokens else ()
+        row = SamplingRow(sampling, seed, len(said), banned)
+        token = int(Sampler().sample(_logits(torch.tensor([[_hash(read)]])), [row])[0])
+        if token in stops:
+            return said, FinishReason.STOP
+        said.append(token)
+    return said, FinishReason.LENGTH
+
+
+def _logits(hashes: torch.Tensor) -> torch.Tensor:
+    """Of hashes [rows, 1]: each is the likeliest token, then come those after it, and so around."""
+    return -0.5 * torch.remainder(torch.arange(VOCAB) - hashes, VOCAB)
+
+
+def _hash(read: npt.NDArray[np.generic]) -> float:
+    return float(zlib.crc32(np.ascontiguousarray(read, np.float32).tobytes()) % VOCAB)
+
+
+def _marks(batch: Batch, lora: LoraWeights) -> torch.Tensor:
+    """For each token the first number of its adapter's first matrix, read from the arena."""
+    marks = torch.zeros(len(batch.token_ids))
+    if batch.segments is not None:
+        s = batch.segments
+        for slot, start, length in zip(s.slots, s.starts, s.lengths, strict=True):
+            marks[start : start + length] = lora.arena[lora.table[slot, 0, 0, 0]]
+    return marks

@@ -1,0 +1,129 @@
+"""Random traffic through a whole engine: every token as predicted, every page accounted for.
+
+The model (hash_model) reads all it knows back from the KV pages, there are too few of those, and
+requests come, share, fail and are aborted at any moment (crowd says what must hold).
+"""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from lorikeet_engine.request import SamplingParams
+from tests.engine.crowd import ADAPTER_BYTES, BROKEN, GOOD, OTHER, Crowd
+from tests.engine.hash_model import PAGE
+
+MOST = 12  # choices in flight, above which nothing more is submitted
+TAILS = ((7,), (8,), (7, 8), (7, 7, 7, 8, 8))
+PROMPTS = [(7,) * head + tail for head in (0, PAGE, 2 * PAGE + 1, 4 * PAGE) for tail in TAILS]
+SAMPLINGS = [
+    SamplingParams(most, min(most, least), heat, seed=3, stop_token_ids=stops)
+    for most in (25, 24, 12, 2)
+    for least, stops in ((0, ()), (0, tuple(range(4))), (5, tuple(range(20))))
+    for heat in (0.0, 1.0)
+]
+calls = st.tuples(
+    st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=2),
+    st.fixed_dictionaries(
+        {
+            "sampling": st.sampled_from(SAMPLINGS),
+            "n": st.sampled_from((1, 1, 3)),
+            "adapter": st.sampled_from((None, GOOD, None, OTHER, GOOD, BROKEN)),
+            "salt": st.sampled_from(("", "globex")),
+        }
+    ),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """torch's others would only spin: the tensors have some bytes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Traffic(RuleBasedStateMachine):
+    overlap = False
+
+    @initialize(
+        running=st.sampled_from((4, 5, 3, 2, 1)),
+        spare=st.sampled_from((0, 3, 7, 20)),
+        kv_pages=st.sampled_from((8, 10, 6, 4, 14)),
+        places=st.sampled_from((1, 2, 3)),
+    )
+    def begin(self, running, spare, kv_pages, places):
+        self.folder = Path(tempfile.mkdtemp())
+        self.crowd = Crowd(
+            self.folder,
+            kv_pages=kv_pages,
+            max_running=running,
+            max_batch_tokens=running + spare,
+            max_batch_adapters=2,
+            adapter_gpu_bytes=places * ADAPTER_BYTES,
+            overlap=self.overlap,
+        )
+
+    @rule(calls=st.lists(calls, min_size=1, max_size=4))
+    def submit(self, calls):
+        for prompts, call in calls:
+            if sum(map(len, self.crowd.live.values())) < MOST:
+                self.crowd.submit(*prompts, **call)
+
+    @rule(times=st.sampled_from((1, 1, 2, 6)))
+    def step(self, times):
+        for _ in range(times):
+            self.crowd.step()
+
+    @rule(which=st.integers(0, 9), choice=st.sampled_from((None, None, 0, 1, 2, 5)))
+    def abort(self, which, choice):
+        if names := sorted(self.crowd.live):
+            self.crowd.abort(names[which % len(names)], choice)
+
+    @rule(which=st.integers(0, 9))
+    def load(self, which):
+        self.crowd.load(which)
+
+    @rule(when=st.sampled_from((None, None, None, "before", "after")))
+    def fail_the_next_batch(self, when):
+        self.crowd.fault = when
+
+    def teardown(self):
+        if not hasattr(self, "crowd"):
+            return
+        try:
+            if self.crowd.sound:  # else the error says more than what follows from it
+                self.crowd.drain()
+        finally:
+            self.crowd.engine.close()
+            shutil.rmtree(self.folder)
+
+
+class OverlappedTraffic(Traffic):
+    overlap = True
+
+
+class TestTraffic(Traffic.TestCase):
+    settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+
+
+class TestOverlappedTraffic(OverlappedTraffic.TestCase):
+    settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+class TestMuchTraffic(Traffic.TestCase):
+    settings = settings(max_examples=3000, stateful_step_count=80, deadline=None)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+class TestMuchOverlappedTraffic(OverlappedTraffic.TestCase):
+    settings = settings(max_examples=6000, stateful_step_count=80, deadline=None)
