@@ -45,7 +45,7 @@ def every_kind_of_step(runner: Runner, settings: EngineSettings) -> None:
         for tokens in _TOKENS_OF_ADAPTER:
             lengths = [min(tokens, longest)] * adapters + [2]  # a prompt: this is no decode
             if sum(lengths) <= settings.max_batch_tokens:
-                for rank in _ranks(settings.max_rank):
+                for rank in (1, *_doubling(16, settings.max_rank)):
                     _run(runner, settings, lengths, adapters, rank)
 
 
@@ -91,13 +91,6 @@ def _chunk(length: int, page_size: int, slot: _EmptySlot | None) -> Chunk:
     sequence.pages = array("i", [0] * -(-length // page_size))
     sequence.lease = slot
     return Chunk.of(sequence, length)
-
-
-def _ranks(most: int) -> list[int]:
-    """1, `most`, and between them the powers of two from 16 on, each with the rank below it."""
-    blocks = [16 << i for i in range(most.bit_length())]
-    around = [rank for block in blocks for rank in (block - 1, block)]
-    return sorted({1, most, *(rank for rank in around if rank < most)})
 
 
 def _doubling(first: int, most: int) -> Iterator[int]:
