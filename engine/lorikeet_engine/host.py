@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STEP_TIMEOUT_S = 120.0
-
 
 class EngineHost:
     """Runs an engine in a process of its own, so that its steps share no interpreter with others.
@@ -38,7 +36,7 @@ class EngineHost:
         build: Callable[[], "Engine"],
         deliver: Callable[[list[Output]], None],
         ended: Callable[[EngineClosed], None],
-        step_timeout_s: float = STEP_TIMEOUT_S,
+        step_timeout_s: float = 120.0,
     ) -> None:
         """Start the process and wait until its engine is built. Raises what `build` raises.
 
@@ -56,7 +54,7 @@ class EngineHost:
         calls, to_engine = Pipe(duplex=False)
         from_engine, messages = Pipe(duplex=False)
         self._outbox = Outbox(to_engine)
-        self._started: Future[EngineConfig] = self._send((build, step_timeout_s))
+        self._started: Future[EngineConfig] = self._call(build, step_timeout_s)
         self._thread = threading.Thread(
             target=self._run, args=(calls, messages, from_engine), name="lorikeet-host", daemon=True
         )
@@ -99,17 +97,14 @@ class EngineHost:
         self._outbox.close()
         self._thread.join()
 
-    def _call(self, method: str, *arguments: Any) -> Future[Any]:
-        return self._send((method, arguments))
-
-    def _send(self, message: object) -> Future[Any]:
+    def _call(self, *call: Any) -> Future[Any]:
         answer: Future[Any] = Future()
         answer.set_running_or_notify_cancel()  # the call is made whether or not anybody waits
         with self._lock:
             if self._error is not None:
                 answer.set_exception(self._error)
             else:
-                self._outbox.send(message)
+                self._outbox.send(call)
                 self._unanswered.append(answer)
         return answer
 
@@ -130,7 +125,7 @@ class EngineHost:
 
     def _receive(self, message: Any) -> None:
         if not isinstance(message, Reply):
-            self._hand_on(self._deliver, from_rows(message))
+            _hand_on(self._deliver, from_rows(message))
             return
         with self._lock:
             answer = self._unanswered.popleft()
@@ -150,13 +145,14 @@ class EngineHost:
         if not closing:
             log.critical("engine_process_ended", extra={"status": status})
             if self._started.exception() is None:
-                self._hand_on(self._ended, error)
+                _hand_on(self._ended, error)
 
-    def _hand_on(self, take: Callable[[Any], None], what: object) -> None:
-        try:
-            take(what)
-        except Exception:
-            log.exception("host_callback_failed")
+
+def _hand_on(take: Callable[[Any], None], what: object) -> None:
+    try:
+        take(what)
+    except Exception:
+        log.exception("host_callback_failed")
 
 
 def _start(calls: Connection, messages: Connection) -> "subprocess.Popen[bytes]":

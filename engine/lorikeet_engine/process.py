@@ -46,7 +46,7 @@ def _serve(calls: Connection, outbox: Outbox) -> None:
     loop.start()
     try:
         while True:
-            method, arguments = calls.recv()
+            method, *arguments = calls.recv()
             outbox.send(_reply(_METHODS[method], engine, *arguments))
     finally:
         loop.close()

@@ -52,6 +52,17 @@ def without_device(checkpoint: Path, folder: Path) -> Engine:
     return _stepping(fail, checkpoint, folder)
 
 
+def beyond_repair(checkpoint: Path, folder: Path) -> Engine:
+    """Its first step breaks its accounts, and it cannot begin anew either."""
+
+    def fail(_error: Exception | None = None) -> Any:
+        raise AssertionError("the accounts do not add up")
+
+    engine = _stepping(fail, checkpoint, folder)
+    engine.fail_all = fail  # type: ignore[method-assign]
+    return engine
+
+
 def _stepping(step: Callable[[], Any], checkpoint: Path, folder: Path) -> Engine:
     engine = sound(checkpoint, folder)
     wait = engine.wait

@@ -17,7 +17,8 @@ from lorikeet_engine.errors import EngineClosed, InvalidRequest, ModelError
 from lorikeet_engine.host import EngineHost
 from lorikeet_engine.request import Failed
 from tests.engine import hosted
-from tests.engine.driving import Answers, build, greedy, prompt
+from tests.engine.driving import Answers, greedy, prompt
+from tests.engine.driving import build as build_here
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +114,9 @@ def test_its_tokens_are_those_of_an_engine_in_this_process(
     inbox.until(lambda: all(inbox.finished(r.request_id) for r in requests))
     assert apart.submit(greedy("again", prompt(5), adapter=ref)).result() is Residency.GPU
 
-    here = build(tiny_checkpoints["llama"], hosted.Blobs(tmp_path / "blobs"), tmp_path / "here")
+    here = build_here(
+        tiny_checkpoints["llama"], hosted.Blobs(tmp_path / "blobs"), tmp_path / "here"
+    )
     answers = Answers(here)
     for request in requests:
         answers.submit(request)
@@ -206,13 +209,23 @@ def test_a_step_that_hangs_ends_the_process_and_shows_where_it_hung(host, inbox,
         assert hang["waiting"] == 1
 
 
-def test_a_lost_device_ends_the_process_with_one_critical_line(host, inbox, capfd):
-    host(hosted.without_device).submit(greedy("r", prompt(5)))
+@pytest.mark.parametrize(
+    ("build", "event", "why"),
+    [
+        (hosted.without_device, "device_lost", "illegal memory access"),
+        (hosted.beyond_repair, "engine_lost", "do not add up"),
+    ],
+    ids=["device", "engine"],
+)
+def test_what_cannot_go_on_ends_the_process_with_one_critical_line(
+    host, inbox, capfd, build, event, why
+):
+    host(build).submit(greedy("r", prompt(5)))
     inbox.until(lambda: inbox.ending, timeout_s=5)
     assert "status 1" in inbox.ending.message
     (critical,) = [event for event in events(capfd)[0] if event["level"] == "critical"]
-    assert critical["event"] == "device_lost"
-    assert "illegal memory access" in critical["error"]
+    assert critical["event"] == event
+    assert why in critical["error"]
 
 
 def test_an_engine_dies_with_its_host_even_in_a_step_that_hangs(tiny_checkpoints, tmp_path):
