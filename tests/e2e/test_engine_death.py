@@ -1,0 +1,45 @@
+"""What clients see when an engine's process dies."""
+
+import os
+import signal
+from pathlib import Path
+
+import httpx
+
+from demo.tasks import TASKS
+from tests.e2e.conftest import REPLICAS, Service, eventually
+
+TASK = TASKS[0]
+
+
+def engine_processes(service: Service) -> list[int]:
+    """The ids of the processes in which this service's engines run."""
+    found = []
+    ours = f"LORIKEET_CATALOG={service.catalog}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            runs_engine = b"lorikeet_engine.process" in (process / "cmdline").read_bytes()
+            if runs_engine and ours in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+        except OSError:  # it has just ended
+            continue
+    return found
+
+
+def test_a_stream_ends_with_an_error_and_the_next_request_is_answered(service):
+    body = {"model": TASK.model, "prompt": "a", "max_tokens": 900, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {service.tenant_keys[TASK.tenant]}"}
+    url = f"{service.url}/v1/completions"
+    assert len(engine_processes(service)) == REPLICAS
+    with (
+        httpx.Client(timeout=60, headers=headers) as client,
+        client.stream("POST", url, json={**body, "stream": True}) as streamed,
+    ):
+        events = (line for line in streamed.iter_lines() if line)
+        next(events)
+        for pid in engine_processes(service):
+            os.kill(pid, signal.SIGKILL)
+        assert "send the request again" in [*events][-1]
+        answer = client.post(url, json={**body, "max_tokens": 2})
+    assert answer.status_code == 200
+    assert eventually(lambda: len(service.replicas()) == REPLICAS, within_s=60)
