@@ -1,6 +1,7 @@
 """The process in which an engine runs, started by EngineHost: python -m lorikeet_engine.process."""
 
 import ctypes
+import gc
 import os
 import pickle
 import signal
@@ -41,6 +42,8 @@ def _serve(calls: Connection, outbox: Outbox) -> None:
         outbox.send(built)
         calls.recv()  # until the host closes us
     engine, step_timeout_s = built.result
+    gc.collect()
+    gc.freeze()  # what exists now stays: no collection walks through it in the middle of a step
     loop = EngineLoop(engine, lambda outputs: outbox.send(to_rows(outputs)), step_timeout_s)
     outbox.send(Reply(engine.config))
     loop.start()
