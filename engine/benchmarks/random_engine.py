@@ -1,6 +1,5 @@
 """An engine of random weights whose adapters are all on its host: what the benchmarks run."""
 
-import gc
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -54,8 +53,6 @@ def random_engine(
     )
     engine = Engine(settings, _Nowhere(), load)
     stock_host(engine._tiers, layout, adapters)
-    gc.collect()
-    gc.freeze()  # as an engine's own process does
     return engine
 
 
