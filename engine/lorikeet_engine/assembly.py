@@ -98,11 +98,11 @@ def build_tiers(
 def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
     """Rows for the adapters that an arena of so many elements can hold.
 
-    Hardly any adapter is smaller than one of rank 1 on q_proj and v_proj, and the row is small
+    Hardly any adapter is smaller than one of rank 4 on q_proj and v_proj, and the row is small
     beside that. at_least: the adapters of a step, which have rows in any arena.
     """
     q, v = (shape.dims(LINEARS.index(name)) for name in ("q_proj", "v_proj"))
-    return max(at_least, elements // (shape.layers * sum((*q, *v))))
+    return max(at_least, elements // (4 * shape.layers * sum((*q, *v))))
 
 
 def count_pages(config: ModelConfig, settings: EngineSettings, start: StartUp) -> int:

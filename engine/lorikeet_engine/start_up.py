@@ -45,8 +45,9 @@ class StartUp:
     @property
     def facts(self) -> dict[str, float]:
         """All that was measured, for the log."""
-        sizes = {f"{name.replace(' ', '_')}_bytes": size for name, size in self.bytes.items()}
-        times = {f"{name.replace(' ', '_')}_s": round(s, 3) for name, s in self.seconds.items()}
+        names = {stage: stage.lower().replace(" ", "_") for stage in self.bytes}
+        sizes = {f"{names[stage]}_bytes": size for stage, size in self.bytes.items()}
+        times = {f"{names[stage]}_s": round(s, 3) for stage, s in self.seconds.items()}
         return {**sizes, **times, "free_bytes": self.free}
 
     def __str__(self) -> str:

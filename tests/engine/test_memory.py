@@ -158,7 +158,7 @@ class TestOnGpu:
         kv_bytes = parts.kv_pages * PAGE_BYTES // 2
         beside = facts["weights_bytes"] + facts["slot_pool_bytes"] + facts["steps_and_graphs_bytes"]
         assert abs(kv_bytes - (before - beside) / 2) < 64 << 20
-        assert abs(facts["slot_pool_bytes"] - before / 10) < 64 << 20
+        assert before / 10 - (64 << 20) < facts["slot_pool_bytes"] < before / 9
         assert abs(facts["free_bytes"] - kv_bytes) < 256 << 20
 
     def test_what_does_not_fit_beside_other_processes_is_refused(self, build, settings):
