@@ -91,10 +91,11 @@ class Shelf:
                 if (layer, linear) not in deltas:
                     assert rank == 0
                     continue
-                for at, want in zip((a_at, b_at), deltas[layer, linear], strict=True):
+                a, b = deltas[layer, linear]
+                for at, want in ((a_at, a), (b_at, b.T)):
                     got = weights.arena[at : at + want.numel()].view(want.shape)
                     assert torch.equal(got, want.to(got.dtype)), f"{ref} in slot {slot}"
-                assert rank == deltas[layer, linear][0].shape[0]
+                assert rank == a.shape[0]
 
 
 def module_name(layer: int, linear: int) -> str:

@@ -25,7 +25,7 @@ def weights_of(ranks: list[dict[int, int]], group: LoraGroup, dtype: torch.dtype
                 rank = by_linear.get(linear, 0)
                 if not rank:
                     continue
-                a, b = torch.randn(rank, group.d_in), torch.randn(group.d_outs[s], rank)
+                a, b = torch.randn(rank, group.d_in), torch.randn(rank, group.d_outs[s])
                 table[slot, layer, linear] = torch.tensor([end, end + a.numel(), rank])
                 pieces += [a.flatten(), b.flatten()]
                 end += a.numel() + b.numel()
@@ -49,9 +49,9 @@ def dense(
                 a_at, b_at, rank = weights.table[slot, layer, linear].tolist()
                 d_out = group.d_outs[s]
                 a = weights.arena[a_at : a_at + rank * group.d_in].float().view(rank, group.d_in)
-                b = weights.arena[b_at : b_at + rank * d_out].float().view(d_out, rank)
+                b = weights.arena[b_at : b_at + rank * d_out].float().view(rank, d_out)
                 if rank:
-                    delta[token, column : column + d_out] = b @ (a @ x[token].float())
+                    delta[token, column : column + d_out] = (a @ x[token].float()) @ b
                 column += d_out
     return delta
 

@@ -16,29 +16,33 @@ import pytest
 import torch
 
 from lorikeet_engine.errors import ShapeError
-from lorikeet_engine.kernels.lora import reference
+from lorikeet_engine.kernels.lora import LoraGroup, LoraStep, LoraWeights, Segments, linear
+from lorikeet_engine.kernels.lora import tiles as tiles_module
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.shrink import shrink
-from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
+from lorikeet_engine.kernels.lora.tiles import Tiles, list_tiles
+from lorikeet_engine.kernels.lora.tuning import FEW_TOKENS, PREFILL_TOKENS, Cut, Regime, cut_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 on_gpu = [pytest.mark.gpu, needs_cuda]
 DEVICES = (
-    [("cpu", torch.float32), ("cpu", torch.float16), ("cpu", torch.bfloat16)]
+    [("cpu", torch.float32), ("cpu", torch.bfloat16)]
     if INTERPRETED
     else [
         pytest.param(("cuda", torch.bfloat16), marks=on_gpu),
         pytest.param(("cuda", torch.float32), marks=on_gpu),
     ]
 )
+Kind = tuple[str, torch.dtype]
+kinds = pytest.mark.parametrize("kind", DEVICES)
 LAYERS, LINEARS, LAYER = 3, 7, 1
 QKV = LoraGroup((0, 1, 2), d_in=96, d_outs=(80, 16, 24))
 WIDE = LoraGroup((4, 5), d_in=200, d_outs=(130, 67))
 DOWN = LoraGroup((6,), d_in=130, d_outs=(72,))
 LONG = LoraGroup((6,), d_in=2500, d_outs=(24,))
 MIXED_RANKS = [4, 64, 12, 1, 16]
-MIXED_RUNS = [(3, 2, 1), (0, 3, 40), (4, 50, 17), (1, 67, 1), (2, 70, 63)]
+MIXED_RUNS = [(3, 2), (0, 40), (4, 17), (1, 1), (2, 63)]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
@@ -64,214 +68,259 @@ class Step:
     x: torch.Tensor
     a: dict[tuple[int, int], torch.Tensor]
     b: dict[tuple[int, int], torch.Tensor]
-    runs: list[tuple[int, int, int]]
+    owners: list[int]
+
+    def tiles(self) -> Tiles:
+        return list_tiles(self.segments, len(self.x))
 
     def shrunk(self) -> torch.Tensor:
-        """The equation, in float32."""
-        v = torch.zeros(len(self.x), len(self.group.linears), self.segments.max_rank)
-        for slot, start, length in self.runs:
-            rows = self.x[start : start + length].float().cpu()
-            for index, linear in enumerate(self.group.linears):
-                a = self.a[slot, linear]
-                v[start : start + length, index, : len(a)] = torch.einsum("th,rh->tr", rows, a)
+        """The equation, in float32: NaN where nothing is computed."""
+        v = torch.full((len(self.x), len(self.group.linears), self.segments.max_rank), torch.nan)
+        for token, slot in enumerate(self.owners):
+            for index, member in enumerate(self.group.linears):
+                a = self.a[slot, member]
+                v[token, index, : len(a)] = a @ self.x[token].float().cpu()
         return v
 
-    def expanded(self, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """The equation, in float32; y and v are left as they are."""
-        y = y.float().cpu().clone()
-        for slot, start, length in self.runs:
-            rows, column = slice(start, start + length), 0
-            for index, linear in enumerate(self.group.linears):
-                b = self.b[slot, linear]
-                delta = torch.einsum("tr,or->to", v[rows, index, : b.shape[1]], b)
-                y[rows, column : column + len(b)] += delta
-                column += self.group.d_outs[index]
-        return y
+    def delta(self) -> torch.Tensor:
+        """The equation, in float32: NaN for tokens without an adapter."""
+        v, delta = self.shrunk(), torch.full((len(self.x), sum(self.group.d_outs)), torch.nan)
+        for token, slot in enumerate(self.owners):
+            parts = [
+                v[token, index, : len(self.b[slot, member])] @ self.b[slot, member]
+                for index, member in enumerate(self.group.linears)
+            ]
+            delta[token] = torch.cat(parts)
+        return delta
 
 
 def make_step(
-    device: str,
-    dtype: torch.dtype,
+    kind: Kind,
     group: LoraGroup,
     ranks: list[int],
-    runs: list[tuple[int, int, int]],
-    tokens: int,
+    runs: list[tuple[int, int]],
+    *,
+    base_tokens: int = 0,
     max_rank: int | None = None,
     padding: int = 0,
 ) -> Step:
-    """runs: (slot, start, length). ranks: of each slot; rank 0 touches nothing."""
-    torch.manual_seed(tokens + sum(ranks))
+    """ranks: of each slot; 0 touches nothing. runs: (slot, length), one after the other.
+
+    padding: segments of length 0 behind them. base_tokens: tokens without an adapter at the end.
+    """
+    device, dtype = kind
+    torch.manual_seed(sum(length for _, length in runs) + sum(ranks))
     table = torch.zeros(len(ranks), LAYERS, LINEARS, 3, dtype=torch.int64)
     pieces, a, b, used = [], {}, {}, 0
     for slot, rank in enumerate(ranks):
-        for linear, d_out in zip(group.linears, group.d_outs, strict=True):
-            gap = torch.full((5 + slot,), torch.nan)
-            a[slot, linear] = (torch.randn(rank, group.d_in) / group.d_in**0.5).to(dtype).float()
-            b[slot, linear] = torch.randn(d_out, rank).to(dtype).float()
-            at_a = used + len(gap)
-            at_b = at_a + rank * group.d_in + len(gap)
-            table[slot, LAYER, linear] = torch.tensor([at_a, at_b, rank])
-            pieces += [gap, a[slot, linear].flatten(), gap, b[slot, linear].flatten()]
-            used = at_b + d_out * rank
+        for linear_index, d_out in zip(group.linears, group.d_outs, strict=True):
+            key, places = (slot, linear_index), []
+            a[key] = (torch.randn(rank, group.d_in) / group.d_in**0.5).to(dtype).float()
+            b[key] = torch.randn(rank, d_out).to(dtype).float()
+            for matrix in (a[key], b[key]):
+                gap = torch.full((16 + -used % 16,), torch.nan)
+                places.append(used + len(gap))
+                pieces += [gap, matrix.flatten()]
+                used = places[-1] + matrix.numel()
+            table[slot, LAYER, linear_index] = torch.tensor([*places, rank])
     arena = torch.cat([*pieces, torch.full((7,), torch.nan)]).to(dtype)
-    x = torch.full((tokens, group.d_in), torch.nan)
-    for _, start, length in runs:
-        x[start : start + length] = torch.randn(length, group.d_in)
-    columns = torch.tensor([*runs, *[(0, 0, 0)] * padding], dtype=torch.int32).T.contiguous()
-    slots, starts, lengths = columns.to(device)
+    owners = [slot for slot, length in runs for _ in range(length)]
+    x = torch.full((len(owners) + base_tokens, group.d_in), torch.nan)
+    x[: len(owners)] = torch.randn(len(owners), group.d_in)
+    starts = [sum(length for _, length in runs[:i]) for i in range(len(runs))]
+    rows = [(slot, start, length) for (slot, length), start in zip(runs, starts, strict=True)]
+    columns = torch.tensor([*rows, *[(0, 0, 0)] * padding], dtype=torch.int32).reshape(-1, 3)
+    slots, starts_, lengths = columns.T.contiguous().to(device)
     return Step(
         LoraWeights(arena.to(device), table.to(device)),
-        Segments(slots, starts, lengths, max(ranks) if max_rank is None else max_rank),
+        Segments(slots, starts_, lengths, max(ranks) if max_rank is None else max_rank),
         group,
         x.to(device, dtype),
         a,
         b,
-        runs,
+        owners,
     )
+
+
+@pytest.fixture(autouse=True)
+def _small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter pays for every element of a block, used or not."""
+    if not INTERPRETED:
+        return
+
+    def small(regime: Regime, device: torch.device) -> Cut:
+        cut = cut_of(regime, device)
+        inner = replace(cut.shrink, inner=64)
+        return replace(cut, shrink=inner, expand=replace(cut.expand, columns=32))
+
+    monkeypatch.setattr(tiles_module, "cut_of", small)
 
 
 @pytest.fixture(autouse=True)
 def _nan_in_fresh_memory() -> Iterator[None]:
     """Fill what torch.empty returns with NaN."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def check(step: Step) -> None:
-    """Both kernels agree with the equation."""
-    v = shrink(step.x, step.weights, step.segments, LAYER, step.group)
+    """Both kernels agree with the equation, and write nothing else."""
+    tiles = step.tiles()
+    v = shrink(step.x, step.weights, tiles, LAYER, step.group)
     assert v.dtype == torch.float32
     check_shrunk(step, v)
-    check_expand(step, v)
+    delta = step.x.new_full((len(step.x), sum(step.group.d_outs)), torch.nan)
+    expand(v, delta, step.weights, tiles, LAYER, step.group)
+    check_delta(step, delta)
 
 
 def check_shrunk(step: Step, v: torch.Tensor) -> None:
     """Products are exact, so only the order of d_in float32 sums differs from the equation."""
     truth = step.shrunk()
-    scale = max(1.0, truth.abs().max().item())
+    got = v.sum(1)[:, :, : step.segments.max_rank].cpu()
+    scale = max(1.0, truth.nan_to_num().abs().max().item()) if truth.numel() else 1.0
     atol = step.group.d_in * torch.finfo(torch.float32).eps * scale
-    torch.testing.assert_close(v.cpu(), truth, rtol=0, atol=atol)
+    torch.testing.assert_close(got, truth, rtol=0, atol=atol, equal_nan=True)
 
 
-def check_expand(step: Step, v: torch.Tensor) -> None:
-    """With NaN wherever expand must not read, and where it must not write.
-
-    y is rounded once; TF32 keeps v within 2^-10 where B has 16 bits.
-    """
-    v, dtype = v.clone(), step.x.dtype
-    written = torch.zeros(len(step.x), sum(step.group.d_outs), dtype=torch.bool)
-    for slot, start, length in step.runs:
-        column = 0
-        for index, (linear, d_out) in enumerate(
-            zip(step.group.linears, step.group.d_outs, strict=True)
-        ):
-            rank = len(step.a[slot, linear])
-            v[start : start + length, index, rank:] = torch.nan
-            written[start : start + length, column : column + d_out] = rank > 0
-            column += d_out
-    y = torch.randn(written.shape)
-    y[~written] = torch.nan
-    y = y.to(v.device, dtype)
-    truth = step.expanded(y, step.shrunk())
-    expand(v, y, step.weights, step.segments, LAYER, step.group)
-    got = y.float().cpu()
-    assert torch.equal(torch.isnan(got), ~written)
+def check_delta(step: Step, delta: torch.Tensor) -> None:
+    """Delta is rounded once; v may be rounded to the adapters' dtype before."""
+    truth, dtype = step.delta(), step.x.dtype
+    got = delta.float().cpu()
+    assert torch.equal(torch.isnan(got), torch.isnan(truth))
     sizes = replace(step, b={key: b.abs() for key, b in step.b.items()})
-    products = sizes.expanded(torch.zeros_like(got), step.shrunk().abs())
-    per_product = 1e-5 if dtype == torch.float32 else 2**-10
-    slack = 2 * torch.finfo(dtype).eps * truth.abs() + per_product * products + 1e-5
-    assert ((got - truth).abs() <= slack)[written].all()
+    sizes = replace(sizes, a={key: a.abs() for key, a in step.a.items()}, x=step.x.abs())
+    eps = torch.finfo(dtype).eps
+    slack = eps * truth.abs() + eps * sizes.delta() + 1e-5
+    assert ((got - truth).abs() <= slack)[~torch.isnan(truth)].all()
 
 
-@pytest.mark.parametrize("kind", DEVICES)
-@pytest.mark.parametrize("rank", [1, 4, 8, 12, 16, 24, 64, 128])
-def test_one_adapter_of_any_rank(kind: tuple[str, torch.dtype], rank: int) -> None:
-    check(make_step(*kind, DOWN, [rank], [(0, 0, 5)], tokens=5))
+def cut_into(tokens: int, runs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """What list_tiles should make of runs: (slot, start, length) of every tile."""
+    wanted, start = [], 0
+    for slot, length in runs:
+        for done in range(0, length, tokens):
+            wanted.append((slot, start + done, min(tokens, length - done)))
+        start += length
+    return wanted
 
 
-@pytest.mark.parametrize("kind", DEVICES)
-@pytest.mark.parametrize("tokens", [1, 63, 133])
+@kinds
+@pytest.mark.parametrize("rank", [1, 4, 8, 12, 16, 24, 64, 128, 256])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_one_adapter_of_any_rank(kind: Kind, rank: int, tokens: int) -> None:
+    check(make_step(kind, DOWN, [rank], [(0, tokens)]))
+
+
+@kinds
+@pytest.mark.parametrize("tokens", [1, 2, 63, 133])
 @pytest.mark.parametrize("group", [QKV, WIDE, DOWN])
-def test_any_number_of_tokens_of_one_adapter(
-    kind: tuple[str, torch.dtype], tokens: int, group: LoraGroup
+def test_any_number_of_tokens_of_one_adapter(kind: Kind, tokens: int, group: LoraGroup) -> None:
+    check(make_step(kind, group, [8], [(0, tokens)]))
+
+
+@kinds
+def test_adapters_of_mixed_rank_before_base_tokens(kind: Kind) -> None:
+    check(make_step(kind, WIDE, MIXED_RANKS, MIXED_RUNS, base_tokens=10))
+
+
+@kinds
+@pytest.mark.parametrize("ranks", [[8], [4, 64, 12]])
+def test_a_prefill(kind: Kind, ranks: list[int]) -> None:
+    """Too long to be written out token by token in the interpreter, but for its ends."""
+    tokens = PREFILL_TOKENS // len(ranks) + 70
+    step = make_step(kind, QKV, ranks, [(slot, tokens) for slot in range(len(ranks))])
+    assert step.tiles().regime == Regime.PREFILL
+    check(step)
+
+
+@kinds
+@pytest.mark.parametrize("ranks", [[8], [64, 4]])
+def test_many_adapters_of_a_token_or_two_each(kind: Kind, ranks: list[int]) -> None:
+    runs = [(slot, 1 + slot % FEW_TOKENS) for slot in reversed(range(13))]
+    step = make_step(kind, QKV, (ranks * 13)[:13], runs)
+    assert step.tiles().regime == Regime.FEW
+    check(step)
+
+
+@kinds
+def test_an_input_so_wide_that_several_programs_share_it(kind: Kind) -> None:
+    check(make_step(kind, LONG, MIXED_RANKS, MIXED_RUNS))
+
+
+@kinds
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_rank_0_adds_zero(kind: Kind, tokens: int) -> None:
+    check(make_step(kind, DOWN, [0, 8], [(0, tokens), (1, tokens)]))
+
+
+@kinds
+def test_a_maximum_rank_above_every_adapters_changes_nothing(kind: Kind) -> None:
+    check(make_step(kind, QKV, [8, 12], [(0, 3), (1, 1)], max_rank=100))
+
+
+@kinds
+def test_empty_segments_pad_a_step(kind: Kind) -> None:
+    check(make_step(kind, DOWN, [8, 4], [(1, 5)], base_tokens=3, padding=3))
+
+
+@kinds
+def test_a_step_without_any_adapter_touches_nothing(kind: Kind) -> None:
+    check(make_step(kind, DOWN, [8], [], base_tokens=4, padding=2))
+
+
+@kinds
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [(0, 1)],
+        [(2, 1), (0, 2), (1, 1)],
+        [(1, 5), (0, 40), (2, 17)],
+        [(slot, 1 + slot % 5) for slot in range(140)],
+        [(0, 700), (1, 1), (2, 64)],
+    ],
+)
+def test_tiles_cover_every_segment_and_nothing_else(
+    kind: Kind, runs: list[tuple[int, int]]
 ) -> None:
-    check(make_step(*kind, group, [8], [(0, 0, tokens)], tokens))
+    step = make_step(kind, DOWN, [1] * len(runs), runs, base_tokens=3, padding=2)
+    tiles = step.tiles()
+    wanted = cut_into(tiles.cut.tokens, runs)
+    assert [tuple(row) for row in tiles.rows.tolist() if row[2]] == wanted
+    assert tiles.tokens.item() == len(step.owners)
 
 
-@pytest.mark.parametrize("kind", DEVICES)
-def test_adapters_of_mixed_rank_with_base_tokens_between(kind: tuple[str, torch.dtype]) -> None:
-    check(make_step(*kind, WIDE, MIXED_RANKS, MIXED_RUNS, tokens=133))
-
-
-@pytest.mark.parametrize("kind", DEVICES)
-def test_the_reference_holds_the_same_equation(kind: tuple[str, torch.dtype]) -> None:
-    step = make_step(*kind, WIDE, MIXED_RANKS, MIXED_RUNS, tokens=133)
-    check_shrunk(step, reference.shrink(step.x, step.weights, step.segments, LAYER, WIDE))
-
-
-@pytest.mark.parametrize("kind", DEVICES)
-def test_many_adapters_of_one_token_each(kind: tuple[str, torch.dtype]) -> None:
-    runs = [(slot, token, 1) for token, slot in enumerate(reversed(range(33)))]
-    check(make_step(*kind, QKV, [8] * 33, runs, tokens=33))
-
-
-@pytest.mark.parametrize("kind", DEVICES)
-def test_an_input_so_wide_that_several_programs_share_it(kind: tuple[str, torch.dtype]) -> None:
-    check(make_step(*kind, LONG, MIXED_RANKS, MIXED_RUNS, tokens=133))
-
-
-@pytest.mark.parametrize("kind", DEVICES)
-def test_rank_0_leaves_its_rows_alone(kind: tuple[str, torch.dtype]) -> None:
-    check(make_step(*kind, DOWN, [0, 8], [(0, 0, 3), (1, 3, 4)], tokens=7))
-
-
-@pytest.mark.parametrize("kind", DEVICES)
-def test_a_maximum_rank_above_every_adapters_changes_nothing(
-    kind: tuple[str, torch.dtype],
-) -> None:
-    check(make_step(*kind, QKV, [8, 12], [(0, 0, 3), (1, 3, 1)], tokens=4, max_rank=100))
-
-
-@pytest.mark.parametrize("kind", DEVICES)
-def test_empty_segments_pad_a_step(kind: tuple[str, torch.dtype]) -> None:
-    check(make_step(*kind, DOWN, [8, 4], [(1, 1, 5)], tokens=9, padding=3))
-
-
-@pytest.mark.parametrize("kind", DEVICES)
-def test_a_step_without_any_adapter_touches_nothing(kind: tuple[str, torch.dtype]) -> None:
-    check(make_step(*kind, DOWN, [8], [], tokens=4, padding=2))
-
-
-@pytest.mark.parametrize("kind", DEVICES)
-def test_rows_of_a_wider_tensor_are_taken_as_they_lie(kind: tuple[str, torch.dtype]) -> None:
-    step = make_step(*kind, DOWN, [8], [(0, 0, 5)], tokens=5)
+@kinds
+def test_rows_of_a_wider_tensor_are_taken_as_they_lie(kind: Kind) -> None:
+    step = make_step(kind, DOWN, [8], [(0, 5)])
     wide = torch.full((5, 200), torch.nan, dtype=kind[1], device=kind[0])
     wide[:, 40:170] = step.x
-    dense = shrink(step.x, step.weights, step.segments, LAYER, step.group)
-    strided = shrink(wide[:, 40:170], step.weights, step.segments, LAYER, step.group)
-    assert torch.equal(dense, strided)
+    dense = shrink(step.x, step.weights, step.tiles(), LAYER, step.group)
+    strided = shrink(wide[:, 40:170], step.weights, step.tiles(), LAYER, step.group)
+    assert torch.equal(dense[..., :8], strided[..., :8])
 
 
-@pytest.mark.parametrize("kind", DEVICES)
-def test_a_tokens_result_does_not_depend_on_its_neighbours(
-    kind: tuple[str, torch.dtype],
-) -> None:
-    step = make_step(*kind, WIDE, [16, 8], [(0, 0, 70), (1, 70, 63)], tokens=133)
-    together = shrink(step.x, step.weights, step.segments, LAYER, step.group)
-    alone = make_step(*kind, WIDE, [16, 8], [(1, 0, 1)], tokens=1)
-    last = shrink(step.x[-1:], step.weights, alone.segments, LAYER, step.group)
-    torch.testing.assert_close(last[0], together[-1], rtol=0, atol=2e-6)
+@kinds
+def test_the_same_step_twice_is_the_same_to_the_bit(kind: Kind) -> None:
+    step = make_step(kind, LONG, MIXED_RANKS, MIXED_RUNS)
+    deltas = []
+    for _ in range(2):
+        tiles, delta = step.tiles(), step.x.new_zeros(len(step.x), 24)
+        v = shrink(step.x, step.weights, tiles, LAYER, step.group)
+        expand(v, delta, step.weights, tiles, LAYER, step.group)
+        deltas.append(delta)
+    assert torch.equal(*deltas)
 
 
-@pytest.mark.parametrize("kind", DEVICES)
-def test_an_arena_in_another_dtype_than_the_model(kind: tuple[str, torch.dtype]) -> None:
-    step = make_step(*kind, DOWN, [8], [(0, 0, 5)], tokens=5)
-    v = shrink(step.x.float(), step.weights, step.segments, LAYER, step.group)
+@kinds
+def test_an_arena_in_another_dtype_than_the_model(kind: Kind) -> None:
+    step = make_step(kind, DOWN, [8], [(0, 5)])
+    v = shrink(step.x.float(), step.weights, step.tiles(), LAYER, step.group)
     check_shrunk(step, v)
 
 
-@pytest.mark.parametrize("kind", DEVICES)
+@kinds
 @pytest.mark.parametrize(
     "group",
     [
@@ -281,17 +330,42 @@ def test_an_arena_in_another_dtype_than_the_model(kind: tuple[str, torch.dtype])
         LoraGroup((5, 6), d_in=130, d_outs=(8,)),
     ],
 )
-def test_operands_that_do_not_fit_are_refused(
-    kind: tuple[str, torch.dtype], group: LoraGroup
+def test_operands_that_do_not_fit_are_refused(kind: Kind, group: LoraGroup) -> None:
+    step = make_step(kind, DOWN, [8], [(0, 5)])
+    with pytest.raises(ShapeError):
+        shrink(step.x, step.weights, step.tiles(), LAYER, group)
+
+
+@kinds
+def test_a_v_of_another_width_is_refused(kind: Kind) -> None:
+    step = make_step(kind, DOWN, [8], [(0, 5)])
+    delta = torch.zeros(5, 72, dtype=kind[1], device=kind[0])
+    with pytest.raises(ShapeError):
+        expand(torch.zeros(5, 1, 1, 9), delta, step.weights, step.tiles(), LAYER, step.group)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="streams are CUDA's")
+@kinds
+@pytest.mark.parametrize("runs", [[(0, 1)], MIXED_RUNS, [(1, 400), (0, 300)]])
+def test_a_product_and_its_delta_in_and_out_of_a_graph(
+    kind: Kind, runs: list[tuple[int, int]]
 ) -> None:
-    step = make_step(*kind, DOWN, [8], [(0, 0, 5)], tokens=5)
-    with pytest.raises(ShapeError):
-        shrink(step.x, step.weights, step.segments, LAYER, group)
+    step = make_step(kind, WIDE, MIXED_RANKS, runs)
+    weight = torch.randn(sum(WIDE.d_outs), WIDE.d_in).to(kind[0], kind[1])
+    want = step.x @ weight.T
 
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        lora = LoraStep.of(step.weights, step.segments, len(step.x))
+        y, delta = linear(step.x, weight, None, lora, LAYER, WIDE)
+        assert delta is not None
+        return y, delta.rows
 
-@pytest.mark.parametrize("kind", DEVICES)
-def test_a_v_of_another_width_is_refused(kind: tuple[str, torch.dtype]) -> None:
-    step = make_step(*kind, DOWN, [8], [(0, 0, 5)], tokens=5)
-    y = torch.zeros(5, 72, dtype=kind[1], device=kind[0])
-    with pytest.raises(ShapeError):
-        expand(torch.zeros(5, 1, 9), y, step.weights, step.segments, LAYER, step.group)
+    plain = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    captured[1].fill_(torch.nan)
+    graph.replay()
+    for y, delta in (plain, captured):
+        torch.testing.assert_close(y, want, rtol=2**-6, atol=2**-6)
+        check_delta(step, delta)

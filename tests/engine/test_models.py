@@ -56,7 +56,7 @@ def random_adapter(shape, rank):
             block = "self_attn" if i < 4 else "mlp"
             changes.append((f"model.layers.{layer}.{block}.{linear}.weight", b @ a))
             table[0, layer, i] = torch.tensor([end, end + a.numel(), rank])
-            parts += [a.flatten(), b.flatten()]
+            parts += [a.flatten(), b.T.flatten()]
             end += a.numel() + b.numel()
     return LoraWeights(torch.cat(parts), table), changes
 

@@ -5,6 +5,7 @@ import math
 import torch
 from torch.nn import functional as F
 
+from lorikeet_engine.kernels.lora import LoraDelta
 from lorikeet_engine.kernels.pointwise import add_norm
 from lorikeet_engine.models.config import Llama3Scaling, Rope
 from lorikeet_engine.models.weights import Checkpoint
@@ -25,9 +26,9 @@ class RmsNorm:
         """Normalise each row of x."""
         return F.rms_norm(x, (self.width,), self.weight, self.eps)
 
-    def after(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """Add delta to x in place, then normalise each row; both [tokens, width]."""
-        return add_norm(x, delta, self.weight, self.eps)
+    def after(self, x: torch.Tensor, delta: torch.Tensor, lora: LoraDelta | None) -> torch.Tensor:
+        """Add delta and lora to x in place, then normalise each row; all [tokens, width]."""
+        return add_norm(x, delta, self.weight, self.eps, lora)
 
 
 class Rotary:

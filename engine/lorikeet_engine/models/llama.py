@@ -8,13 +8,16 @@ from torch.nn import functional as F
 
 from lorikeet_engine.batch import Batch
 from lorikeet_engine.kernels.attention import AttentionBackend
-from lorikeet_engine.kernels.lora.types import LoraWeights
-from lorikeet_engine.kernels.pointwise import gate, rotate_and_store
+from lorikeet_engine.kernels.lora import LoraDelta, LoraStep, LoraWeights
+from lorikeet_engine.kernels.pointwise import add_lora_delta, gate, rotate_and_store
 from lorikeet_engine.kernels.product import linear
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.layers import RmsNorm, Rotary
 from lorikeet_engine.models.lora_linear import LoraLinear
 from lorikeet_engine.models.weights import Checkpoint
+
+# A product, and what adapters still add to it.
+_Product = tuple[torch.Tensor, LoraDelta | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,7 @@ class _Step:
     """What every layer of one forward pass shares."""
 
     batch: Batch
-    lora: LoraWeights | None
+    lora: LoraStep | None
     attention: AttentionBackend
     cos: torch.Tensor
     sin: torch.Tensor
@@ -55,12 +58,12 @@ class Model:
         lora may be None when batch.segments is.
         """
         cos, sin = self._rotary.at(batch.positions)
-        step = _Step(batch, lora, attention, cos, sin)
+        step = _Step(batch, _lora_step(lora, batch), attention, cos, sin)
         x = F.embedding(batch.token_ids, self._embeddings)
-        delta = torch.zeros_like(x)
+        delta: _Product = torch.zeros_like(x), None
         for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
             delta = layer(x, delta, layer_kv, step)
-        return self._norm.after(x, delta)
+        return self._norm.after(x, *delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocab] of hidden [rows, hidden] as forward gives it, in its dtype."""
@@ -82,6 +85,13 @@ def load_model(
     return model
 
 
+def _lora_step(lora: LoraWeights | None, batch: Batch) -> LoraStep | None:
+    if batch.segments is None:
+        return None
+    assert lora is not None, "segments without adapter weights"
+    return LoraStep.of(lora, batch.segments, len(batch.token_ids))
+
+
 class _Layer:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
         path, width, eps = f"model.layers.{layer}", config.hidden, config.norm_eps
@@ -91,11 +101,11 @@ class _Layer:
         self.mlp = _Mlp(config, checkpoint, layer)
 
     def __call__(
-        self, x: torch.Tensor, delta: torch.Tensor, layer_kv: torch.Tensor, step: _Step
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, delta: _Product, layer_kv: torch.Tensor, step: _Step
+    ) -> _Product:
         """Adds delta, and what attention says, to x in place; returns what is yet to be added."""
-        delta = self.attention(self.attention_norm.after(x, delta), layer_kv, step)
-        return self.mlp(self.mlp_norm.after(x, delta), step)
+        delta = self.attention(self.attention_norm.after(x, *delta), layer_kv, step)
+        return self.mlp(self.mlp_norm.after(x, *delta), step)
 
 
 class _Attention:
@@ -121,16 +131,18 @@ class _Attention:
             self.q_norm = RmsNorm(checkpoint, f"{path}.q_norm", dim, config.norm_eps)
             self.k_norm = RmsNorm(checkpoint, f"{path}.k_norm", dim, config.norm_eps)
 
-    def __call__(self, x: torch.Tensor, layer_kv: torch.Tensor, step: _Step) -> torch.Tensor:
-        segments = step.batch.segments
-        qkv = self.qkv(x, step.lora, segments).view(len(x), -1, self.head_dim)
+    def __call__(self, x: torch.Tensor, layer_kv: torch.Tensor, step: _Step) -> _Product:
+        y, lora = self.qkv(x, step.lora)
+        qkv = y.view(len(x), -1, self.head_dim)
         q, k, _ = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm and self.k_norm:
+            add_lora_delta(y, lora)
+            lora = None
             q.copy_(self.q_norm(q))
             k.copy_(self.k_norm(k))
-        rotate_and_store(qkv, step.cos, step.sin, layer_kv, step.batch.kv_slots)
+        rotate_and_store(qkv, step.cos, step.sin, layer_kv, step.batch.kv_slots, lora)
         mixed = step.attention.attend(q, layer_kv, step.batch)  # [tokens, heads, head_dim]
-        return self.o(mixed.flatten(1), step.lora, segments)
+        return self.o(mixed.flatten(1), step.lora)
 
 
 class _Mlp:
@@ -149,6 +161,5 @@ class _Mlp:
             checkpoint, layer, "mlp", ("down_proj",), inner, (hidden,), bias=config.mlp_bias
         )
 
-    def __call__(self, x: torch.Tensor, step: _Step) -> torch.Tensor:
-        segments = step.batch.segments
-        return self.down(gate(self.gate_up(x, step.lora, segments)), step.lora, segments)
+    def __call__(self, x: torch.Tensor, step: _Step) -> _Product:
+        return self.down(gate(*self.gate_up(x, step.lora)), step.lora)

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from lorikeet_engine.adapter_format import LINEARS
-from lorikeet_engine.kernels.lora import add_lora
-from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
-from lorikeet_engine.kernels.product import linear
+from lorikeet_engine.kernels.lora import LoraDelta, LoraGroup, LoraStep, linear
 from lorikeet_engine.models.weights import Checkpoint
 
 
@@ -37,11 +35,7 @@ class LoraLinear:
         self.bias = checkpoint.read([f"{path}.bias" for path in paths], d_outs) if bias else None
 
     def __call__(
-        self, x: torch.Tensor, lora: LoraWeights | None, segments: Segments | None
-    ) -> torch.Tensor:
-        """Y [tokens, sum(d_outs)] of x [tokens, d_in]; without segments the base model's alone."""
-        y = linear(x, self.weight, self.bias)
-        if segments is not None:
-            assert lora is not None, "segments without adapter weights"
-            add_lora(y, x, lora, segments, self.layer, self.group)
-        return y
+        self, x: torch.Tensor, lora: LoraStep | None
+    ) -> tuple[torch.Tensor, LoraDelta | None]:
+        """Y [tokens, sum(d_outs)] of x [tokens, d_in], and what is still to be added to it."""
+        return linear(x, self.weight, self.bias, lora, self.layer, self.group)

@@ -1,7 +1,7 @@
 """An adapter's image: all its matrices in one run of elements, the same on the host and the GPU.
 
-For each layer and each fused group come the group's A matrices, then its B matrices, every matrix
-at a multiple of ALIGNMENT elements and of its true rank.
+For each layer and each fused group come the group's A matrices, then its B matrices transposed,
+every matrix at a multiple of ALIGNMENT elements and of its true rank.
 """
 
 from dataclasses import dataclass
@@ -70,8 +70,8 @@ def pack(blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor)
         for part in spec.linears:
             a_at, b_at, _ = layout.rows[part.layer, part.linear].tolist()
             a, b = _read(file, part.a), _read(file, part.b).float() * part.scaling
-            for side, at, matrix in (("A", a_at, a), ("B", b_at, b)):
-                target = out[at : at + matrix.numel()]
+            for side, at, matrix in (("A", a_at, a), ("B", b_at, b.view(-1, part.rank).T)):
+                target = out[at : at + matrix.numel()].view(matrix.shape)
                 target.copy_(matrix)
                 if not target.isfinite().all():
                     raise _overflow(part, side, out.dtype)

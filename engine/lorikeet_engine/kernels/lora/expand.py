@@ -1,58 +1,73 @@
-"""Expand in Triton: rank → hidden, added to the output of every slice in one launch."""
+"""Expand in Triton: rank → hidden, the delta of every slice of a fused linear in one launch."""
 
 import torch
 import triton
 import triton.language as tl
 
 from lorikeet_engine.errors import ShapeError
-from lorikeet_engine.kernels.lora.operands import check_group, check_rows
-from lorikeet_engine.kernels.lora.tiles import find_tile, rank_block, tile_bound, tile_tokens
-from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
-
-BLOCK_OUT = 64
+from lorikeet_engine.kernels.lora.operands import check_group, check_rows, launches_early
+from lorikeet_engine.kernels.lora.shrink import MOST_PARTS
+from lorikeet_engine.kernels.lora.tiles import Tiles, tile_at
+from lorikeet_engine.kernels.lora.tuning import Regime
+from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights
 
 
 def expand(
     v: torch.Tensor,
-    y: torch.Tensor,
+    delta: torch.Tensor,
     weights: LoraWeights,
-    segments: Segments,
+    tiles: Tiles,
     layer: int,
     group: LoraGroup,
 ) -> None:
-    """y[t, columns of s] += B(t, s) v[t, s], in place, for the adapter of token t and slice s.
+    """delta[t, columns of s] = B(t, s) v[t, s], for the adapter of token t and slice s.
 
-    v [tokens, slices, max_rank] float32, read up to an adapter's own rank; y [tokens, sum(d_outs)].
-    Rows outside every segment and slices of rank 0 are not touched. The sum and the addition are
-    float32, with v rounded to TF32 if B has 16 bits; y is rounded once. Raises ShapeError.
+    v as shrink returns it, read up to an adapter's own rank; delta [tokens, sum(d_outs)], written
+    for tokens with an adapter alone, 0 where that has rank 0. Sums are float32, rounded once; but
+    in Regime.FEW, v is rounded to the adapter's dtype before. Raises ShapeError.
     """
     check_group(weights, group)
-    check_rows("y", y, sum(group.d_outs), weights)
-    tokens, slices, max_rank = y.shape[0], len(group.linears), segments.max_rank
-    if v.shape != (tokens, slices, max_rank) or not v.is_contiguous():
-        raise ShapeError(f"v is {tuple(v.shape)}; want [{tokens}, {slices}, {max_rank}], dense")
-    if v.numel() == 0 or len(segments) == 0:
+    check_rows("delta", delta, sum(group.d_outs), weights)
+    slices, stride = len(group.linears), tiles.rank_stride
+    if v.dim() != 4 or v.shape[0] != len(delta) or v.shape[2:] != (slices, stride):
+        raise ShapeError(
+            f"v is {tuple(v.shape)}; want [{len(delta)}, parts, {slices}, {stride}] as shrink gives"
+        )
+    if v.numel() == 0 or len(tiles) == 0:
         return
-    block_tokens = tile_tokens(tokens, segments)
-    column_blocks = sum(triton.cdiv(width, BLOCK_OUT) for width in group.d_outs)
-    _expand[(tile_bound(tokens, segments, block_tokens), column_blocks)](
-        v, y, weights.arena, weights.table, segments.slots, segments.starts, segments.lengths,
-        len(segments), layer, weights.table.stride(0), weights.table.stride(1), y.stride(0),
-        max_rank,
-        first_linear=group.linears[0],
+    cut, early = tiles.cut.expand, launches_early(v.device)
+    span = cut.columns * cut.blocks
+    grid = (sum(triton.cdiv(width, span) for width in group.d_outs), len(tiles))
+    few = tiles.regime == Regime.FEW
+    ranks = 16 if few else min(64, triton.next_power_of_2(stride))
+    (_expand_few if few else _expand)[grid](
+        v, delta, weights.arena, weights.table, tiles.rows,
+        layer, weights.table.stride(0), weights.table.stride(1), delta.stride(0), stride,
+        group.linears[0], v.shape[1],
         widths=group.d_outs,
-        # TF32 holds every 16-bit weight exactly.
-        precision="ieee" if weights.arena.dtype == torch.float32 else "tf32",
-        block_tokens=block_tokens,
-        block_segments=triton.next_power_of_2(len(segments)),
-        block_rank=rank_block(max_rank),
-        block_out=BLOCK_OUT,
+        after_shrink=early,
+        block_parts=MOST_PARTS if few else 4,
+        block_rank=ranks,
+        more_ranks=stride > ranks,
+        block_out=cut.columns,
+        num_warps=cut.warps,
+        **({} if few else _dense_shapes(tiles, v)),
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 
+def _dense_shapes(tiles: Tiles, v: torch.Tensor) -> dict[str, int]:
+    return {
+        "block_tokens": tiles.cut.tokens,
+        "blocks": tiles.cut.expand.blocks,
+        # Without a GPU this is Triton's interpreter, which multiplies the raw bits of bfloat16.
+        "upcast": v.device.type == "cpu",
+    }
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def _find_slice(block: tl.tensor, widths: tl.constexpr, block_out: tl.constexpr) -> tl.tuple:
-    """(slice, its first column in y, its width, the block's first column in the slice)."""
+def _find_slice(block: tl.tensor, widths: tl.constexpr, span: tl.constexpr) -> tl.tuple:
+    """(slice, its first column in delta, its width, the block's first column in the slice)."""
     index = 0
     start = 0
     width = 0
@@ -64,61 +79,189 @@ def _find_slice(block: tl.tensor, widths: tl.constexpr, block_out: tl.constexpr)
         index = tl.where(reached, candidate, index)
         start = tl.where(reached, next_start, start)
         width = tl.where(reached, widths[candidate], width)
-        offset = tl.where(reached, (block - next_block) * block_out, offset)
-        next_block += (widths[candidate] + block_out - 1) // block_out
+        offset = tl.where(reached, (block - next_block) * span, offset)
+        next_block += (widths[candidate] + span - 1) // span
         next_start += widths[candidate]
     return index, start, width, offset
 
 
-@triton.jit(do_not_specialize=["segments", "layer"])  # type: ignore[untyped-decorator]
-def _expand(
+@triton.jit(do_not_specialize=["layer", "first_linear", "parts"])  # type: ignore[untyped-decorator]
+def _expand_few(
     v: tl.tensor,
-    y: tl.tensor,
+    delta: tl.tensor,
     arena: tl.tensor,
     table: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    lengths: tl.tensor,
-    segments: tl.tensor,
+    tiles: tl.tensor,
     layer: tl.tensor,
     slot_stride: tl.tensor,
     layer_stride: tl.tensor,
-    y_stride: tl.tensor,
-    max_rank: tl.tensor,
-    first_linear: tl.constexpr,
+    delta_stride: tl.tensor,
+    rank_stride: tl.tensor,
+    first_linear: tl.tensor,
+    parts: tl.tensor,
     widths: tl.constexpr,
-    precision: tl.constexpr,
-    block_tokens: tl.constexpr,
-    block_segments: tl.constexpr,
+    after_shrink: tl.constexpr,
+    block_parts: tl.constexpr,
     block_rank: tl.constexpr,
+    more_ranks: tl.constexpr,
     block_out: tl.constexpr,
 ) -> None:
-    """One tile of tokens × one block of one slice's columns, over the adapter's true rank."""
-    segment, rows, real = find_tile(
-        tl.program_id(0), starts, lengths, segments, block_tokens, block_segments
-    )
-    if segment >= segments:
+    """One or two tokens × a block of one slice's columns.
+
+    A thread holds some neighbouring columns of all ranks, so it sums by itself. The first weights
+    are asked for before the shrink is waited for.
+    """
+    slot, start, length = tile_at(tiles, tl.program_id(1))
+    if length == 0:
         return
-    index, start, width, offset = _find_slice(tl.program_id(1), widths, block_out)
-    slot = tl.load(slots + segment).to(tl.int64)
+    index, begin, width, offset = _find_slice(tl.program_id(0), widths, block_out)
     entry = table + slot * slot_stride + layer * layer_stride + (first_linear + index) * 3
     rank = tl.load(entry + 2).to(tl.int32)
-    if rank == 0:
+    column = offset + tl.arange(0, block_out)
+    inside = column < width
+    k = tl.arange(0, block_rank)
+    b_tile = arena + tl.multiple_of(tl.load(entry + 1), 16) + k[:, None] * width + column[None, :]
+    b = tl.load(b_tile, mask=(k < rank)[:, None] & inside[None, :], other=0.0)
+    if after_shrink:
+        tl.extra.cuda.gdc_wait()
+
+    part_stride = len(widths) * rank_stride
+    token_stride = parts * part_stride
+    v_row = v + start.to(tl.int64) * token_stride + index * rank_stride
+    second = tl.where(length > 1, rank, 0)  # 0: there is one token
+    first_total, second_total = _two_products(
+        v_row, b, k, rank, second, token_stride, part_stride, parts, block_parts
+    )
+    if more_ranks:
+        for done in range(block_rank, rank, block_rank):
+            left = rank - done
+            b = tl.load(
+                b_tile + done * width, mask=(k < left)[:, None] & inside[None, :], other=0.0
+            )
+            more, second_more = _two_products(
+                v_row + done, b, k, left, second - done, token_stride, part_stride, parts,
+                block_parts,
+            )  # fmt: skip
+            first_total += more
+            second_total += second_more
+    out = delta + start.to(tl.int64) * delta_stride + begin + column
+    tl.store(out, first_total.to(delta.dtype.element_ty), mask=inside)
+    there = column < tl.where(length > 1, width, 0)
+    tl.store(out + delta_stride, second_total.to(delta.dtype.element_ty), mask=there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _two_products(
+    v_row: tl.tensor,
+    b: tl.tensor,
+    k: tl.tensor,
+    ranks: tl.tensor,
+    second_ranks: tl.tensor,
+    token_stride: tl.tensor,
+    part_stride: tl.tensor,
+    parts: tl.tensor,
+    block_parts: tl.constexpr,
+) -> tl.tuple:
+    """Two tokens' v, up to their ranks, times b [ranks, columns], each [columns].
+
+    Summed in one pass over b: its float32 values are never all in registers.
+    """
+    part = tl.arange(0, block_parts)
+    v_tile = v_row + part[:, None] * part_stride + k[None, :]
+    there = (part < parts)[:, None]
+    first = tl.sum(tl.load(v_tile, mask=there & (k < ranks)[None, :], other=0.0), 0)
+    v_tile += token_stride
+    second = tl.sum(tl.load(v_tile, mask=there & (k < second_ranks)[None, :], other=0.0), 0)
+    wide = b.to(tl.float32)
+    return tl.reduce((wide * first[:, None], wide * second[:, None]), 0, _add_both)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_both(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tl.tuple:
+    return a + c, b + d
+
+
+@triton.jit(do_not_specialize=["layer", "first_linear", "parts"])  # type: ignore[untyped-decorator]
+def _expand(
+    v: tl.tensor,
+    delta: tl.tensor,
+    arena: tl.tensor,
+    table: tl.tensor,
+    tiles: tl.tensor,
+    layer: tl.tensor,
+    slot_stride: tl.tensor,
+    layer_stride: tl.tensor,
+    delta_stride: tl.tensor,
+    rank_stride: tl.tensor,
+    first_linear: tl.tensor,
+    parts: tl.tensor,
+    widths: tl.constexpr,
+    after_shrink: tl.constexpr,
+    block_parts: tl.constexpr,
+    block_rank: tl.constexpr,
+    more_ranks: tl.constexpr,
+    block_out: tl.constexpr,
+    block_tokens: tl.constexpr,
+    blocks: tl.constexpr,
+    upcast: tl.constexpr,
+) -> None:
+    """A tile of tokens × some blocks of one slice's columns, one after the other."""
+    slot, start, length = tile_at(tiles, tl.program_id(1))
+    if length == 0:
         return
+    index, begin, width, offset = _find_slice(tl.program_id(0), widths, block_out * blocks)
+    entry = table + slot * slot_stride + layer * layer_stride + (first_linear + index) * 3
+    rank = tl.load(entry + 2).to(tl.int32)
+    b_start = tl.multiple_of(tl.load(entry + 1), 16)
+    token, k = tl.arange(0, block_tokens), tl.arange(0, block_rank)
+    row, real = (start + token).to(tl.int64), token < length
+    part_stride = len(widths) * rank_stride
+    v_tile = v + row[:, None] * (parts * part_stride) + index * rank_stride + k[None, :]
+    if after_shrink:
+        tl.extra.cuda.gdc_wait()
 
-    columns = offset + tl.arange(0, block_out)
-    inside = columns < width
-    ranks = tl.arange(0, block_rank)
-    v_tile = v + (rows[:, None] * len(widths) + index) * max_rank + ranks[None, :]
-    b_tile = arena + tl.load(entry + 1) + columns[None, :].to(tl.int64) * rank + ranks[:, None]
-    total = tl.zeros((block_tokens, block_out), tl.float32)
-    for first in range(0, rank, block_rank):
-        live = first + ranks < rank
-        shrunk = tl.load(v_tile + first, mask=real[:, None] & live[None, :], other=0.0)
-        b = tl.load(b_tile + first, mask=live[:, None] & inside[None, :], other=0.0)
-        total = tl.dot(shrunk, b.to(tl.float32), total, input_precision=precision)
+    first_ranks = _sum_parts(v_tile, real, k, rank, parts, part_stride, block_parts)
+    for block in range(blocks):
+        column = offset + block * block_out + tl.arange(0, block_out)
+        inside = column < width
+        b_tile = arena + b_start + k[:, None] * width + column[None, :]
+        b = tl.load(b_tile, mask=(k < rank)[:, None] & inside[None, :], other=0.0)
+        total = _dot(first_ranks, b, upcast)
+        if more_ranks:
+            for done in tl.range(block_rank, rank, block_rank, num_stages=1):
+                left = rank - done
+                b = tl.load(
+                    b_tile + done * width, mask=(k < left)[:, None] & inside[None, :], other=0.0
+                )
+                ranks = _sum_parts(v_tile + done, real, k, left, parts, part_stride, block_parts)
+                total += _dot(ranks, b, upcast)
+        out = delta + row[:, None] * delta_stride + begin + column[None, :]
+        tl.store(out, total.to(delta.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
-    out = y + rows[:, None] * y_stride + (start + columns)[None, :]
-    touched = real[:, None] & inside[None, :]
-    total += tl.load(out, mask=touched, other=0.0).to(tl.float32)
-    tl.store(out, total.to(y.dtype.element_ty), mask=touched)
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_parts(
+    v_tile: tl.tensor,
+    real: tl.tensor,
+    k: tl.tensor,
+    ranks: tl.tensor,
+    parts: tl.tensor,
+    part_stride: tl.tensor,
+    block_parts: tl.constexpr,
+) -> tl.tensor:
+    """[tokens, ranks]: the sum of what shrink left, some parts' loads under way at once."""
+    total = tl.zeros((real.shape[0], k.shape[0]), tl.float32)
+    for first in range(0, parts, block_parts):
+        for other in tl.static_range(block_parts):
+            live = k < tl.where(first + other < parts, ranks, 0)
+            part = v_tile + (first + other) * part_stride
+            total += tl.load(part, mask=real[:, None] & live[None, :], other=0.0)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _dot(shrunk: tl.tensor, b: tl.tensor, upcast: tl.constexpr) -> tl.tensor:
+    rounded = shrunk.to(b.dtype)
+    if upcast:
+        return tl.dot(rounded.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(rounded, b, input_precision="ieee")

@@ -1,5 +1,7 @@
 """What the Triton wrappers check before they launch: a kernel itself trusts its operands."""
 
+from functools import cache
+
 import torch
 
 from lorikeet_engine.errors import ShapeError
@@ -26,3 +28,9 @@ def check_group(weights: LoraWeights, group: LoraGroup) -> None:
         raise ShapeError(f"{count} linears but {len(group.d_outs)} output widths")
     if first + count > weights.table.shape[2] or not weights.table.is_contiguous():
         raise ShapeError(f"linears {group.linears} in a table of {tuple(weights.table.shape)}")
+
+
+@cache
+def launches_early(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one it waits for is over (from Hopper on)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -9,10 +9,27 @@ from lorikeet_engine.errors import ShapeError
 from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
 
 
+def add_lora(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    weights: LoraWeights,
+    segments: Segments,
+    layer: int,
+    group: LoraGroup,
+) -> None:
+    """y[t] += B(t) A(t) x[t] for every linear of the group, in place.
+
+    x [tokens, d_in]; y [tokens, sum(d_outs)], the outputs of the group's linears side by side.
+    Sums are float32, y is rounded once. Tokens outside every segment keep their y, as do linears
+    of rank 0. Raises ShapeError.
+    """
+    expand(shrink(x, weights, segments, layer, group), y, weights, segments, layer, group)
+
+
 def shrink(
     x: torch.Tensor, weights: LoraWeights, segments: Segments, layer: int, group: LoraGroup
 ) -> torch.Tensor:
-    """v[t, s, :rank] = x[t] @ A(t, s).T in float32, for each linear s of the group.
+    """v[t, s, :rank] = A(t, s) x[t] in float32, for each linear s of the group.
 
     x [tokens, d_in]; A(t, s) [rank, d_in] of the adapter whose segment holds token t
     → v [tokens, slices, segments.max_rank] float32. Rows without an adapter, and columns from the
@@ -37,10 +54,10 @@ def expand(
     layer: int,
     group: LoraGroup,
 ) -> None:
-    """y[t, columns of s] += v[t, s, :rank] @ B(t, s).T, summed in float32, rounded once.
+    """y[t, columns of s] += B(t, s) v[t, s, :rank], summed in float32, rounded once.
 
-    v as shrink returns it; B(t, s) [d_out, rank] with the scaling inside; y [tokens, sum(d_outs)]
-    is changed in place. Rows without an adapter are untouched. Raises ShapeError.
+    v as shrink returns it; B(t, s) with the scaling inside; y [tokens, sum(d_outs)] is changed in
+    place. Rows without an adapter are untouched. Raises ShapeError.
     """
     if y.dim() != 2 or y.shape[1] != sum(group.d_outs):
         raise ShapeError(f"y has shape {tuple(y.shape)}: want [tokens, {sum(group.d_outs)}]")
@@ -48,8 +65,8 @@ def expand(
         raise ShapeError(f"v has shape {tuple(v.shape)}, which does not fit y and the segments")
     for rows, s, _, b_start, rank in _pieces(weights, segments, layer, group):
         d_out, column = group.d_outs[s], sum(group.d_outs[:s])
-        b = weights.arena[b_start : b_start + d_out * rank].view(d_out, rank)
-        y[rows, column : column + d_out] += v[rows, s, :rank] @ b.float().T
+        b = weights.arena[b_start : b_start + rank * d_out].view(rank, d_out)
+        y[rows, column : column + d_out] += v[rows, s, :rank] @ b.float()
 
 
 def _pieces(

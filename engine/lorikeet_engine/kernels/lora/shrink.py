@@ -1,116 +1,117 @@
-"""Shrink in Triton: hidden → rank, for every slice of a fused linear in one launch."""
+"""Shrink in Triton: hidden → rank, for every slice of a fused linear in one launch.
+
+d_in is split among programs, or a decode would have too few of them to keep the memory busy. Each
+writes the sum of its own part, and expand adds the parts when it reads them: nothing is zeroed
+before, no launch stands between, and the order of the sums is always the same.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.lora.operands import check_group, check_rows
-from lorikeet_engine.kernels.lora.tiles import find_tile, rank_block, tile_bound, tile_tokens
-from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
+from lorikeet_engine.kernels.lora.operands import check_group, check_rows, launches_early
+from lorikeet_engine.kernels.lora.tiles import Tiles, tile_at
+from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights
 
-BLOCK_IN = 128
-# Columns of x that one program sums: a decode has too few tiles to fill a GPU otherwise.
-SPLIT_IN = 1024
+MOST_PARTS = 8
 
 
 def shrink(
-    x: torch.Tensor, weights: LoraWeights, segments: Segments, layer: int, group: LoraGroup
+    x: torch.Tensor, weights: LoraWeights, tiles: Tiles, layer: int, group: LoraGroup
 ) -> torch.Tensor:
-    """v[t, s] = A(t, s) x[t], for the adapter of token t and slice s of the group.
+    """v[t, :, s, k] sums to A(t, s)[k] · x[t], for the adapter of token t and slice s of the group.
 
-    x [tokens, d_in] → v [tokens, slices, max_rank] float32; zero for tokens outside every segment
-    and beyond an adapter's own rank. Products of 16-bit operands are exact and sums are float32,
-    in an order that depends on d_in alone. Raises ShapeError.
+    x [tokens, d_in] → v [tokens, parts, slices, tiles.rank_stride] float32; undefined for tokens
+    without an adapter, and from an adapter's own rank on. Products of 16-bit operands are exact,
+    sums are float32. Raises ShapeError.
     """
     check_group(weights, group)
     check_rows("x", x, group.d_in, weights)
-    tokens, slices, max_rank = x.shape[0], len(group.linears), segments.max_rank
-    splits = triton.cdiv(group.d_in, SPLIT_IN)
-    parts = x.new_zeros((splits, tokens, slices, max_rank), dtype=torch.float32)
-    if parts.numel() == 0 or len(segments) == 0:
-        return parts[0]
-    block_tokens, block_rank = tile_tokens(tokens, segments), rank_block(max_rank)
-    rank_blocks = triton.cdiv(max_rank, block_rank)
-    grid = (tile_bound(tokens, segments, block_tokens), slices * rank_blocks, splits)
-    _shrink[grid](
-        x, weights.arena, weights.table, segments.slots, segments.starts, segments.lengths, parts,
-        len(segments), layer, weights.table.stride(0), weights.table.stride(1), x.stride(0),
-        max_rank, parts.stride(0),
-        first_linear=group.linears[0],
-        slices=slices,
-        d_in=group.d_in,
+    cut, slices, stride = tiles.cut.shrink, len(group.linears), tiles.rank_stride
+    columns = min(cut.columns, max(16, triton.next_power_of_2(slices * stride)))
+    blocks = triton.cdiv(slices * stride, columns)
+    inner = cut.inner * 2 // weights.arena.itemsize
+    wanted = triton.next_power_of_2(triton.cdiv(cut.programs, max(1, len(tiles) * blocks)))
+    split = triton.cdiv(group.d_in, min(MOST_PARTS, wanted) * inner) * inner
+    parts = triton.cdiv(group.d_in, split)
+    v = x.new_empty((len(x), parts, slices, stride), dtype=torch.float32)
+    if v.numel() == 0 or len(tiles) == 0:
+        return v
+    _shrink[(parts, blocks, len(tiles))](
+        x, weights.arena, weights.table, tiles.rows, v,
+        layer, weights.table.stride(0), weights.table.stride(1), x.stride(0), stride,
+        group.linears[0], slices, group.d_in, split,
         # Without a GPU this is Triton's interpreter, which multiplies the raw bits of bfloat16.
         upcast=x.dtype != weights.arena.dtype or x.device.type == "cpu",
         precision="ieee" if torch.float32 in (x.dtype, weights.arena.dtype) else "tf32",
-        block_tokens=block_tokens,
-        block_segments=triton.next_power_of_2(len(segments)),
-        block_rank=block_rank,
-        block_in=BLOCK_IN,
-        split_in=SPLIT_IN,
+        early_expand=launches_early(x.device),
+        block_tokens=max(16, tiles.cut.tokens),
+        block_columns=columns,
+        block_in=inner,
+        stages=cut.stages,
+        num_warps=cut.warps,
     )  # fmt: skip
-    return parts.sum(0) if splits > 1 else parts[0]
+    return v
 
 
-@triton.jit(do_not_specialize=["segments", "layer"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["layer", "first_linear", "slices"])  # type: ignore[untyped-decorator]
 def _shrink(
     x: tl.tensor,
     arena: tl.tensor,
     table: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    lengths: tl.tensor,
-    parts: tl.tensor,
-    segments: tl.tensor,
+    tiles: tl.tensor,
+    v: tl.tensor,
     layer: tl.tensor,
     slot_stride: tl.tensor,
     layer_stride: tl.tensor,
     x_stride: tl.tensor,
-    max_rank: tl.tensor,
-    part_stride: tl.tensor,
-    first_linear: tl.constexpr,
-    slices: tl.constexpr,
-    d_in: tl.constexpr,
+    rank_stride: tl.tensor,
+    first_linear: tl.tensor,
+    slices: tl.tensor,
+    d_in: tl.tensor,
+    split: tl.tensor,
     upcast: tl.constexpr,
     precision: tl.constexpr,
+    early_expand: tl.constexpr,
     block_tokens: tl.constexpr,
-    block_segments: tl.constexpr,
-    block_rank: tl.constexpr,
+    block_columns: tl.constexpr,
     block_in: tl.constexpr,
-    split_in: tl.constexpr,
+    stages: tl.constexpr,
 ) -> None:
-    """One tile of tokens × one slice × one block of ranks × one part of d_in."""
-    segment, rows, real = find_tile(
-        tl.program_id(0), starts, lengths, segments, block_tokens, block_segments
-    )
-    if segment >= segments:
+    """One tile of tokens × one block of v's columns × one part of d_in.
+
+    A column is a rank of a slice. In a decode a block holds 16 ranks of one slice, and programs
+    beyond an adapter's rank end at once; in a prefill it holds all columns of most adapters, so
+    that x is read once.
+    """
+    if early_expand:
+        tl.extra.cuda.gdc_launch_dependents()
+    slot, start, length = tile_at(tiles, tl.program_id(2))
+    if length == 0:
         return
-    index = tl.program_id(1) % slices
-    ranks = tl.program_id(1) // slices * block_rank + tl.arange(0, block_rank)
-    slot = tl.load(slots + segment).to(tl.int64)
+    column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
+    index, k = column // rank_stride, column % rank_stride
     entry = table + slot * slot_stride + layer * layer_stride + (first_linear + index) * 3
-    rank = tl.load(entry + 2)
-    if tl.program_id(1) // slices * block_rank >= rank:
+    live = k < tl.load(entry + 2, mask=index < slices, other=0)
+    if tl.max(live.to(tl.int32), 0) == 0:
         return
 
-    live = ranks < rank
-    part = tl.program_id(2)
-    columns = part * split_in + tl.arange(0, block_in)
-    x_tile = x + rows[:, None] * x_stride + columns[None, :]
-    a_tile = arena + tl.load(entry) + ranks[None, :].to(tl.int64) * d_in + columns[:, None]
-    total = tl.zeros((block_tokens, block_rank), tl.float32)
-    for start in range(0, split_in, block_in):
-        inside = start + columns < d_in
-        hidden = tl.load(x_tile + start, mask=real[:, None] & inside[None, :], other=0.0)
-        a = tl.load(a_tile + start, mask=inside[:, None] & live[None, :], other=0.0)
+    token = tl.arange(0, block_tokens)
+    row, real = (start + token).to(tl.int64), token < length
+    part = tl.program_id(0)
+    inner = part * split + tl.arange(0, block_in)
+    a_start = tl.multiple_of(tl.load(entry, mask=index < slices, other=0), 16)
+    x_tile = x + row[:, None] * x_stride + inner[None, :]
+    a_tile = arena + (a_start + k.to(tl.int64) * d_in)[None, :] + inner[:, None]
+    total = tl.zeros((block_tokens, block_columns), tl.float32)
+    for done in tl.range(0, split, block_in, num_stages=stages):
+        inside = done + inner < d_in
+        hidden = tl.load(x_tile + done, mask=real[:, None] & inside[None, :], other=0.0)
+        a = tl.load(a_tile + done, mask=inside[:, None] & live[None, :], other=0.0)
         if upcast:
             hidden = hidden.to(tl.float32)
             a = a.to(tl.float32)
-        total = tl.dot(hidden, a, total, input_precision=precision)  # [tokens, ranks]
+        total = tl.dot(hidden, a, total, input_precision=precision)  # [tokens, columns]
 
-    out = (
-        parts
-        + part.to(tl.int64) * part_stride
-        + (rows[:, None] * slices + index) * max_rank
-        + ranks[None, :]
-    )
+    out = v + (row[:, None] * tl.num_programs(0) + part) * (slices * rank_stride) + column[None, :]
     tl.store(out, total, mask=real[:, None] & live[None, :])

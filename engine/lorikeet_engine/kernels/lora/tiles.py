@@ -1,57 +1,106 @@
-"""The list of work both Triton kernels walk: tiles of tokens, each inside one segment.
+"""The list of work that the Triton kernels walk: tiles of tokens, each inside one segment.
 
-The host knows how many tokens and segments a step has, the device alone how the tokens are shared
-out. So a launch has as many programs as any sharing out can need, tile_bound(), and each program
-finds its own tile by summing the segments' lengths; the few programs left over return at once. A
-captured CUDA graph therefore stays valid while starts, lengths and slots change under it, and
-segments of length 0 pad it.
+One small launch makes it at the start of a step, from the segments as they lie on the device. The
+host knows how many tokens and segments there can be, the device alone how the tokens are shared
+out: so the list is as long as any sharing out can need, and the programs of the tiles left over,
+of length 0, return at once. A captured CUDA graph therefore stays valid while the segments change
+under it, and segments of length 0 pad it.
 """
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
+from lorikeet_engine.kernels.lora.tuning import Cut, Regime, cut_of
 from lorikeet_engine.kernels.lora.types import Segments
 
-SMALL_TILE = 16
-LARGE_TILE = 64
-LARGEST_RANK_BLOCK = 64
+_BLOCK = 128
 
 
-def tile_tokens(tokens: int, segments: Segments) -> int:
-    """How many tokens a tile holds: large once an even share of the tokens would fill one."""
-    return LARGE_TILE if tokens >= LARGE_TILE * len(segments) else SMALL_TILE
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A step's tiles and how the kernels cut their work.
+
+    rows [tiles, 3] int32: an adapter's slot, a tile's first token and how many it has, at most
+    cut.tokens. tokens [1] int32: how many of the step have an adapter; they are the first.
+    segments: how many there are, those of length 0 too.
+    """
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    segments: int
+    max_rank: int
+    regime: Regime
+    cut: Cut
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def rank_stride(self) -> int:
+        """How many columns one linear has in v: tl.dot takes ranks by 16."""
+        return -(-self.max_rank // 16) * 16
 
 
-def tile_bound(tokens: int, segments: Segments, block_tokens: int) -> int:
-    """The most tiles that `tokens` tokens can make in these segments."""
-    return tokens // block_tokens + len(segments)
+def list_tiles(segments: Segments, tokens: int) -> Tiles:
+    """The tiles of a step's segments, which have `tokens` tokens at most."""
+    device, count = segments.slots.device, len(segments)
+    regime = Regime.of(tokens, count)
+    cut = cut_of(regime, device)
+    # Σ ceil(length / T) ≤ Σ (length + T − 1) / T
+    capacity = min(tokens, (tokens + count * (cut.tokens - 1)) // cut.tokens)
+    rows = torch.empty((capacity, 3), dtype=torch.int32, device=device)
+    total = torch.empty(1, dtype=torch.int32, device=device)
+    _list_tiles[(count + 1,)](
+        segments.slots, segments.starts, segments.lengths, rows, total,
+        count, capacity, cut.tokens, block=_BLOCK,
+    )  # fmt: skip
+    return Tiles(rows, total, count, segments.max_rank, regime, cut)
 
 
-def rank_block(max_rank: int) -> int:
-    """How much of the rank one tl.dot takes; its operands want at least 16."""
-    return int(min(LARGEST_RANK_BLOCK, max(16, triton.next_power_of_2(max_rank))))
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["segments", "capacity", "tile_tokens"]
+)
+def _list_tiles(
+    slots: tl.tensor,
+    starts: tl.tensor,
+    lengths: tl.tensor,
+    rows: tl.tensor,
+    total: tl.tensor,
+    segments: tl.tensor,
+    capacity: tl.tensor,
+    tile_tokens: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    """The tiles of one segment; the last program fills the rest of the list with empty ones."""
+    segment = tl.program_id(0)
+    known = segment < segments
+    before = 0
+    tokens = 0
+    for first in range(0, segment, block):
+        other = first + tl.arange(0, block)
+        length = tl.load(lengths + other, mask=other < segment, other=0)
+        before += tl.sum(tl.cdiv(length, tile_tokens), 0)
+        tokens += tl.sum(length, 0)
+    slot = tl.load(slots + segment, mask=known, other=0)
+    start = tl.load(starts + segment, mask=known, other=0)
+    length = tl.load(lengths + segment, mask=known, other=0)
+    tiles = tl.where(known, tl.cdiv(length, tile_tokens), capacity - before)
+    for first in range(0, tiles, block):
+        tile = first + tl.arange(0, block)
+        inside = tile < tiles
+        row, done = rows + (before + tile) * 3, tile * tile_tokens
+        tl.store(row, tl.zeros_like(tile) + slot, mask=inside)
+        tl.store(row + 1, start + done, mask=inside)
+        tl.store(row + 2, tl.minimum(tl.maximum(length - done, 0), tile_tokens), mask=inside)
+    if segment == segments:
+        tl.store(total, tokens)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def find_tile(
-    program: tl.tensor,
-    starts: tl.tensor,
-    lengths: tl.tensor,
-    segments: tl.tensor,
-    block_tokens: tl.constexpr,
-    block_segments: tl.constexpr,
-) -> tl.tuple:
-    """(segment, token rows [block_tokens] int64, which rows are real) of this program's tile.
-
-    block_segments: a power of two ≥ segments. A program left over gets a segment ≥ segments.
-    """
-    index = tl.arange(0, block_segments)
-    tiles = tl.cdiv(tl.load(lengths + index, mask=index < segments, other=0), block_tokens)
-    ends = tl.cumsum(tiles, 0)
-    segment = tl.sum((ends <= program).to(tl.int32), 0)
-    tile = program - tl.sum(tl.where(index < segment, tiles, 0), 0)
-    known = segment < segments
-    start = tl.load(starts + segment, mask=known, other=0)
-    length = tl.load(lengths + segment, mask=known, other=0)
-    offsets = tile * block_tokens + tl.arange(0, block_tokens)
-    return segment, (start + offsets).to(tl.int64), offsets < length
+def tile_at(rows: tl.tensor, tile: tl.tensor) -> tl.tuple:
+    """(slot int64, first token, tokens) of a tile."""
+    row = rows + tile * 3
+    return tl.load(row).to(tl.int64), tl.load(row + 1), tl.load(row + 2)

@@ -9,10 +9,11 @@ import torch
 class LoraWeights:
     """All adapters on the device.
 
-    arena [elements]: every adapter's packed A and B matrices, in the adapter dtype.
+    arena [elements]: every adapter's packed A [rank, d_in] and B, transposed, [rank, d_out], in
+    the adapter dtype. So the rows of both are as long as a hidden state, whatever the rank.
     table [slots, layers, linears, 3] int64: for slot, layer and linear the element offsets of
-    A [rank, d_in] and B [d_out, rank] in the arena, and the rank; rank 0 means that the adapter
-    leaves this linear as it is. The scaling is already inside B.
+    A and B in the arena, both multiples of 16, and the rank; rank 0 means that the adapter leaves
+    this linear as it is. The scaling is already inside B.
     """
 
     arena: torch.Tensor
@@ -34,10 +35,11 @@ class LoraGroup:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Runs of consecutive tokens that share an adapter; tokens outside every segment have none.
+    """Runs of consecutive tokens that share an adapter: the first tokens of a step.
 
     slots, starts, lengths: [segments] int32 on the device of the step; at most one segment for
-    each slot. max_rank bounds the rank of every adapter in the step.
+    each slot. They follow one another from token 0 on; tokens after the last have no adapter.
+    max_rank bounds the rank of every adapter in the step.
     """
 
     slots: torch.Tensor
@@ -47,3 +49,15 @@ class Segments:
 
     def __len__(self) -> int:
         return self.slots.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class LoraDelta:
+    """What adapters add to a product, until the operator that reads the product adds it.
+
+    rows [tokens, width], in the product's dtype; tokens [1] int32 on the device: so many rows, the
+    first, are to be added; the others are undefined.
+    """
+
+    rows: torch.Tensor
+    tokens: torch.Tensor

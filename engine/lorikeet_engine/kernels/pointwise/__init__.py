@@ -1,5 +1,8 @@
 """What stands between a decoder's products: norms, rotary embedding, the KV pages, the gate.
 
+Where an operator reads a product, `lora` is what adapters add to it: it is added before anything
+else, by the kernels in float32. None adds nothing.
+
 `reference` is the equation in torch and runs on the CPU; `fused` holds Triton kernels with the
 same signatures.
 """
@@ -10,17 +13,28 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["add_norm", "gate", "rotate_and_store"]
+from lorikeet_engine.kernels.lora.types import LoraDelta
+
+__all__ = ["add_lora_delta", "add_norm", "gate", "rotate_and_store"]
+
+
+def add_lora_delta(y: torch.Tensor, lora: LoraDelta | None) -> None:
+    """Add it to y [tokens, width], dense, in place: for a reader that cannot do it itself."""
+    _operators(y.device.type).add_lora_delta(y, lora)
 
 
 def add_norm(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    lora: LoraDelta | None = None,
 ) -> torch.Tensor:
     """Add delta to x in place; returns x / sqrt(mean(x²) + eps) · weight, in float32 inside.
 
-    x, delta [tokens, width], dense; weight [width] → like x.
+    x, delta [tokens, width], dense; weight [width] → like x. lora belongs to delta.
     """
-    y: torch.Tensor = _operators(x.device.type).add_norm(x, delta, weight, eps)
+    y: torch.Tensor = _operators(x.device.type).add_norm(x, delta, weight, eps, lora)
     return y
 
 
@@ -30,6 +44,7 @@ def rotate_and_store(
     sin: torch.Tensor,
     layer_kv: torch.Tensor,
     slots: torch.Tensor,
+    lora: LoraDelta | None = None,
 ) -> None:
     """Turn the queries in place; put the turned keys, and the values, into their pages.
 
@@ -39,12 +54,12 @@ def rotate_and_store(
     like qkv, contiguous; slots [tokens] int64: page · page_size + offset, on CUDA also −1 for no
     place. The keys in qkv are left undefined.
     """
-    _operators(qkv.device.type).rotate_and_store(qkv, cos, sin, layer_kv, slots)
+    _operators(qkv.device.type).rotate_and_store(qkv, cos, sin, layer_kv, slots, lora)
 
 
-def gate(x: torch.Tensor) -> torch.Tensor:
+def gate(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
     """silu(x[:, :width]) · x[:, width:] of x [tokens, 2 · width], dense → [tokens, width]."""
-    y: torch.Tensor = _operators(x.device.type).gate(x)
+    y: torch.Tensor = _operators(x.device.type).gate(x, lora)
     return y
 
 

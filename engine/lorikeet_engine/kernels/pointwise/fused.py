@@ -4,20 +4,36 @@ import torch
 import triton
 import triton.language as tl
 
+from lorikeet_engine.kernels.lora.types import LoraDelta
+
 HEADS = 8  # taken by one program
-COLUMNS = 1024  # gated by one program
+COLUMNS = 1024  # gated, or added to, by one program
+
+
+def add_lora_delta(y: torch.Tensor, lora: LoraDelta | None) -> None:
+    """See the package."""
+    if lora is not None:
+        tokens, width = y.shape
+        _add_lora_delta[(tokens, triton.cdiv(width, COLUMNS))](
+            y, lora.rows, lora.tokens, width, COLUMNS
+        )
 
 
 def add_norm(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    lora: LoraDelta | None = None,
 ) -> torch.Tensor:
     """See the package. x is rounded before it is normed, as in the reference."""
     tokens, width = x.shape
     y = torch.empty_like(x)
     block = triton.next_power_of_2(width)
     _add_norm[(tokens,)](
-        x, delta, weight, y, eps, width, block, num_warps=min(16, max(1, block // 512))
-    )
+        x, delta, *_operands(lora), weight, y, eps, width, block,
+        num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
     return y
 
 
@@ -27,28 +43,59 @@ def rotate_and_store(
     sin: torch.Tensor,
     layer_kv: torch.Tensor,
     slots: torch.Tensor,
+    lora: LoraDelta | None = None,
 ) -> None:
     """See the package."""
     tokens, total, head_dim = qkv.shape
     kv_heads, half = layer_kv.shape[3], head_dim // 2
     _rotate_and_store[(tokens, triton.cdiv(total, HEADS))](
-        qkv, cos, sin, layer_kv, slots, qkv.stride(0), layer_kv.stride(0),
+        qkv, *_operands(lora), cos, sin, layer_kv, slots, qkv.stride(0), layer_kv.stride(0),
         total - 2 * kv_heads, kv_heads, half, HEADS, triton.next_power_of_2(half),
     )  # fmt: skip
 
 
-def gate(x: torch.Tensor) -> torch.Tensor:
+def gate(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
     """See the package. Rounded once."""
     tokens, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty((tokens, width))
-    _gate[(tokens, triton.cdiv(width, COLUMNS))](x, y, width, COLUMNS)
+    _gate[(tokens, triton.cdiv(width, COLUMNS))](x, *_operands(lora), y, width, COLUMNS)
     return y
+
+
+def _operands(lora: LoraDelta | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if lora is None else (lora.rows, lora.tokens)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _lora_at(
+    lora: tl.tensor, adapted: tl.tensor, token: tl.tensor, at: tl.tensor, inside: tl.tensor
+) -> tl.tensor:
+    """What adapters add at these places of a token's row: 0 for a token without one."""
+    inside = inside & (token < tl.load(adapted))
+    return tl.load(lora + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_lora_delta(
+    y: tl.tensor, lora: tl.tensor, adapted: tl.tensor, width: tl.constexpr, block: tl.constexpr
+) -> None:
+    """Some columns of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    if token >= tl.load(adapted):
+        return
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside, at = columns < width, token * width + columns
+    total = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    total += _lora_at(lora, adapted, token, at, inside)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_norm(
     x: tl.tensor,
     delta: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
     weight: tl.tensor,
     y: tl.tensor,
     eps: tl.tensor,
@@ -58,9 +105,12 @@ def _add_norm(
     """One token."""
     columns = tl.arange(0, block)
     inside = columns < width
-    at = tl.program_id(0).to(tl.int64) * width + columns
+    token = tl.program_id(0).to(tl.int64)
+    at = token * width + columns
     total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     total += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+    if lora is not None:
+        total += _lora_at(lora, adapted, token, at, inside)
     rounded = total.to(x.dtype.element_ty)
     tl.store(x + at, rounded, mask=inside)
     total = rounded.to(tl.float32)
@@ -72,6 +122,8 @@ def _add_norm(
 @triton.jit(do_not_specialize=["plane"])  # type: ignore[untyped-decorator]
 def _rotate_and_store(
     qkv: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
     layer_kv: tl.tensor,
@@ -89,9 +141,13 @@ def _rotate_and_store(
     head = (tl.program_id(1) * block_heads + tl.arange(0, block_heads))[:, None]
     column = tl.arange(0, block_half)[None, :]
     inside = (head < heads + 2 * kv_heads) & (column < half)
-    at = qkv + token * token_stride + head * (2 * half) + column
+    place = token * token_stride + head * (2 * half) + column
+    at = qkv + place
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+    if lora is not None:
+        first += _lora_at(lora, adapted, token, place, inside)
+        second += _lora_at(lora, adapted, token, place + half, inside)
     turns = inside & (head < heads + kv_heads)  # values do not: their angle is 0
     c = tl.load(cos + token * half + column, mask=turns, other=1.0)
     s = tl.load(sin + token * half + column, mask=turns, other=0.0)
@@ -113,13 +169,23 @@ def _rotate_and_store(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gate(x: tl.tensor, y: tl.tensor, width: tl.constexpr, block: tl.constexpr) -> None:
+def _gate(
+    x: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
+    y: tl.tensor,
+    width: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
     """Some columns of one token."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < width
-    row = x + token * (2 * width) + columns
-    gates = tl.load(row, mask=inside, other=0.0).to(tl.float32)
-    values = tl.load(row + width, mask=inside, other=0.0).to(tl.float32)
+    at = token * (2 * width) + columns
+    gates = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + at + width, mask=inside, other=0.0).to(tl.float32)
+    if lora is not None:
+        gates += _lora_at(lora, adapted, token, at, inside)
+        values += _lora_at(lora, adapted, token, at + width, inside)
     out = gates / (1.0 + tl.exp(-gates)) * values
     tl.store(y + token * width + columns, out.to(y.dtype.element_ty), mask=inside)

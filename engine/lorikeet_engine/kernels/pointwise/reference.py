@@ -3,11 +3,24 @@
 import torch
 from torch.nn import functional as F
 
+from lorikeet_engine.kernels.lora.types import LoraDelta
+
+
+def add_lora_delta(y: torch.Tensor, lora: LoraDelta | None) -> None:
+    """See the package."""
+    if lora is not None:
+        y[: lora.tokens] += lora.rows[: lora.tokens]
+
 
 def add_norm(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    lora: LoraDelta | None = None,
 ) -> torch.Tensor:
     """See the package."""
+    add_lora_delta(delta, lora)
     x += delta
     return F.rms_norm(x, weight.shape, weight, eps)
 
@@ -18,8 +31,10 @@ def rotate_and_store(
     sin: torch.Tensor,
     layer_kv: torch.Tensor,
     slots: torch.Tensor,
+    lora: LoraDelta | None = None,
 ) -> None:
     """See the package."""
+    add_lora_delta(qkv.flatten(1), lora)
     kv_heads = layer_kv.shape[3]
     turned = qkv[:, :-kv_heads]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -30,7 +45,8 @@ def rotate_and_store(
     values.index_copy_(0, slots, qkv[:, -kv_heads:])
 
 
-def gate(x: torch.Tensor) -> torch.Tensor:
+def gate(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
     """See the package."""
+    add_lora_delta(x, lora)
     gates, values = x.chunk(2, dim=-1)
     return F.silu(gates) * values
