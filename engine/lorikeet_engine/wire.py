@@ -11,7 +11,7 @@ from typing import Any
 from lorikeet_engine.request import Failed, Output, Tokens
 
 Rows = list[Failed | tuple[Any, ...]]
-"""One step's outputs. Tokens as a plain tuple is pickled eight times as fast."""
+"""One step's outputs. As plain tuples, Tokens are pickled ten times as fast."""
 
 
 @dataclass(frozen=True, slots=True)
