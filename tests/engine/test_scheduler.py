@@ -11,7 +11,7 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.admission import PATIENCE
 from lorikeet_engine.errors import AdapterLoadFailed
 from lorikeet_engine.kv_cache import KVCache
-from lorikeet_engine.request import FinishReason, Request, SamplingParams
+from lorikeet_engine.request import Request, SamplingParams
 from lorikeet_engine.scheduler import Bounds, Scheduler
 from lorikeet_engine.sequence import Sequence
 
