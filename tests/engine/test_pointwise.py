@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lorikeet_engine.kernels.lora import LoraDelta
 from lorikeet_engine.kernels.pointwise import fused, reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -97,3 +98,50 @@ def test_a_token_without_a_place_is_not_stored(kind):
 def test_gate(kind, width, tokens):
     x = random(kind, tokens, 2 * width)
     assert_equal(fused.gate(x), reference.gate(x))
+
+
+def adapted(kind, y):
+    """What adapters add to the first rows of y, NaN behind them; and y with it, in float32."""
+    count = len(y) // 2 + 1
+    rows, summed = random(kind, *y.flatten(1).shape[::-1]).T.contiguous(), y.float().clone()
+    summed[:count] += rows[:count].view_as(y[:count])
+    rows[count:] = torch.nan
+    return LoraDelta(rows, torch.tensor([count], dtype=torch.int32, device=kind[0])), summed
+
+
+def assert_close(got, want):
+    """The sum is rounded at most once more on its way."""
+    eps = torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got.float(), want.float(), rtol=8 * eps, atol=8 * eps)
+
+
+@sizes
+@pytest.mark.parametrize("kind", DEVICES)
+def test_what_adapters_add_is_added_first(kind, tokens):
+    x = random(kind, tokens, 2 * 60)
+    lora, summed = adapted(kind, x)
+    assert_close(fused.gate(x, lora), reference.gate(summed))
+
+    x, delta, weight = random(kind, tokens, 60), random(kind, 60, tokens).T, random(kind, 60)
+    lora, summed = adapted(kind, delta.contiguous())
+    want = reference.add_norm(x.float().clone(), summed, weight.float(), 1e-5)
+    assert_close(fused.add_norm(x, delta.contiguous(), weight, 1e-5, lora), want)
+
+    y = random(kind, tokens, 60)
+    lora, summed = adapted(kind, y)
+    fused.add_lora_delta(y, lora)
+    assert_close(y, summed)
+
+
+@sizes
+@pytest.mark.parametrize("kind", DEVICES)
+def test_what_adapters_add_to_queries_keys_and_values(kind, tokens):
+    qkv, kv = random(kind, tokens, 4, 16), random(kind, 2, 3, 16, 1, 16)
+    lora, summed = adapted(kind, qkv)
+    angles = random((kind[0], torch.float32), tokens, 8)
+    slots = torch.arange(tokens, device=kind[0])
+    wide = kv.float().clone()
+    fused.rotate_and_store(qkv, angles.cos(), angles.sin(), kv, slots, lora)
+    reference.rotate_and_store(summed, angles.cos(), angles.sin(), wide, slots)
+    assert_close(qkv[:, :2], summed[:, :2])
+    assert_close(kv, wide)

@@ -34,16 +34,16 @@ def linear_beside_lora(
     """See the package. Both results may be used on the current stream."""
     main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
     delta = x.new_empty((len(x), sum(group.d_outs)))
+    # A single row is multiplied by many small programs, which LoRA's can run among.
+    left = 0 if len(x) == 1 else tiles.cut.left_to_lora(tiles.segments * tiles.max_rank)
     side.wait_stream(main)
-    # A single row is multiplied by many small programs, which LoRA's can run among: they go first
-    # then. cuBLAS's programs fill a multiprocessor each, and would wait for LoRA's to leave it.
-    if len(x) > 1:
-        with _leave_free(tiles.cut.left_to_lora(tiles.segments, tiles.max_rank), x.device):
+    if left:
+        with _leave_free(left, x.device):
             y = linear(x, weight, bias)
     with torch.cuda.stream(side):
         v = shrink(x, weights, tiles, layer, group)
         expand(v, delta, weights, tiles, layer, group)
-    if len(x) == 1:
+    if not left:
         y = linear(x, weight, bias)
     main.wait_stream(side)
     return y, LoraDelta(delta, tiles.tokens)
@@ -58,7 +58,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def _leave_free(multiprocessors: int, device: torch.device) -> Iterator[None]:
     """CuBLAS uses so many less than all while this lasts; only this thread's products know it."""
     library = _cublas()
-    if library is None or not multiprocessors:
+    if library is None:
         yield
         return
     handle = ctypes.c_void_p(torch.cuda.current_blas_handle())  # type: ignore[no-untyped-call]

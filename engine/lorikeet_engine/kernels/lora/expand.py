@@ -35,10 +35,10 @@ def expand(
         )
     if v.numel() == 0 or len(tiles) == 0:
         return
-    cut, early = tiles.cut.expand, launches_early(v.device)
-    span = cut.columns * cut.blocks
-    grid = (sum(triton.cdiv(width, span) for width in group.d_outs), len(tiles))
+    cut, early = tiles.cut.expand, launches_early(tiles, v.device)
     few = tiles.regime == Regime.FEW
+    span = cut.columns * (1 if few else cut.blocks)
+    grid = (sum(triton.cdiv(width, span) for width in group.d_outs), len(tiles))
     ranks = 16 if few else min(64, triton.next_power_of_2(stride))
     (_expand_few if few else _expand)[grid](
         v, delta, weights.arena, weights.table, tiles.rows,

@@ -44,7 +44,7 @@ def shrink(
         # Without a GPU this is Triton's interpreter, which multiplies the raw bits of bfloat16.
         upcast=x.dtype != weights.arena.dtype or x.device.type == "cpu",
         precision="ieee" if torch.float32 in (x.dtype, weights.arena.dtype) else "tf32",
-        early_expand=launches_early(x.device),
+        early_expand=launches_early(tiles, x.device),
         block_tokens=max(16, tiles.cut.tokens),
         block_columns=columns,
         block_in=inner,

@@ -71,7 +71,8 @@ def _lora_at(
     lora: tl.tensor, adapted: tl.tensor, token: tl.tensor, at: tl.tensor, inside: tl.tensor
 ) -> tl.tensor:
     """What adapters add at these places of a token's row: 0 for a token without one."""
-    inside = inside & (token < tl.load(adapted))
+    # compared at every place: the interpreter takes no scalar into a mask
+    inside = inside & (tl.zeros_like(at) + token < tl.load(adapted))
     return tl.load(lora + at, mask=inside, other=0.0).to(tl.float32)
 
 
