@@ -1,0 +1,194 @@
+"""Small models of real shapes, what they say in float32, and how far bfloat16 may be from that."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.engine import Engine
+from lorikeet_engine.request import FinishReason, Request
+from lorikeet_engine.sampling import SamplingRow
+from tests.engine import driving
+from tests.engine.driving import Answers
+from tests.engine.peft_adapters import BlobShelf, save_adapter
+
+# How far a log-probability may be from the reference's: 32 eps of bfloat16, 0.25. Each of the ten
+# or so tensors that a layer writes is rounded to 8 bits, and the layers behind it carry that on:
+# after four layers that makes 1% of the logits' spread, 0.02 to 0.03, and up to 0.18 for the worst
+# of millions (on an H200: 0.15). Two logits that differ by more keep their order, in practice.
+TOLERANCE = 32 * torch.finfo(torch.bfloat16).eps
+TYPICAL = TOLERANCE / 5  # for the root of the mean square of a request's: 0.05
+SIZES = {  # heads of 128 in every family: the attention kernels are compiled for each width
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.03,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+    },
+    "mistral": {"sliding_window": 1024},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 128, "num_attention_heads": 8},
+}
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "rank4_qv": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    "rank8_all": {"r": 8, "lora_alpha": 16, "target_modules": ALL},
+    "rank64_ko": {"r": 64, "lora_alpha": 64, "target_modules": ["k_proj", "o_proj"]},
+    "ranks_rs": {
+        "r": 16,
+        "lora_alpha": 8,
+        "use_rslora": True,
+        "target_modules": ["q_proj", "up_proj", "down_proj"],
+        "rank_pattern": {r"layers\.1\.mlp\.down_proj": 4},
+    },
+}
+NAMES = (None, *ADAPTERS)
+
+
+class World:
+    """One family: a checkpoint, its adapters, and what transformers and PEFT say in float32."""
+
+    def __init__(self, family: str, folder: Path, device: str) -> None:
+        self.device = device
+        self.checkpoint = _save_model(family, folder / "model")
+        self.shelf = BlobShelf(folder / "blobs")
+        self.refs: dict[str | None, AdapterRef | None] = {None: None}
+        base = transformers.AutoModelForCausalLM.from_pretrained(
+            self.checkpoint, dtype=torch.float32, attn_implementation="eager"
+        ).to(device)
+        self._model: Any = None
+        for seed, (name, lora) in enumerate(ADAPTERS.items()):
+            saved = save_adapter(self.checkpoint, folder / name, seed, **lora)
+            _round(saved / "adapter_model.safetensors")
+            self.refs[name] = self.shelf.add(saved, name)
+            if self._model is None:
+                self._model = peft.PeftModel.from_pretrained(base, saved, adapter_name=name)
+            else:
+                self._model.load_adapter(saved, name)
+
+    @torch.inference_mode()
+    def logprobs(self, name: str | None, tokens: list[int]) -> torch.Tensor:
+        """[tokens, vocab] under an adapter, of what comes after each token."""
+        ids = torch.tensor([tokens], device=self.device)
+        if name is None:
+            with self._model.disable_adapter():
+                return self._model(input_ids=ids).logits[0].log_softmax(-1)
+        self._model.set_adapter(name)
+        return self._model(input_ids=ids).logits[0].log_softmax(-1)
+
+
+@dataclass
+class Draws:
+    """A sampler that keeps what every draw was made from, by the choice's seed and step."""
+
+    engine: Engine
+    logits: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    tokens: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._sampler = self.engine._sampler
+        self.engine._sampler = self  # type: ignore[assignment]
+
+    def sample(self, logits: torch.Tensor, rows: list[SamplingRow]) -> torch.Tensor:
+        at = [(row.seed, row.step) for row in rows]
+        self.logits.update(zip(at, logits.float().log_softmax(-1), strict=True))
+        drawn = self._sampler.sample(logits, rows)
+        self.tokens.update(zip(at, drawn.clone(), strict=True))
+        return drawn
+
+
+def compare(
+    world: World, request: Request, name: str | None, draws: Draws, answers: Answers
+) -> float:
+    """Hold a request's answers against the reference, which is fed the tokens that were drawn.
+
+    Returns the share of tokens where the reference's two best were farther apart than TOLERANCE.
+    """
+    clear = []
+    for choice in range(len(request.prompts) * request.n):
+        said = answers.of(request.request_id, choice)
+        stopped = answers.finish[request.request_id, choice] is FinishReason.STOP
+        at = [(request.sampling.seed + choice, step) for step in range(len(said) + stopped)]
+        drawn = [int(draws.tokens[key]) for key in at]
+        assert said == drawn[: len(said)]
+        assert stopped == (drawn[-1] in request.sampling.stop_token_ids)
+        prompt = list(request.prompts[choice // request.n])
+        want = world.logprobs(name, prompt + drawn[:-1])[len(prompt) - 1 :]
+        error = torch.stack([draws.logits[key] for key in at]) - want
+        worst, typical = error.abs().max().item(), error.square().mean().sqrt().item()
+        assert worst <= TOLERANCE, f"{request.request_id} under {name}: {worst}"
+        assert typical <= TYPICAL, f"{request.request_id} under {name}: {typical}"
+        best = want.topk(2).values
+        clear += (best[:, 0] - best[:, 1] > TOLERANCE).tolist()
+        if request.sampling.temperature == 0:
+            pairs = zip(drawn, want.argmax(-1).tolist(), clear[-len(drawn) :], strict=True)
+            assert all(token == likeliest for token, likeliest, is_clear in pairs if is_clear)
+    return sum(clear) / len(clear)
+
+
+def build(world: World, folder: Path, **settings: Any) -> Engine:
+    """An engine in bfloat16 on the world's device."""
+    sizes = {
+        "device": world.device,
+        "dtype": "bfloat16",
+        "adapter_dtype": "bfloat16",
+        "max_running": 12,
+        "max_batch_adapters": len(ADAPTERS),
+        "adapter_gpu_bytes": 16 << 20,
+        "adapter_host_bytes": 32 << 20,
+    }
+    return driving.build(world.checkpoint, world.shelf, folder / "cache", **{**sizes, **settings})
+
+
+def bring(answers: Answers, world: World) -> None:
+    """Wait until every adapter is on the device, so that all meet in one batch."""
+    refs = [ref for ref in world.refs.values() if ref is not None]
+    for ref in refs:
+        answers.engine.pin(ref)
+    answers.until(lambda: all(answers.engine.residency(r) is Residency.GPU for r in refs))
+
+
+def finish(answers: Answers) -> None:
+    """Until all have ended, in time for a first run, which compiles kernels as it goes."""
+    answers.until(lambda: not answers.pending, timeout_s=120)
+
+
+def _save_model(family: str, folder: Path) -> Path:
+    config = transformers.AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:  # norms start as 1 and biases as 0, which would hide them
+                weight.data.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    model.lm_head.weight.data.mul_(0.1 / 0.03)  # logits spread like a trained model's
+    model.save_pretrained(folder)
+    _round(folder / "model.safetensors")
+    return folder
+
+
+def _round(path: Path) -> None:
+    """To what bfloat16 holds, in place: only what is computed then differs, not the weights."""
+    tensors = {name: tensor.bfloat16().float() for name, tensor in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})

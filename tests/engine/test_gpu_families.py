@@ -1,0 +1,94 @@
+"""On a GPU in bfloat16 all families say what the float32 reference says, however the work is cut.
+
+faithful.TOLERANCE says how near.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.engine.driving import PAGE, Answers, Witness, greedy, prompt
+from tests.engine.faithful import (
+    FAMILIES,
+    NAMES,
+    TOLERANCE,
+    Draws,
+    World,
+    bring,
+    build,
+    compare,
+    finish,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+TOKENS = 24
+LENGTHS = (1, 5, 17, 63, 133, 300)
+CHUNK = 40
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def world(request, tmp_path_factory):
+    return World(request.param, tmp_path_factory.mktemp(request.param), "cuda")
+
+
+def requests(world, salt):
+    """Ten of them, two under each adapter and two under none, no two prompts alike."""
+    for i in range(2 * len(NAMES)):
+        name, ids = NAMES[i % len(NAMES)], prompt(LENGTHS[i % len(LENGTHS)], i)
+        more = {"adapter": world.refs[name], "salt": salt, "seed": 100 * i}
+        yield name, greedy(f"r{i}", ids, max_tokens=TOKENS, **more)
+
+
+@pytest.fixture(scope="module")
+def engine(world, tmp_path_factory):
+    engine = build(world, tmp_path_factory.mktemp("cache"))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def run(engine, graphs, overlap, chunked):
+    """The engine with what looks on. One serves all modes: to build it takes the most time."""
+    runner, sampler, captured = engine._runner, engine._sampler, engine._runner._graphs
+    settings, bounds = engine._settings, engine._scheduler._bounds
+    assert captured is not None
+    runner._graphs = captured if graphs else None
+    engine._settings = replace(settings, overlap=overlap)
+    engine._scheduler._bounds = replace(bounds, tokens=CHUNK) if chunked else bounds
+    yield Witness(engine), Draws(engine), Answers(engine)
+    engine._runner, engine._sampler, runner._graphs = runner, sampler, captured
+    engine._settings, engine._scheduler._bounds = settings, bounds
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "read_at_once"])
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no_graphs"])
+def test_every_request_says_what_the_reference_says(world, run, chunked, request):
+    witness, draws, answers = run
+    bring(answers, world)
+    asked = list(requests(world, salt=request.node.name))
+    computed = []
+    for _ in ("anew", "with prefix hits"):
+        before = witness.tokens
+        for _, call in asked:
+            answers.submit(call)
+        finish(answers)
+        computed.append(witness.tokens - before)
+        clear = [compare(world, call, name, draws, answers) for name, call in asked]
+        assert sum(clear) / len(clear) > 0.5, "too few tokens are compared"
+    hits = sum((len(call.prompts[0]) - 1) // PAGE * PAGE for _, call in asked)
+    assert computed[1] <= computed[0] - hits
+    assert max(len(batch.segments or ()) for batch in witness.batches) == len(NAMES) - 1
+    assert (max(len(batch.token_ids) for batch in witness.batches) <= CHUNK) == chunked
+
+
+def test_the_adapters_change_what_the_model_says(world):
+    ids = prompt(63)
+    base = world.logprobs(None, ids)
+    for name in NAMES[1:]:
+        change = world.logprobs(name, ids) - base
+        assert change.square().mean().sqrt() > 3 * TOLERANCE
