@@ -1,5 +1,6 @@
 """An adapter's image: every matrix at its place, true ranks, the scaling inside B."""
 
+import dataclasses
 import itertools
 
 import peft
@@ -15,9 +16,10 @@ from lorikeet_engine.adapter_format import (
     read_spec,
     write_blob,
 )
-from lorikeet_engine.errors import AdapterRejected
+from lorikeet_engine.errors import AdapterRejected, SettingsError
 from lorikeet_engine.kernels.lora import LoraGroup, LoraWeights, Segments, add_lora
 from lorikeet_engine.residency.packing import FUSED_GROUPS, PackedLayout, pack
+from lorikeet_engine.residency.shard import WHOLE, Shard
 from tests.engine.blobs import SHAPE, Shelf, everywhere
 
 LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 20)
@@ -29,9 +31,9 @@ def shelf(tmp_path):
     return Shelf(tmp_path)
 
 
-def packed(shelf, name, dtype=torch.float32, shape=SHAPE):
+def packed(shelf, name, dtype=torch.float32, shape=SHAPE, shard=WHOLE):
     spec = read_spec(shelf.blob(name), shape, LIMITS)
-    layout = PackedLayout.of(spec, shape)
+    layout = PackedLayout.of(spec, shape, shard)
     image = torch.full((layout.elements,), torch.nan, dtype=dtype)
     pack(shelf.blob(name), spec, layout, image)
     return spec, layout, image
@@ -87,6 +89,105 @@ def test_rows_of_linears_without_weights_stay_zero_wherever_the_image_lies(shelf
                 assert torch.equal(rows[layer, linear], moved)
             else:
                 assert rows[layer, linear].tolist() == [0, 0, 0]
+
+
+def matrices(layout, image, layer, linear):
+    """A [rows, d_in] and B transposed [rank, d_out], as far as they are in the image."""
+    a_at, b_at, rank = layout.rows[layer, linear].tolist()
+    cut = layout.cuts[linear]
+    a_elements, b_elements = cut.elements(rank)
+    a = image[a_at : a_at + a_elements].view(-1, len(cut.inputs))
+    return a, image[b_at : b_at + b_elements].view(rank, -1)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("fully", [False, True])
+@pytest.mark.parametrize("ranks", [everywhere(8), everywhere(7), UNEVEN])
+def test_the_shards_hold_what_the_schemes_say_and_no_more(shelf, world, fully, ranks):
+    shape = BaseShape("llama", 2, hidden=24, intermediate=20, heads=4, kv_heads=2, head_dim=5)
+    shelf.make("x", ranks, shape=shape)
+    _, *whole = packed(shelf, "x", shape=shape)
+    shards = [packed(shelf, "x", shape=shape, shard=Shard(n, world, fully)) for n in range(world)]
+    for (layer, linear), rank in ranks.items():
+        a, b = matrices(*whole, layer, linear)
+        for index, (_, layout, image) in enumerate(shards):
+            if linear in (3, 6):  # o, down
+                want_a = a.chunk(world, dim=1)[index]
+                want_b = b.chunk(world, dim=1)[index] if fully else b
+            else:
+                # Four processes share two heads of k and of v: each head is in two of them.
+                pieces = min(world, shape.kv_heads) if linear in (1, 2) else world
+                want_a = a[index::world] if fully else a
+                want_b = b.chunk(pieces, dim=1)[index * pieces // world]
+            got_a, got_b = matrices(layout, image, layer, linear)
+            assert torch.equal(got_a, want_a)
+            assert torch.equal(got_b, want_b)
+            assert layout.rows[layer, linear, 2] == rank
+
+
+@pytest.mark.parametrize("fully", [False, True])
+@pytest.mark.parametrize("ranks", [everywhere(5), UNEVEN])
+def test_a_shards_image_is_aligned_and_as_small_as_its_matrices(shelf, fully, ranks):
+    shape = BaseShape("llama", 2, hidden=18, intermediate=22, heads=2, kv_heads=1, head_dim=5)
+    shelf.make("odd", ranks, shape=shape)
+    _, layout, _ = packed(shelf, "odd", shape=shape, shard=Shard(1, 2, fully))
+    spans = []
+    for (layer, linear), rank in ranks.items():
+        sizes = layout.cuts[linear].elements(rank)
+        starts = layout.rows[layer, linear, :2].tolist()
+        spans += [(at, at + size) for at, size in zip(starts, sizes, strict=True) if size]
+    spans.sort()
+    assert spans[0][0] == 0
+    assert all(begin % ALIGNMENT == 0 for begin, _ in spans)
+    assert all(0 <= after[0] - before[1] < ALIGNMENT for before, after in itertools.pairwise(spans))
+    assert 0 <= layout.elements - spans[-1][1] < ALIGNMENT
+
+
+def test_a_shard_reads_its_own_part_of_the_blob_alone(shelf):
+    # The blob ends with v_proj's B; without its second half, the first shard misses nothing.
+    shape = BaseShape("llama", 2, hidden=16, intermediate=32, heads=2, kv_heads=2, head_dim=8)
+    shelf.make("x", {(0, 2): 4}, shape=shape)
+    spec, layout, image = packed(shelf, "x", shape=shape, shard=Shard(0, 2))
+    b = spec.linears[0].b
+    with shelf.blob("x").open("r+b") as file:
+        assert file.seek(0, 2) == b.end
+        file.truncate((b.begin + b.end) // 2)
+    again = torch.empty_like(image)
+    pack(shelf.blob("x"), spec, layout, again)
+    assert torch.equal(again, image)
+    second = PackedLayout.of(spec, shape, Shard(1, 2))
+    with pytest.raises(AdapterRejected, match="ended early"):
+        pack(shelf.blob("x"), spec, second, torch.empty(second.elements))
+
+
+def test_the_key_head_of_every_query_head_is_in_the_same_shard():
+    for heads, kv_heads, world in [(8, 2, 2), (8, 2, 4), (8, 2, 8), (32, 8, 16), (6, 3, 6)]:
+        shape = BaseShape("llama", 1, 96, 96, heads, kv_heads, head_dim=1)
+        for index in range(world):
+            q, k, v, *_ = Shard(index, world).cuts(shape)
+            read = {head * kv_heads // heads for head in q.outputs}
+            assert read == set(k.outputs) == set(v.outputs)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "fully", "named"),
+    [
+        ("heads", 6, False, "num_attention_heads=6"),
+        ("kv_heads", 3, False, "num_key_value_heads=3"),
+        ("intermediate", 30, False, "intermediate_size=30"),
+        ("hidden", 18, True, "hidden_size=18"),
+    ],
+)
+def test_a_base_model_that_cannot_be_cut_evenly_is_refused(field, value, fully, named):
+    shape = BaseShape("llama", 1, hidden=16, intermediate=32, heads=4, kv_heads=4, head_dim=4)
+    Shard(0, 4, fully).cuts(shape)
+    with pytest.raises(SettingsError, match=named):
+        Shard(0, 4, fully).cuts(dataclasses.replace(shape, **{field: value}))
+
+
+def test_hidden_states_need_not_be_divisible_unless_fully_sharded():
+    shape = BaseShape("llama", 1, hidden=18, intermediate=32, heads=4, kv_heads=4, head_dim=4)
+    assert {len(cut.outputs) for cut in Shard(0, 4).cuts(shape)} == {4, 8, 18}
 
 
 def test_a_scaling_that_overflows_the_dtype_is_refused_by_tensor(shelf):

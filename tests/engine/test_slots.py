@@ -26,7 +26,7 @@ def layout_of(elements: int) -> PackedLayout:
     """One matrix pair, A in the first half and B in the second."""
     rows = torch.zeros(1, 7, 3, dtype=torch.int64)
     rows[0, 0] = torch.tensor([0, elements // 2, 1])
-    return PackedLayout(rows, elements, max_rank=1)
+    return PackedLayout(rows, elements, max_rank=1, cuts=())
 
 
 def fill(pool: SlotPool, elements: int, seed: int) -> tuple[int, torch.Tensor]:

@@ -1,12 +1,13 @@
 """An adapter's image: all its matrices in one run of elements, the same on the host and the GPU.
 
 For each layer and each fused group come the group's A matrices, then its B matrices transposed,
-every matrix at a multiple of ALIGNMENT elements and of its true rank.
+every matrix at a multiple of ALIGNMENT elements and of its true rank. Where processes share the
+layers, each packs its own shard's part of every matrix and reads nothing else.
 """
 
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
@@ -19,6 +20,7 @@ from lorikeet_engine.adapter_format import (
     aligned,
 )
 from lorikeet_engine.errors import AdapterRejected
+from lorikeet_engine.residency.shard import WHOLE, Cut, Shard
 
 FUSED_GROUPS = ((0, 1, 2), (3,), (4, 5), (6,))
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -29,16 +31,23 @@ class PackedLayout:
     """Where each matrix lies in an adapter's image.
 
     rows [layers, linears, 3] int64, on the CPU: element offsets of A and B in the image, and the
-    rank; all 0 where the adapter leaves a linear alone. elements: the image's size.
+    rank; all 0 where the adapter leaves a linear alone. elements: the image's size. cuts: for each
+    of LINEARS, what of its matrices is in the image; the rank is the adapter's, and A may have
+    fewer rows.
     """
 
     rows: torch.Tensor
     elements: int
     max_rank: int
+    cuts: tuple[Cut, ...]
 
     @classmethod
-    def of(cls, spec: AdapterSpec, shape: BaseShape) -> "PackedLayout":
-        """The layout of a validated adapter for its base model."""
+    def of(cls, spec: AdapterSpec, shape: BaseShape, shard: Shard = WHOLE) -> "PackedLayout":
+        """The layout of a validated adapter for its base model, or of its part in one shard.
+
+        Raises SettingsError when the base model cannot be cut so.
+        """
+        cuts = shard.cuts(shape)
         rows = torch.zeros(shape.layers, len(LINEARS), 3, dtype=torch.int64)
         parts = {(part.layer, part.linear): part for part in spec.linears}
         end = 0
@@ -49,9 +58,8 @@ class PackedLayout:
                     for part in members:
                         rows[layer, part.linear, side] = end
                         rows[layer, part.linear, 2] = part.rank
-                        d_in, d_out = shape.dims(part.linear)
-                        end += aligned(part.rank * (d_out if side else d_in))
-        return cls(rows, end, spec.max_rank)
+                        end += aligned(cuts[part.linear].elements(part.rank)[side])
+        return cls(rows, end, spec.max_rank, cuts)
 
     def rows_at(self, offset: int) -> torch.Tensor:
         """The table's rows for an image that begins at this element of the arena."""
@@ -68,21 +76,28 @@ def pack(blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor)
     """
     with blob.open("rb", buffering=0) as file:
         for part in spec.linears:
-            a_at, b_at, _ = layout.rows[part.layer, part.linear].tolist()
-            a, b = _read(file, part.a), _read(file, part.b).float() * part.scaling
-            for side, at, matrix in (("A", a_at, a), ("B", b_at, b.view(-1, part.rank).T)):
+            cut = layout.cuts[part.linear]
+            a_at, b_at, rank = layout.rows[part.layer, part.linear].tolist()
+            a = _read(file, part.a, cut.a_rows(rank), cut.inputs)
+            b = _read(file, part.b, cut.outputs, range(rank)).float() * part.scaling
+            for side, at, matrix in (("A", a_at, a), ("B", b_at, b.T)):
                 target = out[at : at + matrix.numel()].view(matrix.shape)
                 target.copy_(matrix)
                 if not target.isfinite().all():
                     raise _overflow(part, side, out.dtype)
 
 
-def _read(file: BinaryIO, span: TensorSpan) -> torch.Tensor:
-    data = bytearray(span.end - span.begin)
-    file.seek(span.begin)
-    if file.readinto(data) != len(data):  # type: ignore[attr-defined]
-        raise AdapterRejected("the blob ended early: its file was changed", field="size")
-    return torch.frombuffer(data, dtype=_DTYPES[span.dtype])
+def _read(file: FileIO, span: TensorSpan, rows: range, columns: range) -> torch.Tensor:
+    """These rows and columns of a matrix of the file, and no other byte of it."""
+    width = span.shape[1]
+    matrix = torch.empty(len(rows), len(columns), dtype=_DTYPES[span.dtype])
+    together = rows.step == 1 and len(columns) == width
+    into = matrix.view(torch.uint8).numpy()
+    for strip, row in [(into, rows.start)] if together else zip(into, rows, strict=True):
+        file.seek(span.begin + (row * width + columns.start) * matrix.itemsize)
+        if file.readinto(strip) != strip.nbytes:  # type: ignore[arg-type]
+            raise AdapterRejected("the blob ended early: its file was changed", field="size")
+    return matrix
 
 
 def _overflow(part: LinearLora, side: str, dtype: torch.dtype) -> AdapterRejected:
