@@ -7,6 +7,7 @@ prefix, a place in a batch, the tokens of a step in flight.
 import pytest
 import torch
 
+from lorikeet_engine.errors import StepFailed
 from lorikeet_engine.request import Request, SamplingParams
 from tests.engine.crowd import ADAPTER_BYTES, BROKEN, GOOD, OTHER, Crowd
 from tests.engine.hash_model import PAGE
@@ -108,6 +109,19 @@ def test_a_failure_at_any_step_fails_that_step_alone(crowds, steps):
         fill(crowd)
         run(crowd, until=step)
         crowd.fault = ("before", "after")[step % 2]
+        crowd.drain()
+
+
+def test_beginning_anew_at_any_step_fails_everyone_and_holds_nothing(crowds, steps):
+    count, settings = steps
+    for step in range(0, count, 3):
+        crowd = crowds(**settings)
+        fill(crowd)
+        run(crowd, until=step)
+        failed = crowd.engine.fail_all(StepFailed("the engine began anew"))
+        assert sorted(output.request_id for output in failed) == sorted(crowd.live)
+        crowd.live.clear()
+        fill(crowd)
         crowd.drain()
 
 
