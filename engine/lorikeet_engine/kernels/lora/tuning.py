@@ -84,7 +84,7 @@ class Cut:
     def left_to_lora(self, ranks: int) -> int:
         """How many multiprocessors the base model's product leaves free.
 
-        ranks: of all segments together, at most; some 1,400 of them weigh as much as an 8B model.
+        ranks: of all segments together, at most; some 2,900 of them weigh as much as an 8B model.
         0: LoRA goes first, and the product has what LoRA does not use.
         """
         return [count for least, count in self.left if ranks >= least][-1]
