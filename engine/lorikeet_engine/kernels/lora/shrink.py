@@ -11,19 +11,19 @@ import triton.language as tl
 
 from lorikeet_engine.kernels.lora.operands import check_group, check_rows, launches_early
 from lorikeet_engine.kernels.lora.tiles import Tiles, tile_at
-from lorikeet_engine.kernels.lora.types import LoraGroup, LoraShare, LoraWeights
+from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights
 
 MOST_PARTS = 8
 
 
 def shrink(
     x: torch.Tensor, weights: LoraWeights, tiles: Tiles, layer: int, group: LoraGroup
-) -> LoraShare:
+) -> torch.Tensor:
     """v[t, :, s, k] sums to A(t, s)[k] · x[t], for the adapter of token t and slice s of the group.
 
-    x [tokens, d_in] → a share whose v is [tokens, parts, slices, tiles.rank_stride] float32;
-    undefined for tokens without an adapter, and from an adapter's own rank on. Products of 16-bit
-    operands are exact, sums are float32. Raises ShapeError.
+    x [tokens, d_in] → v [tokens, parts, slices, tiles.rank_stride] float32; undefined for tokens
+    without an adapter, and from an adapter's own rank on. Products of 16-bit operands are exact,
+    sums are float32. Raises ShapeError.
     """
     check_group(weights, group)
     check_rows("x", x, group.d_in, weights)
@@ -35,9 +35,8 @@ def shrink(
     split = triton.cdiv(group.d_in, min(MOST_PARTS, wanted) * inner) * inner
     parts = triton.cdiv(group.d_in, split)
     v = x.new_empty((len(x), parts, slices, stride), dtype=torch.float32)
-    share = LoraShare(v, weights, tiles, layer, group)
     if v.numel() == 0 or len(tiles) == 0:
-        return share
+        return v
     _shrink[(parts, blocks, len(tiles))](
         x, weights.arena, weights.table, tiles.rows, v,
         layer, weights.table.stride(0), weights.table.stride(1), x.stride(0), stride,
@@ -45,15 +44,14 @@ def shrink(
         # Without a GPU this is Triton's interpreter, which multiplies the raw bits of bfloat16.
         upcast=x.dtype != weights.arena.dtype or x.device.type == "cpu",
         precision="ieee" if torch.float32 in (x.dtype, weights.arena.dtype) else "tf32",
-        early_expand=launches_early(tiles, x.device),
-        one_slice=stride % columns == 0,
+        early_expand=launches_early(x.device),
         block_tokens=max(16, tiles.cut.tokens),
         block_columns=columns,
         block_in=inner,
         stages=cut.stages,
         num_warps=cut.warps,
     )  # fmt: skip
-    return share
+    return v
 
 
 @triton.jit(do_not_specialize=["layer", "first_linear", "slices"])  # type: ignore[untyped-decorator]
@@ -75,7 +73,6 @@ def _shrink(
     upcast: tl.constexpr,
     precision: tl.constexpr,
     early_expand: tl.constexpr,
-    one_slice: tl.constexpr,
     block_tokens: tl.constexpr,
     block_columns: tl.constexpr,
     block_in: tl.constexpr,
@@ -90,16 +87,10 @@ def _shrink(
     if early_expand:
         tl.extra.cuda.gdc_launch_dependents()
     slot, start, length = tile_at(tiles, tl.program_id(2))
-    if (length == 0) | (slot < 0):
+    if length == 0:
         return
-    first = tl.program_id(1) * block_columns
-    column = first + tl.arange(0, block_columns)
-    if one_slice:
-        index = first // rank_stride
-        k = column - index * rank_stride
-    else:
-        index = column // rank_stride
-        k = column % rank_stride
+    column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
+    index, k = column // rank_stride, column % rank_stride
     entry = table + slot * slot_stride + layer * layer_stride + (first_linear + index) * 3
     live = k < tl.load(entry + 2, mask=index < slices, other=0)
     if tl.max(live.to(tl.int32), 0) == 0:

@@ -26,6 +26,8 @@ FEW_TOKENS = 2
 # Above every captured decode step; from about here on the base model's products are bound by
 # arithmetic and not by their weights.
 PREFILL_TOKENS = 512
+# Ranks of all segments together from which LoRA reads about as much as the base model's products.
+HEAVY_RANKS = 1024
 
 
 class Regime(StrEnum):
@@ -67,10 +69,13 @@ class ExpandCut:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """tokens: in a tile. left: pairs of ranks and multiprocessors, as left_to_lora reads them."""
+    """tokens: in a tile. sms, heavy_sms: multiprocessors that the base model's product leaves to
+    LoRA, the second where LoRA reads as much as the product does (HEAVY_RANKS).
+    """
 
     tokens: int
-    left: tuple[tuple[int, int], ...]
+    sms: int
+    heavy_sms: int
     shrink: ShrinkCut
     expand: ExpandCut
 
@@ -78,16 +83,11 @@ class Cut:
     def parse(cls, entry: dict[str, Any]) -> "Cut":
         """From an entry of tuning.json."""
         shrink, expand = ShrinkCut(**entry["shrink"]), ExpandCut(**entry["expand"])
-        left = tuple((ranks, count) for ranks, count in entry["left"])
-        return cls(entry["tokens"], left, shrink, expand)
+        return cls(entry["tokens"], entry["sms"], entry["heavy_sms"], shrink, expand)
 
-    def left_to_lora(self, ranks: int) -> int:
-        """How many multiprocessors the base model's product leaves free.
-
-        ranks: of all segments together, at most; some 2,900 of them weigh as much as an 8B model.
-        0: LoRA goes first, and the product has what LoRA does not use.
-        """
-        return [count for least, count in self.left if ranks >= least][-1]
+    def left_to_lora(self, segments: int, max_rank: int) -> int:
+        """How many multiprocessors the base model's product leaves free."""
+        return self.heavy_sms if segments * max_rank >= HEAVY_RANKS else self.sms
 
 
 @cache
