@@ -1,60 +1,80 @@
 """Which adapter goes first."""
 
-import pytest
+import math
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lorikeet_engine.residency import eviction
 from lorikeet_engine.residency.eviction import (
     HALF_LIFE_S,
-    Candidate,
-    CostAware,
     LeastRecentlyUsed,
+    LeastUsedForItsSize,
+    Use,
+    Uses,
 )
 from lorikeet_engine.residency.pledges import Pledges
 
-NOW = 1000.0
-
-
-def order(policy, *candidates):
-    return [c.digest for c in policy.order(candidates, NOW)]
+NOW_S = 1000.0
 
 
 def test_lru_evicts_what_was_used_longest_ago():
-    candidates = [Candidate("b", 1, 9.0, 500.0), Candidate("a", 9, 0.0, 400.0)]
-    assert order(LeastRecentlyUsed(), *candidates) == ["a", "b"]
+    policy = LeastRecentlyUsed()
+    assert policy.worth(Use(9, 1.0, 400.0)) < policy.worth(Use(1, 9.0, 500.0))
 
 
 @pytest.mark.parametrize(
     ("first", "last"),
     [
         # rarely used before often used
-        (Candidate("first", 8, 1.0, 900.0), Candidate("last", 8, 5.0, 900.0)),
-        # small before large: a large one costs more to bring back
-        (Candidate("first", 1, 3.0, 900.0), Candidate("last", 8, 3.0, 900.0)),
+        (Use(8, 1.0, NOW_S), Use(8, 5.0, NOW_S)),
+        # large before small: its place serves several small ones
+        (Use(8, 3.0, NOW_S), Use(1, 3.0, NOW_S)),
+        # but not if it is used that much more often: a small one is quicker to bring back
+        (Use(1, 3.0, NOW_S), Use(8, 9.0, NOW_S)),
         # long idle before just used
-        (Candidate("first", 8, 0.0, 100.0), Candidate("last", 8, 0.0, 900.0)),
-        # frequency outweighs recency
-        (Candidate("first", 8, 1.0, 990.0), Candidate("last", 8, 3.0, 900.0)),
-        # never used and nothing known
-        (Candidate("first", 1, 0.0, NOW), Candidate("last", 2, 0.0, NOW)),
+        (Use(8, 2.0, NOW_S - 2 * HALF_LIFE_S), Use(8, 1.0, NOW_S)),
+        # often used before just used
+        (Use(8, 1.0, NOW_S), Use(8, 5.0, NOW_S - 2 * HALF_LIFE_S)),
     ],
 )
-def test_cost_aware_weighs_frequency_size_and_recency(first, last):
-    assert order(CostAware(), last, first) == ["first", "last"]
-    assert order(CostAware(), first, last) == ["first", "last"]
+def test_uses_size_and_age_are_weighed(first, last):
+    policy = LeastUsedForItsSize()
+    assert policy.worth(first) < policy.worth(last)
 
 
-def test_the_score_is_the_published_sum():
-    # 0.45·1 + 0.10·0 + 0.45·½ = 0.675 against 0.45·½ + 0.10·1 + 0.45·½ = 0.55 (frequency halved)
-    often = Candidate("often", 4, 4.0, NOW - HALF_LIFE_S)  # 4 uses, one half-life ago: 2
-    recent = Candidate("recent", 4, 1.0, NOW)
-    large = Candidate("large", 8, 1.2, NOW)  # 0.45·0.6 + 0.10 + 0.45 = 0.82
-    assert order(CostAware(), often, recent, large) == ["recent", "often", "large"]
+USES = st.builds(Use, st.integers(1, 10**9), st.floats(1.0, 1e3), st.floats(0.0, 1e3))
 
 
-@pytest.mark.parametrize("policy", [CostAware(), LeastRecentlyUsed()])
-def test_every_candidate_is_ordered_once(policy):
-    candidates = [Candidate(str(n), n % 3 + 1, n % 2, NOW - n) for n in range(20)]
-    assert sorted(order(policy, *candidates)) == sorted(c.digest for c in candidates)
-    assert order(policy) == []
+@given(USES, USES, st.floats(0.0, 1e3))
+def test_worth_orders_by_uses_over_the_root_of_size_at_any_later_time(one, two, later_s):
+    def log_value(use: Use) -> float:
+        idle_s = NOW_S + later_s - use.at_s
+        return math.log2(use.uses * 2 ** (-idle_s / HALF_LIFE_S) / math.sqrt(use.elements))
+
+    policy = LeastUsedForItsSize()
+    worth = policy.worth(one) - policy.worth(two)
+    assert worth == pytest.approx(log_value(one) - log_value(two), abs=1e-6)
+
+
+def test_uses_are_halved_every_half_life():
+    uses = Uses()
+    for _ in range(3):
+        uses.add("a", NOW_S)
+    assert uses.at("a", NOW_S) == 3.0
+    assert uses.at("a", NOW_S + HALF_LIFE_S) == 1.5
+    uses.add("a", NOW_S + HALF_LIFE_S)
+    assert uses.at("a", NOW_S + 2 * HALF_LIFE_S) == 1.25
+    assert uses.at("b", NOW_S) == 0.0
+
+
+def test_the_uses_of_those_used_longest_ago_are_forgotten(monkeypatch):
+    monkeypatch.setattr(eviction, "_REMEMBERED", 2)
+    uses = Uses()
+    for digest in "abac":
+        uses.add(digest, NOW_S)
+    assert [uses.at(digest, NOW_S) for digest in "abc"] == [2.0, 0.0, 1.0]
 
 
 def test_pledges_leave_room_for_the_largest_adapter_asked_for():

@@ -378,6 +378,27 @@ def test_an_admitted_adapter_stays_until_it_was_leased_once(shelf, bench, monkey
     assert b.tiers.residency(b_) is Residency.GPU
 
 
+def test_the_adapter_that_is_used_least_gives_way(shelf, bench):
+    often, once, new = make(shelf, "abc")
+    b = bench(gpu=2)
+    for ref in (often, often, once, new):
+        b.lease(ref).release()
+    assert b.tiers.residency(often) is Residency.GPU
+    assert b.tiers.residency(once) is Residency.HOST
+
+
+def test_what_comes_back_is_as_often_used_as_before(shelf, bench):
+    a, b_, c, d = make(shelf, "abcd")
+    b = bench(gpu=2)
+    for ref in (a, a, a, b_, b_, b_, c):
+        b.lease(ref).release()
+    assert b.tiers.residency(a) is Residency.HOST
+    for ref in (a, d):
+        b.lease(ref).release()
+    assert b.tiers.residency(a) is Residency.GPU
+    assert b.tiers.residency(b_) is Residency.HOST
+
+
 def test_an_adapter_that_nobody_leases_gives_its_place_up_after_a_while(shelf, bench, monkeypatch):
     monkeypatch.setattr(residents, "GUARD_S", 0.2)
     a, b_ = make(shelf, "ab")

@@ -1,4 +1,4 @@
-"""Contiguous blocks of one arena, handed out and taken back. Knows numbers, no memory."""
+"""Blocks of one arena, handed out and taken back. Knows numbers, no memory."""
 
 from bisect import bisect_left
 
@@ -10,6 +10,11 @@ class FreeList:
         self.total = total
         self.free = total
         self._holes = [(0, total)] if total else []  # (offset, size), by offset, never touching
+
+    @property
+    def largest(self) -> int:
+        """The size of the largest hole."""
+        return max((size for _, size in self._holes), default=0)
 
     def allocate(self, size: int) -> int | None:
         """The offset of a block from the smallest hole that takes it, or None."""
@@ -33,6 +38,26 @@ class FreeList:
             size, at = size + before, at - 1
         self._holes.insert(at, (offset, size))
 
-    def close_holes(self) -> None:
-        """All blocks now lie at the front, in whatever order: one hole is left behind them."""
-        self._holes = [(self.total - self.free, self.free)] if self.free else []
+    def cheapest_stretch(self, size: int) -> tuple[int, int]:
+        """(begin, end) of a stretch whose holes add up to `size` or more; size ≤ free.
+
+        Of all such stretches, the one whose blocks have the fewest elements; it begins and ends
+        with a hole.
+        """
+        assert size <= self.free
+        best, first, holes = (self.total + 1, 0, 0), 0, 0
+        for offset, hole in self._holes:
+            holes += hole
+            while holes - self._holes[first][1] >= size:
+                holes -= self._holes[first][1]
+                first += 1
+            if holes >= size:
+                begin, end = self._holes[first][0], offset + hole
+                best = min(best, (end - begin - holes, begin, end))
+        return best[1:]
+
+    def close_holes(self, begin: int, end: int) -> None:
+        """The blocks of a stretch now lie at its front: its holes are one, behind them."""
+        first, after = (bisect_left(self._holes, (at, 0)) for at in (begin, end))
+        hole = sum(size for _, size in self._holes[first:after])
+        self._holes[first:after] = [(end - hole, hole)]

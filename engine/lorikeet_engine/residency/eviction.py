@@ -1,60 +1,72 @@
 """Which adapter to give up first. Plain numbers: a simulator can run these by the million."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-HALF_LIFE_S = 600.0
+HALF_LIFE_S = 45.0
+# Adapters whose uses are remembered, on the GPU or not: the last ones used.
+_REMEMBERED = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """An adapter that may be evicted. uses: leases so far, each halved every HALF_LIFE_S."""
+class Use:
+    """An adapter at the moment of a use: its size, how often it was used, when that is.
 
-    digest: str
+    uses: this one and those before, each halved every HALF_LIFE_S.
+    """
+
     elements: int
     uses: float
-    last_used_s: float
+    at_s: float
 
 
 class EvictionPolicy(Protocol):
-    """Orders candidates."""
+    """Says what an adapter is worth after a use. The one that is worth least is evicted first.
 
-    def order(self, candidates: Sequence[Candidate], now_s: float) -> list[Candidate]:
-        """All of them, the first to evict first."""
+    Until its next use the number stays: what ages must rise with the time of use instead.
+    """
+
+    def worth(self, use: Use) -> float:
+        """What it is worth to keep the adapter, from this use on."""
 
 
 class LeastRecentlyUsed:
     """The one that was used longest ago goes first."""
 
-    def order(self, candidates: Sequence[Candidate], now_s: float) -> list[Candidate]:  # noqa: ARG002
-        """All of them, the first to evict first."""
-        return sorted(candidates, key=lambda candidate: candidate.last_used_s)
+    def worth(self, use: Use) -> float:
+        """The time of its last use."""
+        return use.at_s
 
 
-class CostAware:
-    """Lowest 0.45 frequency + 0.10 recency + 0.45 size first, each against the largest.
+class LeastUsedForItsSize:
+    """Lowest uses / √elements first, where uses are halved every HALF_LIFE_S.
 
-    Large adapters stay longer because they take longer to bring back. (Chameleon, MICRO 2025)
+    Least uses / elements first would miss most rarely, least uses first would load the fewest
+    bytes; this is halfway. The uses are those of LRFU (Lee et al., 2001). docs/eviction.md has the
+    numbers.
     """
 
-    def order(self, candidates: Sequence[Candidate], now_s: float) -> list[Candidate]:
-        """All of them, the first to evict first."""
-        if not candidates:
-            return []
-        uses = {c.digest: decayed(c.uses, now_s - c.last_used_s) for c in candidates}
-        most_uses = max(uses.values()) or 1.0
-        longest_idle = max(now_s - c.last_used_s for c in candidates) or 1.0
-        largest = max(c.elements for c in candidates) or 1
-
-        def score(c: Candidate) -> float:
-            recency = 1.0 - (now_s - c.last_used_s) / longest_idle
-            return 0.45 * uses[c.digest] / most_uses + 0.10 * recency + 0.45 * c.elements / largest
-
-        return sorted(candidates, key=score)
+    def worth(self, use: Use) -> float:
+        """The logarithm of that, where age is a later use's advantage instead of a loss."""
+        return math.log2(use.uses) - 0.5 * math.log2(use.elements) + use.at_s / HALF_LIFE_S
 
 
-def decayed(uses: float, idle_s: float) -> float:
-    """What is left of a count of uses after some time without any."""
-    return uses * math.exp2(-max(idle_s, 0.0) / HALF_LIFE_S)
+class Uses:
+    """How often each adapter was used lately, also while it was elsewhere. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[float, float]] = {}  # uses and the last one's time, by digest
+
+    def at(self, digest: str, now_s: float) -> float:
+        """Its uses so far, each halved every HALF_LIFE_S."""
+        uses, last_s = self._counts.get(digest, (0.0, now_s))
+        return uses * math.exp2((last_s - now_s) / HALF_LIFE_S)
+
+    def add(self, digest: str, now_s: float) -> None:
+        """It is used now."""
+        uses = self.at(digest, now_s) + 1.0
+        self._counts.pop(digest, None)
+        self._counts[digest] = uses, now_s
+        if len(self._counts) > _REMEMBERED:
+            del self._counts[next(iter(self._counts))]

@@ -61,8 +61,12 @@ class PackedLayout:
                         end += aligned(cuts[part.linear].elements(part.rank)[side])
         return cls(rows, end, spec.max_rank, cuts)
 
-    def rows_at(self, offset: int) -> torch.Tensor:
-        """The table's rows for an image that begins at this element of the arena."""
+    def rows_at(self, offset: int | torch.Tensor) -> torch.Tensor:
+        """The table's rows for an image that begins at this element of the arena.
+
+        A tensor [layers, 1, 1] has an offset for each layer: where the image would begin if all
+        of it lay as that layer does.
+        """
         rows = self.rows.clone()
         rows[..., :2] += offset * (rows[..., 2:] > 0)
         return rows

@@ -1,6 +1,7 @@
 """The adapters on the GPU: who uses them, who may not be evicted, who is evicted for whom."""
 
 import logging
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -8,7 +9,7 @@ from types import TracebackType
 import torch
 
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.residency.eviction import Candidate, EvictionPolicy, decayed
+from lorikeet_engine.residency.eviction import EvictionPolicy, Use, Uses
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.pledges import Pledges
 from lorikeet_engine.residency.slots import SlotPool
@@ -30,7 +31,7 @@ class Resident:
     slot: int
     layout: PackedLayout
     last_used_s: float
-    uses: float = 0.0
+    worth: float
     leases: int = 0
     guarded_until_s: float = 0.0
     arriving: bool = False
@@ -82,6 +83,8 @@ class Residents:
     ) -> None:
         self._pool, self._transfer, self._policy, self._clock = pool, transfer, policy, clock
         self._residents: dict[str, Resident] = {}
+        self._by_worth: list[tuple[float, str]] = []  # all of them, what to evict first in front
+        self._uses = Uses()
         self._pledges = Pledges(pool.elements)
 
     def holds(self, digest: str) -> bool:
@@ -112,7 +115,10 @@ class Residents:
         if not self.holds(digest):
             return None
         resident, now_s = self._residents[digest], self._clock()
-        resident.uses = decayed(resident.uses, now_s - resident.last_used_s) + 1.0
+        self._unrank(resident)
+        resident.worth = self._worth(digest, resident.layout, now_s)
+        self._rank(resident)
+        self._uses.add(digest, now_s)
         resident.last_used_s = now_s
         resident.guarded_until_s = 0.0
         return Lease(resident, self._clock)
@@ -126,20 +132,20 @@ class Residents:
             self._pledges.yield_to(elements)
         if self._pool.has_room(elements):
             return True
-        now_s = self._clock()
-        victims = [
-            Candidate(digest, resident.layout.elements, resident.uses, resident.last_used_s)
-            for digest, resident in self._residents.items()
-            if self._evictable(digest, resident, now_s)
-        ]
+        now_s, victims = self._clock(), list[str]()
         free = self._pool.elements - self._pool.used_elements
-        if not victims or free + sum(victim.elements for victim in victims) < elements:
+        for _, digest in self._by_worth:
+            resident = self._residents[digest]
+            if self._evictable(digest, resident, now_s):
+                victims.append(digest)
+                free += resident.layout.elements
+                if free >= elements:
+                    break
+        if not victims or free < elements:
             return False
-        for victim in self._policy.order(victims, now_s):
-            self._evict(victim.digest)
-            if self._pool.has_room(elements):
-                return True
-        return False
+        for digest in victims:
+            self._evict(digest)
+        return True
 
     def place(
         self, ref: AdapterRef, layout: PackedLayout, image: torch.Tensor, *, wanted: bool
@@ -148,14 +154,16 @@ class Residents:
 
         With an event, nobody can lease it before `arrived`.
         """
-        assert ref.digest not in self._residents
-        self._transfer.settle()
-        slot = self._pool.place(layout)
-        event = self._transfer.copy(image, self._pool.block(slot))
-        resident = Resident(ref, slot, layout, self._clock(), arriving=event is not None)
-        self._residents[ref.digest] = resident
+        digest, now_s = ref.digest, self._clock()
+        assert digest not in self._residents
+        slot = self._pool.place(layout, before_move=self._transfer.settle)
+        event = self._transfer.copy(image, self._pool.blocks(slot))
+        worth = self._worth(digest, layout, now_s)
+        resident = Resident(ref, slot, layout, now_s, worth, arriving=event is not None)
+        self._residents[digest] = resident
+        self._rank(resident)
         if wanted:
-            self.want(ref.digest)
+            self.want(digest)
         log.info("adapter_admitted", extra={"adapter": str(ref), "slot": slot})
         return event
 
@@ -195,8 +203,20 @@ class Residents:
             and resident.guarded_until_s <= now_s
         )
 
+    def _worth(self, digest: str, layout: PackedLayout, now_s: float) -> float:
+        """What it is worth if it is used now: it is, or it has been brought for that."""
+        uses = self._uses.at(digest, now_s) + 1.0
+        return self._policy.worth(Use(layout.elements, uses, now_s))
+
+    def _rank(self, resident: Resident) -> None:
+        insort(self._by_worth, (resident.worth, resident.ref.digest))
+
+    def _unrank(self, resident: Resident) -> None:
+        del self._by_worth[bisect_left(self._by_worth, (resident.worth, resident.ref.digest))]
+
     def _evict(self, digest: str) -> None:
         resident = self._residents.pop(digest)
+        self._unrank(resident)
         self._pool.evict(resident.slot)
         idle_s = self._clock() - resident.last_used_s
         log.info("adapter_evicted", extra={"adapter": str(resident.ref), "idle_s": idle_s})

@@ -1,10 +1,16 @@
-"""The slot pool: adapters' images side by side in one arena on the device.
+"""The slot pool: adapters' images in one arena on the device.
 
-    arena  | image of slot 2 | hole | image of slot 0 | image of slot 1 |       hole       |
+    arena  | slot 2, layers 0–31 | slot 5, 0–8 | slot 0, 0–31 | hole | slot 5, 9–31 |    hole    |
     table  [slot, layer, linear] → where in the arena A and B begin, and the rank
 
-A slot is a row of the table and stays the same while its image may move.
+An image lies in one piece where a hole takes it; otherwise it is cut between layers, so that what
+is free can be used although it is scattered. Images move only when no hole takes even a layer. A
+slot is a row of the table and stays the same while its image may move.
 """
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -13,21 +19,41 @@ from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.blocks import FreeList
 from lorikeet_engine.residency.packing import PackedLayout
 
-# Moves go through a buffer of this many elements: a block may overlap where it goes.
+# An image that moves onto itself goes through a buffer of this many elements.
 _MOVE_ELEMENTS = 4 << 20
 
 
+@dataclass(slots=True)
+class _Piece:
+    """Elements `begin` to `end` of an image, which lie at `offset` of the arena."""
+
+    offset: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """An image in the arena. layers: where in the image each layer begins."""
+
+    layout: PackedLayout
+    layers: list[int]
+    pieces: list[_Piece]
+
+
 class SlotPool:
-    """Places images, moves them together when holes are too small, keeps the table right.
+    """Places images, closes holes when they are too small, keeps the table right.
 
     Belongs to the engine's thread; on a GPU, to the stream that computes.
+    moved_elements: how much has been moved to close holes since the start.
     """
 
     def __init__(self, weights: LoraWeights) -> None:
         self.weights = weights
+        self.moved_elements = 0
         self._blocks = FreeList(weights.arena.numel())
         self._free = list(range(weights.table.shape[0]))[::-1]
-        self._placed: dict[int, tuple[int, PackedLayout]] = {}  # slot → (offset, layout)
+        self._placed: dict[int, _Placed] = {}  # by slot
 
     @property
     def elements(self) -> int:
@@ -45,54 +71,88 @@ class SlotPool:
         return self._blocks.total - self._blocks.free
 
     def has_room(self, elements: int) -> bool:
-        """Whether an image of this size can be placed, holes closed if need be."""
+        """Whether an image of this size can be placed."""
         return bool(self._free) and elements <= self._blocks.free
 
-    def place(self, layout: PackedLayout) -> int:
-        """A slot with a block of the image's size and its row in the table; its content is open.
+    def place(self, layout: PackedLayout, before_move: Callable[[], None]) -> int:
+        """A slot with room for the image and its row in the table; its content is open.
 
-        May move other images. Only where has_room says so.
+        May move other images, after a call of before_move. Only where has_room says so.
         """
         assert self.has_room(layout.elements)
-        offset = self._blocks.allocate(layout.elements)
-        if offset is None:
-            self.compact()
-            offset = self._blocks.allocate(layout.elements)
-        assert offset is not None
         slot = self._free.pop()
-        self._put(slot, offset, layout)
+        placed = self._placed[slot] = _Placed(layout, _layer_begins(layout), [])
+        begin = 0
+        while begin < layout.elements:
+            end = self._reach(placed, begin)
+            if end == begin:
+                before_move()
+                self._gather(layout.elements - begin)
+                end = layout.elements
+            offset = self._blocks.allocate(end - begin)
+            assert offset is not None
+            placed.pieces.append(_Piece(offset, begin, end))
+            begin = end
+        self._write_row(slot)
         return slot
 
-    def block(self, slot: int) -> torch.Tensor:
-        """A view of the slot's image in the arena, valid until the next place or compact."""
-        offset, layout = self._placed[slot]
-        return self.weights.arena[offset : offset + layout.elements]
+    def blocks(self, slot: int) -> list[torch.Tensor]:
+        """Views of the arena that are the slot's image end to end, valid until the next place."""
+        pieces = self._placed[slot].pieces
+        return [self.weights.arena[p.offset : p.offset + p.end - p.begin] for p in pieces]
 
     def evict(self, slot: int) -> None:
-        """Free the slot and its block; its row says rank 0 everywhere."""
-        offset, layout = self._placed.pop(slot)
-        self._blocks.release(offset, layout.elements)
+        """Free the slot and its blocks; its row says rank 0 everywhere."""
+        for piece in self._placed.pop(slot).pieces:
+            self._blocks.release(piece.offset, piece.end - piece.begin)
         self._free.append(slot)
         self.weights.table[slot].zero_()
 
-    def compact(self) -> None:
-        """Slide all images to the arena's front. Slots stay, their rows change."""
-        end = 0
-        for slot, (offset, layout) in sorted(self._placed.items(), key=lambda item: item[1][0]):
-            if offset != end:
-                self._move(offset, end, layout.elements)
-                self._put(slot, end, layout)
-            end += layout.elements
-        self._blocks.close_holes()
+    def _reach(self, placed: _Placed, begin: int) -> int:
+        """How far the image goes from `begin` on in one hole: to its end or to that of a layer."""
+        elements, largest = placed.layout.elements, self._blocks.largest
+        if begin + largest >= elements:
+            return elements
+        return placed.layers[bisect_right(placed.layers, begin + largest) - 1]
 
-    def _put(self, slot: int, offset: int, layout: PackedLayout) -> None:
-        self._placed[slot] = (offset, layout)
-        table = self.weights.table
-        table[slot].copy_(upload(layout.rows_at(offset), table.device))
+    def _gather(self, elements: int) -> None:
+        """Slide what lies in one stretch to its front, until there is a hole of this size."""
+        begin, end = self._blocks.cheapest_stretch(elements)
+        inside = [
+            (piece, slot)
+            for slot, placed in self._placed.items()
+            for piece in placed.pieces
+            if begin <= piece.offset < end
+        ]
+        target = begin
+        for piece, _ in sorted(inside, key=lambda item: item[0].offset):
+            self._move(piece, target)
+            target += piece.end - piece.begin
+        self._blocks.close_holes(begin, end)
+        for slot in {slot for _, slot in inside}:
+            self._write_row(slot)
 
-    def _move(self, source: int, target: int, elements: int) -> None:
-        arena = self.weights.arena
-        for done in range(0, elements, _MOVE_ELEMENTS):
-            count = min(_MOVE_ELEMENTS, elements - done)
-            piece = arena[source + done : source + done + count].clone()
-            arena[target + done : target + done + count] = piece
+    def _move(self, piece: _Piece, target: int) -> None:
+        arena, source, elements = self.weights.arena, piece.offset, piece.end - piece.begin
+        self.moved_elements += elements
+        step = max(source - target, _MOVE_ELEMENTS)
+        for done in range(0, elements, step):
+            part = arena[source + done : source + min(done + step, elements)]
+            overlaps = source - target < part.numel()
+            arena[target + done :][: part.numel()] = part.clone() if overlaps else part
+        piece.offset = target
+
+    def _write_row(self, slot: int) -> None:
+        placed, table = self._placed[slot], self.weights.table
+        begins = [piece.begin for piece in placed.pieces]
+        holders = [placed.pieces[bisect_right(begins, at) - 1] for at in placed.layers]
+        offsets = torch.tensor([piece.offset - piece.begin for piece in holders])
+        rows = placed.layout.rows_at(offsets[:, None, None])
+        table[slot].copy_(upload(rows, table.device))
+
+
+def _layer_begins(layout: PackedLayout) -> list[int]:
+    """Where in the image each layer begins; one without matrices, where the next one does."""
+    untouched = layout.rows[..., 2] == 0
+    begins = layout.rows[..., 0].masked_fill(untouched, layout.elements).amin(dim=1)
+    return list(begins.flip(0).cummin(0).values.flip(0).tolist())

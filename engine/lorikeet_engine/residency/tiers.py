@@ -25,7 +25,7 @@ from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.request import AdapterReport
 from lorikeet_engine.residency.alarm import Alarm
 from lorikeet_engine.residency.disk import AdapterSource, DiskCache
-from lorikeet_engine.residency.eviction import CostAware
+from lorikeet_engine.residency.eviction import LeastUsedForItsSize
 from lorikeet_engine.residency.host import HostArena
 from lorikeet_engine.residency.loading import Landing, Loader
 from lorikeet_engine.residency.packing import PackedLayout
@@ -72,7 +72,9 @@ class Tiers:
             ),
         )
         self._pool = SlotPool(self.weights)
-        self._residents = Residents(self._pool, Transfer(device), CostAware(), time.monotonic)
+        self._residents = Residents(
+            self._pool, Transfer(device), LeastUsedForItsSize(), time.monotonic
+        )
         self._host = HostArena(host_bytes, dtype, pin=device.type == "cuda")
         self._disk = DiskCache(cache_dir, disk_bytes, source)
         self._loader = Loader(shape, limits, self._disk, self._host, self._pool.elements, wake)

@@ -1,5 +1,7 @@
 """Copies images from the host to the device."""
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -11,18 +13,22 @@ class Transfer:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def copy(self, image: torch.Tensor, block: torch.Tensor) -> torch.cuda.Event | None:
-        """Copy the image into its block; the event, if any, is over when the copy is.
+    def copy(self, image: torch.Tensor, blocks: Sequence[torch.Tensor]) -> torch.cuda.Event | None:
+        """Copy the image into its blocks in turn; the event, if any, is over when that is done.
 
         The copy begins after what the computing stream was given so far: steps in flight may
-        still read what lay in the block before.
+        still read what lay in the blocks before.
         """
+        sizes = [block.numel() for block in blocks]
+        parts = image.split(sizes)  # type: ignore[no-untyped-call]
         if self._stream is None:
-            block.copy_(image)
+            for block, part in zip(blocks, parts, strict=True):
+                block.copy_(part)
             return None
-        self._stream.wait_stream(torch.cuda.current_stream(block.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            block.copy_(image, non_blocking=True)
+            for block, part in zip(blocks, parts, strict=True):
+                block.copy_(part, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return event
