@@ -75,6 +75,20 @@ def _stepping(step: Callable[[], Any], checkpoint: Path, folder: Path) -> Engine
     return engine
 
 
+def processes() -> set[int]:
+    """The engines' processes that this one has started and that have not ended."""
+    tasks = Path("/proc/self/task").iterdir()
+    pids = {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+    return {pid for pid in pids if b"lorikeet_engine.process" in _command(pid)}
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:  # it has just ended
+        return b""
+
+
 def main() -> None:
     """A host whose engine hangs in a step; says so and goes on until it is killed."""
     host = EngineHost(partial(hanging, *map(Path, sys.argv[1:])), print, print)

@@ -9,7 +9,6 @@ import sys
 import time
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -24,6 +23,7 @@ from lorikeet.serving.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.request import SamplingParams
+from tests.engine import hosted
 from tests.serving.breakable import break_file, breakable_engine
 
 BASE = "lorikeet-demo"
@@ -75,9 +75,8 @@ async def items_of(replica, call):
 
 def kill_engine():
     """Kill the process of the one engine that this process hosts."""
-    tasks = Path("/proc/self/task").iterdir()
-    (pid,) = [pid for task in tasks for pid in (task / "children").read_text().split()]
-    os.kill(int(pid), signal.SIGKILL)
+    (pid,) = hosted.processes()
+    os.kill(pid, signal.SIGKILL)
 
 
 async def engine_of(replica):
