@@ -96,6 +96,8 @@ class Engine:
                     param="request_id",
                 )
             self._open[request.request_id] = len(request.prompts) * request.n
+            # an abort that came too late was for the last request of this id
+            self._aborted = deque(a for a in self._aborted if a[0] != request.request_id)
             self._submitted.append(request)
         self.wake()
 

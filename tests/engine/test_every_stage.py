@@ -148,7 +148,6 @@ def test_another_tenant_or_adapter_never_hits_it(crowds, other):
     assert crowd.model.tokens == 2 * 1000 + PAGE
 
 
-@pytest.mark.xfail(strict=True, reason="the engine keeps the abort for the id's next request")
 def test_an_abort_that_comes_too_late_does_not_end_the_next_request_of_that_id(crowds):
     crowd = crowds(overlap=False)
     engine, request = crowd.engine, Request("r", ((7,),), SamplingParams(1, temperature=0.0))
