@@ -109,11 +109,11 @@ def test_an_exception_fails_the_requests_of_its_step_and_the_engine_goes_on(worl
         more = {"adapter": world.refs[name], "seed": 100 * i}
         calls[f"r{i}"] = name, greedy(f"r{i}", prompt(5, i), max_tokens=10, **more)
         answers.submit(calls[f"r{i}"][1])
-    answers.until(lambda: len(answers.tokens) == 8)
+    answers.until(lambda: answers.tokens)
     witness.error = RuntimeError("a bug of ours")
     finish(answers)
-    failed = {f"r{i}" for i in range(8)}
-    assert answers.errors.keys() == failed
+    failed = answers.errors.keys()
+    assert 0 < len(failed) <= 8, "those of one step"
     assert all(isinstance(error, StepFailed) for error in answers.errors.values())
     for request_id in calls.keys() - failed:
         name, call = calls[request_id]
