@@ -17,8 +17,10 @@ from demo.tasks import TASKS
 from lorikeet.api.messages import Call, Endpoint, Header, Refusal
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
+from lorikeet.errors import InvalidSetting
 from lorikeet.placement.plan import Keep
 from lorikeet.serving import replica as replica_module
+from lorikeet.serving.prompts import PromptEncoder
 from lorikeet.serving.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
@@ -244,3 +246,8 @@ def test_an_adapter_that_is_nowhere_fails_with_its_name(settings):
     _, refusal = run(settings, scenario)
     assert refusal.code == "adapter_load_failed"
     assert f"{TASK.tenant}/nowhere@1" in refusal.message
+
+
+def test_a_base_model_without_a_fast_tokenizer_is_refused_by_name(tmp_path):
+    with pytest.raises(InvalidSetting, match=r"no tokenizer\.json"):
+        PromptEncoder(tmp_path, 128)

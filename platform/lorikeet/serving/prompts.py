@@ -7,13 +7,19 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from lorikeet.api.messages import Call, Endpoint
-from lorikeet.errors import ContextLengthExceeded, InvalidInput
+from lorikeet.errors import ContextLengthExceeded, InvalidInput, InvalidSetting
 
 
 class PromptEncoder:
     """The base model's tokenizer, applied as its chat template says."""
 
     def __init__(self, model: Path, max_context: int) -> None:
+        """Raises InvalidSetting for a model folder without tokenizer.json."""
+        if not (model / "tokenizer.json").exists():
+            raise InvalidSetting(
+                f"LORIKEET_BASE_MODELS: {model} has no tokenizer.json: save the model's fast "
+                "tokenizer there (AutoTokenizer.from_pretrained(…).save_pretrained(…))"
+            )
         # Not AutoTokenizer, which loads torch: tokenizer.json says all that is needed here.
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model))
         self.backend: Tokenizer = self._tokenizer.backend_tokenizer
