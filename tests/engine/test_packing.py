@@ -78,6 +78,18 @@ def test_the_a_matrices_of_a_fused_group_are_neighbours(shelf):
         assert layout.rows[1, group[0], 1].item() == starts[-1] + width
 
 
+@pytest.mark.parametrize("ranks", [everywhere(4), UNEVEN, {(1, 3): 4}, {(0, 6): 4}])
+def test_each_layer_lies_between_where_it_begins_and_where_the_next_does(shelf, ranks):
+    shelf.make("x", ranks)
+    _, layout, _ = packed(shelf, "x")
+    ends = (*layout.layers[1:], layout.elements)
+    for layer, (begin, end) in enumerate(zip(layout.layers, ends, strict=True)):
+        used = [linear for at, linear in ranks if at == layer]
+        starts = layout.rows[layer, used, :2]
+        assert all(begin <= start < end for start in starts.flatten().tolist())
+        assert (begin == end) == (not used)
+
+
 def test_rows_of_linears_without_weights_stay_zero_wherever_the_image_lies(shelf):
     shelf.make("x", UNEVEN)
     _, layout, _ = packed(shelf, "x")

@@ -11,10 +11,9 @@ class FreeList:
         self.free = total
         self._holes = [(0, total)] if total else []  # (offset, size), by offset, never touching
 
-    @property
-    def largest(self) -> int:
-        """The size of the largest hole."""
-        return max((size for _, size in self._holes), default=0)
+    def holes(self) -> list[int]:
+        """Their sizes, the largest first."""
+        return sorted((size for _, size in self._holes), reverse=True)
 
     def allocate(self, size: int) -> int | None:
         """The offset of a block from the smallest hole that takes it, or None."""

@@ -33,13 +33,15 @@ class PackedLayout:
     rows [layers, linears, 3] int64, on the CPU: element offsets of A and B in the image, and the
     rank; all 0 where the adapter leaves a linear alone. elements: the image's size. cuts: for each
     of LINEARS, what of its matrices is in the image; the rank is the adapter's, and A may have
-    fewer rows.
+    fewer rows. layers: where in the image each layer begins; one that has nothing there, where the
+    next does.
     """
 
     rows: torch.Tensor
     elements: int
     max_rank: int
     cuts: tuple[Cut, ...]
+    layers: tuple[int, ...]
 
     @classmethod
     def of(cls, spec: AdapterSpec, shape: BaseShape, shard: Shard = WHOLE) -> "PackedLayout":
@@ -50,8 +52,9 @@ class PackedLayout:
         cuts = shard.cuts(shape)
         rows = torch.zeros(shape.layers, len(LINEARS), 3, dtype=torch.int64)
         parts = {(part.layer, part.linear): part for part in spec.linears}
-        end = 0
-        for layer in sorted({part.layer for part in spec.linears}):
+        layers, end = [], 0
+        for layer in range(shape.layers):
+            layers.append(end)
             for group in FUSED_GROUPS:
                 members = [parts[layer, n] for n in group if (layer, n) in parts]
                 for side in (0, 1):
@@ -59,7 +62,7 @@ class PackedLayout:
                         rows[layer, part.linear, side] = end
                         rows[layer, part.linear, 2] = part.rank
                         end += aligned(cuts[part.linear].elements(part.rank)[side])
-        return cls(rows, end, spec.max_rank, cuts)
+        return cls(rows, end, spec.max_rank, cuts, tuple(layers))
 
     def rows_at(self, offset: int | torch.Tensor) -> torch.Tensor:
         """The table's rows for an image that begins at this element of the arena.

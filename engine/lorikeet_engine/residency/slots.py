@@ -3,14 +3,15 @@
     arena  | slot 2, layers 0–31 | slot 5, 0–8 | slot 0, 0–31 | hole | slot 5, 9–31 |    hole    |
     table  [slot, layer, linear] → where in the arena A and B begin, and the rank
 
-An image lies in one piece where a hole takes it; otherwise it is cut between layers, so that what
-is free can be used although it is scattered. Images move only when no hole takes even a layer. A
-slot is a row of the table and stays the same while its image may move.
+An image lies in one piece where a hole takes it; otherwise it is cut between layers, and its pieces
+fill the largest holes. Images move only where that does not do either. A slot is a row of the table
+and stays the same while its image may move.
 """
 
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -34,10 +35,9 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """An image in the arena. layers: where in the image each layer begins."""
+    """An image in the arena."""
 
     layout: PackedLayout
-    layers: list[int]
     pieces: list[_Piece]
 
 
@@ -74,25 +74,27 @@ class SlotPool:
         """Whether an image of this size can be placed."""
         return bool(self._free) and elements <= self._blocks.free
 
+    def fits(self, layout: PackedLayout) -> bool:
+        """Whether place would leave the other images where they are."""
+        return bool(self._free) and bool(self._cut(layout))
+
     def place(self, layout: PackedLayout, before_move: Callable[[], None]) -> int:
         """A slot with room for the image and its row in the table; its content is open.
 
         May move other images, after a call of before_move. Only where has_room says so.
         """
         assert self.has_room(layout.elements)
+        ends = self._cut(layout)
+        if not ends:
+            before_move()
+            self._gather(layout.elements)
+            ends = [layout.elements]
         slot = self._free.pop()
-        placed = self._placed[slot] = _Placed(layout, _layer_begins(layout), [])
-        begin = 0
-        while begin < layout.elements:
-            end = self._reach(placed, begin)
-            if end == begin:
-                before_move()
-                self._gather(layout.elements - begin)
-                end = layout.elements
+        self._placed[slot] = _Placed(layout, [])
+        for begin, end in pairwise([0, *ends]):
             offset = self._blocks.allocate(end - begin)
             assert offset is not None
-            placed.pieces.append(_Piece(offset, begin, end))
-            begin = end
+            self._placed[slot].pieces.append(_Piece(offset, begin, end))
         self._write_row(slot)
         return slot
 
@@ -108,12 +110,18 @@ class SlotPool:
         self._free.append(slot)
         self.weights.table[slot].zero_()
 
-    def _reach(self, placed: _Placed, begin: int) -> int:
-        """How far the image goes from `begin` on in one hole: to its end or to that of a layer."""
-        elements, largest = placed.layout.elements, self._blocks.largest
-        if begin + largest >= elements:
-            return elements
-        return placed.layers[bisect_right(placed.layers, begin + largest) - 1]
+    def _cut(self, layout: PackedLayout) -> list[int]:
+        """Where each piece ends, so that they fit into the largest holes; [] if they cannot."""
+        layers, begin, ends = layout.layers, 0, list[int]()
+        for hole in self._blocks.holes():
+            if begin + hole >= layout.elements:
+                return [*ends, layout.elements]
+            end = layers[bisect_right(layers, begin + hole) - 1]
+            if end == begin:
+                break
+            ends.append(end)
+            begin = end
+        return []
 
     def _gather(self, elements: int) -> None:
         """Slide what lies in one stretch to its front, until there is a hole of this size."""
@@ -135,24 +143,16 @@ class SlotPool:
     def _move(self, piece: _Piece, target: int) -> None:
         arena, source, elements = self.weights.arena, piece.offset, piece.end - piece.begin
         self.moved_elements += elements
-        step = max(source - target, _MOVE_ELEMENTS)
+        gap = source - target
+        step = max(gap, _MOVE_ELEMENTS)
         for done in range(0, elements, step):
             part = arena[source + done : source + min(done + step, elements)]
-            overlaps = source - target < part.numel()
-            arena[target + done :][: part.numel()] = part.clone() if overlaps else part
+            arena[target + done :][: part.numel()] = part if part.numel() <= gap else part.clone()
         piece.offset = target
 
     def _write_row(self, slot: int) -> None:
         placed, table = self._placed[slot], self.weights.table
         begins = [piece.begin for piece in placed.pieces]
-        holders = [placed.pieces[bisect_right(begins, at) - 1] for at in placed.layers]
+        holders = [placed.pieces[bisect_right(begins, at) - 1] for at in placed.layout.layers]
         offsets = torch.tensor([piece.offset - piece.begin for piece in holders])
-        rows = placed.layout.rows_at(offsets[:, None, None])
-        table[slot].copy_(upload(rows, table.device))
-
-
-def _layer_begins(layout: PackedLayout) -> list[int]:
-    """Where in the image each layer begins; one without matrices, where the next one does."""
-    untouched = layout.rows[..., 2] == 0
-    begins = layout.rows[..., 0].masked_fill(untouched, layout.elements).amin(dim=1)
-    return list(begins.flip(0).cummin(0).values.flip(0).tolist())
+        table[slot].copy_(upload(placed.layout.rows_at(offsets[:, None, None]), table.device))
