@@ -7,6 +7,7 @@ quickly made.
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -93,15 +94,17 @@ def empty_device(tiers: Tiers) -> None:
     assert evicted, "some adapter is still in use"
 
 
-def random_layout(shape: BaseShape, rank: int) -> PackedLayout:
-    """The image of an adapter that has this rank on every linear of every layer."""
+def random_layout(
+    shape: BaseShape, rank: int, linears: Sequence[int] = range(len(LINEARS))
+) -> PackedLayout:
+    """The image of an adapter that has this rank on these linears of every layer."""
     nowhere = TensorSpan("BF16", (), 0, 0)
-    linears = tuple(
+    parts = tuple(
         LinearLora(layer, linear, rank, 1.0, nowhere, nowhere)
         for layer in range(shape.layers)
-        for linear in range(len(LINEARS))
+        for linear in linears
     )
-    return PackedLayout.of(AdapterSpec("random", linears, rank, 0), shape)
+    return PackedLayout.of(AdapterSpec("random", parts, rank, 0), shape)
 
 
 def _tensors(shape: BaseShape, rank: int) -> dict[str, torch.Tensor]:
