@@ -10,7 +10,7 @@ cut, where all slide together whenever no hole takes the next; and slots of the 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count, pairwise
+from itertools import pairwise
 from statistics import mean
 from typing import Protocol
 
@@ -81,16 +81,17 @@ class Arena(Protocol):
 
 
 class Ours:
-    """The product's, with a policy that says anything."""
+    """The product's, with a policy by which everybody is as likely to go as anybody."""
 
     def __init__(self, elements: int) -> None:
         self._pool = SlotPool(without_memory(elements, SLOTS))
-        self._chance, self._numbers = random.Random(2), count()
-        self._residents = Residents(self._pool, self, self, lambda: 0.0)
+        self._chance, self._now = random.Random(2), 0
+        self._residents = Residents(self._pool, self, self, lambda: float(self._now))
 
     def load(self, layout: PackedLayout) -> int:
         """See Arena."""
-        ref = AdapterRef("t", "", 1, str(next(self._numbers)))
+        self._now += 1
+        ref = AdapterRef("t", "", 1, str(self._now))
         assert self._residents.make_room(layout.elements, insist=False)
         self._residents.place(ref, layout, torch.empty(0), wanted=False)
         return self._pieces
@@ -110,9 +111,9 @@ class Ours:
         """See Arena."""
         return self._pool.moved_elements
 
-    def worth(self, use: Use) -> float:  # noqa: ARG002
-        """As an EvictionPolicy."""
-        return self._chance.random()
+    def worth(self, use: Use) -> float:
+        """As an EvictionPolicy: lives of exponential length."""
+        return use.at_s + self._chance.expovariate(1 / LOADS)
 
     def copy(self, image: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
         """As a Transfer."""
@@ -219,15 +220,18 @@ def main() -> None:
     parser = results.arguments(__doc__)
     parser.add_argument("--loads", type=int, default=LOADS)
     options = parser.parse_args()
-    runs = {}
+    mixes = {}
     for mix in MIXES:
-        for arena in (Ours, OnePiece):
-            samples = measure(mix, arena, options.loads)
-            runs[f"{mix.name}: {arena.__name__}"] = [asdict(one) for one in samples]
-            print(mix.name, arena.__name__, steady(samples), flush=True)
-        slot = ELEMENT_BYTES * random_layout(SHAPE, max(mix.ranks)).elements
-        print(mix.name, "slots of the largest rank:", ARENA_BYTES // slot, flush=True)
-    results.write(options.json, {"commit": options.commit}, runs=runs)
+        runs = {arena.__name__: measure(mix, arena, options.loads) for arena in (Ours, OnePiece)}
+        for name, samples in runs.items():
+            print(f"{mix.name}, {name}: {steady(samples)}")
+        slot = random_layout(SHAPE, max(mix.ranks)).elements
+        true = mean([layout.elements for layout in mix.draw(options.loads)])
+        fixed = {"images": ARENA_BYTES // (slot * ELEMENT_BYTES), "used": true / slot}
+        print(f"{mix.name}, slots of the largest rank: {fixed}")
+        arenas = {name: [asdict(one) for one in samples] for name, samples in runs.items()}
+        mixes[mix.name] = {"loads": options.loads, "fixed": fixed, **arenas}
+    results.write(options.json, {"commit": options.commit}, mixes=mixes)
 
 
 if __name__ == "__main__":
