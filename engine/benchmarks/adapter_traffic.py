@@ -141,9 +141,9 @@ class Simulation:
         layouts = {rank: random_layout(SHAPE, rank) for rank in RANKS}
         self._layouts = [layouts[rank] for rank in deal_ranks(traffic.adapters).tolist()]
         total = sum(layout.elements for layout in self._layouts)
-        self.pool = SlotPool(without_memory(int(total * traffic.room), traffic.adapters))
-        self.now_s = 0.0
-        self._residents = make(self.pool, self, lambda: self.now_s, requests)
+        pool = SlotPool(without_memory(int(total * traffic.room), traffic.adapters))
+        self._now_s = 0.0
+        self._residents = make(pool, self, lambda: self._now_s, requests)
         self._refs = [AdapterRef("t", str(i), 1, str(i)) for i in range(traffic.adapters)]
         self._host = Host(total * HOST_SHARE)
         self._link, self._far = Link(LINK_BYTES_PER_S), Link(FAR_BYTES_PER_S)
@@ -156,7 +156,7 @@ class Simulation:
         """All requests, to their ends."""
         for request, at_s in enumerate(self.requests.times_s.tolist()):
             self._run_until(at_s)
-            self.now_s = at_s
+            self._now_s = at_s
             self._arrive(request)
         self._run_until(math.inf)
 
@@ -171,7 +171,7 @@ class Simulation:
 
     def _run_until(self, end_s: float) -> None:
         while self._events and self._events[0][0] <= end_s:
-            self.now_s, _, act = heapq.heappop(self._events)
+            self._now_s, _, act = heapq.heappop(self._events)
             act()
 
     def _at(self, time_s: float, act: Callable[[], None]) -> None:
@@ -189,7 +189,7 @@ class Simulation:
         if self._host.use(adapter):
             self._queue(adapter)
         else:
-            through_s = self._far.carry(self._layouts[adapter].elements, self.now_s)
+            through_s = self._far.carry(self._layouts[adapter].elements, self._now_s)
             self._at(through_s, lambda: self._fetched(adapter))
 
     def _fetched(self, adapter: int) -> None:
@@ -215,8 +215,8 @@ class Simulation:
     def _place(self, adapter: int) -> None:
         layout, image = self._layouts[adapter], torch.empty(0)
         self._residents.place(self._refs[adapter], layout, image, wanted=True)
-        self.loads.append((self.now_s, layout.elements))
-        self._at(self._link.carry(layout.elements, self.now_s), lambda: self._loaded(adapter))
+        self.loads.append((self._now_s, layout.elements))
+        self._at(self._link.carry(layout.elements, self._now_s), lambda: self._loaded(adapter))
 
     def _loaded(self, adapter: int) -> None:
         self._residents.arrived(str(adapter))
@@ -227,8 +227,8 @@ class Simulation:
         lease = self._residents.lease(str(adapter))
         if lease is None:
             return False
-        self.waits_s[request] = self.now_s - self.requests.times_s[request]
-        self._at(self.now_s + self.requests.holds_s[request], lambda: self._end(lease))
+        self.waits_s[request] = self._now_s - self.requests.times_s[request]
+        self._at(self._now_s + self.requests.holds_s[request], lambda: self._end(lease))
         return True
 
     def _end(self, lease: Lease) -> None:

@@ -84,7 +84,7 @@ class Chameleon(Residents):
 
 
 class Clairvoyant(Residents):
-    """The one that will be asked for last goes first (Belady): what no policy can reach."""
+    """The one that will be asked for last goes first (Belady): best, were all of one size."""
 
     def __init__(
         self, pool: SlotPool, transfer: Any, clock: Callable[[], float], requests: Requests
@@ -122,8 +122,7 @@ POLICIES: dict[str, Callable[..., Residents]] = {
 class Row:
     """What requests saw, those of the warm-up left out.
 
-    misses: the share that did not find its adapter on the GPU. moved_gb: in the arena, to close
-    holes. The waits are those of all requests.
+    misses: the share that did not find its adapter on the GPU. The waits are those of all requests.
     """
 
     traffic: str
@@ -131,7 +130,6 @@ class Row:
     requests: int
     misses: float
     loaded_gb: float
-    moved_gb: float
     mean_wait_ms: float
     p99_wait_ms: float
 
@@ -149,7 +147,6 @@ def measure(traffic: Traffic, policy: str) -> Row:
         requests=int(counted.sum()),
         misses=float(counted[simulation.missed].sum() / counted.sum()),
         loaded_gb=loaded * ELEMENT_BYTES / 1e9,
-        moved_gb=simulation.pool.moved_elements * ELEMENT_BYTES / 1e9,
         mean_wait_ms=float(waits_ms.mean()),
         p99_wait_ms=float(np.quantile(waits_ms, 0.99)),
     )
