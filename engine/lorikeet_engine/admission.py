@@ -51,6 +51,7 @@ class Admission:
         self._computing: set[bytes] = set()  # keys of KV pages that will be there soon
         self._passed: list[Sequence] = []  # kept waiting by other sequences' adapters
         self._reserved = False
+        self._leases = False  # whether anybody has one, if only until the step in flight is read
         for sequence in running:
             self._include(sequence)
 
@@ -88,12 +89,14 @@ class Admission:
         # On the host and not further: what keeps it out is leased memory, as a rule.
         if crowded or self._adapters.residency(ref) is Residency.HOST:
             self._passed.append(sequence)
-            # With no adapter running there is nobody to wait for, and reserving would help nobody.
-            self._reserved = sequence.overtaken >= PATIENCE and bool(self._present)
+            # With no adapter leased there is nobody to wait for, and reserving would help nobody.
+            self._reserved = sequence.overtaken >= PATIENCE and self._leases
 
     def _include(self, sequence: Sequence) -> None:
-        if sequence.adapter is not None and not sequence.complete:
-            self._present.add(sequence.adapter.digest)
+        if sequence.adapter is not None:
+            self._leases = True
+            if not sequence.complete:
+                self._present.add(sequence.adapter.digest)
         self._computing.update(sequence.coming_keys())
 
     def _shares_soon(self, sequence: Sequence) -> bool:
