@@ -1,14 +1,6 @@
-"""Decode attention in Triton equals torch's; without a GPU it runs in Triton's interpreter.
+"""Decode attention in Triton equals torch's; without a GPU it runs in Triton's interpreter."""
 
-The interpreter must be chosen before Triton is first imported, so one test starts this file again
-in a process of its own.
-"""
-
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,8 +15,8 @@ from lorikeet_engine.kernels.attention.paged_decode import (
     cut,
     workspace_bytes,
 )
+from tests.engine.interpreter import INTERPRETED, run_in_interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -133,13 +125,5 @@ def test_the_pieces_of_a_step_hold_every_token_once_and_fit(capacity):
     assert sizes.max() <= max(2 * SHORTEST_ITEM, 2 * -(-lengths.sum() // max(1, capacity - 3)))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is itself what starts the interpreter")
 def test_in_the_interpreter():
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-q", "-m", "", "-p", "no:cacheprovider"],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_in_interpreter(__file__)

@@ -1,21 +1,12 @@
-"""The fused pointwise kernels equal torch's; without a GPU they run in Triton's interpreter.
-
-The interpreter must be chosen before Triton is first imported, so one test starts this file again
-in a process of its own.
-"""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The fused pointwise kernels equal torch's; without a GPU they run in Triton's interpreter."""
 
 import pytest
 import torch
 
 from lorikeet_engine.kernels.lora import LoraDelta
 from lorikeet_engine.kernels.pointwise import fused, reference
+from tests.engine.interpreter import INTERPRETED, run_in_interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -31,17 +22,8 @@ DEVICES = (
 sizes = pytest.mark.parametrize("tokens", [1, 7])
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels are tested")
 def test_every_case_holds_in_tritons_interpreter():
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_in_interpreter(__file__)
 
 
 def random(kind, *shape):

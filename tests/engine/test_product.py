@@ -1,21 +1,12 @@
-"""A product with one row equals torch's; without a GPU the kernel runs in Triton's interpreter.
-
-The interpreter must be chosen before Triton is first imported, so one test starts this file again
-in a process of its own.
-"""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""A product with one row equals torch's; without a GPU the kernel runs in Triton's interpreter."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from lorikeet_engine.kernels.product.gemv import gemv
+from tests.engine.interpreter import INTERPRETED, run_in_interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -44,13 +35,5 @@ def test_one_row(kind, biased, d_out, d_in):
     torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is itself what starts the interpreter")
 def test_in_the_interpreter():
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-q", "-m", "", "-p", "no:cacheprovider"],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_in_interpreter(__file__)
