@@ -210,6 +210,33 @@ def test_a_scaling_that_overflows_the_dtype_is_refused_by_tensor(shelf):
     packed(shelf, "loud", torch.bfloat16)
 
 
+def overwrite(blob, span, values):
+    with blob.open("r+b") as file:
+        file.seek(span.begin)
+        file.write(values.view(torch.uint8).numpy().tobytes())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_single_value_that_is_no_number_is_refused_by_tensor(shelf, value, dtype):
+    shelf.make("x", everywhere(4), dtype=torch.bfloat16)
+    part = packed(shelf, "x")[0].linears[9]
+    overwrite(shelf.blob("x"), part.a, torch.tensor([value], dtype=torch.bfloat16))
+    with pytest.raises(AdapterRejected) as caught:
+        packed(shelf, "x", dtype)
+    assert caught.value.field == f"layers.{part.layer}.{LINEARS[part.linear]}.lora_A"
+
+
+def test_numbers_whose_sum_overflows_are_taken(shelf):
+    shelf.make("x", everywhere(4), dtype=torch.float16)
+    part = packed(shelf, "x")[0].linears[9]
+    largest = torch.full(part.a.shape, 65504.0, dtype=torch.float16)
+    overwrite(shelf.blob("x"), part.a, largest)
+    _, layout, image = packed(shelf, "x", torch.float16)
+    a, _ = matrices(layout, image, part.layer, part.linear)
+    assert torch.equal(a, largest)
+
+
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_a_packed_peft_adapter_adds_what_peft_adds(tmp_path, use_rslora):
     torch.manual_seed(0)

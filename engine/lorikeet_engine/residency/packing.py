@@ -5,6 +5,8 @@ every matrix at a multiple of ALIGNMENT elements and of its true rank. Where pro
 layers, each packs its own shard's part of every matrix and reads nothing else.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -49,20 +51,32 @@ class PackedLayout:
 
         Raises SettingsError when the base model cannot be cut so.
         """
+        ranks = [[0] * len(LINEARS) for _ in range(shape.layers)]
+        for part in spec.linears:
+            ranks[part.layer][part.linear] = part.rank
+        return cls.of_ranks(ranks, shape, shard)
+
+    @classmethod
+    def of_ranks(
+        cls, ranks: Sequence[Sequence[int]], shape: BaseShape, shard: Shard = WHOLE
+    ) -> "PackedLayout":
+        """The layout of ranks[layer][linear], 0 where the adapter leaves a linear alone.
+
+        Raises SettingsError when the base model cannot be cut so.
+        """
         cuts = shard.cuts(shape)
-        rows = torch.zeros(shape.layers, len(LINEARS), 3, dtype=torch.int64)
-        parts = {(part.layer, part.linear): part for part in spec.linears}
+        rows = [[[0, 0, rank] for rank in layer] for layer in ranks]
         layers, end = [], 0
-        for layer in range(shape.layers):
+        for layer in rows:
             layers.append(end)
             for group in FUSED_GROUPS:
-                members = [parts[layer, n] for n in group if (layer, n) in parts]
+                members = [(n, layer[n][2]) for n in group if layer[n][2]]
                 for side in (0, 1):
-                    for part in members:
-                        rows[layer, part.linear, side] = end
-                        rows[layer, part.linear, 2] = part.rank
-                        end += aligned(cuts[part.linear].elements(part.rank)[side])
-        return cls(rows, end, spec.max_rank, cuts, tuple(layers))
+                    for n, rank in members:
+                        layer[n][side] = end
+                        end += aligned(cuts[n].elements(rank)[side])
+        table = torch.tensor(rows, dtype=torch.int64)
+        return cls(table, end, int(table[..., 2].max()), cuts, tuple(layers))
 
     def rows_at(self, offset: int | torch.Tensor) -> torch.Tensor:
         """The table's rows for an image that begins at this element of the arena.
@@ -78,33 +92,69 @@ class PackedLayout:
 def pack(blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor) -> None:
     """Write the image into out [layout.elements]: its dtype, and the scaling folded into B.
 
-    B is scaled in float32 before it is rounded. One matrix at a time is in memory besides.
+    B is scaled in float32 before it is rounded. Two matrices at a time are in memory besides.
     Raises AdapterRejected when a value does not fit out's dtype.
     """
+    # One buffer each for all matrices: memory that is new for each costs more than the copies.
+    stored = torch.empty(max(max(_size(p.a), _size(p.b)) for p in spec.linears), dtype=torch.uint8)
+    wide = torch.empty(max(math.prod(p.b.shape) for p in spec.linears))
     with blob.open("rb", buffering=0) as file:
         for part in spec.linears:
             cut = layout.cuts[part.linear]
             a_at, b_at, rank = layout.rows[part.layer, part.linear].tolist()
-            a = _read(file, part.a, cut.a_rows(rank), cut.inputs)
-            b = _read(file, part.b, cut.outputs, range(rank)).float() * part.scaling
-            for side, at, matrix in (("A", a_at, a), ("B", b_at, b.T)):
-                target = out[at : at + matrix.numel()].view(matrix.shape)
-                target.copy_(matrix)
-                if not target.isfinite().all():
+            rows = cut.a_rows(rank)
+            a = _matrix(out, a_at, len(rows), len(cut.inputs))
+            _read(file, part.a, rows, cut.inputs, a, stored)
+            b = _matrix(wide, 0, len(cut.outputs), rank)
+            _read(file, part.b, cut.outputs, range(rank), b, stored)
+            b_transposed = _matrix(out, b_at, rank, len(cut.outputs))
+            b_transposed.copy_(b.mul_(part.scaling).T)
+            for side, matrix in (("A", a), ("B", b_transposed)):
+                if not _finite(matrix):
                     raise _overflow(part, side, out.dtype)
 
 
-def _read(file: FileIO, span: TensorSpan, rows: range, columns: range) -> torch.Tensor:
-    """These rows and columns of a matrix of the file, and no other byte of it."""
-    width = span.shape[1]
-    matrix = torch.empty(len(rows), len(columns), dtype=_DTYPES[span.dtype])
+def _size(span: TensorSpan) -> int:
+    return span.end - span.begin
+
+
+def _matrix(memory: torch.Tensor, at: int, rows: int, columns: int) -> torch.Tensor:
+    return memory[at : at + rows * columns].view(rows, columns)
+
+
+def _read(
+    file: FileIO,
+    span: TensorSpan,
+    rows: range,
+    columns: range,
+    out: torch.Tensor,
+    stored: torch.Tensor,
+) -> None:
+    """Into out: these rows and columns of a matrix of the file, and no other byte of it.
+
+    stored: bytes to read to where out has another dtype.
+    """
+    dtype, width = _DTYPES[span.dtype], span.shape[1]
+    elements = len(rows) * len(columns)
+    matrix = out
+    if dtype != out.dtype:
+        matrix = stored[: elements * dtype.itemsize].view(dtype).view(len(rows), len(columns))
     together = rows.step == 1 and len(columns) == width
     into = matrix.view(torch.uint8).numpy()
     for strip, row in [(into, rows.start)] if together else zip(into, rows, strict=True):
-        file.seek(span.begin + (row * width + columns.start) * matrix.itemsize)
+        file.seek(span.begin + (row * width + columns.start) * dtype.itemsize)
         if file.readinto(strip) != strip.nbytes:  # type: ignore[arg-type]
             raise AdapterRejected("the blob ended early: its file was changed", field="size")
-    return matrix
+    if matrix is not out:
+        out.copy_(matrix)
+
+
+def _finite(matrix: torch.Tensor) -> bool:
+    """Not finite values have no finite sum; a sum costs a thirtieth of looking at each.
+
+    Finite ones can have a sum that is not: then each is looked at.
+    """
+    return math.isfinite(matrix.sum().item()) or bool(matrix.isfinite().all())
 
 
 def _overflow(part: LinearLora, side: str, dtype: torch.dtype) -> AdapterRejected:
