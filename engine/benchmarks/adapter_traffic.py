@@ -11,6 +11,7 @@ import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 
@@ -166,8 +167,15 @@ class Simulation:
         """The load begins; with an event, the adapter is not there until `arrived`."""
         return object()
 
-    def settle(self) -> None:
+    def reads(self) -> None:
+        """No step is in flight when an adapter's lease ends."""
+
+    def wait_for(self, _reads: None) -> None:
+        """So there is nothing to wait for."""
+
+    def moving(self) -> AbstractContextManager[None]:
         """Nothing is in flight at the moment of a move."""
+        return nullcontext()
 
     def _run_until(self, end_s: float) -> None:
         while self._events and self._events[0][0] <= end_s:

@@ -9,6 +9,7 @@ cut, where all slide together whenever no hole takes the next; and slots of the 
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import mean
@@ -119,8 +120,12 @@ class Ours:
         """As a Transfer."""
         self._pieces = len(blocks)
 
-    def settle(self) -> None:
+    def wait_for(self, _reads: None) -> None:
         """As a Transfer."""
+
+    def moving(self) -> AbstractContextManager[None]:
+        """As a Transfer."""
+        return nullcontext()
 
 
 class OnePiece:

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Sequence
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def whole(elements: int) -> PackedLayout:
 
 
 def fill(pool: SlotPool, layout: PackedLayout, seed: int) -> tuple[int, torch.Tensor]:
-    slot = pool.place(layout, before_move=lambda: None)
+    slot = pool.place(layout, moving=nullcontext)
     image = torch.arange(layout.elements) + 1000.0 * seed
     blocks = pool.blocks(slot)
     for block, part in zip(blocks, image.split([b.numel() for b in blocks]), strict=True):
@@ -198,14 +199,20 @@ def test_an_image_lies_in_one_piece_where_a_hole_takes_it():
 
 
 def test_holes_are_closed_where_that_moves_least_and_only_when_none_takes_a_layer():
-    pool, moved_before = pool_of(), []
+    pool, moved = pool_of(), []
     sizes = (32, 64, 48, 32, 48, 64, 32)  # every other one will be a hole
     placed = [fill(pool, whole(size), seed) for seed, size in enumerate(sizes)]
     for slot, _ in placed[::2]:
         pool.evict(slot)
-    slot = pool.place(whole(96), before_move=lambda: moved_before.append(pool.moved_elements))
-    assert moved_before == [0]
-    assert pool.moved_elements == 32
+
+    @contextmanager
+    def moving():
+        moved.append(pool.moved_elements)
+        yield
+        moved.append(pool.moved_elements)
+
+    slot = pool.place(whole(96), moving)
+    assert moved == [0, 32]
     pool.evict(slot)
     check(pool, dict(placed[1::2]))
 
@@ -268,7 +275,7 @@ def test_no_memory_is_ever_stranded(loads):
             slot = chance.choice(list(live))
             assert torch.equal(image_of(pool, slot)[0], live.pop(slot))
             pool.evict(slot)
-        slot = pool.place(layout, before_move=lambda: None)
+        slot = pool.place(layout, moving=nullcontext)
         live[slot] = image = noise[load:][: layout.elements]
         blocks = pool.blocks(slot)
         for block, part in zip(blocks, image.split([b.numel() for b in blocks]), strict=True):

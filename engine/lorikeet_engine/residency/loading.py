@@ -85,15 +85,6 @@ class Loader:
         else:
             self._downloaders.submit(partial(self._begin, task, self._download), urgent=urgent)
 
-    def watch(self, wait: Callable[[], None], then: Callable[[], None]) -> None:
-        """Call wait, which may block, and then `then`, on a packing thread."""
-
-        def watch() -> None:
-            wait()
-            then()
-
-        self._packers.submit(watch, urgent=True)
-
     def landings(self) -> list[Landing]:
         """What ended since the last call."""
         return [self._landings.popleft() for _ in range(len(self._landings))]

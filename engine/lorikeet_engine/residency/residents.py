@@ -28,7 +28,10 @@ _RATHER_EVICT = 2
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """One adapter on the GPU. guarded_until_s: 0 until a request wants it, 0 again once leased."""
+    """One adapter on the GPU. guarded_until_s: 0 until a request wants it, 0 again once leased.
+
+    reads: Transfer's, of the steps that may have read it; None until its first lease has ended.
+    """
 
     ref: AdapterRef
     slot: int
@@ -38,6 +41,7 @@ class Resident:
     leases: int = 0
     guarded_until_s: float = 0.0
     arriving: bool = False
+    reads: torch.cuda.Event | None = None
 
 
 class Lease:
@@ -46,12 +50,12 @@ class Lease:
     rank: the adapter's largest. Use as a context manager, or release once done.
     """
 
-    __slots__ = ("_clock", "_resident", "rank", "slot")
+    __slots__ = ("_ended", "_resident", "rank", "slot")
 
-    def __init__(self, resident: Resident, clock: Callable[[], float]) -> None:
+    def __init__(self, resident: Resident, ended: Callable[[Resident], None]) -> None:
         resident.leases += 1
         self._resident: Resident | None = resident
-        self._clock = clock
+        self._ended = ended
         self.slot = resident.slot
         self.rank = resident.layout.max_rank
 
@@ -59,8 +63,7 @@ class Lease:
         """End the lease; doing so again changes nothing."""
         resident, self._resident = self._resident, None
         if resident is not None:
-            resident.leases -= 1
-            resident.last_used_s = self._clock()
+            self._ended(resident)
 
     def __enter__(self) -> "Lease":
         return self
@@ -99,6 +102,11 @@ class Residents:
         """Whether it is there or being copied there."""
         return digest in self._residents
 
+    def rank(self, digest: str) -> int | None:
+        """The largest of one that is here."""
+        resident = self._residents.get(digest)
+        return resident.layout.max_rank if resident is not None else None
+
     def snapshot(self) -> list[Resident]:
         """All of them at this moment."""
         return list(self._residents.values())
@@ -124,7 +132,7 @@ class Residents:
         self._uses.add(digest, now_s)
         resident.last_used_s = now_s
         resident.guarded_until_s = 0.0
-        return Lease(resident, self._clock)
+        return Lease(resident, self._lease_ended)
 
     def make_room(self, elements: int, *, insist: bool) -> bool:
         """Evict what it takes to place an image of this size; nothing if that would not do.
@@ -157,7 +165,7 @@ class Residents:
         digest, now_s = ref.digest, self._clock()
         assert digest not in self._residents
         self._evict_rather_than_move(layout)
-        slot = self._pool.place(layout, before_move=self._transfer.settle)
+        slot = self._pool.place(layout, moving=self._transfer.moving)
         event = self._transfer.copy(image, self._pool.blocks(slot))
         worth = self._worth(digest, layout, now_s)
         resident = Resident(ref, slot, layout, now_s, worth, arriving=event is not None)
@@ -196,6 +204,12 @@ class Residents:
         ends = [r.guarded_until_s for r in self._residents.values() if r.guarded_until_s > since_s]
         return max(0.0, min(ends) - self._clock()) if ends else None
 
+    def _lease_ended(self, resident: Resident) -> None:
+        resident.leases -= 1
+        resident.last_used_s = self._clock()
+        if not resident.leases:
+            resident.reads = self._transfer.reads()
+
     def _evictable(self) -> Iterator[Resident]:
         """Those that may go, what to evict first in front; evict none meanwhile."""
         now_s = self._clock()
@@ -229,6 +243,7 @@ class Residents:
     def _evict(self, resident: Resident) -> None:
         del self._residents[resident.ref.digest]
         self._unrank(resident)
+        self._transfer.wait_for(resident.reads)
         self._pool.evict(resident.slot)
         idle_s = self._clock() - resident.last_used_s
         log.info("adapter_evicted", extra={"adapter": str(resident.ref), "idle_s": idle_s})

@@ -10,6 +10,7 @@ and stays the same while its image may move.
 
 from bisect import bisect_right
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -78,16 +79,18 @@ class SlotPool:
         """Whether place would leave the other images where they are."""
         return bool(self._free) and bool(self._cut(layout))
 
-    def place(self, layout: PackedLayout, before_move: Callable[[], None]) -> int:
+    def place(
+        self, layout: PackedLayout, moving: Callable[[], AbstractContextManager[None]]
+    ) -> int:
         """A slot with room for the image and its row in the table; its content is open.
 
-        May move other images, after a call of before_move. Only where has_room says so.
+        May move other images, inside of `moving`. Only where has_room says so.
         """
         assert self.has_room(layout.elements)
         ends = self._cut(layout)
         if not ends:
-            before_move()
-            self._gather(layout.elements)
+            with moving():
+                self._gather(layout.elements)
             ends = [layout.elements]
         slot = self._free.pop()
         self._placed[slot] = _Placed(layout, [])

@@ -33,6 +33,7 @@ from lorikeet_engine.residency.pins import Pins
 from lorikeet_engine.residency.residents import Lease, Resident, Residents
 from lorikeet_engine.residency.slots import SlotPool
 from lorikeet_engine.residency.transfer import Transfer
+from lorikeet_engine.residency.workers import Workers
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,8 @@ _KNOWN = 16_384
 class Tiers:
     """Keeps adapters as near to the GPU as memory and demand allow.
 
-    want, lease, advance and close belong to the engine's thread; the rest may be called from any.
+    rank, want, lease, advance and close belong to the engine's thread; the rest may be called from
+    any.
     weights: the arena and its table, the same tensors for the engine's life.
     """
 
@@ -79,6 +81,7 @@ class Tiers:
         self._disk = DiskCache(cache_dir, disk_bytes, source)
         self._loader = Loader(shape, limits, self._disk, self._host, self._pool.elements, wake)
         self._pins = Pins(self._residents, self._host, self._disk, self._loader, self._place)
+        self._copies = Workers(1, "copies")  # waits for them, in their order
         self._wake = wake
         self._alarm = Alarm(wake)
         self._wanted: dict[str, AdapterRef] = {}  # wanted and not on the GPU
@@ -106,6 +109,10 @@ class Tiers:
         if self._host.holds(ref.digest):
             return Residency.HOST
         return Residency.DISK if self._disk.holds(ref.digest) else Residency.REMOTE
+
+    def rank(self, ref: AdapterRef) -> int | None:
+        """Its largest rank while it is on the GPU."""
+        return self._residents.rank(ref.digest)
 
     def want(self, ref: AdapterRef) -> None:
         """Begin to bring it to the GPU; doing so again changes nothing."""
@@ -173,6 +180,7 @@ class Tiers:
         """Load nothing more."""
         self._alarm.cancel()
         self._loader.close()
+        self._copies.close()
         self._disk.close()
 
     def _report(self, ref: AdapterRef, resident: Resident | None) -> AdapterReport:
@@ -226,14 +234,15 @@ class Tiers:
         copied = self._residents.place(ref, layout, image, wanted=wanted)
         if copied is not None:
             self._host.hold(digest)
-            self._loader.watch(copied.synchronize, partial(self._copied, digest))
+            self._copies.submit(partial(self._await, copied, digest), urgent=True)
         self._wanted.pop(digest, None)
         self._parked.pop(digest, None)
         if self._line.pop(digest, None):
             self._host.release(digest)
         return True
 
-    def _copied(self, digest: str) -> None:
+    def _await(self, copied: torch.cuda.Event, digest: str) -> None:
+        copied.synchronize()
         self._arrivals.append(digest)
         self._wake()
 
