@@ -5,7 +5,8 @@ What a sequence can wait for, and whom that stops:
 its adapter is not on the GPU     nobody: others pass it
 another computes its prefix       nobody: others pass it until it can share those pages
 other adapters take the room      nobody, until PATIENCE sequences with adapters have passed it;
-                                  then no more of those are admitted until its own adapter is in
+                                  then no more of those are admitted until its own adapter is in;
+                                  room is their number, Σ of their ranks, and memory
 too few KV pages are free         everybody: the pages that come free are its own
 """
 
@@ -29,6 +30,9 @@ class Adapters(Protocol):
     def want(self, ref: AdapterRef) -> None:
         """Start to bring it to the GPU; doing so again changes nothing."""
 
+    def rank(self, ref: AdapterRef) -> int | None:
+        """Its largest rank while it is on the GPU."""
+
     def lease(self, ref: AdapterRef) -> Lease | None:
         """A lease once it is on the GPU. Raises AdapterError if it could not be brought there."""
 
@@ -36,17 +40,25 @@ class Adapters(Protocol):
 class Admission:
     """One step's look through the waiting sequences, in their order.
 
-    failed: the adapters that could not be loaded, by digest.
+    max_adapters, max_ranks: of the distinct adapters that run, how many and Σ rank at most. One may
+    run whatever its rank. failed: the adapters that could not be loaded, by digest.
     """
 
     def __init__(
-        self, running: Iterable[Sequence], max_adapters: int, cache: KVCache, adapters: Adapters
+        self,
+        running: Iterable[Sequence],
+        max_adapters: int,
+        max_ranks: float,
+        cache: KVCache,
+        adapters: Adapters,
     ) -> None:
         self._max_adapters = max_adapters
+        self._max_ranks = max_ranks
         self._cache = cache
         self._adapters = adapters
         self.failed: dict[str, AdapterError] = {}
-        self._present: set[str] = set()  # digests that the step computes with
+        self._present: dict[str, int] = {}  # ranks of those that the step computes with, by digest
+        self._ranks = 0  # their sum
         self._absent: set[str] = set()  # digests that cannot join it
         self._computing: set[bytes] = set()  # keys of KV pages that will be there soon
         self._passed: list[Sequence] = []  # kept waiting by other sequences' adapters
@@ -71,7 +83,7 @@ class Admission:
     def _leased(self, sequence: Sequence, ref: AdapterRef) -> bool:
         if self._reserved or ref.digest in self._absent:
             return False
-        crowded = ref.digest not in self._present and len(self._present) >= self._max_adapters
+        crowded = self._crowded(ref)
         if not crowded:
             try:
                 sequence.lease = sequence.lease or self._adapters.lease(ref)
@@ -84,6 +96,13 @@ class Admission:
             self._pass(sequence, ref, crowded)
         return False
 
+    def _crowded(self, ref: AdapterRef) -> bool:
+        """Whether those that run leave it no room; one that is not on the GPU has no rank yet."""
+        if not self._present or ref.digest in self._present:
+            return False
+        ranks = self._ranks + (self._adapters.rank(ref) or 0)
+        return len(self._present) >= self._max_adapters or ranks > self._max_ranks
+
     def _pass(self, sequence: Sequence, ref: AdapterRef, crowded: bool) -> None:
         self._adapters.want(ref)
         # On the host and not further: what keeps it out is leased memory, as a rule.
@@ -93,10 +112,12 @@ class Admission:
             self._reserved = sequence.overtaken >= PATIENCE and self._leases
 
     def _include(self, sequence: Sequence) -> None:
-        if sequence.adapter is not None:
+        if sequence.adapter is not None and sequence.lease is not None:
             self._leases = True
-            if not sequence.complete:
-                self._present.add(sequence.adapter.digest)
+            digest = sequence.adapter.digest
+            if not sequence.complete and digest not in self._present:
+                self._present[digest] = sequence.lease.rank
+                self._ranks += sequence.lease.rank
         self._computing.update(sequence.coming_keys())
 
     def _shares_soon(self, sequence: Sequence) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from lorikeet_engine.adapter_format import LINEARS, AdapterLimits, BaseShape
+from lorikeet_engine.calibration import measure_rank_cost
 from lorikeet_engine.decode_graphs import DecodeGraphs, StepLimits
 from lorikeet_engine.device_memory import gib, resolve
 from lorikeet_engine.engine_settings import EngineSettings
@@ -22,6 +23,7 @@ from lorikeet_engine.kernels.attention import (
 )
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.models import Model, ModelConfig
+from lorikeet_engine.rank_budget import RankBudget
 from lorikeet_engine.residency.disk import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.runner import Runner
@@ -35,11 +37,15 @@ LoadModel = Callable[[Path, torch.device, torch.dtype, int | None], Model]
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """What an engine works with, all its memory allocated and its kernels compiled."""
+    """What an engine works with, all its memory allocated and its kernels compiled.
+
+    rank_budget: for the goal of the settings, if there is one.
+    """
 
     runner: Runner
     tiers: Tiers
     kv_pages: int
+    rank_budget: RankBudget | None
 
 
 def assemble(
@@ -58,11 +64,17 @@ def assemble(
         tiers = build_tiers(settings, source, device, wake, start.free)
     try:
         runner, kv_pages = build_runner(model, tiers.weights, settings, start)
+        rank_budget = build_rank_budget(runner, tiers.weights, settings)
     except BaseException:
         tiers.close()
         raise
     log.info("engine_assembled", extra=start.facts | {"kv_tokens": kv_pages * settings.page_size})
-    return Assembly(runner, tiers, kv_pages)
+    return Assembly(runner, tiers, kv_pages, rank_budget)
+
+
+def read_shape(settings: EngineSettings) -> BaseShape:
+    """The base model's, as adapters see it."""
+    return BaseShape.from_config(json.loads((settings.model / "config.json").read_text()))
 
 
 def build_tiers(
@@ -76,9 +88,7 @@ def build_tiers(
 
     free: bytes of the device of which the slot pool may be a share.
     """
-    config = json.loads((settings.model / "config.json").read_text())
-    shape = BaseShape.from_config(config)
-    dtype = settings.torch_adapter_dtype
+    shape, dtype = read_shape(settings), settings.torch_adapter_dtype
     gpu_bytes = resolve(settings.adapter_gpu_bytes, free)
     return Tiers(
         shape,
@@ -164,6 +174,16 @@ def build_runner(
         if device.type == "cuda":
             largest_step(runner, settings)  # takes its memory back before anybody else does
     return runner, pages
+
+
+def build_rank_budget(
+    runner: Runner, weights: LoraWeights, settings: EngineSettings
+) -> RankBudget | None:
+    """For the goal of the settings, if there is one. Raises SettingsError."""
+    if settings.inter_token_goal_s is None:
+        return None
+    cost = measure_rank_cost(runner, weights, read_shape(settings), settings)
+    return RankBudget(settings.inter_token_goal_s, cost)
 
 
 def _capture(

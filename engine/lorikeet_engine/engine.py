@@ -1,6 +1,7 @@
 """The engine: requests of token ids in, tokens out, one batch for all adapters at every step."""
 
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from lorikeet_engine.errors import (
 from lorikeet_engine.intake import EngineConfig, Intake
 from lorikeet_engine.kv_cache import KVCache
 from lorikeet_engine.models import load_model
+from lorikeet_engine.rank_budget import TimedStep
 from lorikeet_engine.request import EngineReport, Failed, Output, Request, Tokens
 from lorikeet_engine.residency.disk import AdapterSource
 from lorikeet_engine.sampling import NOT_FINITE, Sampler, SamplingRow
@@ -41,6 +43,7 @@ class _Flight:
 
     chunks: list[Chunk]
     drawn: Download
+    timed: TimedStep | None
 
 
 class Engine:
@@ -72,6 +75,7 @@ class Engine:
         self._intake = Intake(self.config, settings.page_size)
         self._sampler = Sampler()
         self._flight: _Flight | None = None
+        self._budget = parts.rank_budget
         self._begin()
         self._idle = True
         self._lock = threading.Lock()  # guards the four below
@@ -125,7 +129,7 @@ class Engine:
         """
         self._take_in()
         self._tiers.advance()
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(self._budget.ranks if self._budget else math.inf)
         outputs = self._fail({s.request.request_id: error for s, error in plan.failed})
         before, self._flight = self._flight, None
         if plan.chunks:
@@ -215,11 +219,12 @@ class Engine:
 
     def _launch(self, chunks: list[Chunk], before: "_Flight | None") -> list[Output]:
         drawn = before.drawn.tensor if before else None
+        timed = self._budget.launched(chunks) if self._budget else None
         try:
             batch = build_batch(chunks, self._settings.page_size, self._device, drawn)
             logits = self._runner.forward(batch)
             rows = [_sampling_row(chunk.sequence) for chunk in chunks if chunk.completes]
-            self._flight = _Flight(chunks, Download(self._sampler.sample(logits, rows)))
+            self._flight = _Flight(chunks, Download(self._sampler.sample(logits, rows)), timed)
         except Exception as error:
             return self._step_failed(chunks, error)
         self._scheduler.launched(chunks)
@@ -230,6 +235,8 @@ class Engine:
             drawn = flight.drawn.wait()
         except Exception as error:
             return self._step_failed(flight.chunks, error)
+        if self._budget and flight.timed:
+            self._budget.read(flight.timed)
         outputs: list[Output] = []
         tokens = iter(drawn)
         for chunk in flight.chunks:

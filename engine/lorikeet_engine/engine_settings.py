@@ -1,5 +1,6 @@
 """What an engine is told when it is built."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ class EngineSettings:
     page_size: tokens of a KV page. max_context: prompt plus output in tokens; None for as many as
     the model and the KV cache allow. max_batch_tokens, max_running, max_batch_adapters: tokens,
     sequences and distinct adapters of one step. cache_dir: the adapters' disk cache.
+    inter_token_goal_s: how long a step of decodes may take, for which the ranks of its adapters are
+    bounded; never below one adapter. None for no bound.
     overlap: launch a step before the tokens of the one before it are read, so that a GPU need not
     wait for the host; a CPU gains nothing by it and makes each token wait for one more step.
     """
@@ -41,6 +44,7 @@ class EngineSettings:
     adapter_disk_bytes: int = 4 << 30
     max_rank: int = 64
     max_adapter_bytes: int = 1 << 30
+    inter_token_goal_s: float | None = None
     overlap: bool = True
 
     def __post_init__(self) -> None:
@@ -50,6 +54,10 @@ class EngineSettings:
         for name in ("page_size", "max_running", "max_batch_adapters"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name}={getattr(self, name)}: want an integer ≥ 1")
+        if self.inter_token_goal_s is not None and not 0 < self.inter_token_goal_s < math.inf:
+            raise SettingsError(
+                f"inter_token_goal_s={self.inter_token_goal_s}: want seconds above 0, or None"
+            )
         if self.max_batch_tokens < self.max_running:
             raise SettingsError(
                 f"max_batch_tokens={self.max_batch_tokens}: want at least max_running "

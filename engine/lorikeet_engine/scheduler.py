@@ -1,5 +1,6 @@
 """Which tokens the next step computes: decodes, then prefills, then who may begin, in one batch."""
 
+import math
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -48,8 +49,11 @@ class Scheduler:
             self._adapters.want(sequence.adapter)
         self.waiting.append(sequence)
 
-    def plan(self) -> Plan:
-        """Choose the next step's chunks and give them KV pages; preempts where too few are free."""
+    def plan(self, max_ranks: float = math.inf) -> Plan:
+        """Choose the next step's chunks and give them KV pages; preempts where too few are free.
+
+        max_ranks: an adapter may begin that keeps Σ rank of those that run within this.
+        """
         active = [sequence for sequence in self.running if not sequence.complete]
         chunks = self._decodes(active)
         budget = self._bounds.tokens - len(chunks)
@@ -59,7 +63,9 @@ class Scheduler:
                 budget -= chunks[-1].length
         if not self.waiting:
             return Plan(chunks, [])
-        admission = Admission(self.running, self._bounds.adapters, self._cache, self._adapters)
+        admission = Admission(
+            self.running, self._bounds.adapters, max_ranks, self._cache, self._adapters
+        )
         chunks += self._begin(admission, budget, len(active))
         return Plan(chunks, self._drop_failed(admission.failed))
 

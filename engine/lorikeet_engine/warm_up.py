@@ -50,8 +50,8 @@ def every_kind_of_step(runner: Runner, settings: EngineSettings) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _EmptySlot:
-    """Leases a row of the table in which no adapter is."""
+class DummyLease:
+    """Of a row of the table that nobody else uses."""
 
     slot: int
     rank: int
@@ -70,7 +70,7 @@ def _run(
 ) -> None:
     """One step of sequences of these lengths; the first `adapters` have one of `rank` each."""
     chunks = [
-        _chunk(length, settings.page_size, _EmptySlot(i, rank) if i < adapters else None)
+        dummy_chunk(length, settings.page_size, DummyLease(i, rank) if i < adapters else None)
         for i, length in enumerate(lengths)
     ]
     logits = runner.forward(build_batch(chunks, settings.page_size, runner.model.device))
@@ -78,7 +78,8 @@ def _run(
     Sampler().sample(logits, rows)
 
 
-def _chunk(length: int, page_size: int, slot: _EmptySlot | None) -> Chunk:
+def dummy_chunk(length: int, page_size: int, lease: DummyLease | None) -> Chunk:
+    """All the tokens of a sequence of this length, on KV page 0."""
     sequence = Sequence(
         Request("warm-up", ((0,) * length,)),
         0,
@@ -89,7 +90,7 @@ def _chunk(length: int, page_size: int, slot: _EmptySlot | None) -> Chunk:
         page_size=page_size,
     )
     sequence.pages = array("i", [0] * -(-length // page_size))
-    sequence.lease = slot
+    sequence.lease = lease
     return Chunk.of(sequence, length)
 
 

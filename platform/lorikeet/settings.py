@@ -109,6 +109,13 @@ class Settings(BaseModel):
     max_batch_tokens: int = Field(2048, ge=1, description="tokens of one step")
     max_running: int = Field(256, ge=1, description="sequences of one step")
     max_batch_adapters: int = Field(128, ge=1, description="distinct adapters of one step")
+    inter_token_goal_ms: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="milliseconds between two tokens, for which the ranks of one step's adapters "
+        "are bounded; default: no bound",
+    )
     max_ongoing_requests: int = Field(512, ge=1, description="requests one replica takes at once")
 
     @classmethod

@@ -1,7 +1,9 @@
 """Who computes what in each step: order, bounds, preemption, and that nobody waits forever."""
 
 import hashlib
-from collections import Counter
+import math
+import random
+from collections import Counter, defaultdict
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +30,10 @@ class Shelf:
         self.on_gpu = {}
         self.remote = set()
         self.broken = set()
+        self.ranks = defaultdict(lambda: 8)
+
+    def rank(self, ref):
+        return self.ranks[ref.digest] if ref.digest in self.on_gpu else None
 
     def residency(self, ref):
         if ref.digest in self.on_gpu:
@@ -55,10 +61,9 @@ class Shelf:
 
 
 class ShelfLease:
-    rank = 8
-
     def __init__(self, shelf, digest):
         self.shelf, self.digest, self.slot = shelf, digest, shelf.on_gpu[digest]
+        self.rank = shelf.ranks[digest]
         shelf.leases[digest] += 1
 
     def release(self):
@@ -68,15 +73,24 @@ class ShelfLease:
 class World:
     """A scheduler, and a model that draws tokens by hashing what the sequence has so far.
 
+    ranks: what Σ rank may become when an adapter begins; may be changed at any time.
     overlap: a step is read when the next has been launched.
     """
 
     def __init__(
-        self, *, tokens=64, sequences=16, adapters=8, pages=100, places=100, overlap=False
+        self,
+        *,
+        tokens=64,
+        sequences=16,
+        adapters=8,
+        ranks=math.inf,
+        pages=100,
+        places=100,
+        overlap=False,
     ):
         self.cache = KVCache(pages, PAGE)
         self.shelf = Shelf(places)
-        self.bounds = Bounds(tokens, sequences, adapters)
+        self.bounds, self.ranks = Bounds(tokens, sequences, adapters), ranks
         self.scheduler = Scheduler(self.bounds, self.cache, self.shelf)
         self.arrivals = 0
         self.finished = {}
@@ -85,6 +99,7 @@ class World:
         self.steps = 0
         self.overlap = overlap
         self.in_flight = []
+        self.present = set()  # the last step's adapters
 
     def add(self, prompt, adapter=None, max_tokens=4, n=1, salt="", stop=()):
         if isinstance(prompt, int):
@@ -112,7 +127,7 @@ class World:
     def step(self):
         self.steps += 1
         self.shelf.advance()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.ranks)
         self.failed += plan.failed
         self.check(plan.chunks)
         self.scheduler.launched(plan.chunks)
@@ -142,7 +157,11 @@ class World:
         running = [s for s in self.scheduler.running if not s.complete]
         assert sum(chunk.length for chunk in chunks) <= bounds.tokens
         assert len(running) <= bounds.sequences
-        assert len({s.adapter.digest for s in running if s.adapter}) <= bounds.adapters
+        adapters = {s.adapter.digest for s in running if s.adapter}
+        assert len(adapters) <= bounds.adapters
+        if adapters - self.present and len(adapters) > 1:
+            assert sum(self.shelf.ranks[d] for d in adapters) <= self.ranks
+        self.present = adapters
         assert len({chunk.sequence for chunk in chunks}) == len(chunks)
         assert all(s.lease is not None for s in running if s.adapter)
         written = Counter()
@@ -213,10 +232,55 @@ def test_the_distinct_adapters_of_a_step_stay_within_the_bound():
     assert len(world.finished) == 9
 
 
-@pytest.mark.parametrize("where", ["bound", "gpu"])
+def test_the_ranks_of_a_steps_adapters_stay_within_the_bound():
+    world = World(ranks=48)
+    world.shelf.ranks.update(a=8, b=32, c=64, d=8)
+    for adapter in "abcdabcd":
+        world.add(3, adapter)
+    assert "".join(s.adapter.digest for s, _ in world.step()) == "abdabd"
+    assert world.shelf.leases["c"] == 0, "who waits for others holds no memory"
+    world.run()
+    assert len(world.finished) == 8
+
+
+def test_one_adapter_always_runs_and_the_base_model_knows_no_rank():
+    world = World(ranks=-100)
+    for adapter in ("a", "a", "b", None, "c", None):
+        world.add(3, adapter)
+    assert [s.adapter and s.adapter.digest for s, _ in world.step()] == ["a", "a", None, None]
+    world.run()
+    assert len(world.finished) == 6
+
+
+def test_a_bound_that_falls_throws_nobody_out():
+    world = World(ranks=16)
+    running = [world.add(3, "a"), world.add(3, "b")]
+    world.step()
+    world.ranks = 8
+    later = world.add(3, "c"), world.add(3, "b")
+    assert [s for s, _ in world.step()] == [*running, later[1]]
+
+
+@pytest.mark.parametrize(("ranks", "returns"), [(64, True), (48, False)])
+def test_a_preempted_sequence_returns_under_the_bound(ranks, returns):
+    world = World(pages=10, ranks=64)
+    world.shelf.ranks.update(a=32, b=32)
+    hog, old = world.add(11, max_tokens=25), world.add(7, "a", max_tokens=25)
+    young = world.add(11, "b", max_tokens=25)
+    world.step()
+    while young in world.scheduler.running:
+        world.step()
+    world.scheduler.drop(lambda s: s is hog)
+    world.ranks = ranks
+    assert (young in [s for s, _ in world.step()]) is returns
+    world.run()
+    assert set(world.finished) == {old, young}
+
+
+@pytest.mark.parametrize("where", ["bound", "ranks", "gpu"])
 def test_adapters_in_use_cannot_starve_one_that_waits(where):
     """Requests for a and b never stop coming; c gets in all the same, after a bounded wait."""
-    world = World(adapters=2) if where == "bound" else World(places=2)
+    world = World(**{"bound": {"adapters": 2}, "ranks": {"ranks": 16}, "gpu": {"places": 2}}[where])
     world.add(3, "a"), world.add(3, "b")
     world.step()
     starved = world.add(3, "c")
@@ -228,6 +292,41 @@ def test_adapters_in_use_cannot_starve_one_that_waits(where):
         assert ahead < 3 * PATIENCE
     assert ahead > PATIENCE // 2, "and until then others passed it"
     world.run()
+
+
+def test_many_small_adapters_cannot_starve_a_large_one():
+    world = World(ranks=64)
+    world.shelf.ranks["large"] = 64
+    for small in "abcdefgh":
+        world.add(3, small, max_tokens=6)
+    world.step()
+    starved = world.add(3, "large")
+    ahead = 0
+    while starved not in world.finished:
+        ahead += 1
+        world.add(3, "abcdefgh"[ahead % 8], max_tokens=6)
+        world.step()
+        assert ahead < 3 * PATIENCE
+    assert ahead > PATIENCE // 2, "and until then others passed it"
+
+
+def test_over_thousands_of_steps_nobody_waits_long_for_ranks():
+    dice = random.Random(3)
+    world, waits = World(adapters=6, pages=400, overlap=True), []
+    for i, name in enumerate(names := [f"a{i}" for i in range(16)]):
+        world.shelf.ranks[name] = (8, 16, 32, 64)[i // 4]  # the less it is used, the larger
+    since = {}
+    for step in range(5000):
+        while len(since) < 24:
+            popular = min(15, int(dice.expovariate(0.4)))
+            since[world.add(3, dice.choice([names[popular], None]), dice.randint(1, 12))] = step
+        if step % 50 == 0:
+            world.ranks = dice.uniform(-20, 80)
+        world.step()
+        for sequence in [s for s in since if s.ended]:
+            waits.append(step - since.pop(sequence))
+    assert len(waits) > 4000
+    assert max(waits) < 5 * PATIENCE
 
 
 def test_a_reservation_does_not_stop_requests_without_an_adapter():
@@ -392,10 +491,12 @@ def test_whatever_comes_everyone_ends_and_nothing_is_lost(data):
         tokens=sequences + integers(0, 8),
         sequences=sequences,
         adapters=integers(1, 3),
+        ranks=8 * integers(0, 4),
         pages=10,
         places=integers(1, 3),
         overlap=data.draw(st.booleans()),
     )
+    world.shelf.ranks.update(c=16, d=32)
     added, dropped = [], set()
     for _ in range(integers(1, 25)):
         match integers(0, 3):

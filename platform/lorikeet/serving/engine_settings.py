@@ -22,6 +22,7 @@ def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
     """What the engine of one base model is told, on the machine where it will run."""
     device = device_of(settings)
     dtype = settings.dtype if settings.dtype != "auto" else _DEFAULT_DTYPE[device]
+    goal_ms = settings.inter_token_goal_ms
     return EngineSettings(
         model=settings.base_models[base_model],
         cache_dir=settings.cache_dir,
@@ -38,6 +39,7 @@ def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
         adapter_disk_bytes=settings.adapter_disk,
         max_rank=settings.max_rank,
         max_adapter_bytes=settings.max_adapter_bytes,
+        inter_token_goal_s=goal_ms / 1000 if goal_ms is not None else None,
         overlap=device == "cuda",
     )
 

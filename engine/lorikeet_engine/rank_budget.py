@@ -1,0 +1,67 @@
+"""How large the ranks of a step's adapters may be together, so that tokens come often enough.
+
+A step of decodes reads the weights of each of its adapters once:
+
+    step_s = base_s + slope_s · Σ rank over its distinct adapters
+
+The slope is measured at start (calibration.py). The base grows with the sequences and their
+contexts, so it follows the steps that run: what they took beyond slope · Σ rank. So
+
+    allowed Σ rank = (goal_s − base_s) / slope_s = Σ rank of a recent step + what it left / slope_s
+
+and a slope that is somewhat wrong only makes the way to the right sum longer.
+"""
+
+import time
+from collections import deque
+from statistics import median
+from typing import NamedTuple
+
+from lorikeet_engine.sequence import Chunk
+
+# The median of so many steps: seven hiccups in a row change nothing, a new base counts after eight.
+_STEPS = 15
+
+
+class RankCost(NamedTuple):
+    """What a step of decodes takes without adapters, and what each rank adds to it."""
+
+    base_s: float
+    slope_s: float
+
+
+class TimedStep(NamedTuple):
+    """A step that was launched. ranks: Σ rank of its adapters; None if it is not decodes alone."""
+
+    launched_s: float
+    ranks: int | None
+
+
+class RankBudget:
+    """Follows the steps of one engine; belongs to its thread."""
+
+    def __init__(self, goal_s: float, cost: RankCost) -> None:
+        self._goal_s = goal_s
+        self._slope_s = cost.slope_s
+        self._bases_s = deque([cost.base_s], maxlen=_STEPS)
+        self._read_s = 0.0  # when the last step was
+
+    @property
+    def ranks(self) -> float:
+        """The Σ rank with which a step of decodes takes as long as it may; 0 or less: with none."""
+        return (self._goal_s - median(self._bases_s)) / self._slope_s
+
+    def launched(self, chunks: list[Chunk]) -> TimedStep:
+        """A step is about to be launched; its sequences have their leases."""
+        decodes = all(chunk.length == 1 for chunk in chunks)
+        leases = (chunk.sequence.lease for chunk in chunks)
+        ranks = {lease.slot: lease.rank for lease in leases if lease is not None}
+        return TimedStep(time.perf_counter(), sum(ranks.values()) if decodes else None)
+
+    def read(self, step: TimedStep) -> None:
+        """Its tokens are there: it began when it was launched or the step before it was read."""
+        now_s = time.perf_counter()
+        began_s = max(step.launched_s, self._read_s)
+        self._read_s = now_s
+        if step.ranks is not None:
+            self._bases_s.append(now_s - began_s - self._slope_s * step.ranks)
