@@ -1,0 +1,210 @@
+"""The streams' order: whatever is loaded, leased, evicted and moved, nobody reads a torn image.
+
+Streams and events are stand-ins that keep vector clocks, so a race is found on a CPU, whether or
+not it would have happened this time.
+"""
+
+import random
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.kernels.lora import LoraWeights
+from lorikeet_engine.residency import transfer
+from lorikeet_engine.residency.eviction import LeastRecentlyUsed
+from lorikeet_engine.residency.residents import Residents
+from lorikeet_engine.residency.slots import SlotPool
+from lorikeet_engine.residency.transfer import Transfer
+from tests.engine.test_slots import layout_of
+
+ARENA, LAYERS, SIZES = 640, 4, (16, 32, 48, 64)
+WHAT = ("load", "load", "arrive", "arrive", "lease", "lease", "release", "release", "step", "step")
+Clock = Counter[str]
+
+
+class Stream:
+    """What it does next comes after all that its clock counts."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.device = name, torch.device("cpu")
+        self.clock = Clock()
+
+    def wait_event(self, event: "Event") -> None:
+        self.clock |= event.clock
+
+    def wait_stream(self, stream: "Stream") -> None:
+        self.clock |= stream.clock
+
+
+class Event:
+    """What its stream had been given when it was recorded."""
+
+    def __init__(self, blocking: bool = False) -> None:
+        self.clock = Clock()
+
+    def record(self, stream: Stream) -> None:
+        self.clock = stream.clock.copy()
+
+
+@dataclass
+class Access:
+    """A stream's, to elements `begin` to `end` of the arena, as that stream's tick-th."""
+
+    stream: str
+    tick: int
+    writes: bool
+    begin: int
+    end: int
+
+
+class Streams(TorchDispatchMode):
+    """Two streams; refuses an access to the arena that another stream's can coincide with."""
+
+    def __init__(self, arena: torch.Tensor) -> None:
+        super().__init__()
+        self.computing, self.copying = Stream("computing"), Stream("copying")
+        self.current = self.computing
+        self._memory = arena.untyped_storage().data_ptr()
+        self._accesses: list[Access] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.access(args[1], writes=False)
+            self.access(args[0], writes=True)
+        elif func is torch.ops.aten.clone.default:
+            self.access(args[0], writes=False)
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def use(self, stream: Stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def access(self, tensor: torch.Tensor, *, writes: bool) -> None:
+        if tensor.untyped_storage().data_ptr() != self._memory:
+            return
+        stream, begin = self.current, tensor.storage_offset()
+        stream.clock[stream.name] += 1
+        new = Access(stream.name, stream.clock[stream.name], writes, begin, begin + tensor.numel())
+        for old in self._accesses:
+            apart = old.end <= new.begin or new.end <= old.begin
+            ordered = old.stream == new.stream or old.tick <= stream.clock[old.stream]
+            assert apart or ordered or not (old.writes or writes), f"{new} races with {old}"
+        self._accesses.append(new)
+
+
+class Engine:
+    """Residents under steps that nobody waits for; each reads what is leased when it is launched.
+
+    Loads arrive when the host has waited for their events: only the host's waiting and launching
+    order the streams, as on a device.
+    """
+
+    def __init__(self, monkeypatch) -> None:
+        table = torch.zeros(12, LAYERS, 7, 3, dtype=torch.int64)
+        self.weights = LoraWeights(torch.zeros(ARENA), table)
+        self.pool = SlotPool(self.weights)
+        self.streams = streams = Streams(self.weights.arena)
+        cuda = SimpleNamespace(
+            Stream=lambda _device: streams.copying,
+            Event=Event,
+            current_stream=lambda _device: streams.current,
+            stream=streams.use,
+        )
+        monkeypatch.setattr(transfer, "torch", SimpleNamespace(cuda=cuda, split=torch.split))
+        self.residents = Residents(
+            self.pool, Transfer(torch.device("cuda")), LeastRecentlyUsed(), lambda: float(self.now)
+        )
+        self.now = self.loads = 0
+        self.copies: dict[str, Event] = {}
+        self.leases = {}
+
+    def load(self, chance: random.Random) -> None:
+        layout = layout_of(*[chance.choice(SIZES) for _ in range(LAYERS)])
+        if self.residents.make_room(layout.elements, insist=True):
+            self.loads += 1
+            ref = AdapterRef("acme", "a", 1, str(self.loads))
+            image = torch.full((layout.elements,), float(self.loads))
+            event = self.residents.place(ref, layout, image, wanted=False)
+            assert event is not None
+            self.copies[ref.digest] = event
+
+    def arrive(self, digest: str) -> None:
+        event = self.copies.pop(digest)
+        self.streams.computing.wait_event(event)  # later launches do: the host has waited for it
+        self.residents.arrived(digest)
+
+    def step(self) -> None:
+        for digest, lease in self.leases.items():
+            for block in self.pool.blocks(lease.slot):
+                assert block.eq(int(digest)).all()
+                self.streams.access(block, writes=False)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_copy_meets_a_step_or_a_move(seed, monkeypatch):
+    chance, engine = random.Random(seed), Engine(monkeypatch)
+    with engine.streams:
+        for engine.now in range(400):
+            match chance.choice(["load", "load", "arrive", "lease", "release", "step", "step"]):
+                case "load":
+                    engine.load(chance)
+                case "arrive" if engine.copies:
+                    engine.arrive(next(iter(engine.copies)))
+                case "lease":
+                    digest = str(chance.randint(1, engine.loads + 1))
+                    lease = digest not in engine.leases and engine.residents.lease(digest)
+                    if lease:
+                        engine.leases[digest] = lease
+                case "release" if engine.leases:
+                    engine.leases.pop(chance.choice(list(engine.leases))).release()
+                case "step":
+                    engine.step()
+    assert engine.loads > 40
+    assert engine.pool.moved_elements
+
+
+def test_a_copy_waits_for_no_step_that_cannot_read_what_it_overwrites(monkeypatch):
+    """Two adapters come and go beside a third's steps, which are not waited for."""
+    chance, engine = random.Random(1), Engine(monkeypatch)
+    streams = engine.streams
+    with streams:
+        engine.load(chance)
+        engine.arrive("1")
+        engine.leases["1"] = engine.residents.lease("1")
+        launched = []
+        for digest in map(str, range(2, 12)):
+            engine.step()
+            launched.append(streams.computing.clock["computing"])
+            engine.load(chance)
+            waited = streams.copying.clock["computing"]
+            assert waited < launched[-1]
+            engine.arrive(digest)
+            engine.leases[digest] = engine.residents.lease(digest)
+            engine.step()
+            engine.leases.pop(digest).release()
+    assert len(engine.residents.snapshot()) < 11, "some were evicted"
+    assert waited >= launched[0], "and with them those of the steps were waited for"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_device_a_copy_passes_steps_and_waits_for_reads():
+    transfer, image = Transfer(torch.device("cuda")), torch.arange(1 << 22).pin_memory()
+    arena = torch.zeros(2 << 22, dtype=torch.int64, device="cuda")
+    step = torch.cuda.current_stream()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)  # cycles, so about half a second
+    transfer.copy(image, arena.split(1 << 22)[:1]).synchronize()
+    assert not step.query(), "the copy is over and the step is not"
+    transfer.wait_for(transfer.reads())
+    transfer.copy(image, arena.split(1 << 22)[1:]).synchronize()
+    assert step.query(), "the copy began when the step was over"
+    assert torch.equal(arena.cpu(), torch.cat([image, image]))
