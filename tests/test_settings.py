@@ -43,6 +43,8 @@ def test_several_base_models():
         ("LORIKEET_BASE_MODELS", "llama", "name=folder"),
         ("LORIKEET_BASE_MODELS", "a=/x,a=/y", "twice"),
         ("LORIKEET_DEVICE", "tpu", "cuda"),
+        ("LORIKEET_INTER_TOKEN_GOAL_MS", "0", "greater than 0"),
+        ("LORIKEET_INTER_TOKEN_GOAL_MS", "soon", "number"),
     ],
 )
 def test_a_bad_value_is_named_with_what_is_wanted(name, value, want):

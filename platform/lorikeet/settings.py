@@ -113,7 +113,7 @@ class Settings(BaseModel):
         None,
         gt=0,
         allow_inf_nan=False,
-        description="milliseconds between two tokens, for which the ranks of one step's adapters "
+        description="milliseconds between two tokens, for which the ranks of a step's adapters "
         "are bounded; default: no bound",
     )
     max_ongoing_requests: int = Field(512, ge=1, description="requests one replica takes at once")

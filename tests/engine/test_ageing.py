@@ -28,7 +28,7 @@ class Rush:
     gpu, host: room for so many adapters of rank 2. ended: how many requests of each adapter have.
     """
 
-    def __init__(self, folder, *, gpu, host=100, max_adapters=8):
+    def __init__(self, folder, *, gpu, host=100, **settings):
         self.shelf, self.ended, self.busy = Shelf(folder / "blobs"), Counter(), ()
         self._loads, self._now_s, self._steps = WorkByHand(), 0.0, 0
         self._open, self._refs = {}, {}  # request → adapter's name; by name
@@ -43,9 +43,9 @@ class Rush:
                 kv_pages=512,
                 max_running=64,
                 max_batch_tokens=256,
-                max_batch_adapters=max_adapters,
                 adapter_gpu_bytes=gpu * ADAPTER_BYTES,
                 adapter_host_bytes=host * ADAPTER_BYTES,
+                **settings,
             )
 
     def ref(self, name: str, rank: int = 2) -> AdapterRef:
@@ -114,7 +114,13 @@ def test_leased_adapters_give_way_to_one_that_waits(rush, host):
 
 
 def test_a_full_batch_gives_way_as_well(rush):
-    one = busy_with(rush(gpu=100, max_adapters=2), "a", "b")
+    one = busy_with(rush(gpu=100, max_batch_adapters=2), "a", "b")
+    one.submit("c")
+    assert PATIENCE // 2 < one.passed_until("c") < 2 * PATIENCE
+
+
+def test_ranks_that_leave_no_time_give_way_as_well(rush):
+    one = busy_with(rush(gpu=100, inter_token_goal_s=1e-9), "a")
     one.submit("c")
     assert PATIENCE // 2 < one.passed_until("c") < 2 * PATIENCE
 

@@ -255,6 +255,8 @@ class TestRefusals:
             make(max_batch_tokens=8, max_running=9)
         with pytest.raises(SettingsError, match="want float32, float16, bfloat16"):
             make(dtype="int4")
+        with pytest.raises(SettingsError, match="want seconds above 0"):
+            make(inter_token_goal_s=0.0)
 
     def test_a_closed_engine_takes_nothing_and_fails_what_it_had(self, make):
         engine = make()
@@ -433,6 +435,19 @@ class TestAdapters:
         assert max(map(len, segments)) == 2
         for batch in witness.batches:
             check_segments(batch)
+
+    def test_a_goal_out_of_reach_changes_no_token_and_lets_one_run_at_a_time(self, make, refs):
+        said = []
+        for goal_s in (None, 1e-9):
+            engine = make(inter_token_goal_s=goal_s, max_running=12)
+            witness, answers = Witness(engine), Answers(engine)
+            for i in range(12):
+                ref = [*refs.values(), None][i % 4]
+                answers.submit(greedy(f"{i}", prompt(5 + i), adapter=ref))
+            answers.all()
+            said.append(answers.tokens)
+        assert said[0] == said[1]
+        assert {len(b.segments) for b in witness.batches if b.segments is not None} == {1}
 
     def test_its_residency_and_pins_are_reported(self, make, refs):
         engine = make()

@@ -27,3 +27,8 @@ def test_what_is_not_set_follows_from_the_device(device, dtype, kv, slot_pool, o
 def test_memory_that_is_set_is_the_same_on_every_device(device):
     settings = told(DEVICE=device, KV_MEMORY="70%", ADAPTER_GPU_MEMORY="1GiB")
     assert (settings.kv_bytes, settings.adapter_gpu_bytes) == (Share(0.7), 2**30)
+
+
+def test_an_inter_token_goal_is_given_in_milliseconds_and_there_is_none_unless_it_is():
+    assert told().inter_token_goal_s is None
+    assert told(INTER_TOKEN_GOAL_MS="12.5").inter_token_goal_s == pytest.approx(0.0125)

@@ -1,0 +1,114 @@
+"""The Σ rank that a goal leaves room for, learned from steps of a device whose cost is known."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from lorikeet_engine import rank_budget
+from lorikeet_engine.rank_budget import RankBudget, RankCost
+from lorikeet_engine.warm_up import DummyLease, dummy_chunk
+
+GOAL_S, BASE_S, SLOPE_S = 10e-3, 6e-3, 2e-6
+ROOM = 2000  # (GOAL_S - BASE_S) / SLOPE_S
+
+
+class Device:
+    """Computes one step after the other; only the clock moves."""
+
+    def __init__(self, base_s=BASE_S):
+        self.base_s, self.now_s = base_s, 0.0
+        self.dice = random.Random(7)
+
+    def perf_counter(self):
+        return self.now_s
+
+    def run(self, budget, ranks, *, more_s=0.0, prompt=0):
+        """A step of three sequences, two of them under one adapter of this rank."""
+        step = budget.launched(chunks(ranks, prompt))
+        self.now_s += self.base_s + SLOPE_S * ranks + more_s
+        budget.read(step)
+
+    def noise_s(self):
+        """3% either way; every tenth step is ten times as slow."""
+        hiccup_s = 10 * self.base_s if self.dice.random() < 0.1 else 0.0
+        return self.base_s * self.dice.uniform(-0.03, 0.03) + hiccup_s
+
+
+def chunks(ranks, prompt=0):
+    own = [dummy_chunk(1, 16, DummyLease(slot, rank)) for slot, rank in ((0, ranks), (0, ranks))]
+    return [*own, dummy_chunk(1 + prompt, 16, None)]
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = Device()
+    monkeypatch.setattr(rank_budget, "time", SimpleNamespace(perf_counter=device.perf_counter))
+    return device
+
+
+def budget(base_s=BASE_S, slope_s=SLOPE_S):
+    return RankBudget(GOAL_S, RankCost(base_s, slope_s))
+
+
+def test_before_the_first_step_it_goes_by_what_was_measured_at_start():
+    assert budget().ranks == pytest.approx(ROOM)
+
+
+def test_it_finds_the_base_of_the_steps_that_run_through_noise_and_hiccups(device):
+    one = budget(base_s=9e-3)
+    for ranks in [16, 700, 2400] * 20:
+        device.run(one, ranks, more_s=device.noise_s())
+    assert one.ranks == pytest.approx(ROOM, rel=0.1)
+
+
+def test_it_follows_a_base_that_changes_within_a_few_steps(device):
+    one = budget()
+    for _ in range(20):
+        device.run(one, 500)
+    device.base_s = 8e-3
+    for _ in range(8):
+        device.run(one, 500)
+    assert one.ranks == pytest.approx(ROOM / 2)
+
+
+def test_steps_with_prompts_and_idle_time_teach_it_nothing(device):
+    one = budget()
+    for _ in range(50):
+        device.run(one, 500, prompt=100, more_s=20e-3)
+        device.now_s += 1.0
+        device.run(one, 500)
+    assert one.ranks == pytest.approx(ROOM)
+
+
+def test_a_step_launched_before_the_last_was_read_begins_when_that_was(device):
+    one = budget(base_s=1e-3)
+    flight = one.launched(chunks(500))
+    for _ in range(20):
+        device.now_s += 1e-4
+        following = one.launched(chunks(500))
+        device.now_s += BASE_S + SLOPE_S * 500 - 1e-4
+        one.read(flight)
+        flight = following
+    assert one.ranks == pytest.approx(ROOM)
+
+
+@pytest.mark.parametrize("wrong", [0.6, 2.0, 5.0])
+def test_with_a_wrong_slope_steps_come_to_the_goal_all_the_same(device, wrong):
+    one, taken_s = budget(slope_s=wrong * SLOPE_S), []
+    ranks = 0.0
+    for _ in range(60):
+        for _ in range(15):
+            began_s = device.now_s
+            device.run(one, ranks)
+            taken_s.append(device.now_s - began_s)
+        ranks = one.ranks
+    assert taken_s[-1] == pytest.approx(GOAL_S, rel=0.01)
+
+
+def test_a_goal_that_no_step_can_reach_leaves_no_room(device):
+    one = budget()
+    device.base_s = 12e-3
+    for _ in range(20):
+        device.run(one, 16)
+    assert one.ranks <= 0
