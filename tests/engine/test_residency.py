@@ -1,12 +1,12 @@
 """Adapters on their way: remote → disk → host → GPU, and what must never happen on it."""
 
-import os
-import subprocess
-import sys
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits
 from lorikeet_engine.errors import AdapterLoadFailed, AdapterTooLarge
-from lorikeet_engine.residency import pins, residents
-from lorikeet_engine.residency.disk import DiskCache
+from lorikeet_engine.residency import loading, pins, residents
+from lorikeet_engine.residency.image_file import ImageFile
 from lorikeet_engine.residency.residents import Lease
 from lorikeet_engine.residency.tiers import Tiers
 from tests.engine.blobs import SHAPE, Ranks, Shelf, elements, everywhere, until
@@ -30,17 +30,26 @@ SIZE = elements(ONE)  # of an adapter of rank 4, elements
 class Bench:
     """Tiers of a few adapters' size, stepped by hand as an engine would."""
 
-    def __init__(self, shelf: Shelf, folder, gpu: float, host: float, slots: int = 8) -> None:
-        self.shelf = shelf
+    def __init__(
+        self,
+        shelf: Shelf,
+        folder: Path,
+        gpu: float,
+        host: float,
+        slots: int = 8,
+        limits: AdapterLimits = LIMITS,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.shelf, self.folder = shelf, folder
         self.woken = threading.Event()
         self.tiers = Tiers(
             SHAPE,
-            LIMITS,
+            limits,
             shelf,
             device=torch.device("cpu"),
-            dtype=torch.float32,
-            gpu_bytes=int(gpu * SIZE) * 4,
-            host_bytes=int(host * SIZE) * 4,
+            dtype=dtype,
+            gpu_bytes=int(gpu * SIZE) * dtype.itemsize,
+            host_bytes=int(host * SIZE) * dtype.itemsize,
             disk_bytes=1 << 30,
             cache_dir=folder,
             max_slots=slots,
@@ -83,6 +92,14 @@ class Bench:
         self.until(failed)
         return caught[0]
 
+    def image(self, ref: AdapterRef) -> Path:
+        """The image's file, once it is there."""
+        end_s = time.monotonic() + 10.0
+        while not self.tiers._disk.has_image(ref.digest):
+            assert time.monotonic() < end_s, f"nobody wrote the image of {ref}"
+            time.sleep(0.001)
+        return self.folder / self.tiers._disk.image_name(ref.digest)
+
     def report(self) -> dict[str, tuple[Residency, int, bool]]:
         return {r.ref.name: (r.residency, r.leases, r.pinned) for r in self.tiers.report()}
 
@@ -96,8 +113,8 @@ def shelf(tmp_path) -> Shelf:
 def bench(shelf, tmp_path) -> Iterator[Callable[..., Bench]]:
     made = []
 
-    def make(gpu: float = 4, host: float = 8, slots: int = 8) -> Bench:
-        made.append(Bench(shelf, tmp_path / "cache", gpu, host, slots))
+    def make(gpu: float = 4, host: float = 8, slots: int = 8, **others: Any) -> Bench:
+        made.append(Bench(shelf, tmp_path / "cache", gpu, host, slots, **others))
         return made[-1]
 
     yield make
@@ -260,7 +277,8 @@ def test_a_damaged_download_fails_its_adapter_only_and_leaves_nothing(shelf, ben
     assert "damaged" in str(error)
     assert error.adapter == "acme/a@1"
     b.lease(good).release()
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [good.digest]
+    image = b.image(good)
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {good.digest, image.name}
     assert b.tiers.arena_bytes_used == SIZE * 4
     assert set(b.report()) == {"b"}
 
@@ -554,95 +572,129 @@ def test_a_pin_can_move_to_another_tier(shelf, bench):
         assert b.tiers.residency(pinned) is Residency.HOST
 
 
-# The disk cache.
+# Images on the disk.
 
 
-def test_the_disk_cache_drops_the_least_recently_used_beyond_its_budget(shelf, tmp_path):
-    refs = make(shelf, "abcd")
-    size = shelf.blob("a").stat().st_size
-    cache = DiskCache(tmp_path / "disk", 2 * size, shelf)
-    for ref in refs[:2]:
-        cache.get(ref)
-        time.sleep(0.01)
-    cache.get(refs[0])
-    time.sleep(0.01)
-    cache.get(refs[2])
-    assert [cache.holds(ref.digest) for ref in refs] == [True, False, True, False]
-    assert cache.pin(refs[0].digest)
-    cache.get(refs[3])
-    cache.get(refs[1])
-    assert [cache.holds(ref.digest) for ref in refs] == [True, True, False, False]
+def test_the_second_load_reads_the_image_and_needs_no_blob_and_no_source(shelf, bench, caplog):
+    (a,) = make(shelf, "a")
+    b = bench()
+    b.bring(a)
+    b.image(a)
+    (b.folder / a.digest).unlink()
+    other = bench()
+    assert other.tiers.residency(a) is Residency.DISK
+    other.lease(a).release()
+    assert shelf.fetched == ["a"]
+    assert not (b.folder / a.digest).exists()
+    assert "image_damaged" not in caplog.text
 
 
-def test_a_process_never_removes_what_another_has_pinned(shelf, tmp_path):
-    refs = make(shelf, "abc")
-    size = shelf.blob("a").stat().st_size
-    one, two = (DiskCache(tmp_path / "disk", size, shelf) for _ in range(2))
-    one.get(refs[0])
-    assert one.pin(refs[0].digest)
-    two.get(refs[1])
-    two.get(refs[2])
-    assert one.holds(refs[0].digest)
-    one.unpin(refs[0].digest)
-    two.get(refs[1])
-    assert not one.holds(refs[0].digest)
+@pytest.mark.parametrize("damage", ["cut off", "random", "of another", "empty"])
+@pytest.mark.parametrize("blob", [True, False])
+def test_a_damaged_image_is_made_anew(damage, blob, shelf, bench, caplog):
+    a, c = make(shelf, "ac")
+    b = bench()
+    b.bring(a, c)
+    image, others, good = b.image(a), b.image(c).read_bytes(), b.image(a).read_bytes()
+    bad = {"cut off": good[:-4], "random": b"\xa5" * len(good), "of another": others, "empty": b""}
+    image.write_bytes(bad[damage])
+    if not blob:
+        (b.folder / a.digest).unlink()
+    other = bench()
+    other.lease(a).release()
+    assert "image_damaged" in caplog.text
+    assert other.image(a).read_bytes() == good
+    assert shelf.fetched == (["a", "c"] if blob else ["a", "c", "a"])
 
 
-def test_downloads_that_a_crash_left_are_removed_and_fresh_ones_kept(shelf, tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    old, new = folder / "x.part", folder / "y.part"
-    for path in (old, new):
+def test_an_image_that_the_disk_cannot_read_is_made_anew(shelf, bench, monkeypatch, caplog):
+    (a,) = make(shelf, "a")
+    b = bench()
+    b.bring(a)
+    good = b.image(a).read_bytes()
+    other = bench()
+
+    def unreadable(file: ImageFile, out: torch.Tensor) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(ImageFile, "read", unreadable)
+    other.lease(a).release()
+    assert "image_damaged" in caplog.text
+    assert other.image(a).read_bytes() == good
+
+
+def test_an_engine_of_another_dtype_packs_for_itself(shelf, bench):
+    (a,) = make(shelf, "a")
+    b, half = bench(), bench(dtype=torch.float16)
+    b.bring(a)
+    image = b.image(a)
+    half.lease(a).release()
+    assert half.image(a).name != image.name
+    bench().lease(a).release()
+    bench(dtype=torch.float16).lease(a).release()
+    assert shelf.fetched == ["a"]
+
+
+def test_an_image_from_before_the_limits_were_lowered_is_not_used(shelf, bench):
+    (a,) = make(shelf, "a")
+    b = bench()
+    b.bring(a)
+    b.image(a)
+    strict = bench(limits=replace(LIMITS, max_rank=2))
+    assert isinstance(strict.failure(a), AdapterTooLarge)
+
+
+def test_an_adapter_lands_though_its_image_cannot_be_written(shelf, bench, monkeypatch, caplog):
+    (a,) = make(shelf, "a")
+    b = bench()
+    tried = threading.Event()
+
+    def full(path: Path, *image: object) -> None:
         path.write_bytes(b"half")
-    os.utime(old, (1, 1))
-    DiskCache(folder, 1 << 20, shelf)
-    assert not old.exists()
-    assert new.exists()
+        tried.set()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(loading, "write_image", full)
+    b.lease(a).release()
+    assert tried.wait(10)
+    b.tiers.close()
+    assert "image_not_written" in caplog.text
+    assert [path.name for path in b.folder.iterdir()] == [a.digest]
 
 
-SHARING = """
-import hashlib, sys, time
-from pathlib import Path
-from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.residency.disk import DiskCache
+def test_who_waits_for_room_is_woken_when_an_image_was_written(shelf, bench, monkeypatch):
+    a, c = make(shelf, "ac")
+    b = bench(gpu=2, host=1)
+    written, gate = threading.Event(), threading.Event()
 
-class Copy:
-    def fetch(self, ref, path):
-        path.write_bytes(b"")
-        time.sleep(0.002)
-        path.write_bytes((Path(sys.argv[1]) / ref.name).read_bytes())
+    def slow(*image: object) -> None:
+        written.set()
+        gate.wait(10)
 
-cache = DiskCache(Path(sys.argv[2]), int(sys.argv[3]), Copy())
-refs = [AdapterRef("acme", *pair.split(":")[:1], 1, pair.split(":")[1]) for pair in sys.argv[4:]]
-seen = 0
-for n in range(150):
-    ref = refs[(n * n + int(sys.argv[3])) % len(refs)]
-    try:
-        data = cache.get(ref).read_bytes()
-    except FileNotFoundError:
-        continue
-    assert hashlib.sha256(data).hexdigest() == ref.digest
-    seen += 1
-assert seen > 50, seen
-"""
+    monkeypatch.setattr(loading, "write_image", slow)
+    b.bring(a)
+    assert written.wait(10)
+    b.bring(c, to=Residency.DISK)
+    for _ in range(5):
+        b.tiers.advance()
+        assert b.tiers.residency(c) is Residency.DISK
+    gate.set()
+    b.bring(c)
 
 
-def test_two_processes_share_a_folder(shelf, tmp_path):
-    refs = make(shelf, "abcdef")
-    size = shelf.blob("a").stat().st_size
-    folder = tmp_path / "disk"
-    arguments = [str(tmp_path / "remote"), str(folder), str(3 * size)]
-    arguments += [f"{ref.name}:{ref.digest}" for ref in refs]
-    running = [
-        subprocess.Popen([sys.executable, "-c", SHARING, *arguments], stderr=subprocess.PIPE)
-        for _ in range(2)
-    ]
-    for process in running:
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, errors.decode()
-    left = list(folder.iterdir())
-    assert {path.name for path in left} <= {ref.digest for ref in refs}
-    assert 1 <= len(left) <= 4
+def test_a_pin_to_disk_is_content_with_an_image(shelf, bench):
+    (a,) = make(shelf, "a")
+    b = bench()
+    b.bring(a)
+    b.image(a)
+    (b.folder / a.digest).unlink()
+    other = bench()
+    other.tiers.pin(a, Residency.DISK)
+    for _ in range(3):
+        other.tiers.advance()
+    assert other.report()["a"] == (Residency.DISK, 0, True)
+    assert other.tiers._disk._pins
+    assert shelf.fetched == ["a"]
 
 
 # Anything at all.

@@ -1,7 +1,8 @@
-"""The disk cache: verified blobs in a folder that several processes may share.
+"""The disk cache: verified blobs and packed images in a folder that several processes may share.
 
-A blob's file is named by its digest and appears there whole, by one rename. Pins are shared locks
-on the file, so a process never removes what another has pinned.
+A blob's file is named by its digest, an image's by the digest and a fingerprint of what it was
+packed for. Both appear there whole, by one rename. Pins are shared locks on a file, so a process
+never removes what another has pinned.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import re
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +24,7 @@ from lorikeet_engine.errors import AdapterLoadFailed
 log = logging.getLogger(__name__)
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_FILE = re.compile(r"[0-9a-f]{64}(\.[0-9a-f]{16})?")
 _PART = ".part"
 _ABANDONED_S = 3600.0
 
@@ -34,63 +37,40 @@ class AdapterSource(Protocol):
 
 
 class DiskCache:
-    """Blobs by digest, the least recently used removed beyond the budget. Thread-safe.
+    """Blobs and images by digest, the least recently used removed beyond the budget. Thread-safe.
 
-    The budget can be exceeded by the blob just fetched and by pinned ones.
+    The budget can be exceeded by the file just added and by pinned ones. A blob whose image is used
+    instead ages; so do images with another fingerprint, which other processes may use.
     """
 
-    def __init__(self, folder: Path, budget_bytes: int, source: AdapterSource) -> None:
+    def __init__(
+        self, folder: Path, budget_bytes: int, source: AdapterSource, fingerprint: str
+    ) -> None:
+        """fingerprint: 16 hex digits, the same for all that can use each other's images."""
         self._folder = folder
         self._budget_bytes = budget_bytes
         self._source = source
+        self._fingerprint = fingerprint
         self._pins: dict[str, int] = {}  # digest → descriptor that holds the lock
         self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._remove_abandoned()
 
     def holds(self, digest: str) -> bool:
-        """Whether the blob is there, whole and verified."""
-        return _DIGEST.fullmatch(digest) is not None and (self._folder / digest).exists()
+        """Whether the blob or its image is there, whole and verified."""
+        return any((self._folder / name).exists() for name in self._names(digest))
 
-    def get(self, ref: AdapterRef) -> Path:
-        """The blob's file, fetched and verified if it was not there.
+    def fetch(self, ref: AdapterRef) -> None:
+        """See that the blob is there, fetched and verified.
 
-        The file can vanish any time after; whoever finds it gone asks again. Raises
-        AdapterLoadFailed for content that is not the digest's, and what the source raises.
+        Raises AdapterLoadFailed for content that is not the digest's, and what the source raises.
         """
         if not _DIGEST.fullmatch(ref.digest):
             raise AdapterLoadFailed(f"{ref}: {ref.digest!r} is no digest", adapter=str(ref))
-        path = self._folder / ref.digest
-        try:
-            os.utime(path)
-        except FileNotFoundError:
-            self._fetch(ref, path)
-            self._evict(keep=path)
-        return path
-
-    def pin(self, digest: str) -> bool:
-        """Keep the blob from now on; False while it is not there."""
-        with self._lock:
-            if digest not in self._pins and self.holds(digest):
-                descriptor = _lock(self._folder / digest, fcntl.LOCK_SH)
-                if descriptor is not None:
-                    self._pins[digest] = descriptor
-            return digest in self._pins
-
-    def unpin(self, digest: str) -> None:
-        """Let the blob be removed again."""
-        with self._lock:
-            if digest in self._pins:
-                os.close(self._pins.pop(digest))
-
-    def close(self) -> None:
-        """Give up all pins; the files stay."""
-        for digest in list(self._pins):
-            self.unpin(digest)
-
-    def _fetch(self, ref: AdapterRef, path: Path) -> None:
-        part = self._folder / f"{ref.digest}.{uuid.uuid4().hex}{_PART}"
-        try:
+        with contextlib.suppress(FileNotFoundError):
+            self.blob(ref.digest)
+            return
+        with self._adding(ref.digest) as part:
             self._source.fetch(ref, part)
             digest = blob_digest(part)
             if digest != ref.digest:
@@ -99,21 +79,108 @@ class DiskCache:
                     "blob is damaged; register the adapter again",
                     adapter=str(ref),
                 )
+
+    def blob(self, digest: str) -> Path:
+        """The blob's file, which counts as used now. It can vanish any time after.
+
+        Raises FileNotFoundError.
+        """
+        return self._used(digest)
+
+    def image(self, digest: str) -> Path:
+        """The image's file, which counts as used now. It can vanish any time after.
+
+        Raises FileNotFoundError.
+        """
+        return self._used(self.image_name(digest))
+
+    def image_name(self, digest: str) -> str:
+        """What the file of this adapter's image is called."""
+        return f"{digest}.{self._fingerprint}"
+
+    def has_image(self, digest: str) -> bool:
+        """Whether the image is there."""
+        return (self._folder / self.image_name(digest)).exists()
+
+    def adding_image(self, digest: str) -> contextlib.AbstractContextManager[Path]:
+        """A path to write the image to; it is there once that has ended without an exception."""
+        return self._adding(self.image_name(digest))
+
+    def remove_image(self, digest: str) -> None:
+        """It was found damaged: no pin keeps it."""
+        (self._folder / self.image_name(digest)).unlink(missing_ok=True)
+
+    def pin(self, digest: str) -> bool:
+        """Keep the blob or its image from now on; False while neither is there."""
+        with self._lock:
+            held = self._pins.get(digest)
+            if held is not None and os.fstat(held).st_nlink:
+                return True
+            self._unpin(digest)  # it was an image, found damaged and removed
+            for name in self._names(digest):
+                descriptor = _lock(self._folder / name, fcntl.LOCK_SH)
+                if descriptor is not None:
+                    self._pins[digest] = descriptor
+                    return True
+            return False
+
+    def unpin(self, digest: str) -> None:
+        """Let it be removed again."""
+        with self._lock:
+            self._unpin(digest)
+
+    def close(self) -> None:
+        """Give up all pins; the files stay."""
+        for digest in list(self._pins):
+            self.unpin(digest)
+
+    def _names(self, digest: str) -> tuple[str, ...]:
+        """Of the files that can be used, the best first; none for what is no digest."""
+        return (self.image_name(digest), digest) if _DIGEST.fullmatch(digest) else ()
+
+    def _used(self, name: str) -> Path:
+        path = self._folder / name
+        os.utime(path)
+        return path
+
+    def _unpin(self, digest: str) -> None:
+        if digest in self._pins:
+            os.close(self._pins.pop(digest))
+
+    @contextlib.contextmanager
+    def _adding(self, name: str) -> Iterator[Path]:
+        path = self._folder / name
+        part = self._folder / f"{name}.{uuid.uuid4().hex}{_PART}"
+        try:
+            yield part
             with part.open("rb") as file:
                 os.fsync(file.fileno())
-            part.replace(path)
+            with self._alone():
+                if not path.exists():  # never replace what somebody may have pinned meanwhile
+                    part.replace(path)
+                self._evict(keep=path)
         finally:
             part.unlink(missing_ok=True)
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process or thread adds files or evicts any."""
+        descriptor = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
     def _evict(self, keep: Path) -> None:
-        blobs = []
+        files = []
         for path in self._folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
                 stat = path.stat()
-                if _DIGEST.fullmatch(path.name):
-                    blobs.append((stat.st_mtime_ns, stat.st_size, path))
-        excess = sum(size for _, size, _ in blobs) - self._budget_bytes
-        for _, size, path in sorted(blobs):
+                if _FILE.fullmatch(path.name):
+                    files.append((stat.st_mtime_ns, stat.st_size, path))
+        excess = sum(size for _, size, _ in files) - self._budget_bytes
+        for _, size, path in sorted(files):
             if excess <= 0:
                 return
             if path == keep:
@@ -123,7 +190,7 @@ class DiskCache:
                 path.unlink(missing_ok=True)
                 os.close(descriptor)
                 excess -= size
-                log.info("blob_removed", extra={"digest": path.name, "size_bytes": size})
+                log.info("disk_file_removed", extra={"file": path.name, "size_bytes": size})
 
     def _remove_abandoned(self) -> None:
         for part in self._folder.glob(f"*{_PART}"):
@@ -139,7 +206,7 @@ def _lock(path: Path, kind: int) -> int | None:
     except FileNotFoundError:
         return None
     except OSError as error:  # too many open files: a pin can wait, the engine must not stop
-        log.warning("blob_not_locked", extra={"digest": path.name, "error": str(error)})
+        log.warning("disk_file_not_locked", extra={"file": path.name, "error": str(error)})
         return None
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)

@@ -1,7 +1,8 @@
 """Brings adapters from remote to disk and to the host, on background threads.
 
-Downloads and packing have threads of their own, so a source that hangs does not keep what is on
-disk already from being packed.
+A blob is packed once: its image goes to the disk too, and is read from there the next time.
+Downloads, packing and the writing of images have threads of their own, so neither a source that
+hangs nor a slow disk keeps what is there already from reaching the host.
 """
 
 import logging
@@ -10,13 +11,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+
+import torch
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.adapter_format import AdapterLimits, AdapterSpec, BaseShape, read_spec
-from lorikeet_engine.errors import AdapterError, AdapterLoadFailed, AdapterTooLarge
+from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
+from lorikeet_engine.errors import AdapterError, AdapterLoadFailed, AdapterRejected, AdapterTooLarge
 from lorikeet_engine.residency.disk import DiskCache
 from lorikeet_engine.residency.host import HostArena
+from lorikeet_engine.residency.image_file import ImageFile, write_image
 from lorikeet_engine.residency.packing import PackedLayout, pack
 from lorikeet_engine.residency.workers import Workers
 
@@ -24,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _DOWNLOADERS = 8
 _PACKERS = 2
-_ATTEMPTS = 3
+_DOWNLOADS = 3  # for one load: other processes may remove what was downloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class _Task:
     tier: Residency
     urgent: bool
     started: bool = False
+    downloads: int = 0
 
 
 class Loader:
@@ -70,6 +74,7 @@ class Loader:
         self._landings: deque[Landing] = deque()
         self._downloaders = Workers(_DOWNLOADERS, "download")
         self._packers = Workers(_PACKERS, "pack")
+        self._writer = Workers(1, "write")
 
     def load(self, ref: AdapterRef, tier: Residency, *, urgent: bool) -> None:
         """Bring it up to DISK or HOST. Does nothing when that is under way already."""
@@ -81,7 +86,7 @@ class Loader:
                 return
             task.tier, task.urgent = max(task.tier, tier), task.urgent or urgent
         if self._disk.holds(ref.digest):
-            self._packers.submit(partial(self._begin, task, self._pack), urgent=urgent)
+            self._packers.submit(partial(self._begin, task, self._raise), urgent=urgent)
         else:
             self._downloaders.submit(partial(self._begin, task, self._download), urgent=urgent)
 
@@ -93,6 +98,7 @@ class Loader:
         """Start no more loads."""
         self._downloaders.close()
         self._packers.close()
+        self._writer.close()
 
     def _begin(self, task: _Task, work: Callable[[_Task], None]) -> None:
         with self._lock:
@@ -117,28 +123,52 @@ class Loader:
             self._land(task, error=_about(task.ref, failure, AdapterLoadFailed))
 
     def _download(self, task: _Task) -> None:
-        self._disk.get(task.ref)
+        task.downloads += 1
+        self._disk.fetch(task.ref)
         if task.tier is Residency.DISK:
             self._land(task, Residency.DISK)
         else:
-            work = partial(self._attempt, task, self._pack)
+            work = partial(self._attempt, task, self._raise)
             self._packers.submit(work, urgent=task.urgent)
 
-    def _pack(self, task: _Task) -> None:
+    def _raise(self, task: _Task) -> None:
+        """From the disk, where it was a moment ago."""
         if task.tier is Residency.DISK:
-            self._disk.get(task.ref)
             return self._land(task, Residency.DISK)
-        for attempt in range(_ATTEMPTS):
-            try:
-                blob = self._disk.get(task.ref)
-                return self._pack_blob(task, blob, read_spec(blob, self._shape, self._limits))
-            except FileNotFoundError:  # removed by another process's cache in between
-                if attempt == _ATTEMPTS - 1:
-                    raise
-        return None
+        try:
+            if not self._read_image(task):
+                self._pack_blob(task)
+        except FileNotFoundError:  # removed by another process's cache, or damaged and alone
+            if task.downloads == _DOWNLOADS:
+                raise
+            work = partial(self._attempt, task, self._download)
+            self._downloaders.submit(work, urgent=task.urgent)
 
-    def _pack_blob(self, task: _Task, blob: Path, spec: AdapterSpec) -> None:
-        digest, layout = task.ref.digest, PackedLayout.of(spec, self._shape)
+    def _read_image(self, task: _Task) -> bool:
+        """False where there is no good one; a damaged one is removed."""
+        ref = task.ref
+        try:
+            image = ImageFile.of(self._disk.image(ref.digest), self._shape)
+            self._fill(task, image.layout, image.read)
+        except FileNotFoundError:
+            return False
+        except (AdapterRejected, OSError) as error:
+            log.warning("image_damaged", extra={"adapter": str(ref), "error": str(error)})
+            self._disk.remove_image(ref.digest)
+            return False
+        return True
+
+    def _pack_blob(self, task: _Task) -> None:
+        blob = self._disk.blob(task.ref.digest)
+        spec = read_spec(blob, self._shape, self._limits)
+        layout = PackedLayout.of(spec, self._shape)
+        if self._fill(task, layout, partial(pack, blob, spec, layout)):
+            self._writer.submit(partial(self._write_image, task.ref), urgent=False)
+
+    def _fill(
+        self, task: _Task, layout: PackedLayout, write: Callable[[torch.Tensor], None]
+    ) -> bool:
+        """Reserve the image's place on the host and write it; False if there was no room."""
         if layout.elements > self._most_elements:
             raise AdapterTooLarge(
                 f"the adapter has {layout.elements} elements and the arenas hold "
@@ -146,17 +176,35 @@ class Loader:
                 elements=layout.elements,
                 max_elements=self._most_elements,
             )
-        frees = self._host.frees
+        digest, frees = task.ref.digest, self._host.frees
         out = self._host.reserve(digest, layout, insist=task.urgent)
         if out is None:
-            return self._land(task, Residency.DISK, frees=frees)
+            self._land(task, Residency.DISK, frees=frees)
+            return False
         try:
-            pack(blob, spec, layout, out)
+            write(out)
         except BaseException:
             self._host.abandon(digest)
             raise
         self._host.commit(digest)
-        return self._land(task, Residency.HOST)
+        self._land(task, Residency.HOST)
+        return True
+
+    def _write_image(self, ref: AdapterRef) -> None:
+        """To the disk, unless it is there or has left the host again."""
+        digest = ref.digest
+        held = None if self._disk.has_image(digest) else self._host.hold(digest)
+        if held is None:
+            return
+        try:
+            with self._disk.adding_image(digest) as part:
+                try:
+                    write_image(part, self._disk.image_name(digest), *held)
+                finally:  # not held while the disk takes it in, which can be seconds
+                    self._host.release(digest)
+                    self._landed()  # a load may have waited for the room
+        except OSError as error:
+            log.warning("image_not_written", extra={"adapter": str(ref), "error": str(error)})
 
     def _land(
         self,

@@ -27,6 +27,7 @@ from lorikeet_engine.residency.alarm import Alarm
 from lorikeet_engine.residency.disk import AdapterSource, DiskCache
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
 from lorikeet_engine.residency.host import HostArena
+from lorikeet_engine.residency.image_file import fingerprint
 from lorikeet_engine.residency.loading import Landing, Loader
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.pins import Pins
@@ -78,7 +79,7 @@ class Tiers:
             self._pool, Transfer(device), LeastUsedForItsSize(), time.monotonic
         )
         self._host = HostArena(host_bytes, dtype, pin=device.type == "cuda")
-        self._disk = DiskCache(cache_dir, disk_bytes, source)
+        self._disk = DiskCache(cache_dir, disk_bytes, source, fingerprint(shape, limits, dtype))
         self._loader = Loader(shape, limits, self._disk, self._host, self._pool.elements, wake)
         self._pins = Pins(self._residents, self._host, self._disk, self._loader, self._place)
         self._copies = Workers(1, "copies")  # waits for them, in their order
