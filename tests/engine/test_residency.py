@@ -604,7 +604,7 @@ def test_a_damaged_image_is_made_anew(damage, blob, shelf, bench, caplog):
     other.lease(a).release()
     assert "image_damaged" in caplog.text
     assert other.image(a).read_bytes() == good
-    assert shelf.fetched == (["a", "c"] if blob else ["a", "c", "a"])
+    assert sorted(shelf.fetched) == (["a", "c"] if blob else ["a", "a", "c"])
 
 
 def test_an_image_that_the_disk_cannot_read_is_made_anew(shelf, bench, monkeypatch, caplog):
