@@ -1,4 +1,4 @@
-"""Random adapters on every linear layer of a base model: as blobs, or straight on an engine's host.
+"""Random adapters on every linear layer of a base model: as blobs, or straight in an engine.
 
 All of a set share their numbers and yet differ: to an engine as different as any two adapters, and
 quickly made.
@@ -7,15 +7,16 @@ quickly made.
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import (
     LINEARS,
     AdapterSpec,
@@ -30,6 +31,7 @@ from lorikeet_engine.residency.tiers import Tiers
 _TENANT = "benchmark"
 # At rank 16 and inputs 4,096 wide an adapter of such numbers adds a tenth to what a linear says.
 _SIGMA = 0.02
+_LOADED_WITHIN_S = 60.0
 
 
 class Shelf:
@@ -62,8 +64,16 @@ class Shelf:
         return AdapterRef(_TENANT, name, 1, digest)
 
 
+class Nowhere:
+    """The AdapterSource of an engine that never has to ask for one."""
+
+    def fetch(self, ref: AdapterRef, _path: Path) -> None:
+        """Raise LookupError."""
+        raise LookupError(f"{ref} was to be in the engine all the time")
+
+
 def random_refs(count: int) -> list[AdapterRef]:
-    """The adapters that stock_host makes, in its order."""
+    """Adapters without a blob, for stock_host and fill_device."""
     names = [f"random-{index}" for index in range(count)]
     digests = [hashlib.sha256(name.encode()).hexdigest() for name in names]
     return [
@@ -71,21 +81,41 @@ def random_refs(count: int) -> list[AdapterRef]:
     ]
 
 
-def stock_host(tiers: Tiers, layout: PackedLayout, count: int) -> None:
-    """Put random_refs(count), all of one layout, on the host, where a load would have put them.
+def stock_host(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) -> None:
+    """Put adapters, all of one layout, on the host, where a load would have put them.
 
     Nothing is read or packed: a thousand adapters are there in seconds. Each is the same numbers
-    turned by some places. Raises AssertionError when the host's arena is too small.
+    turned by some places. What was on the host may leave it. Raises AssertionError when the
+    host's arena is too small.
     """
-    random = torch.Generator().manual_seed(1)
-    image = torch.empty(layout.elements, dtype=tiers.weights.arena.dtype)
-    image.normal_(0.0, _SIGMA, generator=random)
-    for index, ref in enumerate(random_refs(count)):
+    image = _image(layout.elements, tiers.weights.arena.dtype)
+    for index, ref in enumerate(refs):
         out = tiers._host.reserve(ref.digest, layout, insist=False)
-        assert out is not None, f"the host has room for {index} adapters: want {count}"
-        torch.cat(image.split([layout.elements - index, index])[::-1], out=out)
+        assert out is not None, f"the host has room for {index} adapters: want {len(refs)}"
+        turn = int(ref.digest, 16) % layout.elements
+        torch.cat(image.split([layout.elements - turn, turn])[::-1], out=out)
         tiers._host.commit(ref.digest)
         tiers._host.release(ref.digest)
+
+
+def fill_device(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) -> float:
+    """Bring adapters, all of one layout, to the device, as many at a time as the host has room for.
+
+    Returns the seconds from the host to the device. No request runs.
+    """
+    at_once, took_s = tiers._host.elements // layout.elements, 0.0
+    for first in range(0, len(refs), at_once):
+        some = refs[first : first + at_once]
+        stock_host(tiers, layout, some)
+        began_s = time.perf_counter()
+        for ref in some:
+            tiers.want(ref)
+        while any(tiers.residency(ref) is not Residency.GPU for ref in some):
+            assert time.perf_counter() - began_s < _LOADED_WITHIN_S, "no room on the device"
+            tiers.advance()
+            time.sleep(0.001)
+        took_s += time.perf_counter() - began_s
+    return took_s
 
 
 def empty_device(tiers: Tiers) -> None:
@@ -105,6 +135,12 @@ def random_layout(
         for linear in linears
     )
     return PackedLayout.of(AdapterSpec("random", parts, rank, 0), shape)
+
+
+@lru_cache(1)
+def _image(elements: int, dtype: torch.dtype) -> torch.Tensor:
+    random = torch.Generator().manual_seed(1)
+    return torch.empty(elements, dtype=dtype).normal_(0.0, _SIGMA, generator=random)
 
 
 def _tensors(shape: BaseShape, rank: int) -> dict[str, torch.Tensor]:

@@ -5,9 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.benchmarks.random_adapters import random_layout, stock_host
+from engine.benchmarks.random_adapters import Nowhere, random_layout, random_refs, stock_host
 from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
-from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings, LoadModel
 
@@ -51,11 +50,6 @@ def random_engine(
         adapter_gpu_bytes=room * adapter_bytes,
         adapter_host_bytes=adapters * adapter_bytes,
     )
-    engine = Engine(settings, _Nowhere(), load)
-    stock_host(engine._tiers, layout, adapters)
+    engine = Engine(settings, Nowhere(), load)
+    stock_host(engine._tiers, layout, random_refs(adapters))
     return engine
-
-
-class _Nowhere:
-    def fetch(self, ref: AdapterRef, _path: Path) -> None:
-        raise LookupError(f"{ref} was to be on the host all the time")

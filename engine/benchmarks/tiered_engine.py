@@ -1,0 +1,97 @@
+"""An engine whose adapters lie on its GPU, on its host and on its disk; for EngineHost to build."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from engine.benchmarks import plain
+from engine.benchmarks.offline import Work, generate
+from engine.benchmarks.random_adapters import (
+    Shelf,
+    fill_device,
+    random_layout,
+    random_refs,
+    stock_host,
+)
+from engine.benchmarks.random_engine import RANK, SETTINGS
+from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.residency.eviction import LeastRecentlyUsed
+
+_CHECKED = 4  # adapters of the GPU, and of the disk
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """How many adapters lie where, and for how many more there is room.
+
+    Used in turn, those of the host and of the disk push one another out of the nearer tiers: they
+    are more than the spare room there, and the GPU evicts what was used longest ago.
+    """
+
+    gpu: int = 64
+    host: int = 16
+    disk: int = 20
+    gpu_spare: int = 8
+    host_spare: int = 6
+
+    def refs(self, shelf: Shelf) -> dict[Residency, list[AdapterRef]]:
+        """The adapters by where a request finds them; `shelf` has those of the disk."""
+        kept = random_refs(self.gpu + self.host)
+        return {
+            Residency.GPU: kept[: self.gpu],
+            Residency.HOST: kept[self.gpu :],
+            Residency.DISK: shelf.refs,
+        }
+
+
+def write_shelf(folder: Path, places: Places, config: Mapping[str, Any] = LLAMA_3_1_8B) -> Shelf:
+    """Blobs of the adapters that are to be on the engine's disk."""
+    return Shelf(folder, BaseShape.from_config(config), places.disk, RANK)
+
+
+def tiered_engine(
+    folder: Path,
+    shelf: Shelf,
+    places: Places,
+    config: Mapping[str, Any] = LLAMA_3_1_8B,
+    settings: EngineSettings = SETTINGS,
+) -> Engine:
+    """All adapters are in their places; those of host and disk have been used in their order.
+
+    Raises AssertionError where tokens made with them are wrong. folder: for the engine's files.
+    settings: all but folders and the memory for adapters.
+    """
+    layout = random_layout(BaseShape.from_config(config), RANK)
+    adapter_bytes = layout.elements * settings.torch_adapter_dtype.itemsize
+    settings = replace(
+        settings,
+        model=write_config(folder / "model", config),
+        cache_dir=folder / "cache",
+        adapter_gpu_bytes=(places.gpu + places.gpu_spare) * adapter_bytes,
+        adapter_host_bytes=(places.host + places.host_spare) * adapter_bytes,
+    )
+    engine = Engine(settings, shelf, random_model)
+    engine._tiers._residents._policy = LeastRecentlyUsed()
+    refs = places.refs(shelf)
+    fill_device(engine._tiers, layout, refs[Residency.GPU])
+    stock_host(engine._tiers, layout, refs[Residency.HOST])
+    for tier in (Residency.GPU, Residency.HOST):
+        for ref in refs[tier]:
+            engine.pin(ref, tier)
+    used = [refs[Residency.GPU][:_CHECKED], refs[Residency.HOST], refs[Residency.DISK]]
+    _check(engine, list(chain(*used)))
+    return engine
+
+
+def _check(engine: Engine, refs: Sequence[AdapterRef]) -> None:
+    """One request after another; the last ones' adapters are on the GPU, so checks move nothing."""
+    drawn = Work("check", 64, 4, requests=len(refs)).draw(engine.config.vocab_size, 0)
+    answers: list[plain.Answer] = []
+    for request, ref in zip(drawn, refs, strict=True):
+        answers += generate(engine, [replace(request, adapter=ref)]).answers
+    plain.check(engine, answers[:_CHECKED] + answers[-_CHECKED:])

@@ -1,0 +1,125 @@
+"""The loading benchmark on a tiny engine: adapters are where it says, streams are undisturbed."""
+
+import itertools
+import json
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from engine.benchmarks import loading
+from engine.benchmarks.loading import Client
+from engine.benchmarks.tiered_engine import Places, tiered_engine, write_shelf
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.errors import EngineClosed
+from tests.engine.tiny_engine import CONFIG, SETTINGS
+
+PLACES = Places(gpu=4, host=9, disk=10, gpu_spare=7, host_spare=2)
+TINY = replace(SETTINGS, max_batch_tokens=64)
+LONG = {**CONFIG, "max_position_embeddings": 4096}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """In the engine's process: two would mostly wait for each other over such small tensors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    return write_shelf(tmp_path_factory.mktemp("shelf"), PLACES, LONG)
+
+
+@pytest.fixture(scope="module")
+def client(shelf, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine")
+    with Client(partial(tiered_engine, folder, shelf, PLACES, LONG, TINY)) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def adapters(shelf):
+    return {tier: itertools.cycle(refs) for tier, refs in PLACES.refs(shelf).items()}
+
+
+@pytest.fixture
+def few(monkeypatch):
+    for name, value in {"ROUNDS": 12, "AT_A_TIME": 5, "PHASE_S": 0.4, "PHASES": 2}.items():
+        monkeypatch.setattr(loading, name, value)
+
+
+def test_first_tokens_come_from_every_tier(client, adapters, few, capsys):
+    rows = loading.first_tokens(client, adapters, streams=0)
+    rows += loading.first_tokens(client, adapters, streams=3)
+    assert [(row.streams, row.found) for row in rows] == [
+        (streams, tier) for streams in (0, 3) for tier in ("gpu", "host", "disk")
+    ]
+    assert all(0 < row.ms[0] <= row.ms[1] for row in rows)
+    assert rows[0].added_ms == [0, 0]
+    assert rows[2].added_ms[0] > 0
+    assert "beside   3 streams" in capsys.readouterr().out
+
+
+def test_an_adapter_that_is_elsewhere_is_refused(client, adapters):
+    with pytest.raises(AssertionError, match="found on gpu"):
+        client.first_token_s(next(adapters[Residency.GPU]), Residency.HOST)
+
+
+def test_streams_are_timed_alone_and_beside_loads(client, adapters, few, capsys):
+    alone, from_host, from_disk = loading.gaps(client, adapters, streams=3)
+    assert [alone.loads_from, from_host.loads_from, from_disk.loads_from] == [
+        "nowhere", "host", "disk",
+    ]  # fmt: skip
+    for row in (alone, from_host, from_disk):
+        assert len(row.phases_ms) == 2
+        assert 0 < row.ms[0] <= row.ms[1]
+        assert min(p99 for _, p99 in row.phases_ms) <= row.ms[1]
+        assert row.behind_ms < 1000
+    assert alone.growth == [0, 0]
+    assert from_host.growth[0] == pytest.approx(from_host.ms[0] / alone.ms[0] - 1)
+    assert "loads/s from disk" in capsys.readouterr().out
+
+
+def test_gaps_are_those_of_each_stream_within_the_moments(client, adapters):
+    with client.streams(adapters[Residency.GPU], 2) as ids:
+        begin_s = time.perf_counter()
+        time.sleep(0.3)
+        end_s = time.perf_counter()
+        gaps_ms = client.gaps_ms(ids, begin_s, end_s)
+    assert len(gaps_ms) > 20
+    assert 0.8 * 600 < sum(gaps_ms) <= 2 * 1e3 * (end_s - begin_s)
+
+
+def test_loads_are_asked_for_ten_times_a_second_and_all_come(client, adapters):
+    begin_s = time.perf_counter()
+    last = client.load(adapters[Residency.HOST], Residency.HOST, begin_s + 1)
+    assert 0.85 < time.perf_counter() - begin_s < 1.5
+    client.arrival_of(last)
+    client.first_token_s(last, Residency.GPU)
+    assert not client._host.report().result().running
+
+
+def test_a_lost_engine_ends_the_run(shelf, tmp_path, adapters):
+    with Client(partial(tiered_engine, tmp_path, shelf, PLACES, LONG, TINY)) as client:
+        client._fail(EngineClosed("it ended"))
+        with pytest.raises(EngineClosed):
+            client.first_token_s(next(adapters[Residency.GPU]), Residency.GPU)
+
+
+def test_main_writes_what_it_measured(tmp_path, few, monkeypatch):
+    monkeypatch.setattr(loading, "Places", lambda: PLACES)
+    monkeypatch.setattr(loading, "STREAMS", 3)
+    monkeypatch.setattr(loading, "write_shelf", partial(write_shelf, config=LONG))
+    tiny = partial(tiered_engine, config=LONG, settings=TINY)
+    monkeypatch.setattr(loading, "tiered_engine", tiny)
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["loading", "--json", str(out), "--commit", "abc"])
+    loading.main()
+    written = json.loads(out.read_text())
+    assert written["commit"] == "abc"
+    assert [row["found"] for row in written["first_tokens"]] == ["gpu", "host", "disk"] * 2
+    assert [row["loads_from"] for row in written["gaps"]] == ["nowhere", "host", "disk"]
