@@ -27,8 +27,16 @@ from engine.benchmarks import results
 from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
 from lorikeet_engine.adapter_format import LINEARS, BaseShape
 from lorikeet_engine.batch import Batch
-from lorikeet_engine.kernels.lora import LoraGroup, LoraStep, LoraWeights, Segments, linear
-from lorikeet_engine.kernels.lora.reference import add_lora
+from lorikeet_engine.kernels.lora import (
+    LoraGroup,
+    LoraWeights,
+    Segments,
+    add_lora,
+    begin_step,
+    linear,
+    linear_before_gate,
+)
+from lorikeet_engine.kernels.pointwise import gate
 from lorikeet_engine.models import Model
 from lorikeet_engine.residency.packing import FUSED_GROUPS
 
@@ -38,7 +46,8 @@ SHAPE = BaseShape.from_config(CONFIG)
 COPY_BYTES_PER_S = 4.3e12  # of an H200, read plus written
 REPLAYS = 30
 PAGE = 16
-# Of a delta, by its norm: v and the delta are each rounded to bfloat16.
+GATE_UP = (4, 5)
+# By the norm; v and the delta are each rounded to bfloat16, and the gate multiplies two of them.
 TOLERANCE = 2 * torch.finfo(torch.bfloat16).eps
 
 
@@ -188,7 +197,7 @@ def _batch(row: Row, segments: Segments, device: torch.device) -> Batch:
 def _check(weights: LoraWeights, segments: Segments, row: Row, device: torch.device) -> None:
     """Each fused linear of one layer, over fresh memory full of NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    step, layer = LoraStep.of(weights, segments, row.tokens), LAYERS - 1
+    step, layer = begin_step(weights, segments, row.tokens), LAYERS - 1
     for members in FUSED_GROUPS:
         d_in = SHAPE.dims(members[0])[0]
         group = LoraGroup(members, d_in, tuple(SHAPE.dims(i)[1] for i in members))
@@ -198,9 +207,17 @@ def _check(weights: LoraWeights, segments: Segments, row: Row, device: torch.dev
         assert delta is not None
         want = torch.zeros(row.tokens, len(weight), device=device)
         add_lora(want, x, weights, segments, layer, group)
-        error = float((delta.rows - want).norm() / want.norm())
-        assert error <= TOLERANCE, f"{row}, {group}: the delta is off by {error:.4f}"
+        _assert_close(delta.rows, want, f"{row}, {group}: the delta")
+        if members == GATE_UP:
+            gates, values = want.chunk(2, dim=1)
+            got = gate(*linear_before_gate(x, weight, None, step, layer, group))
+            _assert_close(got, torch.nn.functional.silu(gates) * values, f"{row}: the gate")
     torch.use_deterministic_algorithms(False)
+
+
+def _assert_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    error = float((got - want).norm() / want.norm())
+    assert error <= TOLERANCE, f"{what} is off by {error:.4f}"
 
 
 def _medians_ms(runs: Sequence[Callable[[], None]], replays: int) -> list[float]:

@@ -2,17 +2,17 @@
 
 python -m engine.benchmarks.tune_lora [--regime few]
 
-For each regime, one number of its cut after the other is tried at other values while the rest stay;
-the best is kept. What is made small: the mean, over the regime's rows of lora_kernels, of LoRA's
-time as a share of what it may take. Takes some minutes, most of them for compiling.
+For each regime, one number of its cut after the other is tried at other values while the rest stay,
+and the best is kept. What is made small: of the regime's rows of lora_kernels, LoRA's time as a
+share of what it may take, in the mean and in the worst row. Takes some minutes, most of them for
+compiling. A GPU that is not in the file yet begins with the cut of "default".
 """
 
 import argparse
 import json
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -21,54 +21,58 @@ from lorikeet_engine.kernels.lora import tiles, tuning
 from lorikeet_engine.kernels.lora.tuning import Cut, Regime
 from lorikeet_engine.models import Model
 
-# The few shapes of a decode fit any of these; a prefill's tiles are larger.
-_TOKENS = {Regime.FEW: (), Regime.DENSE: (16, 32), Regime.PREFILL: (64, 128)}
-_SHRINK = {
-    "programs": (256, 512, 1024, 2048),
-    "inner": (64, 128, 256),
-    "warps": (1, 2, 4, 8),
-    "stages": (3, 4, 5),
+_LEFT = (0, 8, 24, 40, 56)
+_VALUES = {
+    "shrink.programs": (40, 512, 1024, 2048),
+    "shrink.wide": (16, 32, 64),
+    "shrink.inner": (128, 256),
+    "shrink.warps": (1, 2, 4),
+    "shrink.stages": (3, 4),
+    "expand.columns": (128, 256),
+    "expand.warps": (1, 2, 4, 8),
+    "expand.blocks": (1, 4, 8),
 }
-_EXPAND = {"columns": (64, 128, 256, 512), "warps": (1, 2, 4, 8), "blocks": (1, 2, 4, 8)}
-_LEFT = {"sms": (0, 4, 8, 16, 24), "heavy_sms": (0, 8, 24, 40, 48)}
-_REPLAYS = 15
+# With few tokens an expand's program takes one block, a prefill's shrink all ranks of a slice.
+_WITHOUT = {Regime.FEW: "expand.blocks", Regime.PREFILL: "shrink.wide"}
+# What helps less may be chance.
+_GAIN = 0.005
+_REPLAYS = 10
 
 
 def tune(model: Model, regime: Regime, rows: list[Row]) -> Cut:
-    """The best cut found for these rows; prints what helped."""
+    """The best cut that was found for these rows; prints what helped."""
     best = tuning.cut_of(regime, model.device)
     steps = [Pass(model, row) for row in rows]
-    cost = _cost(best, rows, steps)
-    print(f"{regime}: {cost:.3f} of what LoRA may take", flush=True)
-    for what in (*_LEFT, *(f"shrink.{key}" for key in _SHRINK), *(f"expand.{k}" for k in _EXPAND)):
-        for cut in _changes(best, regime, what):
-            tried = _cost(cut, rows, steps)
-            if tried < cost:
-                best, cost = cut, tried
-                print(f"{regime}: {cost:.3f} with {what} {_get(cut, what)}", flush=True)
+    least = _cost(best, rows, steps)
+    print(f"{regime}: {least:.3f} at first", flush=True)
+    for knob, value in _settings(regime, best):
+        cut = _turned(best, knob, value)
+        if cut == best:
+            continue
+        cost = _cost(cut, rows, steps)
+        if cost < least * (1.0 - _GAIN):
+            best, least = cut, cost
+            print(f"{regime}: {least:.3f} with {knob} {value}", flush=True)
     return best
 
 
-def _changes(cut: Cut, regime: Regime, what: str) -> Iterator[Cut]:
-    part, _, name = what.rpartition(".")
-    if regime == Regime.FEW and name == "blocks":
-        return
-    if not part:
-        for value in _LEFT[name]:
-            yield replace(cut, **{name: value})
-    elif part == "shrink":
-        for value in _SHRINK[name]:
-            yield replace(cut, shrink=replace(cut.shrink, **{name: value}))
-    else:
-        for value in _EXPAND[name]:
-            yield replace(cut, expand=replace(cut.expand, **{name: value}))
+def _settings(regime: Regime, cut: Cut) -> Iterator[tuple[str, int]]:
+    for index in range(len(cut.left)):
+        yield from ((f"left.{index}", value) for value in _LEFT)
+    for knob, values in _VALUES.items():
+        if knob != _WITHOUT.get(regime):
+            yield from ((knob, value) for value in values)
 
 
-def _get(cut: Cut, what: str) -> int:
-    value: Any = cut
-    for name in what.split("."):
-        value = getattr(value, name)
-    return int(value)
+def _turned(cut: Cut, knob: str, value: int) -> Cut:
+    part, name = knob.split(".")
+    if part == "left":
+        left = list(cut.left)
+        left[int(name)] = left[int(name)][0], value
+        return replace(cut, left=tuple(left))
+    if part == "shrink":
+        return replace(cut, shrink=replace(cut.shrink, **{name: value}))
+    return replace(cut, expand=replace(cut.expand, **{name: value}))
 
 
 def _cost(cut: Cut, rows: list[Row], steps: list[Pass]) -> float:
@@ -82,7 +86,7 @@ def _cost(cut: Cut, rows: list[Row], steps: list[Pass]) -> float:
             print(f"{cut}: {type(error).__name__}", flush=True)
             return float("inf")
         shares.append(measure(row, step, _REPLAYS).lora_ms / row.reach_ms)
-    return statistics.mean(shares)
+    return statistics.mean(shares) + max(shares)
 
 
 def main() -> None:
@@ -97,7 +101,7 @@ def main() -> None:
     for regime in Regime:
         if only in (None, regime):
             rows = [row for row in ROWS if Regime.of(row.tokens, row.adapters) == regime]
-            cuts[regime] = asdict(tune(model, regime, rows))
+            cuts[regime] = tune(model, regime, rows).entry()
             tuning.PATH.write_text(json.dumps(entries, indent=2) + "\n")
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from lorikeet_engine.batch import Batch
 from lorikeet_engine.kernels.attention import AttentionBackend
-from lorikeet_engine.kernels.lora import LoraDelta, LoraStep, LoraWeights
+from lorikeet_engine.kernels.lora import LoraDelta, LoraStep, LoraWeights, begin_step
 from lorikeet_engine.kernels.pointwise import add_lora_delta, gate, rotate_and_store
 from lorikeet_engine.kernels.product import linear
 from lorikeet_engine.models.config import ModelConfig
@@ -89,7 +89,7 @@ def _lora_step(lora: LoraWeights | None, batch: Batch) -> LoraStep | None:
     if batch.segments is None:
         return None
     assert lora is not None, "segments without adapter weights"
-    return LoraStep.of(lora, batch.segments, len(batch.token_ids))
+    return begin_step(lora, batch.segments, len(batch.token_ids))
 
 
 class _Layer:
@@ -162,4 +162,4 @@ class _Mlp:
         )
 
     def __call__(self, x: torch.Tensor, step: _Step) -> _Product:
-        return self.down(gate(*self.gate_up(x, step.lora)), step.lora)
+        return self.down(gate(*self.gate_up.before_gate(x, step.lora)), step.lora)

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 import torch
 
 from lorikeet_engine.adapter_format import LINEARS
-from lorikeet_engine.kernels.lora import LoraDelta, LoraGroup, LoraStep, linear
+from lorikeet_engine.kernels.lora import (
+    LoraDelta,
+    LoraGroup,
+    LoraShare,
+    LoraStep,
+    linear,
+    linear_before_gate,
+)
 from lorikeet_engine.models.weights import Checkpoint
 
 
@@ -39,3 +46,9 @@ class LoraLinear:
     ) -> tuple[torch.Tensor, LoraDelta | None]:
         """Y [tokens, sum(d_outs)] of x [tokens, d_in], and what is still to be added to it."""
         return linear(x, self.weight, self.bias, lora, self.layer, self.group)
+
+    def before_gate(
+        self, x: torch.Tensor, lora: LoraStep | None
+    ) -> tuple[torch.Tensor, LoraDelta | LoraShare | None]:
+        """The same, where a gate reads both next."""
+        return linear_before_gate(x, self.weight, self.bias, lora, self.layer, self.group)

@@ -2,10 +2,9 @@
 
 `reference` is the equation in torch and the path on the CPU, where y = x·Wᵀ + B·A·x is computed at
 once. On CUDA Triton kernels, `shrink` and `expand`, compute the adapters' share `beside` the
-product, and it is added by whatever reads the product next.
+product, and it is added by whatever reads the product next; a prefill's `gate` even expands it.
 """
 
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -13,34 +12,35 @@ import torch
 
 from lorikeet_engine.kernels import product
 from lorikeet_engine.kernels.lora.reference import add_lora
-from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraWeights, Segments
+from lorikeet_engine.kernels.lora.types import (
+    LoraDelta,
+    LoraGroup,
+    LoraShare,
+    LoraStep,
+    LoraWeights,
+    Segments,
+)
 
 __all__ = [
     "LoraDelta",
     "LoraGroup",
+    "LoraShare",
     "LoraStep",
     "LoraWeights",
     "Segments",
     "add_lora",
+    "begin_step",
     "linear",
+    "linear_before_gate",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class LoraStep:
-    """The LoRA work of one forward pass; tiles: on CUDA, the kernels' list of it."""
-
-    weights: LoraWeights
-    segments: Segments
-    tiles: Any
-
-    @classmethod
-    def of(cls, weights: LoraWeights, segments: Segments, tokens: int) -> "LoraStep":
-        """Of a pass with `tokens` tokens; on CUDA one launch, in front of all the others."""
-        tiles = None
-        if weights.arena.device.type == "cuda":
-            tiles = _cuda("tiles").list_tiles(segments, tokens)
-        return cls(weights, segments, tiles)
+def begin_step(weights: LoraWeights, segments: Segments, tokens: int) -> LoraStep:
+    """The LoRA work of a forward pass of `tokens` tokens; on CUDA one launch, before all others."""
+    tiles = None
+    if weights.arena.device.type == "cuda":
+        tiles = _cuda("tiles").list_tiles(segments, tokens)
+    return LoraStep(weights, segments, tiles)
 
 
 def linear(
@@ -57,15 +57,31 @@ def linear(
     is rounded to x's dtype once more than a sum in float32 would be. Raises ShapeError.
     """
     if step is not None and step.tiles is not None:
-        beside = _cuda("beside").linear_beside_lora
-        pair: tuple[torch.Tensor, LoraDelta] = beside(
-            x, weight, bias, step.weights, step.tiles, layer, group
+        pair: tuple[torch.Tensor, LoraDelta] = _cuda("beside").linear_beside_lora(
+            x, weight, bias, step, layer, group
         )
         return pair
     y = product.linear(x, weight, bias)
     if step is not None:
         add_lora(y, x, step.weights, step.segments, layer, group)
     return y, None
+
+
+def linear_before_gate(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    step: LoraStep | None,
+    layer: int,
+    group: LoraGroup,
+) -> tuple[torch.Tensor, LoraDelta | LoraShare | None]:
+    """As linear; but in a prefill on CUDA the gate, which reads y next, expands the share."""
+    if step is None or step.tiles is None or not step.tiles.gate_expands:
+        return linear(x, weight, bias, step, layer, group)
+    pair: tuple[torch.Tensor, LoraShare] = _cuda("beside").linear_beside_shrink(
+        x, weight, bias, step, layer, group
+    )
+    return pair
 
 
 def _cuda(name: str) -> Any:

@@ -5,7 +5,8 @@
 
 LoRA's kernels wait for memory more than they use it, and a large product leaves memory idle. cuBLAS
 would take every multiprocessor for itself from start to end, so that LoRA could only run before or
-after: it is told to leave some free (Cut.left_to_lora).
+after: it is told to leave some free (Cut.left_to_lora). What side allocates is safe in main's
+hands: whatever side does next, it first waits for main.
 """
 
 import ctypes
@@ -17,8 +18,7 @@ import torch
 
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.shrink import shrink
-from lorikeet_engine.kernels.lora.tiles import Tiles
-from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraWeights
+from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraShare, LoraStep
 from lorikeet_engine.kernels.product import linear
 
 
@@ -26,27 +26,53 @@ def linear_beside_lora(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    weights: LoraWeights,
-    tiles: Tiles,
+    step: LoraStep,
     layer: int,
     group: LoraGroup,
 ) -> tuple[torch.Tensor, LoraDelta]:
     """See the package. Both results may be used on the current stream."""
-    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
     delta = x.new_empty((len(x), sum(group.d_outs)))
+    y, _ = _beside(x, weight, bias, step, layer, group, delta)
+    return y, LoraDelta(delta, step.tiles.tokens)
+
+
+def linear_beside_shrink(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    step: LoraStep,
+    layer: int,
+    group: LoraGroup,
+) -> tuple[torch.Tensor, LoraShare]:
+    """The same, but the share is not expanded yet."""
+    return _beside(x, weight, bias, step, layer, group, None)
+
+
+def _beside(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    step: LoraStep,
+    layer: int,
+    group: LoraGroup,
+    delta: torch.Tensor | None,
+) -> tuple[torch.Tensor, LoraShare]:
+    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+    tiles = step.tiles
+    # A single row is multiplied by many small programs, which LoRA's can run among.
+    left = 0 if len(x) == 1 else tiles.cut.left_to_lora(tiles.segments * tiles.max_rank)
     side.wait_stream(main)
-    # A single row is multiplied by many small programs, which LoRA's can run among: they go first
-    # then. cuBLAS's programs fill a multiprocessor each, and would wait for LoRA's to leave it.
-    if len(x) > 1:
-        with _leave_free(tiles.cut.left_to_lora(tiles.segments, tiles.max_rank), x.device):
+    if left:
+        with _leave_free(left, x.device):
             y = linear(x, weight, bias)
     with torch.cuda.stream(side):
-        v = shrink(x, weights, tiles, layer, group)
-        expand(v, delta, weights, tiles, layer, group)
-    if len(x) == 1:
+        share = shrink(x, step.weights, tiles, layer, group)
+        if delta is not None:
+            expand(share, delta)
+    if not left:
         y = linear(x, weight, bias)
     main.wait_stream(side)
-    return y, LoraDelta(delta, tiles.tokens)
+    return y, share
 
 
 @cache
@@ -58,7 +84,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def _leave_free(multiprocessors: int, device: torch.device) -> Iterator[None]:
     """CuBLAS uses so many less than all while this lasts; only this thread's products know it."""
     library = _cublas()
-    if library is None or not multiprocessors:
+    if library is None:
         yield
         return
     handle = ctypes.c_void_p(torch.cuda.current_blas_handle())  # type: ignore[no-untyped-call]

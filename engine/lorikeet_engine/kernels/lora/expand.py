@@ -5,48 +5,40 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.errors import ShapeError
-from lorikeet_engine.kernels.lora.operands import check_group, check_rows, launches_early
+from lorikeet_engine.kernels.lora.operands import check_rows, launches_early
 from lorikeet_engine.kernels.lora.shrink import MOST_PARTS
 from lorikeet_engine.kernels.lora.tiles import Tiles, tile_at
 from lorikeet_engine.kernels.lora.tuning import Regime
-from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights
+from lorikeet_engine.kernels.lora.types import LoraShare
+
+PARTS_AT_ONCE = 4  # of v, asked for before one is needed
 
 
-def expand(
-    v: torch.Tensor,
-    delta: torch.Tensor,
-    weights: LoraWeights,
-    tiles: Tiles,
-    layer: int,
-    group: LoraGroup,
-) -> None:
+def expand(share: LoraShare, delta: torch.Tensor) -> None:
     """delta[t, columns of s] = B(t, s) v[t, s], for the adapter of token t and slice s.
 
-    v as shrink returns it, read up to an adapter's own rank; delta [tokens, sum(d_outs)], written
-    for tokens with an adapter alone, 0 where that has rank 0. Sums are float32, rounded once; but
-    in Regime.FEW, v is rounded to the adapter's dtype before. Raises ShapeError.
+    share: what shrink returned; delta [tokens, sum(d_outs)], written for tokens with an adapter
+    alone, 0 where that has rank 0. Sums are float32, rounded once; outside Regime.FEW, v is rounded
+    to the adapter's dtype first. Raises ShapeError.
     """
-    check_group(weights, group)
+    v, weights, tiles, group = share.v, share.weights, share.tiles, share.group
     check_rows("delta", delta, sum(group.d_outs), weights)
-    slices, stride = len(group.linears), tiles.rank_stride
-    if v.dim() != 4 or v.shape[0] != len(delta) or v.shape[2:] != (slices, stride):
-        raise ShapeError(
-            f"v is {tuple(v.shape)}; want [{len(delta)}, parts, {slices}, {stride}] as shrink gives"
-        )
+    if len(delta) != len(v):
+        raise ShapeError(f"delta has {len(delta)} rows, v {len(v)}: want as many")
     if v.numel() == 0 or len(tiles) == 0:
         return
-    cut, early = tiles.cut.expand, launches_early(v.device)
-    span = cut.columns * cut.blocks
-    grid = (sum(triton.cdiv(width, span) for width in group.d_outs), len(tiles))
+    cut, stride, early = tiles.cut.expand, tiles.rank_stride, launches_early(tiles, v.device)
     few = tiles.regime == Regime.FEW
-    ranks = 16 if few else min(64, triton.next_power_of_2(stride))
+    span = cut.columns * (1 if few else cut.blocks)
+    grid = (sum(triton.cdiv(width, span) for width in group.d_outs), len(tiles))
+    ranks = 16 if few else ranks_at_once(tiles)
     (_expand_few if few else _expand)[grid](
         v, delta, weights.arena, weights.table, tiles.rows,
-        layer, weights.table.stride(0), weights.table.stride(1), delta.stride(0), stride,
+        share.layer, weights.table.stride(0), weights.table.stride(1), delta.stride(0), stride,
         group.linears[0], v.shape[1],
         widths=group.d_outs,
         after_shrink=early,
-        block_parts=MOST_PARTS if few else 4,
+        block_parts=MOST_PARTS if few else PARTS_AT_ONCE,
         block_rank=ranks,
         more_ranks=stride > ranks,
         block_out=cut.columns,
@@ -54,6 +46,11 @@ def expand(
         **({} if few else _dense_shapes(tiles, v)),
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
+
+
+def ranks_at_once(tiles: Tiles) -> int:
+    """What one tl.dot takes of the rank."""
+    return int(min(64, triton.next_power_of_2(tiles.rank_stride)))
 
 
 def _dense_shapes(tiles: Tiles, v: torch.Tensor) -> dict[str, int]:
@@ -112,7 +109,7 @@ def _expand_few(
     are asked for before the shrink is waited for.
     """
     slot, start, length = tile_at(tiles, tl.program_id(1))
-    if length == 0:
+    if (length == 0) | (slot < 0):
         return
     index, begin, width, offset = _find_slice(tl.program_id(0), widths, block_out)
     entry = table + slot * slot_stride + layer * layer_stride + (first_linear + index) * 3
@@ -207,7 +204,7 @@ def _expand(
 ) -> None:
     """A tile of tokens × some blocks of one slice's columns, one after the other."""
     slot, start, length = tile_at(tiles, tl.program_id(1))
-    if length == 0:
+    if (length == 0) | (slot < 0):
         return
     index, begin, width, offset = _find_slice(tl.program_id(0), widths, block_out * blocks)
     entry = table + slot * slot_stride + layer * layer_stride + (first_linear + index) * 3
@@ -220,27 +217,52 @@ def _expand(
     if after_shrink:
         tl.extra.cuda.gdc_wait()
 
-    first_ranks = _sum_parts(v_tile, real, k, rank, parts, part_stride, block_parts)
-    for block in range(blocks):
+    first_ranks = sum_parts(v_tile, real, k, rank, parts, part_stride, block_parts)
+    for block in tl.range(blocks, num_stages=2):
         column = offset + block * block_out + tl.arange(0, block_out)
         inside = column < width
         b_tile = arena + b_start + k[:, None] * width + column[None, :]
-        b = tl.load(b_tile, mask=(k < rank)[:, None] & inside[None, :], other=0.0)
-        total = _dot(first_ranks, b, upcast)
-        if more_ranks:
-            for done in tl.range(block_rank, rank, block_rank, num_stages=1):
-                left = rank - done
-                b = tl.load(
-                    b_tile + done * width, mask=(k < left)[:, None] & inside[None, :], other=0.0
-                )
-                ranks = _sum_parts(v_tile + done, real, k, left, parts, part_stride, block_parts)
-                total += _dot(ranks, b, upcast)
+        total = multiply(
+            first_ranks, v_tile, b_tile, real, inside, k, rank, width,
+            parts, part_stride, block_parts, block_rank, more_ranks, upcast,
+        )  # fmt: skip
         out = delta + row[:, None] * delta_stride + begin + column[None, :]
         tl.store(out, total.to(delta.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sum_parts(
+def multiply(
+    first_ranks: tl.tensor,
+    v_tile: tl.tensor,
+    b_tile: tl.tensor,
+    real: tl.tensor,
+    inside: tl.tensor,
+    k: tl.tensor,
+    rank: tl.tensor,
+    width: tl.tensor,
+    parts: tl.tensor,
+    part_stride: tl.tensor,
+    block_parts: tl.constexpr,
+    block_rank: tl.constexpr,
+    more_ranks: tl.constexpr,
+    upcast: tl.constexpr,
+) -> tl.tensor:
+    """[tokens, columns] float32: v times B; first_ranks are v's first, already summed."""
+    b = tl.load(b_tile, mask=(k < rank)[:, None] & inside[None, :], other=0.0)
+    total = _dot(first_ranks, b, upcast)
+    if more_ranks:
+        for done in tl.range(block_rank, rank, block_rank, num_stages=1):
+            left = rank - done
+            b = tl.load(
+                b_tile + done * width, mask=(k < left)[:, None] & inside[None, :], other=0.0
+            )
+            ranks = sum_parts(v_tile + done, real, k, left, parts, part_stride, block_parts)
+            total += _dot(ranks, b, upcast)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def sum_parts(
     v_tile: tl.tensor,
     real: tl.tensor,
     k: tl.tensor,

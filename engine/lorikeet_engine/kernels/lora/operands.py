@@ -5,6 +5,8 @@ from functools import cache
 import torch
 
 from lorikeet_engine.errors import ShapeError
+from lorikeet_engine.kernels.lora.tiles import Tiles
+from lorikeet_engine.kernels.lora.tuning import Regime
 from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights
 
 
@@ -30,7 +32,15 @@ def check_group(weights: LoraWeights, group: LoraGroup) -> None:
         raise ShapeError(f"linears {group.linears} in a table of {tuple(weights.table.shape)}")
 
 
+def launches_early(tiles: Tiles, device: torch.device) -> bool:
+    """Whether expand is launched before shrink is over, and waits for it inside.
+
+    Hopper can. In a prefill it would hold the few multiprocessors that are left to LoRA, and
+    shrink needs them.
+    """
+    return tiles.regime != Regime.PREFILL and _is_hopper(device)
+
+
 @cache
-def launches_early(device: torch.device) -> bool:
-    """Whether a kernel can be launched before the one it waits for is over (from Hopper on)."""
+def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -11,32 +11,37 @@ import triton.language as tl
 
 from lorikeet_engine.kernels.lora.operands import check_group, check_rows, launches_early
 from lorikeet_engine.kernels.lora.tiles import Tiles, tile_at
-from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights
+from lorikeet_engine.kernels.lora.types import LoraGroup, LoraShare, LoraWeights
 
 MOST_PARTS = 8
 
 
 def shrink(
     x: torch.Tensor, weights: LoraWeights, tiles: Tiles, layer: int, group: LoraGroup
-) -> torch.Tensor:
+) -> LoraShare:
     """v[t, :, s, k] sums to A(t, s)[k] · x[t], for the adapter of token t and slice s of the group.
 
-    x [tokens, d_in] → v [tokens, parts, slices, tiles.rank_stride] float32; undefined for tokens
-    without an adapter, and from an adapter's own rank on. Products of 16-bit operands are exact,
-    sums are float32. Raises ShapeError.
+    x [tokens, d_in] → a share whose v is [tokens, parts, slices, tiles.rank_stride] float32;
+    undefined for tokens without an adapter, and from an adapter's own rank on. Products of 16-bit
+    operands are exact, sums are float32. Raises ShapeError.
     """
     check_group(weights, group)
     check_rows("x", x, group.d_in, weights)
     cut, slices, stride = tiles.cut.shrink, len(group.linears), tiles.rank_stride
     columns = min(cut.columns, max(16, triton.next_power_of_2(slices * stride)))
-    blocks = triton.cdiv(slices * stride, columns)
+    wide = max(columns, min(cut.wide, triton.next_power_of_2(stride)))
+    one_slice = stride % columns == 0
+    blocks = (
+        slices * triton.cdiv(stride, wide) if one_slice else triton.cdiv(slices * stride, columns)
+    )
     inner = cut.inner * 2 // weights.arena.itemsize
     wanted = triton.next_power_of_2(triton.cdiv(cut.programs, max(1, len(tiles) * blocks)))
     split = triton.cdiv(group.d_in, min(MOST_PARTS, wanted) * inner) * inner
     parts = triton.cdiv(group.d_in, split)
     v = x.new_empty((len(x), parts, slices, stride), dtype=torch.float32)
+    share = LoraShare(v, weights, tiles, layer, group)
     if v.numel() == 0 or len(tiles) == 0:
-        return v
+        return share
     _shrink[(parts, blocks, len(tiles))](
         x, weights.arena, weights.table, tiles.rows, v,
         layer, weights.table.stride(0), weights.table.stride(1), x.stride(0), stride,
@@ -44,14 +49,16 @@ def shrink(
         # Without a GPU this is Triton's interpreter, which multiplies the raw bits of bfloat16.
         upcast=x.dtype != weights.arena.dtype or x.device.type == "cpu",
         precision="ieee" if torch.float32 in (x.dtype, weights.arena.dtype) else "tf32",
-        early_expand=launches_early(x.device),
+        early_expand=launches_early(tiles, x.device),
+        one_slice=one_slice,
         block_tokens=max(16, tiles.cut.tokens),
         block_columns=columns,
+        wide_columns=wide,
         block_in=inner,
         stages=cut.stages,
         num_warps=cut.warps,
     )  # fmt: skip
-    return v
+    return share
 
 
 @triton.jit(do_not_specialize=["layer", "first_linear", "slices"])  # type: ignore[untyped-decorator]
@@ -73,36 +80,118 @@ def _shrink(
     upcast: tl.constexpr,
     precision: tl.constexpr,
     early_expand: tl.constexpr,
+    one_slice: tl.constexpr,
     block_tokens: tl.constexpr,
     block_columns: tl.constexpr,
+    wide_columns: tl.constexpr,
     block_in: tl.constexpr,
     stages: tl.constexpr,
 ) -> None:
     """One tile of tokens × one block of v's columns × one part of d_in.
 
-    A column is a rank of a slice. In a decode a block holds 16 ranks of one slice, and programs
-    beyond an adapter's rank end at once; in a prefill it holds all columns of most adapters, so
-    that x is read once.
+    A column is a rank of a slice. In a decode a block holds ranks of one slice: few for an adapter
+    of few, more for others; programs beyond an adapter's rank end at once. In a prefill a block
+    holds all columns of most adapters, so that x is read once.
     """
     if early_expand:
         tl.extra.cuda.gdc_launch_dependents()
     slot, start, length = tile_at(tiles, tl.program_id(2))
-    if length == 0:
+    if (length == 0) | (slot < 0):
         return
-    column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
-    index, k = column // rank_stride, column % rank_stride
-    entry = table + slot * slot_stride + layer * layer_stride + (first_linear + index) * 3
-    live = k < tl.load(entry + 2, mask=index < slices, other=0)
-    if tl.max(live.to(tl.int32), 0) == 0:
-        return
-
     token = tl.arange(0, block_tokens)
     row, real = (start + token).to(tl.int64), token < length
-    part = tl.program_id(0)
-    inner = part * split + tl.arange(0, block_in)
-    a_start = tl.multiple_of(tl.load(entry, mask=index < slices, other=0), 16)
-    x_tile = x + row[:, None] * x_stride + inner[None, :]
-    a_tile = arena + (a_start + k.to(tl.int64) * d_in)[None, :] + inner[:, None]
+    begin = tl.program_id(0) * split
+    x_tile = x + row[:, None] * x_stride
+    v_tile = v + (row[:, None] * tl.num_programs(0) + tl.program_id(0)) * (slices * rank_stride)
+    entry = table + slot * slot_stride + layer * layer_stride + first_linear * 3
+    if one_slice:
+        blocks = tl.cdiv(rank_stride, wide_columns)
+        index = tl.program_id(1) // blocks
+        first = (tl.program_id(1) - index * blocks) * wide_columns
+        rank = tl.load(entry + index * 3 + 2).to(tl.int32)
+        if first >= rank:
+            return
+        a = arena + tl.multiple_of(tl.load(entry + index * 3), 16)
+        v_tile += index * rank_stride
+        if wide_columns == block_columns:  # known when it is compiled: one loop instead of two
+            _shrink_ranks(
+                x_tile, a, v_tile, real, first, rank,
+                begin, split, d_in, upcast, precision, block_tokens, wide_columns, block_in,
+                stages,
+            )  # fmt: skip
+        elif rank <= block_columns:
+            _shrink_ranks(
+                x_tile, a, v_tile, real, first, rank,
+                begin, split, d_in, upcast, precision, block_tokens, block_columns, block_in,
+                stages,
+            )  # fmt: skip
+        else:
+            _shrink_ranks(
+                x_tile, a, v_tile, real, first, rank,
+                begin, split, d_in, upcast, precision, block_tokens, wide_columns, block_in,
+                stages,
+            )  # fmt: skip
+    else:
+        column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
+        index, k = column // rank_stride, column % rank_stride
+        known = index < slices
+        live = k < tl.load(entry + index * 3 + 2, mask=known, other=0)
+        if tl.max(live.to(tl.int32), 0) == 0:
+            return
+        a = arena + tl.multiple_of(tl.load(entry + index * 3, mask=known, other=0), 16)
+        _shrink_block(
+            x_tile, a + k.to(tl.int64) * d_in, v_tile + column[None, :], real, live,
+            begin, split, d_in, upcast, precision, block_tokens, block_columns, block_in, stages,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _shrink_ranks(
+    x_tile: tl.tensor,
+    a: tl.tensor,
+    v_tile: tl.tensor,
+    real: tl.tensor,
+    first: tl.tensor,
+    rank: tl.tensor,
+    begin: tl.tensor,
+    split: tl.tensor,
+    d_in: tl.tensor,
+    upcast: tl.constexpr,
+    precision: tl.constexpr,
+    block_tokens: tl.constexpr,
+    block_columns: tl.constexpr,
+    block_in: tl.constexpr,
+    stages: tl.constexpr,
+) -> None:
+    """_shrink_block of one slice's ranks, from `first` on."""
+    k = first + tl.arange(0, block_columns)
+    _shrink_block(
+        x_tile, a + k.to(tl.int64) * d_in, v_tile + k[None, :], real, k < rank,
+        begin, split, d_in, upcast, precision, block_tokens, block_columns, block_in, stages,
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _shrink_block(
+    x_tile: tl.tensor,
+    a_rows: tl.tensor,
+    out: tl.tensor,
+    real: tl.tensor,
+    live: tl.tensor,
+    begin: tl.tensor,
+    split: tl.tensor,
+    d_in: tl.tensor,
+    upcast: tl.constexpr,
+    precision: tl.constexpr,
+    block_tokens: tl.constexpr,
+    block_columns: tl.constexpr,
+    block_in: tl.constexpr,
+    stages: tl.constexpr,
+) -> None:
+    """A tile of tokens × the live rows of A, over one part of d_in, written to out."""
+    inner = begin + tl.arange(0, block_in)
+    x_tile += inner[None, :]
+    a_tile = a_rows[None, :] + inner[:, None]
     total = tl.zeros((block_tokens, block_columns), tl.float32)
     for done in tl.range(0, split, block_in, num_stages=stages):
         inside = done + inner < d_in
@@ -112,6 +201,4 @@ def _shrink(
             hidden = hidden.to(tl.float32)
             a = a.to(tl.float32)
         total = tl.dot(hidden, a, total, input_precision=precision)  # [tokens, columns]
-
-    out = v + (row[:, None] * tl.num_programs(0) + part) * (slices * rank_stride) + column[None, :]
     tl.store(out, total, mask=real[:, None] & live[None, :])

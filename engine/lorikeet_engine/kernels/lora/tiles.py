@@ -1,4 +1,4 @@
-"""The list of work that the Triton kernels walk: tiles of tokens, each inside one segment.
+"""The list of work that the Triton kernels walk: tiles of tokens, each of one adapter or of none.
 
 One small launch makes it at the start of a step, from the segments as they lie on the device. The
 host knows how many tokens and segments there can be, the device alone how the tokens are shared
@@ -23,8 +23,8 @@ _BLOCK = 128
 class Tiles:
     """A step's tiles and how the kernels cut their work.
 
-    rows [tiles, 3] int32: an adapter's slot, a tile's first token and how many it has, at most
-    cut.tokens. tokens [1] int32: how many of the step have an adapter; they are the first.
+    rows [tiles, 3] int32: an adapter's slot, −1 for none, a tile's first token and how many it has,
+    at most cut.tokens. tokens [1] int32: how many of the step have an adapter; they are the first.
     segments: how many there are, those of length 0 too.
     """
 
@@ -39,29 +39,34 @@ class Tiles:
         return len(self.rows)
 
     @property
+    def gate_expands(self) -> bool:
+        """Whether the gate expands gate_up's share by itself."""
+        return self.regime == Regime.PREFILL
+
+    @property
     def rank_stride(self) -> int:
         """How many columns one linear has in v: tl.dot takes ranks by 16."""
         return -(-self.max_rank // 16) * 16
 
 
 def list_tiles(segments: Segments, tokens: int) -> Tiles:
-    """The tiles of a step's segments, which have `tokens` tokens at most."""
+    """The tiles of a step of `tokens` tokens."""
     device, count = segments.slots.device, len(segments)
     regime = Regime.of(tokens, count)
     cut = cut_of(regime, device)
-    # Σ ceil(length / T) ≤ Σ (length + T − 1) / T
-    capacity = min(tokens, (tokens + count * (cut.tokens - 1)) // cut.tokens)
+    # Σ ceil(length / T) ≤ Σ (length + T − 1) / T, the tokens without an adapter being one more
+    capacity = min(tokens, (tokens + (count + 1) * (cut.tokens - 1)) // cut.tokens)
     rows = torch.empty((capacity, 3), dtype=torch.int32, device=device)
     total = torch.empty(1, dtype=torch.int32, device=device)
     _list_tiles[(count + 1,)](
         segments.slots, segments.starts, segments.lengths, rows, total,
-        count, capacity, cut.tokens, block=_BLOCK,
+        count, tokens, capacity, cut.tokens, block=_BLOCK,
     )  # fmt: skip
     return Tiles(rows, total, count, segments.max_rank, regime, cut)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["segments", "capacity", "tile_tokens"]
+    do_not_specialize=["segments", "tokens", "capacity", "tile_tokens"]
 )
 def _list_tiles(
     slots: tl.tensor,
@@ -70,23 +75,25 @@ def _list_tiles(
     rows: tl.tensor,
     total: tl.tensor,
     segments: tl.tensor,
+    tokens: tl.tensor,
     capacity: tl.tensor,
     tile_tokens: tl.tensor,
     block: tl.constexpr,
 ) -> None:
-    """The tiles of one segment; the last program fills the rest of the list with empty ones."""
+    """The tiles of one segment; the last program's are of no adapter, and empty in the end."""
     segment = tl.program_id(0)
     known = segment < segments
     before = 0
-    tokens = 0
+    adapted = 0
     for first in range(0, segment, block):
         other = first + tl.arange(0, block)
         length = tl.load(lengths + other, mask=other < segment, other=0)
         before += tl.sum(tl.cdiv(length, tile_tokens), 0)
-        tokens += tl.sum(length, 0)
-    slot = tl.load(slots + segment, mask=known, other=0)
-    start = tl.load(starts + segment, mask=known, other=0)
+        adapted += tl.sum(length, 0)
+    slot = tl.load(slots + segment, mask=known, other=-1)
+    start = tl.where(known, tl.load(starts + segment, mask=known, other=0), adapted)
     length = tl.load(lengths + segment, mask=known, other=0)
+    length = tl.where(known, length, tokens - adapted)
     tiles = tl.where(known, tl.cdiv(length, tile_tokens), capacity - before)
     for first in range(0, tiles, block):
         tile = first + tl.arange(0, block)
@@ -96,7 +103,7 @@ def _list_tiles(
         tl.store(row + 1, start + done, mask=inside)
         tl.store(row + 2, tl.minimum(tl.maximum(length - done, 0), tile_tokens), mask=inside)
     if segment == segments:
-        tl.store(total, tokens)
+        tl.store(total, adapted)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -13,7 +13,7 @@ prefill  more tokens than a decode ever has: activations outweigh the weights, s
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -26,8 +26,6 @@ FEW_TOKENS = 2
 # Above every captured decode step; from about here on the base model's products are bound by
 # arithmetic and not by their weights.
 PREFILL_TOKENS = 512
-# Ranks of all segments together from which LoRA reads about as much as the base model's products.
-HEAVY_RANKS = 1024
 
 
 class Regime(StrEnum):
@@ -47,11 +45,12 @@ class Regime(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ShrinkCut:
-    """columns: of v, for one program; inner: of x, read at once; programs: as many as should run,
-    which says into how many parts d_in is split.
+    """columns: of v, for one program; wide: the same for an adapter of more ranks; inner: of x,
+    read at once; programs: as many as should run: into so many parts d_in is split.
     """
 
     columns: int
+    wide: int
     inner: int
     programs: int
     warps: int
@@ -69,13 +68,10 @@ class ExpandCut:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """tokens: in a tile. sms, heavy_sms: multiprocessors that the base model's product leaves to
-    LoRA, the second where LoRA reads as much as the product does (HEAVY_RANKS).
-    """
+    """tokens: in a tile. left: pairs of ranks and multiprocessors, as left_to_lora reads them."""
 
     tokens: int
-    sms: int
-    heavy_sms: int
+    left: tuple[tuple[int, int], ...]
     shrink: ShrinkCut
     expand: ExpandCut
 
@@ -83,11 +79,20 @@ class Cut:
     def parse(cls, entry: dict[str, Any]) -> "Cut":
         """From an entry of tuning.json."""
         shrink, expand = ShrinkCut(**entry["shrink"]), ExpandCut(**entry["expand"])
-        return cls(entry["tokens"], entry["sms"], entry["heavy_sms"], shrink, expand)
+        left = tuple((int(ranks), count) for ranks, count in entry["left"].items())
+        return cls(entry["tokens"], left, shrink, expand)
 
-    def left_to_lora(self, segments: int, max_rank: int) -> int:
-        """How many multiprocessors the base model's product leaves free."""
-        return self.heavy_sms if segments * max_rank >= HEAVY_RANKS else self.sms
+    def entry(self) -> dict[str, Any]:
+        """The entry of tuning.json that parse makes this from."""
+        return asdict(self) | {"left": {str(ranks): count for ranks, count in self.left}}
+
+    def left_to_lora(self, ranks: int) -> int:
+        """How many multiprocessors the base model's product leaves free.
+
+        ranks: of all segments together, at most; some 2,900 of them weigh as much as an 8B model.
+        0: LoRA goes first, and the product has what LoRA does not use.
+        """
+        return [count for least, count in self.left if ranks >= least][-1]
 
 
 @cache

@@ -1,6 +1,7 @@
 """What the LoRA operators work on: the arena of weights, and who uses which of them in a step."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -49,6 +50,29 @@ class Segments:
 
     def __len__(self) -> int:
         return self.slots.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class LoraStep:
+    """The LoRA work of one forward pass; tiles: on CUDA, kernels.lora.tiles' list of it."""
+
+    weights: LoraWeights
+    segments: Segments
+    tiles: Any
+
+
+@dataclass(frozen=True, slots=True)
+class LoraShare:
+    """What adapters add to a product while it is still B v: whoever reads the product expands it.
+
+    v as shrink returns it, of this layer and group; tiles: the step's, of kernels.lora.tiles.
+    """
+
+    v: torch.Tensor
+    weights: LoraWeights
+    tiles: Any
+    layer: int
+    group: LoraGroup
 
 
 @dataclass(frozen=True, slots=True)

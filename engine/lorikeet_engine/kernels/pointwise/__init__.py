@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from lorikeet_engine.kernels.lora.types import LoraDelta
+from lorikeet_engine.kernels.lora.types import LoraDelta, LoraShare
 
 __all__ = ["add_lora_delta", "add_norm", "gate", "rotate_and_store"]
 
@@ -57,7 +57,7 @@ def rotate_and_store(
     _operators(qkv.device.type).rotate_and_store(qkv, cos, sin, layer_kv, slots, lora)
 
 
-def gate(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
+def gate(x: torch.Tensor, lora: LoraDelta | LoraShare | None = None) -> torch.Tensor:
     """silu(x[:, :width]) · x[:, width:] of x [tokens, 2 · width], dense → [tokens, width]."""
     y: torch.Tensor = _operators(x.device.type).gate(x, lora)
     return y

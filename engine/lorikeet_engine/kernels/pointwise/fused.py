@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.lora.types import LoraDelta
+from lorikeet_engine.kernels.lora.gate import expand_and_gate
+from lorikeet_engine.kernels.lora.types import LoraDelta, LoraShare
 
 HEADS = 8  # taken by one program
 COLUMNS = 1024  # gated, or added to, by one program
@@ -54,8 +55,10 @@ def rotate_and_store(
     )  # fmt: skip
 
 
-def gate(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
+def gate(x: torch.Tensor, lora: LoraDelta | LoraShare | None = None) -> torch.Tensor:
     """See the package. Rounded once."""
+    if isinstance(lora, LoraShare):
+        return expand_and_gate(x, lora)
     tokens, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty((tokens, width))
     _gate[(tokens, triton.cdiv(width, COLUMNS))](x, *_operands(lora), y, width, COLUMNS)

@@ -1,0 +1,110 @@
+"""The gate of a prefill, in Triton: it expands what adapters add to gate_up by itself.
+
+That delta is two thirds of a layer's. Written by expand and read by a gate it would cost a prefill
+more time than all the rest of LoRA; here it never leaves the registers.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from lorikeet_engine.errors import ShapeError
+from lorikeet_engine.kernels.lora.expand import PARTS_AT_ONCE, multiply, ranks_at_once, sum_parts
+from lorikeet_engine.kernels.lora.operands import check_rows
+from lorikeet_engine.kernels.lora.tiles import tile_at
+from lorikeet_engine.kernels.lora.types import LoraShare
+
+
+def expand_and_gate(x: torch.Tensor, share: LoraShare) -> torch.Tensor:
+    """silu(g) · u of x = [g, u] [tokens, 2 · width], B v of the two slices added in float32 before.
+
+    → [tokens, width]. share: of the same product; v is rounded to the adapter's dtype. Raises
+    ShapeError.
+    """
+    v, weights, tiles = share.v, share.weights, share.tiles
+    width, cut = x.shape[1] // 2, tiles.cut
+    if share.group.d_outs != (width, width):
+        raise ShapeError(f"a gate of {x.shape[1]} columns: its adapters have {share.group.d_outs}")
+    check_rows("x", x, 2 * width, weights)
+    y = x.new_empty((len(x), width))
+    columns, ranks = cut.expand.columns // 2, ranks_at_once(tiles)  # two products at once
+    grid = (triton.cdiv(width, columns * cut.expand.blocks), len(tiles))
+    _expand_and_gate[grid](
+        x, y, v, weights.arena, weights.table, tiles.rows, share.layer,
+        weights.table.stride(0), weights.table.stride(1), x.stride(0), tiles.rank_stride,
+        share.group.linears[0], v.shape[1],
+        width=width,
+        # Without a GPU this is Triton's interpreter, which multiplies the raw bits of bfloat16.
+        upcast=x.device.type == "cpu",
+        block_tokens=cut.tokens,
+        block_parts=PARTS_AT_ONCE,
+        block_rank=ranks,
+        more_ranks=tiles.rank_stride > ranks,
+        block_out=columns,
+        blocks=cut.expand.blocks,
+        num_warps=cut.expand.warps,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit(do_not_specialize=["layer", "first_linear", "parts"])  # type: ignore[untyped-decorator]
+def _expand_and_gate(
+    x: tl.tensor,
+    y: tl.tensor,
+    v: tl.tensor,
+    arena: tl.tensor,
+    table: tl.tensor,
+    tiles: tl.tensor,
+    layer: tl.tensor,
+    slot_stride: tl.tensor,
+    layer_stride: tl.tensor,
+    x_stride: tl.tensor,
+    rank_stride: tl.tensor,
+    first_linear: tl.tensor,
+    parts: tl.tensor,
+    width: tl.constexpr,
+    upcast: tl.constexpr,
+    block_tokens: tl.constexpr,
+    block_parts: tl.constexpr,
+    block_rank: tl.constexpr,
+    more_ranks: tl.constexpr,
+    block_out: tl.constexpr,
+    blocks: tl.constexpr,
+) -> None:
+    """A tile of tokens × some blocks of columns; a tile without an adapter has rank 0."""
+    slot, start, length = tile_at(tiles, tl.program_id(1))
+    if length == 0:
+        return
+    entry = table + slot * slot_stride + layer * layer_stride + first_linear * 3
+    known = slot >= 0
+    gate_rank = tl.load(entry + 2, mask=known, other=0).to(tl.int32)
+    up_rank = tl.load(entry + 5, mask=known, other=0).to(tl.int32)
+    gate_b = arena + tl.multiple_of(tl.load(entry + 1, mask=known, other=0), 16)
+    up_b = arena + tl.multiple_of(tl.load(entry + 4, mask=known, other=0), 16)
+    token, k = tl.arange(0, block_tokens), tl.arange(0, block_rank)
+    row, real = (start + token).to(tl.int64), token < length
+    part_stride = 2 * rank_stride
+    gate_v = v + row[:, None] * (parts * part_stride) + k[None, :]
+    up_v = gate_v + rank_stride
+    gate_ranks = sum_parts(gate_v, real, k, gate_rank, parts, part_stride, block_parts)
+    up_ranks = sum_parts(up_v, real, k, up_rank, parts, part_stride, block_parts)
+
+    first = tl.program_id(0) * (block_out * blocks)
+    for block in tl.range(blocks, num_stages=2):
+        column = first + block * block_out + tl.arange(0, block_out)
+        inside = column < width
+        mask = real[:, None] & inside[None, :]
+        at = x + row[:, None] * x_stride + column[None, :]
+        gates = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        values = tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
+        place = k[:, None] * width + column[None, :]
+        gates += multiply(
+            gate_ranks, gate_v, gate_b + place, real, inside, k, gate_rank, width,
+            parts, part_stride, block_parts, block_rank, more_ranks, upcast,
+        )  # fmt: skip
+        values += multiply(
+            up_ranks, up_v, up_b + place, real, inside, k, up_rank, width,
+            parts, part_stride, block_parts, block_rank, more_ranks, upcast,
+        )  # fmt: skip
+        out = gates / (1.0 + tl.exp(-gates)) * values
+        tl.store(y + row[:, None] * width + column[None, :], out.to(y.dtype.element_ty), mask=mask)
