@@ -101,7 +101,7 @@ def stock_host(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) -
 def fill_device(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) -> float:
     """Bring adapters, all of one layout, to the device, as many at a time as the host has room for.
 
-    Returns the seconds from the host to the device. No request runs.
+    The host keeps none of them. Returns the seconds from the host to the device. No request runs.
     """
     at_once, took_s = tiers._host.elements // layout.elements, 0.0
     for first in range(0, len(refs), at_once):
@@ -115,6 +115,8 @@ def fill_device(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) 
             tiers.advance()
             time.sleep(0.001)
         took_s += time.perf_counter() - began_s
+        for ref in some:  # what another kind leaves behind could be in the way of the last ones
+            tiers._host.abandon(ref.digest)
     return took_s
 
 

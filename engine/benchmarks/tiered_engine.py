@@ -1,5 +1,6 @@
 """An engine whose adapters lie on its GPU, on its host and on its disk; for EngineHost to build."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -20,9 +21,11 @@ from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_con
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.residency.disk import DiskCache
 from lorikeet_engine.residency.eviction import LeastRecentlyUsed
 
 _CHECKED = 4  # adapters of the GPU, and of the disk
+_WRITTEN_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +92,18 @@ def tiered_engine(
 
 
 def _check(engine: Engine, refs: Sequence[AdapterRef]) -> None:
-    """One request after another; the last ones' adapters are on the GPU, so checks move nothing."""
+    """One request after another; the last ones' adapters are on the GPU, so checks load nothing."""
     drawn = Work("check", 64, 4, requests=len(refs)).draw(engine.config.vocab_size, 0)
     answers: list[plain.Answer] = []
     for request, ref in zip(drawn, refs, strict=True):
         answers += generate(engine, [replace(request, adapter=ref)]).answers
+        _await_image(engine._tiers._disk, ref.digest)
     plain.check(engine, answers[:_CHECKED] + answers[-_CHECKED:])
+
+
+def _await_image(disk: DiskCache, digest: str) -> None:
+    """Return once what is on the disk has been packed there too."""
+    end_s = time.monotonic() + _WRITTEN_WITHIN_S
+    while disk.holds(digest) and not disk.has_image(digest):
+        assert time.monotonic() < end_s, "an image was not written to the disk"
+        time.sleep(0.001)
