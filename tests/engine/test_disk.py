@@ -117,6 +117,19 @@ def test_an_image_is_not_there_before_all_of_it_is(cache, refs, tmp_path):
     assert disk.image(refs[0].digest).read_bytes() == b"whole"
 
 
+def test_a_file_is_on_the_disk_before_it_has_its_name(cache, refs, monkeypatch):
+    disk, synced, fsync = cache(room=8), [], os.fsync
+
+    def watched(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append((os.fstat(descriptor).st_size, disk.holds(refs[0].digest)))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    add_image(disk, refs[0], 10)
+    assert synced == [(10, False)]
+    assert disk.holds(refs[0].digest)
+
+
 def test_an_image_whose_writing_failed_leaves_nothing(cache, refs, tmp_path):
     disk = cache(room=8)
 
