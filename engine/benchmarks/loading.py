@@ -114,6 +114,7 @@ class Client:
             self._host.submit(request)
         self._until(lambda: all(len(self._came_s[i]) >= _WARM_TOKENS for i in ids))
         yield ids
+        self._until(lambda: True)  # raises what went wrong meanwhile
         assert self._ended.isdisjoint(ids), f"streams ended after {_STREAM_TOKENS} tokens"
         for request_id in ids:
             self._host.abort(request_id)
