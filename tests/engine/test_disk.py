@@ -70,20 +70,27 @@ def test_the_least_recently_used_blob_beyond_the_budget_goes(cache, refs, tmp_pa
     assert kinds(disk, refs, tmp_path) == ["b", "b", "", ""]
 
 
-def test_images_count_and_a_blob_whose_image_is_used_goes_first(cache, refs, shelf, tmp_path):
-    disk, size = cache(room=4), shelf.blob("a").stat().st_size
+def test_images_count_and_blobs_that_have_one_go_first(cache, refs, shelf, tmp_path):
+    disk, size = cache(room=3), shelf.blob("a").stat().st_size
     for ref in refs[:2]:
         fetch(disk, ref)
         add_image(disk, ref, size)
-    for ref in refs[:2]:
-        disk.image(ref.digest)
-        time.sleep(0.01)
+    assert kinds(disk, refs, tmp_path) == ["i", "bi", "", ""]
     fetch(disk, refs[2])
-    assert kinds(disk, refs, tmp_path) == ["i", "bi", "b", ""]
-    add_image(disk, refs[2], size)
-    assert kinds(disk, refs, tmp_path) == ["i", "i", "bi", ""]
+    assert kinds(disk, refs, tmp_path) == ["i", "i", "b", ""]
+    disk.image(refs[0].digest)
     fetch(disk, refs[3])
-    assert kinds(disk, refs, tmp_path) == ["", "i", "bi", "b"]
+    assert kinds(disk, refs, tmp_path) == ["i", "", "b", "b"]
+
+
+def test_a_blob_that_is_used_beside_its_image_ages_like_the_rest(cache, refs, shelf, tmp_path):
+    disk, size = cache(room=3), shelf.blob("a").stat().st_size
+    fetch(disk, refs[0])
+    add_image(disk, refs[0], size)
+    disk.blob(refs[0].digest)
+    for ref in refs[1:3]:
+        fetch(disk, ref)
+    assert kinds(disk, refs, tmp_path) == ["b", "b", "b", ""]
 
 
 def test_images_of_another_fingerprint_are_not_used_and_age(cache, refs, shelf, tmp_path):

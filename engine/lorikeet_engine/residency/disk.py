@@ -39,8 +39,8 @@ class AdapterSource(Protocol):
 class DiskCache:
     """Blobs and images by digest, the least recently used removed beyond the budget. Thread-safe.
 
-    The budget can be exceeded by the file just added and by pinned ones. A blob whose image is used
-    instead ages; so do images with another fingerprint, which other processes may use.
+    The budget can be exceeded by the file just added and by pinned ones. Images with another
+    fingerprint, which other processes may use, count and age like the rest.
     """
 
     def __init__(
@@ -102,9 +102,16 @@ class DiskCache:
         """Whether the image is there."""
         return (self._folder / self.image_name(digest)).exists()
 
-    def adding_image(self, digest: str) -> contextlib.AbstractContextManager[Path]:
-        """A path to write the image to; it is there once that has ended without an exception."""
-        return self._adding(self.image_name(digest))
+    @contextlib.contextmanager
+    def adding_image(self, digest: str) -> Iterator[Path]:
+        """A path to write the image to; it is there once that has ended without an exception.
+
+        From then on the blob is the first to go, unless somebody uses it again.
+        """
+        with self._adding(self.image_name(digest)) as part:
+            yield part
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(self._folder / digest, (0, 0))
 
     def remove_image(self, digest: str) -> None:
         """It was found damaged: no pin keeps it."""
