@@ -57,8 +57,8 @@ class Admission:
         self._cache = cache
         self._adapters = adapters
         self.failed: dict[str, AdapterError] = {}
-        self._present: dict[str, int] = {}  # ranks of those that the step computes with, by digest
-        self._ranks = 0  # their sum
+        self._present: set[str] = set()  # digests that the step computes with
+        self._ranks = 0  # of these, their sum
         self._absent: set[str] = set()  # digests that cannot join it
         self._computing: set[bytes] = set()  # keys of KV pages that will be there soon
         self._passed: list[Sequence] = []  # kept waiting by other sequences' adapters
@@ -116,7 +116,7 @@ class Admission:
             self._leases = True
             digest = sequence.adapter.digest
             if not sequence.complete and digest not in self._present:
-                self._present[digest] = sequence.lease.rank
+                self._present.add(digest)
                 self._ranks += sequence.lease.rank
         self._computing.update(sequence.coming_keys())
 
