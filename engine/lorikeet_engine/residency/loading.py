@@ -86,7 +86,7 @@ class Loader:
                 return
             task.tier, task.urgent = max(task.tier, tier), task.urgent or urgent
         if self._disk.holds(ref.digest):
-            self._packers.submit(partial(self._begin, task, self._raise), urgent=urgent)
+            self._packers.submit(partial(self._begin, task, self._from_disk), urgent=urgent)
         else:
             self._downloaders.submit(partial(self._begin, task, self._download), urgent=urgent)
 
@@ -128,11 +128,10 @@ class Loader:
         if task.tier is Residency.DISK:
             self._land(task, Residency.DISK)
         else:
-            work = partial(self._attempt, task, self._raise)
+            work = partial(self._attempt, task, self._from_disk)
             self._packers.submit(work, urgent=task.urgent)
 
-    def _raise(self, task: _Task) -> None:
-        """From the disk, where it was a moment ago."""
+    def _from_disk(self, task: _Task) -> None:
         if task.tier is Residency.DISK:
             return self._land(task, Residency.DISK)
         try:
