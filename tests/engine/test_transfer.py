@@ -1,103 +1,20 @@
-"""The streams' order: whatever is loaded, leased, evicted and moved, nobody reads a torn image.
-
-Streams and events are stand-ins that keep vector clocks, so a race is found on a CPU, whether or
-not it would have happened this time.
-"""
+"""The streams' order: whatever is loaded, leased, evicted and moved, nobody reads a torn image."""
 
 import random
-from collections import Counter
-from contextlib import contextmanager
-from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.kernels.lora import LoraWeights
-from lorikeet_engine.residency import transfer
 from lorikeet_engine.residency.eviction import LeastRecentlyUsed
 from lorikeet_engine.residency.residents import Residents
 from lorikeet_engine.residency.slots import SlotPool
 from lorikeet_engine.residency.transfer import Transfer
+from tests.engine.streams import Event, Streams
 from tests.engine.test_slots import layout_of
 
 ARENA, LAYERS, SIZES = 640, 4, (16, 32, 48, 64)
-WHAT = ("load", "load", "arrive", "arrive", "lease", "lease", "release", "release", "step", "step")
-Clock = Counter[str]
-
-
-class Stream:
-    """What it does next comes after all that its clock counts."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.device = name, torch.device("cpu")
-        self.clock = Clock()
-
-    def wait_event(self, event: "Event") -> None:
-        self.clock |= event.clock
-
-    def wait_stream(self, stream: "Stream") -> None:
-        self.clock |= stream.clock
-
-
-class Event:
-    """What its stream had been given when it was recorded."""
-
-    def __init__(self, blocking: bool = False) -> None:
-        self.clock = Clock()
-
-    def record(self, stream: Stream) -> None:
-        self.clock = stream.clock.copy()
-
-
-@dataclass
-class Access:
-    """A stream's, to elements `begin` to `end` of the arena, as that stream's tick-th."""
-
-    stream: str
-    tick: int
-    writes: bool
-    begin: int
-    end: int
-
-
-class Streams(TorchDispatchMode):
-    """Two streams; refuses an access to the arena that another stream's can coincide with."""
-
-    def __init__(self, arena: torch.Tensor) -> None:
-        super().__init__()
-        self.computing, self.copying = Stream("computing"), Stream("copying")
-        self.current = self.computing
-        self._memory = arena.untyped_storage().data_ptr()
-        self._accesses: list[Access] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default:
-            self.access(args[1], writes=False)
-            self.access(args[0], writes=True)
-        elif func is torch.ops.aten.clone.default:
-            self.access(args[0], writes=False)
-        return func(*args, **(kwargs or {}))
-
-    @contextmanager
-    def use(self, stream: Stream):
-        before, self.current = self.current, stream
-        yield
-        self.current = before
-
-    def access(self, tensor: torch.Tensor, *, writes: bool) -> None:
-        if tensor.untyped_storage().data_ptr() != self._memory:
-            return
-        stream, begin = self.current, tensor.storage_offset()
-        stream.clock[stream.name] += 1
-        new = Access(stream.name, stream.clock[stream.name], writes, begin, begin + tensor.numel())
-        for old in self._accesses:
-            apart = old.end <= new.begin or new.end <= old.begin
-            ordered = old.stream == new.stream or old.tick <= stream.clock[old.stream]
-            assert apart or ordered or not (old.writes or writes), f"{new} races with {old}"
-        self._accesses.append(new)
 
 
 class Engine:
@@ -112,13 +29,7 @@ class Engine:
         self.weights = LoraWeights(torch.zeros(ARENA), table)
         self.pool = SlotPool(self.weights)
         self.streams = streams = Streams(self.weights.arena)
-        cuda = SimpleNamespace(
-            Stream=lambda _device: streams.copying,
-            Event=Event,
-            current_stream=lambda _device: streams.current,
-            stream=streams.use,
-        )
-        monkeypatch.setattr(transfer, "torch", SimpleNamespace(cuda=cuda, split=torch.split))
+        streams.stand_in(monkeypatch)
         self.residents = Residents(
             self.pool, Transfer(torch.device("cuda")), LeastRecentlyUsed(), lambda: float(self.now)
         )
@@ -137,8 +48,7 @@ class Engine:
             self.copies[ref.digest] = event
 
     def arrive(self, digest: str) -> None:
-        event = self.copies.pop(digest)
-        self.streams.computing.wait_event(event)  # later launches do: the host has waited for it
+        self.copies.pop(digest).synchronize()
         self.residents.arrived(digest)
 
     def step(self) -> None:
@@ -192,6 +102,19 @@ def test_a_copy_waits_for_no_step_that_cannot_read_what_it_overwrites(monkeypatc
             engine.leases.pop(digest).release()
     assert len(engine.residents.snapshot()) < 11, "some were evicted"
     assert waited >= launched[0], "and with them those of the steps were waited for"
+
+
+def test_a_copy_waits_for_the_last_of_an_adapters_leases(monkeypatch):
+    chance, engine = random.Random(1), Engine(monkeypatch)
+    with engine.streams:
+        engine.load(chance)
+        engine.arrive("1")
+        for _ in range(2):
+            engine.leases["1"] = engine.residents.lease("1")
+            engine.step()
+            engine.leases.pop("1").release()
+        while engine.residents.placed("1"):
+            engine.load(chance)
 
 
 @pytest.mark.gpu
