@@ -73,7 +73,7 @@ class Streams(TorchDispatchMode):
         self._accesses: list[Access] = []
 
     def stand_in(self, monkeypatch) -> None:
-        """For those of a Transfer."""
+        """Let every Transfer that is made from now on use these."""
         cuda = SimpleNamespace(
             Stream=lambda _device: self.copying,
             Event=lambda blocking=False: Event(self.computing, self.copy_s),
