@@ -560,6 +560,19 @@ def test_a_pin_whose_load_fails_is_tried_again(shelf, bench, monkeypatch):
     assert b.tiers.lease(a) is not None
 
 
+def test_a_failure_that_a_pin_has_overcome_is_forgotten(shelf, bench, monkeypatch):
+    monkeypatch.setattr(pins, "RETRY_S", 0.1)
+    (a,) = make(shelf, "a")
+    b = bench()
+    shelf.errors["a"] = ConnectionError("no")
+    b.tiers.want(a)  # by a request that leaves before it is told
+    b.until(lambda: not b.tiers._wanted)
+    del shelf.errors["a"]
+    b.tiers.pin(a)
+    b.until(lambda: b.tiers.residency(a) is Residency.GPU)
+    assert b.tiers.lease(a) is not None
+
+
 def test_a_pin_can_move_to_another_tier(shelf, bench):
     pinned, *others = make(shelf, "pabc")
     b = bench(gpu=1, host=2)

@@ -238,6 +238,7 @@ class Tiers:
             self._copies.submit(partial(self._await, copied, digest), urgent=True)
         self._wanted.pop(digest, None)
         self._parked.pop(digest, None)
+        self._failures.pop(digest, None)  # of an earlier load that nobody waits for any more
         if self._line.pop(digest, None):
             self._host.release(digest)
         return True
