@@ -5,12 +5,8 @@ run in Triton's interpreter; it must be chosen before Triton is first imported, 
 this file again in a process of its own.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,8 +19,8 @@ from lorikeet_engine.kernels.lora.gate import expand_and_gate
 from lorikeet_engine.kernels.lora.shrink import shrink
 from lorikeet_engine.kernels.lora.tiles import Tiles, list_tiles
 from lorikeet_engine.kernels.lora.tuning import FEW_TOKENS, PREFILL_TOKENS, Cut, Regime, cut_of
+from tests.engine.interpreter import INTERPRETED, run_in_interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 on_gpu = [pytest.mark.gpu, needs_cuda]
 Kind = tuple[str, torch.dtype]
@@ -47,17 +43,8 @@ MIXED_RANKS = [4, 64, 12, 1, 16]
 MIXED_RUNS = [(3, 2), (0, 40), (4, 17), (1, 1), (2, 63)]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels are tested")
 def test_every_case_holds_in_tritons_interpreter() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_in_interpreter(__file__)
 
 
 @dataclass(frozen=True)
