@@ -60,7 +60,7 @@ class Shelf:
             "peft_type": "LORA",
             "lora_alpha": alpha,
             "rank_pattern": {module_name(*key): rank for key, rank in ranks.items()},
-            "target_modules": "all-linear",
+            "target_modules": [module_name(*key) for key in ranks],
         }
         (folder / "adapter_config.json").write_text(json.dumps(config))
         digest = write_blob(folder, self.blob(name))

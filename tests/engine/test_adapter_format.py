@@ -319,7 +319,7 @@ def test_a_module_that_the_base_model_lacks_is_refused_by_name(module, reason, f
     extra = {f"base_model.model.{module}.lora_A.weight": np.zeros((4, 32), np.float32)}
     extra[f"base_model.model.{module}.lora_B.weight"] = np.zeros((32, 4), np.float32)
     edit_weights(folder, lambda t: t.update(extra))
-    edit_config(folder, target_modules="all-linear")
+    edit_config(folder, target_modules=None)
     error = rejection(folder)
     assert error.field == module
     assert reason in error.message

@@ -5,7 +5,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from lorikeet_engine.adapter_format.config import CONFIG_FILE, LoraConfig
+from lorikeet_engine.adapter_format.config import LoraConfig
+from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
 from lorikeet_engine.adapter_format.header import (
     MAX_HEADER_BYTES,
     TensorSpan,

@@ -6,17 +6,17 @@ is packed: whoever reads a blob later looks names up and never runs a stranger's
 
 import json
 import math
-import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from lorikeet_engine.adapter_format.expressions import Expressions, bad_config
 from lorikeet_engine.adapter_format.header import parse_json_object
-from lorikeet_engine.adapter_format.shape import LINEARS
+from lorikeet_engine.adapter_format.targets import check_targets, resolve_pattern
 from lorikeet_engine.errors import AdapterRejected
 
-CONFIG_FILE = "adapter_config.json"
-
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal")
 _UNDERSTOOD = frozenset(
     {
         "peft_type",
@@ -27,6 +27,9 @@ _UNDERSTOOD = frozenset(
         "rank_pattern",
         "alpha_pattern",
         "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
         "bias",
         "init_lora_weights",
     }
@@ -38,30 +41,40 @@ _WITHOUT_EFFECT = frozenset(
         "peft_version",
         "revision",
         "inference_mode",
-        "exclude_modules",
         "lora_dropout",
-        "fan_in_fan_out",
-        "layers_to_transform",
-        "layers_pattern",
         "megatron_core",
         "eva_config",
         "corda_config",
         "lora_ga_config",
+        "velora_config",
         "qalora_group_size",
         "ensure_weight_tying",
         "runtime_config",
     }
 )
-_REMEDIES = {
-    "use_dora": "DoRA is not supported; train with use_dora=False",
+_REASONS = {
+    "use_dora": "DoRA rescales the base model's own columns, which no batch mate may see; "
+    "train with use_dora=False",
     "modules_to_save": "whole modules cannot be served beside the base model; train without them",
     "lora_bias": "LoRA biases are not supported; train with lora_bias=False",
+    "fan_in_fan_out": "it is for Conv1D layers, as GPT-2 has; no base model served here has them",
     "loftq_config": "LoftQ changes the base model; train without it",
     "trainable_token_indices": "trained tokens change the embeddings; train without them",
+    "target_parameters": "LoRA on bare parameters, such as experts, is not supported; "
+    "target linear layers",
     "layer_replication": "replicated layers make another base model; train without them",
     "alora_invocation_tokens": "activated LoRA is not supported; train a plain LoRA",
+    "use_qalora": "QA-LoRA pools the layers' inputs; train with use_qalora=False",
+    "use_bdlora": "block-diagonal LoRA is not supported; train a plain LoRA",
+    "megatron_config": "Megatron's parallel layers are not supported; train on the plain model",
+    "arrow_config": "routing between adapters is not supported; register each adapter",
+    "kasa_config": "KaSA changes the base model; train a plain LoRA",
+    "monteclora_config": "sampled LoRA weights are not supported; train a plain LoRA",
 }
-_PLAIN_INITS = ("gaussian", "eva", "orthogonal")
+_OTHER_INITS = (
+    "that method may change the base model; save again with "
+    "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +93,10 @@ class LoraConfig:
     def from_peft(cls, raw: Mapping[str, Any], modules: Iterable[str]) -> "LoraConfig":
         """From PEFT's file, for the modules that the weights touch. Raises AdapterRejected."""
         _refuse_unsupported(raw)
-        modules = sorted(modules)
-        _check_targets(raw.get("target_modules"), modules)
-        ranks = _resolve(raw, "rank_pattern", modules)
-        alphas = _resolve(raw, "alpha_pattern", modules)
+        modules, run = sorted(modules), Expressions()
+        check_targets(raw, modules, run)
+        ranks = resolve_pattern(raw, "rank_pattern", modules, run)
+        alphas = resolve_pattern(raw, "alpha_pattern", modules, run)
         r, alpha = raw.get("r", 8), raw.get("lora_alpha", 8)
         return _checked(
             base_model_name_or_path=raw.get("base_model_name_or_path") or "",
@@ -101,7 +114,9 @@ class LoraConfig:
         names = {field.name for field in fields(cls)}
         if set(raw) != names:
             odd = sorted(set(raw) ^ names)
-            raise _bad(f"the blob's config has other keys than expected: {odd}", odd[0])
+            raise AdapterRejected(
+                f"the blob's config has other keys than expected: {reprlib.repr(odd)}", field=odd[0]
+            )
         return _checked(**raw)
 
     def to_json(self) -> str:
@@ -119,86 +134,49 @@ class LoraConfig:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    peft_type = raw.get("peft_type")
-    if peft_type != "LORA":
-        raise _bad(f"peft_type={peft_type!r}: only LORA adapters can be served", "peft_type")
+    if raw.get("peft_type") != "LORA":
+        raise _bad("only LORA adapters can be served", "peft_type", raw.get("peft_type"))
     if raw.get("bias", "none") != "none":
-        raise _bad(f"bias={raw['bias']!r}: train with bias='none'", "bias")
+        raise _bad("biases are not supported; train with bias='none'", "bias", raw["bias"])
     init = raw.get("init_lora_weights", True)
     if not (init is None or isinstance(init, bool) or init in _PLAIN_INITS):
-        raise _bad(
-            f"init_lora_weights={init!r} changes the base model: save again with "
-            "save_pretrained(..., path_initial_model_for_weight_conversion=...)",
-            "init_lora_weights",
-        )
+        raise _bad(_OTHER_INITS, "init_lora_weights", init)
     for key, value in raw.items():
         if key not in _UNDERSTOOD | _WITHOUT_EFFECT and value:
-            remedy = _REMEDIES.get(key, "this option is not supported; train without it")
-            raise _bad(f"{key}={value!r}: {remedy}", key)
-
-
-def _check_targets(targets: Any, modules: list[str]) -> None:
-    """A list of targets and the weights name the same linears; other forms say nothing."""
-    if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
-        return
-    for target in targets:
-        known = target.rpartition(".")[2] in LINEARS
-        if known and not any(_is_suffix(target, module) for module in modules):
-            raise _bad(f"target_modules names {target}, but no weight is for it", "target_modules")
-    for module in modules:
-        if not any(_is_suffix(target, module) for target in targets):
-            raise _bad(f"there are weights for {module}, not in target_modules", "target_modules")
-
-
-def _is_suffix(target: str, module: str) -> bool:
-    return module == target or module.endswith(f".{target}")
-
-
-def _resolve(raw: Mapping[str, Any], key: str, modules: list[str]) -> dict[str, Any]:
-    """The pattern's value for each module that it matches: PEFT takes the first key that does."""
-    pattern = raw.get(key) or {}
-    if not isinstance(pattern, Mapping):
-        raise _bad(f"{key} must be an object", key)
-    try:
-        compiled = [(re.compile(rf"(.*\.)?({k})$"), value) for k, value in pattern.items()]
-    except re.error as error:
-        raise _bad(f"{key} has a key that is no regular expression: {error}", key) from error
-    found = {}
-    for module in modules:
-        for expression, value in compiled:
-            if expression.match(module):
-                found[module] = value
-                break
-    return found
+            raise _bad(
+                _REASONS.get(key, "this option is not supported; train without it"), key, value
+            )
 
 
 def _checked(**raw: Any) -> LoraConfig:
     base_model = raw["base_model_name_or_path"]
     if not isinstance(base_model, str) or len(base_model) > 512:
-        raise _bad("want a text of at most 512 characters", "base_model_name_or_path")
+        raise _bad("want a text of at most 512 characters", "base_model_name_or_path", base_model)
     if raw.get("peft_type", "LORA") != "LORA":
-        raise _bad("want peft_type LORA", "peft_type")
+        raise _bad("want LORA", "peft_type", raw["peft_type"])
     if not isinstance(raw["use_rslora"], bool):
-        raise _bad("want use_rslora true or false", "use_rslora")
+        raise _bad("want true or false", "use_rslora", raw["use_rslora"])
     for key in ("rank_pattern", "alpha_pattern"):
         if not isinstance(raw[key], dict):
-            raise _bad(f"{key} must be an object", key)
+            raise _bad("want an object", key, raw[key])
     raw["lora_alpha"] = _alpha(raw["lora_alpha"], "lora_alpha")
     raw["alpha_pattern"] = {k: _alpha(v, "alpha_pattern") for k, v in raw["alpha_pattern"].items()}
-    for rank, key in [
-        (raw["r"], "r"),
-        *((v, "rank_pattern") for v in raw["rank_pattern"].values()),
-    ]:
-        if type(rank) is not int or not 1 <= rank < 2**31:
-            raise _bad(f"{key}: a rank of {rank!r}, want an integer ≥ 1", key)
+    _check_rank(raw["r"], "r")
+    for rank in raw["rank_pattern"].values():
+        _check_rank(rank, "rank_pattern")
     return LoraConfig(**raw)
+
+
+def _check_rank(value: Any, key: str) -> None:
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise _bad("want a rank, an integer ≥ 1", key, value)
 
 
 def _alpha(value: Any, key: str) -> float:
     if type(value) not in (int, float) or not abs(value) < 1e9:
-        raise _bad(f"{key}: an alpha of {value!r}, want a number", key)
+        raise _bad("want an alpha, a number below 1e9", key, value)
     return float(value)
 
 
-def _bad(message: str, key: str) -> AdapterRejected:
-    return AdapterRejected(f"{CONFIG_FILE}: {message}", field=key)
+def _bad(message: str, key: str, value: Any) -> AdapterRejected:
+    return bad_config(f"{reprlib.repr(value)}: {message}", key)

@@ -7,6 +7,7 @@ headers whose parsing takes a gigabyte.
 
 import json
 import os
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 from lorikeet_engine.errors import AdapterRejected
 
 MAX_HEADER_BYTES = 1_000_000
-MAX_TENSORS = 100_000
+MAX_TENSORS = 10_000
+MAX_NAME_CHARACTERS = 512
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -67,7 +69,10 @@ def read_header(path: Path) -> Header:
 
 
 def parse_json_object(data: bytes | str, field: str) -> dict[str, Any]:
-    """A JSON object without repeated keys, NaN or Infinity. Raises AdapterRejected(field=...)."""
+    """A JSON object without repeated or unprintable keys, NaN or Infinity.
+
+    Raises AdapterRejected(field=...).
+    """
     try:
         parsed = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -87,6 +92,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
         raise ValueError("a key appears twice")
+    for key in entries:
+        if not key.isprintable():  # it would be repeated in messages: a lone surrogate breaks them
+            raise ValueError(f"the key {reprlib.repr(key)} holds characters that do not print")
     return entries
 
 
@@ -95,12 +103,14 @@ def _no_constant(name: str) -> None:
 
 
 def _span(name: str, entry: Any, data_start: int) -> TensorSpan:
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise _bad(f"a tensor's name of {len(name)} characters: the limit is {MAX_NAME_CHARACTERS}")
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise _bad(f"{name}: want exactly dtype, shape and data_offsets", name)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         want = ", ".join(DTYPE_BYTES)
-        raise _bad(f"{name} has dtype {dtype!r}: convert it to one of {want}", name)
+        raise _bad(f"{name} has dtype {reprlib.repr(dtype)}: convert it to one of {want}", name)
     if not _counts(shape) or not _counts(offsets) or len(shape) > 8 or len(offsets) != 2:
         raise _bad(f"{name}: shape and data_offsets must be lists of integers ≥ 0", name)
     begin, end = offsets

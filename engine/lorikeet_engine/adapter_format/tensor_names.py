@@ -34,13 +34,19 @@ def tensor_name(module: str, side: str) -> str:
     return f"base_model.model.{module}.lora_{side}.weight"
 
 
+def module_name(layer: int, linear: int) -> str:
+    """The name of a linear by its layer and its index in LINEARS."""
+    owner = "self_attn" if LINEARS[linear] in _ATTENTION else "mlp"
+    return f"model.layers.{layer}.{owner}.{LINEARS[linear]}"
+
+
 def locate_module(module: str) -> tuple[int, int]:
     """(layer, index in LINEARS). Raises AdapterRejected for modules that cannot be adapted."""
     match = _MODULE.fullmatch(module)
     if match and match[2] in LINEARS:
-        owner = "self_attn" if match[2] in _ATTENTION else "mlp"
-        if f".{owner}." in module:
-            return int(match[1]), LINEARS.index(match[2])
+        layer, linear = int(match[1]), LINEARS.index(match[2])
+        if module == module_name(layer, linear):
+            return layer, linear
     raise AdapterRejected(
         f"module {module} cannot be adapted: want {', '.join(LINEARS)} of a decoder layer",
         field=module,
