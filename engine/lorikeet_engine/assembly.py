@@ -11,7 +11,6 @@ import torch
 
 from lorikeet_engine.adapter_format import LINEARS, AdapterLimits, BaseShape
 from lorikeet_engine.calibration import measure_rank_cost
-from lorikeet_engine.decode_graphs import DecodeGraphs, StepLimits
 from lorikeet_engine.device_memory import gib, resolve
 from lorikeet_engine.engine_settings import EngineSettings
 from lorikeet_engine.errors import SettingsError
@@ -28,6 +27,7 @@ from lorikeet_engine.residency.disk import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.runner import Runner
 from lorikeet_engine.start_up import StartUp
+from lorikeet_engine.step_graphs import StepGraphs, StepLimits
 from lorikeet_engine.warm_up import every_kind_of_step, largest_step
 
 log = logging.getLogger(__name__)
@@ -192,14 +192,14 @@ def _capture(
     weights: LoraWeights,
     kv: torch.Tensor,
     settings: EngineSettings,
-) -> DecodeGraphs | None:
-    """The graphs of decode steps where attention can be captured."""
+) -> StepGraphs | None:
+    """The graphs of small steps where attention can be captured."""
     if not isinstance(attention, CapturableAttention):
         return None
     limits = StepLimits(
-        sequences=settings.max_running,
+        tokens=settings.max_batch_tokens,
         adapters=settings.max_batch_adapters,
         rank=settings.max_rank,
         pages=settings.max_running * -(-model.config.max_context // settings.page_size),
     )
-    return DecodeGraphs(model, attention, weights, kv, limits)
+    return StepGraphs(model, attention, weights, kv, limits)

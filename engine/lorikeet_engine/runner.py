@@ -3,10 +3,10 @@
 import torch
 
 from lorikeet_engine.batch import Batch
-from lorikeet_engine.decode_graphs import DecodeGraphs
 from lorikeet_engine.kernels.attention import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.models import Model
+from lorikeet_engine.step_graphs import StepGraphs
 
 
 class Runner:
@@ -18,13 +18,13 @@ class Runner:
         attention: AttentionBackend,
         weights: LoraWeights | None,
         kv: torch.Tensor,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         """Take a loaded model and what it works on.
 
         weights: None for an engine that serves the base model alone.
         kv [layers, 2, pages, page_size, kv_heads, head_dim], contiguous, in the model's dtype.
-        graphs: of the same model, weights and kv, for the decode steps that fit them.
+        graphs: of the same model, weights and kv, for the steps that fit them.
         """
         self.model = model
         self._attention = attention
@@ -40,6 +40,11 @@ class Runner:
         """
         if self._graphs is not None and self._graphs.fit(batch):
             return self.model.logits(self._graphs.forward(batch))
+        return self.without_graph(batch)
+
+    @torch.inference_mode()
+    def without_graph(self, batch: Batch) -> torch.Tensor:
+        """The same, each kernel launched by itself."""
         self._attention.plan(batch)
         hidden = self.model.forward(batch, self._kv, self._weights, self._attention)
         return self.model.logits(hidden[batch.logit_rows])

@@ -8,7 +8,6 @@ import torch
 
 from lorikeet_engine.batch import Batch
 from lorikeet_engine.kernels.attention import AttentionShape, SdpaAttention
-from lorikeet_engine.kernels.attention.page_table import PageTable
 from lorikeet_engine.kernels.attention.paged_decode import (
     SHORTEST_ITEM,
     PagedDecode,
@@ -41,8 +40,8 @@ def dtype_of(device):
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def decode_step(lengths):
-    """A step of one query token for each sequence, pages dealt out of order."""
+def step_of(lengths, queries):
+    """A step of sequences of these lengths, their last tokens queries; pages dealt out of order."""
     random = torch.Generator().manual_seed(len(lengths))
     counts = [-(-length // PAGE) for length in lengths]
     pages = torch.randperm(sum(counts) + 3, generator=random).int()
@@ -50,19 +49,23 @@ def decode_step(lengths):
     for row, dealt in zip(tables, pages[: sum(counts)].split(counts), strict=True):
         row[: len(dealt)] = dealt
     nothing = torch.zeros(0, dtype=torch.int64)
-    starts = tuple(range(len(lengths) + 1))
+    starts = (0, *np.cumsum(queries).tolist())
     return Batch(nothing, nothing, nothing, starts, tuple(lengths), tables, nothing, None)
 
 
-def compare(shape, lengths, device, *, room=None, times=1, spare=0):
-    """Attend over one back end's static buffers, several times, and as torch would."""
+def compare(shape, lengths, device, *, queries=None, room=None, times=1, spare=0):
+    """Attend over one back end's static buffers, several times, and as torch would.
+
+    queries: of each sequence; one, where it is not said.
+    """
+    queries = queries or [1] * len(lengths)
     dtype = dtype_of(device)
     shape = replace(shape, dtype=dtype)
-    room = room or len(lengths)
+    room = room or sum(queries)
     pages = torch.zeros(4096, dtype=torch.int32, device=device)
     workspace = torch.full((workspace_bytes(shape, room),), 255, dtype=torch.uint8, device=device)
     backend = PagedDecode(shape, room, pages, workspace)
-    batch = decode_step(lengths)
+    batch = step_of(lengths, queries)
     total = int(batch.page_tables.max()) + 4
     random = torch.Generator(device).manual_seed(1)
     size = (2, total, PAGE, shape.kv_heads, shape.head_dim)
@@ -70,7 +73,7 @@ def compare(shape, lengths, device, *, room=None, times=1, spare=0):
     for row, length in zip(batch.page_tables, lengths, strict=True):
         if length % PAGE:  # nobody may look behind the end
             kv[:, row[(length - 1) // PAGE], length % PAGE :] = torch.nan
-    rows = len(lengths)
+    rows = sum(queries)
     for _ in range(times):
         size = (rows + spare, shape.heads + 2 * shape.kv_heads, shape.head_dim)
         qkv = torch.randn(size, generator=random, device=device).to(dtype)
@@ -91,6 +94,11 @@ def test_a_long_sequence_is_cut_and_put_together_again_every_time(device):
     compare(SHAPES["llama"], [900, 3, 70], device, times=3)
 
 
+def test_a_prompts_tokens_see_what_comes_before_them(device):
+    lengths, queries = [40, 17, 130, 5, 70], [40, 1, 33, 5, 2]
+    compare(SHAPES["llama"], lengths, device, queries=queries, times=2)
+
+
 def test_spare_rows_change_nothing(device):
     compare(SHAPES["llama"], [40, 5], device, room=4, spare=2)
 
@@ -107,8 +115,8 @@ def test_many_sequences_and_one_long_one_say_the_same_every_time():
 @pytest.mark.parametrize("capacity", [4, 7, 40])
 def test_the_pieces_of_a_step_hold_every_token_once_and_fit(capacity):
     lengths = np.array([1000, 1, 64, 130], np.int32)
-    table = PageTable(np.array([0, 63, 64, 68, 77], np.int32), np.zeros(77, np.int32), lengths)
-    items = cut(table, capacity)
+    pages = np.array([0, 63, 64, 68], np.int32)
+    items = cut(pages, lengths, capacity)
     assert items.shape == (capacity, 6)
     used = items[items[:, 0] >= 0]
     assert (items[len(used) :] == -1).all()
@@ -119,7 +127,7 @@ def test_the_pieces_of_a_step_hold_every_token_once_and_fit(capacity):
         assert (mine[1:, 2] == mine[:-1, 3]).all()
         assert (mine[:, 5] == len(mine)).all()
         assert (mine[:, 4] == np.flatnonzero(used[:, 0] == sequence)[0]).all()
-        assert (mine[:, 1] == table.starts[sequence]).all()
+        assert (mine[:, 1] == pages[sequence]).all()
     sizes = used[:, 3] - used[:, 2]
     assert sizes.min() >= 1
     assert sizes.max() <= max(2 * SHORTEST_ITEM, 2 * -(-lengths.sum() // max(1, capacity - 3)))

@@ -74,6 +74,8 @@ class Recorder:
         self.batches.append(batch)
         return torch.zeros(len(batch.logit_rows), CONFIG["vocab_size"])
 
+    without_graph = forward
+
 
 def answer(engine, refs):
     """Greedy tokens of a request for each adapter and one for none."""

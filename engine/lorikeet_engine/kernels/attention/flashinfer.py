@@ -16,7 +16,7 @@ _WORKSPACE_BYTES = 128 << 20
 class FlashInferAttention:
     """AttentionBackend for CUDA in float16 and bfloat16. A step is planned once for all layers.
 
-    Steps of decodes alone, which graphs hold, go to PagedDecode.
+    Small steps, which graphs hold, go to PagedDecode.
     """
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
@@ -58,12 +58,12 @@ class FlashInferAttention:
         self._wrapper.run(q, (layer_kv[0], layer_kv[1]), out=out)
         return out
 
-    def captured(self, sequences: int, pages: torch.Tensor) -> PagedDecode:
+    def captured(self, tokens: int, pages: torch.Tensor) -> PagedDecode:
         """See CapturableAttention.captured."""
-        needed = workspace_bytes(self._shape, sequences)
+        needed = workspace_bytes(self._shape, tokens)
         if needed > len(self._workspace):
             self._workspace = self._workspace.new_empty(needed)
-        return PagedDecode(self._shape, sequences, pages, self._workspace)
+        return PagedDecode(self._shape, tokens, pages, self._workspace)
 
 
 def _pinned(array: npt.NDArray[np.int32]) -> torch.Tensor:

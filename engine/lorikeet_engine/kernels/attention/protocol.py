@@ -54,11 +54,11 @@ class AttentionBackend(Protocol):
 class CapturableAttention(AttentionBackend, Protocol):
     """A back end that CUDA graphs can hold."""
 
-    def captured(self, sequences: int, pages: torch.Tensor) -> AttentionBackend:
-        """A back end for a graph over `sequences` sequences, one token each.
+    def captured(self, tokens: int, pages: torch.Tensor) -> AttentionBackend:
+        """A back end for a graph over steps of up to `tokens` query tokens.
 
         What is captured after one plan follows the later ones; for rows of q beyond the planned
-        sequences the result is left open.
+        tokens the result is left open.
         pages: an int32 buffer for the pages of all sequences of a step; back ends may share it.
         """
         ...

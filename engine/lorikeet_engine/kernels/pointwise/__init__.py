@@ -51,8 +51,8 @@ def rotate_and_store(
     Each pair (x[i], x[i + head_dim / 2]) turns by its position's angle, in float32.
     qkv [tokens, heads + 2 · kv_heads, head_dim], dense in a token: queries, keys, values;
     cos, sin [tokens, head_dim / 2] float32; layer_kv [2, pages, page_size, kv_heads, head_dim]
-    like qkv, contiguous; slots [tokens] int64: page · page_size + offset, on CUDA also −1 for no
-    place. The keys in qkv are left undefined.
+    like qkv, contiguous; slots [tokens] int64: page · page_size + offset, −1 for no place. The keys
+    in qkv are left undefined.
     """
     _operators(qkv.device.type).rotate_and_store(qkv, cos, sin, layer_kv, slots, lora)
 

@@ -41,8 +41,9 @@ def rotate_and_store(
     first, second = turned.float().chunk(2, dim=-1)
     turned.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
     keys, values = layer_kv.flatten(1, 2)  # [pages * page_size, kv_heads, head_dim]
-    keys.index_copy_(0, slots, qkv[:, -2 * kv_heads : -kv_heads])
-    values.index_copy_(0, slots, qkv[:, -kv_heads:])
+    stored = slots >= 0
+    keys.index_copy_(0, slots[stored], qkv[stored, -2 * kv_heads : -kv_heads])
+    values.index_copy_(0, slots[stored], qkv[stored, -kv_heads:])
 
 
 def gate(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:

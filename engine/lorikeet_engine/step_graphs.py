@@ -1,8 +1,10 @@
-"""CUDA graphs of decode steps: one launch for a forward pass instead of some hundreds.
+"""CUDA graphs of small steps: one launch for a forward pass instead of some hundreds.
 
-A graph is captured for each of a ladder of sizes: sequences × segments of adapters. A step uses
-the smallest that holds it; its tensors are copied to the graph's buffers, and what is left over of
-them is padding that writes no key and uses no adapter.
+Without a graph the host needs 10 ms to launch a pass of 32 layers, with adapters some 40: far more
+than the GPU needs for a few hundred tokens. A graph is captured for each of a ladder of sizes:
+tokens × segments of adapters. A step uses the smallest that holds it, whether it decodes, begins
+short prompts or both, since attention takes each token by itself; its tensors are copied to the
+graph's buffers, and what is left over of them is padding that writes no key and uses no adapter.
 """
 
 from dataclasses import dataclass
@@ -14,15 +16,17 @@ from lorikeet_engine.kernels.attention import AttentionBackend, CapturableAttent
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models import Model
 
-# Above the last a step's products are long enough to hide its launches.
-_SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+# Tokens that all tokens of a step see, added up. Where prompts bring more, reading keys anew for
+# each of their tokens costs more than launches: a decode of 256 sequences, 2.4 ms, has 70,000.
+_SEEN = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The most that one step can hold: sequences, distinct adapters, their rank, KV pages."""
+    """The most that one step can hold: tokens, distinct adapters, their rank, KV pages."""
 
-    sequences: int
+    tokens: int
     adapters: int
     rank: int
     pages: int
@@ -34,8 +38,8 @@ class _Captured:
     hidden: torch.Tensor
 
 
-class DecodeGraphs:
-    """Forward passes of steps in which every sequence has one token and wants its logits."""
+class StepGraphs:
+    """Forward passes of steps of few tokens."""
 
     @torch.inference_mode()
     def __init__(
@@ -48,8 +52,8 @@ class DecodeGraphs:
     ) -> None:
         """Capture all graphs, which takes some seconds; kv and weights are Runner's."""
         self._model, self._weights, self._kv, self._limits = model, weights, kv, limits
-        sizes = [size for size in _SEQUENCES if size < limits.sequences]
-        self._sizes = (*sizes, min(limits.sequences, _SEQUENCES[-1]))
+        sizes = [size for size in _TOKENS if size < limits.tokens]
+        self._sizes = (*sizes, min(limits.tokens, _TOKENS[-1]))
         largest, device = self._sizes[-1], kv.device
         self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
         self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
@@ -66,13 +70,17 @@ class DecodeGraphs:
 
     def fit(self, batch: Batch) -> bool:
         """Whether a graph was captured for batches like this one."""
-        sequences = len(batch.kv_lengths)
-        decodes = len(batch.token_ids) == sequences == len(batch.logit_rows)
-        return decodes and sequences <= self._sizes[-1]
+        tokens = len(batch.token_ids)
+        if tokens > self._sizes[-1]:
+            return False
+        return tokens == len(batch.kv_lengths) or _seen(batch) <= _SEEN
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Model.forward's hidden states of a batch that fits; the next forward overwrites them."""
-        rows = len(batch.kv_lengths)
+        """The hidden states of batch.logit_rows, of a batch that fits.
+
+        The next forward may overwrite them.
+        """
+        rows = len(batch.token_ids)
         size = next(size for size in self._sizes if size >= rows)
         used = 0 if batch.segments is None else len(batch.segments)
         counts = _segment_counts(min(self._limits.adapters, size))
@@ -88,7 +96,8 @@ class DecodeGraphs:
         self._attention[size].plan(batch)
         captured = self._captured[size, count]
         captured.graph.replay()
-        return captured.hidden[:rows]
+        hidden = captured.hidden[:rows]
+        return hidden if len(batch.logit_rows) == rows else hidden[batch.logit_rows]
 
     def _capture(self, size: int, count: int) -> _Captured:
         segments = None
@@ -105,8 +114,10 @@ class DecodeGraphs:
             logit_rows=self._token_ids[:size],
             segments=segments,
         )
-        attention = self._attention[size]
-        attention.plan(batch)
+        self._attention[size].plan(batch)
+        return self._record(batch, self._attention[size])
+
+    def _record(self, batch: Batch, attention: AttentionBackend) -> _Captured:
         self._run(batch, attention)  # compiles and allocates what capturing must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -119,11 +130,18 @@ class DecodeGraphs:
         return self._model.forward(batch, self._kv, self._weights, attention)
 
 
+def _seen(batch: Batch) -> int:
+    """At least as many as _SEEN is about."""
+    begins, ends = batch.query_starts[:-1], batch.query_starts[1:]
+    sequences = zip(begins, ends, batch.kv_lengths, strict=True)
+    return sum((end - begin) * seen for begin, end, seen in sequences)
+
+
 def _segment_counts(most: int) -> tuple[int, ...]:
     """0, 2, 8, 32, 64, 128, …: the last is at least `most`.
 
     A launch has programs for every segment, and by their number it takes its Regime. A step of 256
-    sequences with 40 adapters loses 0.7 ms where it is padded to 128, nothing with fewer to 32.
+    tokens with 40 adapters loses 0.7 ms where it is padded to 128, nothing with fewer to 32.
     """
     counts = [0, 2]
     while counts[-1] < most:
