@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from lorikeet.catalog.local_parts import LocalParts
 from lorikeet.catalog.store import check_key, check_prefix
 from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError
 
@@ -27,6 +28,11 @@ class LocalStore:
     def url(self) -> str:
         """The folder."""
         return str(self._folder)
+
+    @property
+    def parts(self) -> LocalParts:
+        """See ObjectStore."""
+        return LocalParts(self)
 
     def get(self, key: str) -> bytes:
         """See ObjectStore."""

@@ -22,6 +22,7 @@ from botocore.exceptions import (
     PartialCredentialsError,
 )
 
+from lorikeet.catalog.s3_parts import S3Parts
 from lorikeet.catalog.store import check_key, check_prefix
 from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError
 
@@ -35,12 +36,13 @@ _TRANSFER = TransferConfig(
     preferred_transfer_client="classic",  # the same on every instance type
 )
 _CONFIG = Config(
+    signature_version="s3v4",  # boto3 would presign with SigV2, which covers no length
     retries={"mode": "standard", "max_attempts": 5},
     connect_timeout=5,
     read_timeout=30,
     max_pool_connections=64,
 )
-_ABSENT = frozenset({"404", "NoSuchKey"})
+_ABSENT = frozenset({"404", "NoSuchKey", "NoSuchUpload"})
 _REFUSED = frozenset(
     {
         "ExpiredToken",
@@ -66,6 +68,11 @@ class S3Store:
     def url(self) -> str:
         """s3://bucket/prefix."""
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
+
+    @property
+    def parts(self) -> S3Parts:
+        """See ObjectStore."""
+        return S3Parts(self, self._client, self._bucket, self._key, self._errors)
 
     def get(self, key: str) -> bytes:
         """See ObjectStore."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from lorikeet.catalog.part_store import PartStore
 from lorikeet.errors import InvalidSetting, StoreError
 
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
@@ -25,6 +26,11 @@ class ObjectStore(Protocol):
     @property
     def url(self) -> str:
         """What open_store takes, for messages."""
+        ...
+
+    @property
+    def parts(self) -> PartStore:
+        """Its way to take objects that arrive in parts."""
         ...
 
     def get(self, key: str) -> bytes:

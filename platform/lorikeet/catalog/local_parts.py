@@ -1,0 +1,58 @@
+"""Parts of uploads in a folder: each is an object of its own."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lorikeet.errors import StoreError
+
+if TYPE_CHECKING:
+    from lorikeet.catalog.local import LocalStore
+
+
+class LocalParts:
+    """A PartStore without addresses: parts come through the gateway.
+
+    Parts are put one after the other only when they are downloaded; copying is left to put_file.
+    """
+
+    def __init__(self, store: "LocalStore") -> None:
+        self._store = store
+
+    def begin(self, _key: str) -> str:
+        """See PartStore."""
+        return ""
+
+    def url(self, _key: str, _token: str, _number: int, _size: int) -> str | None:
+        """See PartStore."""
+        return None
+
+    def put(self, key: str, _token: str, number: int, path: Path) -> None:
+        """See PartStore."""
+        self._store.put_file(f"{key}/{number:05d}", path)
+
+    def sizes(self, key: str, _token: str) -> dict[int, int]:
+        """See PartStore."""
+        return {
+            int(part.rpartition("/")[2]): self._store.size(part)
+            for part in self._store.list(f"{key}/")
+        }
+
+    def join(self, _key: str, _token: str) -> None:
+        """See PartStore."""
+
+    def download(self, key: str, _token: str, path: Path) -> None:
+        """See PartStore."""
+        try:
+            with path.open("wb") as file:
+                for part in self._store.list(f"{key}/"):
+                    file.write(self._store.get(part))
+        except OSError as error:
+            raise StoreError(f"{path.parent}: {error.strerror}: free some space there") from error
+
+    def copy(self, _key: str, _target: str) -> None:
+        """See PartStore."""
+
+    def delete(self, key: str, _token: str) -> None:
+        """See PartStore."""
+        for part in self._store.list(f"{key}/"):
+            self._store.delete(part)

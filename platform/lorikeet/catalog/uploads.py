@@ -1,0 +1,221 @@
+"""Blobs on their way in: bytes that nobody has looked at yet, and that nobody serves.
+
+An upload is known by the digest that its sender names and by the admin's key that sends it: any
+gateway can go on with it, and no key can touch another's. All of it lies under
+uploads/<digest>/<key id>/: a record, and the parts as the store keeps them. The record is there
+from the beginning to the end, also when the blob is in the store already, so that garbage
+collection can spare a blob whose digest it finds here.
+"""
+
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lorikeet.catalog.catalog import blob_key
+from lorikeet.catalog.store import ObjectStore
+from lorikeet.errors import Conflict, InvalidAdapter, NotFound, ObjectExists, ObjectNotFound
+
+PREFIX = "uploads/"
+PART_BYTES = 8 * 2**20
+_MOST_PARTS = 1000  # one page of a listing; S3 itself takes ten times as many
+_RECORD = "upload.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """One upload. owner: the id of the admin's key. created: Unix seconds.
+
+    token None: the blob was in the store when the upload began, and nothing need arrive.
+    """
+
+    digest: str
+    owner: str
+    size_bytes: int
+    part_bytes: int
+    created: float
+    nonce: str
+    token: str | None
+
+    @property
+    def key(self) -> str:
+        """Where its bytes lie. No other upload ever writes there, whatever came before it."""
+        return f"{_folder(self.digest, self.owner)}{self.nonce}"
+
+    @property
+    def numbers(self) -> range:
+        """Of its parts."""
+        return range(1, -(-self.size_bytes // self.part_bytes) + 1)
+
+    def part_size(self, number: int) -> int:
+        """Bytes of one part; only the last may be smaller than part_bytes."""
+        return min(self.part_bytes, self.size_bytes - (number - 1) * self.part_bytes)
+
+
+class Uploads:
+    """The uploads of one store. Safe from any thread of any process."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        part_bytes: int = PART_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._part_bytes = part_bytes
+        self._clock = clock
+
+    def begin(self, digest: str, size_bytes: int, owner: str) -> tuple[Upload, tuple[int, ...]]:
+        """The upload as it was left, or a new one, and the parts that have yet to arrive.
+
+        Raises Conflict when this key began it with another size.
+        """
+        stored = self.stored(digest)
+        upload = self._found(digest, owner) or self._create(digest, size_bytes, owner, stored)
+        if upload.size_bytes != size_bytes:
+            raise Conflict(
+                f"the upload of {digest} was begun with {upload.size_bytes} bytes, and now has "
+                f"{size_bytes}: register the file again"
+            )
+        if stored:
+            return upload, ()
+        try:
+            return upload, self._missing(upload)
+        except ObjectNotFound:  # given up, or its blob was collected: it starts over
+            self.discard(upload)
+            upload = self._create(digest, size_bytes, owner, stored=False)
+            return upload, self._missing(upload)
+
+    def find(self, digest: str, owner: str) -> Upload:
+        """The upload as it was begun. Raises NotFound."""
+        upload = self._found(digest, owner)
+        if upload is None:
+            raise NotFound(f"this key has begun no upload of {digest}")
+        return upload
+
+    def url(self, upload: Upload, number: int) -> str | None:
+        """Where its sender may PUT a part; None: it goes through the gateway."""
+        if upload.token is None:
+            return None
+        return self._store.parts.url(upload.key, upload.token, number, upload.part_size(number))
+
+    def put(self, upload: Upload, number: int, part: Path) -> None:
+        """Write a part from a file of its size. Raises ObjectNotFound once they are joined."""
+        if upload.token is not None:
+            self._store.parts.put(upload.key, upload.token, number, part)
+
+    def download(self, digest: str, owner: str, path: Path) -> None:
+        """Write the whole blob into a file, from the store's blobs if it is there already.
+
+        Verifies the digest; bytes with another one are thrown away. Raises NotFound, Conflict
+        while parts are missing, InvalidAdapter.
+        """
+        if self.stored(digest):
+            self._store.download(blob_key(digest), path)
+            upload = self._found(digest, owner)
+        else:
+            upload = self.find(digest, owner)
+            self._join(upload, path)
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != digest:
+            if upload is not None:
+                self.discard(upload)
+            raise InvalidAdapter(
+                f"the uploaded bytes have the digest {found} and not {digest}: register the "
+                "file again"
+            )
+
+    def keep(self, digest: str, owner: str) -> None:
+        """Make the downloaded upload a blob, inside the store if it can do that by itself."""
+        upload = self._found(digest, owner)
+        if upload is not None and upload.token is not None and not self.stored(digest):
+            with suppress(ObjectNotFound):  # a register of the same upload was quicker
+                self._store.parts.copy(upload.key, blob_key(digest))
+
+    def discard(self, upload: Upload) -> None:
+        """Remove an upload and its bytes."""
+        if upload.token is not None:
+            self._store.parts.delete(upload.key, upload.token)
+        self._store.delete(_record_key(upload.digest, upload.owner))
+
+    def in_flight(self) -> Iterator[Upload]:
+        """Every upload that was begun and neither ended nor discarded."""
+        for key in self._store.list(PREFIX):
+            if key.endswith("/" + _RECORD):
+                _, digest, owner, _ = key.split("/")
+                upload = self._found(digest, owner)
+                if upload is not None:
+                    yield upload
+
+    def stored(self, digest: str) -> bool:
+        """Whether the store has this blob."""
+        try:
+            self._store.size(blob_key(digest))
+        except ObjectNotFound:
+            return False
+        return True
+
+    def _create(self, digest: str, size_bytes: int, owner: str, stored: bool) -> Upload:
+        """A new upload, or the one that another request of this key made at the same moment."""
+        least = -(-size_bytes // _MOST_PARTS)
+        nonce = uuid.uuid4().hex
+        folder = _folder(digest, owner)
+        upload = Upload(
+            digest=digest,
+            owner=owner,
+            size_bytes=size_bytes,
+            part_bytes=max(self._part_bytes, least),
+            created=self._clock(),
+            nonce=nonce,
+            token=None if stored else self._store.parts.begin(folder + nonce),
+        )
+        record = {k: v for k, v in asdict(upload).items() if k not in ("digest", "owner")}
+        try:
+            self._store.put_if_absent(_record_key(digest, owner), json.dumps(record).encode())
+        except ObjectExists:  # also this one's own success, when its answer was lost
+            first = self.find(digest, owner)
+            if first != upload and upload.token is not None:
+                self._store.parts.delete(upload.key, upload.token)
+            return first
+        return upload
+
+    def _found(self, digest: str, owner: str) -> Upload | None:
+        try:
+            record = json.loads(self._store.get(_record_key(digest, owner)))
+        except ObjectNotFound:
+            return None
+        return Upload(digest=digest, owner=owner, **record)
+
+    def _missing(self, upload: Upload) -> tuple[int, ...]:
+        if upload.token is None:
+            raise ObjectNotFound(f"no blob {upload.digest} any more")
+        try:
+            sizes = self._store.parts.sizes(upload.key, upload.token)
+        except ObjectNotFound:
+            self._store.size(upload.key)  # joined, if this is there
+            return ()
+        return tuple(n for n in upload.numbers if sizes.get(n) != upload.part_size(n))
+
+    def _join(self, upload: Upload, path: Path) -> None:
+        missing = self._missing(upload)
+        if missing:
+            raise Conflict(
+                f"{len(missing)} of {len(upload.numbers)} parts of {upload.digest} have not "
+                "arrived: register the file again, and it goes on from there"
+            )
+        assert upload.token is not None
+        self._store.parts.join(upload.key, upload.token)
+        self._store.parts.download(upload.key, upload.token, path)
+
+
+def _folder(digest: str, owner: str) -> str:
+    return f"{PREFIX}{digest}/{owner}/"
+
+
+def _record_key(digest: str, owner: str) -> str:
+    return _folder(digest, owner) + _RECORD
