@@ -226,7 +226,7 @@ def test_no_name_in_an_address_leads_elsewhere(
     unchanged: Gateway, method: str, path: str, param: str | None
 ) -> None:
     before = unchanged.catalog.state
-    address = path.format(id=next(iter(before.key_records)))
+    address = path.format(id=before.keys()[0].id)
     answer = unchanged.admin(method, address)
     assert error_of(answer, 400)["param"] == param
     assert unchanged.catalog.refresh() is before

@@ -53,7 +53,7 @@ class Mortal:
 def check(store: ObjectStore, at_least: set[tuple[int, str]]) -> None:
     """All that was promised is there, and every version has its blob."""
     catalog = AdapterCatalog(store)
-    record = catalog.refresh().adapters("acme")
+    record = list(catalog.refresh().adapters("acme"))
     versions = record[0].versions if record else ()
     assert at_least <= {(version.version, version.digest) for version in versions}
     for version in versions:

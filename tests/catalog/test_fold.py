@@ -14,6 +14,7 @@ from lorikeet.catalog.changes import (
     entry_to_json,
 )
 from lorikeet.catalog.fold import fold
+from lorikeet.catalog.parts import COMMON, PARTS, part_of
 from lorikeet.catalog.records import Scope
 from lorikeet.errors import LorikeetError
 from lorikeet_engine.adapter import Residency
@@ -47,9 +48,7 @@ ACTS = st.one_of(
 def decide(state: CatalogState, act: tuple) -> rules.Changes:  # type: ignore[type-arg]
     match act:
         case ("tenant", name, limit):
-            decide_tenant = (
-                rules.limit_tenant if name in state.tenant_records else rules.create_tenant
-            )
+            decide_tenant = rules.limit_tenant if state.holdings(name) else rules.create_tenant
             return decide_tenant(state, TenantSaved(name=name, max_concurrent=limit))
         case ("key", tenant, number):
             key = KeyCreated(
@@ -117,7 +116,9 @@ def test_what_always_holds(acts: list[tuple]) -> None:  # type: ignore[type-arg]
             assert states[-1] != state
         for record in states[-1].adapters():
             check_adapter(record)
-            assert ((record.tenant, record.name) in states[-1].shared) == record.shared
+            assert (
+                (record.tenant, record.name) in states[-1].parts[COMMON].shared
+            ) == record.shared
 
     # in one go, from its JSON, and from every moment on, it is the same state
     reread = [entry_from_json(entry_to_json(entry), "log/1") for entry in entries]
@@ -142,6 +143,8 @@ def test_a_fold_shares_what_it_does_not_change() -> None:
     entry = Entry(seq=start.seq + 1, nonce="", actor="", time=1.0, changes=tuple(changes))
     after = fold(start, [entry])
 
-    assert after.adapter_records["b"] is start.adapter_records["b"]
+    assert after.holdings("b") is start.holdings("b")
     assert after.adapter("a", "x") is start.adapter("a", "x")
-    assert set(start.adapter_records["a"]) == {"x"}
+    assert [record.name for record in start.adapters("a")] == ["x"]
+    changed = [at for at in range(PARTS + 1) if after.parts[at] is not start.parts[at]]
+    assert changed == [part_of("a")]

@@ -55,7 +55,7 @@ def test_threads_that_change_everything_lose_nothing(
         keys = list(threads.map(change, enumerate(catalogs(store, 4))))
 
     state = catalog.refresh()
-    records = state.key_records.values()
+    records = state.keys()
     assert {key.id for key in records} == {key for own in keys for key in own}
     assert {key.id for key in records if key.revoked} == {own[0] for own in keys}
     assert [tenant.name for tenant in state.tenants()] == ["acme", "t0", "t1", "t2", "t3"]

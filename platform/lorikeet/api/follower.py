@@ -3,8 +3,12 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.parts import NotRead
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import Unavailable
 
@@ -14,6 +18,9 @@ MIN_GAP_S = 0.1
 """Refreshes begin at most this often, however many unknown names clients ask for."""
 LONGEST_WAIT_S = 2.0
 """A store that hangs delays the answer to an unknown name by this much and nothing else."""
+_READERS = 8
+
+T = TypeVar("T")
 
 
 class CatalogFollower:
@@ -29,11 +36,30 @@ class CatalogFollower:
         self._refreshing = asyncio.Lock()
         self._begun_s = -MIN_GAP_S
         self._failing = False
+        self._parts: dict[int, asyncio.Task[None]] = {}
+        # threads of their own: a store that hangs must not keep refreshes from theirs
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="catalog-part")
 
     @property
     def state(self) -> CatalogState:
         """The last view; never blocks."""
         return self._catalog.state
+
+    async def ask(self, question: Callable[[CatalogState], T]) -> T:
+        """The last view's answer; parts that it needs are read first, off the event loop.
+
+        Raises Unavailable if the store does not answer.
+        """
+        while True:
+            try:
+                return question(self.state)
+            except NotRead as missing:
+                await self._read_parts(missing.numbers)
+
+    async def survey(self, question: Callable[[CatalogState], T]) -> T:
+        """The answer of a view as from `refreshed`, worked out in a thread: for long lists."""
+        await self.refreshed()
+        return await asyncio.to_thread(self._catalog.ask, question)
 
     async def follow(self) -> None:
         """Refresh every interval, until cancelled."""
@@ -54,6 +80,29 @@ class CatalogFollower:
                 "send it again later"
             )
         return self.state
+
+    async def _read_parts(self, numbers: Collection[int]) -> None:
+        """Read these parts, each once for all who wait for it."""
+        wanted = [number for number in numbers if number not in self._parts]
+        if wanted:
+            reading = asyncio.create_task(self._read_together(wanted))
+            self._parts.update(dict.fromkeys(wanted, reading))
+        tasks = {self._parts[number] for number in numbers}
+        done, waiting = await asyncio.wait(tasks, timeout=LONGEST_WAIT_S)
+        failures = [error for task in done if (error := task.exception())]
+        if waiting or failures:
+            raise Unavailable(
+                "what this request names is not read yet, and the catalog cannot be read now: "
+                "send it again later"
+            ) from next(iter(failures), None)
+
+    async def _read_together(self, numbers: list[int]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._readers, self._catalog.read, numbers)
+        finally:
+            for number in numbers:
+                del self._parts[number]
 
     async def _read(self) -> bool:
         """Whether it worked in time. All who call before the read begins share it."""

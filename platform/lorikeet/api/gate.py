@@ -5,12 +5,17 @@ from typing import Annotated
 from fastapi import Depends
 from starlette.requests import Request
 
+from lorikeet.api.absent import Absent
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.services import Services
 from lorikeet.catalog.records import Scope, TenantRecord
+from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import InvalidKey, Unavailable, UnknownModel
 from lorikeet.tenancy import Principal, authenticate
 from lorikeet_engine.adapter import AdapterRef
+
+ABSENT_S = 1.0
+"""For so long a name that was just looked up in vain is refused without looking again."""
 
 
 class Gate:
@@ -19,44 +24,63 @@ class Gate:
     def __init__(self, services: Services, follower: CatalogFollower) -> None:
         self._base_models = services.base_models
         self._follower = follower
+        self._absent = Absent(ABSENT_S)
 
     async def tenant(self, request: Request) -> TenantRecord:
         """The tenant whose key this is. Raises InvalidKey, Forbidden, Unavailable."""
-        principal = await self._authenticate(request, Scope.INFER)
-        assert principal.tenant is not None
-        return self._follower.state.tenant(principal.tenant)
+        tenant = (await self._authenticate(request, Scope.INFER)).tenant
+        assert tenant is not None
+        return await self._follower.ask(lambda state: state.tenant(tenant))
 
     async def admin(self, request: Request) -> None:
         """A dependency of every admin route. Raises InvalidKey, Forbidden, Unavailable."""
         request.state.principal = await self._authenticate(request, Scope.ADMIN)
 
-    async def resolve(self, model: str, tenant: str) -> tuple[str, AdapterRef | None]:
+    async def resolve(
+        self, model: str, tenant: str, session: str | None = None
+    ) -> tuple[str, AdapterRef | None]:
         """The base model's name and the adapter, if it is one, that `model` means to a tenant.
+
+        session: what decides between two versions that share an alias; None: the first.
 
         Raises UnknownModel, alike for what is absent and for what is another's; Unavailable when
         nothing here serves its base model, or the catalog cannot be asked about an unknown name.
         """
         if model in self._base_models:
             return model, None
-        state = self._follower.state
+
+        def find(state: CatalogState) -> tuple[str, AdapterRef]:
+            ref = state.resolve(model, tenant, session)
+            return state.base_model_of(ref), ref
+
         try:
-            ref = state.resolve(model, tenant)
+            base_model, ref = await self._follower.ask(find)
         except UnknownModel:
-            state = await self._follower.looked_again()
-            ref = state.resolve(model, tenant)
-        base_model = state.base_model_of(ref)
+            if self._absent.holds((tenant, model)):
+                raise
+            await self._follower.looked_again()
+            try:
+                base_model, ref = await self._follower.ask(find)
+            except UnknownModel:
+                self._absent.add((tenant, model))
+                raise
         if base_model not in self._base_models:
             raise Unavailable(f"{ref} needs the base model {base_model!r}, which is not served now")
         return base_model, ref
 
     async def _authenticate(self, request: Request, scope: Scope) -> Principal:
         authorization = request.headers.get("authorization")
+
+        def check(state: CatalogState) -> Principal:
+            return authenticate(state, authorization, scope)
+
         try:
-            return authenticate(self._follower.state, authorization, scope)
+            return await self._follower.ask(check)
         except InvalidKey:
             if authorization is None:
                 raise
-        return authenticate(await self._follower.looked_again(), authorization, scope)
+        await self._follower.looked_again()
+        return await self._follower.ask(check)
 
 
 async def actor_of(request: Request) -> str:

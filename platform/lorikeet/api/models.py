@@ -1,5 +1,6 @@
 """GET /v1/models: what a tenant may ask for, and nothing else."""
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -23,7 +24,7 @@ def model_routes(services: Services, gate: Gate, follower: CatalogFollower) -> A
     async def list_models(request: Request) -> dict[str, Any]:
         tenant = await gate.tenant(request)
         entries = [_base_entry(name) for name in services.base_models]
-        for record in follower.state.visible_to(tenant.name):
+        for record in await follower.ask(lambda state: state.visible_to(tenant.name)):
             entries += _adapter_entries(record)
         return {"object": "list", "data": entries}
 
@@ -33,7 +34,7 @@ def model_routes(services: Services, gate: Gate, follower: CatalogFollower) -> A
         _, ref = await gate.resolve(model, tenant.name)
         if ref is None:
             return _base_entry(model)
-        return _entry(model, ref.tenant, _version(follower.state, ref))
+        return _entry(model, ref.tenant, await follower.ask(partial(_version, ref)))
 
     return router
 
@@ -50,7 +51,7 @@ def _adapter_entries(record: AdapterRecord) -> list[dict[str, Any]]:
     ]
 
 
-def _version(state: CatalogState, ref: AdapterRef) -> VersionRecord:
+def _version(ref: AdapterRef, state: CatalogState) -> VersionRecord:
     version = state.adapter(ref.tenant, ref.name).version(ref.version)
     assert version is not None
     return version

@@ -2,7 +2,7 @@
 
 A change is one optimistic loop: read the log's tail, check against the state, append. When
 someone else appended first, the loop starts over, so no update is lost and nothing is decided on
-stale knowledge. A crash leaves at most a blob that no entry names.
+stale knowledge. A crash leaves at most a blob that no entry names, or parts of a snapshot.
 """
 
 import random
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TypeVar
 
 from lorikeet.catalog import rules
 from lorikeet.catalog.changes import CatalogCreated, KeyCreated, Pinned, TenantSaved
@@ -17,6 +18,7 @@ from lorikeet.catalog.fold import fold
 from lorikeet.catalog.keys import new_key_id, new_secret, secret_sha256
 from lorikeet.catalog.log import Log
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_alias, check_name, check_selector
+from lorikeet.catalog.parts import NotRead, Unread
 from lorikeet.catalog.pin_terms import check_expiry, check_reason
 from lorikeet.catalog.records import (
     AdapterRecord,
@@ -27,10 +29,17 @@ from lorikeet.catalog.records import (
     TenantRecord,
     VersionRecord,
 )
+from lorikeet.catalog.snapshots import Snapshots
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store import ObjectStore
+from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound, StoreError
 from lorikeet_engine.adapter import Residency
+
+SNAPSHOT_EVERY = 256
+"""Entries between snapshots: about as many as a reader that starts may have to read one by one."""
+
+T = TypeVar("T")
 
 _ATTEMPTS = 20
 _LONGEST_PAUSE_S = 1.0
@@ -51,10 +60,12 @@ class AdapterCatalog:
     def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
         self.store = store
         self._log = Log(store)
+        self._snapshots = Snapshots(store)
+        self._view = CatalogView(self._snapshots)
         self._clock = clock
-        self._state = CatalogState()
+        self._snapshot_seq = 0  # of the newest snapshot known here
+        self._asked_seq = 0  # when a newer one was last asked for
         self._reading = threading.Lock()
-        self._showing = threading.Lock()
         self._writing = threading.Lock()  # one process need not race with itself
 
     @classmethod
@@ -67,24 +78,52 @@ class AdapterCatalog:
             entry = catalog._log.append(0, actor, clock(), [CatalogCreated()])
         except Conflict as error:
             raise Conflict(f"there already is a catalog at {store.url}") from error
-        catalog._show(fold(CatalogState(), [entry]))
+        catalog._view.advance([entry])
         return catalog
 
     @property
     def state(self) -> CatalogState:
-        """The state as last read; never blocks."""
-        return self._state
+        """The state as last read, some of its parts perhaps unread; never blocks."""
+        return self._view.state
+
+    def ask(self, question: Callable[[CatalogState], T]) -> T:
+        """The answer of the state as last read; reads parts that it needs. Raises StoreError."""
+        return self._view.ask(question)
+
+    def read(self, numbers: Collection[int]) -> None:
+        """Read these parts, which a question of the state needed. Raises StoreError."""
+        self._view.read(numbers)
 
     def refresh(self) -> CatalogState:
         """Read what was appended since, and return the new state. Raises StoreError."""
         with self._reading:
-            before = self._state
-            entries = self._log.read(before.seq)
-            if entries:
-                self._show(fold(before, entries))
-        if self._state.seq == 0:
+            if self.state.seq == 0:
+                self._begin()
+            self._view.advance(self._log.read(self.state.seq))
+            if self.state.seq >= max(self._snapshot_seq, self._asked_seq) + 2 * SNAPSHOT_EVERY:
+                self._rebase()
+        if self.state.seq == 0:
             raise StoreError(f"there is no catalog at {self.store.url}: run `lorikeet init` first")
-        return self._state
+        return self.state
+
+    @property
+    def snapshot_due(self) -> bool:
+        """Whether so much was appended since the newest snapshot that another is worth making."""
+        return self.state.seq >= self._snapshot_seq + SNAPSHOT_EVERY
+
+    def snapshot(self) -> int:
+        """Make a snapshot, unless there is one of the newest entry; the number of that entry.
+
+        Anybody may, at any time, while others write and make snapshots. Raises StoreError.
+        """
+        self.refresh()
+        manifest = self._snapshots.newest()
+        if manifest is None or manifest.seq < self.state.seq:
+            state = self.ask(_settled)
+            manifest = self._snapshots.write(state)
+            self._view.rebase(manifest, state)
+        self._snapshot_seq = max(self._snapshot_seq, manifest.seq)
+        return manifest.seq
 
     def create_tenant(
         self, name: str, max_concurrent: int | None = None, *, actor: str
@@ -119,8 +158,8 @@ class AdapterCatalog:
             scopes=tuple(sorted(set(scopes), key=lambda scope: scope.value)),
             sha256=secret_sha256(secret),
         )
-        after = self._commit(actor, lambda state: rules.create_key(state, change))
-        return after.key(change.id), secret
+        self._commit(actor, lambda state: rules.create_key(state, change))
+        return self.ask(lambda state: state.key(change.id)), secret
 
     def revoke_key(self, key_id: str, *, actor: str) -> KeyRecord:
         """Make a key invalid for ever; again is fine.
@@ -148,7 +187,8 @@ class AdapterCatalog:
         """
         check_name(tenant, "tenant")
         check_name(name, "name")
-        self.refresh().tenant(tenant)  # before a long upload
+        self.refresh()
+        self.ask(lambda state: state.tenant(tenant))  # before a long upload
         self._upload(blob, facts)
         after = self._commit(
             actor,
@@ -188,7 +228,8 @@ class AdapterCatalog:
         Retired versions are passed over. Raises UnknownModel, NotFound, and Conflict when there
         is nothing to go back to or someone moves the alias at the same moment.
         """
-        seen = self.refresh().adapter(tenant, name).aliases.get(alias)
+        self.refresh()
+        seen = self.ask(lambda state: state.adapter(tenant, name)).aliases.get(alias)
         after = self._commit(
             actor, lambda state: rules.rollback(state, tenant, name, alias, expect=seen)
         )
@@ -239,7 +280,9 @@ class AdapterCatalog:
             expires=expires,
         )
         after = self._commit(actor, lambda state: rules.pin(state, change))
-        return after.pin_records[tenant, name]
+        pin = after.pin_of(tenant, name)
+        assert pin is not None
+        return pin
 
     def unpin(self, tenant: str, name: str, *, actor: str) -> None:
         """Take an adapter's pin away. Raises NotFound when it has none."""
@@ -249,8 +292,8 @@ class AdapterCatalog:
         """Append what `decide` answers; the state right after it, or as it is without changes."""
         with self._writing:
             for attempt in range(_ATTEMPTS):
-                state = self.refresh()
-                changes = decide(state)
+                self.refresh()
+                state, changes = self.ask(lambda state: (state, decide(state)))
                 if not changes:
                     return state
                 try:
@@ -258,17 +301,25 @@ class AdapterCatalog:
                 except Conflict:
                     time.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, 0.01 * 2**attempt)))
                     continue
-                after = fold(state, [entry])
-                self._show(after)
-                return after
+                self._view.advance([entry])
+                return fold(state, [entry])
         raise Conflict(
             f"others changed the catalog first, {_ATTEMPTS} times in a row: try again later"
         )
 
-    def _show(self, state: CatalogState) -> None:
-        with self._showing:
-            if state.seq > self._state.seq:
-                self._state = state
+    def _begin(self) -> None:
+        manifest = self._snapshots.newest()
+        if manifest is not None:
+            self._view.begin(manifest)
+            self._snapshot_seq = manifest.seq
+
+    def _rebase(self) -> None:
+        """Use the newest snapshot from here on, so that few entries are kept for unread parts."""
+        self._asked_seq = self.state.seq
+        manifest = self._snapshots.newest()
+        if manifest is not None and self._snapshot_seq < manifest.seq <= self.state.seq:
+            self._view.rebase(manifest)
+            self._snapshot_seq = manifest.seq
 
     def _upload(self, blob: Path, facts: BlobFacts) -> None:
         key = blob_key(facts.digest)
@@ -283,3 +334,12 @@ class AdapterCatalog:
 def _check_count(value: int | None, param: str) -> None:
     if value is not None and value < 1:
         raise InvalidInput(f"{param}={value}: want an integer ≥ 1, or none", param=param)
+
+
+def _settled(state: CatalogState) -> CatalogState:
+    """The state, once no unread part has news."""
+    parts = enumerate(state.parts)
+    news = frozenset(at for at, part in parts if isinstance(part, Unread) and part.pending)
+    if news:
+        raise NotRead(news)
+    return state

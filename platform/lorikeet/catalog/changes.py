@@ -71,6 +71,7 @@ class VersionRegistered:
     size_bytes: int
     max_rank: int
     base_model: str
+    gpu_bytes: int = 0
     type: Literal["version_registered"] = "version_registered"
 
 
@@ -86,7 +87,7 @@ class AdapterShared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AliasMoved:
-    """An alias points to another version; the one before joins its history."""
+    """An alias points to another version, for all requests; the one before joins its history."""
 
     tenant: str
     name: str
@@ -107,6 +108,28 @@ class AliasRolledBack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShareGiven:
+    """A second version gets this part of an alias's requests; 0 < part < 1."""
+
+    tenant: str
+    name: str
+    alias: str
+    version: int
+    part: float
+    type: Literal["share_given"] = "share_given"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareEnded:
+    """An alias gives all its requests to the version it points to."""
+
+    tenant: str
+    name: str
+    alias: str
+    type: Literal["share_ended"] = "share_ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRetired:
     """One version can be used no more."""
 
@@ -114,6 +137,16 @@ class VersionRetired:
     name: str
     version: int
     type: Literal["version_retired"] = "version_retired"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRestored:
+    """A retired version can be used again."""
+
+    tenant: str
+    name: str
+    version: int
+    type: Literal["version_restored"] = "version_restored"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +190,10 @@ Change = Annotated[
     | AdapterShared
     | AliasMoved
     | AliasRolledBack
+    | ShareGiven
+    | ShareEnded
     | VersionRetired
+    | VersionRestored
     | AdapterRetired
     | Pinned
     | Unpinned,

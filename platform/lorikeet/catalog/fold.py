@@ -1,9 +1,19 @@
 """How log entries turn one state into the next: a pure function."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import assert_never
 
+from lorikeet.catalog.adapter_fold import (
+    adapter_retired,
+    alias_moved,
+    alias_rolled_back,
+    share_ended,
+    share_given,
+    version_registered,
+    version_restored,
+    version_retired,
+)
 from lorikeet.catalog.changes import (
     AdapterRetired,
     AdapterShared,
@@ -15,17 +25,22 @@ from lorikeet.catalog.changes import (
     KeyCreated,
     KeyRevoked,
     Pinned,
+    ShareEnded,
+    ShareGiven,
     TenantSaved,
     Unpinned,
     VersionRegistered,
+    VersionRestored,
     VersionRetired,
 )
+from lorikeet.catalog.parts import COMMON, Part, Unread, part_of
 from lorikeet.catalog.records import (
     AdapterRecord,
+    Holdings,
     KeyRecord,
     PinRecord,
+    Scope,
     TenantRecord,
-    VersionRecord,
 )
 from lorikeet.catalog.state import CatalogState
 
@@ -33,34 +48,87 @@ from lorikeet.catalog.state import CatalogState
 def fold(state: CatalogState, entries: Iterable[Entry]) -> CatalogState:
     """The state after these entries, which follow on `state.seq` without a gap.
 
-    Unchanged adapters are shared with `state`, however many entries there are.
+    Costs what they touch, however large the state is: the rest is shared with `state`.
     """
-    draft = _Draft(state)
+    seq, time = state.seq, state.time
+    touching: dict[int, list[Entry]] = {}
     for entry in entries:
-        assert entry.seq == draft.seq + 1, f"entry {entry.seq} after {draft.seq}"
+        assert entry.seq == seq + 1, f"entry {entry.seq} after {seq}"
+        seq, time = entry.seq, entry.time
+        for number in {number for change in entry.changes for number in _parts_of(change)}:
+            touching.setdefault(number, []).append(entry)
+    parts = list(state.parts)
+    for number, news in touching.items():
+        held = parts[number]
+        if isinstance(held, Unread):
+            parts[number] = Unread(held.digest, (*held.pending, *news))
+        else:
+            parts[number] = fold_part(held, number, news)
+    return CatalogState(seq, time, tuple(parts))
+
+
+def fold_part(part: Part, number: int, entries: Iterable[Entry]) -> Part:
+    """Part `number` after what these entries change in it."""
+    draft = _Draft(part, number)
+    for entry in entries:
         for change in entry.changes:
-            draft.apply(change, entry)
-        draft.seq = entry.seq
+            if number in _parts_of(change):
+                draft.apply(change, entry)
     return draft.finish()
 
 
-class _Draft:
-    """A state in the making: one copy of each table, and of each touched tenant's adapters."""
+def _parts_of(change: Change) -> Collection[int]:
+    """The numbers of the parts that a change changes."""
+    match change:
+        case CatalogCreated():
+            return ()
+        case TenantSaved():
+            return (part_of(change.name),)
+        case KeyCreated():
+            whose = COMMON if change.tenant is None else part_of(change.tenant)
+            return (part_of(change.id), part_of(change.sha256), whose)
+        case KeyRevoked():
+            return (part_of(change.id), COMMON)
+        case AdapterShared() | AdapterRetired():
+            return (part_of(change.tenant), COMMON)
+        case Pinned() | Unpinned():
+            return (COMMON,)
+        case _:
+            return (part_of(change.tenant),)
 
-    def __init__(self, state: CatalogState) -> None:
-        self.seq = state.seq
-        self._tenants = dict(state.tenant_records)
-        self._keys = dict(state.key_records)
-        self._key_ids = dict(state.key_ids)
-        self._adapters = dict(state.adapter_records)
+
+class _Draft:
+    """One part in the making: a copy of each of its tables, and of each touched tenant's."""
+
+    def __init__(self, part: Part, number: int) -> None:
+        self._part = part
+        self._number = number
+        self._tenants = dict(part.tenants)
         self._own: dict[str, dict[str, AdapterRecord]] = {}  # tenants whose table is copied
-        self._shared = set(state.shared)
-        self._pins = dict(state.pin_records)
+        self._keys = dict(part.keys)
+        self._key_ids = dict(part.key_ids)
+        self._shared = set(part.shared)
+        self._pins = dict(part.pins)
+        self._admin_keys = set(part.admin_keys)
 
     def apply(self, change: Change, entry: Entry) -> None:
+        if self._number == COMMON:
+            self._apply_to_all_tenants(change, entry)
+        else:
+            self._apply(change, entry)
+
+    def finish(self) -> Part:
+        return Part(
+            self._tenants,
+            self._keys,
+            self._key_ids,
+            frozenset(self._shared),
+            self._pins,
+            frozenset(self._admin_keys),
+        )
+
+    def _apply(self, change: Change, entry: Entry) -> None:
         match change:
-            case CatalogCreated():
-                pass
             case TenantSaved():
                 self._save_tenant(change, entry.time)
             case KeyCreated():
@@ -68,17 +136,42 @@ class _Draft:
             case KeyRevoked():
                 self._keys[change.id] = replace(self._keys[change.id], revoked=True)
             case VersionRegistered():
-                self._register(change, entry.time)
+                record = self._adapters(change.tenant).get(change.name)
+                record = record or AdapterRecord(change.tenant, change.name)
+                self._put(version_registered(record, change, entry.time))
             case AdapterShared():
-                self._share(change)
+                self._put(replace(self._adapter(change), shared=change.shared))
             case AliasMoved():
-                self._put(_moved(self._adapter(change), change))
+                self._put(alias_moved(self._adapter(change), change))
             case AliasRolledBack():
-                self._put(_rolled_back(self._adapter(change), change))
+                self._put(alias_rolled_back(self._adapter(change), change))
+            case ShareGiven():
+                self._put(share_given(self._adapter(change), change))
+            case ShareEnded():
+                self._put(share_ended(self._adapter(change), change.alias))
             case VersionRetired():
-                self._put(_version_retired(self._adapter(change), change.version))
+                self._put(version_retired(self._adapter(change), change.version))
+            case VersionRestored():
+                self._put(version_restored(self._adapter(change), change.version))
             case AdapterRetired():
-                self._put(_retired(self._adapter(change)))
+                self._put(adapter_retired(self._adapter(change), entry.seq))
+            case CatalogCreated() | Pinned() | Unpinned():
+                raise AssertionError(f"{change.type} changes no tenant's part")
+            case _:
+                assert_never(change)
+
+    def _apply_to_all_tenants(self, change: Change, entry: Entry) -> None:
+        match change:
+            case KeyCreated():
+                if Scope.ADMIN in change.scopes:
+                    self._admin_keys.add(change.id)
+            case KeyRevoked():
+                self._admin_keys.discard(change.id)
+            case AdapterShared(shared=True):
+                self._shared.add((change.tenant, change.name))
+            case AdapterShared():
+                self._shared.discard((change.tenant, change.name))
+            case AdapterRetired():
                 self._shared.discard((change.tenant, change.name))
                 self._pins.pop((change.tenant, change.name), None)
             case Pinned():
@@ -86,61 +179,59 @@ class _Draft:
             case Unpinned():
                 self._pins.pop((change.tenant, change.name), None)
             case _:
-                assert_never(change)
-
-    def finish(self) -> CatalogState:
-        return CatalogState(
-            seq=self.seq,
-            tenant_records=self._tenants,
-            key_records=self._keys,
-            key_ids=self._key_ids,
-            adapter_records=self._adapters,
-            shared=frozenset(self._shared),
-            pin_records=self._pins,
-        )
+                raise AssertionError(f"{change.type} concerns one tenant")
 
     def _adapter(
         self,
-        change: AliasMoved | AliasRolledBack | AdapterShared | VersionRetired | AdapterRetired,
+        change: AdapterShared
+        | AliasMoved
+        | AliasRolledBack
+        | ShareGiven
+        | ShareEnded
+        | VersionRetired
+        | VersionRestored
+        | AdapterRetired,
     ) -> AdapterRecord:
-        return self._adapters[change.tenant][change.name]
+        return self._adapters(change.tenant)[change.name]
+
+    def _adapters(self, tenant: str) -> dict[str, AdapterRecord]:
+        own = self._own.get(tenant)
+        if own is None:
+            holdings = self._holdings(tenant)
+            own = self._own[tenant] = dict(holdings.adapters)
+            self._tenants[tenant] = replace(holdings, adapters=own)
+        return own
 
     def _put(self, record: AdapterRecord) -> None:
-        own = self._own.get(record.tenant)
-        if own is None:
-            own = self._own[record.tenant] = dict(self._adapters.get(record.tenant, {}))
-            self._adapters[record.tenant] = own
-        own[record.name] = record
+        self._adapters(record.tenant)[record.name] = record
+
+    def _holdings(self, tenant: str) -> Holdings:
+        held = self._tenants[tenant]
+        if isinstance(held, Holdings):
+            return held
+        read = self._part.holdings(tenant)
+        assert read is not None
+        return read
 
     def _save_tenant(self, change: TenantSaved, time: float) -> None:
-        before = self._tenants.get(change.name)
-        created = before.created if before else time
-        self._tenants[change.name] = TenantRecord(change.name, change.max_concurrent, created)
+        if change.name in self._tenants:
+            before = self._holdings(change.name)
+            record = replace(before.record, max_concurrent=change.max_concurrent)
+            self._tenants[change.name] = replace(before, record=record)
+        else:
+            record = TenantRecord(change.name, change.max_concurrent, time)
+            self._tenants[change.name] = Holdings(record)
 
     def _create_key(self, change: KeyCreated, time: float) -> None:
-        scopes = frozenset(change.scopes)
-        self._keys[change.id] = KeyRecord(change.id, change.tenant, scopes, change.sha256, time)
-        self._key_ids[change.sha256] = change.id
-
-    def _register(self, change: VersionRegistered, time: float) -> None:
-        record = self._adapters.get(change.tenant, {}).get(change.name)
-        record = record or AdapterRecord(change.tenant, change.name)
-        version = VersionRecord(
-            version=change.version,
-            digest=change.digest,
-            size_bytes=change.size_bytes,
-            max_rank=change.max_rank,
-            base_model=change.base_model,
-            created=time,
-        )
-        self._put(replace(record, versions=(*record.versions, version)))
-
-    def _share(self, change: AdapterShared) -> None:
-        self._put(replace(self._adapter(change), shared=change.shared))
-        if change.shared:
-            self._shared.add((change.tenant, change.name))
-        else:
-            self._shared.discard((change.tenant, change.name))
+        if part_of(change.id) == self._number:
+            scopes = frozenset(change.scopes)
+            key = KeyRecord(change.id, change.tenant, scopes, change.sha256, time)
+            self._keys[change.id] = key
+        if part_of(change.sha256) == self._number:
+            self._key_ids[change.sha256] = change.id
+        if change.tenant is not None and part_of(change.tenant) == self._number:
+            holdings = self._holdings(change.tenant)
+            self._tenants[change.tenant] = replace(holdings, key_ids=(*holdings.key_ids, change.id))
 
     def _pin(self, change: Pinned, entry: Entry) -> None:
         self._pins[change.tenant, change.name] = PinRecord(
@@ -154,36 +245,3 @@ class _Draft:
             created=entry.time,
             actor=entry.actor,
         )
-
-
-def _moved(record: AdapterRecord, change: AliasMoved) -> AdapterRecord:
-    history = record.alias_history.get(change.alias, ())
-    if change.alias in record.aliases:
-        history = (*history, record.aliases[change.alias])
-    return _pointed(record, change.alias, change.version, history)
-
-
-def _rolled_back(record: AdapterRecord, change: AliasRolledBack) -> AdapterRecord:
-    history = record.alias_history[change.alias]
-    at = len(history) - 1 - history[::-1].index(change.version)
-    return _pointed(record, change.alias, change.version, history[:at])
-
-
-def _pointed(
-    record: AdapterRecord, alias: str, version: int, history: tuple[int, ...]
-) -> AdapterRecord:
-    return replace(
-        record,
-        aliases={**record.aliases, alias: version},
-        alias_history={**record.alias_history, alias: history},
-    )
-
-
-def _version_retired(record: AdapterRecord, number: int) -> AdapterRecord:
-    versions = (replace(v, retired=True) if v.version == number else v for v in record.versions)
-    return replace(record, versions=tuple(versions))
-
-
-def _retired(record: AdapterRecord) -> AdapterRecord:
-    versions = tuple(replace(version, retired=True) for version in record.versions)
-    return replace(record, shared=False, versions=versions, aliases={}, alias_history={})

@@ -1,5 +1,6 @@
 """What the catalog knows: tenants, keys, adapters with their versions, and pins."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -37,23 +38,20 @@ class KeyRecord:
     created: float
     revoked: bool = False
 
-    @property
-    def administers(self) -> bool:
-        """Whether this is an administrator's key that still works."""
-        return self.tenant is None and Scope.ADMIN in self.scopes and not self.revoked
-
 
 @dataclass(frozen=True, slots=True)
 class BlobFacts:
     """What was found out about an adapter's blob when it was validated.
 
-    digest: SHA-256 of its bytes, 64 lower-case hex digits.
+    digest: SHA-256 of its bytes, 64 lower-case hex digits. gpu_bytes: what it takes on a GPU, in
+    the adapter dtype that the service had then; 0 is not known.
     """
 
     digest: str
     size_bytes: int
     max_rank: int
     base_model: str
+    gpu_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +65,25 @@ class VersionRecord:
     base_model: str
     created: float
     retired: bool = False
+    gpu_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of an alias's requests that a second version gets: 0 < part < 1."""
+
+    version: int
+    part: float
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRecord:
     """An adapter with every version it ever had.
 
-    versions[i].version is i + 1. An alias always points to a version that is not retired.
-    alias_history: what each alias pointed to before, oldest first; a rollback goes back along it.
-    shared: every tenant may use it.
+    versions[i].version is i + 1. An alias always points to a version that is not retired, and so
+    does its share. alias_history: what each alias pointed to before, oldest first; a rollback goes
+    back along it. shared: every tenant may use it. retired_at: the number of the log entry that
+    last retired the whole adapter; 0 is none.
     """
 
     tenant: str
@@ -84,6 +92,8 @@ class AdapterRecord:
     versions: tuple[VersionRecord, ...] = ()
     aliases: Mapping[str, int] = field(default_factory=dict)
     alias_history: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    shares: Mapping[str, Share] = field(default_factory=dict)
+    retired_at: int = 0
 
     @property
     def label(self) -> str:
@@ -99,11 +109,24 @@ class AdapterRecord:
         """The version of this number, retired or not."""
         return self.versions[number - 1] if 1 <= number <= len(self.versions) else None
 
-    def select(self, selector: str) -> VersionRecord | None:
-        """The usable version that an alias or a version number names."""
+    def select(self, selector: str, session: str | None = None) -> VersionRecord | None:
+        """The usable version that an alias or a version number names.
+
+        session: where an alias shares its requests, the same session always gets the same version,
+        and one that is with the second stays there while its share grows. None: the first.
+        """
         number = int(selector) if selector.isdecimal() else self.aliases.get(selector, 0)
+        share = self.shares.get(selector) if session is not None else None
+        if share and _place(f"{self.label}@{selector} {session}") < share.part:
+            number = share.version
         version = self.version(number)
         return None if version is None or version.retired else version
+
+    def selected(self, selector: str) -> tuple[VersionRecord, ...]:
+        """Every usable version that requests for this selector get."""
+        numbers = [share.version] if (share := self.shares.get(selector)) else []
+        found = (self.select(selector), *map(self.version, numbers))
+        return tuple(version for version in found if version is not None)
 
     def with_digest(self, digest: str) -> VersionRecord | None:
         """The newest usable version that holds this blob."""
@@ -111,12 +134,22 @@ class AdapterRecord:
         return next(found, None)
 
     def aliases_of(self, number: int) -> tuple[str, ...]:
-        """The aliases that point to this version, sorted."""
-        return tuple(sorted(alias for alias, at in self.aliases.items() if at == number))
+        """The aliases that point to this version or give it a share, sorted."""
+        shared = (alias for alias, share in self.shares.items() if share.version == number)
+        return tuple(sorted({*shared, *(a for a, at in self.aliases.items() if at == number)}))
 
     def ref(self, version: VersionRecord) -> AdapterRef:
         """What this version is called everywhere else."""
         return AdapterRef(self.tenant, self.name, version.version, version.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """A tenant with its adapters by name, retired ones too, and the ids of its keys."""
+
+    record: TenantRecord
+    adapters: Mapping[str, AdapterRecord] = field(default_factory=dict)
+    key_ids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +173,8 @@ class PinRecord:
     def expired(self, now: float) -> bool:
         """Whether the promise ended at or before `now`, Unix seconds."""
         return self.expires is not None and self.expires <= now
+
+
+def _place(name: str) -> float:
+    """Anywhere in [0, 1), but for one name always there."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48

@@ -29,7 +29,7 @@ Changes = Sequence[Change]
 
 def create_tenant(state: CatalogState, change: TenantSaved) -> Changes:
     """Make a tenant. Raises Conflict."""
-    if change.name in state.tenant_records:
+    if state.holdings(change.name) is not None:
         raise Conflict(
             f"there already is a tenant {change.name!r}: `lorikeet tenants limit` sets its limit",
             param="tenant",
@@ -54,7 +54,7 @@ def revoke_key(state: CatalogState, key_id: str) -> Changes:
     """Make a key invalid, unless nobody could administer then. Raises UnknownKey, Conflict."""
     if state.key(key_id).revoked:
         return ()
-    if [key.id for key in state.key_records.values() if key.administers] == [key_id]:
+    if state.admin_keys() == {key_id}:
         raise Conflict(
             f"{key_id} is the last admin's key: make another first "
             "(`lorikeet keys create --admin`) and revoke this one with it",
@@ -78,7 +78,7 @@ def register(
     Raises UnknownTenant.
     """
     state.tenant(tenant)
-    record = state.adapter_records.get(tenant, {}).get(name) or AdapterRecord(tenant, name)
+    record = state.find(tenant, name) or AdapterRecord(tenant, name)
     changes: list[Change] = []
     held = record.with_digest(facts.digest)
     number = held.version if held else len(record.versions) + 1
@@ -150,7 +150,7 @@ def pin(state: CatalogState, change: Pinned) -> Changes:
 
 def unpin(state: CatalogState, tenant: str, name: str) -> Changes:
     """Take an adapter's pin away. Raises NotFound."""
-    if (tenant, name) not in state.pin_records:
+    if state.pin_of(tenant, name) is None:
         raise NotFound(f"{f'{tenant}/{name}'!r} is not pinned")
     return (Unpinned(tenant=tenant, name=name),)
 
@@ -164,6 +164,7 @@ def _registered(tenant: str, name: str, number: int, facts: BlobFacts) -> Versio
         size_bytes=facts.size_bytes,
         max_rank=facts.max_rank,
         base_model=facts.base_model,
+        gpu_bytes=facts.gpu_bytes,
     )
 
 

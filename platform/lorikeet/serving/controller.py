@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -22,7 +22,11 @@ log = logging.getLogger(__name__)
 
 TICK_S = 1.0
 """A pin is seen within one tick; its load starts at once."""
+_SNAPSHOT_GAP_S = 10.0
 _SILENT_S = 120.0  # longer than an object store may hang before its client gives up
+
+Pins = Mapping[str, Sequence[PinnedAdapter]]
+"""By the base model that serves them."""
 
 
 class Controller:
@@ -38,7 +42,9 @@ class Controller:
         self._published: dict[str, Plan] = {}  # for the log alone
         self._failure = ""
         self._ticked_s = time.monotonic()
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        loop = asyncio.get_running_loop()
+        self._task = loop.create_task(self._run())
+        self._snapshots = loop.create_task(self._keep_snapshots())
 
     def check_health(self) -> None:
         """Raises when the loop has ended or hangs: Ray then starts another controller."""
@@ -49,8 +55,8 @@ class Controller:
     async def _run(self) -> None:
         while True:
             try:
-                state = await asyncio.to_thread(self._catalog.refresh)
-                await asyncio.gather(*(self._publish(state, name) for name in self._engines))
+                pins = await asyncio.to_thread(self._pins)
+                await asyncio.gather(*(self._publish(pins, name) for name in self._engines))
             except Exception as error:
                 self._log_failure(error)
             else:
@@ -68,16 +74,37 @@ class Controller:
             )
         self._failure = repr(error)
 
-    async def _publish(self, state: CatalogState, base_model: str) -> None:
+    def _pins(self) -> Pins:
+        self._catalog.refresh()
+        return self._catalog.ask(_pins_by_base_model)
+
+    async def _publish(self, pins: Pins, base_model: str) -> None:
         handle = self._engines[base_model]
         reports: list[ReplicaReport] = await broadcast(handle, "report")
-        pins = [
-            PinnedAdapter(ref, pin.tier, pin.replicas)
-            for ref, pin in state.pin_refs(time.time()).items()
-            if state.base_model_of(ref) == base_model
-        ]
-        plan = make_plan(pins, sorted(report.replica for report in reports))
+        wanted = pins.get(base_model, [])
+        plan = make_plan(wanted, sorted(report.replica for report in reports))
         if plan != self._published.get(base_model):
-            log.info("plan_published", extra={"base_model": base_model, "pins": len(pins)})
+            log.info("plan_published", extra={"base_model": base_model, "pins": len(wanted)})
             self._published[base_model] = plan
         await broadcast(handle, "apply_plan", plan)
+
+    async def _keep_snapshots(self) -> None:
+        """Make a snapshot whenever one is due; beside the ticks, which it must not delay."""
+        while True:
+            await asyncio.sleep(_SNAPSHOT_GAP_S)
+            if not self._catalog.snapshot_due:
+                continue
+            try:
+                seq = await asyncio.to_thread(self._catalog.snapshot)
+            except Exception as error:
+                log.error("snapshot_failed", extra={"error": str(error)})
+            else:
+                log.info("snapshot_made", extra={"seq": seq})
+
+
+def _pins_by_base_model(state: CatalogState) -> Pins:
+    pins: dict[str, list[PinnedAdapter]] = {}
+    for ref, pin in state.pin_refs(time.time()).items():
+        pinned = PinnedAdapter(ref, pin.tier, pin.replicas)
+        pins.setdefault(state.base_model_of(ref), []).append(pinned)
+    return pins

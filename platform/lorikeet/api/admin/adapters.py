@@ -12,6 +12,7 @@ from lorikeet.api.gate import Actor
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_name
 from lorikeet.catalog.records import AdapterRecord
+from lorikeet.catalog.state import CatalogState
 
 Version = Annotated[int, Field(ge=1)]
 
@@ -47,14 +48,16 @@ def adapter_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRou
 
     @router.get("")
     async def list_adapters(tenant: str | None = None) -> dict[str, Any]:
-        state = await follower.refreshed()
-        if tenant is not None:
-            state.tenant(check_name(tenant, "tenant"))
-        return {"data": [adapter_json(adapter) for adapter in state.adapters(tenant)]}
+        def listed(state: CatalogState) -> list[dict[str, Any]]:
+            if tenant is not None:
+                state.tenant(check_name(tenant, "tenant"))
+            return list(map(adapter_json, state.adapters(tenant)))
+
+        return {"data": await follower.survey(listed)}
 
     @router.get("/{tenant}/{name}")
     async def show(tenant: str, name: str) -> dict[str, Any]:
-        return adapter_json((await follower.refreshed()).adapter(tenant, name))
+        return adapter_json(await follower.survey(lambda state: state.adapter(tenant, name)))
 
     @router.post("/{tenant}/{name}/promote")
     def promote(tenant: str, name: str, wanted: PromoteBody, actor: Actor) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Actor
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
+from lorikeet.catalog.state import CatalogState
 
 
 class AdminKey(Body):
@@ -26,8 +27,7 @@ def key_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRouter:
 
     @router.get("")
     async def list_keys() -> dict[str, Any]:
-        state = await follower.refreshed()
-        return {"data": [key_json(key) for key in state.key_records.values()]}
+        return {"data": list(map(key_json, await follower.survey(CatalogState.keys)))}
 
     @router.post("", status_code=CREATED)
     def create(wanted: Annotated[AdminKey, json_body(AdminKey)], actor: Actor) -> dict[str, Any]:

@@ -32,8 +32,8 @@ def pin_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRouter:
 
     @router.get("")
     async def list_pins() -> dict[str, Any]:
-        state = await follower.refreshed()
-        return {"data": [pin_json(pin) for pin in state.pins(time.time())]}
+        pins = await follower.survey(lambda state: state.pins(time.time()))
+        return {"data": list(map(pin_json, pins))}
 
     @router.put("/{tenant}/{name}")
     def pin(

@@ -12,6 +12,7 @@ from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Actor
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
+from lorikeet.catalog.state import CatalogState
 
 
 class Limit(Body):
@@ -38,8 +39,7 @@ def tenant_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRout
 
     @router.get("")
     async def list_tenants() -> dict[str, Any]:
-        state = await follower.refreshed()
-        return {"data": [tenant_json(tenant) for tenant in state.tenants()]}
+        return {"data": list(map(tenant_json, await follower.survey(CatalogState.tenants)))}
 
     @router.post("", status_code=CREATED)
     def create(wanted: Annotated[Tenant, json_body(Tenant)], actor: Actor) -> dict[str, Any]:
@@ -53,10 +53,8 @@ def tenant_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRout
 
     @router.get("/{tenant}/keys")
     async def list_keys(tenant: str) -> dict[str, Any]:
-        state = await follower.refreshed()
-        state.tenant(tenant)
-        keys = (key for key in state.key_records.values() if key.tenant == tenant)
-        return {"data": [key_json(key) for key in keys]}
+        keys = await follower.survey(lambda state: state.keys(tenant))
+        return {"data": list(map(key_json, keys))}
 
     @router.post("/{tenant}/keys", status_code=CREATED)
     def create_key(
