@@ -18,7 +18,7 @@ from lorikeet_engine.adapter_format import (
     AdapterLimits,
     BaseShape,
     blob_digest,
-    check_finite,
+    check_values,
     read_spec,
     write_blob,
 )
@@ -85,7 +85,7 @@ def rejection(folder: Path, limits: AdapterLimits = LIMITS) -> AdapterRejected:
 
 def accept(folder: Path, limits: AdapterLimits) -> None:
     write_blob(folder, folder / "blob")
-    check_finite(folder / "blob", read_spec(folder / "blob", SHAPE, limits))
+    check_values(folder / "blob", read_spec(folder / "blob", SHAPE, limits), "float32")
 
 
 def raw_file(path: Path, header: Any, data: bytes = b"") -> Path:
@@ -164,7 +164,7 @@ def test_half_precision_weights_are_accepted(folder):
     edit_weights(folder, lambda t: t.update({n: v.astype(np.float16) for n, v in t.items()}))
     write_blob(folder, folder / "blob")
     spec = read_spec(folder / "blob", SHAPE, LIMITS)
-    check_finite(folder / "blob", spec)
+    check_values(folder / "blob", spec, "float16")
     assert {part.a.dtype for part in spec.linears} == {"F16"}
 
 
@@ -355,7 +355,7 @@ def test_bfloat16_values_that_are_not_finite_are_found(tmp_path):
     tensors = {n: t.bfloat16() for n, t in safetensors.torch.load_file(path).items()}
     safetensors.torch.save_file(tensors, path)
     write_blob(tmp_path, tmp_path / "blob")
-    check_finite(tmp_path / "blob", read_spec(tmp_path / "blob", SHAPE, LIMITS))
+    check_values(tmp_path / "blob", read_spec(tmp_path / "blob", SHAPE, LIMITS), "bfloat16")
     tensors[Q0][0, 0] = torch.nan
     safetensors.torch.save_file(tensors, path)
     assert rejection(tmp_path).field == "layers.0.q_proj.lora_A"

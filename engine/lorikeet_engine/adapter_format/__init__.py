@@ -7,6 +7,7 @@ is the adapter's digest.
 
 from lorikeet_engine.adapter_format.blob import blob_digest, write_blob
 from lorikeet_engine.adapter_format.header import TensorSpan
+from lorikeet_engine.adapter_format.image import FLOAT32_MEMORY, AdapterMemory, check_values
 from lorikeet_engine.adapter_format.shape import LINEARS, BaseShape
 from lorikeet_engine.adapter_format.spec import (
     ALIGNMENT,
@@ -14,21 +15,22 @@ from lorikeet_engine.adapter_format.spec import (
     AdapterSpec,
     LinearLora,
     aligned,
-    check_finite,
     read_spec,
 )
 
 __all__ = [
     "ALIGNMENT",
+    "FLOAT32_MEMORY",
     "LINEARS",
     "AdapterLimits",
+    "AdapterMemory",
     "AdapterSpec",
     "BaseShape",
     "LinearLora",
     "TensorSpan",
     "aligned",
     "blob_digest",
-    "check_finite",
+    "check_values",
     "read_spec",
     "write_blob",
 ]

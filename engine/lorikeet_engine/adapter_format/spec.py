@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from lorikeet_engine.adapter_format.config import LoraConfig
 from lorikeet_engine.adapter_format.header import Header, TensorSpan, read_header
-from lorikeet_engine.adapter_format.shape import LINEARS, BaseShape
+from lorikeet_engine.adapter_format.shape import BaseShape
 from lorikeet_engine.adapter_format.tensor_names import (
     locate_module,
     split_tensor_name,
@@ -19,9 +17,6 @@ from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
 METADATA_KEY = "lorikeet"
 # Every packed matrix starts at a multiple of this many elements: 32 bytes in 16-bit dtypes.
 ALIGNMENT = 16
-_SCAN_BYTES = 4 << 20
-# An exponent of all ones is Inf or NaN.
-_EXPONENTS = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +25,13 @@ class AdapterLimits:
 
     max_rank: int
     max_bytes: int
+
+    def lowered_to(self, max_rank: int | None, max_bytes: int | None) -> "AdapterLimits":
+        """With a tenant's own limits, None for none, which can only be narrower."""
+        return AdapterLimits(
+            self.max_rank if max_rank is None else min(self.max_rank, max_rank),
+            self.max_bytes if max_bytes is None else min(self.max_bytes, max_bytes),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def aligned(elements: int) -> int:
 
 
 def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpec:
-    """Validate everything but the values (check_finite). Reads the header only.
+    """Validate everything but the values (check_values). Reads the header only.
 
     Raises AdapterRejected (field: the tensor, module or config key at fault) or AdapterTooLarge.
     """
@@ -97,20 +99,6 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
         max_rank=max(part.rank for part in linears),
         size_bytes=size,
     )
-
-
-def check_finite(blob: Path, spec: AdapterSpec) -> None:
-    """Scan every value for NaN and Inf, a few megabytes at a time. Raises AdapterRejected."""
-    with blob.open("rb") as file:
-        for part in spec.linears:
-            for side, span in (("A", part.a), ("B", part.b)):
-                kind, exponent = _EXPONENTS[span.dtype]
-                file.seek(span.begin)
-                for begin in range(span.begin, span.end, _SCAN_BYTES):
-                    piece = file.read(min(_SCAN_BYTES, span.end - begin))
-                    bits = np.frombuffer(piece, dtype=kind)
-                    if ((bits & exponent) == exponent).any():
-                        raise _not_finite(part, side)
 
 
 def pair_tensors(header: Header) -> dict[str, dict[str, TensorSpan]]:
@@ -175,8 +163,3 @@ def _linear(
             field=module,
         )
     return LinearLora(layer, linear, rank, config.scaling(module), sides["A"], sides["B"])
-
-
-def _not_finite(part: LinearLora, side: str) -> AdapterRejected:
-    name = f"layers.{part.layer}.{LINEARS[part.linear]}.lora_{side}"
-    return AdapterRejected(f"{name} holds NaN or Inf: the training diverged", field=name)

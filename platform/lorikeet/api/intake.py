@@ -6,7 +6,14 @@ from pathlib import Path
 from lorikeet.api.services import BaseModel
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.errors import InvalidAdapter, InvalidInput
-from lorikeet_engine.adapter_format import AdapterLimits, blob_digest, check_finite, read_spec
+from lorikeet_engine.adapter_format import (
+    FLOAT32_MEMORY,
+    AdapterLimits,
+    AdapterMemory,
+    blob_digest,
+    check_values,
+    read_spec,
+)
 from lorikeet_engine.adapter_format.config import LoraConfig
 from lorikeet_engine.adapter_format.header import read_header
 from lorikeet_engine.adapter_format.spec import METADATA_KEY
@@ -18,16 +25,19 @@ def examine(
     base_models: Mapping[str, BaseModel],
     limits: AdapterLimits,
     base_model: str | None = None,
+    memory: AdapterMemory = FLOAT32_MEMORY,
 ) -> BlobFacts:
-    """Validate a blob against the base model it was trained on. Reads all of it; blocks.
+    """Find out all that could make a blob fail later. Reads all of it; blocks.
 
-    base_model: the admin's word for which one that is; None: what the blob says. Raises
-    InvalidAdapter, naming the tensor, module or config key at fault.
+    base_model: the admin's word for which one it was trained on; None: what the blob says.
+    limits: the service's, or what is left of them for the tenant. memory: what the engines keep
+    adapters in. Raises InvalidAdapter, naming the tensor, module or config key at fault.
     """
     try:
         name = check_served(base_model, base_models) if base_model else _matching(blob, base_models)
         spec = read_spec(blob, base_models[name].shape, limits)
-        check_finite(blob, spec)
+        gpu_bytes = memory.image_bytes(spec)
+        check_values(blob, spec, memory.dtype)
     except AdapterError as error:
         raise InvalidAdapter(error.message, param=error.fields.get("field")) from error
     return BlobFacts(
@@ -35,6 +45,7 @@ def examine(
         size_bytes=spec.size_bytes,
         max_rank=spec.max_rank,
         base_model=name,
+        gpu_bytes=gpu_bytes,
     )
 
 

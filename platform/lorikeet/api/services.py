@@ -7,7 +7,12 @@ from typing import Protocol
 from lorikeet.api.messages import Call, StreamItem
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.placement.report import ReplicaReport
-from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
+from lorikeet_engine.adapter_format import (
+    FLOAT32_MEMORY,
+    AdapterLimits,
+    AdapterMemory,
+    BaseShape,
+)
 
 
 class EngineClient(Protocol):
@@ -40,7 +45,8 @@ class Services:
     gateways: how many there are; each enforces its share of a tenant's limit. refresh_s: how old
     the view of the catalog may be. first_item_timeout_s: how long a replica may take to answer
     at all; how long it may take to generate is not limited here. max_generations: requests that
-    this gateway carries at once, of all tenants together; None: no bound.
+    this gateway carries at once, of all tenants together; None: no bound. adapter_memory: what
+    the engines keep adapters in, as far as it is known here.
     """
 
     catalog: AdapterCatalog
@@ -51,3 +57,4 @@ class Services:
     refresh_s: float = 1.0
     first_item_timeout_s: float = 60.0
     max_generations: int | None = None
+    adapter_memory: AdapterMemory = FLOAT32_MEMORY

@@ -22,7 +22,7 @@ from lorikeet.serving.engines import ServeEngines
 from lorikeet.serving.logs import log_to_stderr
 from lorikeet.serving.replica import Replica
 from lorikeet.settings import Settings
-from lorikeet_engine.adapter_format import AdapterLimits
+from lorikeet_engine.adapter_format import AdapterLimits, AdapterMemory
 from lorikeet_engine.errors import EngineClosed, EngineError
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,8 @@ def gateway(
     settings: Settings, engines: Mapping[str, Application], controller: Application
 ) -> Application:
     """The HTTP front. The controller is bound to be deployed with it; no request needs it."""
+    from lorikeet.serving.engine_settings import adapter_memory  # torch, as in engine
+
     deployment = serve.deployment(
         name="gateway",
         num_replicas=settings.gateways,
@@ -76,7 +78,7 @@ def gateway(
         ray_actor_options={"num_cpus": _GATEWAY_CPUS},
         graceful_shutdown_timeout_s=_LONGEST_GENERATION_S,
     )(serve.ingress()(Gateway))
-    return deployment.bind(settings, engines, controller)
+    return deployment.bind(settings, adapter_memory(settings), engines, controller)
 
 
 class EngineReplica(Replica):
@@ -114,6 +116,7 @@ class Gateway:
     def __init__(
         self,
         settings: Settings,
+        adapter_memory: AdapterMemory,
         engines: Mapping[str, DeploymentHandle[Any]],
         _controller: DeploymentHandle[Any],
     ) -> None:
@@ -128,6 +131,7 @@ class Gateway:
                 engines=ServeEngines(engines),
                 gateways=settings.gateways,
                 max_generations=_most_generations(settings),
+                adapter_memory=adapter_memory,
             )
 
     def __serve_build_asgi_app__(self) -> FastAPI:

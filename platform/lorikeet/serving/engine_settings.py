@@ -3,6 +3,7 @@
 import torch
 
 from lorikeet.settings import Memory, Settings
+from lorikeet_engine.adapter_format import AdapterMemory
 from lorikeet_engine.device_memory import Share
 from lorikeet_engine.engine_settings import EngineSettings
 
@@ -21,14 +22,13 @@ def device_of(settings: Settings) -> str:
 def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
     """What the engine of one base model is told, on the machine where it will run."""
     device = device_of(settings)
-    dtype = settings.dtype if settings.dtype != "auto" else _DEFAULT_DTYPE[device]
     goal_ms = settings.inter_token_goal_ms
     return EngineSettings(
         model=settings.base_models[base_model],
         cache_dir=settings.cache_dir,
         device=device,
-        dtype=dtype,
-        adapter_dtype=settings.adapter_dtype if settings.adapter_dtype != "auto" else dtype,
+        dtype=_dtype(settings, device),
+        adapter_dtype=_adapter_dtype(settings, device),
         kv_bytes=_memory(settings.kv_memory, _DEFAULT_KV[device]),
         max_context=settings.context,
         max_batch_tokens=settings.max_batch_tokens,
@@ -42,6 +42,23 @@ def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
         inter_token_goal_s=goal_ms / 1000 if goal_ms is not None else None,
         overlap=device == "cuda",
     )
+
+
+def adapter_memory(settings: Settings) -> AdapterMemory:
+    """What engines keep adapters in, as far as settings say: a share of a device is not known."""
+    device = device_of(settings)
+    slot_pool = _memory(settings.adapter_gpu_memory, _DEFAULT_SLOT_POOL[device])
+    known = [settings.adapter_host_memory, *([slot_pool] if isinstance(slot_pool, int) else [])]
+    return AdapterMemory(_adapter_dtype(settings, device), min(known))
+
+
+def _dtype(settings: Settings, device: str) -> str:
+    return settings.dtype if settings.dtype != "auto" else _DEFAULT_DTYPE[device]
+
+
+def _adapter_dtype(settings: Settings, device: str) -> str:
+    given = settings.adapter_dtype
+    return given if given != "auto" else _dtype(settings, device)
 
 
 def _memory(given: Memory, default: int | Share) -> int | Share:

@@ -23,6 +23,7 @@ def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:
         "digest": version.digest,
         "size_bytes": version.size_bytes,
         "max_rank": version.max_rank,
+        "gpu_bytes": version.gpu_bytes,
         "base_model": version.base_model,
         "created": version.created,
         "retired": version.retired,

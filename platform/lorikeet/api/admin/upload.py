@@ -51,7 +51,13 @@ def upload_routes(services: Services, follower: CatalogFollower) -> APIRouter:
             blob = Path(folder) / "adapter.safetensors"
             await _receive(request, blob, services.limits.max_bytes, workers)
             facts = await loop.run_in_executor(
-                workers, examine, blob, services.base_models, services.limits, base_model
+                workers,
+                examine,
+                blob,
+                services.base_models,
+                services.limits,
+                base_model,
+                services.adapter_memory,
             )
             known = _is_version(services.catalog, tenant, name, facts)
             take = partial(services.catalog.register, shared=shared, promote=promote, actor=actor)

@@ -1,0 +1,94 @@
+"""What an adapter takes on an engine, and whether its values survive the packing."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lorikeet_engine.adapter_format.header import TensorSpan
+from lorikeet_engine.adapter_format.shape import LINEARS
+from lorikeet_engine.adapter_format.spec import AdapterSpec, LinearLora
+from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
+
+_SCAN_BYTES = 4 << 20
+# For each dtype of a file: an unsigned integer as wide, and all bits but the sign's. As integers,
+# what is left is ordered as the values' sizes are, with infinity above them and NaN above that.
+_MAGNITUDES = {
+    "F32": ("<u4", 0x7FFF_FFFF),
+    "F16": ("<u2", 0x7FFF),
+    "BF16": ("<u2", 0x7FFF),
+}
+# For each dtype of an image: bytes, and the least value that is rounded to infinity.
+_IMAGE_DTYPES = {
+    "float32": (4, float("inf")),
+    "float16": (2, 65520.0),
+    "bfloat16": (2, (2 - 2**-8) * 2.0**127),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMemory:
+    """Where engines keep packed adapters.
+
+    dtype: float32, float16 or bfloat16. max_bytes: what one image may take; None: not known.
+    """
+
+    dtype: str
+    max_bytes: int | None = None
+
+    def image_bytes(self, spec: AdapterSpec) -> int:
+        """What the adapter takes on the GPU, and as much on the host. Raises AdapterTooLarge."""
+        taken = spec.packed_elements() * _IMAGE_DTYPES[self.dtype][0]
+        if self.max_bytes is not None and taken > self.max_bytes:
+            raise AdapterTooLarge(
+                f"the adapter takes {taken} bytes as {self.dtype} and the engines' memory for "
+                f"adapters holds {self.max_bytes}: train fewer modules or a smaller rank, or have "
+                "the memory enlarged",
+                field="gpu_bytes",
+                gpu_bytes=taken,
+                max_bytes=self.max_bytes,
+            )
+        return taken
+
+
+FLOAT32_MEMORY = AdapterMemory("float32")
+"""Of engines on a CPU, unless they are told otherwise, without a bound."""
+
+
+def check_values(blob: Path, spec: AdapterSpec, dtype: str) -> None:
+    """Scan every value: finite in the file, and in an image of this dtype with B scaled.
+
+    Reads a few megabytes at a time. Raises AdapterRejected, whose field is the tensor.
+    """
+    most = _IMAGE_DTYPES[dtype][1]
+    for part in spec.linears:
+        for side, span, factor in (("A", part.a, 1.0), ("B", part.b, part.scaling)):
+            largest = _largest(blob, span)
+            if not np.isfinite(largest):
+                raise _rejected(part, side, "holds NaN or Inf: the training diverged")
+            with np.errstate(over="ignore"):
+                packed = abs(largest * np.float32(factor))
+            if not packed < most:
+                raise _rejected(part, side, f"holds {packed:g}, which {dtype} cannot hold")
+
+
+def _largest(blob: Path, span: TensorSpan) -> np.float32:
+    """The value furthest from zero, without its sign; NaN or Inf if there is any."""
+    kind, mask = _MAGNITUDES[span.dtype]
+    bits = max(int((piece & mask).max()) for piece in _pieces(blob, span, kind))
+    if span.dtype == "F16":
+        return np.float32(np.uint16(bits).view(np.float16))
+    return np.uint32(bits << 16 if span.dtype == "BF16" else bits).view(np.float32)
+
+
+def _pieces(blob: Path, span: TensorSpan, kind: str) -> Iterator[np.ndarray]:
+    with blob.open("rb") as file:
+        file.seek(span.begin)
+        for begin in range(span.begin, span.end, _SCAN_BYTES):
+            yield np.frombuffer(file.read(min(_SCAN_BYTES, span.end - begin)), dtype=kind)
+
+
+def _rejected(part: LinearLora, side: str, fault: str) -> AdapterRejected:
+    name = f"layers.{part.layer}.{LINEARS[part.linear]}.lora_{side}"
+    return AdapterRejected(f"{name} {fault}", field=name)

@@ -1,0 +1,80 @@
+"""What registration says of an adapter's image is what packing then finds."""
+
+import itertools
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lorikeet_engine.adapter_format import (
+    AdapterLimits,
+    AdapterMemory,
+    check_values,
+    read_spec,
+    write_blob,
+)
+from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
+from lorikeet_engine.residency.packing import PackedLayout, pack
+from tests.engine.blobs import SHAPE, Shelf, everywhere
+
+LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 20)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+EDGES = {torch.float16: 65520.0, torch.bfloat16: (2 - 2**-8) * 2.0**127, torch.float32: torch.inf}
+NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def spoilt(shelf: Shelf, side: str, value: float, alpha: float, stored: torch.dtype):
+    """The blob of an adapter that is zero but for one value, and its spec."""
+    shelf.make("x", {(1, 4): 2}, alpha=alpha, dtype=stored)
+    folder = shelf.blob("x-peft")
+    tensors = {n: t.zero_() for n, t in load_file(folder / "adapter_model.safetensors").items()}
+    (name,) = (name for name in tensors if f"lora_{side}" in name)
+    tensors[name][1, 1] = value
+    save_file(tensors, folder / "adapter_model.safetensors")
+    write_blob(folder, shelf.blob("x"))
+    return shelf.blob("x"), read_spec(shelf.blob("x"), SHAPE, LIMITS)
+
+
+def refusal(work) -> str | None:
+    try:
+        work()
+    except AdapterRejected as error:
+        return str(error.field)
+    return None
+
+
+@pytest.mark.parametrize("side", ["A", "B"])
+@pytest.mark.parametrize("scaling", [1.0, 2.0, -0.5, 1e5])
+@pytest.mark.parametrize(("dtype", "stored"), itertools.product(DTYPES, DTYPES))
+def test_values_are_let_in_exactly_when_they_can_be_packed(side, scaling, dtype, stored, tmp_path):
+    below = torch.tensor(EDGES[dtype]).nextafter(torch.tensor(0.0))
+    values = [below, EDGES[dtype], -EDGES[dtype], below / scaling, 1.0, torch.nan, -torch.inf]
+    for number, value in enumerate(values):
+        shelf = Shelf(tmp_path / str(number))
+        blob, spec = spoilt(shelf, side, float(value), 2 * scaling, stored)
+        layout = PackedLayout.of(spec, SHAPE)
+        image = torch.empty(layout.elements, dtype=dtype)
+        said = refusal(lambda: check_values(blob, spec, NAMES[dtype]))  # noqa: B023
+        found = refusal(lambda: pack(blob, spec, layout, image))  # noqa: B023
+        assert (said is None) == (found is None), value
+        assert said in (None, f"layers.1.gate_proj.lora_{side}")
+
+
+def test_a_value_that_only_the_image_cannot_hold_is_told_apart(tmp_path):
+    blob, spec = spoilt(Shelf(tmp_path), "B", 40_000.0, alpha=4.0, stored=torch.float32)
+    check_values(blob, spec, "bfloat16")
+    with pytest.raises(AdapterRejected, match=r"lora_B holds 80000, which float16 cannot hold"):
+        check_values(blob, spec, "float16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [everywhere(5), {(0, 0): 3, (1, 6): 1}])
+def test_the_bytes_are_those_of_the_packed_layout(dtype, ranks, tmp_path):
+    shelf = Shelf(tmp_path)
+    shelf.make("x", ranks)
+    spec = read_spec(shelf.blob("x"), SHAPE, LIMITS)
+    want = PackedLayout.of(spec, SHAPE).elements * dtype.itemsize
+    assert AdapterMemory(NAMES[dtype]).image_bytes(spec) == want
+    assert AdapterMemory(NAMES[dtype], want).image_bytes(spec) == want
+    with pytest.raises(AdapterTooLarge, match=rf"takes {want} bytes.* holds {want - 1}"):
+        AdapterMemory(NAMES[dtype], want - 1).image_bytes(spec)
