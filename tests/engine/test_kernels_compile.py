@@ -1,0 +1,124 @@
+"""Every Triton kernel compiles for a Hopper GPU, on a machine that has none.
+
+Triton's interpreter, which runs the kernels on a CPU, takes Python that its compiler does not. Here
+the operators themselves launch, on tensors without memory, and what they launch is compiled.
+"""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from lorikeet_engine.kernels.attention import AttentionShape
+from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
+from lorikeet_engine.kernels.lora import (
+    LoraDelta,
+    LoraGroup,
+    LoraWeights,
+    Segments,
+    operands,
+    tiles,
+)
+from lorikeet_engine.kernels.lora.expand import expand
+from lorikeet_engine.kernels.lora.gate import expand_and_gate
+from lorikeet_engine.kernels.lora.shrink import shrink
+from lorikeet_engine.kernels.lora.tuning import PATH, Cut, Regime
+from lorikeet_engine.kernels.pointwise import fused
+from lorikeet_engine.kernels.product.gemv import gemv
+
+MOST_SHARED = 227 << 10  # bytes of a Hopper multiprocessor's that one program may have
+QKV, GATE_UP, DOWN = (
+    LoraGroup((0, 1, 2), 4096, (4096, 1024, 1024)),
+    LoraGroup((4, 5), 4096, (14336, 14336)),
+    LoraGroup((6,), 14336, (4096,)),
+)
+
+
+class Hopper:
+    """What Triton asks of a driver in order to compile."""
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of the kernels that the test's launches compiled."""
+    names, run = set(), JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        options.pop("launch_pdl", None)
+        made = run(kernel, *args, grid=grid, warmup=True, **options)
+        assert made.metadata.shared <= MOST_SHARED, kernel.__name__
+        names.add(kernel.__name__)
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(operands, "_is_hopper", lambda _: True)
+    cuts = json.loads(PATH.read_text())["NVIDIA H200"]
+    monkeypatch.setattr(tiles, "cut_of", lambda regime, _: Cut.parse(cuts[regime]))
+    monkeypatch.setattr(driver, "_active", Hopper())
+    return names
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def lora(tokens: int, segments: int, max_rank: int) -> tuple[LoraWeights, tiles.Tiles]:
+    weights = LoraWeights(empty(1 << 20), empty(300, 32, 7, 3, dtype=torch.int64))
+    runs = [empty(segments, dtype=torch.int32) for _ in range(3)]
+    return weights, tiles.list_tiles(Segments(*runs, max_rank), tokens)
+
+
+@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize(("tokens", "segments"), [(16, 16), (64, 8), (2048, 8)], ids=list(Regime))
+def test_lora(compiled: set[str], tokens: int, segments: int, rank: int) -> None:
+    for group in (QKV, GATE_UP, DOWN):
+        weights, listed = lora(tokens, segments, rank)
+        share = shrink(empty(tokens, group.d_in), weights, listed, 3, group)
+        expand(share, empty(tokens, sum(group.d_outs)))
+        if group is GATE_UP and listed.gate_expands:
+            expand_and_gate(empty(tokens, 2 * 14336), share)
+    few = listed.regime == Regime.FEW
+    assert compiled >= {"_list_tiles", "_shrink", "_expand_few" if few else "_expand"}
+    assert ("_expand_and_gate" in compiled) == (listed.regime == Regime.PREFILL)
+
+
+@pytest.mark.parametrize("adapters", [True, False])
+def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
+    def delta(width: int) -> LoraDelta | None:
+        return LoraDelta(empty(8, width), empty(1, dtype=torch.int32)) if adapters else None
+
+    angles = empty(8, 64, dtype=torch.float32)
+    fused.add_norm(empty(8, 4096), empty(8, 4096), empty(4096), 1e-5, delta(4096))
+    fused.gate(empty(8, 2 * 14336), delta(2 * 14336))
+    slots = empty(8, dtype=torch.int64)
+    kv = empty(2, 100, 16, 8, 128)
+    fused.rotate_and_store(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128))
+    fused.add_lora_delta(empty(8, 6144), delta(6144))
+    assert compiled >= {"_add_norm", "_gate", "_rotate_and_store"}
+    assert ("_add_lora_delta" in compiled) == adapters
+
+
+@pytest.mark.parametrize("tokens", [1, 256])
+def test_attention_of_small_steps(compiled: set[str], tokens: int) -> None:
+    shape = AttentionShape(32, 8, 128, 16, torch.bfloat16)
+    workspace = empty(workspace_bytes(shape, tokens), dtype=torch.uint8)
+    attention = PagedDecode(shape, tokens, empty(4096, dtype=torch.int32), workspace)
+    attention.attend(empty(tokens, 48, 128)[:, :32], empty(2, 100, 16, 8, 128), None)
+    assert compiled == {"_decode"}
+
+
+def test_a_product_of_one_row(compiled: set[str]) -> None:
+    gemv(empty(1, 4096), empty(6144, 4096), None)
+    assert compiled == {"_gemv"}
