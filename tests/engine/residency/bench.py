@@ -1,0 +1,100 @@
+"""Tiers of a few adapters' size, stepped by hand."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter_format import AdapterLimits
+from lorikeet_engine.errors import AdapterLoadFailed, AdapterTooLarge
+from lorikeet_engine.residency.residents import Lease
+from lorikeet_engine.residency.tiers import Tiers
+from tests.engine.blobs import SHAPE, Ranks, Shelf, elements, everywhere, until
+
+LIMITS = AdapterLimits(max_rank=16, max_bytes=1 << 20)
+ONE = everywhere(4)
+SIZE = elements(ONE)  # of an adapter of rank 4, elements
+
+
+class Bench:
+    """Tiers of a few adapters' size, stepped by hand as an engine would."""
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        folder: Path,
+        gpu: float,
+        host: float,
+        slots: int = 8,
+        limits: AdapterLimits = LIMITS,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.shelf, self.folder = shelf, folder
+        self.woken = threading.Event()
+        self.tiers = Tiers(
+            SHAPE,
+            limits,
+            shelf,
+            device=torch.device("cpu"),
+            dtype=dtype,
+            gpu_bytes=int(gpu * SIZE) * dtype.itemsize,
+            host_bytes=int(host * SIZE) * dtype.itemsize,
+            disk_bytes=1 << 30,
+            cache_dir=folder,
+            max_slots=slots,
+            wake=self.woken.set,
+        )
+
+    def until(self, holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        def step() -> bool:
+            self.tiers.advance()
+            return holds()
+
+        until(step, self.woken, timeout_s)
+
+    def bring(self, *refs: AdapterRef, to: Residency = Residency.GPU) -> None:
+        def there() -> bool:
+            for ref in refs:  # every time, as an engine does: it may have been evicted again
+                self.tiers.want(ref)
+            return all(self.tiers.residency(ref) >= to for ref in refs)
+
+        self.until(there)
+
+    def lease(self, ref: AdapterRef) -> Lease:
+        self.bring(ref)
+        lease = self.tiers.lease(ref)
+        assert lease is not None
+        self.shelf.check(ref, self.tiers.weights, lease.slot)
+        return lease
+
+    def failure(self, ref: AdapterRef) -> Exception:
+        self.tiers.want(ref)
+        caught = []
+
+        def failed() -> bool:
+            try:
+                assert self.tiers.lease(ref) is None
+            except (AdapterLoadFailed, AdapterTooLarge) as error:
+                caught.append(error)
+            return bool(caught)
+
+        self.until(failed)
+        return caught[0]
+
+    def image(self, ref: AdapterRef) -> Path:
+        """The image's file, once it is there."""
+        end_s = time.monotonic() + 10.0
+        while not self.tiers._disk.has_image(ref.digest):
+            assert time.monotonic() < end_s, f"nobody wrote the image of {ref}"
+            time.sleep(0.001)
+        return self.folder / self.tiers._disk.image_name(ref.digest)
+
+    def report(self) -> dict[str, tuple[Residency, int, bool]]:
+        return {r.ref.name: (r.residency, r.leases, r.pinned) for r in self.tiers.report()}
+
+
+def make(shelf: Shelf, names: str, ranks: Ranks = ONE) -> list[AdapterRef]:
+    return [shelf.make(name, ranks) for name in names]

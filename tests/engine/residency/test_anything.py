@@ -1,0 +1,79 @@
+"""Any order of requests, leases and pins: an adapter is whole, and everybody gets one."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.residency import residents
+from lorikeet_engine.residency.residents import Lease
+from tests.engine.blobs import Shelf, everywhere
+from tests.engine.residency.bench import Bench
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["want", "want", "lease", "lease", "release", "pin", "unpin"]),
+              st.integers(0, 9)),
+    max_size=40,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stocked(tmp_path_factory) -> tuple[Shelf, list[AdapterRef]]:
+    shelf = Shelf(tmp_path_factory.mktemp("stocked"))
+    ranks = [everywhere(n % 5 + 1) for n in range(8)] + [{(1, 6): 9}, {(0, 0): 2, (1, 3): 16}]
+    return shelf, [shelf.make(f"x{n}", one) for n, one in enumerate(ranks)]
+
+
+@given(steps=STEPS, gpu=st.sampled_from([1.3, 2.0, 3.1]), host=st.sampled_from([1.3, 2.5]))
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_a_lease_always_sees_its_adapter_and_everybody_gets_one(
+    steps, gpu, host, stocked, tmp_path_factory
+):
+    shelf, refs = stocked
+    b = Bench(shelf, tmp_path_factory.getbasetemp() / "anything", gpu, host, slots=4)
+    leases: list[tuple[AdapterRef, Lease]] = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(residents, "GUARD_S", 0.01)
+    try:
+        for action, number in steps:
+            apply(b, action, refs[number], leases)
+            b.tiers.advance()
+            check_all(b, leases)
+        for _, lease in leases:
+            lease.release()
+        for ref in refs:
+            b.lease(ref).release()
+        check_all(b, [])
+    finally:
+        patch.undo()
+        b.tiers.close()
+
+
+def apply(b: Bench, action: str, ref: AdapterRef, leases: list[tuple[AdapterRef, Lease]]) -> None:
+    if action == "want":
+        b.tiers.want(ref)
+        b.woken.wait(0.002)
+    elif action == "lease" and (lease := b.tiers.lease(ref)) is not None:
+        leases.append((ref, lease))
+    elif action == "release" and leases:
+        leases.pop(0)[1].release()
+    elif action == "pin":
+        b.tiers.pin(ref, Residency(int(ref.digest[0], 16) % 3 + 1))
+    elif action == "unpin":
+        b.tiers.unpin(ref.digest)
+
+
+def check_all(b: Bench, leases: list[tuple[AdapterRef, Lease]]) -> None:
+    for ref, lease in leases:
+        b.shelf.check(ref, b.tiers.weights, lease.slot)
+        assert b.tiers.residency(ref) is Residency.GPU
+    reports = b.tiers.report()
+    assert sum(r.leases for r in reports) == len(leases)
+    assert sum(r.gpu_bytes for r in reports) == b.tiers.arena_bytes_used
+    assert b.tiers.arena_bytes_used <= b.tiers.arena_bytes_total
+    rows = b.tiers.weights.table[..., 2].flatten(1).any(dim=1)
+    assert rows.sum() == sum(r.residency is Residency.GPU for r in reports)

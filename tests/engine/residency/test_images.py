@@ -1,0 +1,137 @@
+"""Packed images on the disk: read instead of packed again, and made anew when they are bad."""
+
+import errno
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.errors import AdapterTooLarge
+from lorikeet_engine.residency import loading
+from lorikeet_engine.residency.image_file import ImageFile
+from tests.engine.residency.bench import LIMITS, make
+
+
+def test_the_second_load_reads_the_image_and_needs_no_blob_and_no_source(shelf, bench, caplog):
+    (a,) = make(shelf, "a")
+    b = bench()
+    b.bring(a)
+    b.image(a)
+    (b.folder / a.digest).unlink()
+    other = bench()
+    assert other.tiers.residency(a) is Residency.DISK
+    other.lease(a).release()
+    assert shelf.fetched == ["a"]
+    assert not (b.folder / a.digest).exists()
+    assert "image_damaged" not in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["cut off", "random", "of another", "empty"])
+@pytest.mark.parametrize("blob", [True, False])
+def test_a_damaged_image_is_made_anew(damage, blob, shelf, bench, caplog):
+    a, c = make(shelf, "ac")
+    b = bench()
+    b.bring(a, c)
+    image, others, good = b.image(a), b.image(c).read_bytes(), b.image(a).read_bytes()
+    bad = {"cut off": good[:-4], "random": b"\xa5" * len(good), "of another": others, "empty": b""}
+    image.write_bytes(bad[damage])
+    if not blob:
+        (b.folder / a.digest).unlink()
+    other = bench()
+    other.lease(a).release()
+    assert "image_damaged" in caplog.text
+    assert other.image(a).read_bytes() == good
+    assert sorted(shelf.fetched) == (["a", "c"] if blob else ["a", "a", "c"])
+
+
+def test_an_image_that_the_disk_cannot_read_is_made_anew(shelf, bench, monkeypatch, caplog):
+    (a,) = make(shelf, "a")
+    b = bench()
+    b.bring(a)
+    good = b.image(a).read_bytes()
+    other = bench()
+
+    def unreadable(file: ImageFile, out: torch.Tensor) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(ImageFile, "read", unreadable)
+    other.lease(a).release()
+    assert "image_damaged" in caplog.text
+    assert other.image(a).read_bytes() == good
+
+
+def test_an_engine_of_another_dtype_packs_for_itself(shelf, bench):
+    (a,) = make(shelf, "a")
+    b, half = bench(), bench(dtype=torch.float16)
+    b.bring(a)
+    image = b.image(a)
+    half.lease(a).release()
+    assert half.image(a).name != image.name
+    bench().lease(a).release()
+    bench(dtype=torch.float16).lease(a).release()
+    assert shelf.fetched == ["a"]
+
+
+def test_an_image_from_before_the_limits_were_lowered_is_not_used(shelf, bench):
+    (a,) = make(shelf, "a")
+    b = bench()
+    b.bring(a)
+    b.image(a)
+    strict = bench(limits=replace(LIMITS, max_rank=2))
+    assert isinstance(strict.failure(a), AdapterTooLarge)
+
+
+def test_an_adapter_lands_though_its_image_cannot_be_written(shelf, bench, monkeypatch, caplog):
+    (a,) = make(shelf, "a")
+    b = bench()
+    tried = threading.Event()
+
+    def full(path: Path, *image: object) -> None:
+        path.write_bytes(b"half")
+        tried.set()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(loading, "write_image", full)
+    b.lease(a).release()
+    assert tried.wait(10)
+    b.tiers.close()
+    assert "image_not_written" in caplog.text
+    assert [path.name for path in b.folder.iterdir()] == [a.digest]
+
+
+def test_who_waits_for_room_is_woken_when_an_image_was_written(shelf, bench, monkeypatch):
+    a, c = make(shelf, "ac")
+    b = bench(gpu=2, host=1)
+    written, gate = threading.Event(), threading.Event()
+
+    def slow(*image: object) -> None:
+        written.set()
+        gate.wait(10)
+
+    monkeypatch.setattr(loading, "write_image", slow)
+    b.bring(a)
+    assert written.wait(10)
+    b.bring(c, to=Residency.DISK)
+    for _ in range(5):
+        b.tiers.advance()
+        assert b.tiers.residency(c) is Residency.DISK
+    gate.set()
+    b.bring(c)
+
+
+def test_a_pin_to_disk_is_content_with_an_image(shelf, bench):
+    (a,) = make(shelf, "a")
+    b = bench()
+    b.bring(a)
+    b.image(a)
+    (b.folder / a.digest).unlink()
+    other = bench()
+    other.tiers.pin(a, Residency.DISK)
+    for _ in range(3):
+        other.tiers.advance()
+    assert other.report()["a"] == (Residency.DISK, 0, True)
+    assert other.tiers._disk._pins
+    assert shelf.fetched == ["a"]

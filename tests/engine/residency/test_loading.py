@@ -1,0 +1,221 @@
+"""Adapters on their way: remote → disk → host → GPU, with sources that hang or fail."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.errors import AdapterLoadFailed, AdapterTooLarge
+from tests.engine.blobs import SHAPE, everywhere, until
+from tests.engine.residency.bench import ONE, SIZE, make
+
+# The way to the GPU.
+
+
+def test_an_adapter_moves_up_tier_by_tier_and_arrives_whole(shelf, bench, tmp_path):
+    (a,) = make(shelf, "a")
+    b = bench()
+    assert b.tiers.residency(a) is Residency.REMOTE
+    assert b.tiers.lease(a) is None
+    b.tiers.want(a)
+    until(lambda: b.tiers.residency(a) is Residency.HOST, b.woken)
+    assert b.tiers.lease(a) is None
+    assert (tmp_path / "cache" / a.digest).read_bytes() == shelf.blob("a").read_bytes()
+    b.tiers.advance()
+    assert b.tiers.residency(a) is Residency.GPU
+    with b.lease(a) as lease:
+        assert lease.rank == 4
+        assert b.report() == {"a": (Residency.GPU, 1, False)}
+        assert b.tiers.report()[0].gpu_bytes == b.tiers.arena_bytes_used == SIZE * 4
+    assert b.report() == {"a": (Residency.GPU, 0, False)}
+    assert b.tiers.arena_bytes_total == 4 * SIZE * 4
+
+
+def test_the_weights_are_the_same_tensors_for_life(shelf, bench):
+    b = bench(gpu=2)
+    arena, table = b.tiers.weights.arena, b.tiers.weights.table
+    for ref in make(shelf, "abcdef"):
+        b.lease(ref).release()
+    assert b.tiers.weights.arena is arena
+    assert b.tiers.weights.table is table
+
+
+def test_a_second_engine_finds_the_blob_on_disk(shelf, bench):
+    (a,) = make(shelf, "a")
+    bench().bring(a)
+    other = bench()
+    assert other.tiers.residency(a) is Residency.DISK
+    other.lease(a).release()
+    assert shelf.fetched == ["a"]
+
+
+def test_a_load_in_flight_is_not_begun_again(shelf, bench):
+    (a,) = make(shelf, "a")
+    b = bench()
+    shelf.gates["a"] = threading.Event()
+    for _ in range(20):
+        b.tiers.want(a)
+        b.tiers.pin(a)
+        b.tiers.advance()
+    shelf.gates["a"].set()
+    b.bring(a)
+    assert shelf.fetched == ["a"]
+
+
+def test_a_release_counts_once(shelf, bench):
+    (a,) = make(shelf, "a")
+    b = bench()
+    one, two = b.lease(a), b.lease(a)
+    assert one.slot == two.slot
+    one.release()
+    one.release()
+    assert b.report()["a"][1] == 1
+
+
+def test_two_versions_of_one_adapter_live_side_by_side(shelf, bench):
+    old, other = make(shelf, "ab")
+    new = AdapterRef(old.tenant, old.name, 2, other.digest)
+    b = bench()
+    first, second = b.lease(old), b.lease(new)
+    assert first.slot != second.slot
+    shelf.check(old, b.tiers.weights, first.slot)
+
+
+# Slow things.
+
+
+def test_a_source_that_hangs_stops_only_its_own_adapters(shelf, bench):
+    slow, warm, quick = make(shelf, "ABCDEFGHIJ"), make(shelf, "ab"), make(shelf, "cd")
+    b = bench(gpu=12)
+    b.bring(*warm)
+    b = bench(gpu=12)  # has them on disk
+    for ref in slow[:6]:  # two download threads are left
+        shelf.gates[ref.name] = threading.Event()
+    longest_s = 0.0
+    for ref in (*slow[:6], *warm, *quick):
+        b.tiers.want(ref)
+    leased: set[str] = set()
+
+    def all_leased() -> bool:
+        nonlocal longest_s
+        begin_s = time.monotonic()
+        b.tiers.advance()
+        b.tiers.report()
+        for ref in (*slow, *warm, *quick):
+            b.tiers.want(ref)
+            b.tiers.residency(ref)
+            if b.tiers.lease(ref):
+                leased.add(ref.name)
+        longest_s = max(longest_s, time.monotonic() - begin_s)
+        return leased >= {"a", "b", "c", "d"}
+
+    until(all_leased, b.woken)
+    assert not leased & {ref.name for ref in slow[:6]}
+    # The source hangs for ever; a step that waited for it would not come back in ten times this.
+    assert longest_s < 1.0
+
+
+def test_with_every_download_thread_stuck_adapters_on_disk_still_load(shelf, bench):
+    slow, warm = make(shelf, "ABCDEFGHIJKLMNOP"), make(shelf, "a")
+    bench().bring(*warm)
+    b = bench()
+    for ref in slow:
+        shelf.gates[ref.name] = threading.Event()
+        b.tiers.want(ref)
+    b.lease(warm[0]).release()
+
+
+def test_pins_that_hang_leave_threads_to_requests(shelf, bench):
+    slow, quick = make(shelf, "ABCDEFGHIJKLMNOP"), make(shelf, "a")
+    b = bench()
+    for ref in slow:
+        shelf.gates[ref.name] = threading.Event()
+        b.tiers.pin(ref)
+    b.tiers.advance()
+    b.lease(quick[0]).release()
+
+
+def test_close_does_not_wait_for_a_source_that_hangs(shelf, bench):
+    (a,) = make(shelf, "a")
+    b = bench()
+    shelf.gates["a"] = threading.Event()
+    b.tiers.want(a)
+    begin_s = time.monotonic()
+    b.tiers.close()
+    assert time.monotonic() - begin_s < 8.0
+
+
+# Failures.
+
+
+def test_a_damaged_download_fails_its_adapter_only_and_leaves_nothing(shelf, bench, tmp_path):
+    bad, good = make(shelf, "ab")
+    b = bench()
+    shelf.spoil.add("a")
+    b.tiers.want(good)
+    error = b.failure(bad)
+    assert isinstance(error, AdapterLoadFailed)
+    assert "damaged" in str(error)
+    assert error.adapter == "acme/a@1"
+    b.lease(good).release()
+    image = b.image(good)
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {good.digest, image.name}
+    assert b.tiers.arena_bytes_used == SIZE * 4
+    assert set(b.report()) == {"b"}
+
+
+def test_a_failure_is_told_once_and_the_next_request_tries_again(shelf, bench):
+    (a,) = make(shelf, "a")
+    b = bench()
+    shelf.errors["a"] = ConnectionError("the bucket does not answer")
+    assert "acme/a@1: its weights could not be brought" in str(b.failure(a))
+    assert b.tiers.lease(a) is None
+    del shelf.errors["a"]
+    b.lease(a).release()
+    assert shelf.fetched == ["a", "a"]
+
+
+def test_a_failure_tells_its_kind_and_only_the_log_its_insides(shelf, bench, caplog):
+    (a,) = make(shelf, "a")
+    shelf.errors["a"] = ConnectionError("no object in /srv/catalog")
+    error = bench().failure(a)
+    assert "ConnectionError" in error.message
+    assert "/srv/catalog" not in str(error)
+    assert "/srv/catalog" in caplog.text
+
+
+def test_an_untold_failure_is_not_repeated_at_every_want(shelf, bench):
+    (a,) = make(shelf, "a")
+    b = bench()
+    shelf.errors["a"] = ConnectionError("no")
+    b.tiers.want(a)
+    b.woken.wait(5)
+    b.woken.clear()
+    for _ in range(3):
+        b.tiers.advance()
+        b.tiers.want(a)
+    assert not b.woken.wait(0.2)
+    assert shelf.fetched == ["a"]
+
+
+def test_an_adapter_of_another_base_model_fails_by_name(shelf, bench):
+    ref = shelf.make("a", {(0, 0): 4}, shape=replace(SHAPE, hidden=24))
+    error = bench().failure(ref)
+    assert isinstance(error, AdapterLoadFailed)
+    assert error.field == "model.layers.0.self_attn.q_proj"
+
+
+def test_what_is_not_a_digest_never_becomes_a_path(shelf, bench, tmp_path):
+    error = bench().failure(AdapterRef("acme", "a", 1, "../" * 3 + "x" * 55))
+    assert "no digest" in str(error)
+    assert shelf.fetched == []
+
+
+@pytest.mark.parametrize("ranks", [everywhere(17), everywhere(16)])
+def test_an_adapter_over_a_limit_or_the_arena_is_too_large(ranks, shelf, bench):
+    ref, small = shelf.make("big", ranks), shelf.make("a", ONE)
+    b = bench(gpu=3)  # room for rank 12
+    assert isinstance(b.failure(ref), AdapterTooLarge)
+    b.lease(small).release()

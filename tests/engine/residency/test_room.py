@@ -1,0 +1,152 @@
+"""Who may stay when the GPU or the host is full."""
+
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.residency import residents
+from tests.engine.blobs import everywhere
+from tests.engine.residency.bench import make
+
+# Room on the GPU.
+
+
+def test_a_leased_adapter_is_never_evicted_and_others_wait_on_the_host(shelf, bench):
+    a, b_, c = make(shelf, "abc")
+    b = bench(gpu=2)
+    one, two = b.lease(a), b.lease(b_)
+    b.bring(c, to=Residency.HOST)
+    for _ in range(5):
+        b.tiers.advance()
+        assert b.tiers.lease(c) is None
+    shelf.check(a, b.tiers.weights, one.slot)
+    shelf.check(b_, b.tiers.weights, two.slot)
+    one.release()
+    b.tiers.advance()
+    assert b.tiers.lease(c) is not None
+    assert b.tiers.residency(a) is Residency.HOST
+    shelf.check(b_, b.tiers.weights, two.slot)
+
+
+def test_slots_run_out_like_memory(shelf, bench):
+    refs = make(shelf, "abcd")
+    b = bench(gpu=4, slots=2)
+    for ref in refs:
+        b.lease(ref).release()
+    assert [b.tiers.residency(ref) for ref in refs].count(Residency.GPU) == 2
+
+
+def test_a_small_adapter_passes_a_large_one_that_does_not_fit(shelf, bench):
+    a, b_ = make(shelf, "ab")
+    large, small = shelf.make("large", everywhere(12)), shelf.make("small", everywhere(2))
+    b = bench(gpu=3)
+    leases = [b.lease(a), b.lease(b_)]
+    b.bring(large, to=Residency.HOST)
+    b.lease(small).release()
+    assert b.tiers.residency(large) is Residency.HOST
+    for lease in leases:
+        lease.release()
+    b.lease(large).release()
+
+
+def test_an_admitted_adapter_stays_until_it_was_leased_once(shelf, bench, monkeypatch):
+    monkeypatch.setattr(residents, "GUARD_S", 60.0)
+    a, b_ = make(shelf, "ab")
+    b = bench(gpu=1)
+    b.bring(a)
+    b.bring(b_, to=Residency.HOST)
+    for _ in range(5):
+        b.tiers.advance()
+        assert b.tiers.residency(a) is Residency.GPU
+    lease = b.tiers.lease(a)
+    b.tiers.advance()
+    assert b.tiers.residency(b_) is Residency.HOST
+    lease.release()
+    b.tiers.advance()
+    assert b.tiers.residency(b_) is Residency.GPU
+
+
+def test_the_adapter_that_is_used_least_gives_way(shelf, bench):
+    often, once, new = make(shelf, "abc")
+    b = bench(gpu=2)
+    for ref in (often, often, once, new):
+        b.lease(ref).release()
+    assert b.tiers.residency(often) is Residency.GPU
+    assert b.tiers.residency(once) is Residency.HOST
+
+
+def test_what_comes_back_is_as_often_used_as_before(shelf, bench):
+    a, b_, c, d = make(shelf, "abcd")
+    b = bench(gpu=2)
+    for ref in (a, a, a, b_, b_, b_, c):
+        b.lease(ref).release()
+    assert b.tiers.residency(a) is Residency.HOST
+    for ref in (a, d):
+        b.lease(ref).release()
+    assert b.tiers.residency(a) is Residency.GPU
+    assert b.tiers.residency(b_) is Residency.HOST
+
+
+def test_an_adapter_that_nobody_leases_gives_its_place_up_after_a_while(shelf, bench, monkeypatch):
+    monkeypatch.setattr(residents, "GUARD_S", 0.2)
+    a, b_ = make(shelf, "ab")
+    b = bench(gpu=1)
+    b.bring(a)
+    b.lease(b_).release()  # nothing but the passing of time wakes this engine
+    assert b.tiers.residency(a) is Residency.HOST
+
+
+def test_wanting_it_again_does_not_keep_its_place_longer(shelf, bench, monkeypatch):
+    monkeypatch.setattr(residents, "GUARD_S", 0.1)
+    a, b_ = make(shelf, "ab")
+    b = bench(gpu=1)
+    b.bring(a)
+    b.tiers.want(b_)
+
+    def other_arrived() -> bool:
+        b.tiers.want(a)
+        return b.tiers.residency(b_) is Residency.GPU
+
+    b.until(other_arrived)
+
+
+def test_adapters_waiting_for_one_place_all_get_it_in_turn(shelf, bench):
+    refs = make(shelf, "abcdefgh")
+    b = bench(gpu=1, host=3)
+    waiting = list(refs)
+
+    def step() -> bool:
+        for ref in waiting:
+            b.tiers.want(ref)
+        for ref in list(waiting):
+            lease = b.tiers.lease(ref)
+            if lease is not None:
+                shelf.check(ref, b.tiers.weights, lease.slot)
+                lease.release()
+                waiting.remove(ref)
+                b.woken.set()
+        return not waiting
+
+    b.until(step)
+
+
+# Room on the host.
+
+
+def test_images_wait_on_disk_while_the_host_is_full_of_waiting_ones(shelf, bench):
+    refs = make(shelf, "abcde")
+    b = bench(gpu=1, host=2)
+    lease = b.lease(refs[0])
+    for ref in refs[1:]:
+        b.tiers.want(ref)
+    waits_on = [Residency.HOST] * 2 + [Residency.DISK] * 2
+    b.until(lambda: sorted(map(b.tiers.residency, refs[1:]), reverse=True) == waits_on)
+    lease.release()
+    for ref in sorted(refs[1:], key=b.tiers.residency, reverse=True):
+        b.lease(ref).release()
+
+
+def test_what_left_the_gpu_and_the_host_comes_back_from_disk(shelf, bench):
+    refs = make(shelf, "abcdef")
+    b = bench(gpu=1, host=1)
+    for ref in refs * 2:
+        b.lease(ref).release()
+    assert b.tiers.residency(refs[0]) is Residency.DISK
+    assert shelf.fetched == list("abcdef")
