@@ -1,5 +1,7 @@
 """Whatever administrators do, in whatever order: what always holds of the state."""
 
+from collections.abc import Collection
+
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
@@ -10,12 +12,20 @@ from lorikeet.catalog.changes import (
     KeyCreated,
     Pinned,
     TenantSaved,
-    entry_from_json,
-    entry_to_json,
 )
 from lorikeet.catalog.fold import fold
-from lorikeet.catalog.parts import COMMON, PARTS, part_of
+from lorikeet.catalog.log_object import object_from_json, object_to_json
+from lorikeet.catalog.parts import (
+    COMMON,
+    PARTS,
+    Part,
+    Unread,
+    part_from_bytes,
+    part_of,
+    part_to_bytes,
+)
 from lorikeet.catalog.records import Scope
+from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import LorikeetError
 from lorikeet_engine.adapter import Residency
 
@@ -94,7 +104,7 @@ def check_adapter(record: AdapterRecord) -> None:
     assert set(record.aliases) == set(record.alias_history)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(ACTS, max_size=40))
 def test_what_always_holds(acts: list[tuple]) -> None:  # type: ignore[type-arg]
     tenant = TenantSaved(name="a", max_concurrent=None)
@@ -121,11 +131,36 @@ def test_what_always_holds(acts: list[tuple]) -> None:  # type: ignore[type-arg]
             ) == record.shared
 
     # in one go, from its JSON, and from every moment on, it is the same state
-    reread = [entry_from_json(entry_to_json(entry), "log/1") for entry in entries]
-    assert reread == entries
+    assert list(object_from_json(object_to_json(entries), "log/1")) == entries
     for at, state in enumerate(states):
         assert fold(CatalogState(), entries[: at + 1]) == state
         assert fold(state, entries[at + 1 :]) == states[-1]
+
+    # and so it is from a snapshot of any moment, its parts read early or late
+    read_at = len(states) // 2
+    for at, state in enumerate(states):
+        view = stored(state)
+        view.advance(entries[at + 1 : read_at])
+        view.read(range(0, PARTS + 1, 2))
+        view.advance(entries[at + 1 :])
+        view.read(range(PARTS + 1))
+        assert list(map(part_to_bytes, view.state.parts)) == list(
+            map(part_to_bytes, states[-1].parts)
+        )
+        assert list(view.state.adapters()) == list(states[-1].adapters())
+        assert view.state.keys() == states[-1].keys()
+
+
+def stored(state: CatalogState) -> CatalogView:
+    """A view that begins with a snapshot of this state; no two parts have one digest."""
+    data = {str(number): part_to_bytes(part) for number, part in enumerate(state.parts)}
+    unread = tuple(map(Unread, data))
+
+    class Stored:
+        def read(self, digests: Collection[str]) -> dict[str, Part]:
+            return {digest: part_from_bytes(data[digest], digest) for digest in digests}
+
+    return CatalogView(Stored(), CatalogState(state.seq, state.time, unread))
 
 
 def test_a_fold_shares_what_it_does_not_change() -> None:

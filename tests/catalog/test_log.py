@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lorikeet.catalog import AdapterCatalog, ObjectStore
-from lorikeet.catalog.changes import CatalogCreated, KeyRevoked, TenantSaved
+from lorikeet.catalog.changes import CatalogCreated, Entry, KeyRevoked, TenantSaved
 from lorikeet.catalog.local import LocalStore
-from lorikeet.catalog.log import Log
+from lorikeet.catalog.log import BLOCK, Log
 from lorikeet.errors import Conflict, StoreError
 
 
@@ -62,6 +62,16 @@ def test_entries_come_back_in_order_with_their_author(store: ObjectStore) -> Non
             {"type": "tenant_saved", "name": "a", "max_concurrent": None},
             {"type": "key_revoked", "id": "k"},
         ],
+        "before": [
+            {
+                "seq": 1,
+                "schema": 1,
+                "nonce": first.nonce,
+                "actor": "ann",
+                "time": 1.5,
+                "changes": [{"type": "catalog_created"}],
+            }
+        ],
     }
 
 
@@ -97,10 +107,9 @@ def test_a_refresh_reads_the_tail_and_nothing_else(tmp_path: Path) -> None:
     watched.reads.clear()
 
     reader.refresh()
-    assert sorted(watched.reads) == [
-        "get log/000000000002.json",
-        "get log/000000000003.json",
+    assert watched.reads == [
         "list log/ after log/000000000000.json",
+        "get log/000000000003.json",
     ]
 
     watched.reads.clear()
@@ -138,15 +147,48 @@ def test_an_entry_that_cannot_be_read_stops_the_reader_where_it_is(
     assert catalog.state.seq == 1
 
 
-def test_a_lost_entry_is_named(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    catalog = AdapterCatalog.init(store)
-    for name in ("a", "b"):
-        catalog.create_tenant(name, actor="ann")
-    store.delete("log/000000000002.json")
+def fill(log: Log, entries: int) -> list[Entry]:
+    return [log.append(seq, "ann", 1.0, [CatalogCreated()]) for seq in range(entries)]
 
-    with pytest.raises(StoreError, match=r"log/000000000002\.json is missing"):
-        AdapterCatalog(store).refresh()
+
+def test_a_reader_fetches_one_object_for_each_block(tmp_path: Path) -> None:
+    entries = fill(Log(LocalStore(tmp_path)), 2 * BLOCK + 3)
+    watched = Watched(tmp_path)
+
+    assert Log(watched).read(5) == entries[5:]
+    gets = sorted(read for read in watched.reads if read.startswith("get"))
+    assert gets == [f"get log/{seq:012d}.json" for seq in (127, 255, 259)]
+
+
+def test_a_writer_that_read_nothing_goes_on_with_the_block(tmp_path: Path) -> None:
+    entries = fill(Log(LocalStore(tmp_path)), 5)
+    entries.append(Log(LocalStore(tmp_path)).append(5, "bob", 2.0, [KeyRevoked(id="k")]))
+    watched = Watched(tmp_path)
+
+    assert Log(watched).read(0) == entries
+    assert watched.reads[1:] == ["get log/000000000006.json"]
+
+
+def test_large_entries_are_not_repeated_without_end(tmp_path: Path) -> None:
+    log = Log(LocalStore(tmp_path))
+    many = [KeyRevoked(id=f"key-{number:060d}") for number in range(200)]
+    entries = [log.append(seq, "ann", 1.0, many) for seq in range(20)]
+
+    sizes = [path.stat().st_size for path in (tmp_path / "log").iterdir()]
+    assert sum(sizes) < 20 * 2**17
+    assert Log(LocalStore(tmp_path)).read(0) == entries
+    assert Log(LocalStore(tmp_path)).read(7) == entries[7:]
+
+
+def test_a_lost_object_is_healed_by_the_next_or_named(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    entries = fill(Log(store), BLOCK + 1)
+    store.delete("log/000000000002.json")
+    assert Log(store).read(0) == entries
+
+    store.delete(f"log/{BLOCK - 1:012d}.json")
+    with pytest.raises(StoreError, match=rf"log/{BLOCK - 1:012d}\.json is missing"):
+        Log(store).read(0)
 
 
 def test_strange_objects_beside_the_log_are_passed_over(tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ def test_keys_are_listed_in_byte_order_after_the_start(store: ObjectStore) -> No
     assert list(store.list("log/", "log/1")) == ["log/1-x/y", "log/10", "log/2"]
     assert list(store.list("log/", "log/15")) == ["log/2"]
     assert list(store.list("log/1")) == ["log/1", "log/1-x/y", "log/10"]
+    assert store.first("log/", "log/1") == "log/1-x/y"
+    assert store.first("log/", "log/2") is None
     assert list(store.list("")) == [
         "log-old/3",
         "log/1",

@@ -1,17 +1,14 @@
-"""What one log entry can change, and an entry's JSON.
+"""What one log entry can change.
 
-A change holds what its author decided; when and by whom stands once in the entry. A reader that
-meets a schema or a change that it does not know stops: guessing would serve a wrong state.
+A change holds what its author decided; when and by whom stands once in the entry.
 """
 
-import json
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, PlainSerializer
 
 from lorikeet.catalog.records import Scope
-from lorikeet.errors import StoreError
 from lorikeet_engine.adapter import Residency
 
 SCHEMA = 1
@@ -211,36 +208,3 @@ class Entry:
     time: float
     changes: tuple[Change, ...]
     schema: int = SCHEMA
-
-
-_ENTRY = TypeAdapter(Entry)
-
-
-def entry_to_json(entry: Entry) -> bytes:
-    """Canonical enough to read by eye: one JSON object."""
-    return _ENTRY.dump_json(entry)
-
-
-def entry_from_json(data: bytes, key: str) -> Entry:
-    """Read an entry back; `key` names it in errors.
-
-    Raises StoreError, with the remedy, for damage and for what a newer release wrote.
-    """
-    try:
-        raw = json.loads(data)
-        schema = raw["schema"]
-        if schema > SCHEMA:
-            raise StoreError(
-                f"{key} has schema {schema} and this process reads up to {SCHEMA}: "
-                "a newer release writes this catalog, upgrade this one"
-            )
-        return _ENTRY.validate_python(raw)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        if problem["type"] == "union_tag_invalid":
-            raise StoreError(
-                f"{key}: {problem['msg']}: a newer release writes this catalog, upgrade this one"
-            ) from error
-        raise StoreError(f"{key} is damaged ({problem['msg']}): restore the object") from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise StoreError(f"{key} is not a log entry ({error}): restore the object") from error

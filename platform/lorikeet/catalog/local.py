@@ -75,6 +75,10 @@ class LocalStore:
                 if key.startswith(prefix) and key > start_after
             )
 
+    def first(self, prefix: str, start_after: str = "") -> str | None:
+        """See ObjectStore."""
+        return next(self.list(prefix, start_after), None)
+
     def delete(self, key: str) -> None:
         """See ObjectStore."""
         with self._errors(key):

@@ -123,6 +123,18 @@ class S3Store:
                 for found in page.get("Contents", ()):
                     yield found["Key"].removeprefix(self._prefix)
 
+    def first(self, prefix: str, start_after: str = "") -> str | None:
+        """See ObjectStore."""
+        with self._errors(prefix):
+            page = self._client.list_objects_v2(
+                Bucket=self._bucket,
+                Prefix=self._prefix + check_prefix(prefix),
+                StartAfter=self._prefix + start_after,
+                MaxKeys=1,
+            )
+        found = page.get("Contents", ())
+        return found[0]["Key"].removeprefix(self._prefix) if found else None
+
     def delete(self, key: str) -> None:
         """See ObjectStore."""
         with self._errors(key):

@@ -49,7 +49,7 @@ class Snapshots:
     def newest(self, up_to: int = _LAST) -> Manifest | None:
         """The newest snapshot of no entry after `up_to`, if there is one: a LIST and a GET."""
         after = _key(up_to + 1) if up_to < _LAST else ""
-        key = next(iter(self._store.list(_PREFIX, after)), None)
+        key = self._store.first(_PREFIX, after)
         return None if key is None else _manifest(self._store.get(key), key)
 
     def read(self, digests: Collection[str]) -> Mapping[str, Part]:
@@ -122,4 +122,4 @@ def _key(seq: int) -> str:
 
 
 def _part_key(digest: str) -> str:
-    return f"parts/{digest[:2]}/{digest}"
+    return f"snapshot-parts/{digest[:2]}/{digest}"

@@ -61,6 +61,10 @@ class ObjectStore(Protocol):
         """The keys that begin with `prefix` and sort after `start_after`, in byte order."""
         ...
 
+    def first(self, prefix: str, start_after: str = "") -> str | None:
+        """The first key of such a list, if there is one, without asking for the others."""
+        ...
+
     def delete(self, key: str) -> None:
         """Remove an object; none there is fine."""
         ...

@@ -1,0 +1,245 @@
+"""What a catalog of a million adapters costs its readers and writers.
+
+python -m loadtest.bench_catalog [--adapters 1000000] [--tenants 10000] [--at s3://bucket/prefix]
+
+Without --at it starts MiniStack. The catalog is a snapshot, written by the product's own code, and
+a tail of TAIL entries. Everything is timed in processes of its own, after imports and after the
+client was made.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lorikeet.catalog import AdapterCatalog, BlobFacts, CatalogState, open_store
+from lorikeet.catalog.catalog import SNAPSHOT_EVERY
+from lorikeet.catalog.fold import fold
+from lorikeet.catalog.part_format import encode_holdings
+from lorikeet.catalog.parts import PARTS, Part, part_of
+from lorikeet.catalog.records import AdapterRecord, Holdings, TenantRecord, VersionRecord
+from lorikeet.catalog.snapshots import Snapshots
+
+TAIL = SNAPSHOT_EVERY // 2
+REPEATS = 5
+OWNER, NAME = "tenant-00007", "adapter-0003"
+BASE_MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+
+Measured = dict[str, Any]
+
+
+def build(url: str, tenants: int, adapters: int) -> None:
+    """A catalog of so many adapters, spread evenly."""
+    store = open_store(url)
+    catalog = AdapterCatalog.init(store)
+    spread: list[dict[str, Holdings | bytes]] = [{} for _ in range(PARTS)]
+    for number in range(tenants):
+        holdings = make_holdings(f"tenant-{number:05d}", adapters // tenants)
+        spread[part_of(holdings.record.name)][holdings.record.name] = encode_holdings(holdings)
+    parts = (*map(Part, spread), Part())
+    Snapshots(store).write(CatalogState(catalog.state.seq, time.time(), parts))
+    writer = AdapterCatalog(store)
+    for number in range(TAIL):
+        writer.promote(f"tenant-{number % tenants:05d}", NAME, 1, f"alias-{number}", actor="bench")
+
+
+def make_holdings(tenant: str, adapters: int) -> Holdings:
+    """A tenant with adapters of one version."""
+    records = [make_adapter(tenant, f"adapter-{number:04d}") for number in range(adapters)]
+    return Holdings(TenantRecord(tenant, 32, time.time()), {each.name: each for each in records})
+
+
+def make_adapter(tenant: str, name: str) -> AdapterRecord:
+    """One version, which is prod."""
+    digest = hashlib.sha256(f"{tenant}/{name}".encode()).hexdigest()
+    version = VersionRecord(1, digest, 83_951_616, 16, BASE_MODEL, time.time(), False, 83_951_616)
+    return AdapterRecord(tenant, name, False, (version,), {"prod": 1}, {"prod": ()})
+
+
+def open_name(catalog: AdapterCatalog) -> None:
+    """One adapter's name to its digest, from nothing."""
+    catalog.refresh()
+    catalog.ask(lambda state: state.resolve(f"{OWNER}/{NAME}", OWNER))
+
+
+def open_tenant(catalog: AdapterCatalog) -> None:
+    """All that one tenant may use, from nothing."""
+    catalog.refresh()
+    assert catalog.ask(lambda state: state.visible_to(OWNER))
+
+
+def read_all(catalog: AdapterCatalog) -> None:
+    """Every record of every adapter, from nothing."""
+    catalog.refresh()
+    catalog.ask(lambda state: sum(1 for _ in state.adapters()))
+
+
+def register(catalog: AdapterCatalog) -> None:
+    """A new version of an adapter, from nothing, with the upload of its (small) blob."""
+    data = uuid.uuid4().bytes
+    with tempfile.TemporaryDirectory() as folder:
+        blob = Path(folder) / "blob"
+        blob.write_bytes(data)
+        facts = BlobFacts(hashlib.sha256(data).hexdigest(), len(data), 16, BASE_MODEL)
+        catalog.register(OWNER, NAME, blob, facts, actor="bench")
+
+
+def snapshot(catalog: AdapterCatalog) -> None:
+    """A snapshot after the tail, from nothing."""
+    catalog.snapshot()
+
+
+MEASURED: dict[str, tuple[Callable[[AdapterCatalog], None], str]] = {
+    "a name, cold": (open_name, "≤ 50 ms"),
+    "a tenant's view, cold": (open_tenant, "≤ 0.5 s"),
+    "everything, cold": (read_all, "≤ 30 s, ≤ 1 GB"),
+    "register, cold": (register, "≤ 10 requests"),
+    "a snapshot after the tail": (snapshot, ""),
+}
+
+
+def measure(url: str, what: str) -> Measured:
+    """Seconds, requests and peak memory of one of MEASURED, in this process."""
+    store: Any = open_store(url)
+    requests = 0
+
+    def count(**_: object) -> None:
+        nonlocal requests
+        requests += 1
+
+    store._client.meta.events.register("before-send.s3", count)
+    catalog = AdapterCatalog(store)
+    before = _peak_bytes()
+    begun = time.perf_counter()
+    MEASURED[what][0](catalog)
+    seconds = time.perf_counter() - begun
+    return {
+        "seconds": seconds,
+        "requests": requests,
+        "peak_bytes": _peak_bytes(),
+        "before_bytes": before,
+        "fold_s": _fold_seconds(catalog) if what == "everything, cold" else None,
+    }
+
+
+def _fold_seconds(catalog: AdapterCatalog) -> float:
+    """How long one more entry takes, on a state of which everything is read."""
+    catalog.promote(OWNER, NAME, 1, "measured", actor="bench")
+    (entry,) = catalog._log.read(catalog.state.seq - 1)
+    state = catalog.state
+    times = []
+    for _ in range(100):
+        begun = time.perf_counter()
+        fold(state, [_after(entry, state.seq + 1)])
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def _after(entry: Any, seq: int) -> Any:
+    from dataclasses import replace
+
+    return replace(entry, seq=seq)
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _measured(url: str, what: str) -> Measured:
+    command = [sys.executable, "-m", "loadtest.bench_catalog", "--at", url, "--measure", what]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    answer: Measured = json.loads(done.stdout)
+    return answer
+
+
+@contextmanager
+def ministack() -> Iterator[str]:
+    """The url of an empty bucket on a server of its own."""
+    import boto3
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ |= {
+        "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    own = {"BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "SERVICES": "s3"}
+    with tempfile.TemporaryDirectory() as folder:
+        server = subprocess.Popen(
+            [Path(sys.executable).with_name("ministack")],
+            cwd=folder,
+            env=os.environ | own | {"IOT_MTLS_ENABLED": "0"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            while server.poll() is None:
+                try:
+                    socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                    break
+                except OSError:
+                    time.sleep(0.1)
+            boto3.session.Session().client("s3").create_bucket(Bucket="bench")
+            yield "s3://bench/catalog"
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def run(url: str, tenants: int, adapters: int) -> None:
+    """Build, measure, print."""
+    begun = time.perf_counter()
+    build(url, tenants, adapters)
+    seconds = time.perf_counter() - begun
+    print(f"{adapters:,} adapters of {tenants:,} tenants, {TAIL} entries after the snapshot;")
+    print(f"built in {seconds:.0f} s at {url}\n")
+    print(f"{'':28}{'median':>10}{'worst':>10}{'requests':>10}{'memory':>10}   goal")
+    for what, (_, goal) in MEASURED.items():
+        repeats = REPEATS if "cold" in what else 1  # a second snapshot finds the first
+        runs = [_measured(url, what) for _ in range(repeats)]
+        seconds = statistics.median(run["seconds"] for run in runs)
+        worst = max(run["seconds"] for run in runs)
+        requests = max(run["requests"] for run in runs)
+        memory = max(run["peak_bytes"] for run in runs)
+        print(
+            f"{what:28}{seconds * 1e3:>7.0f} ms{worst * 1e3:>7.0f} ms{requests:>10}"
+            f"{memory / 2**20:>6.0f} MiB   {goal}"
+        )
+        if runs[0]["fold_s"] is not None:
+            print(f"{'one entry more, folded':28}{runs[0]['fold_s'] * 1e3:>7.2f} ms")
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--adapters", type=int, default=1_000_000)
+    parser.add_argument("--tenants", type=int, default=10_000)
+    parser.add_argument("--at", help="an empty place for the catalog, s3://bucket/prefix")
+    parser.add_argument("--measure", choices=MEASURED, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.measure:
+        print(json.dumps(measure(given.at, given.measure)))
+    elif given.at:
+        run(given.at, given.tenants, given.adapters)
+    else:
+        with ministack() as url:
+            run(url, given.tenants, given.adapters)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Snapshots: the same catalog from few objects, whoever made them and whoever died making them."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorikeet.catalog import AdapterCatalog, ObjectStore, Scope, VersionRecord, secret_sha256
+from lorikeet.catalog.local import LocalStore
+from lorikeet.catalog.parts import PARTS, NotRead, Unread, part_of, part_to_bytes
+from lorikeet.catalog.snapshots import Snapshots
+from lorikeet.catalog.state import CatalogState
+from lorikeet.errors import StoreError, UnknownModel
+from tests.catalog.mortal import Crash, Mortal
+
+Register = Callable[..., VersionRecord]
+
+
+class Watched(LocalStore):
+    """A local store that keeps the names of what was read and written."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.got: list[str] = []
+        self.put: list[str] = []
+
+    def get(self, key: str) -> bytes:
+        self.got.append(key)
+        return super().get(key)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        super().put_if_absent(key, data)
+        self.put.append(key)
+
+
+def contents(catalog: AdapterCatalog) -> list[bytes]:
+    """All that a catalog knows, part by part."""
+    catalog.refresh()
+    catalog.read(range(PARTS + 1))
+    return [part_to_bytes(part) for part in catalog.state.parts if not isinstance(part, Unread)]
+
+
+def filled(store: ObjectStore, tenants: int = 20) -> AdapterCatalog:
+    catalog = AdapterCatalog.init(store)
+    for number in range(tenants):
+        catalog.create_tenant(f"t{number}", actor="ann")
+    return catalog
+
+
+def unread(state: CatalogState) -> int:
+    return sum(isinstance(part, Unread) for part in state.parts)
+
+
+def test_a_reader_of_snapshot_and_tail_knows_what_the_log_says(
+    catalog: AdapterCatalog, store: ObjectStore, register: Register
+) -> None:
+    register("acme/support", b"1")
+    _, secret = catalog.create_key("acme", [Scope.INFER], actor="ann")
+    admin, _ = catalog.create_key(None, [Scope.ADMIN], actor="ann")
+    assert catalog.snapshot() == catalog.state.seq
+    register("acme/support", b"2", promote=True, shared=True)
+    catalog.pin("acme", "support", actor="ann")
+    catalog.revoke_key(catalog.create_key(None, [Scope.ADMIN], actor="ann")[0].id, actor="ann")
+
+    reader = AdapterCatalog(store)
+    reader.refresh()
+    assert reader.ask(lambda state: state.resolve("acme/support", "other").version) == 2
+    key = reader.ask(lambda state: state.key_by_sha256(secret_sha256(secret)))
+    assert key is not None
+    assert key.tenant == "acme"
+    assert reader.ask(lambda state: state.admin_keys()) == {admin.id}
+    assert reader.ask(lambda state: state.pin_of("acme", "support")) is not None
+    assert contents(reader) == contents(catalog)
+
+
+def test_a_name_costs_its_part_and_the_tail(tmp_path: Path) -> None:
+    writer = filled(LocalStore(tmp_path))
+    writer.snapshot()
+    writer.create_tenant("late", actor="ann")
+    watched = Watched(tmp_path)
+    reader = AdapterCatalog(watched)
+    reader.refresh()
+    with pytest.raises(UnknownModel):
+        reader.ask(lambda state: state.resolve("t3/x", "t3"))
+
+    kinds = [key.partition("/")[0] for key in watched.got]
+    assert kinds == ["snapshots", "log", "snapshot-parts"]
+    assert unread(reader.state) == PARTS
+
+
+def test_a_question_names_all_the_parts_that_it_lacks(tmp_path: Path) -> None:
+    filled(LocalStore(tmp_path)).snapshot()
+    reader = AdapterCatalog(LocalStore(tmp_path))
+    reader.refresh()
+
+    with pytest.raises(NotRead) as missing:
+        reader.state.tenants()
+    assert missing.value.numbers == set(range(PARTS))
+
+
+def test_only_changed_parts_are_written_again(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    catalog = filled(watched)
+    catalog.snapshot()
+    catalog.limit_tenant("t3", 7, actor="ann")
+    watched.put.clear()
+    catalog.snapshot()
+    assert [key.partition("/")[0] for key in watched.put] == ["snapshot-parts", "snapshots"]
+
+    watched.put.clear()
+    watched.got.clear()
+    other = AdapterCatalog(watched)
+    other.refresh()
+    other.limit_tenant("t4", 7, actor="ann")
+    other.snapshot()
+    assert [key.partition("/")[0] for key in watched.put] == ["log", "snapshot-parts", "snapshots"]
+    assert sum(key.startswith("snapshot-parts/") for key in watched.got) == 1
+
+    assert contents(AdapterCatalog(watched)) == contents(catalog)
+
+
+def test_a_writer_decides_by_parts_it_never_read(tmp_path: Path, register: Register) -> None:
+    filled(LocalStore(tmp_path)).snapshot()
+    writer = AdapterCatalog(LocalStore(tmp_path))
+
+    assert writer.limit_tenant("t5", 3, actor="ann").max_concurrent == 3
+    assert writer.create_key("t6", [Scope.INFER], actor="ann")[0].tenant == "t6"
+    assert contents(writer) == contents(AdapterCatalog(LocalStore(tmp_path)))
+
+
+def test_many_make_snapshots_at_once(
+    catalog: AdapterCatalog, store: ObjectStore, register: Register
+) -> None:
+    def work(number: int) -> int:
+        own = AdapterCatalog(store)
+        own.create_tenant(f"t{number}", actor="ann")
+        return own.snapshot()
+
+    with ThreadPoolExecutor(6) as threads:
+        made = list(threads.map(work, range(6)))
+
+    assert max(made) <= catalog.refresh().seq
+    assert contents(AdapterCatalog(store)) == contents(catalog)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_crash_anywhere_in_a_snapshot(tmp_path: Path, after: bool) -> None:
+    calls = 0
+    survived = False
+    while not survived:
+        store = LocalStore(tmp_path / f"store-{calls}")
+        catalog = filled(store, 3)
+        catalog.snapshot()
+        catalog.limit_tenant("t0", 2, actor="ann")
+        catalog.limit_tenant("t1", 2, actor="ann")
+        calls += 1
+        mortal: Any = Mortal(store, calls, after=after)
+        try:
+            AdapterCatalog(mortal).snapshot()
+            survived = True
+        except Crash:
+            pass
+        assert contents(AdapterCatalog(store)) == contents(catalog)
+        AdapterCatalog(store).snapshot()
+        reader = AdapterCatalog(store)
+        reader.refresh()
+        assert not any(isinstance(part, Unread) and part.pending for part in reader.state.parts)
+        assert contents(reader) == contents(catalog)
+
+    assert calls >= 9  # what there is to read, twice two parts, the manifest
+
+
+def test_a_reader_that_lives_long_keeps_few_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.catalog.catalog.SNAPSHOT_EVERY", 4)
+    writer = filled(LocalStore(tmp_path))
+    writer.snapshot()
+    reader = AdapterCatalog(LocalStore(tmp_path))
+    reader.refresh()
+    for number in range(50):
+        writer.limit_tenant("t3", number + 1, actor="ann")
+        if writer.snapshot_due:
+            writer.snapshot()
+        reader.refresh()
+        held = reader.state.parts[part_of("t3")]
+        assert isinstance(held, Unread)
+        assert len(held.pending) <= 12
+
+    assert contents(reader) == contents(writer)
+
+
+def test_old_snapshots_stay_readable(tmp_path: Path) -> None:
+    catalog = filled(LocalStore(tmp_path), 1)
+    made = []
+    for number in range(3):
+        made.append((catalog.snapshot(), part_to_bytes(catalog.state.parts[part_of("t0")])))
+        catalog.limit_tenant("t0", number + 1, actor="ann")
+    snapshots = Snapshots(LocalStore(tmp_path))
+
+    for seq, data in made:
+        manifest = snapshots.newest(up_to=seq)
+        assert manifest is not None
+        assert manifest.seq == seq
+        digest = manifest.parts[part_of("t0")]
+        assert part_to_bytes(snapshots.read([digest])[digest]) == data
+    assert snapshots.newest(up_to=made[0][0] - 1) is None
+    newest = snapshots.newest()
+    assert newest is not None
+    assert newest.seq == made[-1][0]
+
+
+def test_damage_is_named_with_its_remedy(tmp_path: Path) -> None:
+    catalog = filled(LocalStore(tmp_path))
+    catalog.snapshot()
+    digest = catalog.state.parts[part_of("t3")].digest
+    (tmp_path / f"snapshot-parts/{digest[:2]}/{digest}").write_bytes(b"?")
+    reader = AdapterCatalog(LocalStore(tmp_path))
+    reader.refresh()
+
+    with pytest.raises(StoreError, match=rf"snapshot-parts/.*{digest}.*damaged.*restore"):
+        reader.ask(lambda state: state.tenant("t3"))
+    (manifest,) = (tmp_path / "snapshots").iterdir()
+    manifest.write_text('{"schema": 2}')
+    with pytest.raises(StoreError, match=r"newer release.*upgrade"):
+        AdapterCatalog(LocalStore(tmp_path)).refresh()
+    manifest.unlink()
+    assert AdapterCatalog(LocalStore(tmp_path)).refresh() == catalog.state
