@@ -42,6 +42,8 @@ def test_several_base_models():
         ("LORIKEET_KV_MEMORY", "four", "a size such as 512MiB or 2GiB, or a share such as 20%"),
         ("LORIKEET_BASE_MODELS", "llama", "name=folder"),
         ("LORIKEET_BASE_MODELS", "a=/x,a=/y", "twice"),
+        ("LORIKEET_IMPORT_FROM", "s3://ok/x,https://example.com", "s3://bucket/prefix"),
+        ("LORIKEET_IMPORT_FROM", "s3://", "s3://bucket/prefix"),
         ("LORIKEET_DEVICE", "tpu", "cuda"),
         ("LORIKEET_INTER_TOKEN_GOAL_MS", "0", "greater than 0"),
         ("LORIKEET_INTER_TOKEN_GOAL_MS", "soon", "number"),

@@ -64,6 +64,15 @@ def _parse_models(value: object) -> object:
     return {name.strip(): Path(path.strip()) for name, _, path in pairs}
 
 
+def _parse_prefixes(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    prefixes = tuple(item.strip().rstrip("/") for item in value.split(",") if item.strip())
+    if not all(re.fullmatch(r"s3://[^/]+(/.+)?", prefix) for prefix in prefixes):
+        raise ValueError("want s3://bucket/prefix, separated by commas")
+    return prefixes
+
+
 Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
 Memory = Annotated[int | float | Literal["auto"], BeforeValidator(_parse_memory)]
 """Bytes as an int, a share of the device's free memory as a float in (0, 1], or auto."""
@@ -106,6 +115,11 @@ class Settings(BaseModel):
     cache_dir: Path = Field(Path(".lorikeet/cache"), description="disk cache's folder")
     max_rank: int = Field(64, ge=1, description="largest LoRA rank accepted")
     max_adapter_bytes: Bytes = Field(2**30, description="largest adapter upload accepted")
+    import_from: Annotated[tuple[str, ...], BeforeValidator(_parse_prefixes)] = Field(
+        (),
+        description="s3://bucket/prefix of each place that lorikeet register may read adapters "
+        "from, separated by commas",
+    )
     max_batch_tokens: int = Field(2048, ge=1, description="tokens of one step")
     max_running: int = Field(256, ge=1, description="sequences of one step")
     max_batch_adapters: int = Field(128, ge=1, description="distinct adapters of one step")

@@ -5,7 +5,8 @@ A **blob** is one safetensors file: PEFT's tensors sorted by name, and under the
 is the adapter's digest.
 """
 
-from lorikeet_engine.adapter_format.blob import blob_digest, write_blob
+from lorikeet_engine.adapter_format.blob import WEIGHTS_FILE, blob_digest, write_blob
+from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
 from lorikeet_engine.adapter_format.header import TensorSpan
 from lorikeet_engine.adapter_format.image import FLOAT32_MEMORY, AdapterMemory, check_values
 from lorikeet_engine.adapter_format.shape import LINEARS, BaseShape
@@ -20,8 +21,10 @@ from lorikeet_engine.adapter_format.spec import (
 
 __all__ = [
     "ALIGNMENT",
+    "CONFIG_FILE",
     "FLOAT32_MEMORY",
     "LINEARS",
+    "WEIGHTS_FILE",
     "AdapterLimits",
     "AdapterMemory",
     "AdapterSpec",

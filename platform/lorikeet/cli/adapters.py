@@ -49,7 +49,7 @@ def list_adapters(
         print_json(answer)
         return
     print_table(
-        ["Adapter", "Aliases", "#Versions", "#Rank", "#Blob", "Base model", "State"],
+        ["Adapter", "Aliases", "#Versions", "#Rank", "#Blob", "#On GPU", "Base model", "State"],
         [_summary(adapter) for adapter in answer["data"]],
         empty="No adapters yet: `lorikeet register FOLDER tenant/name` adds one.",
     )
@@ -66,7 +66,16 @@ def show(ctx: typer.Context, adapter: Adapter, as_json: AsJson = False) -> None:
         return
     print_line(f"[bold]{answer['adapter']}[/bold]{_state(answer, ' · ')}")
     print_table(
-        ["Version", "Aliases", "#Rank", "#Blob", "Base model", "Registered (UTC)", "Digest"],
+        [
+            "Version",
+            "Aliases",
+            "#Rank",
+            "#Blob",
+            "#On GPU",
+            "Base model",
+            "Registered (UTC)",
+            "Digest",
+        ],
         [_version_row(version) for version in reversed(answer["versions"])],
         empty="No versions.",
     )
@@ -133,6 +142,7 @@ def _summary(adapter: dict[str, Any]) -> list[Any]:
         len(adapter["versions"]),
         newest.get("max_rank"),
         size(newest.get("size_bytes")),
+        size(newest.get("gpu_bytes") or None),
         newest.get("base_model"),
         _state(adapter),
     ]
@@ -150,6 +160,7 @@ def _version_row(version: dict[str, Any]) -> list[Any]:
         "retired" if version["retired"] else aliases,
         version["max_rank"],
         size(version["size_bytes"]),
+        size(version["gpu_bytes"] or None),
         version["base_model"],
         moment(version["created"]),
         version["digest"][:12],

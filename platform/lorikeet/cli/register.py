@@ -1,4 +1,4 @@
-"""Registering: a PEFT folder becomes one file and goes to the catalog."""
+"""Registering: an adapter, wherever it is, becomes one file and goes to the catalog."""
 
 import tempfile
 from collections.abc import Iterator
@@ -12,14 +12,17 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from lorikeet.cli.adapters import Adapter
 from lorikeet.cli.output import AsJson, print_json, print_line, size
 from lorikeet.cli.server import admin
+from lorikeet.cli.sources import check_source, open_source
+from lorikeet.errors import InvalidInput
 from lorikeet_engine.adapter_format import write_blob
 
-Folder = Annotated[
-    Path,
+Source = Annotated[
+    str,
     typer.Argument(
-        exists=True,
-        file_okay=False,
-        help="A PEFT adapter: adapter_config.json and adapter_model.safetensors.",
+        metavar="SOURCE",
+        help="A PEFT adapter, as save_pretrained wrote it: its folder, a .tar or .tar.gz of it, "
+        "s3://bucket/prefix (of LORIKEET_IMPORT_FROM), or hf:organisation/name on the Hugging "
+        "Face Hub.",
         show_default=False,
     ),
 ]
@@ -29,7 +32,7 @@ _CHUNK_BYTES = 1 << 20
 
 def register(
     ctx: typer.Context,
-    folder: Folder,
+    source: Source,
     adapter: Adapter,
     promote: Annotated[
         bool, typer.Option("--promote", help="Point the alias prod at the new version.")
@@ -41,6 +44,9 @@ def register(
     base_model: Annotated[
         str | None, typer.Option(help="The served base model it is for, if not the one it names.")
     ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="The branch, tag or commit of an hf: source.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Add an adapter, or a new version of one.
@@ -50,9 +56,14 @@ def register(
 
     Example: `lorikeet register ./my-adapter acme/support --promote`
     """
+    try:
+        check_source(source, revision)
+    except InvalidInput as error:
+        raise typer.BadParameter(error.message) from error
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch:
         blob = Path(scratch) / "adapter.safetensors"
-        write_blob(folder, blob)
+        with open_source(source, revision) as folder:
+            write_blob(folder, blob)
         answer, is_new = admin(ctx).upload(
             f"/adapters/{adapter.path}/versions",
             _read(blob, quiet=as_json),
@@ -75,7 +86,8 @@ def _print_version(answer: dict[str, Any], *, is_new: bool) -> None:
     already = "" if is_new else "already is "
     print_line(
         f"[cyan]{answer['adapter']}[/cyan] {already}version {answer['version']}{aliases}:"
-        f" {size(answer['size_bytes'])}, rank {answer['max_rank']}\n"
+        f" {size(answer['size_bytes'])}, rank {answer['max_rank']},"
+        f" {size(answer['gpu_bytes'])} on a GPU\n"
         f"digest {answer['digest']}"
     )
 

@@ -1,0 +1,311 @@
+"""An adapter is the same wherever it is registered from; what cannot be one is refused by name."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lorikeet.catalog.store import open_store
+from lorikeet.cli.sources import check_source, open_source
+from lorikeet.errors import InvalidInput, LorikeetError, StoreError
+from lorikeet_engine.adapter_format import blob_digest, write_blob
+from tests.cli.adapters import peft_folder
+from tests.cli.conftest import Lorikeet
+from tests.cli.hub import Hub, running_hub
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FILES = (CONFIG, WEIGHTS)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A PEFT folder with what training leaves beside an adapter."""
+    made = peft_folder(tmp_path / "adapter")
+    (made / "README.md").write_text("trained on a laptop")
+    (made / "tokenizer.py").write_text("raise SystemExit('never run')")
+    return made
+
+
+def digest(folder: Path, tmp_path: Path) -> str:
+    return write_blob(folder, tmp_path / "blob")
+
+
+# A tar file.
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+@pytest.mark.parametrize("inside", [".", "my-adapter", "runs/7/final"])
+def test_a_tar_file_is_the_folder_it_was_made_of(
+    folder: Path, tmp_path: Path, mode: str, inside: str
+) -> None:
+    with tarfile.open(tmp_path / "a.tar", mode) as tar:  # type: ignore[call-overload]
+        tar.add(folder, arcname=inside)
+    with open_source(str(tmp_path / "a.tar")) as unpacked:
+        assert {file.name for file in unpacked.iterdir()} == set(FILES)
+        assert digest(unpacked, tmp_path) == digest(folder, tmp_path)
+    assert not unpacked.exists()
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int = 0) -> object:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.size = kind, link, size
+    return info
+
+
+def bomb() -> bytes:
+    """A header that says of itself to have a gigabyte."""
+    info = tarfile.TarInfo("x")
+    info.type, info.size = tarfile.XHDTYPE, 1 << 30
+    return info.tobuf()
+
+
+def negative() -> bytes:
+    """A member of less than no bytes."""
+    info = tarfile.TarInfo("x")
+    block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    block[124:136] = b"\xff" * 11 + b"\x00"  # -256 in base 256
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+@pytest.mark.parametrize(
+    ("added", "says"),
+    [
+        ([member("../adapter_config.json")], "'../adapter_config.json' leads out"),
+        ([member("a/../../x")], "'a/../../x' leads out"),
+        ([member("/etc/passwd")], "'/etc/passwd' leads out"),
+        ([member("x", tarfile.SYMTYPE, "/etc/passwd")], "'x' is neither a plain file"),
+        ([member("x", tarfile.LNKTYPE, CONFIG)], "'x' is neither a plain file"),
+        ([member("x", tarfile.FIFOTYPE)], "'x' is neither a plain file"),
+        ([member("x", tarfile.CHRTYPE)], "'x' is neither a plain file"),
+        ([member("x", tarfile.GNUTYPE_SPARSE)], "'x' is neither a plain file"),
+        ([member(CONFIG)], "is there twice"),
+        ([member(f"other/{CONFIG}")], "several adapters"),
+        ([member(f"x{n}") for n in range(1000)], "1000 members"),
+        ([member("x", size=9 << 30)], f"{8 << 30} bytes"),
+        ([bomb()], "a header of 1073741824 bytes"),
+        ([negative()], "can be read|neither a plain file"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_tar_file_with_anything_odd_in_it_is_refused(
+    folder: Path, tmp_path: Path, added: list[object], says: str
+) -> None:
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w") as tar:
+        for name in FILES:
+            tar.add(folder / name, arcname=name)
+        end = tar.offset
+    blocks = [a if isinstance(a, bytes) else a.tobuf() for a in added]  # type: ignore[attr-defined]
+    (tmp_path / "a.tar").write_bytes(plain.getvalue()[:end] + b"".join(blocks) + bytes(1024))
+    with pytest.raises(InvalidInput, match=says), open_source(str(tmp_path / "a.tar")):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda data: data[: len(data) // 2], "can be read"),
+        (lambda data: data[:2] + bytes(100), "can be read"),
+        (lambda data: b"PK\3\4" + data, "no tar or tar.gz file"),
+        (lambda data: b"", "can be read"),
+    ],
+)
+def test_a_damaged_archive_is_refused(
+    folder: Path, tmp_path: Path, spoil: Callable[[bytes], bytes], says: str
+) -> None:
+    path = tmp_path / "a.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        tar.add(folder, arcname=".")
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(InvalidInput, match=says), open_source(str(path)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kept", "says"),
+    [
+        ([], f"has no {CONFIG}"),
+        ([CONFIG], f"has no {WEIGHTS}"),
+        ([WEIGHTS], f"has no {CONFIG}"),
+        ([CONFIG, "adapter_model.bin"], "lorikeet convert"),
+    ],
+)
+def test_an_archive_without_an_adapter_says_what_is_missing(
+    folder: Path, tmp_path: Path, kept: list[str], says: str
+) -> None:
+    (folder / "adapter_model.bin").write_bytes(b"pickle")
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in (*kept, "README.md"):
+            tar.add(folder / name, arcname=name)
+    with pytest.raises(InvalidInput, match=says), open_source(str(tmp_path / "a.tar")):
+        pass
+
+
+# A bucket.
+
+
+@pytest.fixture
+def bucket(s3_bucket: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """s3://bucket/models, which may be read from, with the adapter under good/."""
+    store = open_store(f"{s3_bucket}/models")
+    for file in folder.iterdir():
+        store.put_file(f"good/{file.name}", file)
+    store.put_file(f"half/{CONFIG}", folder / CONFIG)
+    monkeypatch.setenv("LORIKEET_IMPORT_FROM", f"s3://else/x, {s3_bucket}/models/")
+    return f"{s3_bucket}/models"
+
+
+@pytest.mark.parametrize("ending", ["", "/"])
+def test_a_prefix_of_a_bucket_is_the_folder_that_was_copied_there(
+    bucket: str, folder: Path, tmp_path: Path, ending: str
+) -> None:
+    with open_source(f"{bucket}/good{ending}") as copied:
+        assert {file.name for file in copied.iterdir()} == set(FILES)
+        assert digest(copied, tmp_path) == digest(folder, tmp_path)
+
+
+@pytest.mark.parametrize("beside", ["models-of-others/good", "good", ""])
+def test_nothing_is_read_beside_the_allowed_prefixes(bucket: str, beside: str) -> None:
+    outside = f"{bucket.removesuffix('/models')}/{beside}"
+    with pytest.raises(InvalidInput, match="only from s3://else/x, s3://"), open_source(outside):
+        pass
+
+
+def test_no_bucket_is_read_before_one_is_allowed(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LORIKEET_IMPORT_FROM")
+    with (
+        pytest.raises(InvalidInput, match="from no bucket yet: set LORIKEET_IMPORT_FROM"),
+        open_source(f"{bucket}/good"),
+    ):
+        pass
+
+
+def test_a_prefix_without_an_adapter_says_what_is_missing(bucket: str) -> None:
+    with pytest.raises(InvalidInput, match=f"half has no {WEIGHTS}"), open_source(f"{bucket}/half"):
+        pass
+
+
+def test_a_bucket_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, bucket: str) -> None:
+    monkeypatch.setenv("LORIKEET_IMPORT_FROM", "s3://no-such-bucket")
+    with pytest.raises((StoreError, InvalidInput)), open_source("s3://no-such-bucket/x"):
+        pass
+
+
+# The Hugging Face Hub.
+
+
+@pytest.fixture
+def hub(folder: Path, tmp_path: Path) -> Iterator[Hub]:
+    pickled = peft_folder(tmp_path / "pickled")
+    (pickled / WEIGHTS).rename(pickled / "adapter_model.bin")
+    repositories = {"acme/lora": folder, "acme/old": pickled, "meta/gated": folder}
+    with running_hub(repositories, gated=frozenset({"meta/gated"})) as running:
+        yield running
+
+
+def command(lorikeet: Lorikeet, hub: str, home: Path, *arguments: str) -> tuple[int, str, str]:
+    """The command in a process of its own: the Hub's client reads HF_ENDPOINT when imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from lorikeet.cli import main; main()", *arguments],
+        env=os.environ
+        | {"LORIKEET_SERVER": lorikeet.url, "LORIKEET_ADMIN_KEY": lorikeet.admin_key}
+        | {"HF_ENDPOINT": hub, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout, " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("revision", [[], ["--revision", "v1"]])
+def test_a_repository_on_the_hub_is_registered_and_nothing_else_of_it_is_fetched(
+    lorikeet: Lorikeet, hub: Hub, folder: Path, tmp_path: Path, revision: list[str]
+) -> None:
+    arguments = ["register", "hf:acme/lora", "acme/support", "--json", *revision]
+    status, said, errors = command(lorikeet, hub.url, tmp_path / "home", *arguments)
+    assert status == 0, errors
+    assert json.loads(said)["digest"] == digest(folder, tmp_path)
+    assert sorted(hub.fetched) == list(FILES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["hf:acme/none"], 1, "hf:acme/none: there is no such repository, or it is private"),
+        (["hf:acme/lora", "--revision", "v2"], 1, "hf:acme/lora at v2: there is no such revision"),
+        (["hf:meta/gated"], 1, "hf:meta/gated is gated"),
+        (["hf:acme/old"], 1, "hf:acme/old has its weights in adapter_model.bin, a pickle"),
+        (["hf:acme/lora/x y"], 1, "want hf:organisation/name"),
+    ],
+)
+def test_what_the_hub_cannot_give_is_told(
+    lorikeet: Lorikeet, hub: Hub, tmp_path: Path, arguments: list[str], status: int, says: str
+) -> None:
+    source, *options = arguments
+    got = command(lorikeet, hub.url, tmp_path / "home", "register", source, "acme/s", *options)
+    assert got[0] == status
+    assert says in got[2]
+    assert hub.fetched == []
+
+
+def test_a_hub_that_does_not_answer_is_told(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    arguments = ["register", "hf:acme/lora", "acme/support"]
+    status, _, errors = command(lorikeet, "http://127.0.0.1:9", tmp_path / "home", *arguments)
+    assert status == 1
+    assert "hf:acme/lora could not be read: " in errors
+
+
+def test_without_the_hubs_client_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with (
+        pytest.raises(LorikeetError, match="pip install huggingface_hub"),
+        open_source("hf:acme/lora"),
+    ):
+        pass
+
+
+# What is no source.
+
+
+@pytest.mark.parametrize(
+    ("source", "revision", "says"),
+    [
+        ("nowhere", None, "no folder or file 'nowhere'$"),
+        ("acme/lora", None, "on the Hugging Face Hub it is hf:acme/lora"),
+        ("https://example.com/a.tar", None, "download it and give the folder"),
+        ("gs://bucket/x", None, "s3://bucket/prefix"),
+        (".", "v1", "a revision is for hf:organisation/name only"),
+    ],
+)
+def test_what_is_no_source_is_told_what_one_is(
+    source: str, revision: str | None, says: str
+) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        check_source(source, revision)
+
+
+def test_a_source_that_is_none_is_wrong_usage(lorikeet: Lorikeet) -> None:
+    for arguments in (["nowhere"], ["acme/lora"], [".", "--revision", "v1"]):
+        source, *options = arguments
+        assert lorikeet.run("register", source, "acme/support", *options).exit_code == 2
+
+
+def test_a_tar_file_is_registered(lorikeet: Lorikeet, folder: Path, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tgz", "w:gz") as tar:
+        tar.add(folder, arcname="my-adapter")
+    said = json.loads(lorikeet.do("register", str(tmp_path / "a.tgz"), "acme/support", "--json"))
+    write_blob(folder, tmp_path / "blob")
+    assert said["digest"] == blob_digest(tmp_path / "blob")
+    assert said["gpu_bytes"] == 2 * 4 * (8 + 8) * 4  # two layers of rank 4, float32
