@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +20,20 @@ from safetensors.numpy import save_file
 
 from lorikeet.api.answers import Choice, EventStream, Usage, json_body
 from lorikeet.api.app import BaseModel, Services, create_app
-from lorikeet.api.messages import Call, Endpoint, Header, StreamItem
+from lorikeet.api.messages import (
+    Call,
+    Continuation,
+    Endpoint,
+    Header,
+    Refusal,
+    StreamItem,
+    Trial,
+    TrialResult,
+)
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.local import LocalStore
 from lorikeet.catalog.records import Scope
+from lorikeet.catalog.store import ObjectStore
 from lorikeet.placement.report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, write_blob
@@ -50,7 +60,7 @@ def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Gateway"]:
 
 
 @contextmanager
-def serving(folder: Path, store: LocalStore | None = None, **services: Any) -> Iterator["Gateway"]:
+def serving(folder: Path, store: ObjectStore | None = None, **services: Any) -> Iterator["Gateway"]:
     catalog = AdapterCatalog.init(store or LocalStore(folder / "store"))
     engines = ReplayEngines()
     _, admin_key = catalog.create_key(None, {Scope.ADMIN}, actor="test")
@@ -142,6 +152,8 @@ class ReplayEngines:
         self.calls: list[tuple[str, Call]] = []
         self.closed: list[str] = []
         self.replay: Callable[[Call], Items] = repeat
+        self.trials: list[tuple[str, Trial]] = []
+        self.try_out: Callable[[Trial], TrialResult | Refusal] = all_differ
 
     async def generate(self, base_model: str, call: Call) -> Items:
         self.calls.append((base_model, call))
@@ -152,6 +164,10 @@ class ReplayEngines:
         finally:
             await items.aclose()
             self.closed.append(call.request_id)
+
+    async def smoke(self, base_model: str, trial: Trial) -> TrialResult | Refusal:
+        self.trials.append((base_model, trial))
+        return self.try_out(trial)
 
     async def reports(self) -> list[ReplicaReport]:
         held = AdapterReport(AdapterRef("acme", "support", 1, "d" * 64), Residency.GPU, 64, 2, True)
@@ -195,6 +211,19 @@ async def endless(call: Call) -> Items:
     while True:
         yield events.delta(0, "more ")
         await asyncio.sleep(0.01)
+
+
+def all_differ(trial: Trial) -> TrialResult:
+    """A trial in which the adapter says the words backwards."""
+    base = [tuple(range(trial.max_tokens)) for _ in trial.prompts]
+    return trial_result(base, [tokens[::-1] for tokens in base])
+
+
+def trial_result(base: Sequence[Sequence[int]], adapted: Sequence[Sequence[int]]) -> TrialResult:
+    def said(choices: Sequence[Sequence[int]]) -> tuple[Continuation, ...]:
+        return tuple(Continuation(tuple(c), " ".join(map(str, c))) for c in choices)
+
+    return TrialResult("replica-7", Residency.REMOTE, said(base), said(adapted))
 
 
 def make_peft(

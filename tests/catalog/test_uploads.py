@@ -57,8 +57,7 @@ def test_parts_in_any_order_become_the_blob(
     upload = begun(uploads)
     send(upload, 3, 1, 2)
     uploads.download(DIGEST, ANN, tmp_path / "out")
-    uploads.keep(DIGEST, ANN)
-    store.put_file(blob_key(DIGEST), tmp_path / "out")  # where keeping is left to the gateway
+    uploads.keep(DIGEST, ANN, tmp_path / "out")
     uploads.discard(upload)
 
     assert (tmp_path / "out").read_bytes() == DATA

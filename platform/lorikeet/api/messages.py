@@ -63,3 +63,34 @@ class Refusal:
 
 StreamItem = Header | Refusal | bytes
 """bytes: final SSE events when `stream` is set, else one JSON body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One batch of a replica: every prompt with the adapter and with the base model alone.
+
+    prompts: what a user says. Greedy, up to max_tokens each.
+    """
+
+    request_id: str
+    adapter: AdapterRef
+    prompts: tuple[str, ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What a model made of a prompt."""
+
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrialResult:
+    """A continuation of each prompt, in order. residency: where the adapter was before."""
+
+    replica: str
+    residency: Residency | None
+    base: tuple[Continuation, ...]
+    adapted: tuple[Continuation, ...]

@@ -4,8 +4,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lorikeet.api.messages import Call, StreamItem
+from lorikeet.api.messages import Call, Refusal, StreamItem, Trial, TrialResult
 from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.uploads import PART_BYTES
 from lorikeet.placement.report import ReplicaReport
 from lorikeet_engine.adapter_format import (
     FLOAT32_MEMORY,
@@ -23,6 +24,10 @@ class EngineClient(Protocol):
 
         Closing or cancelling it frees at once what the request holds. Raises LorikeetError.
         """
+        ...
+
+    async def smoke(self, base_model: str, trial: Trial) -> TrialResult | Refusal:
+        """A replica's trial of an adapter. Raises LorikeetError."""
         ...
 
     async def reports(self) -> Sequence[ReplicaReport]:
@@ -45,8 +50,8 @@ class Services:
     gateways: how many there are; each enforces its share of a tenant's limit. refresh_s: how old
     the view of the catalog may be. first_item_timeout_s: how long a replica may take to answer
     at all; how long it may take to generate is not limited here. max_generations: requests that
-    this gateway carries at once, of all tenants together; None: no bound. adapter_memory: what
-    the engines keep adapters in, as far as it is known here.
+    this gateway carries at once, of all tenants together; None: no bound. part_bytes: of large
+    uploads. adapter_memory: what the engines keep adapters in, as far as it is known here.
     """
 
     catalog: AdapterCatalog
@@ -57,4 +62,5 @@ class Services:
     refresh_s: float = 1.0
     first_item_timeout_s: float = 60.0
     max_generations: int | None = None
+    part_bytes: int = PART_BYTES
     adapter_memory: AdapterMemory = FLOAT32_MEMORY

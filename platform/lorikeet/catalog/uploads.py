@@ -116,26 +116,31 @@ class Uploads:
         """
         if self.stored(digest):
             self._store.download(blob_key(digest), path)
-            upload = self._found(digest, owner)
         else:
-            upload = self.find(digest, owner)
-            self._join(upload, path)
+            self._gather(digest, owner, path)
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != digest:
-            if upload is not None:
-                self.discard(upload)
+            self.end(digest, owner)
             raise InvalidAdapter(
                 f"the uploaded bytes have the digest {found} and not {digest}: register the "
                 "file again"
             )
 
-    def keep(self, digest: str, owner: str) -> None:
-        """Make the downloaded upload a blob, inside the store if it can do that by itself."""
+    def keep(self, digest: str, owner: str, blob: Path) -> None:
+        """Make what was downloaded a blob: inside the store, or else from the file."""
         upload = self._found(digest, owner)
         if upload is not None and upload.token is not None and not self.stored(digest):
             with suppress(ObjectNotFound):  # a register of the same upload was quicker
                 self._store.parts.copy(upload.key, blob_key(digest))
+        if not self.stored(digest):
+            self._store.put_file(blob_key(digest), blob)
+
+    def end(self, digest: str, owner: str) -> None:
+        """Discard an upload that has done its work; none there is fine."""
+        upload = self._found(digest, owner)
+        if upload is not None:
+            self.discard(upload)
 
     def discard(self, upload: Upload) -> None:
         """Remove an upload and its bytes."""
@@ -200,6 +205,14 @@ class Uploads:
             self._store.size(upload.key)  # joined, if this is there
             return ()
         return tuple(n for n in upload.numbers if sizes.get(n) != upload.part_size(n))
+
+    def _gather(self, digest: str, owner: str, path: Path) -> None:
+        try:
+            self._join(self.find(digest, owner), path)
+        except (NotFound, ObjectNotFound):
+            if not self.stored(digest):  # else a register of the same upload has just ended it
+                raise
+            self._store.download(blob_key(digest), path)
 
     def _join(self, upload: Upload, path: Path) -> None:
         missing = self._missing(upload)

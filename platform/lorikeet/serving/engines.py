@@ -12,9 +12,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from lorikeet.api.messages import Call, Refusal, StreamItem
+from lorikeet.api.messages import Call, Refusal, StreamItem, Trial, TrialResult
 from lorikeet.api.request_scope import log_unexpected
-from lorikeet.errors import GenerationFailed, Unavailable
+from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
 from lorikeet.placement.report import ReplicaReport
 
 log = logging.getLogger(__name__)
@@ -76,6 +76,14 @@ class ServeEngines:
                 return
         raise Unavailable("no replica could answer", retry_after_s=5)
 
+    async def smoke(self, base_model: str, trial: Trial) -> TrialResult | Refusal:
+        """A replica's trial. Raises Unavailable when it is lost, GenerationFailed if it broke."""
+        handle = self._handles[base_model].options(multiplexed_model_id=trial.adapter.digest)
+        try:
+            return cast("TrialResult | Refusal", await handle.smoke.remote(trial))
+        except (RayTaskError, *_LOST) as error:
+            raise _lost(error, trial.request_id) from error
+
     async def reports(self) -> list[ReplicaReport]:
         """What every replica of every base model holds; one that does not answer is left out."""
         reports = await asyncio.gather(*(broadcast(h, "report") for h in self._handles.values()))
@@ -90,12 +98,8 @@ async def _answer(handle: DeploymentHandle[Any], call: Call) -> AsyncGenerator[S
             if isinstance(item, Refusal) and item.code == Unavailable.code:
                 raise Unavailable(item.message)
             yield item
-    except RayTaskError as error:
-        log_unexpected("replica_broke", call.request_id, error)
-        raise GenerationFailed("the replica failed this request") from error
-    except _LOST as error:
-        lost = f"the replica was lost ({type(error).__name__}): send the request again"
-        raise Unavailable(lost) from error
+    except (RayTaskError, *_LOST) as error:
+        raise _lost(error, call.request_id) from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -103,3 +107,11 @@ async def _answer(handle: DeploymentHandle[Any], call: Call) -> AsyncGenerator[S
         raise Unavailable("the replica cancelled this request") from error
     finally:
         response.cancel()  # type: ignore[no-untyped-call]
+
+
+def _lost(error: Exception, request_id: str) -> LorikeetError:
+    """What Ray raised, in our words."""
+    if isinstance(error, RayTaskError):
+        log_unexpected("replica_broke", request_id, error)
+        return GenerationFailed("the replica failed this request")
+    return Unavailable(f"the replica was lost ({type(error).__name__}): send the request again")

@@ -1,6 +1,8 @@
 """Text to tokens: chat templates and plain prompts."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
@@ -30,11 +32,19 @@ class PromptEncoder:
     def encode(self, call: Call) -> tuple[tuple[int, ...], ...]:
         """Token ids of every prompt of a call. Takes long for long prompts. Raises InvalidInput."""
         if call.endpoint is Endpoint.CHAT:
-            return (self._tokens(self._render(call), "messages", add_special_tokens=False),)
+            text = self._render(call.messages)
+            return (self._tokens(text, "messages", add_special_tokens=False),)
         return tuple(
             prompt if isinstance(prompt, tuple) else self._tokens(prompt, "prompt")
             for prompt in call.prompts
         )
+
+    def encode_turn(self, text: str) -> tuple[int, ...]:
+        """Token ids of what a user says first; without a chat template, of the text as it is."""
+        if self._tokenizer.chat_template is None:
+            return self._tokens(text, "prompt")
+        text = self._render([{"role": "user", "content": text}])
+        return self._tokens(text, "prompt", add_special_tokens=False)
 
     def _tokens(self, text: str, param: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         if len(text) > self._most_characters:
@@ -45,14 +55,14 @@ class PromptEncoder:
             )
         return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def _render(self, call: Call) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         if self._tokenizer.chat_template is None:
             raise InvalidInput(
                 "this base model has no chat template: use /v1/completions", param="messages"
             )
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in call.messages],
+                [dict(message) for message in messages],
                 add_generation_prompt=True,
                 tokenize=False,
             )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lorikeet.api.messages import Call, Header, Refusal, StreamItem
+from lorikeet.api.messages import Call, Header, Refusal, StreamItem, Trial, TrialResult
 from lorikeet.errors import InvalidInput
 from lorikeet.placement.plan import Keep, Plan
 from lorikeet.placement.report import ReplicaReport
@@ -16,6 +16,7 @@ from lorikeet.serving.answer import Answer, refusal_of
 from lorikeet.serving.engine_process import build_engine
 from lorikeet.serving.prompts import PromptEncoder
 from lorikeet.serving.router import RESIDENT_KEY
+from lorikeet.serving.trial import run_trial
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import EngineClosed, EngineError, InvalidRequest, StepFailed
@@ -88,6 +89,13 @@ class Replica:
         except (EngineError, InvalidInput) as error:
             yield _refuse(error)
 
+    async def smoke(self, trial: Trial) -> TrialResult | Refusal:
+        """Try an adapter beside the base model."""
+        try:
+            return await run_trial(trial, self.name, self._encoder, self._tokens)
+        except (EngineError, InvalidInput) as error:
+            return _refuse(error)
+
     async def apply_plan(self, plan: Plan) -> None:
         """Take this replica's part of the plan: pin what is new, unpin what is gone.
 
@@ -138,6 +146,20 @@ class Replica:
             min_tokens=min(call.min_tokens, room),
         )
         return Request(call.request_id, prompts, sampling, call.n, call.adapter, salt=call.tenant)
+
+    async def _tokens(self, request: Request) -> tuple[Residency | None, list[list[int]]]:
+        """Where the adapter was found, and the tokens of every choice. Raises EngineError."""
+        made: list[list[int]] = [[] for _ in range(len(request.prompts) * request.n)]
+        unfinished = len(made)
+        with self._mailbox(request.request_id) as mailbox:
+            found = await asyncio.wrap_future(self._engine.submit(request))
+            while unfinished:
+                for output in await mailbox.take():
+                    if isinstance(output, Failed):
+                        raise output.error
+                    made[output.choice].extend(output.token_ids)
+                    unfinished -= output.finish is not None
+        return found, made
 
     @contextmanager
     def _mailbox(self, request_id: str) -> Iterator[Mailbox]:

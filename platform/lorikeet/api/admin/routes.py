@@ -6,19 +6,27 @@ from lorikeet.api.admin.adapters import adapter_routes
 from lorikeet.api.admin.keys import key_routes
 from lorikeet.api.admin.path import check_path
 from lorikeet.api.admin.pins import pin_routes
+from lorikeet.api.admin.registration import Registration
+from lorikeet.api.admin.smoke import smoke_routes
 from lorikeet.api.admin.status import status_routes
 from lorikeet.api.admin.tenants import tenant_routes
 from lorikeet.api.admin.upload import upload_routes
+from lorikeet.api.admin.uploads import uploads_routes
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Gate
 from lorikeet.api.services import Services
+from lorikeet.catalog.uploads import Uploads
 
 
 def admin_routes(services: Services, gate: Gate, follower: CatalogFollower) -> APIRouter:
     """Everything under /admin/v1; an admin's key is wanted before anything else is looked at."""
     checks = [Depends(gate.admin), Depends(check_path)]
     router = APIRouter(prefix="/admin/v1", dependencies=checks)
-    router.include_router(upload_routes(services, follower))
+    registration = Registration(services, follower)
+    uploads = Uploads(services.catalog.store, services.part_bytes)
+    router.include_router(upload_routes(registration, services.limits.max_bytes))
+    router.include_router(uploads_routes(services, uploads, registration))
+    router.include_router(smoke_routes(services, follower))
     router.include_router(adapter_routes(services.catalog, follower))
     router.include_router(pin_routes(services.catalog, follower))
     router.include_router(tenant_routes(services.catalog, follower))
