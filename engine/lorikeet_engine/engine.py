@@ -180,6 +180,7 @@ class Engine:
             arena_bytes_used=self._tiers.arena_bytes_used,
             arena_bytes_total=self._tiers.arena_bytes_total,
             adapters=self._tiers.report(),
+            pinnable_bytes=self._tiers.pinnable_bytes,
         )
 
     def close(self) -> list[Output]:

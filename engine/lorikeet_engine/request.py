@@ -1,5 +1,6 @@
 """What goes into the engine and what comes out: plain, picklable messages about token ids."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -100,7 +101,10 @@ class AdapterReport:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What an engine holds and does at one moment."""
+    """What an engine holds and does at one moment.
+
+    pinnable_bytes: what images of pinned adapters can take at each tier.
+    """
 
     running: int
     waiting: int
@@ -109,6 +113,7 @@ class EngineReport:
     arena_bytes_used: int
     arena_bytes_total: int
     adapters: tuple[AdapterReport, ...] = ()
+    pinnable_bytes: Mapping[Residency, int] = field(default_factory=dict)
 
 
 def _require(holds: bool, param: str, value: object, want: str) -> None:

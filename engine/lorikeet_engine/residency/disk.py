@@ -48,7 +48,7 @@ class DiskCache:
     ) -> None:
         """fingerprint: 16 hex digits, the same for all that can use each other's images."""
         self._folder = folder
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes
         self._source = source
         self._fingerprint = fingerprint
         self._pins: dict[str, int] = {}  # digest → descriptor that holds the lock
@@ -187,7 +187,7 @@ class DiskCache:
                 stat = path.stat()
                 if _FILE.fullmatch(path.name):
                     files.append((stat.st_mtime_ns, stat.st_size, path))
-        excess = sum(size for _, size, _ in files) - self._budget_bytes
+        excess = sum(size for _, size, _ in files) - self.budget_bytes
         for _, size, path in sorted(files):
             if excess <= 0:
                 return

@@ -38,6 +38,11 @@ class HostArena:
         self._images: dict[str, _Image] = {}  # least recently held first
         self.frees = 0  # grows whenever waiting for room may have become worthwhile
 
+    @property
+    def pinnable_elements(self) -> int:
+        """What pins can take in all."""
+        return self._pledges.capacity
+
     def holds(self, digest: str) -> bool:
         """Whether the image is there, whole."""
         image = self._images.get(digest)

@@ -13,6 +13,11 @@ class Pledges:
         self._granted: dict[str, int] = {}  # digest → elements, in the order of granting
         self._largest = 0
 
+    @property
+    def capacity(self) -> int:
+        """Elements that promises can take in all."""
+        return max(0, self._capacity - self._largest)
+
     def __contains__(self, digest: str) -> bool:
         return digest in self._granted
 
@@ -21,7 +26,7 @@ class Pledges:
 
     def leaves_room(self, elements: int) -> bool:
         """Whether one more promise of this size leaves room for others."""
-        return sum(self._granted.values()) + elements + self._largest <= self._capacity
+        return sum(self._granted.values()) + elements <= self.capacity
 
     def grant(self, digest: str, elements: int) -> bool:
         """Whether the promise holds from now on."""

@@ -93,6 +93,11 @@ class Residents:
         self._uses = Uses()
         self._pledges = Pledges(pool.elements)
 
+    @property
+    def pinnable_elements(self) -> int:
+        """What pins can take in all."""
+        return self._pledges.capacity
+
     def holds(self, digest: str) -> bool:
         """Whether its weights are on the GPU, all of them."""
         resident = self._residents.get(digest)

@@ -103,6 +103,16 @@ class Tiers:
         """Bytes of the device's arena."""
         return self._pool.elements * self.weights.arena.itemsize
 
+    @property
+    def pinnable_bytes(self) -> dict[Residency, int]:
+        """What pins can take at each tier; less as soon as a request asks for a larger adapter."""
+        itemsize = self.weights.arena.itemsize
+        return {
+            Residency.GPU: self._residents.pinnable_elements * itemsize,
+            Residency.HOST: self._host.pinnable_elements * itemsize,
+            Residency.DISK: self._disk.budget_bytes,
+        }
+
     def residency(self, ref: AdapterRef) -> Residency:
         """The fastest place that holds the adapter now."""
         if self._residents.holds(ref.digest):

@@ -5,7 +5,7 @@ import pytest
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency import pins
 from tests.engine.blobs import everywhere
-from tests.engine.residency.bench import make
+from tests.engine.residency.bench import SIZE, make
 
 
 @pytest.mark.parametrize("tier", [Residency.DISK, Residency.HOST, Residency.GPU])
@@ -47,6 +47,27 @@ def test_pins_never_fill_the_arena_against_requests(shelf, bench):
     assert kept == refs[: len(kept)]
     assert len(kept) == 1  # the others' place is needed: 10 + 4 + 4 > 16
     assert all(pinned for _, _, pinned in (b.report()[ref.name] for ref in refs))
+
+
+def test_what_pins_can_take_is_what_the_largest_request_leaves(shelf, bench):
+    large, *refs = shelf.make("large", everywhere(8)), *make(shelf, "abcd")
+    b = bench(gpu=4, host=4)
+    assert {tier: pinnable_images(b, tier) for tier in (Residency.GPU, Residency.HOST)} == {
+        Residency.GPU: 4,
+        Residency.HOST: 4,
+    }
+    b.lease(large).release()
+    assert pinnable_images(b, Residency.GPU) == 2
+    for ref in refs:
+        b.tiers.pin(ref)
+    b.until(lambda: sum(b.tiers.residency(ref) is Residency.GPU for ref in refs) == 2)
+    b.lease(large).release()
+    kept = [ref for ref in refs if b.tiers.residency(ref) is Residency.GPU]
+    assert len(kept) == 2
+
+
+def pinnable_images(b, tier):
+    return b.tiers.pinnable_bytes[tier] / (SIZE * 4)
 
 
 def test_pins_leave_one_slot_to_requests(shelf, bench):
