@@ -11,7 +11,7 @@ export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH ?= lorikeet.serving.proxy:middl
 export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install serve test check soak test-gpu loadtest clean
+.PHONY: help install serve test check soak test-gpu bench-catalog loadtest clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,12 @@ soak: $(INSTALLED)  ## the long versions of the tests
 
 test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
+
+bench-catalog: $(INSTALLED)  ## what a catalog of a million adapters costs
+	@$(BIN)/python -m loadtest.bench_catalog
+
+test-ceph: $(INSTALLED)  ## the catalog's tests on Ceph's S3 server, from Debian's packages
+	TEST_S3=radosgw $(BIN)/pytest -m "not soak" tests/catalog
 
 loadtest: $(INSTALLED)  ## Locust against the running service
 	$(BIN)/locust -f loadtest/locustfile.py --headless --only-summary --host http://127.0.0.1:8000

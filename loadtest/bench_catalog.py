@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import json
 import os
-import resource
 import socket
 import statistics
 import subprocess
@@ -21,12 +20,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lorikeet.catalog import AdapterCatalog, BlobFacts, CatalogState, open_store
 from lorikeet.catalog.catalog import SNAPSHOT_EVERY
 from lorikeet.catalog.fold import fold
+from lorikeet.catalog.log import Log
 from lorikeet.catalog.part_format import encode_holdings
 from lorikeet.catalog.parts import PARTS, Part, part_of
 from lorikeet.catalog.records import AdapterRecord, Holdings, TenantRecord, VersionRecord
@@ -121,7 +122,6 @@ def measure(url: str, what: str) -> Measured:
 
     store._client.meta.events.register("before-send.s3", count)
     catalog = AdapterCatalog(store)
-    before = _peak_bytes()
     begun = time.perf_counter()
     MEASURED[what][0](catalog)
     seconds = time.perf_counter() - begun
@@ -129,7 +129,6 @@ def measure(url: str, what: str) -> Measured:
         "seconds": seconds,
         "requests": requests,
         "peak_bytes": _peak_bytes(),
-        "before_bytes": before,
         "fold_s": _fold_seconds(catalog) if what == "everything, cold" else None,
     }
 
@@ -137,24 +136,20 @@ def measure(url: str, what: str) -> Measured:
 def _fold_seconds(catalog: AdapterCatalog) -> float:
     """How long one more entry takes, on a state of which everything is read."""
     catalog.promote(OWNER, NAME, 1, "measured", actor="bench")
-    (entry,) = catalog._log.read(catalog.state.seq - 1)
     state = catalog.state
+    entry = Log(catalog.store).read(state.seq - 1)[-1]
     times = []
     for _ in range(100):
         begun = time.perf_counter()
-        fold(state, [_after(entry, state.seq + 1)])
+        fold(state, [replace(entry, seq=state.seq + 1)])
         times.append(time.perf_counter() - begun)
     return statistics.median(times)
 
 
-def _after(entry: Any, seq: int) -> Any:
-    from dataclasses import replace
-
-    return replace(entry, seq=seq)
-
-
 def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Since this program began; getrusage would count the process that started it."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def _measured(url: str, what: str) -> Measured:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,81 @@ def test_a_store_that_hangs_is_no_proof_that_a_name_is_unknown(
         await follower.looked_again()
 
     asyncio.run(look())
+
+
+class SlowParts(CountingCatalog):
+    """Counts reads of parts, which wait until they are let go."""
+
+    def __init__(self, store: LocalStore) -> None:
+        super().__init__(store)
+        self.part_reads = 0
+        self.goes = threading.Event()
+
+    def read(self, numbers: Collection[int]) -> None:
+        self.part_reads += 1
+        assert self.goes.wait(10)
+        super().read(numbers)
+
+
+def test_parts_are_read_off_the_loop_and_once_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = AdapterCatalog.init(LocalStore(tmp_path))
+    writer.create_tenant("acme", actor="test")
+    writer.snapshot()
+    catalog = SlowParts(LocalStore(tmp_path))
+    catalog.refresh()
+    monkeypatch.setattr("lorikeet.api.follower.LONGEST_WAIT_S", 0.1)
+
+    async def ask() -> None:
+        follower = CatalogFollower(catalog, HOUR)
+        with pytest.raises(Unavailable):  # and a refresh is not kept from its work
+            await follower.ask(lambda state: state.tenant("acme"))
+        assert (await follower.refreshed()).seq == 2
+        monkeypatch.setattr("lorikeet.api.follower.LONGEST_WAIT_S", 5.0)
+        asking = [follower.ask(lambda state: state.tenant("acme")) for _ in range(50)]
+        answers = asyncio.gather(*asking)
+        await asyncio.sleep(0.05)
+        catalog.goes.set()
+        assert {tenant.name for tenant in await answers} == {"acme"}
+
+    asyncio.run(ask())
+    assert catalog.part_reads == 1
+
+
+def test_a_part_that_cannot_be_read_now_is_read_later(tmp_path: Path) -> None:
+    writer = AdapterCatalog.init(LocalStore(tmp_path))
+    writer.create_tenant("acme", actor="test")
+    writer.snapshot()
+    catalog = AdapterCatalog(LocalStore(tmp_path))
+    catalog.refresh()
+
+    async def ask() -> None:
+        follower = CatalogFollower(catalog, HOUR)
+        (tmp_path / "snapshot-parts").rename(tmp_path / "away")
+        with pytest.raises(Unavailable):
+            await follower.ask(lambda state: state.tenant("acme"))
+        (tmp_path / "away").rename(tmp_path / "snapshot-parts")
+        assert (await follower.ask(lambda state: state.tenant("acme"))).name == "acme"
+
+    asyncio.run(ask())
+
+
+def test_an_unknown_name_is_not_looked_up_again_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path, refresh_s=HOUR) as gateway:
+        reads: list[float] = []
+        refresh = gateway.catalog.refresh
+
+        def count() -> CatalogState:
+            reads.append(time.monotonic())
+            return refresh()
+
+        gateway.catalog.refresh = count  # type: ignore[method-assign]
+        for _ in range(5):
+            assert gateway.post(CHAT, chat("acme/absent")).status_code == 404
+        assert len(reads) == 1
+        assert gateway.post(CHAT, chat("acme/another")).status_code == 404
+        assert len(reads) == 2
 
 
 def test_many_misses_share_one_read(catalog: CountingCatalog) -> None:
