@@ -11,7 +11,7 @@ export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH ?= lorikeet.serving.proxy:middl
 export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install serve test check soak test-gpu bench-catalog loadtest clean
+.PHONY: help install serve test check soak test-gpu test-ceph bench-catalog loadtest clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14

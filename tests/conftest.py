@@ -8,9 +8,12 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.ceph import radosgw
 
 # Ray reads these when it is imported: what the tests run is what the Makefile and k8s run.
 os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
@@ -22,10 +25,28 @@ os.environ.setdefault(
 
 @pytest.fixture(scope="session")
 def s3_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The s3:// url of an empty bucket; AWS_ variables lead boto3 to its server."""
+    """The s3:// url of an empty bucket; AWS_ variables lead boto3 to its server.
+
+    The server is MiniStack, or with TEST_S3=radosgw Ceph's.
+    """
     import boto3
 
-    folder = tmp_path_factory.mktemp("ministack")
+    bucket = f"lorikeet-{uuid.uuid4().hex[:12]}"
+    ceph = os.environ.get("TEST_S3") == "radosgw"
+    server = radosgw("test", "test") if ceph else _ministack(tmp_path_factory.mktemp("ministack"))
+    with server as address, pytest.MonkeyPatch.context() as environment:
+        for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL"):
+            environment.delenv(name, raising=False)
+        environment.setenv("AWS_ENDPOINT_URL_S3", address)
+        environment.setenv("AWS_ACCESS_KEY_ID", "test")
+        environment.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        environment.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        boto3.session.Session().client("s3").create_bucket(Bucket=bucket)
+        yield f"s3://{bucket}"
+
+
+@contextmanager
+def _ministack(folder: Path) -> Iterator[str]:
     port = _free_port()
     server = subprocess.Popen(
         [_program("ministack")],
@@ -40,21 +61,12 @@ def s3_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    bucket = f"lorikeet-{uuid.uuid4().hex[:12]}"
-    with pytest.MonkeyPatch.context() as environment:
-        for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL"):
-            environment.delenv(name, raising=False)
-        environment.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{port}")
-        environment.setenv("AWS_ACCESS_KEY_ID", "test")
-        environment.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        environment.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        try:
-            _wait_for_port(port, server)
-            boto3.session.Session().client("s3").create_bucket(Bucket=bucket)
-            yield f"s3://{bucket}"
-        finally:
-            server.terminate()
-            server.wait(timeout=30)
+    try:
+        _wait_for_port(port, server)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
 
 
 def _program(name: str) -> str:
