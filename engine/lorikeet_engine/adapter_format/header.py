@@ -74,7 +74,8 @@ def parse_json_object(data: bytes | str, field: str) -> dict[str, Any]:
     Raises AdapterRejected(field=...).
     """
     try:
-        parsed = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
+        text = data if isinstance(data, str) else data.decode()  # json would take UTF-16, too
+        parsed = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise AdapterRejected(f"{field} is not valid JSON: {error}", field=field) from error
     if not isinstance(parsed, dict):

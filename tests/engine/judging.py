@@ -1,0 +1,50 @@
+"""Judges adapters in a process of its own and writes down what each cost: `judging.py FOLDER`.
+
+Each subfolder holds a blob or a PEFT folder. Prints a line of JSON for each: what was said of it,
+CPU seconds and the bytes by which the process grew at most.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from lorikeet.api.intake import examine
+from lorikeet.api.services import BaseModel
+from lorikeet.errors import InvalidAdapter
+from lorikeet_engine.adapter_format import write_blob
+from lorikeet_engine.errors import AdapterError
+from tests.engine.malformed import BLOB, LIMITS, SHAPE
+
+BASE_MODELS = {"tiny": BaseModel(SHAPE)}
+
+
+def judge(folder: Path) -> dict[str, object]:
+    """What register and the gateway do with it, one after the other."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is held now
+    held, began_s = _status("VmRSS"), time.process_time()
+    said = _refusal(folder)
+    cost_s, peak = time.process_time() - began_s, _status("VmHWM")
+    return {"name": folder.name, "said": said, "cpu_s": cost_s, "bytes": peak - held}
+
+
+def _refusal(folder: Path) -> str | None:
+    try:
+        if not (folder / BLOB).exists():
+            write_blob(folder, folder / BLOB)
+        examine(folder / BLOB, BASE_MODELS, LIMITS)
+    except (AdapterError, InvalidAdapter) as error:
+        return error.message
+    return None
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(key)
+
+
+if __name__ == "__main__":
+    for found in sorted(Path(sys.argv[1]).iterdir()):
+        print(json.dumps(judge(found)))
