@@ -60,7 +60,8 @@ class StepGraphs:
         self._kv_slots = torch.full((largest,), -1, dtype=torch.int64, device=device)
         counts = _segment_counts(min(limits.adapters, largest))
         self._segments = torch.zeros(3, counts[-1], dtype=torch.int32, device=device)
-        pages = torch.zeros(limits.pages, dtype=torch.int32, device=device)
+        # While capturing, each token is a sequence of its own, with a page of its own.
+        pages = torch.zeros(max(limits.pages, largest), dtype=torch.int32, device=device)
         self._attention = {size: attention.captured(size, pages) for size in self._sizes}
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[int, int], _Captured] = {}
