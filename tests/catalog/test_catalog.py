@@ -9,11 +9,13 @@ from lorikeet.catalog import (
     AdapterCatalog,
     CatalogState,
     ObjectStore,
+    PinRecord,
     Scope,
     VersionRecord,
     blob_key,
     secret_sha256,
 )
+from lorikeet.catalog.pinned import versions_kept
 from lorikeet.errors import (
     Conflict,
     InvalidInput,
@@ -31,6 +33,10 @@ Register = Callable[..., VersionRecord]
 def prod(catalog: AdapterCatalog, label: str = "acme/support") -> int:
     tenant, _, name = label.partition("/")
     return catalog.refresh().adapter(tenant, name).aliases["prod"]
+
+
+def kept(catalog: AdapterCatalog, pin: PinRecord) -> list[int]:
+    return [version.ref.version for version in versions_kept(catalog.state, pin)]
 
 
 def test_a_store_holds_one_catalog(store: ObjectStore) -> None:
@@ -375,11 +381,10 @@ def test_a_pin_follows_its_alias_until_it_ends(
     pin = catalog.pin("acme", "support", replicas=2, reason="launch", expires=1060.0, actor="bob")
 
     assert (pin.selector, pin.tier, pin.actor) == ("prod", Residency.GPU, "bob")
-    record = catalog.state.adapter("acme", "support")
-    assert catalog.state.pin_refs(1059.0) == {record.ref(first): pin}
+    assert kept(catalog, pin) == [first.version]
     catalog.promote("acme", "support", 2, actor="ann")
-    assert catalog.state.pin_refs(1059.0) == {record.ref(second): pin}
-    assert catalog.state.pin_refs(1060.0) == {}
+    assert kept(catalog, pin) == [second.version]
+    assert catalog.state.pins(1059.0) == (pin,)
     assert catalog.state.pins(1060.0) == ()
 
 
@@ -389,10 +394,10 @@ def test_a_pin_on_a_retired_version_promises_nothing(
     register("acme/support", b"1")
     register("acme/support", b"2")
     pin = catalog.pin("acme", "support", selector="2", actor="ann")
-    assert [ref.version for ref in catalog.state.pin_refs(0)] == [2]
+    assert kept(catalog, pin) == [2]
 
     catalog.retire("acme", "support", 2, actor="ann")
-    assert catalog.state.pin_refs(0) == {}
+    assert kept(catalog, pin) == []
     assert catalog.state.pins(0) == (pin,)
 
 

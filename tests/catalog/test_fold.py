@@ -86,7 +86,7 @@ def decide(state: CatalogState, act: tuple) -> rules.Changes:  # type: ignore[ty
                 reason="",
                 expires=None,
             )
-            return rules.pin(state, pin)
+            return rules.pin(state, pin, now=1.0)
         case ("unpin", *rest):
             return rules.unpin(state, *rest)
     raise AssertionError(act)

@@ -1,50 +1,299 @@
-from lorikeet.placement.plan import Keep, PinnedAdapter, make_plan
+"""What is kept where: whose turn it is, what fits, and what a change moves."""
+
+import random
+import time
+
+import pytest
+
+from lorikeet.catalog.pinned import PinnedVersion
+from lorikeet.catalog.records import PinRecord
+from lorikeet.placement.plan import Keep, Placement, place_pins
+from lorikeet.placement.promises import Promise, Promises
+from lorikeet.placement.report import ReplicaReport
 from lorikeet.rendezvous import by_preference
 from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.request import AdapterReport, EngineReport
 
 REPLICAS = ["r0", "r1", "r2"]
-SUPPORT = AdapterRef("acme", "support", 1, "a" * 64)
-LEGAL = AdapterRef("acme", "legal", 2, "b" * 64)
+ROOMY = 10**6
+
+
+def ref(name: str, tenant: str = "acme", digest: str = "") -> AdapterRef:
+    return AdapterRef(tenant, name, 1, digest or f"{name}-digest")
+
+
+def promise(
+    *refs: AdapterRef,
+    tier: Residency = Residency.GPU,
+    replicas: int | None = None,
+    priority: int = 0,
+    created: float = 0.0,
+    size: int = 10,
+) -> Promise:
+    """A pin of the first ref's adapter, or of its tenant where there are several."""
+    name = refs[0].name if len(refs) == 1 else None
+    pin = PinRecord(
+        refs[0].tenant, name, "prod", tier, replicas, priority, "", None, created, "ann"
+    )
+    return Promise(pin, tuple(PinnedVersion(each, "tiny", size) for each in refs))
+
+
+def report(
+    replica: str,
+    gpu: int = ROOMY,
+    host: int = ROOMY,
+    disk: int = ROOMY,
+    base_model: str = "tiny",
+    adapters: tuple[AdapterReport, ...] = (),
+) -> ReplicaReport:
+    room = {Residency.GPU: gpu, Residency.HOST: host, Residency.DISK: disk}
+    return ReplicaReport(replica, base_model, EngineReport(0, 0, 0, 0, 0, gpu, adapters, room))
+
+
+def place(
+    *promises: Promise,
+    reports: list[ReplicaReport] | None = None,
+    budgets: dict[str, int] | None = None,
+) -> Placement:
+    everywhere = [report(replica) for replica in REPLICAS]
+    return place_pins(Promises(promises, budgets or {}), everywhere if reports is None else reports)
+
+
+def holders(placement: Placement, wanted: AdapterRef) -> set[str]:
+    return {replica for replica, keeps in placement.plan.items() if wanted.digest in keeps}
+
+
+def short(placement: Placement) -> list[str]:
+    return [each.ref.name for each in placement.shortfalls if each.ref]
+
+
+SUPPORT, LEGAL, SALES = ref("support"), ref("legal"), ref("sales")
 
 
 def test_a_pin_on_all_replicas_reaches_each():
-    plan = make_plan([PinnedAdapter(SUPPORT, Residency.GPU, None)], REPLICAS)
-    assert plan == {replica: {SUPPORT.digest: Keep(SUPPORT, Residency.GPU)} for replica in REPLICAS}
+    placement = place(promise(SUPPORT))
+    keep = {SUPPORT.digest: Keep(SUPPORT, Residency.GPU)}
+    assert placement == Placement(dict.fromkeys(REPLICAS, keep), ())
 
 
 def test_a_pin_on_n_replicas_takes_those_its_requests_prefer():
-    plan = make_plan([PinnedAdapter(SUPPORT, Residency.HOST, 2)], REPLICAS)
-    holders = {replica for replica, adapters in plan.items() if SUPPORT.digest in adapters}
-    assert holders == set(by_preference(SUPPORT.digest, REPLICAS)[:2])
+    placement = place(promise(SUPPORT, tier=Residency.HOST, replicas=2))
+    assert holders(placement, SUPPORT) == set(by_preference(SUPPORT.digest, REPLICAS)[:2])
+
+
+def test_only_replicas_of_its_base_model_keep_an_adapter():
+    placement = place(promise(SUPPORT), reports=[report("r0"), report("w0", base_model="wide")])
+    assert holders(placement, SUPPORT) == {"r0"}
+    assert placement.shortfalls == ()
+
+
+def test_a_tenants_pin_keeps_each_of_its_adapters():
+    placement = place(promise(SUPPORT, LEGAL, replicas=1))
+    for each in (SUPPORT, LEGAL):
+        assert holders(placement, each) == {by_preference(each.digest, REPLICAS)[0]}
 
 
 def test_the_nearer_of_two_tiers_holds():
-    pins = [
-        PinnedAdapter(SUPPORT, Residency.GPU, None),
-        PinnedAdapter(SUPPORT, Residency.DISK, None),
-        PinnedAdapter(LEGAL, Residency.DISK, None),
+    promises = [
+        promise(SUPPORT),
+        promise(SUPPORT, LEGAL, tier=Residency.DISK),
     ]
-    for adapters in make_plan(pins, REPLICAS).values():
+    for adapters in place(*promises).plan.values():
         assert adapters == {
             SUPPORT.digest: Keep(SUPPORT, Residency.GPU),
             LEGAL.digest: Keep(LEGAL, Residency.DISK),
         }
 
 
-def test_two_names_of_the_same_weights_are_kept_once_at_the_nearer_tier():
-    twin = AdapterRef("globex", "twin", 1, SUPPORT.digest)
-    pins = [PinnedAdapter(SUPPORT, Residency.GPU, None), PinnedAdapter(twin, Residency.DISK, None)]
+def test_two_names_of_the_same_weights_are_kept_and_counted_once_at_the_nearer_tier():
+    twin = ref("twin", "globex", SUPPORT.digest)
+    pins = [promise(SUPPORT), promise(twin, tier=Residency.DISK, created=1.0)]
+    kept = {SUPPORT.digest: Residency.GPU}
     for order in (pins, pins[::-1]):
-        plan = make_plan(order, REPLICAS)
-        assert all(
-            adapters == {SUPPORT.digest: Keep(SUPPORT, Residency.GPU)} for adapters in plan.values()
-        )
+        placement = place(*order, reports=[report("r0", gpu=10, disk=0)])
+        assert {digest: keep.tier for digest, keep in placement.plan["r0"].items()} == kept
+        assert placement.shortfalls == ()
+
+
+def test_what_moves_nearer_leaves_its_room_to_others():
+    placement = place(
+        promise(SUPPORT, tier=Residency.DISK),
+        promise(SUPPORT, LEGAL, tier=Residency.GPU, created=1.0),
+        promise(SALES, tier=Residency.DISK, created=2.0),
+        reports=[report("r0", gpu=20, disk=10)],
+    )
+    assert placement.shortfalls == ()
 
 
 def test_a_replica_without_pins_is_in_the_plan_so_that_it_lets_go_of_old_ones():
-    assert make_plan([], REPLICAS) == {replica: {} for replica in REPLICAS}
+    assert place().plan == {replica: {} for replica in REPLICAS}
 
 
-def test_more_replicas_asked_for_than_there_are_means_all():
-    plan = make_plan([PinnedAdapter(LEGAL, Residency.GPU, 9)], REPLICAS)
-    assert all(LEGAL.digest in adapters for adapters in plan.values())
+def test_more_replicas_asked_for_than_there_are_is_all_and_is_said():
+    placement = place(promise(LEGAL, replicas=9))
+    assert holders(placement, LEGAL) == set(REPLICAS)
+    (shortfall,) = placement.shortfalls
+    assert shortfall.reason == "9 replicas are wanted, and 3 serve tiny"
+
+
+def test_a_pin_that_names_nothing_or_is_served_nowhere_is_said():
+    nothing = Promise(promise(SUPPORT).pin, ())
+    assert [each.ref for each in place(nothing).shortfalls] == [None]
+    (shortfall,) = place(promise(SUPPORT), reports=[]).shortfalls
+    assert shortfall.reason == "no replica of tiny reports"
+
+
+def test_the_higher_priority_is_kept_then_the_older_pin():
+    promises = [
+        promise(SUPPORT, priority=0, created=1.0),
+        promise(LEGAL, priority=0, created=0.0),
+        promise(SALES, priority=5, created=9.0),
+    ]
+    for gpu, kept in ((30, 3), (20, 2), (10, 1)):
+        placement = place(*promises, reports=[report("r0", gpu=gpu)])
+        names = [keep.ref.name for keep in placement.plan["r0"].values()]
+        assert names == ["sales", "legal", "support"][:kept]
+        assert short(placement) == ["sales", "legal", "support"][kept:]
+
+
+def test_what_has_no_room_says_how_much_there_is():
+    (shortfall,) = place(
+        promise(SUPPORT), promise(LEGAL, created=1.0, size=8), reports=[report("r0", gpu=15)]
+    ).shortfalls
+    assert shortfall.pin.name == "legal"
+    assert shortfall.reason == (
+        "it takes 8 bytes, and pins before it leave 5 on gpu at most: kept on 0 of 1 replicas"
+    )
+
+
+def test_a_pin_on_n_replicas_goes_where_there_is_room():
+    first, *others = by_preference(SUPPORT.digest, REPLICAS)
+    reports = [report(replica, gpu=0 if replica == first else ROOMY) for replica in REPLICAS]
+    placement = place(promise(SUPPORT, replicas=2), reports=reports)
+    assert holders(placement, SUPPORT) == set(others)
+    assert placement.shortfalls == ()
+
+
+def test_a_pin_on_all_replicas_is_kept_where_there_is_room():
+    reports = [report("r0"), report("r1", gpu=9), report("r2")]
+    placement = place(promise(SUPPORT), reports=reports)
+    assert holders(placement, SUPPORT) == {"r0", "r2"}
+    assert "kept on 2 of 3 replicas" in placement.shortfalls[0].reason
+
+
+def test_each_tier_has_its_own_room():
+    placement = place(
+        promise(SUPPORT, tier=Residency.GPU),
+        promise(LEGAL, tier=Residency.HOST),
+        promise(SALES, tier=Residency.DISK),
+        reports=[report("r0", gpu=10, host=10, disk=9)],
+    )
+    assert set(placement.plan["r0"]) == {SUPPORT.digest, LEGAL.digest}
+    assert short(placement) == ["sales"]
+
+
+def test_an_engine_knows_best_what_an_adapter_takes():
+    measured = AdapterReport(SUPPORT, Residency.GPU, 20, 0, pinned=False)
+    reports = [report("r0", gpu=25, adapters=(measured,)), report("r1", gpu=15)]
+    placement = place(promise(SUPPORT, size=10), reports=reports)
+    assert holders(placement, SUPPORT) == {"r0"}
+
+
+def test_a_tenants_budget_bounds_its_own_pins_by_priority():
+    promises = [
+        promise(SUPPORT, size=40),
+        promise(LEGAL, priority=1, size=40),
+        promise(SALES, created=2.0, size=20),
+        promise(ref("other", "globex"), size=500),
+    ]
+    placement = place(*promises, budgets={"acme": 60})
+    assert short(placement) == ["support"]
+    assert placement.shortfalls[0].reason == (
+        "it takes 40 bytes, and pins before it leave 20 of the tenant's budget of 60"
+    )
+
+
+def test_a_budget_is_charged_once_for_the_same_weights():
+    twin = ref("twin", digest=SUPPORT.digest)
+    placement = place(promise(SUPPORT), promise(twin), budgets={"acme": 10})
+    assert placement.shortfalls == ()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_replica_is_promised_more_than_it_holds_and_nothing_is_dropped_silently(seed: int):
+    numbers = random.Random(seed)
+    reports = [report(r, *(numbers.randint(0, 150) for _ in range(3))) for r in REPLICAS]
+    promises = [random_promise(numbers, number) for number in range(60)]
+    placement = place(*promises, reports=reports)
+
+    sizes = {each.ref.digest: each.image_bytes for one in promises for each in one.versions}
+    for one in reports:
+        for tier, room in one.engine.pinnable_bytes.items():
+            keeps = placement.plan[one.replica].values()
+            assert sum(sizes[keep.ref.digest] for keep in keeps if keep.tier is tier) <= room
+    unmet = {(each.pin.key, each.ref) for each in placement.shortfalls}
+    for one in promises:
+        for version in one.versions:
+            kept = sum(
+                keep.tier >= one.pin.tier
+                for keeps in placement.plan.values()
+                if (keep := keeps.get(version.ref.digest)) is not None
+            )
+            wanted = one.pin.replicas or len(REPLICAS)
+            assert kept >= wanted or (one.pin.key, version.ref) in unmet
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_order_of_what_is_known_changes_nothing(seed: int):
+    numbers = random.Random(seed)
+    reports = [report(r, *(numbers.randint(0, 150) for _ in range(3))) for r in REPLICAS]
+    promises = [random_promise(numbers, number) for number in range(60)]
+    placement = place(*promises, reports=reports)
+    numbers.shuffle(promises)
+    numbers.shuffle(reports)
+    assert place(*promises, reports=reports) == placement
+
+
+def test_a_new_pin_takes_no_place_from_those_as_urgent():
+    reports = [report(replica, gpu=100) for replica in REPLICAS]
+    promises = [promise(ref(f"a{n}"), replicas=2, created=n) for n in range(20)]
+    before = place(*promises, reports=reports).plan
+    late = promise(ref("late"), created=100.0)
+    after = place(*promises, late, reports=reports).plan
+    for replica, keeps in before.items():
+        assert keeps.items() <= after[replica].items()
+
+
+def test_a_replica_more_moves_no_more_than_its_share():
+    names = [f"r{n}" for n in range(8)]
+    promises = [promise(ref(f"a{n}"), replicas=1, created=n) for n in range(400)]
+    before = place(*promises, reports=[report(name) for name in names])
+    after = place(*promises, reports=[report(name) for name in [*names, "r8"]])
+    moved = [one for one in promises if homes(before, one) != homes(after, one)]
+    assert all(homes(after, one) == {"r8"} for one in moved)
+    assert 20 <= len(moved) <= 80  # a ninth of 400 is 44
+
+
+def test_ten_thousand_pins_on_64_replicas_are_planned_within_a_tick():
+    reports = [report(f"r{n}") for n in range(64)]
+    promises = [promise(ref(f"a{n}"), replicas=2, created=n) for n in range(10_000)]
+    begun_s = time.process_time()
+    place(*promises, reports=reports)
+    assert time.process_time() - begun_s < 3.0
+
+
+def homes(placement: Placement, one: Promise) -> set[str]:
+    return holders(placement, one.versions[0].ref)
+
+
+def random_promise(numbers: random.Random, number: int) -> Promise:
+    names = numbers.sample(range(40), numbers.choice([1, 1, 3]))
+    refs = [ref(f"a{name}", f"t{number}", f"digest-{name}") for name in names]
+    return promise(
+        *refs,
+        tier=Residency(numbers.randint(1, 3)),
+        replicas=numbers.choice([None, 1, 2, 3]),
+        priority=numbers.randint(-1, 1),
+        created=float(numbers.randint(0, 5)),
+        size=10,
+    )

@@ -10,16 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 from lorikeet.catalog import rules
-from lorikeet.catalog.changes import CatalogCreated, KeyCreated, Pinned, TenantSaved
+from lorikeet.catalog.changes import CatalogCreated, Entry, KeyCreated, PinBudgetSet, TenantSaved
 from lorikeet.catalog.fold import fold
 from lorikeet.catalog.keys import new_key_id, new_secret, secret_sha256
 from lorikeet.catalog.log import Log
-from lorikeet.catalog.names import DEFAULT_ALIAS, check_alias, check_name, check_selector
+from lorikeet.catalog.names import DEFAULT_ALIAS, check_alias, check_name
 from lorikeet.catalog.parts import NotRead, Unread
-from lorikeet.catalog.pin_terms import check_expiry, check_reason
+from lorikeet.catalog.pin_terms import PinTerms, pin_change
 from lorikeet.catalog.records import (
     AdapterRecord,
     BlobFacts,
@@ -34,7 +34,6 @@ from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store import ObjectStore
 from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound, StoreError
-from lorikeet_engine.adapter import Residency
 
 SNAPSHOT_EVERY = 256
 """Entries between snapshots: about as many as a reader that starts may have to read one by one."""
@@ -139,6 +138,19 @@ class AdapterCatalog:
         _check_count(max_concurrent, "max_concurrent")
         change = TenantSaved(name=name, max_concurrent=max_concurrent)
         return self._commit(actor, lambda state: rules.limit_tenant(state, change)).tenant(name)
+
+    def set_pin_budget(
+        self, tenant: str, pin_budget_bytes: int | None, *, actor: str
+    ) -> TenantRecord:
+        """Change what the images of a tenant's pinned adapters may take on one replica.
+
+        What is pinned stays so; a plan keeps no more than fits. None: no limit. Raises
+        UnknownTenant.
+        """
+        _check_count(pin_budget_bytes, "pin_budget_bytes")
+        change = PinBudgetSet(tenant=tenant, pin_budget_bytes=pin_budget_bytes)
+        after = self._commit(actor, lambda state: rules.set_pin_budget(state, change))
+        return after.tenant(tenant)
 
     def create_key(
         self, tenant: str | None, scopes: Collection[Scope], *, actor: str
@@ -248,44 +260,43 @@ class AdapterCatalog:
         return after.adapter(tenant, name)
 
     def pin(
-        self,
-        tenant: str,
-        name: str,
-        *,
-        selector: str = DEFAULT_ALIAS,
-        tier: Residency = Residency.GPU,
-        replicas: int | None = None,
-        reason: str = "",
-        expires: float | None = None,
-        actor: str,
+        self, tenant: str, name: str | None, *, actor: str, **terms: Unpack[PinTerms]
     ) -> PinRecord:
-        """Promise that an adapter stays resident; replaces the adapter's pin, if any.
+        """Promise that an adapter, or with None all of a tenant, stays resident; replaces its pin.
 
-        selector: an alias or a version number. replicas None: on all of its base model.
-        expires: Unix seconds. Raises InvalidInput, UnknownModel.
+        Raises InvalidInput, UnknownModel, UnknownTenant, and Conflict beyond the tenant's budget.
         """
-        check_selector(selector)
-        _check_count(replicas, "replicas")
-        if tier is Residency.REMOTE:
-            raise InvalidInput("tier=remote promises nothing: want disk, host or gpu", param="tier")
-        check_expiry(expires, self._clock())
-        check_reason(reason)
-        change = Pinned(
-            tenant=tenant,
-            name=name,
-            selector=selector,
-            tier=tier,
-            replicas=replicas,
-            reason=reason,
-            expires=expires,
-        )
-        after = self._commit(actor, lambda state: rules.pin(state, change))
+        now = self._clock()
+        change = pin_change(tenant, name, now, **terms)
+        after = self._commit(actor, lambda state: rules.pin(state, change, now))
         pin = after.pin_of(tenant, name)
         assert pin is not None
         return pin
 
-    def unpin(self, tenant: str, name: str, *, actor: str) -> None:
-        """Take an adapter's pin away. Raises NotFound when it has none."""
+    def if_pinned(
+        self,
+        tenant: str,
+        name: str | None,
+        question: Callable[[CatalogState, CatalogState], T],
+        **terms: Unpack[PinTerms],
+    ) -> T:
+        """The answer of the states now and as such a pin would leave it, which is not made.
+
+        Raises what `pin` raises.
+        """
+        now = self._clock()
+        change = pin_change(tenant, name, now, **terms)
+
+        def ask(state: CatalogState) -> T:
+            changes = tuple(rules.pin(state, change, now))
+            entry = Entry(seq=state.seq + 1, nonce="", actor="", time=now, changes=changes)
+            return question(state, fold(state, [entry]))
+
+        self.refresh()
+        return self.ask(ask)
+
+    def unpin(self, tenant: str, name: str | None, *, actor: str) -> None:
+        """Take the pin of an adapter, or with None of a tenant, away. Raises NotFound."""
         self._commit(actor, lambda state: rules.unpin(state, tenant, name))
 
     def _commit(self, actor: str, decide: Callable[[CatalogState], rules.Changes]) -> CatalogState:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 
+from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import Scope
 from lorikeet_engine.adapter import Residency
 
@@ -36,6 +37,15 @@ class TenantSaved:
     name: str
     max_concurrent: int | None
     type: Literal["tenant_saved"] = "tenant_saved"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinBudgetSet:
+    """What the images of a tenant's pinned adapters may take on one replica; None: no limit."""
+
+    tenant: str
+    pin_budget_bytes: int | None
+    type: Literal["pin_budget_set"] = "pin_budget_set"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,30 +167,32 @@ class AdapterRetired:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned:
-    """An adapter's pin was set or replaced."""
+    """The pin of an adapter, or with name None of a tenant, was set or replaced; see PinRecord."""
 
     tenant: str
-    name: str
-    selector: str
-    tier: Tier
-    replicas: int | None
-    reason: str
-    expires: float | None
+    name: str | None
+    selector: str = DEFAULT_ALIAS
+    tier: Tier = Residency.GPU
+    replicas: int | None = None
+    priority: int = 0
+    reason: str = ""
+    expires: float | None = None
     type: Literal["pinned"] = "pinned"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpinned:
-    """An adapter's pin was taken away."""
+    """The pin of an adapter, or with name None of a tenant, was taken away."""
 
     tenant: str
-    name: str
+    name: str | None
     type: Literal["unpinned"] = "unpinned"
 
 
 Change = Annotated[
     CatalogCreated
     | TenantSaved
+    | PinBudgetSet
     | KeyCreated
     | KeyRevoked
     | VersionRegistered

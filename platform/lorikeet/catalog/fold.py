@@ -24,6 +24,7 @@ from lorikeet.catalog.changes import (
     Entry,
     KeyCreated,
     KeyRevoked,
+    PinBudgetSet,
     Pinned,
     ShareEnded,
     ShareGiven,
@@ -41,6 +42,7 @@ from lorikeet.catalog.records import (
     PinRecord,
     Scope,
     TenantRecord,
+    pin_key,
 )
 from lorikeet.catalog.state import CatalogState
 
@@ -131,6 +133,8 @@ class _Draft:
         match change:
             case TenantSaved():
                 self._save_tenant(change, entry.time)
+            case PinBudgetSet():
+                self._set_pin_budget(change)
             case KeyCreated():
                 self._create_key(change, entry.time)
             case KeyRevoked():
@@ -173,11 +177,11 @@ class _Draft:
                 self._shared.discard((change.tenant, change.name))
             case AdapterRetired():
                 self._shared.discard((change.tenant, change.name))
-                self._pins.pop((change.tenant, change.name), None)
+                self._pins.pop(pin_key(change.tenant, change.name), None)
             case Pinned():
                 self._pin(change, entry)
             case Unpinned():
-                self._pins.pop((change.tenant, change.name), None)
+                self._pins.pop(pin_key(change.tenant, change.name), None)
             case _:
                 raise AssertionError(f"{change.type} concerns one tenant")
 
@@ -222,6 +226,11 @@ class _Draft:
             record = TenantRecord(change.name, change.max_concurrent, time)
             self._tenants[change.name] = Holdings(record)
 
+    def _set_pin_budget(self, change: PinBudgetSet) -> None:
+        before = self._holdings(change.tenant)
+        record = replace(before.record, pin_budget_bytes=change.pin_budget_bytes)
+        self._tenants[change.tenant] = replace(before, record=record)
+
     def _create_key(self, change: KeyCreated, time: float) -> None:
         if part_of(change.id) == self._number:
             scopes = frozenset(change.scopes)
@@ -234,14 +243,18 @@ class _Draft:
             self._tenants[change.tenant] = replace(holdings, key_ids=(*holdings.key_ids, change.id))
 
     def _pin(self, change: Pinned, entry: Entry) -> None:
-        self._pins[change.tenant, change.name] = PinRecord(
+        key = pin_key(change.tenant, change.name)
+        before = self._pins.get(key)
+        kept_on = before is not None and not before.expired(entry.time)
+        self._pins[key] = PinRecord(
             tenant=change.tenant,
             name=change.name,
             selector=change.selector,
             tier=change.tier,
             replicas=change.replicas,
+            priority=change.priority,
             reason=change.reason,
             expires=change.expires,
-            created=entry.time,
+            created=before.created if before is not None and kept_on else entry.time,
             actor=entry.actor,
         )

@@ -36,6 +36,7 @@ def encode_holdings(holdings: Holdings) -> bytes:
     return compact(
         [
             holdings.record.max_concurrent,
+            holdings.record.pin_budget_bytes,
             holdings.record.created,
             list(holdings.key_ids),
             {name: _adapter_row(adapters[name]) for name in sorted(adapters)},
@@ -46,9 +47,9 @@ def encode_holdings(holdings: Holdings) -> bytes:
 @lru_cache(_DECODED_TENANTS)
 def decode_holdings(tenant: str, data: bytes) -> Holdings:
     """What encode_holdings wrote."""
-    limit, created, key_ids, adapters = json.loads(data)
+    limit, pin_budget, created, key_ids, adapters = json.loads(data)
     return Holdings(
-        TenantRecord(tenant, limit, created),
+        TenantRecord(tenant, limit, created, pin_budget),
         {name: _adapter(tenant, name, row) for name, row in adapters.items()},
         tuple(key_ids),
     )
@@ -68,16 +69,14 @@ def key_of(key_id: str, row: Json) -> KeyRecord:
 
 def pin_row(pin: PinRecord) -> Json:
     """A pin."""
-    promise = [pin.selector, str(pin.tier), pin.replicas, pin.reason, pin.expires]
+    promise = [pin.selector, str(pin.tier), pin.replicas, pin.priority, pin.reason, pin.expires]
     return [pin.tenant, pin.name, *promise, pin.created, pin.actor]
 
 
 def pin_of(row: Json) -> PinRecord:
     """What pin_row wrote."""
-    tenant, name, selector, tier, replicas, reason, expires, created, actor = row
-    return PinRecord(
-        tenant, name, selector, Residency[tier.upper()], replicas, reason, expires, created, actor
-    )
+    tenant, name, selector, tier, *rest = row
+    return PinRecord(tenant, name, selector, Residency[tier.upper()], *rest)
 
 
 def compact(value: Json) -> bytes:

@@ -96,7 +96,7 @@ def part_from_bytes(data: bytes, digest: str) -> Part:
         keys={key_id: key_of(key_id, row) for key_id, row in head["keys"].items()},
         key_ids=head["key_ids"],
         shared=frozenset((tenant, name) for tenant, name in head["shared"]),
-        pins={(pin.tenant, pin.name): pin for pin in pins},
+        pins={pin.key: pin for pin in pins},
         admin_keys=frozenset(head["admin_keys"]),
         digest=digest,
     )

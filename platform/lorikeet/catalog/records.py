@@ -17,11 +17,16 @@ class Scope(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TenantRecord:
-    """Who is authenticated and limited. max_concurrent None is no limit; created: Unix seconds."""
+    """Who is authenticated and limited. created: Unix seconds.
+
+    max_concurrent: requests at once. pin_budget_bytes: what the images of its pinned adapters may
+    take on one replica. None is no limit.
+    """
 
     name: str
     max_concurrent: int | None
     created: float
+    pin_budget_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,23 +161,41 @@ class Holdings:
 class PinRecord:
     """A promise that an adapter stays at least as near to the GPU as `tier`.
 
-    selector: an alias, which is followed as it moves, or a version number. replicas None: on all
-    replicas of its base model. expires: Unix seconds, None is never.
+    name None: every adapter of the tenant, now and later. selector: an alias, which is followed as
+    it moves, or a version number. replicas None: on all replicas of its base model. priority:
+    where not all pins fit, the higher one is kept, then the older one. expires: Unix seconds, None
+    is never. created: since when there was a pin, however often its terms have changed.
     """
 
     tenant: str
-    name: str
+    name: str | None
     selector: str
     tier: Residency
     replicas: int | None
+    priority: int
     reason: str
     expires: float | None
     created: float
     actor: str
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """There is one pin with this key; a tenant's own has no name."""
+        return pin_key(self.tenant, self.name)
+
+    @property
+    def label(self) -> str:
+        """tenant/name@selector, or the tenant alone."""
+        return self.tenant if self.name is None else f"{self.tenant}/{self.name}@{self.selector}"
+
     def expired(self, now: float) -> bool:
         """Whether the promise ended at or before `now`, Unix seconds."""
         return self.expires is not None and self.expires <= now
+
+
+def pin_key(tenant: str, name: str | None) -> tuple[str, str]:
+    """The key of an adapter's pin, or with None of a tenant's."""
+    return tenant, name or ""
 
 
 def _place(name: str) -> float:

@@ -13,6 +13,7 @@ from lorikeet.catalog.changes import (
     Change,
     KeyCreated,
     KeyRevoked,
+    PinBudgetSet,
     Pinned,
     TenantSaved,
     Unpinned,
@@ -20,6 +21,7 @@ from lorikeet.catalog.changes import (
     VersionRetired,
 )
 from lorikeet.catalog.names import DEFAULT_ALIAS
+from lorikeet.catalog.pinned import check_budget
 from lorikeet.catalog.records import AdapterRecord, BlobFacts, VersionRecord
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import Conflict, NotFound, UnknownModel
@@ -40,6 +42,12 @@ def create_tenant(state: CatalogState, change: TenantSaved) -> Changes:
 def limit_tenant(state: CatalogState, change: TenantSaved) -> Changes:
     """Change a tenant's limit. Raises UnknownTenant."""
     same = state.tenant(change.name).max_concurrent == change.max_concurrent
+    return () if same else (change,)
+
+
+def set_pin_budget(state: CatalogState, change: PinBudgetSet) -> Changes:
+    """Change what a tenant's pins may take. Raises UnknownTenant."""
+    same = state.tenant(change.tenant).pin_budget_bytes == change.pin_budget_bytes
     return () if same else (change,)
 
 
@@ -137,21 +145,26 @@ def retire(state: CatalogState, tenant: str, name: str, version: int | None) -> 
     return (VersionRetired(tenant=tenant, name=name, version=version),)
 
 
-def pin(state: CatalogState, change: Pinned) -> Changes:
-    """Set an adapter's pin. Raises UnknownModel."""
-    record = state.adapter(change.tenant, change.name)
-    if record.select(change.selector) is None:
-        raise UnknownModel(
-            f"{record.label}@{change.selector} cannot be pinned: {_versions(record)}",
-            param="selector",
-        )
+def pin(state: CatalogState, change: Pinned, now: float) -> Changes:
+    """Set the pin of an adapter or a tenant. now: Unix seconds.
+
+    Raises UnknownModel, UnknownTenant, and Conflict beyond the tenant's budget.
+    """
+    if change.name is not None:
+        record = state.adapter(change.tenant, change.name)
+        if record.select(change.selector) is None:
+            raise UnknownModel(
+                f"{record.label}@{change.selector} cannot be pinned: {_versions(record)}",
+                param="selector",
+            )
+    check_budget(state, change, now)
     return (change,)
 
 
-def unpin(state: CatalogState, tenant: str, name: str) -> Changes:
-    """Take an adapter's pin away. Raises NotFound."""
+def unpin(state: CatalogState, tenant: str, name: str | None) -> Changes:
+    """Take the pin of an adapter or a tenant away. Raises NotFound."""
     if state.pin_of(tenant, name) is None:
-        raise NotFound(f"{f'{tenant}/{name}'!r} is not pinned")
+        raise NotFound(f"{tenant if name is None else f'{tenant}/{name}'!r} is not pinned")
     return (Unpinned(tenant=tenant, name=name),)
 
 

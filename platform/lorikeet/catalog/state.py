@@ -1,11 +1,18 @@
 """The catalog at one moment: an immutable value that every request is answered from."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from lorikeet.catalog.names import parse_model
 from lorikeet.catalog.parts import COMMON, PARTS, NotRead, Part, Unread, part_of
-from lorikeet.catalog.records import AdapterRecord, Holdings, KeyRecord, PinRecord, TenantRecord
+from lorikeet.catalog.records import (
+    AdapterRecord,
+    Holdings,
+    KeyRecord,
+    PinRecord,
+    TenantRecord,
+    pin_key,
+)
 from lorikeet.errors import UnknownKey, UnknownModel, UnknownTenant
 from lorikeet_engine.adapter import AdapterRef
 
@@ -117,25 +124,18 @@ class CatalogState:
         """The ids of admins' keys that work."""
         return self._part(COMMON).admin_keys
 
-    def pin_of(self, tenant: str, name: str) -> PinRecord | None:
-        """An adapter's pin, expired or not, if it has one."""
-        return self._part(COMMON).pins.get((tenant, name))
+    def pin_of(self, tenant: str, name: str | None) -> PinRecord | None:
+        """The pin of an adapter, or with None of a tenant, expired or not, if it has one."""
+        return self._part(COMMON).pins.get(pin_key(tenant, name))
 
     def pins(self, now: float) -> tuple[PinRecord, ...]:
         """The pins that have not expired at `now` (Unix seconds), by tenant and name."""
         pins = self._part(COMMON).pins
         return tuple(pin for at in sorted(pins) if not (pin := pins[at]).expired(now))
 
-    def pin_refs(self, now: float) -> Mapping[AdapterRef, PinRecord]:
-        """Each version that is pinned now; a pin whose version is retired promises nothing."""
-        pins = self.pins(now)
-        self._need(part_of(pin.tenant) for pin in pins)
-        return {
-            record.ref(version): pin
-            for pin in pins
-            if (record := self.find(pin.tenant, pin.name)) is not None
-            for version in record.selected(pin.selector)
-        }
+    def expect(self, tenants: Iterable[str]) -> None:
+        """Ask for all that questions about these tenants need, not for one after the other."""
+        self._need(map(part_of, tenants))
 
     def _may_use(self, tenant: str, owner: str, name: str) -> bool:
         return tenant == owner or (owner, name) in self._part(COMMON).shared

@@ -1,19 +1,19 @@
-"""What each replica must keep: a pure function of pins and replicas."""
+"""What each replica must keep: a pure function of pins and of what replicas report.
 
-from collections.abc import Iterable, Mapping, Sequence
+Pins are served by priority, older ones first among equals, so a new pin takes no place from its
+equals. Where a pin goes depends on the replicas' names and on the room for pins, not on what is
+loaded: whoever computes a plan, and whenever, gets the same one.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from lorikeet.catalog.pinned import PinnedVersion
+from lorikeet.catalog.records import PinRecord
+from lorikeet.placement.promises import Promise, Promises
+from lorikeet.placement.report import ReplicaReport
 from lorikeet.rendezvous import by_preference
 from lorikeet_engine.adapter import AdapterRef, Residency
-
-
-@dataclass(frozen=True, slots=True)
-class PinnedAdapter:
-    """One pin, resolved to the version that its alias names now. replicas None means all."""
-
-    ref: AdapterRef
-    tier: Residency
-    replicas: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +28,118 @@ Plan = Mapping[str, Mapping[str, Keep]]
 """replica → digest → what to keep. By digest: two names may share one adapter's weights."""
 
 
-def make_plan(pins: Iterable[PinnedAdapter], replicas: Sequence[str]) -> Plan:
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """A pin that does not fully hold, and why: of one of its versions, or of all (ref None)."""
+
+    pin: PinRecord
+    ref: AdapterRef | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The plan, and what it cannot keep."""
+
+    plan: Plan
+    shortfalls: tuple[Shortfall, ...]
+
+
+def place_pins(promises: Promises, reports: Iterable[ReplicaReport]) -> Placement:
     """Give each pin its replicas, the ones its requests are routed to first.
 
     Every replica has its part, if only an empty one. Where two pins name one adapter's weights on
-    one replica the nearer tier holds.
+    one replica the nearer tier holds, and its bytes count once. No replica is promised more at any
+    tier than it says that pins can take there.
     """
-    plan: dict[str, dict[str, Keep]] = {replica: {} for replica in replicas}
-    for pin in pins:
-        digest = pin.ref.digest
-        for replica in by_preference(digest, replicas)[: pin.replicas]:
-            held = plan[replica].get(digest)
-            if held is None or held.tier < pin.tier:
-                plan[replica][digest] = Keep(pin.ref, pin.tier)
-    return plan
+    draft = _Draft(promises.budgets, sorted(reports, key=lambda report: report.replica))
+    shortfalls = [
+        shortfall
+        for promise in sorted(promises.all, key=_precedence)
+        for shortfall in draft.keep(promise)
+    ]
+    return Placement(draft.plan, tuple(shortfalls))
+
+
+def image_sizes(reports: Iterable[ReplicaReport]) -> dict[str, int]:
+    """What adapters take where they are on a GPU now, bytes by digest."""
+    adapters = (adapter for report in reports for adapter in report.engine.adapters)
+    return {each.ref.digest: each.gpu_bytes for each in adapters if each.gpu_bytes}
+
+
+def _precedence(promise: Promise) -> tuple[int, float, tuple[str, str]]:
+    return -promise.pin.priority, promise.pin.created, promise.pin.key
+
+
+class _Draft:
+    """A plan in the making: what was given, and what is left of replicas and budgets."""
+
+    def __init__(self, budgets: Mapping[str, int], reports: Sequence[ReplicaReport]) -> None:
+        self.plan: dict[str, dict[str, Keep]] = {report.replica: {} for report in reports}
+        self._left = {report.replica: dict(report.engine.pinnable_bytes) for report in reports}
+        self._sizes = image_sizes(reports)  # a catalog may be older than the engines' dtype
+        self._serving: dict[str, list[str]] = {}
+        for report in reports:
+            self._serving.setdefault(report.base_model, []).append(report.replica)
+        self._budgets = budgets
+        self._budgets_left = dict(budgets)
+        self._charged: set[tuple[str, str]] = set()  # tenant and digest
+
+    def keep(self, promise: Promise) -> Iterator[Shortfall]:
+        """Keep what fits, and say what does not."""
+        if not promise.versions:
+            yield Shortfall(promise.pin, None, "it names no version that can be used")
+        for version in promise.versions:
+            reason = self._charge(version) or self._place(version, promise.pin)
+            if reason:
+                yield Shortfall(promise.pin, version.ref, reason)
+
+    def _charge(self, version: PinnedVersion) -> str | None:
+        """Charge its tenant; why not, if that is beyond the budget."""
+        tenant, image = version.ref.tenant, (version.ref.tenant, version.ref.digest)
+        if tenant not in self._budgets or image in self._charged:
+            return None
+        left = self._budgets_left[tenant]
+        if version.image_bytes > left:
+            return (
+                f"it takes {version.image_bytes} bytes, and pins before it leave {left} of the "
+                f"tenant's budget of {self._budgets[tenant]}"
+            )
+        self._budgets_left[tenant] -= version.image_bytes
+        self._charged.add(image)
+        return None
+
+    def _place(self, version: PinnedVersion, pin: PinRecord) -> str | None:
+        """Keep it on as many replicas as promised; why it is on fewer, if it is."""
+        serving = self._serving.get(version.base_model, [])
+        wanted = len(serving) if pin.replicas is None else pin.replicas
+        if not serving:
+            return f"no replica of {version.base_model} reports"
+        digest = version.ref.digest
+        order = serving if wanted >= len(serving) else by_preference(digest, serving)
+        size = self._sizes.get(digest, version.image_bytes)
+        kept = 0
+        for replica in order:
+            kept += self._keep(replica, Keep(version.ref, pin.tier), size)
+            if kept == wanted:
+                return None
+        if kept == len(serving):
+            return f"{wanted} replicas are wanted, and {kept} serve {version.base_model}"
+        left = max(self._left[replica].get(pin.tier, 0) for replica in serving)
+        return (
+            f"it takes {size} bytes, and pins before it leave {left} on {pin.tier} at most: kept on"
+            f" {kept} of {wanted} replicas"
+        )
+
+    def _keep(self, replica: str, keep: Keep, size: int) -> bool:
+        digest, left = keep.ref.digest, self._left[replica]
+        held = self.plan[replica].get(digest)
+        if held is not None and held.tier >= keep.tier:
+            return True
+        if left.get(keep.tier, 0) < size:
+            return False
+        left[keep.tier] -= size
+        if held is not None:
+            left[held.tier] += size
+        self.plan[replica][digest] = keep
+        return True

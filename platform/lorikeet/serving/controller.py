@@ -3,16 +3,16 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import LorikeetError
-from lorikeet.placement.plan import PinnedAdapter, Plan, make_plan
+from lorikeet.placement.plan import Placement, place_pins
+from lorikeet.placement.promises import Promises, promises_of
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.serving.engines import broadcast
 from lorikeet.serving.logs import log_to_stderr
@@ -25,9 +25,6 @@ TICK_S = 1.0
 _SNAPSHOT_GAP_S = 10.0
 _SILENT_S = 120.0  # longer than an object store may hang before its client gives up
 
-Pins = Mapping[str, Sequence[PinnedAdapter]]
-"""By the base model that serves them."""
-
 
 class Controller:
     """Reads the catalog and what replicas report, and tells each replica its part of the plan.
@@ -39,7 +36,9 @@ class Controller:
         log_to_stderr()
         self._catalog = AdapterCatalog(open_store(settings.catalog))
         self._engines = engines
-        self._published: dict[str, Plan] = {}  # for the log alone
+        self._promises = Promises(until=0.0)
+        self._promises_seq = 0
+        self._placement: Placement | None = None  # for the log alone
         self._failure = ""
         self._ticked_s = time.monotonic()
         loop = asyncio.get_running_loop()
@@ -55,8 +54,7 @@ class Controller:
     async def _run(self) -> None:
         while True:
             try:
-                pins = await asyncio.to_thread(self._pins)
-                await asyncio.gather(*(self._publish(pins, name) for name in self._engines))
+                await self._tick()
             except Exception as error:
                 self._log_failure(error)
             else:
@@ -74,19 +72,24 @@ class Controller:
             )
         self._failure = repr(error)
 
-    def _pins(self) -> Pins:
-        self._catalog.refresh()
-        return self._catalog.ask(_pins_by_base_model)
+    async def _tick(self) -> None:
+        await asyncio.to_thread(self._follow)
+        reports = await asyncio.gather(*(broadcast(e, "report") for e in self._engines.values()))
+        everybody: list[ReplicaReport] = [report for some in reports for report in some]
+        placement = await asyncio.to_thread(place_pins, self._promises, everybody)
+        if placement != self._placement:
+            _log_change(self._placement, placement)
+            self._placement = placement
+        parts = [{each.replica: placement.plan[each.replica] for each in some} for some in reports]
+        told = zip(self._engines.values(), parts, strict=True)
+        await asyncio.gather(*(broadcast(engine, "apply_plan", part) for engine, part in told))
 
-    async def _publish(self, pins: Pins, base_model: str) -> None:
-        handle = self._engines[base_model]
-        reports: list[ReplicaReport] = await broadcast(handle, "report")
-        wanted = pins.get(base_model, [])
-        plan = make_plan(wanted, sorted(report.replica for report in reports))
-        if plan != self._published.get(base_model):
-            log.info("plan_published", extra={"base_model": base_model, "pins": len(wanted)})
-            self._published[base_model] = plan
-        await broadcast(handle, "apply_plan", plan)
+    def _follow(self) -> None:
+        """Work out anew what is promised, where the catalog or the time has changed it."""
+        seq, now = self._catalog.refresh().seq, time.time()
+        if seq != self._promises_seq or now >= self._promises.until:
+            self._promises = self._catalog.ask(lambda state: promises_of(state, now))
+            self._promises_seq = seq
 
     async def _keep_snapshots(self) -> None:
         """Make a snapshot whenever one is due; beside the ticks, which it must not delay."""
@@ -102,9 +105,12 @@ class Controller:
                 log.info("snapshot_made", extra={"seq": seq})
 
 
-def _pins_by_base_model(state: CatalogState) -> Pins:
-    pins: dict[str, list[PinnedAdapter]] = {}
-    for ref, pin in state.pin_refs(time.time()).items():
-        pinned = PinnedAdapter(ref, pin.tier, pin.replicas)
-        pins.setdefault(state.base_model_of(ref), []).append(pinned)
-    return pins
+def _log_change(before: Placement | None, after: Placement) -> None:
+    """A new plan, and each promise in it that the one before kept."""
+    adapters = sum(map(len, after.plan.values()))
+    short = {(each.pin.label, str(each.ref)): each.reason for each in after.shortfalls}
+    log.info("plan_published", extra={"adapters": adapters, "shortfalls": len(short)})
+    known = {(each.pin.label, str(each.ref)) for each in before.shortfalls} if before else set()
+    for pin, adapter in sorted(short.keys() - known):
+        why = short[pin, adapter]
+        log.warning("pin_unmet", extra={"pin": pin, "adapter": adapter, "why": why})
