@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,24 +13,43 @@ import uvicorn
 from typer.testing import CliRunner, Result
 
 from lorikeet.api.app import BaseModel, Services, create_app
-from lorikeet.api.messages import Call, StreamItem
+from lorikeet.api.messages import (
+    Call,
+    Continuation,
+    Refusal,
+    StreamItem,
+    Trial,
+    TrialResult,
+)
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.local import LocalStore
 from lorikeet.catalog.records import Scope
+from lorikeet.catalog.store import ObjectStore
+from lorikeet.catalog.uploads import PART_BYTES
 from lorikeet.cli import app
 from lorikeet.placement.report import ReplicaReport
+from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import AdapterLimits
 from tests.cli.adapters import SHAPE
 
 
 class ReportingEngines:
-    """Replicas that say of themselves what a test wants; none of these tests generates."""
+    """Replicas that say of themselves what a test wants; none of these tests generates.
+
+    second: the second token of what an adapter says in a trial; the base model's is 1.
+    """
 
     def __init__(self) -> None:
         self.said: list[ReplicaReport] = []
+        self.second = 2
 
     def generate(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
         raise NotImplementedError
+
+    async def smoke(self, base_model: str, trial: Trial) -> TrialResult | Refusal:
+        said = [Continuation((n, 1), f"said {n}") for n, _ in enumerate(trial.prompts)]
+        other = [Continuation((n, self.second), f"said {n}") for n, _ in enumerate(trial.prompts)]
+        return TrialResult("r0", Residency.REMOTE, tuple(said), tuple(other))
 
     async def reports(self) -> Sequence[ReplicaReport]:
         return self.said
@@ -59,15 +79,29 @@ class Lorikeet:
 @pytest.fixture
 def lorikeet(tmp_path: Path) -> Iterator[Lorikeet]:
     """A gateway with the tenant acme."""
-    catalog = AdapterCatalog.init(LocalStore(tmp_path / "catalog"))
+    catalog, key = new_catalog(LocalStore(tmp_path / "catalog"))
+    with serving(catalog, key) as running:
+        yield running
+
+
+def new_catalog(store: ObjectStore) -> tuple[AdapterCatalog, str]:
+    """A catalog with the tenant acme, and an admin's key."""
+    catalog = AdapterCatalog.init(store)
     catalog.create_tenant("acme", actor="test")
     _, key = catalog.create_key(None, {Scope.ADMIN}, actor="test")
+    return catalog, key
+
+
+@contextmanager
+def serving(catalog: AdapterCatalog, key: str, part_bytes: int = PART_BYTES) -> Iterator[Lorikeet]:
+    """A gateway over a catalog."""
     engines = ReportingEngines()
     services = Services(
         catalog=catalog,
         base_models={"tiny": BaseModel(SHAPE)},
         limits=AdapterLimits(max_rank=16, max_bytes=2**20),
         engines=engines,
+        part_bytes=part_bytes,
     )
     config = uvicorn.Config(create_app(services), log_config=None, timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

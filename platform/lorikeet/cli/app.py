@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from lorikeet.cli import adapters, catalog, keys, pins, register, status, tenants
+from lorikeet.cli import adapters, catalog, history, keys, pins, register, smoke, status, tenants
 from lorikeet.cli.output import print_error
 from lorikeet.cli.server import DEFAULT_SERVER, AdminServer
 from lorikeet.errors import Conflict, LorikeetError
@@ -70,8 +70,10 @@ def connect(
 
 register.add_to(app)
 adapters.add_to(app)
+smoke.add_to(app)
 pins.add_to(app)
 status.add_to(app)
+history.add_to(app)
 catalog.add_to(app)
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(keys.app, name="keys")

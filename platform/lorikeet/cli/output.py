@@ -33,6 +33,12 @@ def print_error(message: str) -> None:
     _print(Console(stderr=True, highlight=False), error)
 
 
+def print_warning(message: str) -> None:
+    """One sentence on stderr, after which the command has still worked."""
+    warning = Text.assemble(("Warning: ", "bold yellow"), _inert(message))
+    _print(Console(stderr=True, highlight=False), warning)
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty: str) -> None:
     """Rows under headers; `empty` instead of a table without rows.
 

@@ -1,18 +1,17 @@
 """Registering: an adapter, wherever it is, becomes one file and goes to the catalog."""
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from lorikeet.cli.adapters import Adapter
 from lorikeet.cli.output import AsJson, print_json, print_line, size
 from lorikeet.cli.server import admin
+from lorikeet.cli.smoke import print_smoke
 from lorikeet.cli.sources import check_source, open_source
+from lorikeet.cli.transfer import patiently, send_blob
 from lorikeet.errors import InvalidInput
 from lorikeet_engine.adapter_format import write_blob
 
@@ -26,8 +25,6 @@ Source = Annotated[
         show_default=False,
     ),
 ]
-
-_CHUNK_BYTES = 1 << 20
 
 
 def register(
@@ -44,6 +41,12 @@ def register(
     base_model: Annotated[
         str | None, typer.Option(help="The served base model it is for, if not the one it names.")
     ] = None,
+    smoke: Annotated[
+        bool,
+        typer.Option(
+            "--smoke", help="Generate with it on a replica first; if that fails, do not register."
+        ),
+    ] = False,
     revision: Annotated[
         str | None, typer.Option(help="The branch, tag or commit of an hf: source.")
     ] = None,
@@ -52,7 +55,8 @@ def register(
     """Add an adapter, or a new version of one.
 
     The first version becomes prod at once, later ones with --promote. The same weights again are
-    the same version.
+    the same version. An upload that was cut short goes on where it was when you repeat the
+    command, and what the catalog has already is not sent.
 
     Example: `lorikeet register ./my-adapter acme/support --promote`
     """
@@ -63,17 +67,24 @@ def register(
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch:
         blob = Path(scratch) / "adapter.safetensors"
         with open_source(source, revision) as folder:
-            write_blob(folder, blob)
-        answer, is_new = admin(ctx).upload(
-            f"/adapters/{adapter.path}/versions",
-            _read(blob, quiet=as_json),
-            blob.stat().st_size,
-            {"promote": _flag(promote), "shared": _flag(shared), "base_model": base_model},
-        )
+            digest = write_blob(folder, blob)
+        about = {"tenant": adapter.tenant, "base_model": base_model}
+        send_blob(admin(ctx), blob, digest, about, quiet=as_json)
+    wanted = {
+        "digest": digest,
+        "promote": promote,
+        "shared": shared,
+        "base_model": base_model,
+        "smoke": smoke,
+    }
+    path = f"/adapters/{adapter.path}/versions"
+    answer, is_new = patiently(lambda: admin(ctx).post_new(path, wanted))
     if as_json:
         print_json(answer)
-    else:
-        _print_version(answer, is_new=is_new)
+        return
+    _print_version(answer, is_new=is_new)
+    if smoke:
+        print_smoke(answer["smoke"])
 
 
 def add_to(app: typer.Typer) -> None:
@@ -90,23 +101,3 @@ def _print_version(answer: dict[str, Any], *, is_new: bool) -> None:
         f" {size(answer['gpu_bytes'])} on a GPU\n"
         f"digest {answer['digest']}"
     )
-
-
-def _read(blob: Path, *, quiet: bool) -> Iterator[bytes]:
-    """The file in chunks, with a bar on stderr where a person watches."""
-    console = Console(stderr=True)
-    columns = (TextColumn("Uploading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with (
-        Progress(
-            *columns, console=console, transient=True, disable=quiet or not console.is_terminal
-        ) as progress,
-        blob.open("rb") as file,
-    ):
-        task = progress.add_task("upload", total=blob.stat().st_size)
-        while chunk := file.read(_CHUNK_BYTES):
-            yield chunk
-            progress.advance(task, len(chunk))
-
-
-def _flag(value: bool | None) -> str | None:
-    return None if value is None else str(value).lower()

@@ -13,9 +13,14 @@ DEFAULT_SERVER = "http://127.0.0.1:8000"
 _PREFIX = "/admin/v1"
 _CONNECT_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 600.0  # an upload is validated and stored before it is answered
+_AWAY = (502, 503, 504)  # a proxy's words for a gateway that is not there
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
 Json = dict[str, Any]
+
+
+class Unanswered(LorikeetError):
+    """Nobody answered, or not to the end. What may be asked twice may be asked again."""
 
 
 class AdminServer:
@@ -33,6 +38,11 @@ class AdminServer:
         """Do something."""
         return self._call("POST", path, content=json.dumps(body).encode())
 
+    def post_new(self, path: str, body: Json) -> tuple[Json, bool]:
+        """Make something. The answer, and whether it was not there before."""
+        answer = self._ask("POST", path, content=json.dumps(body).encode())
+        return self._parse(answer), answer.status_code == httpx.codes.CREATED
+
     def put(self, path: str, body: Json) -> Json:
         """Make it so."""
         return self._call("PUT", path, content=json.dumps(body).encode())
@@ -41,13 +51,10 @@ class AdminServer:
         """Remove."""
         return self._call("DELETE", path)
 
-    def upload(
-        self, path: str, chunks: Iterable[bytes], size: int, query: Mapping[str, str | None]
-    ) -> tuple[Json, bool]:
-        """PUT `size` bytes as they come. The answer, and whether that made something new."""
-        headers = {"content-type": "application/octet-stream", "content-length": str(size)}
-        answer = self._ask("PUT", path, query=query, content=chunks, headers=headers)
-        return self._parse(answer), answer.status_code == httpx.codes.CREATED
+    def send(self, path: str, chunks: Iterable[bytes], headers: Mapping[str, str]) -> Json:
+        """PUT bytes as they come; the headers tell how many."""
+        binary = {"content-type": "application/octet-stream", **headers}
+        return self._parse(self._ask("PUT", path, content=chunks, headers=binary))
 
     def _call(
         self,
@@ -92,11 +99,13 @@ class AdminServer:
                 timeout=httpx.Timeout(_ANSWER_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
             )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise LorikeetError(
+            raise Unanswered(
                 f"nothing answers at {self._address}: start the service, or give its address"
                 " with --server or LORIKEET_SERVER"
             ) from error
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeEncodeError) as error:
+        except httpx.HTTPError as error:
+            raise Unanswered(f"cannot ask {self._address}: {error}") from error
+        except (httpx.InvalidURL, UnicodeEncodeError) as error:
             raise LorikeetError(f"cannot ask {self._address}: {error}") from error
 
     def _parse(self, answer: httpx.Response) -> Json:
@@ -104,7 +113,8 @@ class AdminServer:
             body = answer.json() if answer.content else {}
             problem = body["error"] if answer.is_error else None
         except (ValueError, KeyError, TypeError) as error:
-            raise LorikeetError(
+            away = answer.status_code in _AWAY
+            raise (Unanswered if away else LorikeetError)(
                 f"{self._address} answered {answer.status_code}, and not in Lorikeet's words:"
                 " is that the gateway's address?"
             ) from error
@@ -121,5 +131,8 @@ def admin(ctx: typer.Context) -> AdminServer:
 
 
 def _failure(problem: Mapping[str, Any]) -> LorikeetError:
-    kind = Conflict if problem.get("code") == Conflict.code else LorikeetError
-    return kind(str(problem.get("message")), param=problem.get("param"))
+    code = problem.get("code")
+    kind = Conflict if code == Conflict.code else LorikeetError
+    failure = kind(str(problem.get("message")), param=problem.get("param"))
+    failure.code = str(code)
+    return failure

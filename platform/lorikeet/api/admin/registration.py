@@ -53,11 +53,12 @@ class Registration:
         """Do in a thread what blocks."""
         return await asyncio.get_running_loop().run_in_executor(self.workers, work, *arguments)
 
-    async def check(self, order: Order) -> None:
+    async def check(self, tenant: str | None, base_model: str | None) -> None:
         """Refuse what no bytes could make right. Raises UnknownTenant, InvalidInput."""
-        await self._follower.survey(lambda state: state.tenant(order.tenant))
-        if order.base_model:
-            check_served(order.base_model, self._services.base_models)
+        if tenant is not None:
+            await self._follower.survey(lambda state: state.tenant(tenant))
+        if base_model:
+            check_served(base_model, self._services.base_models)
 
     async def examine(self, order: Order, blob: Path) -> BlobFacts:
         """Find out all that could make a blob fail later. Raises InvalidAdapter."""

@@ -28,7 +28,7 @@ def upload_routes(registration: Registration, max_bytes: int) -> APIRouter:
         base_model: str | None = None,
     ) -> dict[str, Any]:
         order = Order(tenant, name, actor, promote, shared, base_model)
-        await registration.check(order)
+        await registration.check(tenant, base_model)
         with tempfile.TemporaryDirectory(prefix="lorikeet-upload-") as folder:
             blob = Path(folder) / "adapter.safetensors"
             await receive(request, blob, max_bytes, registration.workers)

@@ -30,10 +30,15 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Begin(Body):
-    """A blob that is to come. digest: SHA-256 of its bytes."""
+    """A blob that is to come. digest: SHA-256 of its bytes.
+
+    tenant, base_model: what it is to be registered for, if that should be checked already.
+    """
 
     digest: Digest
     size_bytes: Annotated[int, Field(ge=1)]
+    tenant: str | None = None
+    base_model: str | None = None
 
 
 class Uploaded(Body):
@@ -61,6 +66,7 @@ def uploads_routes(services: Services, uploads: Uploads, registration: Registrat
                 f"the adapter has {wanted.size_bytes} bytes: the limit here is {most}",
                 param="size_bytes",
             )
+        await registration.check(wanted.tenant, wanted.base_model)
         return await registration.run(_begun, uploads, wanted, actor)
 
     @router.put("/uploads/{digest}/parts/{number}")
@@ -89,7 +95,7 @@ def uploads_routes(services: Services, uploads: Uploads, registration: Registrat
         actor: Actor,
     ) -> dict[str, Any]:
         order = Order(tenant, name, actor, wanted.promote, wanted.shared, wanted.base_model)
-        await registration.check(order)
+        await registration.check(tenant, wanted.base_model)
         seen: dict[str, Any] = {}
         with tempfile.TemporaryDirectory(prefix="lorikeet-upload-") as folder:
             blob = Path(folder) / "adapter.safetensors"

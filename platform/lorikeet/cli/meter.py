@@ -1,0 +1,86 @@
+"""How far an upload is: a bar with bytes, rate and time left where a person watches."""
+
+import threading
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from lorikeet.cli.output import size
+
+
+class Meter:
+    """Counts bytes of numbered parts, from any thread. Draws on stderr if that is a terminal."""
+
+    def __init__(self, total: int, *, quiet: bool) -> None:
+        self.arrived = 0
+        self._total = total
+        self._sent: dict[int, int] = {}  # of the parts that are on their way
+        self._lock = threading.Lock()
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("Uploading"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=quiet or not console.is_terminal,
+        )
+        self._bar = self._progress.add_task("upload", total=total)
+
+    @property
+    def place(self) -> str:
+        """Arrived of total, for people."""
+        return f"{size(self.arrived)} of {size(self._total)}"
+
+    def restart(self, missing: int) -> None:
+        """Nothing is on its way, and so many bytes are missing."""
+        with self._lock:
+            self._sent.clear()
+            self.arrived = self._total - missing
+            self._draw()
+
+    def sent(self, number: int, count: int) -> None:
+        """Some more bytes of a part are on their way."""
+        with self._lock:
+            self._sent[number] = self._sent.get(number, 0) + count
+            self._draw()
+
+    def has_arrived(self, number: int) -> None:
+        """All that was sent of a part has arrived."""
+        with self._lock:
+            self.arrived += self._sent.pop(number, 0)
+
+    def lost(self, number: int) -> None:
+        """Nothing of what was sent of a part has arrived."""
+        with self._lock:
+            self._sent.pop(number, None)
+            self._draw()
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        self._progress.stop()
+
+    def __enter__(self) -> "Meter":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _draw(self) -> None:
+        self._progress.update(self._bar, completed=self.arrived + sum(self._sent.values()))
