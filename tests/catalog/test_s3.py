@@ -1,5 +1,6 @@
 """What only S3 can do wrong: lost answers, conflicts, missing rights; and what it says then."""
 
+import hashlib
 import http.client
 import os
 import threading
@@ -13,6 +14,8 @@ import pytest
 
 from lorikeet.catalog import AdapterCatalog, open_store
 from lorikeet.errors import ObjectNotFound, StoreError
+
+MIB = 2**20
 
 Trouble = Callable[[BaseHTTPRequestHandler], bool]
 """Deals with a request before (or instead of) its answer; True if that was the answer."""
@@ -35,8 +38,8 @@ class Proxy(BaseHTTPRequestHandler):
         for name, value in headers:
             if name.lower() not in ("connection", "content-length", "transfer-encoding"):
                 self.send_header(name, value)
-        length = dict(headers).get("content-length", "0") if self.command == "HEAD" else len(data)
-        self.send_header("Content-Length", str(length))
+        told = {name.lower(): value for name, value in headers}.get("content-length", "0")
+        self.send_header("Content-Length", told if self.command == "HEAD" else str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
@@ -119,6 +122,52 @@ def test_a_conditional_conflict_is_tried_again(url: str) -> None:
 
     assert len(refused) == 2
     assert open_store(url).get("log/1") == b"data"
+
+
+def test_a_download_goes_on_where_a_connection_broke(url: str, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(data := os.urandom(20 * MIB + 7))
+    open_store(url).put_file("blob", tmp_path / "in")
+    asked: list[str] = []
+
+    def break_after_3_mib(request: BaseHTTPRequestHandler) -> bool:
+        if request.command != "GET":
+            return False
+        asked.append(request.headers["Range"])
+        _, _, body = request.forward()  # type: ignore[attr-defined]
+        request.send_response(206)
+        request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        request.wfile.write(body[: 3 * MIB])
+        request.close_connection = len(body) > 3 * MIB
+        return True
+
+    with proxied(break_after_3_mib):
+        digest = open_store(url).download("blob", tmp_path / "out")
+
+    assert digest == hashlib.sha256(data).hexdigest()
+    assert (tmp_path / "out").read_bytes() == data
+    starts = [0, 3 * MIB, 6 * MIB]  # of each range of 8 MiB, as far as the blob goes
+    wanted = [at + start for at in (0, 8 * MIB) for start in starts]
+    wanted += [16 * MIB, 19 * MIB]
+    assert sorted(int(header[6:].split("-")[0]) for header in asked) == wanted
+
+
+def test_a_download_whose_ranges_fail_ends_with_their_error(url: str, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(os.urandom(20 * MIB))
+    open_store(url).put_file("blob", tmp_path / "in")
+
+    def refuse_the_last(request: BaseHTTPRequestHandler) -> bool:
+        if not request.headers.get("Range", "").startswith(f"bytes={16 * MIB}-"):
+            return False
+        body = b"<Error><Code>AccessDenied</Code></Error>"
+        request.send_response(403)
+        request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        request.wfile.write(body)
+        return True
+
+    with proxied(refuse_the_last), pytest.raises(StoreError, match="GetObject is not allowed"):
+        open_store(url).download("blob", tmp_path / "out")
 
 
 @pytest.mark.parametrize(

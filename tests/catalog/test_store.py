@@ -1,5 +1,6 @@
 """What every object store does, whichever it is."""
 
+import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,8 +44,9 @@ def test_files_travel_whole(store: ObjectStore, tmp_path: Path, size: int) -> No
 
     store.put_if_absent("blobs/x", b"what a file replaces")
     store.put_file("blobs/x", tmp_path / "in")
-    store.download("blobs/x", tmp_path / "out")
+    digest = store.download("blobs/x", tmp_path / "out")
 
+    assert digest == hashlib.sha256(data).hexdigest()
     assert store.size("blobs/x") == size
     assert (tmp_path / "out").read_bytes() == data
 

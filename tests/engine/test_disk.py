@@ -1,5 +1,6 @@
 """The disk cache: files appear whole, the least recently used go, pins hold, processes share it."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -238,6 +239,99 @@ def test_threads_that_add_one_image_at_the_same_time_do_not_disturb_each_other(c
     for thread in threads:
         thread.join(10)
     assert disk.image(refs[0].digest).read_bytes() == b"whole"
+
+
+def test_of_many_that_want_a_blob_one_fetches_it_and_the_others_wait(refs, shelf, tmp_path):
+    size = shelf.blob("a").stat().st_size
+    caches = [DiskCache(tmp_path / "disk", 8 * size, shelf, KIND) for _ in range(3)]
+    shelf.gates["a"] = threading.Event()
+    threads = [threading.Thread(target=cache.fetch, args=(refs[0],)) for cache in caches * 3]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    shelf.gates["a"].set()
+    for thread in threads:
+        thread.join(10)
+    assert shelf.fetched == ["a"]
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == [refs[0].digest]
+
+
+def test_one_that_waits_fetches_itself_what_another_could_not(cache, refs, shelf, tmp_path):
+    disk, waiting, tried = cache(room=8), threading.Event(), []
+
+    class Failing:
+        def fetch(self, ref, path):
+            tried.append(ref)
+            path.write_bytes(b"half")
+            waiting.wait(10)
+            raise OSError("connection reset")
+
+    first = DiskCache(tmp_path / "disk", 2**20, Failing(), KIND)
+
+    def fail() -> None:
+        with pytest.raises(OSError, match="reset"):
+            first.fetch(refs[0])
+
+    failing = threading.Thread(target=fail)
+    failing.start()
+    while not tried:
+        time.sleep(0.001)
+    second = threading.Thread(target=disk.fetch, args=(refs[0],))
+    second.start()
+    time.sleep(0.05)
+    assert shelf.fetched == []
+    waiting.set()
+    failing.join(10)
+    second.join(10)
+    assert disk.blob(refs[0].digest).read_bytes() == shelf.blob("a").read_bytes()
+
+
+def test_a_digest_that_the_source_computed_is_held_to(refs, tmp_path):
+    class Hashing:
+        def fetch(self, ref, path):
+            path.write_bytes(b"other")
+            return hashlib.sha256(b"other").hexdigest()
+
+    disk = DiskCache(tmp_path / "disk", 2**20, Hashing(), KIND)
+    with pytest.raises(AdapterLoadFailed, match="register the adapter again"):
+        disk.fetch(refs[0])
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+DYING = """
+import sys, time
+from pathlib import Path
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.residency.disk import DiskCache
+
+class Half:
+    def fetch(self, ref, path):
+        path.write_bytes(b"h" * 2**20)
+        print("half", flush=True)
+        time.sleep(60)
+
+folder, digest, fingerprint = sys.argv[1:]
+DiskCache(Path(folder), 2**30, Half(), fingerprint).fetch(AdapterRef("acme", "a", 1, digest))
+"""
+
+
+def test_a_process_that_dies_in_a_download_leaves_it_to_the_next(cache, refs, shelf, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", DYING, str(tmp_path / "disk"), refs[0].digest, KIND],
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"half\n"
+    disk = cache(room=8)
+    waiting = threading.Thread(target=disk.fetch, args=(refs[0],))
+    waiting.start()
+    time.sleep(0.05)
+    assert shelf.fetched == []
+    process.kill()
+    process.communicate()
+    waiting.join(10)
+    assert disk.blob(refs[0].digest).read_bytes() == shelf.blob("a").read_bytes()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == [refs[0].digest]
 
 
 SHARING = """

@@ -26,14 +26,19 @@ log = logging.getLogger(__name__)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FILE = re.compile(r"[0-9a-f]{64}(\.[0-9a-f]{16})?")
 _PART = ".part"
+_LOCK = ".lock"
 _ABANDONED_S = 3600.0
 
 
 class AdapterSource(Protocol):
     """Where blobs come from when no tier has them."""
 
-    def fetch(self, ref: AdapterRef, path: Path) -> None:
-        """Write the blob to path. Called on loader threads; may raise anything."""
+    def fetch(self, ref: AdapterRef, path: Path) -> str | None:
+        """Write the blob to path, replacing what is there.
+
+        The answer is the SHA-256 of what was written, 64 hex digits, if it was computed on the
+        way; with None the file is read once more. Called on loader threads; may raise anything.
+        """
 
 
 class DiskCache:
@@ -64,6 +69,9 @@ class DiskCache:
     def fetch(self, ref: AdapterRef) -> None:
         """See that the blob is there, fetched and verified.
 
+        Of several that want the same one at once, in this process or another, one fetches it and
+        the others wait for it.
+
         Raises AdapterLoadFailed for content that is not the digest's, and what the source raises.
         """
         if not _DIGEST.fullmatch(ref.digest):
@@ -71,15 +79,11 @@ class DiskCache:
         with contextlib.suppress(FileNotFoundError):
             self.blob(ref.digest)
             return
-        with self._adding(ref.digest) as part:
-            self._source.fetch(ref, part)
-            digest = blob_digest(part)
-            if digest != ref.digest:
-                raise AdapterLoadFailed(
-                    f"{ref}: what was fetched has digest {digest}, not {ref.digest}: the stored "
-                    "blob is damaged; register the adapter again",
-                    adapter=str(ref),
-                )
+        with self._turn(ref.digest):
+            with contextlib.suppress(FileNotFoundError):
+                self.blob(ref.digest)
+                return
+            self._fetch(ref)
 
     def blob(self, digest: str) -> Path:
         """The blob's file, which counts as used now. It can vanish any time after.
@@ -109,7 +113,8 @@ class DiskCache:
 
         From then on the blob is the first to go, unless somebody uses it again.
         """
-        with self._adding(self.image_name(digest)) as part:
+        name = self.image_name(digest)
+        with self._adding(name, self._folder / f"{name}.{uuid.uuid4().hex}{_PART}") as part:
             yield part
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self._folder / digest, (0, 0))
@@ -142,6 +147,17 @@ class DiskCache:
         for digest in list(self._pins):
             self.unpin(digest)
 
+    def _fetch(self, ref: AdapterRef) -> None:
+        # Only one fetches a digest, so what a crash left behind is overwritten.
+        with self._adding(ref.digest, self._folder / f"{ref.digest}{_PART}") as part:
+            digest = self._source.fetch(ref, part) or blob_digest(part)
+            if digest != ref.digest:
+                raise AdapterLoadFailed(
+                    f"{ref}: what was fetched has digest {digest}, not {ref.digest}: the stored "
+                    "blob is damaged; register the adapter again",
+                    adapter=str(ref),
+                )
+
     def _names(self, digest: str) -> tuple[str, ...]:
         """Of the files that can be used, the best first; none for what is no digest."""
         return (self.image_name(digest), digest) if _DIGEST.fullmatch(digest) else ()
@@ -156,9 +172,8 @@ class DiskCache:
             os.close(self._pins.pop(digest))
 
     @contextlib.contextmanager
-    def _adding(self, name: str) -> Iterator[Path]:
+    def _adding(self, name: str, part: Path) -> Iterator[Path]:
         path = self._folder / name
-        part = self._folder / f"{name}.{uuid.uuid4().hex}{_PART}"
         try:
             yield part
             with part.open("rb") as file:
@@ -169,6 +184,22 @@ class DiskCache:
                 self._evict(keep=path)
         finally:
             part.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _turn(self, digest: str) -> Iterator[None]:
+        """One after the other, of all threads and processes."""
+        path = self._folder / f"{digest}{_LOCK}"
+        while True:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:
+                break
+            os.close(descriptor)  # whoever had it took the file away
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -205,6 +236,11 @@ class DiskCache:
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - part.stat().st_mtime > _ABANDONED_S:
                     part.unlink()
+        for turn in self._folder.glob(f"*{_LOCK}"):
+            descriptor = _lock(turn, fcntl.LOCK_EX)
+            if descriptor is not None:
+                turn.unlink()
+                os.close(descriptor)
 
 
 def _lock(path: Path, kind: int) -> int | None:

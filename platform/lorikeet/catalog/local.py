@@ -1,5 +1,6 @@
 """Objects as files of one folder, for one machine and any number of its processes."""
 
+import hashlib
 import os
 import shutil
 import uuid
@@ -59,10 +60,14 @@ class LocalStore:
                 raise ObjectExists(f"there already is {key}") from error
             _sync(self._path(key).parent)
 
-    def download(self, key: str, path: Path) -> None:
+    def download(self, key: str, path: Path) -> str:
         """See ObjectStore."""
-        with self._errors(key):
-            shutil.copyfile(self._path(key), path)
+        digest = hashlib.sha256()
+        with self._errors(key), self._path(key).open("rb") as source, path.open("wb") as target:
+            while piece := source.read(2**20):
+                digest.update(piece)
+                target.write(piece)
+        return digest.hexdigest()
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
         """See ObjectStore."""

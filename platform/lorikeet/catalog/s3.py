@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import boto3
@@ -18,21 +19,25 @@ from botocore.exceptions import (
     BotoCoreError,
     ClientError,
     EndpointConnectionError,
+    HTTPClientError,
+    IncompleteReadError,
     NoCredentialsError,
     PartialCredentialsError,
 )
 
+from lorikeet.catalog import ranges
+from lorikeet.catalog.s3_answers import explain, is_conflict
 from lorikeet.catalog.s3_parts import S3Parts
 from lorikeet.catalog.store import check_key, check_prefix
-from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError
+from lorikeet.errors import StoreError
 
 _ATTEMPTS = 8
 _MIB = 2**20
-# One connection gives 85-90 MB/s: parts of 16 MiB, about 15 connections fill 10 Gb/s.
+_PIECE = 2**18  # of a body, at once: larger pieces cost page faults, smaller ones calls
 _TRANSFER = TransferConfig(
     multipart_threshold=32 * _MIB,
     multipart_chunksize=16 * _MIB,
-    max_concurrency=15,
+    max_concurrency=ranges.CONNECTIONS,
     preferred_transfer_client="classic",  # the same on every instance type
 )
 _CONFIG = Config(
@@ -42,17 +47,6 @@ _CONFIG = Config(
     read_timeout=30,
     max_pool_connections=64,
 )
-_ABSENT = frozenset({"404", "NoSuchKey", "NoSuchUpload"})
-_REFUSED = frozenset(
-    {
-        "ExpiredToken",
-        "InvalidAccessKeyId",
-        "InvalidToken",
-        "RequestTimeTooSkewed",
-        "SignatureDoesNotMatch",
-    }
-)
-_FORBIDDEN = frozenset({"403", "AccessDenied"})
 
 
 class S3Store:
@@ -101,15 +95,14 @@ class S3Store:
                     )
                     return
                 except ClientError as error:
-                    # Two conditional writes met; neither need have won.
-                    if _code(error) != "ConditionalRequestConflict" or attempt == _ATTEMPTS - 1:
+                    if not is_conflict(error) or attempt == _ATTEMPTS - 1:
                         raise
-                    time.sleep(random.uniform(0, 0.05 * 2**attempt))
+                    time.sleep(_pause(attempt))
 
-    def download(self, key: str, path: Path) -> None:
+    def download(self, key: str, path: Path) -> str:
         """See ObjectStore."""
         with self._errors(key):
-            self._client.download_file(self._bucket, self._key(key), str(path), Config=_TRANSFER)
+            return ranges.download(self.size(key), path, partial(self._read, key))
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
         """See ObjectStore."""
@@ -140,6 +133,22 @@ class S3Store:
         with self._errors(key):
             self._client.delete_object(Bucket=self._bucket, Key=self._key(key))
 
+    def _read(self, key: str, start: int, end: int) -> Iterator[bytes]:
+        """The bytes of a range; goes on from where a connection broke."""
+        for attempt in range(_ATTEMPTS):
+            body = self._client.get_object(
+                Bucket=self._bucket, Key=self._key(key), Range=f"bytes={start}-{end - 1}"
+            )["Body"]
+            try:
+                while piece := body.read(_PIECE):
+                    yield piece
+                    start += len(piece)
+                return
+            except (HTTPClientError, IncompleteReadError):
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                time.sleep(_pause(attempt))
+
     def _key(self, key: str) -> str:
         return self._prefix + check_key(key)
 
@@ -148,11 +157,11 @@ class S3Store:
         try:
             yield
         except ClientError as error:
-            raise self._told(error, key) from error
+            raise explain(error, self.url, self._bucket, key) from error
         except Boto3Error as error:  # the transfers' own wrapping
             cause = error.__cause__ or error.__context__
             if isinstance(cause, ClientError):
-                raise self._told(cause, key) from error
+                raise explain(cause, self.url, self._bucket, key) from error
             raise StoreError(f"{self.url}: {key}: {error}") from error
         except (NoCredentialsError, PartialCredentialsError) as error:
             raise StoreError(
@@ -166,25 +175,6 @@ class S3Store:
         except (BotoCoreError, ValueError, OSError) as error:
             raise StoreError(f"{self.url}: {key}: {error}") from error
 
-    def _told(self, error: ClientError, key: str) -> StoreError:
-        code = _code(error)
-        if code in _ABSENT:
-            return ObjectNotFound(f"no object {key} in {self.url}")
-        if code in ("PreconditionFailed", "412"):
-            return ObjectExists(f"there already is {key} in {self.url}")
-        if code == "NoSuchBucket":
-            return StoreError(
-                f"bucket {self._bucket!r} does not exist: create it, or correct LORIKEET_CATALOG"
-            )
-        if code in _REFUSED:
-            return StoreError(f"{self.url}: the credentials are refused ({code}): renew them")
-        if code in _FORBIDDEN:
-            return StoreError(
-                f"{self.url}: {error.operation_name} is not allowed: the role needs "
-                "s3:ListBucket on the bucket and s3:GetObject, s3:PutObject under the prefix"
-            )
-        return StoreError(f"{self.url}: {error.operation_name} {key}: {error}")
 
-
-def _code(error: ClientError) -> str:
-    return error.response.get("Error", {}).get("Code", "")
+def _pause(attempt: int) -> float:
+    return random.uniform(0, 0.05 * 2**attempt)

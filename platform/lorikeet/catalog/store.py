@@ -53,8 +53,11 @@ class ObjectStore(Protocol):
         """
         ...
 
-    def download(self, key: str, path: Path) -> None:
-        """Copy an object into a file, in parallel ranges if large. Raises ObjectNotFound."""
+    def download(self, key: str, path: Path) -> str:
+        """Copy an object into a file, in parallel ranges if large. Raises ObjectNotFound.
+
+        The answer is the SHA-256 of its bytes, computed as they came: 64 hex digits.
+        """
         ...
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[str]:

@@ -13,6 +13,6 @@ class BlobSource:
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
-    def fetch(self, ref: AdapterRef, path: Path) -> None:
-        """Download the adapter's blob to `path`. Raises StoreError."""
-        self._store.download(blob_key(ref.digest), path)
+    def fetch(self, ref: AdapterRef, path: Path) -> str:
+        """Download the adapter's blob to `path`; the SHA-256 of what came. Raises StoreError."""
+        return self._store.download(blob_key(ref.digest), path)
