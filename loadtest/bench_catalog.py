@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet.catalog import AdapterCatalog, BlobFacts, CatalogState, open_store
-from lorikeet.catalog.catalog import SNAPSHOT_EVERY
 from lorikeet.catalog.fold import fold
 from lorikeet.catalog.log import Log
 from lorikeet.catalog.part_format import encode_holdings
 from lorikeet.catalog.parts import PARTS, Part, part_of
+from lorikeet.catalog.reader import SNAPSHOT_EVERY
 from lorikeet.catalog.records import AdapterRecord, Holdings, TenantRecord, VersionRecord
 from lorikeet.catalog.snapshots import Snapshots
 

@@ -175,7 +175,7 @@ def test_a_crash_anywhere_in_a_snapshot(tmp_path: Path, after: bool) -> None:
 def test_a_reader_that_lives_long_keeps_few_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.catalog.catalog.SNAPSHOT_EVERY", 4)
+    monkeypatch.setattr("lorikeet.catalog.reader.SNAPSHOT_EVERY", 4)
     writer = filled(LocalStore(tmp_path))
     writer.snapshot()
     reader = AdapterCatalog(LocalStore(tmp_path))

@@ -16,27 +16,23 @@ from lorikeet.catalog import rules
 from lorikeet.catalog.changes import CatalogCreated, Entry, KeyCreated, PinBudgetSet, TenantSaved
 from lorikeet.catalog.fold import fold
 from lorikeet.catalog.keys import new_key_id, new_secret, secret_sha256
-from lorikeet.catalog.log import Log
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_alias, check_name
-from lorikeet.catalog.parts import NotRead, Unread
 from lorikeet.catalog.pin_terms import PinTerms, pin_change
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import (
     AdapterRecord,
     BlobFacts,
     KeyRecord,
     PinRecord,
     Scope,
+    Share,
     TenantRecord,
     VersionRecord,
 )
-from lorikeet.catalog.snapshots import Snapshots
+from lorikeet.catalog.restoring import check_retired, restore_adapter, restore_version
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store import ObjectStore
-from lorikeet.catalog.view import CatalogView
-from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound, StoreError
-
-SNAPSHOT_EVERY = 256
-"""Entries between snapshots: about as many as a reader that starts may have to read one by one."""
+from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound
 
 T = TypeVar("T")
 
@@ -49,22 +45,16 @@ def blob_key(digest: str) -> str:
     return f"blobs/{digest[:2]}/{digest}"
 
 
-class AdapterCatalog:
+class AdapterCatalog(CatalogReader):
     """The catalog in one store, for any number of threads; other processes may write too.
 
-    Knows nothing until the first refresh. Each change refreshes first, names its `actor` for the
-    audit trail, and raises Conflict if too many others keep changing the catalog meanwhile.
+    Each change refreshes first, names its `actor` for the audit trail, and raises Conflict if too
+    many others keep changing the catalog meanwhile.
     """
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
-        self.store = store
-        self._log = Log(store)
-        self._snapshots = Snapshots(store)
-        self._view = CatalogView(self._snapshots)
+        super().__init__(store)
         self._clock = clock
-        self._snapshot_seq = 0  # of the newest snapshot known here
-        self._asked_seq = 0  # when a newer one was last asked for
-        self._reading = threading.Lock()
         self._writing = threading.Lock()  # one process need not race with itself
 
     @classmethod
@@ -79,50 +69,6 @@ class AdapterCatalog:
             raise Conflict(f"there already is a catalog at {store.url}") from error
         catalog._view.advance([entry])
         return catalog
-
-    @property
-    def state(self) -> CatalogState:
-        """The state as last read, some of its parts perhaps unread; never blocks."""
-        return self._view.state
-
-    def ask(self, question: Callable[[CatalogState], T]) -> T:
-        """The answer of the state as last read; reads parts that it needs. Raises StoreError."""
-        return self._view.ask(question)
-
-    def read(self, numbers: Collection[int]) -> None:
-        """Read these parts, which a question of the state needed. Raises StoreError."""
-        self._view.read(numbers)
-
-    def refresh(self) -> CatalogState:
-        """Read what was appended since, and return the new state. Raises StoreError."""
-        with self._reading:
-            if self.state.seq == 0:
-                self._begin()
-            self._view.advance(self._log.read(self.state.seq))
-            if self.state.seq >= max(self._snapshot_seq, self._asked_seq) + 2 * SNAPSHOT_EVERY:
-                self._rebase()
-        if self.state.seq == 0:
-            raise StoreError(f"there is no catalog at {self.store.url}: run `lorikeet init` first")
-        return self.state
-
-    @property
-    def snapshot_due(self) -> bool:
-        """Whether so much was appended since the newest snapshot that another is worth making."""
-        return self.state.seq >= self._snapshot_seq + SNAPSHOT_EVERY
-
-    def snapshot(self) -> int:
-        """Make a snapshot, unless there is one of the newest entry; the number of that entry.
-
-        Anybody may, at any time, while others write and make snapshots. Raises StoreError.
-        """
-        self.refresh()
-        manifest = self._snapshots.newest()
-        if manifest is None or manifest.seq < self.state.seq:
-            state = self.ask(_settled)
-            manifest = self._snapshots.write(state)
-            self._view.rebase(manifest, state)
-        self._snapshot_seq = max(self._snapshot_seq, manifest.seq)
-        return manifest.seq
 
     def create_tenant(
         self, name: str, max_concurrent: int | None = None, *, actor: str
@@ -232,10 +178,34 @@ class AdapterCatalog:
         )
         return after.adapter(tenant, name)
 
+    def give_share(
+        self,
+        tenant: str,
+        name: str,
+        version: int,
+        part: float,
+        alias: str = DEFAULT_ALIAS,
+        expect: int | None = None,
+        *,
+        actor: str,
+    ) -> AdapterRecord:
+        """Give a part of an alias's requests, 0 < part < 1, to a second version.
+
+        Promoting either version ends it. Raises InvalidInput, UnknownModel, NotFound, Conflict.
+        """
+        check_alias(alias)
+        if not 0 < part < 1:
+            raise InvalidInput(f"share={part}: want more than 0 and less than 1", param="share")
+        share = Share(version, part)
+        after = self._commit(
+            actor, lambda state: rules.give_share(state, tenant, name, share, alias, expect)
+        )
+        return after.adapter(tenant, name)
+
     def rollback(
         self, tenant: str, name: str, alias: str = DEFAULT_ALIAS, *, actor: str
     ) -> AdapterRecord:
-        """Point an alias back to what it pointed to before; again goes back further.
+        """Take an alias's share back, or point it to what it pointed to before; again goes on.
 
         Retired versions are passed over. Raises UnknownModel, NotFound, and Conflict when there
         is nothing to go back to or someone moves the alias at the same moment.
@@ -257,6 +227,26 @@ class AdapterCatalog:
         Raises UnknownModel.
         """
         after = self._commit(actor, lambda state: rules.retire(state, tenant, name, version))
+        return after.adapter(tenant, name)
+
+    def restore(
+        self, tenant: str, name: str, version: int | None = None, *, actor: str
+    ) -> AdapterRecord:
+        """Undo the retirement of one version, or with None of the adapter as it was before.
+
+        Raises UnknownModel, and Conflict when the adapter is not retired.
+        """
+        if version is not None:
+            after = self._commit(actor, lambda state: restore_version(state, tenant, name, version))
+            return after.adapter(tenant, name)
+        self.refresh()
+        record = self.ask(lambda state: state.adapter(tenant, name))
+        check_retired(record)
+        was = self.history.as_of(record.retired_at - 1)
+        before, pin = was.ask(lambda s: (s.adapter(tenant, name), s.pin_of(tenant, name)))
+        after = self._commit(
+            actor, lambda state: restore_adapter(state, before, pin, self._clock())
+        )
         return after.adapter(tenant, name)
 
     def pin(
@@ -318,20 +308,6 @@ class AdapterCatalog:
             f"others changed the catalog first, {_ATTEMPTS} times in a row: try again later"
         )
 
-    def _begin(self) -> None:
-        manifest = self._snapshots.newest()
-        if manifest is not None:
-            self._view.begin(manifest)
-            self._snapshot_seq = manifest.seq
-
-    def _rebase(self) -> None:
-        """Use the newest snapshot from here on, so that few entries are kept for unread parts."""
-        self._asked_seq = self.state.seq
-        manifest = self._snapshots.newest()
-        if manifest is not None and self._snapshot_seq < manifest.seq <= self.state.seq:
-            self._view.rebase(manifest)
-            self._snapshot_seq = manifest.seq
-
     def _upload(self, blob: Path, facts: BlobFacts) -> None:
         key = blob_key(facts.digest)
         try:
@@ -345,12 +321,3 @@ class AdapterCatalog:
 def _check_count(value: int | None, param: str) -> None:
     if value is not None and value < 1:
         raise InvalidInput(f"{param}={value}: want an integer ≥ 1, or none", param=param)
-
-
-def _settled(state: CatalogState) -> CatalogState:
-    """The state, once no unread part has news."""
-    parts = enumerate(state.parts)
-    news = frozenset(at for at, part in parts if isinstance(part, Unread) and part.pending)
-    if news:
-        raise NotRead(news)
-    return state

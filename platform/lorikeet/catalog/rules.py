@@ -15,6 +15,8 @@ from lorikeet.catalog.changes import (
     KeyRevoked,
     PinBudgetSet,
     Pinned,
+    ShareEnded,
+    ShareGiven,
     TenantSaved,
     Unpinned,
     VersionRegistered,
@@ -22,7 +24,7 @@ from lorikeet.catalog.changes import (
 )
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.pinned import check_budget
-from lorikeet.catalog.records import AdapterRecord, BlobFacts, VersionRecord
+from lorikeet.catalog.records import AdapterRecord, BlobFacts, Share, VersionRecord
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import Conflict, NotFound, UnknownModel
 
@@ -106,19 +108,47 @@ def promote(
     record = state.adapter(tenant, name)
     _usable(record, version)
     _check_expected(record, alias, expect)
-    if record.aliases.get(alias) == version:
+    if record.aliases.get(alias) != version:
+        return (AliasMoved(tenant=tenant, name=name, alias=alias, version=version),)
+    if alias in record.shares:
+        return (ShareEnded(tenant=tenant, name=name, alias=alias),)
+    return ()
+
+
+def give_share(
+    state: CatalogState, tenant: str, name: str, share: Share, alias: str, expect: int | None
+) -> Changes:
+    """Give a part of an alias's requests to a usable version that it does not point to.
+
+    Raises UnknownModel, NotFound, Conflict.
+    """
+    record = state.adapter(tenant, name)
+    _usable(record, share.version)
+    _check_expected(record, alias, expect)
+    if _pointed(record, alias) == share.version:
+        raise Conflict(
+            f"{record.label}@{alias} already points to version {share.version}: a share is for "
+            "another version",
+            param="share",
+        )
+    if record.shares.get(alias) == share:
         return ()
-    return (AliasMoved(tenant=tenant, name=name, alias=alias, version=version),)
+    version, part = share.version, share.part
+    return (ShareGiven(tenant=tenant, name=name, alias=alias, version=version, part=part),)
 
 
 def rollback(
     state: CatalogState, tenant: str, name: str, alias: str, expect: int | None
 ) -> Changes:
-    """Point an alias to the usable version it pointed to before. Raises NotFound, Conflict."""
+    """Take an alias's share back, or else point it to the usable version it pointed to before.
+
+    Raises NotFound, Conflict.
+    """
     record = state.adapter(tenant, name)
     _check_expected(record, alias, expect)
-    if alias not in record.aliases:
-        raise NotFound(f"{record.label} has no alias {alias!r}", param="alias")
+    _pointed(record, alias)
+    if alias in record.shares:
+        return (ShareEnded(tenant=tenant, name=name, alias=alias),)
     for number in reversed(record.alias_history[alias]):
         if not record.versions[number - 1].retired:
             return (AliasRolledBack(tenant=tenant, name=name, alias=alias, version=number),)
@@ -134,7 +164,7 @@ def retire(state: CatalogState, tenant: str, name: str, version: int | None) -> 
     record = state.adapter(tenant, name)
     if version is None:
         return () if record.retired else (AdapterRetired(tenant=tenant, name=name),)
-    if _known(record, version).retired:
+    if known_version(record, version).retired:
         return ()
     if aliases := record.aliases_of(version):
         raise Conflict(
@@ -181,7 +211,8 @@ def _registered(tenant: str, name: str, number: int, facts: BlobFacts) -> Versio
     )
 
 
-def _known(record: AdapterRecord, number: int) -> VersionRecord:
+def known_version(record: AdapterRecord, number: int) -> VersionRecord:
+    """The version of this number, retired or not. Raises UnknownModel."""
     version = record.version(number)
     if version is None:
         raise UnknownModel(
@@ -191,8 +222,14 @@ def _known(record: AdapterRecord, number: int) -> VersionRecord:
 
 
 def _usable(record: AdapterRecord, number: int) -> None:
-    if _known(record, number).retired:
+    if known_version(record, number).retired:
         raise Conflict(f"{record.label}@{number} is retired: {_versions(record)}", param="version")
+
+
+def _pointed(record: AdapterRecord, alias: str) -> int:
+    if alias not in record.aliases:
+        raise NotFound(f"{record.label} has no alias {alias!r}", param="alias")
+    return record.aliases[alias]
 
 
 def _versions(record: AdapterRecord) -> str:

@@ -1,0 +1,104 @@
+"""What was: entries of the log, and the catalog as of one of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from lorikeet.catalog.changes import Change, Entry
+from lorikeet.catalog.log import BLOCK, Log
+from lorikeet.catalog.snapshots import Snapshots
+from lorikeet.catalog.view import CatalogView
+from lorikeet.errors import InvalidInput
+
+_STRIDE = 16 * BLOCK
+_MOST_READ = 10 * _STRIDE
+"""Entries that one search reads before it says how far it came: some 160 objects."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which changes: None is any. since: Unix seconds. name: with its tenant alone."""
+
+    tenant: str | None = None
+    name: str | None = None
+    actor: str | None = None
+    since: float | None = None
+
+    def of(self, entry: Entry) -> Entry | None:
+        """The entry with those of its changes that are wanted, if there are any."""
+        if self.actor not in (None, entry.actor):
+            return None
+        changes = tuple(change for change in entry.changes if self._concerns(change))
+        return replace(entry, changes=changes) if changes else None
+
+    def _concerns(self, change: Change) -> bool:
+        if self.tenant is None:
+            return True
+        if change.type == "tenant_saved":
+            return self.name is None and change.name == self.tenant
+        if self.name not in (None, getattr(change, "name", None)):
+            return False
+        return getattr(change, "tenant", None) == self.tenant
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Entries, newest first. before: where to go on; None when there is nothing older."""
+
+    entries: tuple[Entry, ...]
+    before: int | None
+
+
+class History:
+    """The log up to entry `newest`, backwards."""
+
+    def __init__(self, log: Log, snapshots: Snapshots, newest: int) -> None:
+        self._log = log
+        self._snapshots = snapshots
+        self._newest = newest
+
+    def find(self, wanted: Wanted, limit: int, before: int | None = None) -> Found:
+        """The newest `limit` entries that are wanted, of those before entry `before`."""
+        found: list[Entry] = []
+        start = min(before or self._newest + 1, self._newest + 1)
+        seq = start
+        for entry in self._backwards(start):
+            if wanted.since is not None and entry.time < wanted.since:
+                return Found(tuple(found), None)
+            seq = entry.seq
+            if (kept := wanted.of(entry)) is not None:
+                found.append(kept)
+            if len(found) == limit or start - seq >= _MOST_READ:
+                break
+        return Found(tuple(found), seq if seq > 1 else None)
+
+    def as_of(self, seq: int) -> CatalogView:
+        """The catalog right after entry `seq`. Raises InvalidInput, StoreError."""
+        if not 1 <= seq <= self._newest:
+            raise InvalidInput(f"as of {seq}: want an entry from 1 to {self._newest}")
+        manifest = self._snapshots.newest(up_to=seq)
+        view = CatalogView(self._snapshots, manifest.state() if manifest else None)
+        view.advance(self._log.between(view.state.seq, seq))
+        return view
+
+    def as_of_time(self, time: float) -> CatalogView:
+        """The catalog at a time, Unix seconds, by its writers' clocks. Raises InvalidInput."""
+        first, last = 0, self._newest  # entry `first` was written by then, what follows `last` not
+        while first < last:
+            middle = (first + last + 1) // 2
+            (entry,) = self._log.between(middle - 1, middle)
+            first, last = (middle, last) if entry.time <= time else (first, middle - 1)
+        if first == 0:
+            (entry,) = self._log.between(0, 1)
+            begun = datetime.fromtimestamp(entry.time, tz=UTC).isoformat(timespec="seconds")
+            raise InvalidInput(f"there was no catalog then: it was made at {begun}")
+        return self.as_of(first)
+
+    def _backwards(self, before: int) -> Iterator[Entry]:
+        """Every entry before that one, newest first: a block, then many blocks at a time."""
+        more = 0
+        while before > 1:
+            after = max((before - 1) // BLOCK * BLOCK - more, 1) - 1
+            yield from reversed(self._log.between(after, before - 1))
+            before = after + 1
+            more = _STRIDE - BLOCK
