@@ -9,6 +9,7 @@ from lorikeet_engine.adapter_format.blob import WEIGHTS_FILE, blob_digest, write
 from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
 from lorikeet_engine.adapter_format.header import TensorSpan
 from lorikeet_engine.adapter_format.image import FLOAT32_MEMORY, AdapterMemory, check_values
+from lorikeet_engine.adapter_format.peft_folder import Tensor, write_peft_folder
 from lorikeet_engine.adapter_format.shape import LINEARS, BaseShape
 from lorikeet_engine.adapter_format.spec import (
     ALIGNMENT,
@@ -18,6 +19,7 @@ from lorikeet_engine.adapter_format.spec import (
     aligned,
     read_spec,
 )
+from lorikeet_engine.adapter_format.trtllm import has_pair, read_pair
 
 __all__ = [
     "ALIGNMENT",
@@ -30,10 +32,14 @@ __all__ = [
     "AdapterSpec",
     "BaseShape",
     "LinearLora",
+    "Tensor",
     "TensorSpan",
     "aligned",
     "blob_digest",
     "check_values",
+    "has_pair",
+    "read_pair",
     "read_spec",
     "write_blob",
+    "write_peft_folder",
 ]

@@ -1,7 +1,6 @@
 """Turns PEFT's folder into a blob: one safetensors file, the same for the same adapter."""
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
 from lorikeet_engine.adapter_format.header import (
     MAX_HEADER_BYTES,
     TensorSpan,
+    header_bytes,
     parse_json_object,
     read_header,
 )
@@ -40,7 +40,8 @@ def write_blob(peft_folder: Path, out: Path) -> str:
     )
     try:
         with out.open("wb") as file:
-            file.write(_header_bytes(config, named))
+            places = {name: (span.dtype, span.shape) for name, span in named}
+            file.write(header_bytes(places, {METADATA_KEY: config.to_json()}))
             for piece in _tensor_bytes(weights, named):
                 file.write(piece)
         return blob_digest(out)
@@ -63,11 +64,13 @@ def _weights_file(folder: Path) -> Path:
     if pickles:
         raise AdapterRejected(
             f"{pickles[0]} is a pickle, which can run code when it is opened: save the adapter as "
-            "safetensors with save_pretrained(..., safe_serialization=True)",
+            "safetensors with save_pretrained(..., safe_serialization=True), or let `lorikeet "
+            "convert` make safetensors of it",
             field=pickles[0],
         )
     raise AdapterRejected(
-        f"{folder} has no {WEIGHTS_FILE}: give the folder that save_pretrained wrote",
+        f"{folder} has no {WEIGHTS_FILE}: give the folder that save_pretrained wrote, or that "
+        "`lorikeet convert` made of TensorRT-LLM's tensors",
         field=WEIGHTS_FILE,
     )
 
@@ -82,24 +85,6 @@ def _read_config(folder: Path) -> dict[str, object]:
     if path.stat().st_size > MAX_HEADER_BYTES:
         raise AdapterRejected(f"{CONFIG_FILE} is over {MAX_HEADER_BYTES} bytes", field=CONFIG_FILE)
     return parse_json_object(path.read_bytes(), CONFIG_FILE)
-
-
-def _header_bytes(config: LoraConfig, named: list[tuple[str, TensorSpan]]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {METADATA_KEY: config.to_json()}}
-    at = 0
-    for name, span in named:
-        size = span.end - span.begin
-        entries[name] = {
-            "dtype": span.dtype,
-            "shape": list(span.shape),
-            "data_offsets": [at, at + size],
-        }
-        at += size
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER_BYTES:
-        raise AdapterRejected(f"the blob's header is over {MAX_HEADER_BYTES} bytes", field="header")
-    return len(text).to_bytes(8, "little") + text
 
 
 def _tensor_bytes(weights: Path, named: list[tuple[str, TensorSpan]]) -> Iterator[bytes]:

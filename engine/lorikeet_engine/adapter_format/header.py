@@ -6,8 +6,10 @@ headers whose parsing takes a gigabyte.
 """
 
 import json
+import math
 import os
 import reprlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,26 @@ def read_header(path: Path) -> Header:
     tensors = {name: _span(name, entry, 8 + length) for name, entry in entries.items()}
     _check_cover(tensors, 8 + length, file_bytes)
     return Header(tensors, metadata, file_bytes)
+
+
+def header_bytes(
+    tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]
+) -> bytes:
+    """What a file begins with whose tensors, as (dtype, shape), follow each other in this order.
+
+    Raises AdapterRejected.
+    """
+    entries: dict[str, object] = {"__metadata__": metadata}
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        end = at + DTYPE_BYTES[dtype] * math.prod(shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise _bad(f"a header of {len(text)} bytes: the limit is {MAX_HEADER_BYTES}")
+    return len(text).to_bytes(8, "little") + text
 
 
 def parse_json_object(data: bytes | str, field: str) -> dict[str, Any]:

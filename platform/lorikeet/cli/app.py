@@ -6,7 +6,18 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from lorikeet.cli import adapters, catalog, history, keys, pins, register, smoke, status, tenants
+from lorikeet.cli import (
+    adapters,
+    catalog,
+    convert,
+    history,
+    keys,
+    pins,
+    register,
+    smoke,
+    status,
+    tenants,
+)
 from lorikeet.cli.output import print_error
 from lorikeet.cli.server import DEFAULT_SERVER, AdminServer
 from lorikeet.errors import Conflict, LorikeetError
@@ -70,6 +81,7 @@ def connect(
 
 register.add_to(app)
 adapters.add_to(app)
+convert.add_to(app)
 smoke.add_to(app)
 pins.add_to(app)
 status.add_to(app)

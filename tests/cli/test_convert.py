@@ -1,0 +1,324 @@
+"""What convert makes does to the base model what the old adapter did to it, by PEFT's own word."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner, Result
+
+from lorikeet.cli import app
+from lorikeet_engine.adapter_format import LINEARS, BaseShape, write_blob
+
+CONFIG = LlamaConfig(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=64,
+)
+SHAPE = BaseShape.from_config(CONFIG.to_dict())
+PLAIN: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": list(LINEARS)}
+MIXED: dict[str, Any] = PLAIN | {
+    "use_rslora": True,
+    "rank_pattern": {r"layers\.1\..*q_proj": 2, "down_proj": 7},
+    "alpha_pattern": {"up_proj": 3},
+    "target_modules": r".*layers\.1\.self_attn\.(q|k)_proj|.*mlp\..*_proj",
+}
+TRTLLM_IDS = {"q_proj": 1, "k_proj": 2, "v_proj": 3, "o_proj": 4, "gate_proj": 5, "up_proj": 7}
+TRTLLM_IDS["down_proj"] = 6
+WEIGHTS, CONFIGURED = "model.lora_weights.npy", "model.lora_config.npy"
+
+
+def trained(**options: Any) -> peft.PeftModel:
+    """A PEFT adapter on a tiny Llama whose B is not zero."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(LlamaForCausalLM(CONFIG), peft.LoraConfig(**options))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_()
+    return model
+
+
+def deltas(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What PEFT adds to each weight of the base model."""
+    return {
+        name.removeprefix("base_model.model."): module.get_delta_weight("default").float()
+        for name, module in model.named_modules()
+        if isinstance(module, peft.tuners.lora.LoraLayer)
+    }
+
+
+def deltas_of(folder: Path) -> dict[str, torch.Tensor]:
+    return deltas(peft.PeftModel.from_pretrained(LlamaForCausalLM(CONFIG), folder))
+
+
+def convert(*arguments: object) -> Result:
+    environment = {"COLUMNS": "300", "LORIKEET_ADMIN_KEY": "", "LORIKEET_SERVER": ""}
+    return CliRunner().invoke(app, ["convert", *map(str, arguments)], env=environment)
+
+
+def converted(source: Path, out: Path, *options: object) -> Path:
+    result = convert(source, out, *options)
+    assert result.exit_code == 0, result.stderr
+    return out
+
+
+def refusal(source: Path, out: Path, *options: object) -> str:
+    result = convert(source, out, *options)
+    assert result.exit_code == 1, result.output
+    assert not out.exists()
+    return " ".join(result.stderr.split())
+
+
+# adapter_model.bin.
+
+
+def save_pickle(folder: Path, tensors: Any, **config: Any) -> Path:
+    """The folder that PEFT wrote before it had safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(tensors, folder / "adapter_model.bin")
+    peft.LoraConfig(**(PLAIN | config)).save_pretrained(folder)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("options", [PLAIN, MIXED])
+def test_a_pickle_becomes_what_safetensors_would_have_been(
+    options: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = trained(**options)
+    state = {n: t.to(dtype) for n, t in peft.get_peft_model_state_dict(model).items()}
+    save_pickle(tmp_path / "old", state, **options)
+    out = converted(tmp_path / "old", tmp_path / "new")
+    model.to(dtype).save_pretrained(tmp_path / "modern")
+    digests = {write_blob(tmp_path / name, tmp_path / "blob") for name in ("new", "modern")}
+    assert len(digests) == 1
+    got, want = deltas_of(out), deltas_of(tmp_path / "modern")
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+class Bomb:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_pickle_that_would_run_code_runs_none(hidden: bool, tmp_path: Path) -> None:
+    bomb = Bomb(tmp_path / "boom")
+    tensors = peft.get_peft_model_state_dict(trained(**PLAIN))
+    save_pickle(tmp_path / "old", tensors | {"x": bomb} if hidden else bomb)
+    assert "holds more than tensors" in refusal(tmp_path / "old", tmp_path / "new")
+    assert not (tmp_path / "boom").exists()
+
+
+@pytest.mark.parametrize(
+    ("found", "config", "says"),
+    [
+        ([1, 2], {}, "is not a table of tensors by name"),
+        ({"x": 3}, {}, "is not a table of tensors by name"),
+        ({}, {}, "has no LoRA weights"),
+        ({"x": torch.zeros(2)}, {}, "tensor x is not part of a LoRA adapter"),
+        ({"x": torch.zeros(2, dtype=torch.float64)}, {}, "x is of float64: convert it to one of"),
+        (None, {"use_dora": True}, "DoRA"),
+        (None, {"r": 3}, "have rank 4 and the config says 3"),
+    ],
+)
+def test_a_pickle_without_an_adapter_is_refused(
+    found: Any, config: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    tensors = peft.get_peft_model_state_dict(trained(**PLAIN)) if found is None else found
+    save_pickle(tmp_path / "old", tensors, **config)
+    assert says in refusal(tmp_path / "old", tmp_path / "new")
+
+
+def test_a_damaged_pickle_is_refused(tmp_path: Path) -> None:
+    save_pickle(tmp_path / "old", {})
+    for data in (b"", b"PK\3\4", b"\x80\x04", b"<html>"):
+        (tmp_path / "old/adapter_model.bin").write_bytes(data)
+        assert "is damaged" in refusal(tmp_path / "old", tmp_path / "new")
+
+
+def test_nothing_else_of_the_product_opens_a_pickle() -> None:
+    root = Path(__file__).parents[2]
+    opens = re.compile(r"torch\.load\(|pickle\.loads?\(|allow_pickle=True")
+    found = {
+        str(path.relative_to(root))
+        for folder in ("platform", "engine/lorikeet_engine", "demo")
+        for path in (root / folder).rglob("*.py")
+        if opens.search(path.read_text())
+    }
+    # The engine's pipe carries objects between a replica and the process that it started.
+    assert found - {"engine/lorikeet_engine/process.py"} == {"platform/lorikeet/cli/pickled.py"}
+
+
+# TensorRT-LLM's pair.
+
+
+def module_of(name: str) -> tuple[int, str]:
+    path = name.split(".")
+    return int(path[path.index("layers") + 1]), path[-1]
+
+
+def save_pair(folder: Path, rows: list[tuple[int, int, Any, Any]], dtype: str = "<f4") -> Path:
+    """Rows of (module id, layer, A, B) as TensorRT-LLM's converter lays them out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    flat = [np.concatenate([a.numpy().ravel(), b.numpy().ravel()]) for _, _, a, b in rows]
+    size = max(map(len, flat))
+    weights = np.stack([np.pad(row, (0, size - len(row))) for row in flat])[None]
+    if dtype == "|V2":  # what numpy makes of its bfloat16
+        stored = torch.from_numpy(weights).bfloat16().view(torch.int16).numpy().view("|V2")
+    else:
+        stored = weights.astype(dtype)
+    np.save(folder / WEIGHTS, stored)
+    config = [(kind, layer, len(a)) for kind, layer, a, _ in rows]
+    np.save(folder / CONFIGURED, np.array(config, np.int32)[None])
+    return folder
+
+
+def rows_of(model: peft.PeftModel, *, scaled: bool) -> list[tuple[int, int, Any, Any]]:
+    rows = []
+    for name, module in model.named_modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            layer, linear = module_of(name)
+            a, b = module.lora_A["default"].weight.data, module.lora_B["default"].weight.data
+            scaling = module.scaling["default"] if scaled else 1.0
+            rows.append((TRTLLM_IDS[linear], layer, a, b * scaling))
+    return rows
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    (tmp_path / "Tiny-1B").mkdir()
+    CONFIG.save_pretrained(tmp_path / "Tiny-1B")
+    return tmp_path / "Tiny-1B"
+
+
+@pytest.mark.parametrize(("dtype", "eps"), [("<f4", 2**-23), ("<f2", 2**-10), ("|V2", 2**-7)])
+@pytest.mark.parametrize("options", [PLAIN, MIXED])
+def test_a_pair_with_the_scaling_in_b_adds_what_peft_added(
+    options: dict[str, Any], dtype: str, eps: float, base: Path, tmp_path: Path
+) -> None:
+    model = trained(**options)
+    save_pair(tmp_path / "old", rows_of(model, scaled=True), dtype)
+    got = deltas_of(converted(tmp_path / "old", tmp_path / "new", "--base-model", base))
+    want = deltas(model)
+    assert got.keys() == want.keys()
+    for name in want:
+        # A and B are rounded once each: rank products, each off by 2 eps of its size at most.
+        a_b = want[name].abs().max().item()
+        assert (got[name] - want[name]).abs().max().item() <= 4 * eps * max(a_b, 8.0), name
+    config = json.loads((tmp_path / "new/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "Tiny-1B"
+
+
+def test_an_alpha_that_is_told_is_applied_once(base: Path, tmp_path: Path) -> None:
+    model = trained(**PLAIN | {"rank_pattern": {"o_proj": 2}})
+    save_pair(tmp_path / "old", rows_of(model, scaled=False))
+    out = converted(tmp_path / "old", tmp_path / "new", "--base-model", base, "--alpha", "8")
+    got, want = deltas_of(out), deltas(model)
+    assert all(torch.allclose(got[name], want[name], rtol=1e-6, atol=0) for name in want)
+
+
+def test_a_combined_qkv_is_taken_apart(base: Path, tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(3)
+    a, b = torch.randn(3, 32, generator=draw), torch.randn(32 + 16 + 16, 3, generator=draw)
+    save_pair(tmp_path / "old", [(0, 1, a, b)])
+    config = base / "config.json"
+    got = deltas_of(converted(tmp_path / "old", tmp_path / "new", "--base-model", config))
+    assert set(got) == {f"model.layers.1.self_attn.{side}_proj" for side in "qkv"}
+    whole = torch.cat([got[f"model.layers.1.self_attn.{side}_proj"] for side in "qkv"])
+    assert torch.allclose(whole, b @ a, rtol=1e-5, atol=1e-5)
+
+
+def zeros(rank: int, d_in: int, d_out: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(rank, d_in), torch.ones(d_out, rank)
+
+
+Q_ROW = (1, 0, *zeros(2, 32, 32))
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([(8, 0, *zeros(2, 32, 32))], "row 0 has the module id 8: cross-attention"),
+        ([Q_ROW, (12, 0, *zeros(2, 32, 32))], "row 1 has the module id 12: cross-attention"),
+        ([(13, 0, *zeros(2, 32, 32))], "experts or their router"),
+        ([(99, 0, *zeros(2, 32, 32))], "module id 99: no module that is known"),
+        ([(-1, 0, *zeros(2, 32, 32))], "module id -1: no module that is known"),
+        ([(1, 2, *zeros(2, 32, 32))], "row 0 is for layer 2 of 2 at rank 2"),
+        ([(1, -1, *zeros(2, 32, 32))], "row 0 is for layer -1"),
+        ([(1, 0, *zeros(0, 32, 32)), Q_ROW], "at rank 0"),
+        ([(1, 0, *zeros(2, 32, 64))], "row 0 is not the 128 values of rank 2 from 32 to 32"),
+        ([(1, 0, *zeros(2, 16, 16))], "row 0 is not the 128 values"),
+        ([Q_ROW, Q_ROW], "row 1 is for model.layers.0.self_attn.q_proj, and so is one before"),
+        ([(0, 0, *zeros(2, 32, 64)), Q_ROW], "row 1 is for model.layers.0.self_attn.q_proj"),
+    ],
+)
+def test_a_row_that_the_base_model_has_no_place_for_is_refused(
+    rows: list[Any], says: str, base: Path, tmp_path: Path
+) -> None:
+    save_pair(tmp_path / "old", rows)
+    assert says in refusal(tmp_path / "old", tmp_path / "new", "--base-model", base)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "says"),
+    [
+        (WEIGHTS, np.zeros((1, 1, 128), np.int8), "lora_weights.npy: holds int8"),
+        (WEIGHTS, np.zeros((2, 1, 128), np.float32), "has the shape [2, 1, 128]"),
+        (WEIGHTS, np.zeros(128, np.float32), "has the shape [128]"),
+        (WEIGHTS, np.zeros((2, 128), np.float32), "a row (module id, layer, rank) for each row"),
+        (WEIGHTS, np.array([[{}]], object), "cannot be read: "),
+        (CONFIGURED, np.zeros((1, 1, 4), np.int32), "a row (module id, layer, rank)"),
+        (CONFIGURED, np.zeros((1, 1, 3), np.float32), "a row (module id, layer, rank)"),
+    ],
+)
+def test_a_pair_of_other_shapes_is_refused(
+    name: str, array: Any, says: str, base: Path, tmp_path: Path
+) -> None:
+    save_pair(tmp_path / "old", [Q_ROW])
+    np.save(tmp_path / "old" / name, array)
+    assert says in refusal(tmp_path / "old", tmp_path / "new", "--base-model", base)
+
+
+# Usage.
+
+
+def test_what_cannot_be_meant_is_wrong_usage(base: Path, tmp_path: Path) -> None:
+    pair = save_pair(tmp_path / "pair", [Q_ROW])
+    old = save_pickle(tmp_path / "old", peft.get_peft_model_state_dict(trained(**PLAIN)))
+    for arguments, says in (
+        ((pair, tmp_path / "new"), "give --base-model"),
+        ((old, base), "is there already"),
+        ((old, tmp_path / "new", "--alpha", "8"), "TensorRT-LLM's tensors only"),
+        ((tmp_path / "none", tmp_path / "new"), "does not exist"),
+    ):
+        result = convert(*arguments)
+        assert result.exit_code == 2
+        assert says in " ".join(result.stderr.split())
+
+
+def test_a_folder_without_either_is_told_what_is_missing(base: Path, tmp_path: Path) -> None:
+    assert "has no adapter_model.bin" in refusal(base, tmp_path / "new")
+
+
+def test_a_base_model_that_is_none_is_told(tmp_path: Path) -> None:
+    pair = save_pair(tmp_path / "pair", [Q_ROW])
+    said = refusal(pair, tmp_path / "new", "--base-model", pair)
+    assert "config.json cannot be read" in said
