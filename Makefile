@@ -11,7 +11,7 @@ export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH ?= lorikeet.serving.proxy:middl
 export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install serve test check soak test-gpu test-ceph bench-catalog loadtest clean
+.PHONY: help install serve test check soak test-gpu test-ceph bench-catalog bench-download loadtest clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,9 @@ test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
 
 bench-catalog: $(INSTALLED)  ## what a catalog of a million adapters costs
 	@$(BIN)/python -m loadtest.bench_catalog
+
+bench-download: $(INSTALLED)  ## how fast a replica downloads an adapter, beside curl
+	@$(BIN)/python -m loadtest.bench_download
 
 test-ceph: $(INSTALLED)  ## the catalog's tests on Ceph's S3 server, from Debian's packages
 	TEST_S3=radosgw $(BIN)/pytest -m "not soak" tests/catalog

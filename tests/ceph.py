@@ -53,7 +53,7 @@ paxos propose interval = 0.05
 paxos min wait = 0.01
 # The tests send small parts; without this no part but the last may be below 5 MiB.
 rgw multipart min part size = 1
-rgw frontends = beast endpoint=127.0.0.1:{port}
+rgw frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1
 """
 
 
