@@ -1,0 +1,1 @@
+"""A fleet under traffic, request by request, with the product's own routing and eviction."""

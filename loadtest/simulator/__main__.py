@@ -1,0 +1,111 @@
+"""A fleet under traffic, simulated.
+
+python -m loadtest.simulator goals --json goals.json      what routing must reach, measured
+python -m loadtest.simulator run --router lorikeet …      one scenario
+python -m loadtest.simulator large                        1,000 replicas for an hour
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from loadtest.simulator.goals import USUAL, goals, trials
+from loadtest.simulator.outcome import COLUMNS, ORACLE, Outcome, measure, measure_all, table
+from loadtest.simulator.routers import ROUTERS
+from loadtest.simulator.traffic import Scenario
+
+# A tenth of a percent of the adapters is room for 100 on each GPU: 16 GB.
+LARGE = Scenario(
+    adapters=100_000,
+    replicas=1000,
+    rate_per_s=1000.0,
+    gpu_room=0.001,
+    host_room=0.004,
+    disk_room=0.02,
+    duration_s=3600.0,
+)
+
+
+def main() -> int:
+    """Run what the command line says; 1 if a goal is missed."""
+    options = _arguments()
+    if options.command == "goals":
+        return _goals(options.json, options.processes)
+    scenario = LARGE if options.command == "large" else _scenario(options)
+    began_s = time.perf_counter()
+    outcome = measure((scenario, options.router))
+    took_s = time.perf_counter() - began_s
+    _write(options.json, {"scenario": options.command, **asdict(outcome), "took_s": took_s})
+    print(_outcomes([outcome]))
+    print(f"{outcome.requests:,} requests counted, {scenario.rate:,.0f}/s; took {took_s:.0f} s")
+    return 0
+
+
+def _goals(path: Path | None, processes: int) -> int:
+    planned = trials()
+    found: dict[str, dict[str, Outcome]] = defaultdict(dict)
+    measured = measure_all(list(planned.values()), processes)
+    for (name, router), outcome in zip(planned, measured, strict=True):
+        found[name][router] = outcome
+    for name, of_router in found.items():
+        print(f"\n{name}\n\n{_outcomes(of_router.values())}")
+    results = list(goals(found))
+    rows = [
+        (goal.against, goal.where, goal.what, goal.wanted, f"{goal.value:.2f}", _verdict(goal.met))
+        for goal in results
+    ]
+    print(f"\n{table(rows, ('against', 'where', 'what', 'wanted', 'measured', ''))}")
+    outcomes = [{"where": name, **asdict(one)} for name, of in found.items() for one in of.values()]
+    _write(path, {"outcomes": outcomes, "goals": [asdict(goal) for goal in results]})
+    return 0 if all(goal.met for goal in results) else 1
+
+
+def _verdict(met: bool) -> str:
+    return "" if met else "**missed**"
+
+
+def _outcomes(outcomes: Iterable[Outcome]) -> str:
+    rows = [[column(one) for column in COLUMNS.values()] for one in outcomes]
+    return table(rows, list(COLUMNS))
+
+
+def _write(path: Path | None, result: object) -> None:
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _scenario(options: argparse.Namespace) -> Scenario:
+    given = {name: getattr(options, name) for name in _options()}
+    return Scenario(**given)
+
+
+def _options() -> dict[str, object]:
+    return {field.name: getattr(USUAL, field.name) for field in fields(Scenario)[:-1]}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    parts = {name: commands.add_parser(name) for name in ("goals", "run", "large")}
+    for part in parts.values():
+        part.add_argument("--json", type=Path, help="where the numbers go")
+    parts["goals"].add_argument("--processes", type=int, default=2)
+    for name in ("run", "large"):
+        parts[name].add_argument("--router", choices=[*ROUTERS, ORACLE], default="lorikeet")
+    for name, default in _options().items():
+        kind = float if default is None and name == "rate_per_s" else type(default)
+        kind = str if name == "trace" else kind
+        flag = "--" + name.replace("_", "-")
+        parts["run"].add_argument(flag, type=kind, default=default, help=f"default {default}")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""What routing must reach against others, and whether it does."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from loadtest.simulator.outcome import ORACLE, Outcome, Trial
+from loadtest.simulator.traffic import Scenario
+
+EXPONENTS = (0.8, 1.0, 1.2, 1.5)
+OURS = "lorikeet"
+HASHING = "bounded hashing"
+HASHING_OUR_EVICTION = "bounded hashing, our eviction"
+_ROUTERS = (ORACLE, OURS, HASHING, HASHING_OUR_EVICTION, "multiplexing", "power of two")
+
+# The tiers that 10,000 adapters would find: 79 GB on a GPU, 157 on its host, 470 on its disk.
+USUAL = Scenario(host_room=0.10, disk_room=0.30)
+# One adapter has 40% of the traffic; the others share the rest.
+HOT = "one adapter has 40%"
+
+Outcomes = Mapping[str, Mapping[str, Outcome]]
+"""scenario → router → outcome."""
+
+
+def scenarios(usual: Scenario = USUAL) -> dict[str, Scenario]:
+    """All that the goals are about, by name."""
+    named = {HOT: replace(usual, hot_share=0.4)}
+    for exponent in EXPONENTS:
+        zipf = replace(usual, popularity=f"zipf:{exponent}")
+        named[_name(16, exponent)] = zipf
+        named[_name(4, exponent)] = replace(zipf, replicas=4)
+    return dict(sorted(named.items()))
+
+
+def trials(usual: Scenario = USUAL) -> dict[tuple[str, str], Trial]:
+    """Every router under every scenario."""
+    return {
+        (name, router): (scenario, router)
+        for name, scenario in scenarios(usual).items()
+        for router in _ROUTERS
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A number that must be at least `least`, or at most `most`."""
+
+    against: str
+    where: str
+    what: str
+    value: float
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def met(self) -> bool:
+        """Whether it is."""
+        enough = self.least is None or self.value >= self.least
+        return enough and (self.most is None or self.value <= self.most)
+
+    @property
+    def wanted(self) -> str:
+        """In words."""
+        return f"≥ {self.least:g}" if self.least is not None else f"≤ {self.most:g}"
+
+
+def goals(outcomes: Outcomes) -> Iterator[Goal]:
+    """Every goal, with what was measured."""
+    for exponent in EXPONENTS:
+        where = _name(16, exponent)
+        found = outcomes[where]
+        if exponent >= 1.0:
+            yield _fewer(found, "power of two", where, "cold loads ÷", _loads, 5.0)
+            yield _fewer(found, "power of two", where, "p99 TTFT ÷", _p99, 3.0)
+    for exponent in EXPONENTS:
+        where = _name(4, exponent)
+        least = 2.0 if exponent >= 1.2 else 1.5
+        yield _fewer(outcomes[where], "power of two", where, "cold loads ÷", _loads, least)
+    hot = outcomes[HOT]
+    yield _fewer(hot, "multiplexing", HOT, "p99 TTFT ÷", _p99, 2.0)
+    yield Goal("multiplexing", HOT, "max/mean load", hot[OURS].balance, most=1.25)
+    where = _name(16, 1.0)
+    share = outcomes[where][OURS].hit_rate / outcomes[where][ORACLE].hit_rate
+    yield Goal(ORACLE, where, "hit rate ÷", share, least=0.95)
+    for replicas in (16, 4):
+        for exponent in EXPONENTS:
+            where = _name(replicas, exponent)
+            for hashing in (HASHING, HASHING_OUR_EVICTION):
+                yield _fewer(outcomes[where], hashing, where, "cold loads ÷", _loads, 1.0)
+                yield _fewer(outcomes[where], hashing, where, "p99 TTFT ÷", _p99, 1.0)
+
+
+def _name(replicas: int, exponent: float) -> str:
+    return f"{replicas} replicas, zipf {exponent}"
+
+
+def _fewer(
+    found: Mapping[str, Outcome],
+    against: str,
+    where: str,
+    what: str,
+    of: Callable[[Outcome], float],
+    least: float,
+) -> Goal:
+    return Goal(against, where, what, of(found[against]) / of(found[OURS]), least=least)
+
+
+def _loads(outcome: Outcome) -> float:
+    return float(outcome.cold_loads)
+
+
+def _p99(outcome: Outcome) -> float:
+    return outcome.ttft_p99_s

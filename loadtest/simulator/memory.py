@@ -1,0 +1,189 @@
+"""Where adapters are: a replica's GPU arena, its host and disk, and the links between them.
+
+Adapters are numbers; sizes are bytes. The eviction policy and its counts are the engine's own.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
+
+from lorikeet_engine.residency.eviction import EvictionPolicy, Use, Uses
+
+
+class Resident:
+    """An adapter in the arena. worth: the policy's, of its last use."""
+
+    __slots__ = ("arriving", "leases", "ranked", "worth")
+
+    def __init__(self, worth: float) -> None:
+        self.worth = worth
+        self.leases = 0
+        self.arriving = True
+        self.ranked = math.nan  # the worth under which it stands in the heap
+
+
+class Arena:
+    """A GPU's room for adapters. Those leased or arriving stay; of the rest the least worth goes.
+
+    evicted is called with each adapter that leaves.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        sizes: Sequence[int],
+        names: Sequence[str],
+        policy: EvictionPolicy,
+        evicted: Callable[[int], None],
+    ) -> None:
+        self._sizes, self._names, self._policy, self._evicted = sizes, names, policy, evicted
+        self.residents: dict[int, Resident] = {}
+        self.free = capacity
+        self.room = capacity  # free, or of residents that may be evicted
+        self._uses = Uses()
+        self._by_worth: list[tuple[float, int]] = []  # with entries that no longer hold
+
+    def holds(self, adapter: int) -> bool:
+        """Whether it is here, all of it."""
+        resident = self.residents.get(adapter)
+        return resident is not None and not resident.arriving
+
+    def lease(self, adapter: int, now_s: float) -> None:
+        """It is here, and a request uses it until released."""
+        resident, name = self.residents[adapter], self._names[adapter]
+        if not resident.leases:
+            self.room -= self._sizes[adapter]
+        resident.leases += 1
+        uses = self._uses.at(name, now_s) + 1.0
+        resident.worth = self._policy.worth(Use(self._sizes[adapter] // 2, uses, now_s))
+        self._uses.add(name, now_s)
+
+    def release(self, adapter: int) -> None:
+        """One request less uses it."""
+        resident = self.residents[adapter]
+        resident.leases -= 1
+        if not resident.leases:
+            self.room += self._sizes[adapter]
+            self._rank(adapter, resident)
+
+    def place(self, adapter: int, now_s: float) -> bool:
+        """Evict for it and begin to load it; False, and nothing is done, while there is no room."""
+        size = self._sizes[adapter]
+        if self.room < size:
+            return False
+        while self.free < size:
+            self._evict()
+        self.free -= size
+        self.room -= size
+        uses = self._uses.at(self._names[adapter], now_s) + 1.0
+        worth = self._policy.worth(Use(size // 2, uses, now_s))
+        self.residents[adapter] = Resident(worth)
+        return True
+
+    def arrived(self, adapter: int) -> None:
+        """It is here, and may go again until somebody leases it."""
+        resident = self.residents[adapter]
+        resident.arriving = False
+        self.room += self._sizes[adapter]
+        self._rank(adapter, resident)
+
+    def lost_uses(self, adapter: int, now_s: float) -> float:
+        """How often, of late, was used what would be evicted for this one; by the next to go."""
+        size = self._sizes[adapter]
+        if self.free >= size or not self._front():
+            return 0.0
+        _, victim = self._by_worth[0]
+        uses = self._uses.at(self._names[victim], now_s)
+        return uses * max(1.0, (size - self.free) / self._sizes[victim])
+
+    def _front(self) -> bool:
+        """Drop what no longer holds from the front of the heap; whether anything is left."""
+        heap = self._by_worth
+        while heap:
+            worth, adapter = heap[0]
+            resident = self.residents.get(adapter)
+            if resident is not None and resident.worth == worth and not resident.leases:
+                return True
+            heappop(heap)
+            if resident is not None and resident.ranked == worth:
+                resident.ranked = math.nan
+        return False
+
+    def _rank(self, adapter: int, resident: Resident) -> None:
+        if resident.ranked != resident.worth:
+            resident.ranked = resident.worth
+            heappush(self._by_worth, (resident.worth, adapter))
+            if len(self._by_worth) > 64 + 4 * len(self.residents):
+                self._tidy()
+
+    def _tidy(self) -> None:
+        residents = self.residents
+        self._by_worth = [
+            (resident.worth, adapter)
+            for adapter, resident in residents.items()
+            if not resident.leases and not resident.arriving
+        ]
+        for worth, adapter in self._by_worth:
+            residents[adapter].ranked = worth
+        heapify(self._by_worth)
+
+    def _evict(self) -> None:
+        assert self._front()
+        _, adapter = heappop(self._by_worth)
+        del self.residents[adapter]
+        self.free += self._sizes[adapter]
+        self._evicted(adapter)
+
+
+class ByteLru:
+    """The host's arena or the disk, counted in bytes; the least recently used goes first.
+
+    came and left are called with each adapter that does.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        sizes: Sequence[int],
+        came: Callable[[int], None],
+        left: Callable[[int], None],
+    ) -> None:
+        self._free, self._sizes = capacity, sizes
+        self._came, self._left = came, left
+        self._held: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, adapter: int) -> bool:
+        return adapter in self._held
+
+    def use(self, adapter: int) -> bool:
+        """Whether it is here; if so, it is now the last to go."""
+        if adapter not in self._held:
+            return False
+        self._held.move_to_end(adapter)
+        return True
+
+    def add(self, adapter: int) -> None:
+        """It has been brought here."""
+        if self.use(adapter):
+            return
+        self._held[adapter] = None
+        self._free -= self._sizes[adapter]
+        self._came(adapter)
+        while self._free < 0:
+            victim = self._held.popitem(last=False)[0]
+            self._free += self._sizes[victim]
+            self._left(victim)
+
+
+class Link:
+    """Carries one adapter after another; its latency passes beside the others' bytes."""
+
+    def __init__(self, latency_s: float, bytes_per_s: float) -> None:
+        self._latency_s, self._bytes_per_s = latency_s, bytes_per_s
+        self._free_at_s = 0.0
+
+    def carry(self, size_bytes: int, now_s: float) -> float:
+        """When it is through."""
+        self._free_at_s = max(self._free_at_s, now_s) + size_bytes / self._bytes_per_s
+        return self._free_at_s + self._latency_s

@@ -1,0 +1,57 @@
+"""The best that any routing could reach: one arena of all replicas' room, that knows the future."""
+
+import math
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+
+from loadtest.simulator.traffic import Scenario
+from lorikeet_engine.popularity import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """What Belady's rule reaches, balance left aside. Counted after the warm-up."""
+
+    hit_rate: float
+    cold_loads: int
+    loaded_bytes: int
+
+
+def oracle(scenario: Scenario) -> Oracle:
+    """Evict what is asked for last, until the next one fits in the pooled room."""
+    requests, sizes = scenario.requests(), scenario.sizes.tolist()
+    next_use = _next_uses(requests.adapters)
+    free = int(scenario.sizes.sum() * scenario.gpu_room) * scenario.replicas
+    held: dict[int, float] = {}  # adapter → its next use
+    last_first: list[tuple[float, int]] = []
+    hits = asked = loads = loaded = 0
+    asks = zip(requests.times_s, requests.adapters.tolist(), next_use.tolist(), strict=True)
+    for at_s, adapter, following in asks:
+        counted = at_s >= scenario.warm_up_s
+        asked += counted
+        if adapter < 0 or adapter in held:
+            hits += counted
+        else:
+            loads += counted
+            loaded += sizes[adapter] * counted
+            free -= sizes[adapter]
+        if adapter >= 0:
+            held[adapter] = following
+            heappush(last_first, (-following, adapter))
+        while free < 0:
+            use, victim = heappop(last_first)
+            if held.get(victim) == -use:
+                del held[victim]
+                free += sizes[victim]
+    return Oracle(hits / max(1, asked), loads, loaded)
+
+
+def _next_uses(adapters: Ints) -> np.ndarray:
+    """For each request, the number of the next one for its adapter; [requests], ∞ without one."""
+    following = np.full(len(adapters), math.inf)
+    order = np.argsort(adapters, kind="stable")
+    same = adapters[order[:-1]] == adapters[order[1:]]
+    following[order[:-1][same]] = order[1:][same]
+    return following

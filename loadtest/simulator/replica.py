@@ -1,0 +1,229 @@
+"""One replica: its batch as a fluid, its adapters in their tiers.
+
+All sequences that decode get one token a step, so they share a clock that counts steps: it runs as
+fast as the batch allows, and a sequence ends when the clock has gone on by its answer. Prompts are
+computed one after another in the order in which their adapters are there, beside the decodes. So a
+request is a handful of events, however many tokens it has.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from heapq import heappop, heappush
+from typing import Protocol
+
+from loadtest.simulator.memory import Arena, ByteLru, Link
+from lorikeet.routing.choice import Load
+from lorikeet.routing.costs import Costs
+from lorikeet_engine.adapter import Residency
+
+
+class World(Protocol):
+    """What a replica asks of the fleet; by number: requests, adapters, replicas."""
+
+    prompts: list[int]
+    answers: list[int]
+    adapter_of: list[int]
+    ranks: list[int]
+    sizes: list[int]
+
+    def at(self, time_s: float, act: Callable[[float], None]) -> None:
+        """Call act with time_s then."""
+
+    def step_at(self, time_s: float, replica: "Replica") -> None:
+        """Call the replica's step then, instead of when was said before."""
+
+    def answered(self, request: int, now_s: float) -> None:
+        """Its first token is there."""
+
+    def ended(self, replica: "Replica") -> None:
+        """One of its requests has its last token."""
+
+    def placed(self, adapter: int, replica: "Replica") -> None:
+        """It begins to load the adapter."""
+
+
+class Replica:
+    """load: what the router may know of it. version: of its next step, for the fleet."""
+
+    def __init__(
+        self, number: int, world: World, costs: Costs, arena: Arena, host: ByteLru, disk: ByteLru
+    ) -> None:
+        self.number, self._world, self._steps = number, world, costs.steps
+        self.arena, self.host, self.disk = arena, host, disk
+        loads = costs.loads
+        self._copies = Link(loads.host_latency_s, loads.host_bytes_per_s)
+        self._reads = Link(loads.disk_latency_s, loads.disk_bytes_per_s)
+        self._downloads = Link(loads.remote_latency_s, loads.remote_bytes_per_s)
+        self.load = Load(room_bytes=arena.room)
+        self.outstanding = 0
+        self.version = 0
+        self._waiting: dict[int, list[int]] = {}  # the requests that wait for each adapter
+        self._line: deque[int] = deque()  # adapters on the host that wait for room
+        self._ready: deque[int] = deque()  # requests whose prompt can be computed
+        self._prompt: int | None = None  # the request whose prompt is computed now
+        self._prompt_ends_s = 0.0
+        self._ends: list[tuple[float, int]] = []  # clock at its end, request
+        self.decoding: dict[int, int] = {}  # adapter → its sequences
+        self._clock, self._rate, self._as_of_s = 0.0, 0.0, 0.0
+
+    def tier(self, adapter: int) -> Residency:
+        """Where it has it; what is on its way to the GPU counts as on the host."""
+        resident = self.arena.residents.get(adapter)
+        if resident is not None:
+            return Residency.HOST if resident.arriving else Residency.GPU
+        if adapter in self.host:
+            return Residency.HOST
+        return Residency.DISK if adapter in self.disk else Residency.REMOTE
+
+    def submit(self, request: int, now_s: float) -> bool:
+        """Take a request; whether its adapter is on the GPU."""
+        self.outstanding += 1
+        self.load.waiting += 1
+        self.load.waiting_tokens += self._world.prompts[request]
+        adapter = self._world.adapter_of[request]
+        if adapter < 0 or self.arena.holds(adapter):
+            self._begin(request, now_s)
+            return True
+        if adapter in self._waiting:
+            self._waiting[adapter].append(request)
+        else:
+            self._waiting[adapter] = [request]
+            self._bring(adapter, now_s)
+        return False
+
+    def step(self, now_s: float) -> None:
+        """A prompt is computed, or else a sequence has its last token."""
+        self._advance(now_s)
+        if self._prompt is not None and now_s >= self._prompt_ends_s:
+            request, self._prompt = self._prompt, None
+            self._first_token(request, now_s)
+        else:
+            self._clock, request = heappop(self._ends)
+            self._end_decode(request, now_s)
+        self._go_on(now_s)
+
+    def idle(self) -> bool:
+        """Nothing is left that it would do."""
+        queues = (self._waiting, self._line, self._ready, self._ends, self.decoding)
+        leased = any(resident.leases for resident in self.arena.residents.values())
+        return self._prompt is None and not any(queues) and not leased and not self.outstanding
+
+    def _bring(self, adapter: int, now_s: float) -> None:
+        self.load.loading_bytes += self._world.sizes[adapter]
+        size = self._world.sizes[adapter]
+        if self.host.use(adapter):
+            self._queue(adapter, now_s)
+            return
+        at_s = now_s
+        if not self.disk.use(adapter):
+            at_s = self._downloads.carry(size, at_s)
+        if at_s > now_s:
+            self._world.at(at_s, partial(self._downloaded, adapter))
+        else:
+            self._read(adapter, now_s)
+
+    def _downloaded(self, adapter: int, now_s: float) -> None:
+        self.disk.add(adapter)
+        self._read(adapter, now_s)
+
+    def _read(self, adapter: int, now_s: float) -> None:
+        through_s = self._reads.carry(self._world.sizes[adapter], now_s)
+        self._world.at(through_s, partial(self._on_host, adapter))
+
+    def _on_host(self, adapter: int, now_s: float) -> None:
+        self.host.add(adapter)
+        self._queue(adapter, now_s)
+
+    def _queue(self, adapter: int, now_s: float) -> None:
+        self._line.append(adapter)
+        self._admit(now_s)
+
+    def _admit(self, now_s: float) -> None:
+        """Place the adapters in line, in their order."""
+        while self._line and self.arena.place(self._line[0], now_s):
+            adapter = self._line.popleft()
+            self._world.placed(adapter, self)
+            through_s = self._copies.carry(self._world.sizes[adapter], now_s)
+            self._world.at(through_s, partial(self._arrived, adapter))
+        self.load.room_bytes = self.arena.room
+
+    def _arrived(self, adapter: int, now_s: float) -> None:
+        self.load.loading_bytes -= self._world.sizes[adapter]
+        self.arena.arrived(adapter)
+        for request in self._waiting.pop(adapter):
+            self._begin(request, now_s)
+
+    def _begin(self, request: int, now_s: float) -> None:
+        """Its adapter is there."""
+        adapter = self._world.adapter_of[request]
+        if adapter >= 0:
+            self.arena.lease(adapter, now_s)
+            self.load.room_bytes = self.arena.room
+        self._ready.append(request)
+        if self._prompt is None and self.load.running < self._steps.max_running:
+            self._advance(now_s)
+            self._go_on(now_s)
+
+    def _first_token(self, request: int, now_s: float) -> None:
+        load = self.load
+        load.waiting -= 1
+        load.waiting_tokens -= self._world.prompts[request]
+        self._world.answered(request, now_s)
+        adapter, left = self._world.adapter_of[request], self._world.answers[request] - 1
+        if left == 0:
+            self._end(adapter, now_s)
+            return
+        heappush(self._ends, (self._clock + left, request))
+        load.running += 1
+        if adapter >= 0:
+            sequences = self.decoding.get(adapter, 0)
+            self.decoding[adapter] = sequences + 1
+            if not sequences:
+                load.ranks += self._world.ranks[adapter]
+
+    def _end_decode(self, request: int, now_s: float) -> None:
+        adapter = self._world.adapter_of[request]
+        self.load.running -= 1
+        if adapter >= 0:
+            self.decoding[adapter] -= 1
+            if not self.decoding[adapter]:
+                del self.decoding[adapter]
+                self.load.ranks -= self._world.ranks[adapter]
+        self._end(adapter, now_s)
+
+    def _end(self, adapter: int, now_s: float) -> None:
+        self.outstanding -= 1
+        self._world.ended(self)
+        if adapter < 0:
+            return
+        self.arena.release(adapter)
+        self.load.room_bytes = self.arena.room
+        if self._line:
+            self._admit(now_s)
+
+    def _advance(self, now_s: float) -> None:
+        self._clock += self._rate * (now_s - self._as_of_s)
+        self._as_of_s = now_s
+
+    def _go_on(self, now_s: float) -> None:
+        """Begin the next prompt if there is one and a seat; say when the next step is."""
+        load, steps = self.load, self._steps
+        if self._prompt is None:
+            if self._ready and load.running < steps.max_running:
+                self._prompt = request = self._ready.popleft()
+                tokens, adapter = self._world.prompts[request], self._world.adapter_of[request]
+                rank = self._world.ranks[adapter] if adapter >= 0 else 0
+                takes_s = steps.prefill_s(tokens, rank, load.running, load.ranks)
+                self._prompt_ends_s = now_s + takes_s
+                self._rate = steps.prefill_steps(tokens) / takes_s
+            elif load.running:
+                self._rate = 1.0 / steps.decode_s(load.running, load.ranks)
+            else:
+                self._rate = 0.0
+                return
+        next_s = self._prompt_ends_s
+        if self._ends:
+            end_s = now_s + max(0.0, (self._ends[0][0] - self._clock) / self._rate)
+            next_s = end_s if self._prompt is None else min(next_s, end_s)
+        self._world.step_at(next_s, self)

@@ -1,0 +1,116 @@
+"""A scenario and the requests that it makes."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from loadtest.workload import DATA
+from lorikeet.routing.costs import H200_LLAMA_8B, Costs, capacity_per_s
+from lorikeet_engine.popularity import (
+    AZURE_CODE,
+    AZURE_CONV,
+    Floats,
+    GammaArrivals,
+    Ints,
+    Trace,
+    choose_adapters,
+    cut_to_context,
+    deal_ranks,
+    parse_popularity,
+)
+
+BYTES_PER_RANK = 5_242_880  # Llama-3.1-8B, all 7 linears, bf16
+_LENGTHS = {"conv": AZURE_CONV, "code": AZURE_CODE}
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """All [requests], in order of time. adapters: −1 for the base model."""
+
+    times_s: Floats
+    adapters: Ints
+    prompts: Ints
+    answers: Ints
+
+    def __len__(self) -> int:
+        return len(self.times_s)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Traffic and the fleet under it.
+
+    popularity: as parse_popularity reads it. load: share of what the replicas could answer with
+    full batches; rate_per_s goes before it. cv: of the arrivals' gaps; trace: "conv" or "code"
+    instead. gpu_room, host_room, disk_room: of each replica, as shares of all adapters' bytes; each
+    disk begins full, of some. hot_share: of the requests, for one adapter; base_share: for none.
+    Nothing that arrives in the first warm_up_s is counted.
+    """
+
+    adapters: int = 1000
+    replicas: int = 16
+    popularity: str = "zipf:1.0"
+    load: float = 0.7
+    rate_per_s: float | None = None
+    cv: float = 1.0
+    trace: str | None = None
+    lengths: str = "conv"
+    context: int = 8192
+    gpu_room: float = 0.05
+    host_room: float = 0.25
+    disk_room: float = 1.0
+    hot_share: float = 0.0
+    base_share: float = 0.0
+    reshuffle_s: float = 300.0
+    duration_s: float = 720.0
+    warm_up_s: float = 120.0
+    seed: int = 1
+    costs: Costs = H200_LLAMA_8B
+
+    @cached_property
+    def ranks(self) -> Ints:
+        """Of each adapter, [adapters]."""
+        return deal_ranks(self.adapters)
+
+    @cached_property
+    def sizes(self) -> Ints:
+        """Bytes of each adapter, [adapters]."""
+        return self.ranks * BYTES_PER_RANK
+
+    @cached_property
+    def rate(self) -> float:
+        """Requests per second of the whole fleet."""
+        if self.rate_per_s is not None:
+            return self.rate_per_s
+        rng = np.random.default_rng(0)
+        prompts, answers = cut_to_context(*_LENGTHS[self.lengths].draw(rng, 100_000), self.context)
+        # The ranks of a step are at most those that fit on the GPU.
+        ranks = min(int(self.ranks.sum() * self.gpu_room), 128 * int(self.ranks.mean()))
+        per_replica = capacity_per_s(
+            self.costs, float(prompts.mean()), float(answers.mean()), ranks
+        )
+        return self.load * per_replica * self.replicas
+
+    def requests(self) -> Requests:
+        """The same for the same scenario."""
+        rng = np.random.default_rng(self.seed)
+        if self.trace is None:
+            times_s = GammaArrivals(self.rate, self.cv).times(rng, self.duration_s)
+            lengths = _LENGTHS[self.lengths].draw(rng, len(times_s))
+        else:
+            recorded = Trace.read(DATA / f"azure_llm_2023_{self.trace}.csv").at_rate(self.rate)
+            recorded = recorded.until(self.duration_s)
+            times_s, lengths = recorded.times_s, (recorded.inputs, recorded.outputs)
+        adapters = choose_adapters(
+            parse_popularity(self.popularity),
+            self.adapters,
+            times_s,
+            seed=self.seed,
+            reshuffle_s=self.reshuffle_s,
+        )
+        dice = rng.random(len(times_s))
+        adapters[dice < self.hot_share] = 0
+        adapters[dice >= 1.0 - self.base_share] = -1
+        prompts, answers = cut_to_context(*lengths, self.context)
+        return Requests(times_s, adapters, prompts, answers)

@@ -1,0 +1,81 @@
+"""Which replica a request should go to: a pure function of what the router knows of a handful."""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from lorikeet.routing.costs import Costs
+from lorikeet_engine.adapter import Residency
+
+R = TypeVar("R", bound=Hashable)
+
+
+class Work(NamedTuple):
+    """What a request asks of a replica. rank and adapter_bytes: 0 for the base model."""
+
+    prompt_tokens: int
+    rank: int = 0
+    adapter_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Load:
+    """What a replica does at one moment.
+
+    running: sequences that decode. ranks: Σ rank of their distinct adapters. waiting,
+    waiting_tokens: requests that have no token yet, and their prompts. loading_bytes: adapters on
+    their way to its GPU. room_bytes: what of the arena is free or could be evicted now.
+    """
+
+    running: int = 0
+    ranks: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    loading_bytes: int = 0
+    room_bytes: int = 0
+
+
+class Option(NamedTuple, Generic[R]):
+    """A replica that could take the request.
+
+    tier: where it has the adapter. running: whether a sequence of that adapter decodes there.
+    lost_uses: how often, of late, was used what it would evict for the adapter.
+    """
+
+    replica: R
+    load: Load
+    tier: Residency = Residency.GPU
+    running: bool = False
+    lost_uses: float = 0.0
+
+
+def choose(work: Work, options: Iterable[Option[R]], costs: Costs) -> R:
+    """The replica with the least expected cost; among equals the first. Wants at least one."""
+    return min(options, key=lambda option: expected_cost_s(work, option, costs)).replica
+
+
+def expected_cost_s(work: Work, option: Option[R], costs: Costs) -> float:
+    """Seconds to the first token, and what the request costs others, in such seconds.
+
+    The wait for the prompts before it and the load overlap. Others pay in three ways: while this
+    prompt is computed they decode slowly; with it each of their steps is longer, by its rank if its
+    adapter is not in the batch yet; and what is evicted for it will be missed.
+    """
+    steps, load = costs.steps, option.load
+    step_s = steps.decode_s(load.running, load.ranks)
+    prefill_s = steps.prefill_s(work.prompt_tokens, work.rank, load.running, load.ranks)
+    wait_s = load.waiting_tokens * steps.prompt_token_s + load.waiting * (step_s - steps.base_s)
+    seats = steps.max_running - load.running - load.waiting
+    if seats <= 0:  # a sequence ends every answer_tokens / max_running steps
+        wait_s += (1 - seats) * step_s * costs.answer_tokens / steps.max_running
+    new_ranks = 0 if option.running else work.rank
+    longer_s = steps.sequence_s + steps.rank_s * new_ranks
+    delay_s = load.running * (prefill_s + costs.answer_tokens * longer_s)
+    delay_s += load.waiting * costs.answer_tokens * longer_s
+    cost_s = prefill_s + costs.others * delay_s
+    if option.tier is Residency.GPU:
+        return cost_s + wait_s
+    load_s = costs.loads.load_s(option.tier, load.loading_bytes + work.adapter_bytes)
+    if load.room_bytes < work.adapter_bytes:  # until some answer ends
+        load_s += costs.answer_tokens * step_s / max(1, load.running)
+    return cost_s + max(wait_s, load_s) + costs.miss_s * (1.0 + option.lost_uses)

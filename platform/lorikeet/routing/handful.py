@@ -1,0 +1,56 @@
+"""The few replicas that a router looks at: however many there are, a request costs the same."""
+
+from collections.abc import Hashable, Sequence
+from random import Random
+from typing import TypeVar
+
+from lorikeet.rendezvous import by_preference
+
+R = TypeVar("R", bound=Hashable)
+
+RESIDENTS = 4
+NEAR = 2
+HOMES = 2
+STRANGERS = 2
+# Adapters whose homes are remembered; finding them takes 1.5 µs a replica.
+_REMEMBERED = 100_000
+
+
+class Homes:
+    """Where each adapter comes to when it is nowhere, for a set of replicas. Not thread-safe."""
+
+    def __init__(self, replicas: Sequence[str]) -> None:
+        self._replicas = tuple(replicas)
+        self._known: dict[str, tuple[str, ...]] = {}
+
+    def of(self, digest: str) -> tuple[str, ...]:
+        """The first in rendezvous order, HOMES at most."""
+        homes = self._known.get(digest)
+        if homes is None:
+            homes = tuple(by_preference(digest, self._replicas)[:HOMES])
+            if len(self._known) >= _REMEMBERED:
+                del self._known[next(iter(self._known))]
+            self._known[digest] = homes
+        return homes
+
+
+def handful(
+    residents: Sequence[R],
+    near: Sequence[R],
+    homes: Sequence[R],
+    everyone: Sequence[R],
+    rng: Random,
+) -> list[R]:
+    """Residents, some that nearly have it, homes and strangers, each once, in this order.
+
+    residents: with the adapter on the GPU or on its way there. near: with it on the host or, where
+    there are none, on the disk. Of many, a few at random: the best of a few is almost as good as
+    the best of all (Mitzenmacher, "The power of two choices", 2001).
+    """
+    few = _some(residents, RESIDENTS, rng) + _some(near, NEAR, rng) + list(homes)
+    few += [everyone[int(rng.random() * len(everyone))] for _ in range(STRANGERS)]
+    return list(dict.fromkeys(few))
+
+
+def _some(of: Sequence[R], most: int, rng: Random) -> list[R]:
+    return list(of) if len(of) <= most else rng.sample(of, most)

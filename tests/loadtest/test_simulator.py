@@ -1,0 +1,165 @@
+"""The simulator against queueing theory, and its books."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from loadtest.simulator.fleet import Fleet
+from loadtest.simulator.memory import Arena, Link
+from loadtest.simulator.oracle import oracle
+from loadtest.simulator.routers import ROUTERS
+from loadtest.simulator.traffic import Scenario
+from lorikeet.routing.costs import H200_LLAMA_8B
+from lorikeet_engine.popularity import Zipf
+from lorikeet_engine.residency.eviction import LeastRecentlyUsed, LeastUsedForItsSize
+
+SMALL = Scenario(adapters=200, replicas=4, duration_s=90.0, warm_up_s=20.0, reshuffle_s=30.0)
+
+
+def run(scenario, router="lorikeet", policy=None):
+    fleet = Fleet(scenario, ROUTERS[router](scenario.seed), policy or LeastUsedForItsSize())
+    fleet.run()
+    return fleet
+
+
+def fixed_lengths(monkeypatch, prompt, answer):
+    draws = {"conv": _Fixed(prompt, answer)}
+    monkeypatch.setattr("loadtest.simulator.traffic._LENGTHS", draws)
+
+
+class _Fixed:
+    def __init__(self, prompt, answer):
+        self.lengths = prompt, answer
+
+    def draw(self, rng, requests):
+        return tuple(np.full(requests, length) for length in self.lengths)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize(
+    "changes", [{}, {"disk_room": 0.1, "host_room": 0.05}, {"base_share": 0.3}]
+)
+def test_every_request_is_answered_once_and_nothing_stays_behind(router, changes):
+    scenario = replace(SMALL, **changes)
+    fleet = run(scenario, router)
+    assert np.isfinite(fleet.ttft_s).all()
+    least_s = fleet.requests.prompts * scenario.costs.steps.prompt_token_s
+    assert (fleet.ttft_s >= least_s - 1e-9).all()
+    assert fleet.in_flight == 0
+    for replica in fleet.replicas:
+        assert replica.idle()
+        load = replica.load
+        assert (load.running, load.ranks, load.waiting, load.waiting_tokens) == (0, 0, 0, 0)
+        assert load.loading_bytes == 0
+        held = sum(fleet.sizes[adapter] for adapter in replica.arena.residents)
+        capacity = int(scenario.sizes.sum() * scenario.gpu_room)
+        assert replica.arena.free == capacity - held
+        assert load.room_bytes == replica.arena.room == capacity
+    tiers = zip(fleet.on_gpu, fleet.on_host, fleet.on_disk, strict=True)
+    for adapter, holders in enumerate(tiers):
+        truth = [
+            [one.number for one in fleet.replicas if adapter in held(one)]
+            for held in (lambda r: r.arena.residents, lambda r: r.host, lambda r: r.disk)
+        ]
+        assert [sorted(one.number for one in tier) for tier in holders] == truth
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_the_same_seed_gives_the_same_run_and_another_gives_another(router):
+    scenario = replace(SMALL, duration_s=40.0)
+    first, again = run(scenario, router), run(scenario, router)
+    assert np.array_equal(first.ttft_s, again.ttft_s)
+    assert first.loads == again.loads
+    other = run(replace(scenario, seed=2), router)
+    assert len(other.ttft_s) != len(first.ttft_s) or not np.array_equal(other.ttft_s, first.ttft_s)
+
+
+@pytest.mark.parametrize("load", [0.3, 0.7, 0.9])
+def test_prompts_of_one_length_wait_as_in_an_m_d_1_queue(monkeypatch, load):
+    fixed_lengths(monkeypatch, prompt=1000, answer=1)
+    service_s = H200_LLAMA_8B.steps.prefill_s(1000, 0)
+    scenario = Scenario(
+        replicas=1, base_share=1.0, rate_per_s=load / service_s, duration_s=3000.0, warm_up_s=60.0
+    )
+    waits_s = run(scenario).ttft_s - service_s
+    # Pollaczek and Khinchine: ρ s / (2 (1 − ρ)).
+    assert waits_s.mean() == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.1)
+
+
+def test_decodes_alone_take_their_steps(monkeypatch):
+    fixed_lengths(monkeypatch, prompt=16, answer=101)
+    steps = H200_LLAMA_8B.steps
+    scenario = Scenario(
+        replicas=1, base_share=1.0, rate_per_s=0.05, duration_s=400.0, warm_up_s=0.0
+    )
+    fleet = Fleet(scenario, ROUTERS["lorikeet"](1), LeastRecentlyUsed())
+    ends_s = []
+    fleet.ended = lambda replica: ends_s.append(fleet._now_s)
+    fleet.run()
+    expected_s = fleet.requests.times_s + steps.prefill_s(16, 0) + 100 * steps.decode_s(1, 0)
+    np.testing.assert_allclose(ends_s, expected_s, rtol=1e-9)
+
+
+@pytest.mark.parametrize("exponent", [0.8, 1.2])
+def test_lru_hits_as_often_as_che_says(exponent):
+    adapters, room = 1000, 100
+    asked = Zipf(exponent).draw(np.random.default_rng(1), adapters, 100_000).tolist()
+    names = [str(adapter) for adapter in range(adapters)]
+    arena = Arena(room, [1] * adapters, names, LeastRecentlyUsed(), lambda adapter: None)
+    hits = 0
+    for at, adapter in enumerate(asked):
+        if arena.holds(adapter):
+            hits += at >= 20_000
+        else:
+            assert arena.place(adapter, float(at))
+            arena.arrived(adapter)
+        arena.lease(adapter, float(at))
+        arena.release(adapter)
+    assert hits / 80_000 == pytest.approx(
+        che_hit_rate(Zipf(exponent).shares(adapters), room), abs=0.01
+    )
+
+
+def che_hit_rate(shares, room):
+    """Che, Tung and Wang, 2002: T such that Σ 1 − exp(−p T) = room."""
+    low, high = 0.0, 1e9
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if (-np.expm1(-shares * middle)).sum() < room else (low, middle)
+    return float((shares * -np.expm1(-shares * low)).sum())
+
+
+def test_the_oracle_is_better_than_every_router():
+    best = oracle(SMALL)
+    for router in ROUTERS:
+        fleet = run(SMALL, router)
+        counted = fleet.requests.times_s >= SMALL.warm_up_s
+        assert fleet.hits[counted].mean() <= best.hit_rate
+
+
+def test_the_oracle_misses_only_first_uses_when_all_fit():
+    scenario = replace(SMALL, gpu_room=0.25, warm_up_s=0.0)
+    best = oracle(scenario)
+    first_uses = len(np.unique(scenario.requests().adapters))
+    assert best.cold_loads == first_uses
+    assert best.hit_rate == pytest.approx(1 - first_uses / len(scenario.requests()))
+
+
+def test_a_leased_adapter_is_not_evicted():
+    arena = Arena(2, [1, 1, 1], ["a", "b", "c"], LeastRecentlyUsed(), lambda adapter: None)
+    for adapter in (0, 1):
+        assert arena.place(adapter, 0.0)
+        arena.arrived(adapter)
+        arena.lease(adapter, 0.0)
+    assert not arena.place(2, 1.0)
+    arena.release(1)
+    assert arena.place(2, 2.0)
+    assert sorted(arena.residents) == [0, 2]
+
+
+def test_a_link_carries_one_after_another_and_its_latency_overlaps():
+    link = Link(latency_s=1.0, bytes_per_s=10.0)
+    assert [link.carry(20, 0.0), link.carry(20, 0.0), link.carry(20, 10.0)] == [3.0, 5.0, 13.0]
+    assert math.isfinite(link.carry(0, 0.0))

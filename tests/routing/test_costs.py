@@ -1,0 +1,52 @@
+"""The coefficients against the measurements that they were fitted to (docs/benchmarks.md)."""
+
+import pytest
+
+from lorikeet.routing.costs import H200_LLAMA_8B, capacity_per_s
+from lorikeet_engine.adapter import Residency
+
+STEPS, LOADS = H200_LLAMA_8B.steps, H200_LLAMA_8B.loads
+R16_BYTES = 83_886_080
+
+
+@pytest.mark.parametrize(("sequences", "ms"), [(1, 4.25), (256, 9.69)])
+def test_a_step_of_decodes(sequences, ms):
+    assert STEPS.decode_s(sequences, 0) == pytest.approx(ms / 1e3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "rank", "ms"),
+    [
+        (1, 16, 0.27),
+        (8, 16, 0.31),
+        (32, 16, 0.91),
+        (128, 16, 3.02),
+        (64, 64, 5.66),
+        (128, 64, 10.68),
+        (128, 8, 1.80),
+    ],
+)
+def test_what_adapters_add_to_a_step(adapters, rank, ms):
+    added_s = STEPS.decode_s(128, adapters * rank) - STEPS.decode_s(128, 0)
+    assert added_s == pytest.approx(ms / 1e3, abs=0.25e-3)
+
+
+def test_prompts():
+    assert STEPS.prefill_s(8192, 0) == pytest.approx(185.8e-3, rel=0.01)
+    assert STEPS.prefill_s(8192, 16) - STEPS.prefill_s(8192, 0) == pytest.approx(9.09e-3, rel=0.1)
+    assert STEPS.prefill_s(1, 0) == STEPS.base_s
+    assert STEPS.prefill_steps(2048) == 1
+    assert STEPS.prefill_steps(2049) == 2
+
+
+@pytest.mark.parametrize(
+    ("tier", "ms"), [(Residency.GPU, 0.0), (Residency.HOST, 4.0), (Residency.DISK, 22.0)]
+)
+def test_loads(tier, ms):
+    assert LOADS.load_s(tier, R16_BYTES) == pytest.approx(ms / 1e3, rel=0.01)
+
+
+def test_capacity_is_that_of_a_full_batch():
+    # 256 sequences of 1 prompt token and 256 answer tokens each: one ends with every step.
+    per_s = capacity_per_s(H200_LLAMA_8B, 1, 256, 0)
+    assert per_s == pytest.approx(1 / (STEPS.prompt_token_s + STEPS.decode_s(256, 0)))
