@@ -82,16 +82,14 @@ def _curls(folder: Path, digest: str) -> Callable[[], None]:
         .generate_presigned_url("get_object", {"Bucket": "bench", "Key": blob_key(digest)})
     )
     step = -(-SIZE_BYTES // CONNECTIONS)
+    curl = ["curl", "--silent", "--fail", address, "--range"]
 
     def run() -> None:
         running = [
-            subprocess.Popen(
-                ["curl", "--silent", "--fail", "--range", f"{at}-{at + step - 1}"]
-                + ["--output", str(folder / f"{at}.range"), address]
-            )
+            subprocess.Popen([*curl, f"{at}-{at + step - 1}", "-o", str(folder / f"{at}.range")])
             for at in range(0, SIZE_BYTES, step)
         ]
-        assert [curl.wait() for curl in running] == [0] * CONNECTIONS
+        assert [process.wait() for process in running] == [0] * CONNECTIONS
         got = [path.stat().st_size for path in folder.glob("*.range")]
         assert sum(got) == SIZE_BYTES
         for path in folder.glob("*.range"):
