@@ -1,5 +1,6 @@
 """A blob is what PEFT saved, checked; everything else is refused with its name and a remedy."""
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from lorikeet_engine.adapter_format import (
     LINEARS,
     AdapterLimits,
     BaseShape,
+    LinearLora,
     blob_digest,
     check_values,
     read_spec,
@@ -48,6 +50,15 @@ def save_peft(folder: Path, **options: Any) -> torch.nn.Module:
             weight.data.normal_()
     model.save_pretrained(folder)
     return model
+
+
+def delta(part: LinearLora, data: bytes) -> np.ndarray:
+    """scaling · B A, from a float32 blob's bytes."""
+    a, b = (
+        np.frombuffer(data[span.begin : span.end], np.float32).reshape(span.shape)
+        for span in (part.a, part.b)
+    )
+    return part.scaling * (b @ a)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +112,14 @@ def raw_file(path: Path, header: Any, data: bytes = b"") -> Path:
         {"r": 6, "use_rslora": True},
         {"target_modules": "all-linear"},
         {"target_modules": list(LINEARS), "layers_to_transform": [1]},
+        {"target_modules": list(LINEARS), "layers_to_transform": 0, "layers_pattern": "layers"},
+        {"target_modules": "all-linear", "exclude_modules": ["k_proj", "0.mlp.up_proj"]},
+        {"target_modules": "all-linear", "exclude_modules": r".*\.0\.mlp\..*|lm_head"},
+        {"target_modules": ["1.self_attn.q_proj", "model.layers.0.mlp.down_proj"]},
         {"target_modules": r".*\.(gate|up|down)_proj"},
+        {"target_modules": r"model\.layers\.\d+\.(?:self_attn|mlp)\.(?:q_proj|up_proj)"},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "orthogonal"},
         {
             "rank_pattern": {r"layers\.1\..*q_proj": 2, "v_proj": 3},
             "alpha_pattern": {"v_proj": 7, r"model.layers.\d+.self_attn.q_proj": 5},
@@ -111,19 +129,88 @@ def raw_file(path: Path, header: Any, data: bytes = b"") -> Path:
         {"rank_pattern": {r"layers.0.self_attn.v_proj": 1}, "use_rslora": True},
     ],
 )
-def test_rank_and_scaling_of_every_module_are_those_of_peft(options, tmp_path):
+def test_rank_scaling_and_delta_of_every_module_are_those_of_peft(options, tmp_path):
     model = save_peft(tmp_path, **options)
     write_blob(tmp_path, tmp_path / "blob")
     spec = read_spec(tmp_path / "blob", SHAPE, LIMITS)
+    data = (tmp_path / "blob").read_bytes()
     got = {(part.layer, part.linear): (part.rank, part.scaling) for part in spec.linears}
+    deltas = {(part.layer, part.linear): delta(part, data) for part in spec.linears}
     want = {}
     for name, module in model.named_modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):
             path = name.split(".")
             key = int(path[path.index("layers") + 1]), LINEARS.index(path[-1])
             want[key] = module.r["default"], pytest.approx(module.scaling["default"])
+            whole = module.get_delta_weight("default").detach().numpy()
+            np.testing.assert_allclose(deltas[key], whole, rtol=1e-5, atol=1e-5)
     assert got == want
     assert list(got) == sorted(got)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_adapter_that_began_as_part_of_the_base_model_is_served_once_it_is_whole(init, tmp_path):
+    options = {"r": 4, "lora_alpha": 4, "target_modules": ["q_proj"], "init_lora_weights": init}
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(CONFIG)
+    first = {n: w.detach().clone() for n, w in base.named_parameters() if "q_proj" in n}
+    model = peft.get_peft_model(base, peft.LoraConfig(**options))
+    model.peft_config["default"].init_lora_weights = True  # as PEFT's documentation has it
+    model.save_pretrained(tmp_path / "initial")
+    model.peft_config["default"].init_lora_weights = init
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data += torch.randn_like(weight) / 4
+    model.save_pretrained(tmp_path / "bare")
+    with pytest.raises(AdapterRejected, match="path_initial_model_for_weight_conversion"):
+        write_blob(tmp_path / "bare", tmp_path / "blob")
+    model.save_pretrained(
+        tmp_path / "whole", path_initial_model_for_weight_conversion=str(tmp_path / "initial")
+    )
+    write_blob(tmp_path / "whole", tmp_path / "blob")
+    spec = read_spec(tmp_path / "blob", SHAPE, LIMITS)
+    data = (tmp_path / "blob").read_bytes()
+    merged = model.merge_and_unload().state_dict()
+    for part in spec.linears:
+        name = f"model.layers.{part.layer}.self_attn.q_proj.weight"
+        want = merged[name] - first[name]
+        np.testing.assert_allclose(delta(part, data), want.numpy(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (peft.LoraConfig(use_dora=True, target_modules=["q_proj"]), "DoRA"),
+        (peft.LoraConfig(lora_bias=True, target_modules=["q_proj"]), "biases"),
+        (peft.LoraConfig(bias="all", target_modules=["q_proj"]), "bias"),
+        (peft.LoraConfig(modules_to_save=["lm_head"], target_modules=["q_proj"]), "whole modules"),
+        (
+            peft.LoraConfig(target_modules=["q_proj", "embed_tokens"]),
+            "embeddings cannot be adapted",
+        ),
+        (peft.LoraConfig(target_modules=["q_proj", "lm_head"]), "lm_head cannot be adapted"),
+        (
+            peft.LoraConfig(trainable_token_indices=[1], target_modules=["q_proj"]),
+            "change the embeddings",
+        ),
+        (
+            peft.LoraConfig(layer_replication=[[0, 2], [1, 2]], target_modules=["q_proj"]),
+            "base model",
+        ),
+        (peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "only LORA"),
+        (peft.LoHaConfig(target_modules=["q_proj"]), "only LORA"),
+        (peft.LoKrConfig(target_modules=["q_proj"]), "only LORA"),
+        (peft.VeraConfig(target_modules=["q_proj"], r=4), "only LORA"),
+        (peft.AdaLoraConfig(target_modules=["q_proj"], total_step=9), "only LORA"),
+        (peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "only LORA"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_peft_can_train_and_nobody_serves_here_is_refused_by_name(config, says, tmp_path):
+    model = LlamaForCausalLM(copy.deepcopy(CONFIG))  # PEFT writes into it
+    peft.get_peft_model(model, config).save_pretrained(tmp_path)
+    with pytest.raises(AdapterRejected, match=says):
+        accept(tmp_path, LIMITS)
 
 
 def test_the_spans_of_a_spec_hold_the_tensors_bytes(folder):

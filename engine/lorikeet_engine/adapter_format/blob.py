@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from lorikeet_engine.adapter_format.config import LoraConfig
+from lorikeet_engine.adapter_format.config import LoraConfig, refuse_unsupported
 from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
 from lorikeet_engine.adapter_format.header import (
     MAX_HEADER_BYTES,
@@ -27,10 +27,10 @@ def write_blob(peft_folder: Path, out: Path) -> str:
     The tensors' bytes stay as they are, sorted by name; the config becomes one key of the
     header's metadata. Raises AdapterRejected, and then leaves no file behind.
     """
-    weights = _weights_file(peft_folder)
-    header = read_header(weights)
-    pairs = pair_tensors(header)
-    config = LoraConfig.from_peft(_read_config(peft_folder), pairs)
+    weights, raw = _weights_file(peft_folder), _read_config(peft_folder)
+    refuse_unsupported(raw)  # first: the config has better names for it than the tensors
+    pairs = pair_tensors(read_header(weights))
+    config = LoraConfig.from_peft(raw, pairs)
     for module, sides in pairs.items():
         check_rank(module, sides, want=config.rank(module))
     named = sorted(

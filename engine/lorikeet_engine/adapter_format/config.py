@@ -91,8 +91,10 @@ class LoraConfig:
 
     @classmethod
     def from_peft(cls, raw: Mapping[str, Any], modules: Iterable[str]) -> "LoraConfig":
-        """From PEFT's file, for the modules that the weights touch. Raises AdapterRejected."""
-        _refuse_unsupported(raw)
+        """From what PEFT's file holds, for the modules that the weights touch.
+
+        raw has passed refuse_unsupported. Raises AdapterRejected.
+        """
         modules, run = sorted(modules), Expressions()
         check_targets(raw, modules, run)
         ranks = resolve_pattern(raw, "rank_pattern", modules, run)
@@ -133,7 +135,8 @@ class LoraConfig:
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+def refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    """Name what PEFT can train and nobody serves here. Raises AdapterRejected."""
     if raw.get("peft_type") != "LORA":
         raise _bad("only LORA adapters can be served", "peft_type", raw.get("peft_type"))
     if raw.get("bias", "none") != "none":

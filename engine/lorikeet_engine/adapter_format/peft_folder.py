@@ -11,8 +11,7 @@ import numpy as np
 
 from lorikeet_engine.adapter_format.blob import WEIGHTS_FILE, write_blob
 from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
-from lorikeet_engine.adapter_format.header import DTYPE_BYTES, header_bytes
-from lorikeet_engine.errors import AdapterRejected
+from lorikeet_engine.adapter_format.header import header_bytes
 
 Tensor = tuple[str, np.ndarray]
 """A dtype as safetensors calls it, and an array of the tensor's shape that holds its bytes."""
@@ -25,10 +24,6 @@ def write_peft_folder(
 
     Raises AdapterRejected for what write_blob refuses, and then leaves no folder behind.
     """
-    for name, (dtype, _) in tensors.items():
-        if dtype not in DTYPE_BYTES:
-            want = ", ".join(DTYPE_BYTES)
-            raise AdapterRejected(f"{name} is of {dtype}: convert it to one of {want}", field=name)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))

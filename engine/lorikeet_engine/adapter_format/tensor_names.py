@@ -11,6 +11,8 @@ _ATTENTION = frozenset(LINEARS[:4])
 _REFUSED = {
     "lora_magnitude_vector": "DoRA is not supported; train with use_dora=False",
     "lora_embedding_": "LoRA on embeddings is not supported; leave embed_tokens out",
+    "embed_tokens": "embeddings cannot be adapted or trained; leave embed_tokens out",
+    "lm_head": "lm_head cannot be adapted or trained; leave it out",
     "modules_to_save": "whole modules cannot be served; train without modules_to_save",
     ".bias": "biases are not supported; train with bias='none' and lora_bias=False",
     "original_module": "whole modules cannot be served; train without modules_to_save",

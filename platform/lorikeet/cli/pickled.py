@@ -12,7 +12,6 @@ from lorikeet_engine.adapter_format import CONFIG_FILE, Tensor
 from lorikeet_engine.adapter_format.header import parse_json_object
 
 PICKLE = "adapter_model.bin"
-_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def read_pickle(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -34,13 +33,17 @@ def read_pickle(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not isinstance(found, dict) or not all(torch.is_tensor(v) for v in found.values()):
         raise InvalidInput(f"{PICKLE} is not a table of tensors by name")
     config = parse_json_object((folder / CONFIG_FILE).read_bytes(), CONFIG_FILE)
-    return {str(name): _tensor(value) for name, value in sorted(found.items())}, config
+    return {str(name): _tensor(name, found[name]) for name in sorted(found, key=str)}, config
 
 
-def _tensor(value: Any) -> Tensor:
+def _tensor(name: Any, value: Any) -> Tensor:
     import torch
 
-    kind = str(value.dtype).removeprefix("torch.")
+    dtypes = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    if value.dtype not in dtypes or value.layout is not torch.strided:
+        want = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise InvalidInput(f"{PICKLE}: {name!r} is no tensor of {want}")
     plain = value.detach().contiguous()
-    as_array = plain.view(torch.int16) if plain.dtype is torch.bfloat16 else plain
-    return _DTYPES.get(kind, kind), as_array.numpy()
+    if value.dtype is torch.bfloat16:  # which numpy has not: its bytes are what counts
+        plain = plain.view(torch.int16)
+    return dtypes[value.dtype], plain.numpy()
