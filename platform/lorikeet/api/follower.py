@@ -39,6 +39,7 @@ class CatalogFollower:
         self._parts: dict[int, asyncio.Task[None]] = {}
         # threads of their own: a store that hangs must not keep refreshes from theirs
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="catalog-part")
+        self._surveyors = ThreadPoolExecutor(_READERS, thread_name_prefix="catalog-survey")
 
     @property
     def state(self) -> CatalogState:
@@ -57,9 +58,13 @@ class CatalogFollower:
                 await self._read_parts(missing.numbers)
 
     async def survey(self, question: Callable[[CatalogState], T]) -> T:
-        """The answer of a view as from `refreshed`, worked out in a thread: for long lists."""
+        """The answer of a view as from `refreshed`, worked out in a thread: for long lists.
+
+        Raises StoreError if parts that it needs cannot be read.
+        """
         await self.refreshed()
-        return await asyncio.to_thread(self._catalog.ask, question)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._surveyors, self._catalog.ask, question)
 
     async def follow(self) -> None:
         """Refresh every interval, until cancelled."""

@@ -12,6 +12,10 @@ from lorikeet.api.request_scope import request_id_of
 from lorikeet.api.services import Services
 from lorikeet.tenancy import Admission
 
+SESSION_HEADER = "x-lorikeet-session"
+"""Whose request this is, where an alias shares its requests between two versions; else the body's
+`user`; a request without either may get either version."""
+
 
 def generate_routes(services: Services, gate: Gate) -> APIRouter:
     """One request's way: key, body, model, admission, replica."""
@@ -29,8 +33,10 @@ def generate_routes(services: Services, gate: Gate) -> APIRouter:
     async def generate(request: Request, schema: type[GenerateRequest]) -> Generation:
         tenant = await gate.tenant(request)
         body = await read_json(request, schema)
-        base_model, adapter = await gate.resolve(body.model, tenant.name)
-        call = body.to_call(request_id_of(request), int(time.time()), tenant.name, adapter)
+        request_id = request_id_of(request)
+        session = request.headers.get(SESSION_HEADER) or body.user or request_id
+        base_model, adapter = await gate.resolve(body.model, tenant.name, session)
+        call = body.to_call(request_id, int(time.time()), tenant.name, adapter)
         return Generation(
             call,
             services.engines.generate(base_model, call),

@@ -1,8 +1,9 @@
 """The requests that tenants send, in OpenAI's words, and the Call each becomes.
 
 Every field that is served is here; any other is refused by name, unless its value asks for
-nothing (neutral.py). `user` and `metadata` are accepted and have no effect. Beyond OpenAI's own
-there are top_k, min_tokens and ignore_eos.
+nothing (neutral.py). `metadata` is accepted and has no effect; `user` keeps a session with one
+version where an alias shares its requests between two. Beyond OpenAI's own there are top_k,
+min_tokens and ignore_eos.
 """
 
 from abc import abstractmethod

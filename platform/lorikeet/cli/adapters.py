@@ -4,11 +4,13 @@ from typing import Annotated, Any
 
 import typer
 
+from lorikeet.cli.moments import AsOf
 from lorikeet.cli.names import (
     Name,
     parse_adapter,
     parse_alias,
     parse_name,
+    parse_share,
     parse_tenant,
     parse_version,
 )
@@ -38,13 +40,14 @@ Tenant = Annotated[
 def list_adapters(
     ctx: typer.Context,
     tenant: Tenant = None,
+    as_of: AsOf = None,
     as_json: AsJson = False,
 ) -> None:
     """List adapters.
 
     Example: `lorikeet list --tenant acme`
     """
-    answer = admin(ctx).get("/adapters", {"tenant": tenant})
+    answer = admin(ctx).get("/adapters", {"tenant": tenant, **(as_of or {})})
     if as_json:
         print_json(answer)
         return
@@ -55,12 +58,12 @@ def list_adapters(
     )
 
 
-def show(ctx: typer.Context, adapter: Adapter, as_json: AsJson = False) -> None:
+def show(ctx: typer.Context, adapter: Adapter, as_of: AsOf = None, as_json: AsJson = False) -> None:
     """Show one adapter and its versions.
 
     Example: `lorikeet show acme/support`
     """
-    answer = admin(ctx).get(f"/adapters/{adapter.path}")
+    answer = admin(ctx).get(f"/adapters/{adapter.path}", as_of)
     if as_json:
         print_json(answer)
         return
@@ -89,16 +92,32 @@ def promote(
         int | None,
         typer.Option(help="Only if the alias points to this version now; otherwise exit 3."),
     ] = None,
+    share: Annotated[
+        float | None,
+        typer.Option(
+            parser=parse_share,
+            metavar="10%",
+            help="Give this part of the alias's sessions to the version, not all.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Point an alias at a version.
+    """Point an alias at a version, or give it a share of the alias's requests.
 
-    New requests use it; those in flight finish on the old one.
+    New requests use it; those in flight finish on the old one. With a share, a session (the header
+    x-lorikeet-session, or OpenAI's `user`) stays with its version; a promotion without a share
+    ends it, and so does a rollback.
 
     Example: `lorikeet promote acme/support@3 --expect 2`
     """
-    body = {"version": parse_version(adapter), "alias": alias, "expect": expect}
+    version = parse_version(adapter)
+    body = {"version": version, "alias": alias, "expect": expect, "share": share}
     answer = admin(ctx).post(f"/adapters/{adapter.path}/promote", body)
+    if share is not None and not as_json:
+        label = f"{adapter.tenant}/{adapter.name}@{alias}"
+        print_line(f"{_percent(share)} of [cyan]{label}[/cyan] now goes to version {version}.")
+        return
     _print_alias(adapter, alias, answer, as_json)
 
 
@@ -138,7 +157,7 @@ def _summary(adapter: dict[str, Any]) -> list[Any]:
     newest: dict[str, Any] = adapter["versions"][-1] if adapter["versions"] else {}
     return [
         adapter["adapter"],
-        ", ".join(f"{alias}→{version}" for alias, version in sorted(adapter["aliases"].items())),
+        ", ".join(_alias(adapter, alias) for alias in sorted(adapter["aliases"])),
         len(adapter["versions"]),
         newest.get("max_rank"),
         size(newest.get("size_bytes")),
@@ -146,6 +165,17 @@ def _summary(adapter: dict[str, Any]) -> list[Any]:
         newest.get("base_model"),
         _state(adapter),
     ]
+
+
+def _alias(adapter: dict[str, Any], alias: str) -> str:
+    """prod→3, or prod→3 (4: 10%)."""
+    share = adapter["shares"].get(alias)
+    second = f" ({share['version']}: {_percent(share['share'])})" if share else ""
+    return f"{alias}→{adapter['aliases'][alias]}{second}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.4g}%"
 
 
 def _state(adapter: dict[str, Any], before: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Making a catalog: the one command that needs no server, since there is none yet."""
+"""The catalog itself: making one, which needs no server since there is none yet, and snapshots."""
 
 import typer
 
@@ -6,7 +6,8 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store import open_store
 from lorikeet.cli.keys import print_secret
-from lorikeet.cli.output import AsJson
+from lorikeet.cli.output import AsJson, print_json, print_line
+from lorikeet.cli.server import admin
 from lorikeet.settings import Settings
 
 _ACTOR = "init"
@@ -25,6 +26,21 @@ def init(as_json: AsJson = False) -> None:
     print_secret({"id": record.id, "key": secret}, as_json)
 
 
+def snapshot(ctx: typer.Context, as_json: AsJson = False) -> None:
+    """Make a snapshot of the catalog now.
+
+    One is made by itself every few hundred changes; gateways that start read it instead of the log.
+
+    Example: `lorikeet snapshot`
+    """
+    answer = admin(ctx).post("/snapshots", {})
+    if as_json:
+        print_json(answer)
+        return
+    print_line(f"There is a snapshot of entry {answer['seq']}.")
+
+
 def add_to(app: typer.Typer) -> None:
-    """Add the command of this file."""
+    """Add the commands of this file."""
     app.command()(init)
+    app.command()(snapshot)

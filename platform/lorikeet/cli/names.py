@@ -96,6 +96,15 @@ def parse_count(text: str, unbounded: str) -> int | None:
     return int(text)
 
 
+def parse_share(text: str) -> float:
+    """10% or 0.1, more than nothing and less than all. Raises typer.BadParameter."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)(%?)", text)
+    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < share < 1:
+        raise typer.BadParameter(f"{text!r}: want a share such as 10%, more than 0% and below 100%")
+    return share
+
+
 def _checked(check: Callable[[str, str], str], text: str, param: str) -> str:
     try:
         return check(text, param)

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from lorikeet.catalog.changes import Entry
 from lorikeet.catalog.records import (
     AdapterRecord,
     KeyRecord,
@@ -13,6 +16,8 @@ from lorikeet.placement.report import ReplicaReport
 from lorikeet_engine.request import AdapterReport
 
 Json = dict[str, Any]
+
+_ENTRY = TypeAdapter(Entry)
 
 
 def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:
@@ -38,6 +43,10 @@ def adapter_json(adapter: AdapterRecord) -> Json:
         "shared": adapter.shared,
         "retired": adapter.retired,
         "aliases": dict(sorted(adapter.aliases.items())),
+        "shares": {
+            alias: {"version": share.version, "share": share.part}
+            for alias, share in sorted(adapter.shares.items())
+        },
         "versions": [version_json(adapter, version) for version in adapter.versions],
     }
 
@@ -74,6 +83,14 @@ def key_json(key: KeyRecord) -> Json:
         "created": key.created,
         "revoked": key.revoked,
     }
+
+
+def entry_json(entry: Entry) -> Json:
+    """An entry of the log, without the hashes of keys."""
+    body: Json = _ENTRY.dump_python(entry, mode="json")
+    for change in body["changes"]:
+        change.pop("sha256", None)
+    return body
 
 
 def replica_json(report: ReplicaReport) -> Json:

@@ -3,6 +3,7 @@
 from fastapi import APIRouter, Depends
 
 from lorikeet.api.admin.adapters import adapter_routes
+from lorikeet.api.admin.history import history_routes
 from lorikeet.api.admin.keys import key_routes
 from lorikeet.api.admin.path import check_path
 from lorikeet.api.admin.pins import pin_routes
@@ -28,6 +29,7 @@ def admin_routes(services: Services, gate: Gate, follower: CatalogFollower) -> A
     router.include_router(uploads_routes(services, uploads, registration))
     router.include_router(smoke_routes(services, follower))
     router.include_router(adapter_routes(services.catalog, follower))
+    router.include_router(history_routes(services.catalog, follower))
     router.include_router(pin_routes(services.catalog, follower))
     router.include_router(tenant_routes(services.catalog, follower))
     router.include_router(key_routes(services.catalog, follower))
