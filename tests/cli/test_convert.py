@@ -316,7 +316,12 @@ def test_what_cannot_be_meant_is_wrong_usage(base: Path, tmp_path: Path) -> None
 
 
 def test_a_folder_without_either_is_told_what_is_missing(base: Path, tmp_path: Path) -> None:
-    assert "has no adapter_model.bin" in refusal(base, tmp_path / "new")
+    assert "has neither adapter_model.bin nor" in refusal(base, tmp_path / "new")
+    save_pickle(tmp_path / "old", {})
+    (tmp_path / "old/adapter_config.json").unlink()
+    assert "has no adapter_config.json" in refusal(tmp_path / "old", tmp_path / "new")
+    trained(**PLAIN).save_pretrained(tmp_path / "modern")
+    assert "safetensors already: register it" in refusal(tmp_path / "modern", tmp_path / "new")
 
 
 def test_a_base_model_that_is_none_is_told(tmp_path: Path) -> None:

@@ -149,6 +149,11 @@ def test_an_archive_without_an_adapter_says_what_is_missing(
         pass
 
 
+def test_a_lone_safetensors_file_is_led_to_its_folder(folder: Path) -> None:
+    with pytest.raises(InvalidInput, match="give the folder"), open_source(str(folder / WEIGHTS)):
+        pass
+
+
 # A bucket.
 
 

@@ -53,8 +53,8 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 _REASONS = {
-    "use_dora": "DoRA rescales the base model's own columns, which no batch mate may see; "
-    "train with use_dora=False",
+    "use_dora": "DoRA also rescales what the base model computes, for which the kernels have no "
+    "place; train with use_dora=False",
     "modules_to_save": "whole modules cannot be served beside the base model; train without them",
     "lora_bias": "LoRA biases are not supported; train with lora_bias=False",
     "fan_in_fan_out": "it is for Conv1D layers, as GPT-2 has; no base model served here has them",

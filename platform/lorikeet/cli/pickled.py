@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet.errors import InvalidInput, LorikeetError
-from lorikeet_engine.adapter_format import CONFIG_FILE, Tensor
+from lorikeet_engine.adapter_format import CONFIG_FILE, WEIGHTS_FILE, Tensor
 from lorikeet_engine.adapter_format.header import parse_json_object
 
 PICKLE = "adapter_model.bin"
@@ -16,9 +16,15 @@ PICKLE = "adapter_model.bin"
 
 def read_pickle(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """PEFT's tensors by name, and its config. Raises LorikeetError, AdapterRejected."""
-    for name in (PICKLE, CONFIG_FILE):
-        if not (folder / name).is_file():
-            raise InvalidInput(f"{folder} has no {name}")
+    if not (folder / PICKLE).is_file():
+        there = (folder / WEIGHTS_FILE).is_file()
+        raise InvalidInput(
+            f"{folder} has {WEIGHTS_FILE} already: register it as it is"
+            if there
+            else f"{folder} has neither {PICKLE} nor TensorRT-LLM's two tensors"
+        )
+    if not (folder / CONFIG_FILE).is_file():
+        raise InvalidInput(f"{folder} has no {CONFIG_FILE}: it says what {PICKLE} was trained for")
     try:
         import torch
     except ImportError as error:

@@ -15,6 +15,7 @@ from typing import IO, cast
 
 from lorikeet.cli.sources.files import ADAPTER_FILES, MAX_SOURCE_BYTES, check_files
 from lorikeet.errors import InvalidInput
+from lorikeet_engine.adapter_format import CONFIG_FILE
 
 _MAX_MEMBERS = 1_000
 _MAX_READ_BYTES = 1 << 20
@@ -24,6 +25,8 @@ _DAMAGED = (tarfile.TarError, OSError, EOFError, zlib.error, ValueError, Overflo
 
 def unpack(archive: str, folder: Path) -> None:
     """Copy the adapter's two files into a folder. Raises InvalidInput, naming the member."""
+    if archive.endswith(".safetensors"):
+        raise InvalidInput(f"{archive}: give the folder that it is in, with its {CONFIG_FILE}")
     try:
         with _opened(archive) as tar:
             members = _members(archive, tar)
