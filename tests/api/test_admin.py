@@ -24,7 +24,7 @@ def test_an_adapter_is_shown_with_its_versions(three_versions: Gateway) -> None:
     first = shown["versions"][0]
     assert set(first) == {
         *("adapter", "version", "digest", "size_bytes", "max_rank", "base_model"),
-        *("created", "retired", "aliases"),
+        *("created", "retired", "aliases", "gpu_bytes"),
     }
     assert (first["adapter"], first["aliases"]) == ("acme/support", ["prod"])
     assert (first["max_rank"], first["base_model"]) == (2, "tiny")
@@ -76,7 +76,8 @@ def test_pins_are_set_listed_and_taken_away(gateway: Gateway) -> None:
     assert (pin["replicas"], pin["reason"]) == (2, "launch")
     assert 50 < pin["expires"] - time.time() <= 60
     assert pin["actor"].startswith("key-")
-    assert gateway.admin("GET", "/pins").json() == {"data": [pin]}
+    (listed,) = gateway.admin("GET", "/pins").json()["data"]
+    assert listed.items() >= pin.items()
     assert gateway.admin("DELETE", "/pins/acme/support").status_code == 200
     assert gateway.admin("GET", "/pins").json() == {"data": []}
     assert error_of(gateway.admin("DELETE", "/pins/acme/support"), 404)["code"] == "not_found"
@@ -92,6 +93,39 @@ def test_a_pin_by_default_is_prod_on_every_gpu_for_ever(gateway: Gateway) -> Non
         *("prod", "gpu", None),
         None,
     )
+
+
+def test_a_tenants_pin_is_set_listed_and_taken_away(gateway: Gateway) -> None:
+    pin = gateway.admin("PUT", "/pins/acme", {"tier": "host", "priority": -3}).json()
+    assert (pin["tenant"], pin["adapter"], pin["priority"]) == ("acme", None, -3)
+    (listed,) = gateway.admin("GET", "/pins").json()["data"]
+    assert listed.items() >= pin.items()
+    assert listed["versions"] == 1
+    assert gateway.admin("GET", "/status").json()["pins"] == {"unmet": 1}
+    assert gateway.admin("DELETE", "/pins/acme").status_code == 200
+    assert error_of(gateway.admin("DELETE", "/pins/acme"), 404)["code"] == "not_found"
+
+
+def test_a_dry_run_of_a_pin_changes_nothing(gateway: Gateway) -> None:
+    before = gateway.catalog.refresh()
+    moves = gateway.admin("PUT", "/pins/acme/support", {"dry_run": True}).json()
+    assert set(moves) == {"loads", "releases", "unmet", "lost"}
+    assert "leave 0 on gpu" in moves["unmet"][0]["reason"]
+    absent = gateway.admin("PUT", "/pins/acme/absent", {"dry_run": True})
+    assert error_of(absent, 404)["code"] == "model_not_found"
+    assert gateway.catalog.refresh() is before
+
+
+def test_a_budget_for_pins_is_set_kept_and_lifted(gateway: Gateway) -> None:
+    limited = gateway.admin("PUT", "/tenants/acme/pin-budget", {"pin_budget_bytes": 10}).json()
+    assert limited["pin_budget_bytes"] == 10
+    both = gateway.admin("PUT", "/tenants/acme", {"max_concurrent": 3}).json()
+    assert (both["max_concurrent"], both["pin_budget_bytes"]) == (3, 10)
+    error = error_of(gateway.admin("PUT", "/pins/acme/support", {}), 409)
+    assert error["param"] == "tenant"
+    assert "its budget is 10" in error["message"]
+    lifted = gateway.admin("PUT", "/tenants/acme/pin-budget", {"pin_budget_bytes": None}).json()
+    assert (lifted["max_concurrent"], lifted["pin_budget_bytes"]) == (3, None)
 
 
 def test_tenants_are_made_limited_and_listed(gateway: Gateway) -> None:
@@ -181,6 +215,12 @@ def test_status_shows_every_replica(gateway: Gateway) -> None:
         ("POST", "/adapters/acme/support/retire", {"version": 9}, 404, "version"),
         ("PUT", "/pins/acme/support", {"tier": "remote"}, 400, "tier"),
         ("PUT", "/pins/acme/support", {"replicas": 0}, 400, "replicas"),
+        ("PUT", "/pins/acme/support", {"priority": 1001}, 400, "priority"),
+        ("PUT", "/pins/acme/support", {"dry_run": 1}, 400, "dry_run"),
+        ("PUT", "/pins/acme", {"selector": "1"}, 400, "selector"),
+        ("PUT", "/pins/nobody", {}, 404, "tenant"),
+        ("PUT", "/tenants/acme/pin-budget", {"pin_budget_bytes": 0}, 400, "pin_budget_bytes"),
+        ("PUT", "/tenants/nobody/pin-budget", {}, 404, "tenant"),
         ("PUT", "/pins/acme/support", {"expires_s": 0}, 400, "expires_s"),
         ("PUT", "/pins/acme/support", {"expires_s": 3651 * 86400}, 400, "expires_s"),
         ("PUT", "/pins/acme/support", {"reason": "\x1b[2J"}, 400, "reason"),

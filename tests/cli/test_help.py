@@ -52,7 +52,8 @@ def test_every_promised_command_is_there() -> None:
     promised = """
         init register convert smoke list show promote rollback retire pin unpin pins status
         log restore snapshot
-        tenants tenants/list tenants/create tenants/limit keys keys/create keys/list keys/revoke
+        tenants tenants/list tenants/create tenants/limit tenants/pin-budget
+        keys keys/create keys/list keys/revoke
     """
     assert {"/".join(path) for path in COMMANDS if path} == set(promised.split())
 

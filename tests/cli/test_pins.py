@@ -3,12 +3,15 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lorikeet.catalog.changes import Pinned
 from lorikeet.catalog.log import Log
+from lorikeet.placement.report import ReplicaReport
 from lorikeet_engine.adapter import Residency
+from lorikeet_engine.request import AdapterReport, EngineReport
 from tests.cli.adapters import peft_folder
 from tests.cli.conftest import Lorikeet
 
@@ -42,10 +45,117 @@ def test_every_option_of_a_pin_arrives(registered: Lorikeet) -> None:
 def test_pins_are_listed_and_taken_back(registered: Lorikeet) -> None:
     assert "Nothing is pinned." in registered.do("pins")
     registered.do("pin", "acme/support", "--reason", "launch [day]")
-    (row,) = [line for line in registered.do("pins").splitlines() if "acme/support" in line]
-    assert row.split() == ["acme/support@prod", "gpu", "all", "never", "launch", "[day]"]
+    row = registered.do("pins").splitlines()[3].split()
+    facts = ["acme/support@prod", "gpu", "all", "0", "512", "B", "never", "unmet"]
+    assert row == [*facts, "launch", "[day]"]
     assert registered.do("unpin", "acme/support") == "Unpinned acme/support.\n"
     assert json.loads(registered.do("pins", "--json")) == {"data": []}
+
+
+def replica(name: str, gpu: int, *held: AdapterReport) -> ReplicaReport:
+    room = {Residency.GPU: gpu, Residency.HOST: 2**30, Residency.DISK: 2**30}
+    return ReplicaReport(name, "tiny", EngineReport(0, 0, 0, 0, 0, gpu, held, room))
+
+
+def pins_of(lorikeet: Lorikeet) -> dict[str, dict[str, Any]]:
+    listed = json.loads(lorikeet.do("pins", "--json"))["data"]
+    return {pin["adapter"] or pin["tenant"]: pin for pin in listed}
+
+
+def test_a_pin_is_met_once_every_replica_has_it(registered: Lorikeet) -> None:
+    registered.do("pin", "acme/support")
+    registered.engines.said = [replica("r1", 2**20), replica("r2", 2**20)]
+    assert pins_of(registered)["acme/support"]["standing"] == "loading"
+    ref = registered.catalog.state.resolve("acme/support", "acme")
+    held = AdapterReport(ref, Residency.GPU, 512, leases=0, pinned=True)
+    registered.engines.said = [replica("r1", 2**20, held), replica("r2", 2**20, held)]
+    assert pins_of(registered)["acme/support"]["standing"] == "met"
+    assert "Pins: 1 met" in registered.do("status")
+
+
+def test_what_does_not_fit_is_unmet_and_says_why(registered: Lorikeet, tmp_path: Path) -> None:
+    registered.do("register", str(peft_folder(tmp_path / "other", seed=1)), "acme/legal")
+    registered.engines.said = [replica("r1", 600)]
+    registered.do("pin", "acme/support")
+    registered.do("pin", "acme/legal", "--priority", "1")
+    pins = pins_of(registered)
+    assert {name: pin["standing"] for name, pin in pins.items()} == {
+        "acme/legal": "loading",
+        "acme/support": "unmet",
+    }
+    said = " ".join(registered.do("pins").split())
+    assert "acme/support@prod acme/support@1 it takes 512 bytes, and pins before it" in said
+    assert "unmet (`lorikeet pins` says why)" in registered.do("status")
+
+
+def test_a_tenants_pin_keeps_what_it_has_and_will_have(
+    registered: Lorikeet, tmp_path: Path
+) -> None:
+    said = registered.do("pin", "acme", "--tier", "host")
+    assert said.startswith("Every adapter of acme will be kept on host on all replicas;")
+    assert pins_of(registered)["acme"]["versions"] == 1
+    registered.do("register", str(peft_folder(tmp_path / "other", seed=1)), "acme/legal")
+    assert pins_of(registered)["acme"]["versions"] == 2
+    assert registered.do("unpin", "acme") == "Unpinned acme.\n"
+    assert pins_of(registered) == {}
+
+
+def test_a_dry_run_says_what_would_move_and_changes_nothing(
+    registered: Lorikeet, tmp_path: Path
+) -> None:
+    registered.do("register", str(peft_folder(tmp_path / "other", seed=1)), "acme/legal")
+    registered.do("pin", "acme/support")
+    registered.engines.said = [replica("r1", 600), replica("r2", 2000)]
+    before = registered.catalog.refresh()
+    options = ["--priority", "1", "--dry-run"]
+    moves = json.loads(registered.do("pin", "acme/legal", *options, "--json"))
+    assert [
+        (load["replica"], load["adapter"], load["from"], load["to"]) for load in moves["loads"]
+    ] == [
+        ("r1", "acme/legal", "remote", "gpu"),
+        ("r2", "acme/legal", "remote", "gpu"),
+    ]
+    assert [(each["replica"], each["adapter"]) for each in moves["releases"]] == [
+        ("r1", "acme/support")
+    ]
+    assert moves["unmet"] == []
+    assert [each["pin"] for each in moves["lost"]] == ["acme/support@prod"]
+    said = registered.do("pin", "acme/legal", *options)
+    assert "Would load 2 images, 1.0 KiB. Nothing was changed." in said
+    assert "Other pins would lose their place:" in said
+    assert registered.catalog.refresh() is before
+
+
+def test_what_a_dry_run_could_not_keep_it_says(registered: Lorikeet) -> None:
+    registered.engines.said = [replica("r1", 100)]
+    said = " ".join(registered.do("pin", "acme/support", "--dry-run").split())
+    assert "Would load 0 images" in said
+    assert "it takes 512 bytes, and pins before it leave 100 on gpu at most" in said
+
+
+def test_more_than_a_tenants_budget_is_refused_with_the_numbers(registered: Lorikeet) -> None:
+    said = registered.do("tenants", "pin-budget", "acme", "511")
+    assert said == "The pins of acme may now take 511 B on each replica.\n"
+    for words in (["pin", "acme/support"], ["pin", "acme"], ["pin", "acme", "--dry-run"]):
+        result = registered.run(*words)
+        assert result.exit_code == 3
+        assert "would take 512 bytes" in result.stderr
+        assert "its budget is 511" in result.stderr
+    registered.do("tenants", "pin-budget", "acme", "1KiB")
+    registered.do("pin", "acme")
+    registered.do("tenants", "pin-budget", "acme", "100")
+    assert "tenant's budget of 100" in pins_of(registered)["acme"]["shortfalls"][0]["reason"]
+    assert "any memory" in registered.do("tenants", "pin-budget", "acme", "none")
+
+
+@pytest.mark.parametrize("target", ["acme@prod", "acme/", "/support", "acme/support@", "Acme"])
+def test_a_pin_is_of_a_tenant_or_an_adapter(lorikeet: Lorikeet, target: str) -> None:
+    assert lorikeet.run("pin", target).exit_code == 2
+
+
+@pytest.mark.parametrize("budget", ["0", "-1", "2GB", "many", "9" * 5000])
+def test_a_budget_is_bytes_or_none(lorikeet: Lorikeet, budget: str) -> None:
+    assert lorikeet.run("tenants", "pin-budget", "acme", "--", budget).exit_code == 2
 
 
 def test_a_pin_says_for_how_long(registered: Lorikeet) -> None:
@@ -57,7 +167,7 @@ def test_a_pin_on_more_replicas_than_there_are_is_no_claim_that_it_is_done(
     registered: Lorikeet,
 ) -> None:
     said = registered.do("pin", "acme/support", "--replicas", "99")
-    assert "will be kept on gpu on 99 replicas; `lorikeet status` shows when" in said
+    assert "will be kept on gpu on 99 replicas; `lorikeet pins` shows when" in said
 
 
 def test_what_a_catalog_holds_cannot_break_or_steer_a_terminal(registered: Lorikeet) -> None:
@@ -72,7 +182,7 @@ def test_what_a_catalog_holds_cannot_break_or_steer_a_terminal(registered: Lorik
     )
     catalog = registered.catalog
     Log(catalog.store).append(catalog.state.seq, "test", time.time(), [change])
-    (row,) = [line for line in registered.do("pins").splitlines() if "acme/support" in line]
+    row = registered.do("pins").splitlines()[3]
     assert "\\x1b[2Jgone\\n" in row
     assert "1.0e+13 s" in row
 
@@ -83,6 +193,8 @@ def test_what_a_catalog_holds_cannot_break_or_steer_a_terminal(registered: Lorik
         ["--replicas", "0"],
         ["--replicas", "some"],
         ["--tier", "cloud"],
+        ["--priority", "1001"],
+        ["--priority", "high"],
         ["--expires", "2"],
         ["--expires", "0h"],
         ["--expires", "soon"],

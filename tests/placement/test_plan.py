@@ -274,12 +274,13 @@ def test_a_replica_more_moves_no_more_than_its_share():
     assert 20 <= len(moved) <= 80  # a ninth of 400 is 44
 
 
-def test_ten_thousand_pins_on_64_replicas_are_planned_within_a_tick():
+def test_ten_thousand_pins_on_64_replicas_are_planned_again_within_a_tick():
     reports = [report(f"r{n}") for n in range(64)]
     promises = [promise(ref(f"a{n}"), replicas=2, created=n) for n in range(10_000)]
+    before = place(*promises, reports=reports)
     begun_s = time.process_time()
-    place(*promises, reports=reports)
-    assert time.process_time() - begun_s < 3.0
+    assert place(*promises, reports=reports) == before
+    assert time.process_time() - begun_s < 1.0
 
 
 def homes(placement: Placement, one: Promise) -> set[str]:

@@ -14,6 +14,7 @@ from lorikeet.catalog.names import check_alias, check_name, check_selector
 from lorikeet.catalog.pin_terms import LONGEST_PIN_S
 from lorikeet.errors import InvalidInput
 
+_BYTES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -29,6 +30,20 @@ class Name:
     def path(self) -> str:
         """As a part of a URL's path."""
         return f"{self.tenant}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """What a pin is of: an adapter, perhaps by a selector, or with name None all of a tenant."""
+
+    tenant: str
+    name: str | None = None
+    selector: str | None = None
+
+    @property
+    def path(self) -> str:
+        """As a part of a URL's path."""
+        return self.tenant if self.name is None else f"{self.tenant}/{self.name}"
 
 
 def parse_tenant(text: str) -> str:
@@ -59,6 +74,22 @@ def parse_name(text: str) -> Name:
     )
 
 
+def parse_pinned(text: str) -> Pinned:
+    """tenant, tenant/name or tenant/name@selector. Raises typer.BadParameter."""
+    if "/" not in text and "@" not in text:
+        return Pinned(parse_tenant(text))
+    name = parse_name(text)
+    return Pinned(name.tenant, name.name, name.selector)
+
+
+def parse_unpinned(text: str) -> Pinned:
+    """Tenant or tenant/name. Raises typer.BadParameter."""
+    if "/" not in text:
+        return parse_pinned(text)
+    name = parse_adapter(text)
+    return Pinned(name.tenant, name.name)
+
+
 def parse_adapter(text: str) -> Name:
     """tenant/name, where one version or alias would mean nothing. Raises typer.BadParameter."""
     name = parse_name(text)
@@ -85,6 +116,16 @@ def parse_duration(text: str) -> int:
     if seconds > LONGEST_PIN_S:
         raise typer.BadParameter(f"{text!r}: want at most {LONGEST_PIN_S // _SECONDS['d']}d")
     return seconds
+
+
+def parse_bytes(text: str, unbounded: str) -> int | None:
+    """4096, 512MiB or 2GiB in bytes, or the word for no bound. Raises typer.BadParameter."""
+    if text == unbounded:
+        return None
+    match = re.fullmatch(r"([1-9][0-9]{0,14})(|KiB|MiB|GiB|TiB)", text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r}: want bytes such as 512MiB or 2GiB, or {unbounded}")
+    return int(match[1]) * _BYTES[match[2]]
 
 
 def parse_count(text: str, unbounded: str) -> int | None:

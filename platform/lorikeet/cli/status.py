@@ -25,6 +25,7 @@ def status(ctx: typer.Context, as_json: AsJson = False) -> None:
         return
     replicas = answer["replicas"]
     print_line(f"Catalog at entry {answer['catalog_seq']}")
+    print_line(_pins(answer["pins"]))
     print_table(
         ["Replica", "Base model", "#Running", "#Waiting", "#KV pages", "#Slot pool"],
         [_replica_row(replica) for replica in replicas],
@@ -40,6 +41,12 @@ def status(ctx: typer.Context, as_json: AsJson = False) -> None:
 def add_to(app: typer.Typer) -> None:
     """Add the command of this file."""
     app.command()(status)
+
+
+def _pins(counts: dict[str, int]) -> str:
+    shown = ", ".join(f"{count} {standing}" for standing, count in sorted(counts.items()))
+    why = " (`lorikeet pins` says why)" if "unmet" in counts else ""
+    return f"Pins: {shown or 'none'}{why}"
 
 
 def _replica_row(replica: dict[str, Any]) -> list[Any]:

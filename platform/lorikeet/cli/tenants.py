@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from lorikeet.cli.names import parse_count, parse_tenant
-from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
+from lorikeet.cli.names import parse_bytes, parse_count, parse_tenant
+from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table, size
 from lorikeet.cli.server import admin
 
 Tenant = Annotated[str, typer.Argument(parser=parse_tenant, metavar="TENANT", show_default=False)]
@@ -32,9 +32,14 @@ def list_tenants(ctx: typer.Context, as_json: AsJson = False) -> None:
         print_json(answer)
         return
     print_table(
-        ["Tenant", "#Requests at once", "Since (UTC)"],
+        ["Tenant", "#Requests at once", "#Pin budget", "Since (UTC)"],
         [
-            [tenant["tenant"], tenant["max_concurrent"] or "no limit", moment(tenant["created"])]
+            [
+                tenant["tenant"],
+                tenant["max_concurrent"] or "no limit",
+                size(tenant["pin_budget_bytes"]) or "no limit",
+                moment(tenant["created"]),
+            ]
             for tenant in answer["data"]
         ],
         empty="No tenants yet: `lorikeet tenants create NAME` adds one.",
@@ -92,3 +97,32 @@ def limit(
         return
     bound = "no limit" if count is None else f"at most {count} requests at once"
     print_line(f"Tenant [cyan]{tenant}[/cyan] now has {bound}.")
+
+
+@app.command("pin-budget")
+def pin_budget(
+    ctx: typer.Context,
+    tenant: Tenant,
+    budget: Annotated[
+        str,
+        typer.Argument(
+            metavar="BYTES|none",
+            help="Such as 512MiB or 2GiB: what all its pinned adapters may take on one replica.",
+            show_default=False,
+        ),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Change how many bytes a tenant's pins may take.
+
+    What is pinned beyond it stays pinned and is shown as unmet; pinning more is refused.
+
+    Example: `lorikeet tenants pin-budget acme 2GiB`
+    """
+    count = parse_bytes(budget, "none")
+    answer = admin(ctx).put(f"/tenants/{tenant}/pin-budget", {"pin_budget_bytes": count})
+    if as_json:
+        print_json(answer)
+        return
+    bound = "any memory" if count is None else f"{size(count)} on each replica"
+    print_line(f"The pins of [cyan]{tenant}[/cyan] may now take {bound}.")

@@ -12,7 +12,11 @@ from lorikeet.catalog.records import (
     TenantRecord,
     VersionRecord,
 )
+from lorikeet.placement.moves import Moves
+from lorikeet.placement.plan import Shortfall
 from lorikeet.placement.report import ReplicaReport
+from lorikeet.placement.standing import PinStanding
+from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.request import AdapterReport
 
 Json = dict[str, Any]
@@ -52,16 +56,51 @@ def adapter_json(adapter: AdapterRecord) -> Json:
 
 
 def pin_json(pin: PinRecord) -> Json:
-    """A pin. expires: Unix seconds or null."""
+    """A pin. adapter null: the tenant's. expires: Unix seconds or null."""
     return {
-        "adapter": f"{pin.tenant}/{pin.name}",
+        "tenant": pin.tenant,
+        "adapter": None if pin.name is None else f"{pin.tenant}/{pin.name}",
         "selector": pin.selector,
         "tier": str(pin.tier),
         "replicas": pin.replicas,
+        "priority": pin.priority,
         "reason": pin.reason,
         "expires": pin.expires,
         "created": pin.created,
         "actor": pin.actor,
+    }
+
+
+def standing_json(found: PinStanding) -> Json:
+    """A pin and whether it holds. image_bytes: of all that it keeps, on one replica."""
+    return {
+        **pin_json(found.pin),
+        "standing": found.standing.value,
+        "versions": found.versions,
+        "image_bytes": found.image_bytes,
+        "shortfalls": list(map(_shortfall_json, found.shortfalls)),
+    }
+
+
+def moves_json(moves: Moves) -> Json:
+    """What a pin would move."""
+    return {
+        "loads": [
+            {
+                "replica": load.replica,
+                **_ref_json(load.ref),
+                "from": str(load.now),
+                "to": str(load.to),
+                "image_bytes": load.image_bytes,
+            }
+            for load in moves.loads
+        ],
+        "releases": [
+            {"replica": each.replica, **_ref_json(each.ref), "tier": str(each.tier)}
+            for each in moves.releases
+        ],
+        "unmet": list(map(_shortfall_json, moves.unmet)),
+        "lost": list(map(_shortfall_json, moves.lost)),
     }
 
 
@@ -70,6 +109,7 @@ def tenant_json(tenant: TenantRecord) -> Json:
     return {
         "tenant": tenant.name,
         "max_concurrent": tenant.max_concurrent,
+        "pin_budget_bytes": tenant.pin_budget_bytes,
         "created": tenant.created,
     }
 
@@ -109,10 +149,20 @@ def replica_json(report: ReplicaReport) -> Json:
     }
 
 
+def _shortfall_json(shortfall: Shortfall) -> Json:
+    version = (
+        {"adapter": None, "version": None} if shortfall.ref is None else _ref_json(shortfall.ref)
+    )
+    return {"pin": shortfall.pin.label, **version, "reason": shortfall.reason}
+
+
+def _ref_json(ref: AdapterRef) -> Json:
+    return {"adapter": f"{ref.tenant}/{ref.name}", "version": ref.version}
+
+
 def _resident_json(adapter: AdapterReport) -> Json:
     return {
-        "adapter": f"{adapter.ref.tenant}/{adapter.ref.name}",
-        "version": adapter.ref.version,
+        **_ref_json(adapter.ref),
         "digest": adapter.ref.digest,
         "residency": str(adapter.residency),
         "gpu_bytes": adapter.gpu_bytes,

@@ -1,59 +1,115 @@
 """Admin routes: pins."""
 
+import asyncio
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
 
-from lorikeet.api.admin.documents import pin_json
+from lorikeet.api.admin.documents import moves_json, pin_json, standing_json
 from lorikeet.api.body import Body, json_body
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Actor
+from lorikeet.api.services import EngineClient
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.names import DEFAULT_ALIAS
-from lorikeet.catalog.pin_terms import LONGEST_PIN_S, LONGEST_REASON
+from lorikeet.catalog.pin_terms import (
+    HIGHEST_PRIORITY,
+    LONGEST_PIN_S,
+    LONGEST_REASON,
+    PinTerms,
+)
+from lorikeet.catalog.records import pin_key
+from lorikeet.catalog.state import CatalogState
+from lorikeet.placement.moves import Moves, moves_of
+from lorikeet.placement.promises import promises_of
+from lorikeet.placement.report import ReplicaReport
+from lorikeet.placement.standing import PinStanding, standings
 from lorikeet_engine.adapter import Residency
 
 
 class Pin(Body):
-    """A promise of residency. replicas null: on all; expires_s: seconds from now."""
+    """A promise of residency. replicas null: on all; expires_s: seconds from now.
+
+    dry_run: only say what it would move.
+    """
 
     selector: str = DEFAULT_ALIAS
     replicas: Annotated[int, Field(ge=1)] | None = None
     tier: Literal["gpu", "host", "disk"] = "gpu"
+    priority: Annotated[int, Field(ge=-HIGHEST_PRIORITY, le=HIGHEST_PRIORITY)] = 0
     reason: Annotated[str, Field(max_length=LONGEST_REASON)] = ""
     expires_s: Annotated[float, Field(gt=0, le=LONGEST_PIN_S)] | None = None
+    dry_run: bool = False
 
 
-def pin_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRouter:
-    """List, set, take away."""
+PinBody = Annotated[Pin, json_body(Pin)]
+
+
+async def survey_pins(
+    reports: Sequence[ReplicaReport], follower: CatalogFollower
+) -> list[PinStanding]:
+    """Every pin in force, and how it stands on the replicas that have answered."""
+    now = time.time()
+    return await follower.survey(lambda state: list(standings(promises_of(state, now), reports)))
+
+
+def pin_routes(
+    catalog: AdapterCatalog, engines: EngineClient, follower: CatalogFollower
+) -> APIRouter:
+    """List, set, try, take away: of adapters and of tenants."""
     router = APIRouter(prefix="/pins")
 
     @router.get("")
     async def list_pins() -> dict[str, Any]:
-        pins = await follower.survey(lambda state: state.pins(time.time()))
-        return {"data": list(map(pin_json, pins))}
+        found = await survey_pins(await engines.reports(), follower)
+        return {"data": list(map(standing_json, found))}
+
+    @router.put("/{tenant}")
+    async def pin_tenant(tenant: str, wanted: PinBody, actor: Actor) -> dict[str, Any]:
+        return await pin(tenant, None, wanted, actor)
 
     @router.put("/{tenant}/{name}")
-    def pin(
-        tenant: str, name: str, wanted: Annotated[Pin, json_body(Pin)], actor: Actor
-    ) -> dict[str, Any]:
-        record = catalog.pin(
-            tenant,
-            name,
-            selector=wanted.selector,
-            tier=Residency[wanted.tier.upper()],
-            replicas=wanted.replicas,
-            reason=wanted.reason,
-            expires=None if wanted.expires_s is None else time.time() + wanted.expires_s,
-            actor=actor,
-        )
-        return pin_json(record)
+    async def pin_adapter(tenant: str, name: str, wanted: PinBody, actor: Actor) -> dict[str, Any]:
+        return await pin(tenant, name, wanted, actor)
+
+    @router.delete("/{tenant}")
+    def unpin_tenant(tenant: str, actor: Actor) -> dict[str, Any]:
+        catalog.unpin(tenant, None, actor=actor)
+        return {"tenant": tenant, "adapter": None, "pinned": False}
 
     @router.delete("/{tenant}/{name}")
-    def unpin(tenant: str, name: str, actor: Actor) -> dict[str, Any]:
+    def unpin_adapter(tenant: str, name: str, actor: Actor) -> dict[str, Any]:
         catalog.unpin(tenant, name, actor=actor)
-        return {"adapter": f"{tenant}/{name}", "pinned": False}
+        return {"tenant": tenant, "adapter": f"{tenant}/{name}", "pinned": False}
+
+    async def pin(tenant: str, name: str | None, wanted: Pin, actor: str) -> dict[str, Any]:
+        terms = _terms(wanted)
+        if wanted.dry_run:
+            return moves_json(await moves(tenant, name, terms))
+        made = await asyncio.to_thread(lambda: catalog.pin(tenant, name, actor=actor, **terms))
+        return pin_json(made)
+
+    async def moves(tenant: str, name: str | None, terms: PinTerms) -> Moves:
+        reports, now = await engines.reports(), time.time()
+
+        def compare(before: CatalogState, after: CatalogState) -> Moves:
+            promises = promises_of(before, now), promises_of(after, now)
+            return moves_of(pin_key(tenant, name), *promises, reports)
+
+        return await asyncio.to_thread(lambda: catalog.if_pinned(tenant, name, compare, **terms))
 
     return router
+
+
+def _terms(wanted: Pin) -> PinTerms:
+    return PinTerms(
+        selector=wanted.selector,
+        tier=Residency[wanted.tier.upper()],
+        replicas=wanted.replicas,
+        priority=wanted.priority,
+        reason=wanted.reason,
+        expires=None if wanted.expires_s is None else time.time() + wanted.expires_s,
+    )

@@ -30,7 +30,7 @@ def admin_routes(services: Services, gate: Gate, follower: CatalogFollower) -> A
     router.include_router(smoke_routes(services, follower))
     router.include_router(adapter_routes(services.catalog, follower))
     router.include_router(history_routes(services.catalog, follower))
-    router.include_router(pin_routes(services.catalog, follower))
+    router.include_router(pin_routes(services.catalog, services.engines, follower))
     router.include_router(tenant_routes(services.catalog, follower))
     router.include_router(key_routes(services.catalog, follower))
     router.include_router(status_routes(services.engines, follower))

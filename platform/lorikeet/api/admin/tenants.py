@@ -27,6 +27,12 @@ class Tenant(Limit):
     tenant: str
 
 
+class PinBudget(Body):
+    """What the images of a tenant's pinned adapters may take on one replica; null: no limit."""
+
+    pin_budget_bytes: Annotated[int, Field(ge=1)] | None = None
+
+
 class TenantKey(Body):
     """A tenant's key. Tenants infer; they do not administer."""
 
@@ -50,6 +56,13 @@ def tenant_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRout
         tenant: str, wanted: Annotated[Limit, json_body(Limit)], actor: Actor
     ) -> dict[str, Any]:
         return tenant_json(catalog.limit_tenant(tenant, wanted.max_concurrent, actor=actor))
+
+    @router.put("/{tenant}/pin-budget")
+    def set_pin_budget(
+        tenant: str, wanted: Annotated[PinBudget, json_body(PinBudget)], actor: Actor
+    ) -> dict[str, Any]:
+        record = catalog.set_pin_budget(tenant, wanted.pin_budget_bytes, actor=actor)
+        return tenant_json(record)
 
     @router.get("/{tenant}/keys")
     async def list_keys(tenant: str) -> dict[str, Any]:

@@ -1,0 +1,76 @@
+"""How pins stand: whether what was promised is so already, will be, or cannot be."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from lorikeet.catalog.pinned import PinnedVersion, charged_bytes
+from lorikeet.catalog.records import PinRecord
+from lorikeet.placement.plan import Shortfall, place_pins
+from lorikeet.placement.promises import Promise, Promises
+from lorikeet.placement.report import ReplicaReport
+from lorikeet_engine.adapter import Residency
+
+
+class Standing(Enum):
+    """MET: all is where it was promised. LOADING: it will be. UNMET: not all of it can be."""
+
+    MET = "met"
+    LOADING = "loading"
+    UNMET = "unmet"
+
+
+@dataclass(frozen=True, slots=True)
+class PinStanding:
+    """One pin, how many versions it keeps and their bytes on one replica, and what is amiss."""
+
+    pin: PinRecord
+    standing: Standing
+    versions: int
+    image_bytes: int
+    shortfalls: tuple[Shortfall, ...]
+
+
+class Residents:
+    """Where adapters are, as replicas report."""
+
+    def __init__(self, reports: Sequence[ReplicaReport]) -> None:
+        self._replicas: dict[str, int] = defaultdict(int)  # of each base model
+        self._held: dict[str, dict[str, Residency]] = defaultdict(dict)  # digest → replica → tier
+        for report in reports:
+            self._replicas[report.base_model] += 1
+            for adapter in report.engine.adapters:
+                self._held[adapter.ref.digest][report.replica] = adapter.residency
+
+    def tier(self, digest: str, replica: str) -> Residency:
+        """The nearest place on that replica that has it."""
+        return self._held.get(digest, {}).get(replica, Residency.REMOTE)
+
+    def has(self, version: PinnedVersion, pin: PinRecord) -> bool:
+        """Whether it is on as many replicas as promised."""
+        wanted = self._replicas[version.base_model] if pin.replicas is None else pin.replicas
+        held = self._held.get(version.ref.digest, {}).values()
+        return sum(tier >= pin.tier for tier in held) >= wanted
+
+
+def standings(promises: Promises, reports: Sequence[ReplicaReport]) -> Iterator[PinStanding]:
+    """How each pin stands, in the promises' order, by the plan that the controller makes."""
+    residents = Residents(reports)
+    short: dict[tuple[str, str], list[Shortfall]] = defaultdict(list)
+    for shortfall in place_pins(promises, reports).shortfalls:
+        short[shortfall.pin.key].append(shortfall)
+    for promise in promises.all:
+        shortfalls = tuple(short[promise.pin.key])
+        yield PinStanding(
+            promise.pin,
+            Standing.UNMET if shortfalls else _standing(promise, residents),
+            len(promise.versions),
+            charged_bytes(promise.versions),
+            shortfalls,
+        )
+
+
+def _standing(promise: Promise, residents: Residents) -> Standing:
+    met = all(residents.has(version, promise.pin) for version in promise.versions)
+    return Standing.MET if met else Standing.LOADING
