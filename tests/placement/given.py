@@ -1,0 +1,53 @@
+"""Promises and reports, as short as a test can say them."""
+
+from lorikeet.catalog.pinned import PinnedVersion
+from lorikeet.catalog.records import PinRecord
+from lorikeet.placement.plan import Placement, place_pins
+from lorikeet.placement.promises import Promise, Promises
+from lorikeet.placement.report import ReplicaReport
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.request import AdapterReport, EngineReport
+
+REPLICAS = ["r0", "r1", "r2"]
+ROOMY = 10**6
+
+
+def ref(name: str, tenant: str = "acme", digest: str = "") -> AdapterRef:
+    return AdapterRef(tenant, name, 1, digest or f"{name}-digest")
+
+
+def promise(
+    *refs: AdapterRef,
+    tier: Residency = Residency.GPU,
+    replicas: int | None = None,
+    priority: int = 0,
+    created: float = 0.0,
+    size: int = 10,
+) -> Promise:
+    """A pin of the first ref's adapter, or of its tenant where there are several."""
+    name = refs[0].name if len(refs) == 1 else None
+    pin = PinRecord(
+        refs[0].tenant, name, "prod", tier, replicas, priority, "", None, created, "ann"
+    )
+    return Promise(pin, tuple(PinnedVersion(each, "tiny", size) for each in refs))
+
+
+def report(
+    replica: str,
+    gpu: int = ROOMY,
+    host: int = ROOMY,
+    disk: int = ROOMY,
+    base_model: str = "tiny",
+    adapters: tuple[AdapterReport, ...] = (),
+) -> ReplicaReport:
+    room = {Residency.GPU: gpu, Residency.HOST: host, Residency.DISK: disk}
+    return ReplicaReport(replica, base_model, EngineReport(0, 0, 0, 0, 0, gpu, adapters, room))
+
+
+def place(
+    *promises: Promise,
+    reports: list[ReplicaReport] | None = None,
+    budgets: dict[str, int] | None = None,
+) -> Placement:
+    everywhere = [report(replica) for replica in REPLICAS]
+    return place_pins(Promises(promises, budgets or {}), everywhere if reports is None else reports)

@@ -1,0 +1,83 @@
+"""What one more pin would move."""
+
+from dataclasses import replace
+
+from lorikeet.placement.moves import Load, Moves, Release, moves_of
+from lorikeet.placement.plan import place_pins
+from lorikeet.placement.promises import Promise, Promises
+from lorikeet.placement.report import ReplicaReport
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.request import AdapterReport
+from tests.placement.given import promise, ref, report
+
+SUPPORT, LEGAL = ref("support"), ref("legal")
+
+
+def moves(new: Promise, reports: list[ReplicaReport], *before: Promise) -> Moves:
+    others = tuple(one for one in before if one.pin.key != new.pin.key)
+    return moves_of(new.pin.key, Promises(before), Promises((*others, new)), reports)
+
+
+def test_it_loads_what_is_not_there_yet_from_where_it_is() -> None:
+    held = AdapterReport(SUPPORT, Residency.HOST, 0, 0, pinned=False)
+    there = AdapterReport(SUPPORT, Residency.GPU, 12, 0, pinned=False)
+    reports = [report("r0"), report("r1", adapters=(held,)), report("r2", adapters=(there,))]
+    assert moves(promise(SUPPORT), reports) == Moves(
+        loads=(
+            Load("r0", SUPPORT, Residency.REMOTE, Residency.GPU, 12),  # as it is on r2
+            Load("r1", SUPPORT, Residency.HOST, Residency.GPU, 12),
+        ),
+        releases=(),
+        unmet=(),
+        lost=(),
+    )
+
+
+def test_what_is_on_its_way_already_is_not_counted() -> None:
+    assert moves(promise(SUPPORT, LEGAL), [report("r0")], promise(SUPPORT)).loads == (
+        Load("r0", LEGAL, Residency.REMOTE, Residency.GPU, 10),
+    )
+
+
+def test_a_more_urgent_pin_takes_the_place_of_another_and_says_so() -> None:
+    reports = [report("r0", gpu=10), report("r1", gpu=20)]
+    found = moves(promise(LEGAL, priority=1), reports, promise(SUPPORT))
+    assert [(load.replica, load.ref) for load in found.loads] == [("r0", LEGAL), ("r1", LEGAL)]
+    assert found.releases == (Release("r0", SUPPORT, Residency.GPU),)
+    assert found.unmet == ()
+    assert [(each.pin.name, each.ref) for each in found.lost] == [("support", SUPPORT)]
+
+
+def test_what_was_unmet_before_is_not_lost() -> None:
+    before = promise(SUPPORT, size=50), promise(ref("sales"), size=5)
+    found = moves(promise(LEGAL), [report("r0", gpu=20)], *before)
+    assert found.lost == ()
+
+
+def test_what_of_the_pin_itself_is_unmet() -> None:
+    found = moves(promise(LEGAL), [report("r0", gpu=5)], promise(SUPPORT))
+    assert [each.ref for each in found.unmet] == [LEGAL]
+    assert (found.loads, found.releases, found.lost) == ((), (), ())
+
+
+def test_changed_terms_move_only_what_they_change() -> None:
+    before = promise(SUPPORT)
+    lower = replace(before, pin=replace(before.pin, tier=Residency.DISK))
+    found = moves(lower, [report("r0")], before)
+    assert found.releases == (Release("r0", SUPPORT, Residency.GPU),)
+    assert found.loads == ()  # the way to the disk is a part of the way that it was promised
+    assert moves(before, [report("r0")], before) == Moves((), (), (), ())
+
+
+def test_it_is_the_plan_itself_that_is_compared() -> None:
+    reports = [report(f"r{n}", gpu=25) for n in range(4)]
+    before = tuple(promise(ref(f"a{n}"), replicas=2, created=n) for n in range(5))
+    new = promise(LEGAL, replicas=3, priority=1)
+    old_plan = place_pins(Promises(before), reports).plan
+    new_plan = place_pins(Promises((*before, new)), reports).plan
+    found = moves(new, reports, *before)
+    for replica in old_plan:
+        loads = {load.ref.digest for load in found.loads if load.replica == replica}
+        releases = {each.ref.digest for each in found.releases if each.replica == replica}
+        assert loads == new_plan[replica].keys() - old_plan[replica].keys()
+        assert releases == old_plan[replica].keys() - new_plan[replica].keys()

@@ -1,0 +1,114 @@
+"""What the catalog's pins promise as it changes."""
+
+import hashlib
+import math
+from pathlib import Path
+
+import pytest
+
+from lorikeet.catalog import AdapterCatalog, BlobFacts
+from lorikeet.catalog.local import LocalStore
+from lorikeet.placement.promises import promises_of
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> AdapterCatalog:
+    """A catalog at the time 1000 with the tenant acme."""
+    made = AdapterCatalog.init(LocalStore(tmp_path / "store"), clock=lambda: 1000.0)
+    made.create_tenant("acme", actor="ann")
+    return made
+
+
+def register(catalog: AdapterCatalog, folder: Path, name: str, data: bytes, **more: bool) -> None:
+    blob = folder / "blob"
+    blob.write_bytes(data)
+    digest = hashlib.sha256(data).hexdigest()
+    facts = BlobFacts(digest, len(data), 8, "tiny", gpu_bytes=10 * len(data))
+    catalog.register("acme", name, blob, facts, actor="ann", **more)
+
+
+def promised(catalog: AdapterCatalog, now: float = 1000.0) -> list[list[str]]:
+    """The versions of each pin."""
+    promises = catalog.ask(lambda state: promises_of(state, now))
+    return [[str(version.ref) for version in promise.versions] for promise in promises.all]
+
+
+def test_a_pin_follows_its_alias_and_both_versions_of_a_share(
+    catalog: AdapterCatalog, tmp_path: Path
+) -> None:
+    register(catalog, tmp_path, "support", b"1")
+    register(catalog, tmp_path, "support", b"22")
+    catalog.pin("acme", "support", actor="ann")
+    assert promised(catalog) == [["acme/support@1"]]
+    catalog.give_share("acme", "support", 2, 0.1, actor="ann")
+    assert promised(catalog) == [["acme/support@1", "acme/support@2"]]
+    catalog.promote("acme", "support", 2, actor="ann")
+    assert promised(catalog) == [["acme/support@2"]]
+    catalog.rollback("acme", "support", actor="ann")
+    assert promised(catalog) == [["acme/support@1"]]
+
+
+def test_a_tenants_pin_keeps_its_adapters_now_and_later_the_oldest_first(
+    catalog: AdapterCatalog, tmp_path: Path
+) -> None:
+    catalog.pin("acme", None, actor="ann")
+    assert promised(catalog) == [[]]
+    for name, data in (("support", b"1"), ("legal", b"2"), ("support", b"3")):
+        register(catalog, tmp_path, name, data)
+    assert promised(catalog) == [["acme/legal@1", "acme/support@1"]]  # at the same second
+    catalog.promote("acme", "support", 2, actor="ann")
+    catalog.retire("acme", "legal", actor="ann")
+    assert promised(catalog) == [["acme/support@2"]]
+
+
+def test_the_bytes_are_those_on_a_gpu_or_of_the_file_where_nobody_knows(
+    catalog: AdapterCatalog, tmp_path: Path
+) -> None:
+    register(catalog, tmp_path, "support", b"1234")
+    blob = tmp_path / "unknown"
+    blob.write_bytes(b"123")
+    catalog.register("acme", "old", blob, BlobFacts("0" * 64, 3, 8, "tiny"), actor="ann")
+    catalog.pin("acme", None, actor="ann")
+    (promise,) = catalog.ask(lambda state: promises_of(state, 1000.0)).all
+    assert {v.ref.name: v.image_bytes for v in promise.versions} == {"support": 40, "old": 3}
+
+
+def test_a_pin_that_ends_vanishes_by_itself(catalog: AdapterCatalog, tmp_path: Path) -> None:
+    register(catalog, tmp_path, "support", b"1")
+    catalog.pin("acme", "support", expires=1060.0, actor="ann")
+    catalog.pin("acme", None, expires=1030.0, actor="ann")
+    ends = [
+        catalog.ask(lambda state, now=now: promises_of(state, now)).until
+        for now in (1000.0, 1030.0, 1060.0)
+    ]
+    assert ends == [1030.0, 1060.0, math.inf]
+    counts = [len(promised(catalog, now)) for now in (1029.9, 1030.0, 1060.0)]
+    assert counts == [2, 1, 0]
+
+
+def test_budgets_are_those_of_tenants_with_pins(catalog: AdapterCatalog, tmp_path: Path) -> None:
+    catalog.create_tenant("globex", actor="ann")
+    for tenant in ("acme", "globex"):
+        catalog.set_pin_budget(tenant, 100, actor="ann")
+    register(catalog, tmp_path, "support", b"1")
+    catalog.pin("acme", "support", actor="ann")
+    assert catalog.ask(lambda state: promises_of(state, 1000.0)).budgets == {"acme": 100}
+    catalog.set_pin_budget("acme", None, actor="ann")
+    assert catalog.ask(lambda state: promises_of(state, 1000.0)).budgets == {}
+
+
+def test_a_reader_of_a_snapshot_knows_the_same_promises(
+    catalog: AdapterCatalog, tmp_path: Path
+) -> None:
+    for name in ("support", "legal"):
+        register(catalog, tmp_path, name, name.encode())
+    catalog.set_pin_budget("acme", 1000, actor="ann")
+    catalog.pin("acme", None, replicas=2, priority=-7, expires=2000.0, actor="ann")
+    catalog.pin("acme", "support", priority=3, reason="launch", actor="ann")
+    catalog.snapshot()
+    reader = AdapterCatalog(catalog.store)
+    reader.refresh()
+    known = reader.ask(lambda state: promises_of(state, 1000.0))
+    assert known == catalog.ask(lambda state: promises_of(state, 1000.0))
+    assert [(p.pin.name, p.pin.priority) for p in known.all] == [(None, -7), ("support", 3)]
+    assert known.budgets == {"acme": 1000}

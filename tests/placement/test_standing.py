@@ -1,0 +1,61 @@
+"""Whether a pin is met, will be, or cannot be."""
+
+import pytest
+
+from lorikeet.placement.promises import Promise, Promises
+from lorikeet.placement.report import ReplicaReport
+from lorikeet.placement.standing import Standing, standings
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.request import AdapterReport
+from tests.placement.given import promise, ref, report
+
+SUPPORT, LEGAL = ref("support"), ref("legal")
+
+
+def stands(one: Promise, *reports: ReplicaReport) -> Standing:
+    (found,) = standings(Promises((one,)), reports)
+    return found.standing
+
+
+def at(adapter: AdapterRef, tier: Residency) -> AdapterReport:
+    return AdapterReport(adapter, tier, 0, 0, pinned=True)
+
+
+@pytest.mark.parametrize("promised", [Residency.DISK, Residency.HOST, Residency.GPU])
+@pytest.mark.parametrize("found", [Residency.DISK, Residency.HOST, Residency.GPU])
+def test_met_is_at_the_promised_tier_or_nearer(promised: Residency, found: Residency) -> None:
+    standing = stands(promise(SUPPORT, tier=promised), report("r0", adapters=(at(SUPPORT, found),)))
+    assert standing is (Standing.MET if found >= promised else Standing.LOADING)
+
+
+def test_met_is_on_every_replica_of_the_base_model_or_on_so_many() -> None:
+    reports = [
+        report("r0", adapters=(at(SUPPORT, Residency.GPU),)),
+        report("r1"),
+        report("w0", base_model="wide"),
+    ]
+    assert stands(promise(SUPPORT), *reports) is Standing.LOADING
+    assert stands(promise(SUPPORT), reports[0], reports[2]) is Standing.MET
+    assert stands(promise(SUPPORT, replicas=1), *reports) is Standing.MET
+
+
+def test_a_tenants_pin_is_met_when_all_of_its_adapters_are() -> None:
+    one = at(SUPPORT, Residency.GPU), at(LEGAL, Residency.HOST)
+    assert stands(promise(SUPPORT, LEGAL), report("r0", adapters=one)) is Standing.LOADING
+    assert stands(promise(SUPPORT, LEGAL, tier=Residency.HOST), report("r0", adapters=one)) is (
+        Standing.MET
+    )
+
+
+def test_what_has_no_place_in_the_plan_is_unmet_wherever_it_is_now() -> None:
+    """It is there by chance, and the next request for another may take its place."""
+    there = report("r0", gpu=5, adapters=(at(SUPPORT, Residency.GPU),))
+    assert stands(promise(SUPPORT), there) is Standing.UNMET
+
+
+def test_each_pin_has_its_own_shortfalls_and_bytes() -> None:
+    pins = (promise(SUPPORT, LEGAL, size=10), promise(SUPPORT, created=1.0, size=10))
+    first, second = standings(Promises(pins), [report("r0", gpu=15)])
+    assert (first.versions, first.image_bytes) == (2, 20)
+    assert [each.ref for each in first.shortfalls] == [LEGAL]
+    assert (second.standing, second.shortfalls) == (Standing.LOADING, ())
