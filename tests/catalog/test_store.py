@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,6 +37,25 @@ def test_deleting_twice_is_fine(store: ObjectStore) -> None:
     store.delete("a")
 
     assert list(store.list("")) == []
+
+
+def test_the_time_of_an_object_is_when_it_was_written_or_touched(store: ObjectStore) -> None:
+    store.put_if_absent("a", b"1")
+    store.put_if_absent("b/c", b"22")
+    written = store.modified("a")
+    assert abs(written - time.time()) < 30
+
+    time.sleep(1.1)  # S3 counts whole seconds
+    store.touch("a")
+
+    assert store.modified("a") > written
+    assert store.get("a") == b"1"
+    assert [(o.key, o.size_bytes) for o in store.scan("")] == [("a", 1), ("b/c", 2)]
+    # a listing of radosgw tells fractions of a second
+    assert [int(o.modified) for o in store.scan("a")] == [int(store.modified("a"))]
+    for act in (store.modified, store.touch):
+        with pytest.raises(ObjectNotFound):
+            act("absent")
 
 
 @pytest.mark.parametrize("size", [0, 1, 40 * 2**20 + 7])

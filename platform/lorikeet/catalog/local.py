@@ -5,11 +5,11 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lorikeet.catalog.local_parts import LocalParts
-from lorikeet.catalog.store import check_key, check_prefix
+from lorikeet.catalog.store import StoredObject, check_key, check_prefix
 from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError
 
 _UNFINISHED = ".unfinished"  # no key starts with a dot
@@ -45,6 +45,16 @@ class LocalStore:
         with self._errors(key):
             return self._path(key).stat().st_size
 
+    def modified(self, key: str) -> float:
+        """See ObjectStore."""
+        with self._errors(key):
+            return self._path(key).stat().st_mtime
+
+    def touch(self, key: str) -> None:
+        """See ObjectStore."""
+        with self._errors(key), self._path(key).open("rb") as file:
+            os.utime(file.fileno())
+
     def put_file(self, key: str, path: Path) -> None:
         """See ObjectStore."""
         with self._errors(key), self._written(path) as unfinished:
@@ -79,6 +89,12 @@ class LocalStore:
                 for key in self._keys(folder, names)
                 if key.startswith(prefix) and key > start_after
             )
+
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
+        """See ObjectStore."""
+        for key in self.list(prefix):
+            with suppress(ObjectNotFound):  # deleted meanwhile
+                yield StoredObject(key, self.size(key), self.modified(key))
 
     def first(self, prefix: str, start_after: str = "") -> str | None:
         """See ObjectStore."""

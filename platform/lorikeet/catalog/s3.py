@@ -28,7 +28,7 @@ from botocore.exceptions import (
 from lorikeet.catalog import ranges
 from lorikeet.catalog.s3_answers import explain, is_conflict
 from lorikeet.catalog.s3_parts import S3Parts
-from lorikeet.catalog.store import check_key, check_prefix
+from lorikeet.catalog.store import StoredObject, check_key, check_prefix
 from lorikeet.errors import StoreError
 
 _ATTEMPTS = 8
@@ -80,6 +80,22 @@ class S3Store:
             answer = self._client.head_object(Bucket=self._bucket, Key=self._key(key))
             return answer["ContentLength"]
 
+    def modified(self, key: str) -> float:
+        """See ObjectStore."""
+        with self._errors(key):
+            answer = self._client.head_object(Bucket=self._bucket, Key=self._key(key))
+            return answer["LastModified"].timestamp()
+
+    def touch(self, key: str) -> None:
+        """See ObjectStore. One request copies up to 5 GiB onto itself."""
+        with self._errors(key):
+            self._client.copy_object(
+                Bucket=self._bucket,
+                Key=self._key(key),
+                CopySource={"Bucket": self._bucket, "Key": self._key(key)},
+                MetadataDirective="REPLACE",
+            )
+
     def put_file(self, key: str, path: Path) -> None:
         """See ObjectStore."""
         with self._errors(key):
@@ -106,15 +122,11 @@ class S3Store:
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
         """See ObjectStore."""
-        pages = self._client.get_paginator("list_objects_v2").paginate(
-            Bucket=self._bucket,
-            Prefix=self._prefix + check_prefix(prefix),
-            StartAfter=self._prefix + start_after,
-        )
-        with self._errors(prefix):
-            for page in pages:
-                for found in page.get("Contents", ()):
-                    yield found["Key"].removeprefix(self._prefix)
+        return (found.key for found in self._list(prefix, start_after))
+
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
+        """See ObjectStore."""
+        return self._list(prefix, "")
 
     def first(self, prefix: str, start_after: str = "") -> str | None:
         """See ObjectStore."""
@@ -132,6 +144,18 @@ class S3Store:
         """See ObjectStore."""
         with self._errors(key):
             self._client.delete_object(Bucket=self._bucket, Key=self._key(key))
+
+    def _list(self, prefix: str, start_after: str) -> Iterator[StoredObject]:
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket,
+            Prefix=self._prefix + check_prefix(prefix),
+            StartAfter=self._prefix + start_after,
+        )
+        with self._errors(prefix):
+            for page in pages:
+                for found in page.get("Contents", ()):
+                    key = found["Key"].removeprefix(self._prefix)
+                    yield StoredObject(key, found["Size"], found["LastModified"].timestamp())
 
     def _read(self, key: str, start: int, end: int) -> Iterator[bytes]:
         """The bytes of a range; goes on from where a connection broke."""

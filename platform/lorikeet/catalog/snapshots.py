@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
+from lorikeet.catalog.claims import claim
 from lorikeet.catalog.parts import PARTS, Part, Unread, part_from_bytes, part_to_bytes
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store import ObjectStore
@@ -22,7 +23,8 @@ from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError
 SCHEMA = 1
 """Raised whenever an older reader could misread what is written."""
 
-_PREFIX = "snapshots/"
+MANIFESTS = "snapshots/"
+PARTS_PREFIX = "snapshot-parts/"
 _LAST = 10**12 - 1
 _AT_ONCE = 16
 
@@ -49,7 +51,7 @@ class Snapshots:
     def newest(self, up_to: int = _LAST) -> Manifest | None:
         """The newest snapshot of no entry after `up_to`, if there is one: a LIST and a GET."""
         after = _key(up_to + 1) if up_to < _LAST else ""
-        key = self._store.first(_PREFIX, after)
+        key = self._store.first(MANIFESTS, after)
         return None if key is None else _manifest(self._store.get(key), key)
 
     def read(self, digests: Collection[str]) -> Mapping[str, Part]:
@@ -88,7 +90,11 @@ class Snapshots:
             return part.digest
         data = part_to_bytes(part)
         digest = hashlib.sha256(data).hexdigest()
-        self._put(_part_key(digest), zlib.compress(data))
+        key, packed = _part_key(digest), zlib.compress(data)
+        try:
+            self._store.put_if_absent(key, packed)
+        except ObjectExists:  # perhaps of long ago, and about to be collected
+            claim(self._store, key, lambda: self._put(key, packed))
         return digest
 
     def _put(self, key: str, data: bytes) -> None:
@@ -97,6 +103,11 @@ class Snapshots:
 
 
 _REMEDY = "restore it, or delete the newest object under snapshots/ so that an older one is used"
+
+
+def manifest_seq(key: str) -> int:
+    """The entry whose snapshot a key under MANIFESTS names."""
+    return int(key.removesuffix(".json").rpartition("-")[2])
 
 
 def _manifest(data: bytes, key: str) -> Manifest:
@@ -118,8 +129,8 @@ def _manifest(data: bytes, key: str) -> Manifest:
 
 def _key(seq: int) -> str:
     """Counted down, so that the newest comes first in a LIST; the number itself is for people."""
-    return f"{_PREFIX}{_LAST - seq:012d}-{seq:012d}.json"
+    return f"{MANIFESTS}{_LAST - seq:012d}-{seq:012d}.json"
 
 
 def _part_key(digest: str) -> str:
-    return f"snapshot-parts/{digest[:2]}/{digest}"
+    return f"{PARTS_PREFIX}{digest[:2]}/{digest}"

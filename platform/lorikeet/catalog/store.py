@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +14,15 @@ _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*
 _KEY_RULE = (
     "want letters, digits, '.', '_', '-' and single slashes, and no part that starts with a dot"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """What a store lists. modified: see ObjectStore."""
+
+    key: str
+    size_bytes: int
+    modified: float
 
 
 class ObjectStore(Protocol):
@@ -41,6 +51,17 @@ class ObjectStore(Protocol):
         """The object's bytes. Raises ObjectNotFound."""
         ...
 
+    def modified(self, key: str) -> float:
+        """When it was last written or touched, Unix seconds; S3 counts whole ones.
+
+        By the store's clock. Raises ObjectNotFound.
+        """
+        ...
+
+    def touch(self, key: str) -> None:
+        """Make it as if written now. Raises ObjectNotFound."""
+        ...
+
     def put_file(self, key: str, path: Path) -> None:
         """Write or replace an object with a file's bytes; a large one in parallel parts."""
         ...
@@ -62,6 +83,10 @@ class ObjectStore(Protocol):
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
         """The keys that begin with `prefix` and sort after `start_after`, in byte order."""
+        ...
+
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
+        """The objects whose keys begin with `prefix`, in byte order."""
         ...
 
     def first(self, prefix: str, start_after: str = "") -> str | None:
