@@ -53,6 +53,7 @@ def test_every_promised_command_is_there() -> None:
         init register convert smoke list show promote rollback retire pin unpin pins status
         log restore snapshot
         tenants tenants/list tenants/create tenants/limit tenants/pin-budget
+        tenants/adapter-limits
         keys keys/create keys/list keys/revoke
     """
     assert {"/".join(path) for path in COMMANDS if path} == set(promised.split())

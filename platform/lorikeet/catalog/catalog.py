@@ -8,12 +8,20 @@ stale knowledge. A crash leaves at most a blob that no entry names, or parts of 
 import random
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar, Unpack
 
 from lorikeet.catalog import rules
-from lorikeet.catalog.changes import CatalogCreated, Entry, KeyCreated, PinBudgetSet, TenantSaved
+from lorikeet.catalog.changes import (
+    AdapterLimitsSet,
+    CatalogCreated,
+    Entry,
+    KeyCreated,
+    PinBudgetSet,
+    TenantSaved,
+)
+from lorikeet.catalog.claims import claim
 from lorikeet.catalog.fold import fold
 from lorikeet.catalog.keys import new_key_id, new_secret, secret_sha256
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_alias, check_name
@@ -30,6 +38,7 @@ from lorikeet.catalog.records import (
     VersionRecord,
 )
 from lorikeet.catalog.restoring import check_retired, restore_adapter, restore_version
+from lorikeet.catalog.rules import known_version
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store import ObjectStore
 from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound
@@ -98,6 +107,21 @@ class AdapterCatalog(CatalogReader):
         after = self._commit(actor, lambda state: rules.set_pin_budget(state, change))
         return after.tenant(tenant)
 
+    def set_adapter_limits(
+        self, tenant: str, max_rank: int | None, max_adapter_bytes: int | None, *, actor: str
+    ) -> TenantRecord:
+        """Change how large a tenant's new adapters may be; those it has stay.
+
+        None: what the service lets in. Raises UnknownTenant.
+        """
+        _check_count(max_rank, "max_rank")
+        _check_count(max_adapter_bytes, "max_adapter_bytes")
+        change = AdapterLimitsSet(
+            tenant=tenant, max_rank=max_rank, max_adapter_bytes=max_adapter_bytes
+        )
+        after = self._commit(actor, lambda state: rules.set_adapter_limits(state, change))
+        return after.tenant(tenant)
+
     def create_key(
         self, tenant: str | None, scopes: Collection[Scope], *, actor: str
     ) -> tuple[KeyRecord, str]:
@@ -147,7 +171,8 @@ class AdapterCatalog(CatalogReader):
         check_name(name, "name")
         self.refresh()
         self.ask(lambda state: state.tenant(tenant))  # before a long upload
-        self._upload(blob, facts)
+        key = blob_key(facts.digest)
+        claim(self.store, key, lambda: self.store.put_file(key, blob))
         after = self._commit(
             actor,
             lambda state: rules.register(
@@ -234,16 +259,19 @@ class AdapterCatalog(CatalogReader):
     ) -> AdapterRecord:
         """Undo the retirement of one version, or with None of the adapter as it was before.
 
-        Raises UnknownModel, and Conflict when the adapter is not retired.
+        Raises UnknownModel, and Conflict when the adapter is not retired, or so long ago that a
+        blob was collected.
         """
-        if version is not None:
-            after = self._commit(actor, lambda state: restore_version(state, tenant, name, version))
-            return after.adapter(tenant, name)
         self.refresh()
         record = self.ask(lambda state: state.adapter(tenant, name))
+        if version is not None:
+            self._claim([known_version(record, version)])
+            after = self._commit(actor, lambda state: restore_version(state, tenant, name, version))
+            return after.adapter(tenant, name)
         check_retired(record)
         was = self.history.as_of(record.retired_at - 1)
         before, pin = was.ask(lambda s: (s.adapter(tenant, name), s.pin_of(tenant, name)))
+        self._claim([version for version in before.versions if not version.retired])
         after = self._commit(
             actor, lambda state: restore_adapter(state, before, pin, self._clock())
         )
@@ -289,6 +317,16 @@ class AdapterCatalog(CatalogReader):
         """Take the pin of an adapter, or with None of a tenant, away. Raises NotFound."""
         self._commit(actor, lambda state: rules.unpin(state, tenant, name))
 
+    def _claim(self, versions: Sequence[VersionRecord]) -> None:
+        for version in versions:
+            try:
+                claim(self.store, blob_key(version.digest))
+            except ObjectNotFound as error:
+                raise Conflict(
+                    f"the blob of version {version.version}, {version.digest}, was retired so "
+                    "long ago that it is collected: register it again"
+                ) from error
+
     def _commit(self, actor: str, decide: Callable[[CatalogState], rules.Changes]) -> CatalogState:
         """Append what `decide` answers; the state right after it, or as it is without changes."""
         with self._writing:
@@ -300,22 +338,13 @@ class AdapterCatalog(CatalogReader):
                 try:
                     entry = self._log.append(state.seq, actor, self._clock(), changes)
                 except Conflict:
-                    time.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, 0.01 * 2**attempt)))
+                    time.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, 0.05 * 2**attempt)))
                     continue
                 self._view.advance([entry])
                 return fold(state, [entry])
         raise Conflict(
             f"others changed the catalog first, {_ATTEMPTS} times in a row: try again later"
         )
-
-    def _upload(self, blob: Path, facts: BlobFacts) -> None:
-        key = blob_key(facts.digest)
-        try:
-            if self.store.size(key) == facts.size_bytes:
-                return
-        except ObjectNotFound:
-            pass
-        self.store.put_file(key, blob)
 
 
 def _check_count(value: int | None, param: str) -> None:

@@ -49,6 +49,16 @@ class PinBudgetSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLimitsSet:
+    """How large a new adapter of a tenant may be; None: what the service lets in."""
+
+    tenant: str
+    max_rank: int | None
+    max_adapter_bytes: int | None
+    type: Literal["adapter_limits_set"] = "adapter_limits_set"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KeyCreated:
     """A key became valid."""
 
@@ -193,6 +203,7 @@ Change = Annotated[
     CatalogCreated
     | TenantSaved
     | PinBudgetSet
+    | AdapterLimitsSet
     | KeyCreated
     | KeyRevoked
     | VersionRegistered

@@ -15,6 +15,7 @@ from lorikeet.catalog.adapter_fold import (
     version_retired,
 )
 from lorikeet.catalog.changes import (
+    AdapterLimitsSet,
     AdapterRetired,
     AdapterShared,
     AliasMoved,
@@ -135,6 +136,8 @@ class _Draft:
                 self._save_tenant(change, entry.time)
             case PinBudgetSet():
                 self._set_pin_budget(change)
+            case AdapterLimitsSet():
+                self._set_adapter_limits(change)
             case KeyCreated():
                 self._create_key(change, entry.time)
             case KeyRevoked():
@@ -229,6 +232,15 @@ class _Draft:
     def _set_pin_budget(self, change: PinBudgetSet) -> None:
         before = self._holdings(change.tenant)
         record = replace(before.record, pin_budget_bytes=change.pin_budget_bytes)
+        self._tenants[change.tenant] = replace(before, record=record)
+
+    def _set_adapter_limits(self, change: AdapterLimitsSet) -> None:
+        before = self._holdings(change.tenant)
+        record = replace(
+            before.record,
+            max_rank=change.max_rank,
+            max_adapter_bytes=change.max_adapter_bytes,
+        )
         self._tenants[change.tenant] = replace(before, record=record)
 
     def _create_key(self, change: KeyCreated, time: float) -> None:

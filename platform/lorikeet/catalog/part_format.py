@@ -37,6 +37,8 @@ def encode_holdings(holdings: Holdings) -> bytes:
         [
             holdings.record.max_concurrent,
             holdings.record.pin_budget_bytes,
+            holdings.record.max_rank,
+            holdings.record.max_adapter_bytes,
             holdings.record.created,
             list(holdings.key_ids),
             {name: _adapter_row(adapters[name]) for name in sorted(adapters)},
@@ -47,9 +49,9 @@ def encode_holdings(holdings: Holdings) -> bytes:
 @lru_cache(_DECODED_TENANTS)
 def decode_holdings(tenant: str, data: bytes) -> Holdings:
     """What encode_holdings wrote."""
-    limit, pin_budget, created, key_ids, adapters = json.loads(data)
+    limit, pin_budget, rank, adapter_bytes, created, key_ids, adapters = json.loads(data)
     return Holdings(
-        TenantRecord(tenant, limit, created, pin_budget),
+        TenantRecord(tenant, limit, created, pin_budget, rank, adapter_bytes),
         {name: _adapter(tenant, name, row) for name, row in adapters.items()},
         tuple(key_ids),
     )

@@ -20,13 +20,16 @@ class TenantRecord:
     """Who is authenticated and limited. created: Unix seconds.
 
     max_concurrent: requests at once. pin_budget_bytes: what the images of its pinned adapters may
-    take on one replica. None is no limit.
+    take on one replica. None is no limit. max_rank, max_adapter_bytes: of one adapter of its own;
+    None is the service's limit, which holds besides.
     """
 
     name: str
     max_concurrent: int | None
     created: float
     pin_budget_bytes: int | None = None
+    max_rank: int | None = None
+    max_adapter_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

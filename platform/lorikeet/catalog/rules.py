@@ -6,6 +6,7 @@ All return the changes to commit together; none at all when the state already is
 from collections.abc import Sequence
 
 from lorikeet.catalog.changes import (
+    AdapterLimitsSet,
     AdapterRetired,
     AdapterShared,
     AliasMoved,
@@ -51,6 +52,13 @@ def set_pin_budget(state: CatalogState, change: PinBudgetSet) -> Changes:
     """Change what a tenant's pins may take. Raises UnknownTenant."""
     same = state.tenant(change.tenant).pin_budget_bytes == change.pin_budget_bytes
     return () if same else (change,)
+
+
+def set_adapter_limits(state: CatalogState, change: AdapterLimitsSet) -> Changes:
+    """Change how large a tenant's new adapters may be. Raises UnknownTenant."""
+    tenant = state.tenant(change.tenant)
+    before = tenant.max_rank, tenant.max_adapter_bytes
+    return () if before == (change.max_rank, change.max_adapter_bytes) else (change,)
 
 
 def create_key(state: CatalogState, change: KeyCreated) -> Changes:

@@ -32,12 +32,14 @@ def list_tenants(ctx: typer.Context, as_json: AsJson = False) -> None:
         print_json(answer)
         return
     print_table(
-        ["Tenant", "#Requests at once", "#Pin budget", "Since (UTC)"],
+        ["Tenant", "#Requests at once", "#Pin budget", "#Rank", "#Adapter", "Since (UTC)"],
         [
             [
                 tenant["tenant"],
                 tenant["max_concurrent"] or "no limit",
                 size(tenant["pin_budget_bytes"]) or "no limit",
+                tenant["max_rank"],
+                size(tenant["max_adapter_bytes"]),
                 moment(tenant["created"]),
             ]
             for tenant in answer["data"]
@@ -126,3 +128,40 @@ def pin_budget(
         return
     bound = "any memory" if count is None else f"{size(count)} on each replica"
     print_line(f"The pins of [cyan]{tenant}[/cyan] may now take {bound}.")
+
+
+@app.command("adapter-limits")
+def adapter_limits(
+    ctx: typer.Context,
+    tenant: Tenant,
+    max_rank: Annotated[
+        str, typer.Argument(metavar="RANK|none", help="Of a new adapter.", show_default=False)
+    ],
+    max_bytes: Annotated[
+        str,
+        typer.Argument(
+            metavar="BYTES|none", help="Of a new adapter, such as 512MiB.", show_default=False
+        ),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Change how large a tenant's new adapters may be.
+
+    The service's own limits hold besides. What is registered already stays.
+
+    Example: `lorikeet tenants adapter-limits acme 32 512MiB`
+    """
+    body = {
+        "max_rank": parse_count(max_rank, "none"),
+        "max_adapter_bytes": parse_bytes(max_bytes, "none"),
+    }
+    answer = admin(ctx).put(f"/tenants/{tenant}/adapter-limits", body)
+    if as_json:
+        print_json(answer)
+        return
+    rank = f"at most rank {max_rank}" if body["max_rank"] else "any rank served here"
+    most = size(body["max_adapter_bytes"])
+    print_line(
+        f"New adapters of [cyan]{tenant}[/cyan] may have {rank}"
+        f" and {f'at most {most}' if most else 'any size served here'}."
+    )

@@ -110,6 +110,8 @@ def tenant_json(tenant: TenantRecord) -> Json:
         "tenant": tenant.name,
         "max_concurrent": tenant.max_concurrent,
         "pin_budget_bytes": tenant.pin_budget_bytes,
+        "max_rank": tenant.max_rank,
+        "max_adapter_bytes": tenant.max_adapter_bytes,
         "created": tenant.created,
     }
 

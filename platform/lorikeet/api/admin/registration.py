@@ -63,11 +63,12 @@ class Registration:
     async def examine(self, order: Order, blob: Path) -> BlobFacts:
         """Find out all that could make a blob fail later. Raises InvalidAdapter."""
         services = self._services
+        tenant = await self._follower.ask(lambda state: state.tenant(order.tenant))
         return await self.run(
             examine,
             blob,
             services.base_models,
-            services.limits,
+            services.limits.lowered_to(tenant.max_rank, tenant.max_adapter_bytes),
             order.base_model,
             services.adapter_memory,
         )

@@ -33,6 +33,13 @@ class PinBudget(Body):
     pin_budget_bytes: Annotated[int, Field(ge=1)] | None = None
 
 
+class OfAdapters(Body):
+    """How large a new adapter of a tenant may be; null: what the service lets in."""
+
+    max_rank: Annotated[int, Field(ge=1)] | None = None
+    max_adapter_bytes: Annotated[int, Field(ge=1)] | None = None
+
+
 class TenantKey(Body):
     """A tenant's key. Tenants infer; they do not administer."""
 
@@ -62,6 +69,15 @@ def tenant_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRout
         tenant: str, wanted: Annotated[PinBudget, json_body(PinBudget)], actor: Actor
     ) -> dict[str, Any]:
         record = catalog.set_pin_budget(tenant, wanted.pin_budget_bytes, actor=actor)
+        return tenant_json(record)
+
+    @router.put("/{tenant}/adapter-limits")
+    def set_adapter_limits(
+        tenant: str, wanted: Annotated[OfAdapters, json_body(OfAdapters)], actor: Actor
+    ) -> dict[str, Any]:
+        record = catalog.set_adapter_limits(
+            tenant, wanted.max_rank, wanted.max_adapter_bytes, actor=actor
+        )
         return tenant_json(record)
 
     @router.get("/{tenant}/keys")
