@@ -10,6 +10,7 @@ from lorikeet.catalog.changes import (
     CatalogCreated,
     Entry,
     KeyCreated,
+    PinBudgetSet,
     Pinned,
     TenantSaved,
 )
@@ -50,8 +51,9 @@ ACTS = st.one_of(
     st.tuples(st.just("promote"), TENANTS, NAMES, VERSIONS, ALIASES, MAYBE_VERSION),
     st.tuples(st.just("rollback"), TENANTS, NAMES, ALIASES, MAYBE_VERSION),
     st.tuples(st.just("retire"), TENANTS, NAMES, MAYBE_VERSION),
-    st.tuples(st.just("pin"), TENANTS, NAMES, ALIASES | VERSIONS.map(str)),
-    st.tuples(st.just("unpin"), TENANTS, NAMES),
+    st.tuples(st.just("pin"), TENANTS, st.none() | NAMES, ALIASES | VERSIONS.map(str)),
+    st.tuples(st.just("unpin"), TENANTS, st.none() | NAMES),
+    st.tuples(st.just("budget"), TENANTS, st.none() | st.integers(1, 30)),
 )
 
 
@@ -87,6 +89,9 @@ def decide(state: CatalogState, act: tuple) -> rules.Changes:  # type: ignore[ty
                 expires=None,
             )
             return rules.pin(state, pin, now=1.0)
+        case ("budget", tenant, pin_budget_bytes):
+            change = PinBudgetSet(tenant=tenant, pin_budget_bytes=pin_budget_bytes)
+            return rules.set_pin_budget(state, change)
         case ("unpin", *rest):
             return rules.unpin(state, *rest)
     raise AssertionError(act)
