@@ -186,6 +186,16 @@ def test_what_is_no_adapter_is_refused_and_thrown_away(gateway: Gateway) -> None
     assert not stored(gateway, blob)
 
 
+def test_an_upload_waits_for_the_admin_to_say_its_base_model(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    blob = make_blob(tmp_path / "peft", config={"base_model_name_or_path": "else/Other-7B"})
+    uploaded(gateway, blob)
+    assert error_of(register(gateway, blob), 422)["param"] == "base_model"
+    assert missing(gateway, blob) == []
+    assert register(gateway, blob, base_model="tiny").status_code == 201
+
+
 def test_an_upload_belongs_to_the_key_that_began_it(gateway: Gateway, blob: bytes) -> None:
     uploaded(gateway, blob)
     _, other = gateway.catalog.create_key(None, {Scope.ADMIN}, actor="test")

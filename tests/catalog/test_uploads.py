@@ -2,8 +2,10 @@
 
 import hashlib
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -11,7 +13,7 @@ import pytest
 
 from lorikeet.catalog import ObjectStore, blob_key, open_store
 from lorikeet.catalog.uploads import Upload, Uploads
-from lorikeet.errors import Conflict, InvalidAdapter, NotFound
+from lorikeet.errors import Conflict, InvalidAdapter, NotFound, StoreError
 
 PART = 1000
 DATA = os.urandom(2 * PART + 17)
@@ -184,12 +186,8 @@ def test_of_many_that_begin_at_once_one_upload_is_left(
     assert len(found) == 1
     assert found == set(uploads.in_flight())
     (upload,) = found
-    if uploads.url(upload, 1) is not None:
-        open_uploads = store.parts._client.list_multipart_uploads(  # type: ignore[attr-defined]
-            Bucket=store.parts._bucket,  # type: ignore[attr-defined]
-            Prefix=store.parts._name("uploads/x").removesuffix("x"),  # type: ignore[attr-defined]
-        )["Uploads"]
-        assert len(open_uploads) == 1
+    begun_in_store = list(store.parts.unfinished("uploads/"))
+    assert len(begun_in_store) == (0 if uploads.url(upload, 1) is None else 1)
 
 
 def test_what_was_given_up_starts_over(uploads: Uploads, send: Send, store: ObjectStore) -> None:
@@ -212,7 +210,28 @@ def test_a_discarded_upload_takes_no_part(uploads: Uploads, send: Send) -> None:
     assert list(uploads.in_flight()) == []
 
 
+def test_a_record_that_cannot_be_read_is_named(uploads: Uploads, store: ObjectStore) -> None:
+    store.put_if_absent(f"uploads/{DIGEST}/{ANN}/upload.json", b"{}")
+    with pytest.raises(StoreError, match=f"uploads/{DIGEST}/{ANN}/upload.json .*: delete it"):
+        begun(uploads)
+
+
 def test_a_vast_blob_has_larger_parts_and_no_more_of_them(uploads: Uploads) -> None:
     upload, parts = uploads.begin(DIGEST, 10_000_001, ANN)
     assert len(parts) <= 1000
     assert sum(map(upload.part_size, parts)) == 10_000_001
+
+
+def test_a_sweep_removes_what_was_given_up_and_nothing_younger(
+    uploads: Uploads, send: Send, store: ObjectStore
+) -> None:
+    send(begun(uploads, ANN), 1)
+    crashed = Upload(DIGEST, BOB, len(DATA), PART, 0.0, "nonce", token=None)
+    token = store.parts.begin(crashed.key)  # and then the gateway was killed
+    send(replace(crashed, token=token), 1)
+    assert uploads.sweep(before=time.time() - 60) == 0
+    assert missing(uploads, ANN) == (2, 3)
+
+    assert uploads.sweep(before=time.time() + 60) == 1
+    assert list(store.list("uploads/")) == []
+    assert list(store.parts.unfinished("uploads/")) == []

@@ -1,7 +1,18 @@
 """Objects that arrive in parts: the protocol of both stores."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """Parts that were neither joined nor deleted. begun: Unix seconds."""
+
+    key: str
+    token: str
+    begun: float
 
 
 class PartStore(Protocol):
@@ -47,4 +58,8 @@ class PartStore(Protocol):
 
     def delete(self, key: str, token: str, /) -> None:
         """Remove the parts, joined or not; none there is fine."""
+        ...
+
+    def unfinished(self, prefix: str, /) -> Iterator[Unfinished]:
+        """What was begun under these keys and is in no listing of objects."""
         ...

@@ -1,10 +1,11 @@
 """Parts of uploads in S3: multipart uploads whose parts anybody with the address can PUT."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lorikeet.catalog.part_store import Unfinished
 from lorikeet.errors import ObjectNotFound
 
 if TYPE_CHECKING:
@@ -109,6 +110,18 @@ class S3Parts:
                 Bucket=self._bucket, Key=self._name(key), UploadId=token
             )
         self._store.delete(key)
+
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        """See PartStore."""
+        root = self._name("x").removesuffix("x")
+        pages = self._client.get_paginator("list_multipart_uploads").paginate(
+            Bucket=self._bucket, Prefix=root + prefix
+        )
+        with self._errors(prefix):
+            for page in pages:
+                for found in page.get("Uploads", ()):
+                    key = found["Key"].removeprefix(root)
+                    yield Unfinished(key, found["UploadId"], found["Initiated"].timestamp())
 
     def _parts(self, key: str, token: str) -> dict[int, tuple[int, str]]:
         """Bytes and ETag by number. One page: an upload has at most a thousand parts."""

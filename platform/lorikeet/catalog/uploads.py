@@ -11,14 +11,21 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lorikeet.catalog.catalog import blob_key
 from lorikeet.catalog.store import ObjectStore
-from lorikeet.errors import Conflict, InvalidAdapter, NotFound, ObjectExists, ObjectNotFound
+from lorikeet.errors import (
+    Conflict,
+    InvalidAdapter,
+    NotFound,
+    ObjectExists,
+    ObjectNotFound,
+    StoreError,
+)
 
 PREFIX = "uploads/"
 PART_BYTES = 8 * 2**20
@@ -59,15 +66,9 @@ class Upload:
 class Uploads:
     """The uploads of one store. Safe from any thread of any process."""
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        part_bytes: int = PART_BYTES,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, store: ObjectStore, part_bytes: int = PART_BYTES) -> None:
         self._store = store
         self._part_bytes = part_bytes
-        self._clock = clock
 
     def begin(self, digest: str, size_bytes: int, owner: str) -> tuple[Upload, tuple[int, ...]]:
         """The upload as it was left, or a new one, and the parts that have yet to arrive.
@@ -157,6 +158,22 @@ class Uploads:
                 if upload is not None:
                     yield upload
 
+    def sweep(self, before: float) -> int:
+        """Remove what was begun before, Unix seconds, and has not ended; how many uploads.
+
+        Also what a crash left without a record.
+        """
+        old = [upload for upload in self.in_flight() if upload.created < before]
+        for upload in old:
+            self.discard(upload)
+        for parts in self._store.parts.unfinished(PREFIX):
+            if parts.begun < before:
+                self._store.parts.delete(parts.key, parts.token)
+        for found in self._store.scan(PREFIX):
+            if found.modified < before and not found.key.endswith("/" + _RECORD):
+                self._store.delete(found.key)
+        return len(old)
+
     def stored(self, digest: str) -> bool:
         """Whether the store has this blob."""
         try:
@@ -175,7 +192,7 @@ class Uploads:
             owner=owner,
             size_bytes=size_bytes,
             part_bytes=max(self._part_bytes, least),
-            created=self._clock(),
+            created=time.time(),
             nonce=nonce,
             token=None if stored else self._store.parts.begin(folder + nonce),
         )
@@ -190,11 +207,13 @@ class Uploads:
         return upload
 
     def _found(self, digest: str, owner: str) -> Upload | None:
+        key = _record_key(digest, owner)
         try:
-            record = json.loads(self._store.get(_record_key(digest, owner)))
+            return Upload(digest=digest, owner=owner, **json.loads(self._store.get(key)))
         except ObjectNotFound:
             return None
-        return Upload(digest=digest, owner=owner, **record)
+        except (ValueError, TypeError) as error:
+            raise StoreError(f"{self._store.url}: {key} is not what it was: delete it") from error
 
     def _missing(self, upload: Upload) -> tuple[int, ...]:
         if upload.token is None:

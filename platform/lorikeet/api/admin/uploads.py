@@ -114,8 +114,9 @@ def uploads_routes(services: Services, uploads: Uploads, registration: Registrat
     async def examined(order: Order, blob: Path, digest: str) -> BlobFacts:
         try:
             return await registration.examine(order, blob)
-        except InvalidAdapter:
-            await registration.run(uploads.end, digest, order.actor)
+        except InvalidAdapter as error:
+            if error.param != "base_model":  # else it is right once the admin says which
+                await registration.run(uploads.end, digest, order.actor)
             raise
 
     return router
