@@ -15,6 +15,7 @@ from lorikeet.api.services import Services
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.state import CatalogState
 from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter_format import AdapterLimits
 
 _WORKERS = 4
 
@@ -48,42 +49,50 @@ class Registration:
         self._services = services
         self._follower = follower
         self.workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="upload")
+        self.turns = asyncio.Semaphore(_WORKERS)
+        """Held while a whole blob of the store's lies on this machine's disk."""
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
         """Do in a thread what blocks."""
         return await asyncio.get_running_loop().run_in_executor(self.workers, work, *arguments)
 
-    async def check(self, tenant: str | None, base_model: str | None) -> None:
-        """Refuse what no bytes could make right. Raises UnknownTenant, InvalidInput."""
-        if tenant is not None:
-            await self._follower.survey(lambda state: state.tenant(tenant))
+    async def check(self, tenant: str | None, base_model: str | None) -> AdapterLimits:
+        """Refuse what no bytes could make right; what those may be at most.
+
+        tenant None: not known yet. Raises UnknownTenant, InvalidInput.
+        """
         if base_model:
             check_served(base_model, self._services.base_models)
+        if tenant is None:
+            return self._services.limits
+        await self._follower.refreshed()
+        return await self._limits(tenant)
 
     async def examine(self, order: Order, blob: Path) -> BlobFacts:
         """Find out all that could make a blob fail later. Raises InvalidAdapter."""
-        services = self._services
-        tenant = await self._follower.ask(lambda state: state.tenant(order.tenant))
         return await self.run(
             examine,
             blob,
-            services.base_models,
-            services.limits.lowered_to(tenant.max_rank, tenant.max_adapter_bytes),
+            self._services.base_models,
+            await self._limits(order.tenant),
             order.base_model,
-            services.adapter_memory,
+            self._services.adapter_memory,
         )
 
     async def record(
         self, order: Order, blob: Path, facts: BlobFacts
     ) -> tuple[dict[str, Any], bool]:
         """The blob's version as JSON, and whether it is a new one."""
-        catalog = self._services.catalog
         known = await self._follower.ask(partial(_is_version, order, facts))
         register = partial(
-            catalog.register, shared=order.shared, promote=order.promote, actor=order.actor
+            self._services.catalog.register,
+            shared=order.shared,
+            promote=order.promote,
+            actor=order.actor,
         )
         version = await self.run(register, order.tenant, order.name, blob, facts)
-        return version_json(catalog.state.adapter(order.tenant, order.name), version), not known
+        adapter = await self._follower.ask(lambda state: state.adapter(order.tenant, order.name))
+        return version_json(adapter, version), not known
 
     async def next_ref(self, order: Order, facts: BlobFacts) -> AdapterRef:
         """What the blob will be called if nobody registers another first."""
@@ -95,6 +104,10 @@ class Registration:
             return AdapterRef(order.tenant, order.name, number, facts.digest)
 
         return await self._follower.ask(find)
+
+    async def _limits(self, tenant: str) -> AdapterLimits:
+        record = await self._follower.ask(lambda state: state.tenant(tenant))
+        return self._services.limits.lowered_to(record.max_rank, record.max_adapter_bytes)
 
 
 def _is_version(order: Order, facts: BlobFacts, state: CatalogState) -> bool:

@@ -25,7 +25,7 @@ def admin_routes(services: Services, gate: Gate, follower: CatalogFollower) -> A
     router = APIRouter(prefix="/admin/v1", dependencies=checks)
     registration = Registration(services, follower)
     uploads = Uploads(services.catalog.store, services.part_bytes)
-    router.include_router(upload_routes(registration, services.limits.max_bytes))
+    router.include_router(upload_routes(registration))
     router.include_router(uploads_routes(services, uploads, registration))
     router.include_router(smoke_routes(services, follower))
     router.include_router(adapter_routes(services.catalog, follower))

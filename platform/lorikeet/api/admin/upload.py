@@ -12,7 +12,7 @@ from lorikeet.api.errors import CREATED, OK
 from lorikeet.api.gate import Actor
 
 
-def upload_routes(registration: Registration, max_bytes: int) -> APIRouter:
+def upload_routes(registration: Registration) -> APIRouter:
     """PUT of an adapter's blob."""
     router = APIRouter(prefix="/adapters")
 
@@ -28,10 +28,10 @@ def upload_routes(registration: Registration, max_bytes: int) -> APIRouter:
         base_model: str | None = None,
     ) -> dict[str, Any]:
         order = Order(tenant, name, actor, promote, shared, base_model)
-        await registration.check(tenant, base_model)
+        limits = await registration.check(tenant, base_model)
         with tempfile.TemporaryDirectory(prefix="lorikeet-upload-") as folder:
             blob = Path(folder) / "adapter.safetensors"
-            await receive(request, blob, max_bytes, registration.workers)
+            await receive(request, blob, limits.max_bytes, registration.workers)
             facts = await registration.examine(order, blob)
             version, is_new = await registration.record(order, blob, facts)
         response.status_code = CREATED if is_new else OK

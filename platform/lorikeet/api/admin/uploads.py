@@ -60,13 +60,12 @@ def uploads_routes(services: Services, uploads: Uploads, registration: Registrat
 
     @router.post("/uploads")
     async def begin(wanted: Annotated[Begin, json_body(Begin)], actor: Actor) -> dict[str, Any]:
-        most = services.limits.max_bytes
-        if wanted.size_bytes > most:
+        limits = await registration.check(wanted.tenant, wanted.base_model)
+        if wanted.size_bytes > limits.max_bytes:
             raise RequestTooLarge(
-                f"the adapter has {wanted.size_bytes} bytes: the limit here is {most}",
+                f"the adapter has {wanted.size_bytes} bytes: the limit is {limits.max_bytes}",
                 param="size_bytes",
             )
-        await registration.check(wanted.tenant, wanted.base_model)
         return await registration.run(_begun, uploads, wanted, actor)
 
     @router.put("/uploads/{digest}/parts/{number}")
@@ -96,22 +95,28 @@ def uploads_routes(services: Services, uploads: Uploads, registration: Registrat
     ) -> dict[str, Any]:
         order = Order(tenant, name, actor, wanted.promote, wanted.shared, wanted.base_model)
         await registration.check(tenant, wanted.base_model)
-        seen: dict[str, Any] = {}
-        with tempfile.TemporaryDirectory(prefix="lorikeet-upload-") as folder:
-            blob = Path(folder) / "adapter.safetensors"
-            await registration.run(uploads.download, wanted.digest, actor, blob)
-            facts = await examined(order, blob, wanted.digest)
-            await registration.run(uploads.keep, wanted.digest, actor, blob)
-            if wanted.smoke:
-                ref = await registration.next_ref(order, facts)
-                request_id = request_id_of(request)
-                seen = {"smoke": await smoke(services, facts.base_model, ref, request_id)}
-            version, is_new = await registration.record(order, blob, facts)
+        async with registration.turns:
+            with tempfile.TemporaryDirectory(prefix="lorikeet-upload-") as folder:
+                blob = Path(folder) / "adapter.safetensors"
+                version, is_new = await validated(order, wanted, blob, request_id_of(request))
         await registration.run(uploads.end, wanted.digest, actor)
         response.status_code = CREATED if is_new else OK
-        return version | seen
+        return version
 
-    async def examined(order: Order, blob: Path, digest: str) -> BlobFacts:
+    async def validated(
+        order: Order, wanted: Uploaded, blob: Path, request_id: str
+    ) -> tuple[dict[str, Any], bool]:
+        await registration.run(uploads.download, wanted.digest, order.actor, blob)
+        facts = await examined(order, wanted.digest, blob)
+        await registration.run(uploads.keep, wanted.digest, order.actor, blob)
+        seen: dict[str, Any] = {}
+        if wanted.smoke:
+            ref = await registration.next_ref(order, facts)
+            seen = {"smoke": await smoke(services, facts.base_model, ref, request_id)}
+        version, is_new = await registration.record(order, blob, facts)
+        return version | seen, is_new
+
+    async def examined(order: Order, digest: str, blob: Path) -> BlobFacts:
         try:
             return await registration.examine(order, blob)
         except InvalidAdapter as error:
