@@ -11,7 +11,7 @@ after MARK_LASTS_S, since a living one deletes only in the first DELETE_WITHIN_S
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from lorikeet.catalog.store import ObjectStore
 from lorikeet.errors import Conflict, ObjectNotFound
@@ -35,18 +35,16 @@ def claim(store: ObjectStore, key: str, put: Callable[[], None] | None = None) -
     """
     deadline = time.monotonic() + _WAIT_S
     while True:
-        try:
-            if store.modified(key) < time.time() - NEW_S:
-                store.touch(key)
-        except ObjectNotFound:
-            if put is None:
-                raise
-            put()
+        _renew(store, key, put)
         if not _marked(store, key):
-            return
-        if time.monotonic() > deadline:
+            # Whoever marks it from now on spares it; one before may just have deleted it.
+            with suppress(ObjectNotFound):
+                store.modified(key)
+                return
+        elif time.monotonic() > deadline:
             raise Conflict(f"{key} is being collected as garbage: try again in five minutes")
-        time.sleep(_POLL_S)
+        else:
+            time.sleep(_POLL_S)
 
 
 @contextmanager
@@ -59,6 +57,16 @@ def marked(store: ObjectStore, keys: Sequence[str], run: str) -> Iterator[None]:
             yield
         finally:
             list(workers.map(store.delete, marks))
+
+
+def _renew(store: ObjectStore, key: str, put: Callable[[], None] | None) -> None:
+    try:
+        if store.modified(key) < time.time() - NEW_S:
+            store.touch(key)
+    except ObjectNotFound:
+        if put is None:
+            raise
+        put()
 
 
 def _marked(store: ObjectStore, key: str) -> bool:
