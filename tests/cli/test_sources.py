@@ -177,7 +177,7 @@ def test_a_prefix_of_a_bucket_is_the_folder_that_was_copied_there(
         assert digest(copied, tmp_path) == digest(folder, tmp_path)
 
 
-@pytest.mark.parametrize("beside", ["models-of-others/good", "good", ""])
+@pytest.mark.parametrize("beside", ["models-of-others/good", "good", "", "models/../good"])
 def test_nothing_is_read_beside_the_allowed_prefixes(bucket: str, beside: str) -> None:
     outside = f"{bucket.removesuffix('/models')}/{beside}"
     with pytest.raises(InvalidInput, match="only from s3://else/x, s3://"), open_source(outside):

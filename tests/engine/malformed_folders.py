@@ -71,6 +71,7 @@ def _features() -> Iterator[Case]:
         ("use_bdlora", {"blocks": 2}, "block-diagonal"),
         ("megatron_config", {"x": 1}, "Megatron"),
         ("arrow_config", {"top_k": 3}, "routing between adapters"),
+        ("velora_config", {"num_groups": 64}, "among the weights"),
         ("kasa_config", {"x": 1}, "changes the base model"),
         ("monteclora_config", {"x": 1}, "sampled"),
         ("use_a_method_of_next_year", [[1] * 9] * 9_000, "this option is not supported"),

@@ -46,7 +46,6 @@ _WITHOUT_EFFECT = frozenset(
         "eva_config",
         "corda_config",
         "lora_ga_config",
-        "velora_config",
         "qalora_group_size",
         "ensure_weight_tying",
         "runtime_config",
@@ -69,6 +68,7 @@ _REASONS = {
     "megatron_config": "Megatron's parallel layers are not supported; train on the plain model",
     "arrow_config": "routing between adapters is not supported; register each adapter",
     "kasa_config": "KaSA changes the base model; train a plain LoRA",
+    "velora_config": "VeLoRA keeps what it trains with among the weights; train a plain LoRA",
     "monteclora_config": "sampled LoRA weights are not supported; train a plain LoRA",
 }
 _OTHER_INITS = (

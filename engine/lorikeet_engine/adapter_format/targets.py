@@ -1,5 +1,6 @@
 """Which linears a PEFT config speaks of: its targets and its patterns, resolved as PEFT does."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -50,14 +51,22 @@ def resolve_pattern(
         raise bad_config("want an object", key)
     if len(pattern) > MAX_EXPRESSIONS:
         raise bad_config(f"{len(pattern)} entries: the limit is {MAX_EXPRESSIONS}", key)
-    compiled = [(run.compile(rf"(.*\.)?({name})", key), value) for name, value in pattern.items()]
+    compiled = [
+        (_ending(name), run.compile(rf"(.*\.)?({name})", key), value)
+        for name, value in pattern.items()
+    ]
     found = {}
     for module in modules:
-        for expression, value in compiled:
-            if run.fullmatch(expression, module, key):
+        for ending, expression, value in compiled:
+            if module.endswith(ending) and run.fullmatch(expression, module, key):
                 found[module] = value
                 break
     return found
+
+
+def _ending(expression: str) -> str:
+    """How all that it matches ends, if it is a plain name: PEFT may write one for each linear."""
+    return expression.rpartition(".")[2] if re.fullmatch(r"[\w.]+", expression) else ""
 
 
 def _targeted(raw: Mapping[str, Any], run: Expressions) -> Selects:

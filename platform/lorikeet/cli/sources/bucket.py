@@ -14,7 +14,8 @@ def download(source: str, folder: Path) -> None:
     """Copy the adapter's two objects into a folder. Raises InvalidInput, StoreError."""
     source = source.rstrip("/")
     allowed = Settings.from_env().import_from
-    if not any(f"{source}/".startswith(f"{prefix}/") for prefix in allowed):
+    inside = any(f"{source}/".startswith(f"{prefix}/") for prefix in allowed)
+    if not inside or ".." in source.split("/"):
         those = f"only from {', '.join(allowed)}" if allowed else "from no bucket yet"
         raise InvalidInput(
             f"{source}: adapters are taken {those}: set LORIKEET_IMPORT_FROM to the s3:// "

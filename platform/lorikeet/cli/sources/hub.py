@@ -9,7 +9,7 @@ PREFIX = "hf:"
 
 
 def fetch(repository: str, revision: str | None = None) -> Path:
-    """The folder in the Hub's cache that holds the adapter's two files and no others.
+    """The folder in the Hub's cache that has the adapter's two files; no others are fetched.
 
     revision: a branch, tag or commit; None: the default branch. Raises LorikeetError.
     """
