@@ -1,5 +1,6 @@
 """The admin API's documents, and what it refuses."""
 
+import threading
 import time
 from typing import Any
 
@@ -199,6 +200,19 @@ def test_status_shows_every_replica(gateway: Gateway) -> None:
             ],
         }
     ]
+
+
+def test_status_does_not_wait_for_a_catalog_that_hangs(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(gateway.catalog, "ask", lambda _: released.wait(20))
+    try:
+        status = gateway.admin("GET", "/status").json()
+    finally:
+        released.set()
+    assert status["pins"] is None
+    assert len(status["replicas"]) == 1
 
 
 @pytest.mark.parametrize(

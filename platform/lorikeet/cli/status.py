@@ -43,7 +43,9 @@ def add_to(app: typer.Typer) -> None:
     app.command()(status)
 
 
-def _pins(counts: dict[str, int]) -> str:
+def _pins(counts: dict[str, int] | None) -> str:
+    if counts is None:
+        return "Pins: not known while the catalog does not answer"
     shown = ", ".join(f"{count} {standing}" for standing, count in sorted(counts.items()))
     why = " (`lorikeet pins` says why)" if "unmet" in counts else ""
     return f"Pins: {shown or 'none'}{why}"

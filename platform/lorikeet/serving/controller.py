@@ -11,9 +11,9 @@ from ray.serve.handle import DeploymentHandle
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import LorikeetError
-from lorikeet.placement.plan import Placement, place_pins
+from lorikeet.placement.plan import Keep, Placement, place_pins
 from lorikeet.placement.promises import Promises, promises_of
-from lorikeet.placement.report import ReplicaReport
+from lorikeet.placement.roll_call import RollCall
 from lorikeet.serving.engines import broadcast
 from lorikeet.serving.logs import log_to_stderr
 from lorikeet.settings import Settings
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 TICK_S = 1.0
 """A pin is seen within one tick; its load starts at once."""
 _SNAPSHOT_GAP_S = 10.0
+_PATIENCE_S = 5.0
 _SILENT_S = 120.0  # longer than an object store may hang before its client gives up
 
 
@@ -38,6 +39,7 @@ class Controller:
         self._engines = engines
         self._promises = Promises(until=0.0)
         self._promises_seq = 0
+        self._roll_call = RollCall(_PATIENCE_S)
         self._placement: Placement | None = None  # for the log alone
         self._failure = ""
         self._ticked_s = time.monotonic()
@@ -74,15 +76,18 @@ class Controller:
 
     async def _tick(self) -> None:
         await asyncio.to_thread(self._follow)
-        reports = await asyncio.gather(*(broadcast(e, "report") for e in self._engines.values()))
-        everybody: list[ReplicaReport] = [report for some in reports for report in some]
-        placement = await asyncio.to_thread(place_pins, self._promises, everybody)
+        answers = await asyncio.gather(*(broadcast(e, "report") for e in self._engines.values()))
+        reports = self._roll_call.answered(report for some in answers for report in some)
+        placement = await asyncio.to_thread(place_pins, self._promises, reports)
         if placement != self._placement:
             _log_change(self._placement, placement)
             self._placement = placement
-        parts = [{each.replica: placement.plan[each.replica] for each in some} for some in reports]
-        told = zip(self._engines.values(), parts, strict=True)
-        await asyncio.gather(*(broadcast(engine, "apply_plan", part) for engine, part in told))
+        plans: dict[str, dict[str, Mapping[str, Keep]]] = {name: {} for name in self._engines}
+        for report in reports:
+            plans[report.base_model][report.replica] = placement.plan[report.replica]
+        await asyncio.gather(
+            *(broadcast(self._engines[name], "apply_plan", plan) for name, plan in plans.items())
+        )
 
     def _follow(self) -> None:
         """Work out anew what is promised, where the catalog or the time has changed it."""

@@ -1,6 +1,8 @@
 """Admin route: what every replica holds and does."""
 
+import asyncio
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -9,6 +11,10 @@ from lorikeet.api.admin.documents import replica_json
 from lorikeet.api.admin.pins import survey_pins
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.services import EngineClient
+from lorikeet.errors import StoreError
+from lorikeet.placement.report import ReplicaReport
+
+_LONGEST_WAIT_S = 3.0
 
 
 def status_routes(engines: EngineClient, follower: CatalogFollower) -> APIRouter:
@@ -18,11 +24,21 @@ def status_routes(engines: EngineClient, follower: CatalogFollower) -> APIRouter
     @router.get("/status")
     async def status() -> dict[str, Any]:
         reports = sorted(await engines.reports(), key=lambda report: report.replica)
-        pins = await survey_pins(reports, follower)
         return {
             "catalog_seq": follower.state.seq,
-            "pins": Counter(found.standing.value for found in pins),
+            "pins": await _count_pins(reports, follower),
             "replicas": [replica_json(report) for report in reports],
         }
 
     return router
+
+
+async def _count_pins(
+    reports: Sequence[ReplicaReport], follower: CatalogFollower
+) -> Mapping[str, int] | None:
+    """Pins by how they stand; None while the catalog does not answer."""
+    try:
+        async with asyncio.timeout(_LONGEST_WAIT_S):
+            return Counter(found.standing.value for found in await survey_pins(reports, follower))
+    except (StoreError, TimeoutError):
+        return None
