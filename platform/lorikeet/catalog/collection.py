@@ -59,6 +59,7 @@ class GarbageCollector:
 
     def collect(self) -> Iterator[StoredObject]:
         """Everything that is deleted, or would be. Raises StoreError."""
+        self._catalog.refresh()
         self._remove_dead_marks()
         uploads = list(self._uploads.in_flight())
         if not self._dry_run:
@@ -69,7 +70,6 @@ class GarbageCollector:
         yield from self._snapshots()
 
     def _blobs(self, in_flight: Set[str]) -> Iterator[StoredObject]:
-        self._catalog.refresh()
         retired = self._lately_retired()
         needed = in_flight | self._catalog.ask(lambda state: _needed(state, retired))
         return (found for found in self._old(BLOBS) if _name(found) not in needed)

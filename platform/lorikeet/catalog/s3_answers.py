@@ -54,7 +54,8 @@ def explain(error: ClientError, url: str, bucket: str, key: str) -> StoreError:
     if code in _FORBIDDEN:
         return StoreError(
             f"{url}: {error.operation_name} is not allowed: the role needs "
-            "s3:ListBucket on the bucket and s3:GetObject, s3:PutObject under the prefix"
+            "s3:ListBucket on the bucket and s3:GetObject, s3:PutObject, s3:DeleteObject under "
+            "the prefix"
         )
     return StoreError(f"{url}: {error.operation_name} {key}: {error}")
 

@@ -10,6 +10,7 @@ from lorikeet.cli import (
     adapters,
     catalog,
     convert,
+    garbage,
     history,
     keys,
     pins,
@@ -87,6 +88,7 @@ pins.add_to(app)
 status.add_to(app)
 history.add_to(app)
 catalog.add_to(app)
+garbage.add_to(app)
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(keys.app, name="keys")
 

@@ -1,0 +1,63 @@
+"""lorikeet gc: what nothing needs is listed, and deleted without --dry-run."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from lorikeet.catalog import AdapterCatalog
+from lorikeet.catalog.local import LocalStore
+from lorikeet.cli import app
+
+KEY = "blobs/00/" + "0" * 64
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "store")
+    AdapterCatalog.init(store)
+    return store
+
+
+@pytest.fixture
+def garbage(store: LocalStore, tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(b"b" * 2048)
+    store.put_file(KEY, tmp_path / "blob")
+    os.utime(Path(store.url) / KEY, (time.time() - 3 * 86400,) * 2)
+
+
+def run(store: LocalStore, *arguments: str) -> Result:
+    environment = {"LORIKEET_CATALOG": store.url, "COLUMNS": "120"}
+    return CliRunner().invoke(app, ["gc", *arguments], env=environment)
+
+
+@pytest.mark.usefixtures("garbage")
+def test_what_would_go_is_listed_and_stays(store: LocalStore) -> None:
+    result = run(store, "--grace-days", "2", "--dry-run")
+
+    assert result.exit_code == 0
+    assert KEY in result.stdout
+    assert "1 would be deleted, 2.0 KiB in all." in result.stdout
+    assert store.size(KEY) == 2048
+
+
+@pytest.mark.usefixtures("garbage")
+def test_garbage_beyond_the_grace_period_goes(store: LocalStore) -> None:
+    assert run(store).stdout == "There is no garbage.\n"
+
+    told = json.loads(run(store, "--grace-days", "2", "--json").stdout)
+
+    assert told["deleted"] is True
+    assert told["size_bytes"] == 2048
+    assert [one["key"] for one in told["objects"]] == [KEY]
+    assert list(store.list("blobs/")) == []
+
+
+def test_a_short_grace_period_and_no_catalog_are_refused(store: LocalStore, tmp_path: Path) -> None:
+    assert run(store, "--grace-days", "0.5").exit_code == 2
+    nowhere = run(LocalStore(tmp_path / "nowhere"))
+    assert nowhere.exit_code == 1
+    assert "run `lorikeet init` first" in nowhere.stderr
