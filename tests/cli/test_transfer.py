@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -204,6 +205,17 @@ def test_two_registers_of_the_same_at_once_both_succeed(lorikeet: Lorikeet, fold
     ]
     said = [running.communicate(timeout=20) for running in both]
     assert [json.loads(stdout)["version"] for stdout, _ in said] == [1, 1], said
+
+
+def test_a_full_disk_of_the_admins_is_told(lorikeet: Lorikeet, folder: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        result = lorikeet.run("register", str(folder), "acme/support")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert result.exit_code == 1
+    assert "free some space there, or let TMPDIR" in " ".join(result.stderr.split())
 
 
 def test_an_unknown_tenant_is_told_before_any_byte_is_sent(

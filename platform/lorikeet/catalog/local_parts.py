@@ -1,5 +1,6 @@
 """Parts of uploads in a folder: each is an object of its own."""
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,14 +43,18 @@ class LocalParts:
     def join(self, _key: str, _token: str) -> None:
         """See PartStore."""
 
-    def download(self, key: str, _token: str, path: Path) -> None:
+    def download(self, key: str, _token: str, path: Path) -> str:
         """See PartStore."""
+        digest = hashlib.sha256()
         try:
             with path.open("wb") as file:
                 for part in self._store.list(f"{key}/"):
-                    file.write(self._store.get(part))
+                    data = self._store.get(part)
+                    digest.update(data)
+                    file.write(data)
         except OSError as error:
             raise StoreError(f"{path.parent}: {error.strerror}: free some space there") from error
+        return digest.hexdigest()
 
     def copy(self, _key: str, _target: str) -> None:
         """See PartStore."""

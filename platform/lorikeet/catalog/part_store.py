@@ -45,8 +45,8 @@ class PartStore(Protocol):
         """Take no more parts. Again is fine."""
         ...
 
-    def download(self, key: str, token: str, path: Path, /) -> None:
-        """Write the joined parts into a file. Raises ObjectNotFound."""
+    def download(self, key: str, token: str, path: Path, /) -> str:
+        """Write the joined parts into a file; the SHA-256 of its bytes. Raises ObjectNotFound."""
         ...
 
     def copy(self, key: str, target: str, /) -> None:

@@ -88,9 +88,9 @@ class S3Parts:
                 },
             )
 
-    def download(self, key: str, _token: str, path: Path) -> None:
+    def download(self, key: str, _token: str, path: Path) -> str:
         """See PartStore."""
-        self._store.download(key, path)
+        return self._store.download(key, path)
 
     def copy(self, key: str, target: str) -> None:
         """See PartStore. Larger objects than one request can copy are left to put_file."""

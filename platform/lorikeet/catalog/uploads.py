@@ -7,7 +7,6 @@ from the beginning to the end, also when the blob is in the store already, so th
 collection can spare a blob whose digest it finds here.
 """
 
-import hashlib
 import json
 import time
 import uuid
@@ -115,12 +114,11 @@ class Uploads:
         Verifies the digest; bytes with another one are thrown away. Raises NotFound, Conflict
         while parts are missing, InvalidAdapter.
         """
-        if self.stored(digest):
+        found = (
             self._store.download(blob_key(digest), path)
-        else:
-            self._gather(digest, owner, path)
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            if self.stored(digest)
+            else self._gather(digest, owner, path)
+        )
         if found != digest:
             self.end(digest, owner)
             raise InvalidAdapter(
@@ -225,15 +223,15 @@ class Uploads:
             return ()
         return tuple(n for n in upload.numbers if sizes.get(n) != upload.part_size(n))
 
-    def _gather(self, digest: str, owner: str, path: Path) -> None:
+    def _gather(self, digest: str, owner: str, path: Path) -> str:
         try:
-            self._join(self.find(digest, owner), path)
+            return self._join(self.find(digest, owner), path)
         except (NotFound, ObjectNotFound):
             if not self.stored(digest):  # else a register of the same upload has just ended it
                 raise
-            self._store.download(blob_key(digest), path)
+            return self._store.download(blob_key(digest), path)
 
-    def _join(self, upload: Upload, path: Path) -> None:
+    def _join(self, upload: Upload, path: Path) -> str:
         missing = self._missing(upload)
         if missing:
             raise Conflict(
@@ -242,7 +240,7 @@ class Uploads:
             )
         assert upload.token is not None
         self._store.parts.join(upload.key, upload.token)
-        self._store.parts.download(upload.key, upload.token, path)
+        return self._store.parts.download(upload.key, upload.token, path)
 
 
 def _folder(digest: str, owner: str) -> str:

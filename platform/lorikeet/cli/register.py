@@ -12,7 +12,7 @@ from lorikeet.cli.server import admin
 from lorikeet.cli.smoke import print_smoke
 from lorikeet.cli.sources import check_source, open_source
 from lorikeet.cli.transfer import patiently, send_blob
-from lorikeet.errors import InvalidInput
+from lorikeet.errors import InvalidInput, LorikeetError
 from lorikeet_engine.adapter_format import write_blob
 
 Source = Annotated[
@@ -67,7 +67,7 @@ def register(
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch:
         blob = Path(scratch) / "adapter.safetensors"
         with open_source(source, revision) as folder:
-            digest = write_blob(folder, blob)
+            digest = _pack(folder, blob)
         about = {"tenant": adapter.tenant, "base_model": base_model}
         send_blob(admin(ctx), blob, digest, about, quiet=as_json)
     wanted = {
@@ -90,6 +90,17 @@ def register(
 def add_to(app: typer.Typer) -> None:
     """Add the command of this file."""
     app.command()(register)
+
+
+def _pack(folder: Path, blob: Path) -> str:
+    """The digest of the file that this makes of an adapter's folder."""
+    try:
+        return write_blob(folder, blob)
+    except OSError as error:
+        raise LorikeetError(
+            f"cannot pack {folder} into {blob.parent} ({error.strerror}): free some space there, "
+            "or let TMPDIR name another folder"
+        ) from error
 
 
 def _print_version(answer: dict[str, Any], *, is_new: bool) -> None:
