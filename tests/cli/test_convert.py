@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,14 @@ def test_a_pickle_becomes_what_safetensors_would_have_been(
     got, want = deltas_of(out), deltas_of(tmp_path / "modern")
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_without_torch_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_pickle(tmp_path / "old", {})
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert "needs torch: pip install torch" in refusal(tmp_path / "old", tmp_path / "new")
 
 
 class Bomb:

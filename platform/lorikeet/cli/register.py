@@ -66,7 +66,7 @@ def register(
         raise typer.BadParameter(error.message) from error
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch:
         blob = Path(scratch) / "adapter.safetensors"
-        with open_source(source, revision) as folder:
+        with open_source(source, revision, quiet=as_json) as folder:
             digest = _pack(folder, blob)
         about = {"tenant": adapter.tenant, "base_model": base_model}
         send_blob(admin(ctx), blob, digest, about, quiet=as_json)

@@ -30,15 +30,15 @@ def check_source(source: str, revision: str | None = None) -> str:
 
 
 @contextmanager
-def open_source(source: str, revision: str | None = None) -> Iterator[Path]:
+def open_source(source: str, revision: str | None = None, *, quiet: bool = False) -> Iterator[Path]:
     """An adapter's PEFT folder; what was copied for it is removed afterwards.
 
     source: a folder, a tar file, s3://bucket/prefix, or hf:organisation/name, of which revision
-    names a branch, tag or commit. Raises LorikeetError.
+    names a branch, tag or commit. quiet: show no progress. Raises LorikeetError.
     """
     check_source(source, revision)
     if source.startswith(PREFIX):
-        yield fetch(source.removeprefix(PREFIX), revision)
+        yield fetch(source.removeprefix(PREFIX), revision, quiet=quiet)
     elif Path(source).is_dir():
         yield Path(source)
     else:

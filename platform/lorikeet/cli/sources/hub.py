@@ -1,5 +1,6 @@
 """An adapter in a repository of the Hugging Face Hub, or of what HF_ENDPOINT names."""
 
+import sys
 from pathlib import Path
 
 from lorikeet.cli.sources.files import ADAPTER_FILES, check_files
@@ -8,18 +9,22 @@ from lorikeet.errors import InvalidInput, LorikeetError
 PREFIX = "hf:"
 
 
-def fetch(repository: str, revision: str | None = None) -> Path:
+def fetch(repository: str, revision: str | None = None, *, quiet: bool = False) -> Path:
     """The folder in the Hub's cache that has the adapter's two files; no others are fetched.
 
-    revision: a branch, tag or commit; None: the default branch. Raises LorikeetError.
+    revision: a branch, tag or commit; None: the default branch. quiet: without a bar, which only
+    a person at a terminal sees anyhow. Raises LorikeetError.
     """
     try:
         from huggingface_hub import HfApi, snapshot_download
         from huggingface_hub import errors as hub
+        from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError as error:
         raise LorikeetError(
             "reading from the Hugging Face Hub needs huggingface_hub: pip install huggingface_hub"
         ) from error
+    if quiet or not sys.stderr.isatty():
+        disable_progress_bars()
     where = f"{PREFIX}{repository}" + (f" at {revision}" if revision else "")
     try:
         info = HfApi().model_info(repository, revision=revision, files_metadata=True)
