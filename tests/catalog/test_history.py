@@ -70,6 +70,15 @@ def test_a_search_goes_on_where_it_ended(catalog: AdapterCatalog) -> None:
     assert seqs == list(range(newest, 0, -1))
 
 
+def test_a_search_passes_over_a_clock_that_is_behind(
+    catalog: AdapterCatalog, clock: list[float]
+) -> None:
+    for time in (50_000.0, 49_900.0, 50_100.0):
+        clock[0] = time
+        catalog.create_tenant(f"at-{time:.0f}", actor="ann")
+    assert found(catalog, since=50_000.0) == [5, 3]
+
+
 def test_a_long_search_stops_and_says_where(
     catalog: AdapterCatalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -192,6 +192,26 @@ def test_a_reader_that_lives_long_keeps_few_entries(
     assert contents(reader) == contents(writer)
 
 
+def test_a_reader_whose_snapshot_was_collected_turns_to_a_newer_one(tmp_path: Path) -> None:
+    writer = filled(LocalStore(tmp_path))
+    writer.snapshot()
+    reader = AdapterCatalog(LocalStore(tmp_path))
+    reader.refresh()
+    (old,) = (tmp_path / "snapshots").iterdir()
+    before = set((tmp_path / "snapshot-parts").glob("*/*"))
+    writer.limit_tenant("t3", 7, actor="ann")
+    writer.snapshot()
+    newest = Snapshots(LocalStore(tmp_path)).newest()
+    assert newest is not None
+    old.unlink()
+    for part in before:
+        if part.name not in newest.parts:
+            part.unlink()
+
+    assert reader.ask(lambda state: state.tenant("t3")).max_concurrent == 7
+    assert contents(reader) == contents(writer)
+
+
 def test_old_snapshots_stay_readable(tmp_path: Path) -> None:
     catalog = filled(LocalStore(tmp_path), 1)
     made = []
@@ -221,6 +241,9 @@ def test_damage_is_named_with_its_remedy(tmp_path: Path) -> None:
     reader.refresh()
 
     with pytest.raises(StoreError, match=rf"snapshot-parts/.*{digest}.*damaged.*restore"):
+        reader.ask(lambda state: state.tenant("t3"))
+    (tmp_path / f"snapshot-parts/{digest[:2]}/{digest}").unlink()
+    with pytest.raises(StoreError, match=rf"snapshot-parts/.*{digest}.*missing.*restore"):
         reader.ask(lambda state: state.tenant("t3"))
     (manifest,) = (tmp_path / "snapshots").iterdir()
     manifest.write_text('{"schema": 2}')

@@ -13,6 +13,8 @@ from lorikeet.errors import InvalidInput
 _STRIDE = 16 * BLOCK
 _MOST_READ = 10 * _STRIDE
 """Entries that one search reads before it says how far it came: some 160 objects."""
+_CLOCKS_DIFFER_S = 3600.0
+"""Times are the writers' own, so entries are in the order of their numbers, almost of times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,8 @@ class Wanted:
     def of(self, entry: Entry) -> Entry | None:
         """The entry with those of its changes that are wanted, if there are any."""
         if self.actor not in (None, entry.actor):
+            return None
+        if self.since is not None and entry.time < self.since:
             return None
         changes = tuple(change for change in entry.changes if self._concerns(change))
         return replace(entry, changes=changes) if changes else None
@@ -63,7 +67,7 @@ class History:
         start = min(before or self._newest + 1, self._newest + 1)
         seq = start
         for entry in self._backwards(start):
-            if wanted.since is not None and entry.time < wanted.since:
+            if wanted.since is not None and entry.time < wanted.since - _CLOCKS_DIFFER_S:
                 return Found(tuple(found), None)
             seq = entry.seq
             if (kept := wanted.of(entry)) is not None:

@@ -11,7 +11,7 @@ from lorikeet.catalog.snapshots import Snapshots
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store import ObjectStore
 from lorikeet.catalog.view import CatalogView
-from lorikeet.errors import StoreError
+from lorikeet.errors import ObjectNotFound, StoreError
 
 SNAPSHOT_EVERY = 256
 """Entries between snapshots: two blocks of the log for a reader that starts."""
@@ -38,11 +38,21 @@ class CatalogReader:
 
     def ask(self, question: Callable[[CatalogState], T]) -> T:
         """The answer of the state as last read; reads parts that it needs. Raises StoreError."""
-        return self._view.ask(question)
+        while True:
+            try:
+                return question(self.state)
+            except NotRead as missing:
+                self.read(missing.numbers)
 
     def read(self, numbers: Collection[int]) -> None:
         """Read these parts, which a question of the state needed. Raises StoreError."""
-        self._view.read(numbers)
+        try:
+            self._view.read(numbers)
+        except ObjectNotFound:  # of a snapshot so old that it was collected
+            self.refresh()
+            with self._reading:
+                self._rebase()
+            self._view.read(numbers)
 
     def refresh(self) -> CatalogState:
         """Read what was appended since, and return the new state. Raises StoreError."""

@@ -55,7 +55,7 @@ class Snapshots:
         return None if key is None else _manifest(self._store.get(key), key)
 
     def read(self, digests: Collection[str]) -> Mapping[str, Part]:
-        """These parts, in parallel. Raises StoreError, also for bytes that are not the digest's."""
+        """These parts, in parallel. Raises ObjectNotFound, and StoreError for damaged ones."""
         if len(digests) == 1:
             return {digest: self._read(digest) for digest in digests}
         with ThreadPoolExecutor(_AT_ONCE) as readers:
@@ -74,10 +74,10 @@ class Snapshots:
         key = _part_key(digest)
         try:
             data = zlib.decompress(self._store.get(key))
-        except (ObjectNotFound, zlib.error) as error:
-            raise StoreError(
-                f"{self._store.url}: {key} is missing or damaged ({error}): {_REMEDY}"
-            ) from error
+        except ObjectNotFound as error:
+            raise ObjectNotFound(f"{self._store.url}: {key} is missing: {_REMEDY}") from error
+        except zlib.error as error:
+            raise StoreError(f"{self._store.url}: {key} is damaged ({error}): {_REMEDY}") from error
         if hashlib.sha256(data).hexdigest() != digest:
             raise StoreError(f"{self._store.url}: {key} is damaged: {_REMEDY}")
         return part_from_bytes(data, digest)
