@@ -11,7 +11,7 @@ export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH ?= lorikeet.serving.proxy:middl
 export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install serve test check soak test-gpu test-ceph bench-catalog bench-download loadtest clean
+.PHONY: help install serve test check soak test-gpu test-ceph bench-catalog bench-download bench-routing loadtest clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,10 @@ soak: $(INSTALLED)  ## the long versions of the tests
 
 test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
+
+bench-routing: $(INSTALLED)  ## the simulated fleet: what routing must reach, and 1,000 replicas
+	$(BIN)/python -m loadtest.simulator goals
+	$(BIN)/python -m loadtest.simulator large
 
 bench-catalog: $(INSTALLED)  ## what a catalog of a million adapters costs
 	@$(BIN)/python -m loadtest.bench_catalog

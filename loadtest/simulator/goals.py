@@ -3,14 +3,22 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from loadtest.simulator.outcome import ORACLE, Outcome, Trial
+from loadtest.simulator.outcome import ALL_RESIDENT, ORACLE, Outcome, Trial
 from loadtest.simulator.traffic import Scenario
 
 EXPONENTS = (0.8, 1.0, 1.2, 1.5)
 OURS = "lorikeet"
 HASHING = "bounded hashing"
 HASHING_OUR_EVICTION = "bounded hashing, our eviction"
-_ROUTERS = (ORACLE, OURS, HASHING, HASHING_OUR_EVICTION, "multiplexing", "power of two")
+_ROUTERS = (
+    ORACLE,
+    ALL_RESIDENT,
+    OURS,
+    HASHING,
+    HASHING_OUR_EVICTION,
+    "multiplexing",
+    "power of two",
+)
 
 # The tiers that 10,000 adapters would find: 79 GB on a GPU, 157 on its host, 470 on its disk.
 USUAL = Scenario(host_room=0.10, disk_room=0.30)
@@ -21,13 +29,18 @@ Outcomes = Mapping[str, Mapping[str, Outcome]]
 """scenario → router → outcome."""
 
 
+def scenario_name(replicas: int, exponent: float) -> str:
+    """Of the scenario with so many replicas and this popularity."""
+    return f"{replicas} replicas, zipf {exponent}"
+
+
 def scenarios(usual: Scenario = USUAL) -> dict[str, Scenario]:
     """All that the goals are about, by name."""
     named = {HOT: replace(usual, hot_share=0.4)}
     for exponent in EXPONENTS:
         zipf = replace(usual, popularity=f"zipf:{exponent}")
-        named[_name(16, exponent)] = zipf
-        named[_name(4, exponent)] = replace(zipf, replicas=4)
+        named[scenario_name(16, exponent)] = zipf
+        named[scenario_name(4, exponent)] = replace(zipf, replicas=4)
     return dict(sorted(named.items()))
 
 
@@ -66,31 +79,27 @@ class Goal:
 def goals(outcomes: Outcomes) -> Iterator[Goal]:
     """Every goal, with what was measured."""
     for exponent in EXPONENTS:
-        where = _name(16, exponent)
+        where = scenario_name(16, exponent)
         found = outcomes[where]
         if exponent >= 1.0:
             yield _fewer(found, "power of two", where, "cold loads ÷", _loads, 5.0)
             yield _fewer(found, "power of two", where, "p99 TTFT ÷", _p99, 3.0)
     for exponent in EXPONENTS:
-        where = _name(4, exponent)
+        where = scenario_name(4, exponent)
         least = 2.0 if exponent >= 1.2 else 1.5
         yield _fewer(outcomes[where], "power of two", where, "cold loads ÷", _loads, least)
     hot = outcomes[HOT]
     yield _fewer(hot, "multiplexing", HOT, "p99 TTFT ÷", _p99, 2.0)
     yield Goal("multiplexing", HOT, "max/mean load", hot[OURS].balance, most=1.25)
-    where = _name(16, 1.0)
+    where = scenario_name(16, 1.0)
     share = outcomes[where][OURS].hit_rate / outcomes[where][ORACLE].hit_rate
     yield Goal(ORACLE, where, "hit rate ÷", share, least=0.95)
     for replicas in (16, 4):
         for exponent in EXPONENTS:
-            where = _name(replicas, exponent)
+            where = scenario_name(replicas, exponent)
             for hashing in (HASHING, HASHING_OUR_EVICTION):
                 yield _fewer(outcomes[where], hashing, where, "cold loads ÷", _loads, 1.0)
                 yield _fewer(outcomes[where], hashing, where, "p99 TTFT ÷", _p99, 1.0)
-
-
-def _name(replicas: int, exponent: float) -> str:
-    return f"{replicas} replicas, zipf {exponent}"
 
 
 def _fewer(

@@ -27,7 +27,7 @@ def oracle(scenario: Scenario) -> Oracle:
     held: dict[int, float] = {}  # adapter → its next use
     last_first: list[tuple[float, int]] = []
     hits = asked = loads = loaded = 0
-    asks = zip(requests.times_s, requests.adapters.tolist(), next_use.tolist(), strict=True)
+    asks = zip(requests.times_s.tolist(), requests.adapters.tolist(), next_use, strict=True)
     for at_s, adapter, following in asks:
         counted = at_s >= scenario.warm_up_s
         asked += counted
@@ -48,10 +48,11 @@ def oracle(scenario: Scenario) -> Oracle:
     return Oracle(hits / max(1, asked), loads, loaded)
 
 
-def _next_uses(adapters: Ints) -> np.ndarray:
-    """For each request, the number of the next one for its adapter; [requests], ∞ without one."""
+def _next_uses(adapters: Ints) -> list[float]:
+    """For each request, the number of the next one for its adapter; ∞ without one."""
     following = np.full(len(adapters), math.inf)
     order = np.argsort(adapters, kind="stable")
     same = adapters[order[:-1]] == adapters[order[1:]]
     following[order[:-1][same]] = order[1:][same]
-    return following
+    uses: list[float] = following.tolist()
+    return uses

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from lorikeet_engine.residency.eviction import (
 )
 
 ORACLE = "oracle"
+ALL_RESIDENT = "every GPU has all"
 _OUR_EVICTION = ", our eviction"
 
 
@@ -43,7 +44,7 @@ class Outcome:
 
 Trial = tuple[Scenario, str]
 """A scenario and who routes: a name in ROUTERS, with ', our eviction' for that of the engine in
-place of LRU, or ORACLE."""
+place of LRU, ORACLE, or ALL_RESIDENT: ours, with room for every adapter on every GPU."""
 
 
 def measure(trial: Trial) -> Outcome:
@@ -54,6 +55,9 @@ def measure(trial: Trial) -> Outcome:
         counted = int((scenario.requests().times_s >= scenario.warm_up_s).sum())
         loaded_gb = best.loaded_bytes / 1e9
         return Outcome(ORACLE, counted, best.hit_rate, best.cold_loads, loaded_gb)
+    if router == ALL_RESIDENT:
+        roomy = replace(scenario, gpu_room=1.0, rate_per_s=scenario.rate)
+        return replace(measure((roomy, "lorikeet")), router=ALL_RESIDENT)
     name = router.removesuffix(_OUR_EVICTION)
     policy: EvictionPolicy = LeastRecentlyUsed()
     if name == "lorikeet" or name != router:

@@ -45,7 +45,8 @@ class Scenario:
     full batches; rate_per_s goes before it. cv: of the arrivals' gaps; trace: "conv" or "code"
     instead. gpu_room, host_room, disk_room: of each replica, as shares of all adapters' bytes; each
     disk begins full, of some. hot_share: of the requests, for one adapter; base_share: for none.
-    Nothing that arrives in the first warm_up_s is counted.
+    Nothing that arrives in the first warm_up_s is counted. gateways: routers that take turns; what
+    each knows of replicas' loads, but for what it sent itself, is up to news_s old.
     """
 
     adapters: int = 1000
@@ -65,6 +66,8 @@ class Scenario:
     reshuffle_s: float = 300.0
     duration_s: float = 720.0
     warm_up_s: float = 120.0
+    gateways: int = 4
+    news_s: float = 0.15
     seed: int = 1
     costs: Costs = H200_LLAMA_8B
 

@@ -163,3 +163,18 @@ def test_a_link_carries_one_after_another_and_its_latency_overlaps():
     link = Link(latency_s=1.0, bytes_per_s=10.0)
     assert [link.carry(20, 0.0), link.carry(20, 0.0), link.carry(20, 10.0)] == [3.0, 5.0, 13.0]
     assert math.isfinite(link.carry(0, 0.0))
+
+
+def test_a_hot_adapter_spreads_and_shrinks_back():
+    scenario = replace(SMALL, replicas=8, hot_share=0.5, duration_s=240.0)
+    fleet = Fleet(scenario, ROUTERS["lorikeet"](1), LeastUsedForItsSize())
+    cool = np.flatnonzero((fleet.requests.times_s >= 120.0) & (fleet.requests.adapters == 0))
+    for request in cool[cool % 100 != 0].tolist():
+        fleet.adapter_of[request] = 1 + request % 199
+    copies = []
+    for at_s in (119.0, 239.0):
+        fleet.at(at_s, lambda _: copies.append(len(fleet.on_gpu[0])))
+    fleet.run()
+    hot, cooled = copies
+    assert hot >= 4  # half of the traffic is what four of the eight can do
+    assert cooled <= hot // 2

@@ -96,21 +96,21 @@ def test_a_hot_adapter_spreads_once_its_replica_is_busy_enough_and_no_sooner():
     assert chosen[-1] == "elsewhere"
 
 
-def test_a_handful_has_residents_homes_and_strangers_once_each():
+def test_a_handful_has_residents_those_near_and_strangers_once_each():
     rng, everyone = Random(1), list(range(1000))
     for residents in ([], [5], list(range(RESIDENTS)), everyone):
         for _ in range(50):
-            few = handful(residents, [7, 8, 9], [5, 7], everyone, rng)
+            few = handful(residents, [5, 7], everyone, rng)
             assert len(few) == len(set(few))
             assert {5, 7} <= set(few)
             from_residents = min(len(residents), RESIDENTS)
-            assert len(few) <= from_residents + NEAR + HOMES + STRANGERS
+            assert len(few) <= from_residents + NEAR + STRANGERS
             assert set(few[:from_residents]) <= set(residents)
 
 
 def test_every_resident_and_every_replica_gets_its_turn():
     rng, everyone = Random(1), list(range(30))
-    seen = {one for _ in range(500) for one in handful(range(10), (), (), everyone, rng)}
+    seen = {one for _ in range(500) for one in handful(range(10), (), everyone, rng)}
     assert seen == set(everyone)
 
 
@@ -130,7 +130,7 @@ def test_one_choice_takes_less_than_0_3_ms():
     for request in range(4000):
         digest = request // 2
         began_s = thread_time()
-        few = handful(residents[digest], replicas, homes.of(str(digest)), replicas, rng)
+        few = handful(residents[digest], homes.of(str(digest)), replicas, rng)
         here = residents[digest]
         options = [
             Option(name, loads[name], Residency.GPU if name in here else Residency.DISK)

@@ -89,7 +89,7 @@ class Costs:
     loads: LoadCosts = LoadCosts()
     answer_tokens: float = 220.0  # mean of Azure's conversations
     others: float = 0.1
-    miss_s: float = 0.1
+    miss_s: float = 0.2
 
 
 H200_LLAMA_8B = Costs()

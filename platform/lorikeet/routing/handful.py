@@ -17,7 +17,10 @@ _REMEMBERED = 100_000
 
 
 class Homes:
-    """Where each adapter comes to when it is nowhere, for a set of replicas. Not thread-safe."""
+    """Where an adapter comes to that is nowhere, so that all gateways send it to the same replicas.
+
+    For one set of replicas; not thread-safe.
+    """
 
     def __init__(self, replicas: Sequence[str]) -> None:
         self._replicas = tuple(replicas)
@@ -35,19 +38,15 @@ class Homes:
 
 
 def handful(
-    residents: Sequence[R],
-    near: Sequence[R],
-    homes: Sequence[R],
-    everyone: Sequence[R],
-    rng: Random,
+    residents: Sequence[R], near: Sequence[R], everyone: Sequence[R], rng: Random
 ) -> list[R]:
-    """Residents, some that nearly have it, homes and strangers, each once, in this order.
+    """Some residents, some to which the adapter has not far to go, and strangers, each once.
 
-    residents: with the adapter on the GPU or on its way there. near: with it on the host or, where
-    there are none, on the disk. Of many, a few at random: the best of a few is almost as good as
-    the best of all (Mitzenmacher, "The power of two choices", 2001).
+    residents: with the adapter on the GPU or on its way there. near: with it on the host; where
+    there are none, on the disk; its homes where it is nowhere. A few at random: the best of a few
+    is almost as good as the best of all (Mitzenmacher, "The power of two choices", 2001).
     """
-    few = _some(residents, RESIDENTS, rng) + _some(near, NEAR, rng) + list(homes)
+    few = _some(residents, RESIDENTS, rng) + _some(near, NEAR, rng)
     few += [everyone[int(rng.random() * len(everyone))] for _ in range(STRANGERS)]
     return list(dict.fromkeys(few))
 
