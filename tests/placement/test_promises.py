@@ -8,7 +8,7 @@ import pytest
 
 from lorikeet.catalog import AdapterCatalog, BlobFacts
 from lorikeet.catalog.local import LocalStore
-from lorikeet.placement.promises import promises_of
+from lorikeet.placement.promises import PromiseReader, Promises
 
 
 @pytest.fixture
@@ -27,10 +27,14 @@ def register(catalog: AdapterCatalog, folder: Path, name: str, data: bytes, **mo
     catalog.register("acme", name, blob, facts, actor="ann", **more)
 
 
+def read(catalog: AdapterCatalog, now: float) -> Promises:
+    return catalog.ask(lambda state: PromiseReader().read(state, now))
+
+
 def promised(catalog: AdapterCatalog, now: float = 1000.0) -> list[list[str]]:
     """The versions of each pin."""
-    promises = catalog.ask(lambda state: promises_of(state, now))
-    return [[str(version.ref) for version in promise.versions] for promise in promises.all]
+    versions = [promise.versions for promise in read(catalog, now).all]
+    return [[str(version.ref) for version in some] for some in versions]
 
 
 def test_a_pin_follows_its_alias_and_both_versions_of_a_share(
@@ -69,7 +73,7 @@ def test_the_bytes_are_those_on_a_gpu_or_of_the_file_where_nobody_knows(
     blob.write_bytes(b"123")
     catalog.register("acme", "old", blob, BlobFacts("0" * 64, 3, 8, "tiny"), actor="ann")
     catalog.pin("acme", None, actor="ann")
-    (promise,) = catalog.ask(lambda state: promises_of(state, 1000.0)).all
+    (promise,) = read(catalog, 1000.0).all
     assert {v.ref.name: v.image_bytes for v in promise.versions} == {"support": 40, "old": 3}
 
 
@@ -77,10 +81,7 @@ def test_a_pin_that_ends_vanishes_by_itself(catalog: AdapterCatalog, tmp_path: P
     register(catalog, tmp_path, "support", b"1")
     catalog.pin("acme", "support", expires=1060.0, actor="ann")
     catalog.pin("acme", None, expires=1030.0, actor="ann")
-    ends = [
-        catalog.ask(lambda state, now=now: promises_of(state, now)).until
-        for now in (1000.0, 1030.0, 1060.0)
-    ]
+    ends = [read(catalog, now).until for now in (1000.0, 1030.0, 1060.0)]
     assert ends == [1030.0, 1060.0, math.inf]
     counts = [len(promised(catalog, now)) for now in (1029.9, 1030.0, 1060.0)]
     assert counts == [2, 1, 0]
@@ -92,9 +93,9 @@ def test_budgets_are_those_of_tenants_with_pins(catalog: AdapterCatalog, tmp_pat
         catalog.set_pin_budget(tenant, 100, actor="ann")
     register(catalog, tmp_path, "support", b"1")
     catalog.pin("acme", "support", actor="ann")
-    assert catalog.ask(lambda state: promises_of(state, 1000.0)).budgets == {"acme": 100}
+    assert read(catalog, 1000.0).budgets == {"acme": 100}
     catalog.set_pin_budget("acme", None, actor="ann")
-    assert catalog.ask(lambda state: promises_of(state, 1000.0)).budgets == {}
+    assert read(catalog, 1000.0).budgets == {}
 
 
 def test_a_reader_of_a_snapshot_knows_the_same_promises(
@@ -108,7 +109,26 @@ def test_a_reader_of_a_snapshot_knows_the_same_promises(
     catalog.snapshot()
     reader = AdapterCatalog(catalog.store)
     reader.refresh()
-    known = reader.ask(lambda state: promises_of(state, 1000.0))
-    assert known == catalog.ask(lambda state: promises_of(state, 1000.0))
+    known = read(reader, 1000.0)
+    assert known == read(catalog, 1000.0)
     assert [(p.pin.name, p.pin.priority) for p in known.all] == [(None, -7), ("support", 3)]
     assert known.budgets == {"acme": 1000}
+
+
+def test_what_is_known_is_worked_out_anew_only_where_a_tenant_changed(
+    catalog: AdapterCatalog, tmp_path: Path
+) -> None:
+    catalog.create_tenant("globex", actor="ann")
+    register(catalog, tmp_path, "support", b"1")
+    register(catalog, tmp_path, "support", b"2")
+    catalog.pin("acme", "support", actor="ann")
+    catalog.pin("globex", None, actor="ann")
+    reader = PromiseReader()
+    first = reader.read(catalog.state, 1000.0)
+    catalog.promote("acme", "support", 2, actor="ann")
+    catalog.pin("acme", "support", priority=1, actor="ann")
+    catalog.set_pin_budget("acme", 7, actor="ann")
+    second = reader.read(catalog.state, 1000.0)
+    assert second == read(catalog, 1000.0)
+    assert second.all[1] is first.all[1]
+    assert (second.all[0].pin.priority, second.budgets) == (1, {"acme": 7})

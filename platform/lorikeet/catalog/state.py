@@ -85,6 +85,10 @@ class CatalogState:
         """All that one tenant has, if there is such a tenant."""
         return self._part(part_of(tenant)).holdings(tenant)
 
+    def held(self, tenant: str) -> Holdings | bytes:
+        """What there is of a tenant, read or not: the same object as long as nothing changes it."""
+        return self._part(part_of(tenant)).tenants[tenant]
+
     def tenant(self, name: str) -> TenantRecord:
         """One tenant. Raises UnknownTenant."""
         holdings = self.holdings(name)

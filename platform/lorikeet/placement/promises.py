@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lorikeet.catalog.pinned import PinnedVersion, versions_kept
-from lorikeet.catalog.records import PinRecord
+from lorikeet.catalog.records import Holdings, PinRecord
 from lorikeet.catalog.state import CatalogState
 
 
@@ -29,14 +29,40 @@ class Promises:
     until: float = math.inf
 
 
-def promises_of(state: CatalogState, now: float) -> Promises:
-    """What the pins of this state promise at `now`, Unix seconds."""
-    pins = state.pins(now)
-    tenants = {pin.tenant for pin in pins}
-    state.expect(tenants)
-    budgets = {name: state.tenant(name).pin_budget_bytes for name in tenants}
-    return Promises(
-        tuple(Promise(pin, versions_kept(state, pin)) for pin in pins),
-        {name: budget for name, budget in budgets.items() if budget is not None},
-        min((pin.expires for pin in pins if pin.expires is not None), default=math.inf),
-    )
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What was worked out from `held`, a tenant as its part has it."""
+
+    held: Holdings | bytes
+    promise: Promise
+    budget: int | None
+
+
+class PromiseReader:
+    """Resolves the pins of a catalog that moves on; only tenants that changed cost anything.
+
+    For any number of threads.
+    """
+
+    def __init__(self) -> None:
+        self._known: Mapping[tuple[str, str], _Known] = {}  # by the pin's key; never changed
+
+    def read(self, state: CatalogState, now: float) -> Promises:
+        """What the pins of this state promise at `now`, Unix seconds."""
+        pins = state.pins(now)
+        state.expect({pin.tenant for pin in pins})
+        known = {pin.key: self._resolve(state, pin) for pin in pins}
+        self._known = known
+        return Promises(
+            tuple(each.promise for each in known.values()),
+            {pin.tenant: b for pin in pins if (b := known[pin.key].budget) is not None},
+            min((pin.expires for pin in pins if pin.expires is not None), default=math.inf),
+        )
+
+    def _resolve(self, state: CatalogState, pin: PinRecord) -> _Known:
+        held = state.held(pin.tenant)
+        before = self._known.get(pin.key)
+        if before is not None and before.held is held and before.promise.pin == pin:
+            return before
+        budget = state.tenant(pin.tenant).pin_budget_bytes
+        return _Known(held, Promise(pin, versions_kept(state, pin)), budget)

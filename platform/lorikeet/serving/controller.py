@@ -12,7 +12,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import LorikeetError
 from lorikeet.placement.plan import Keep, Placement, place_pins
-from lorikeet.placement.promises import Promises, promises_of
+from lorikeet.placement.promises import PromiseReader, Promises
 from lorikeet.placement.roll_call import RollCall
 from lorikeet.serving.engines import broadcast
 from lorikeet.serving.logs import log_to_stderr
@@ -37,6 +37,7 @@ class Controller:
         log_to_stderr()
         self._catalog = AdapterCatalog(open_store(settings.catalog))
         self._engines = engines
+        self._reader = PromiseReader()
         self._promises = Promises(until=0.0)
         self._promises_seq = 0
         self._roll_call = RollCall(_PATIENCE_S)
@@ -93,7 +94,7 @@ class Controller:
         """Work out anew what is promised, where the catalog or the time has changed it."""
         seq, now = self._catalog.refresh().seq, time.time()
         if seq != self._promises_seq or now >= self._promises.until:
-            self._promises = self._catalog.ask(lambda state: promises_of(state, now))
+            self._promises = self._catalog.ask(lambda state: self._reader.read(state, now))
             self._promises_seq = seq
 
     async def _keep_snapshots(self) -> None:

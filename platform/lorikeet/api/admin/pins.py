@@ -2,17 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
 
 from lorikeet.api.admin.documents import moves_json, pin_json, standing_json
+from lorikeet.api.admin.pin_survey import PinSurvey
 from lorikeet.api.body import Body, json_body
-from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Actor
-from lorikeet.api.services import EngineClient
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.pin_terms import (
@@ -21,12 +19,6 @@ from lorikeet.catalog.pin_terms import (
     LONGEST_REASON,
     PinTerms,
 )
-from lorikeet.catalog.records import pin_key
-from lorikeet.catalog.state import CatalogState
-from lorikeet.placement.moves import Moves, moves_of
-from lorikeet.placement.promises import promises_of
-from lorikeet.placement.report import ReplicaReport
-from lorikeet.placement.standing import PinStanding, standings
 from lorikeet_engine.adapter import Residency
 
 
@@ -48,24 +40,13 @@ class Pin(Body):
 PinBody = Annotated[Pin, json_body(Pin)]
 
 
-async def survey_pins(
-    reports: Sequence[ReplicaReport], follower: CatalogFollower
-) -> list[PinStanding]:
-    """Every pin in force, and how it stands on the replicas that have answered."""
-    now = time.time()
-    return await follower.survey(lambda state: list(standings(promises_of(state, now), reports)))
-
-
-def pin_routes(
-    catalog: AdapterCatalog, engines: EngineClient, follower: CatalogFollower
-) -> APIRouter:
+def pin_routes(catalog: AdapterCatalog, survey: PinSurvey) -> APIRouter:
     """List, set, try, take away: of adapters and of tenants."""
     router = APIRouter(prefix="/pins")
 
     @router.get("")
     async def list_pins() -> dict[str, Any]:
-        found = await survey_pins(await engines.reports(), follower)
-        return {"data": list(map(standing_json, found))}
+        return {"data": list(map(standing_json, await survey.standings()))}
 
     @router.put("/{tenant}")
     async def pin_tenant(tenant: str, wanted: PinBody, actor: Actor) -> dict[str, Any]:
@@ -88,18 +69,9 @@ def pin_routes(
     async def pin(tenant: str, name: str | None, wanted: Pin, actor: str) -> dict[str, Any]:
         terms = _terms(wanted)
         if wanted.dry_run:
-            return moves_json(await moves(tenant, name, terms))
+            return moves_json(await survey.moves(tenant, name, **terms))
         made = await asyncio.to_thread(lambda: catalog.pin(tenant, name, actor=actor, **terms))
         return pin_json(made)
-
-    async def moves(tenant: str, name: str | None, terms: PinTerms) -> Moves:
-        reports, now = await engines.reports(), time.time()
-
-        def compare(before: CatalogState, after: CatalogState) -> Moves:
-            promises = promises_of(before, now), promises_of(after, now)
-            return moves_of(pin_key(tenant, name), *promises, reports)
-
-        return await asyncio.to_thread(lambda: catalog.if_pinned(tenant, name, compare, **terms))
 
     return router
 

@@ -6,6 +6,7 @@ from lorikeet.api.admin.adapters import adapter_routes
 from lorikeet.api.admin.history import history_routes
 from lorikeet.api.admin.keys import key_routes
 from lorikeet.api.admin.path import check_path
+from lorikeet.api.admin.pin_survey import PinSurvey
 from lorikeet.api.admin.pins import pin_routes
 from lorikeet.api.admin.registration import Registration
 from lorikeet.api.admin.smoke import smoke_routes
@@ -23,6 +24,7 @@ def admin_routes(services: Services, gate: Gate, follower: CatalogFollower) -> A
     """Everything under /admin/v1; an admin's key is wanted before anything else is looked at."""
     checks = [Depends(gate.admin), Depends(check_path)]
     router = APIRouter(prefix="/admin/v1", dependencies=checks)
+    pins = PinSurvey(services.catalog, services.engines, follower)
     registration = Registration(services, follower)
     uploads = Uploads(services.catalog.store, services.part_bytes)
     router.include_router(upload_routes(registration))
@@ -30,8 +32,8 @@ def admin_routes(services: Services, gate: Gate, follower: CatalogFollower) -> A
     router.include_router(smoke_routes(services, follower))
     router.include_router(adapter_routes(services.catalog, follower))
     router.include_router(history_routes(services.catalog, follower))
-    router.include_router(pin_routes(services.catalog, services.engines, follower))
+    router.include_router(pin_routes(services.catalog, pins))
     router.include_router(tenant_routes(services.catalog, follower))
     router.include_router(key_routes(services.catalog, follower))
-    router.include_router(status_routes(services.engines, follower))
+    router.include_router(status_routes(services.engines, follower, pins))
     return router

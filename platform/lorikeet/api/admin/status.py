@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from lorikeet.api.admin.documents import replica_json
-from lorikeet.api.admin.pins import survey_pins
+from lorikeet.api.admin.pin_survey import PinSurvey
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.services import EngineClient
 from lorikeet.errors import StoreError
@@ -17,7 +17,7 @@ from lorikeet.placement.report import ReplicaReport
 _LONGEST_WAIT_S = 3.0
 
 
-def status_routes(engines: EngineClient, follower: CatalogFollower) -> APIRouter:
+def status_routes(engines: EngineClient, follower: CatalogFollower, survey: PinSurvey) -> APIRouter:
     """GET /status."""
     router = APIRouter()
 
@@ -26,7 +26,7 @@ def status_routes(engines: EngineClient, follower: CatalogFollower) -> APIRouter
         reports = sorted(await engines.reports(), key=lambda report: report.replica)
         return {
             "catalog_seq": follower.state.seq,
-            "pins": await _count_pins(reports, follower),
+            "pins": await _count_pins(reports, survey),
             "replicas": [replica_json(report) for report in reports],
         }
 
@@ -34,11 +34,11 @@ def status_routes(engines: EngineClient, follower: CatalogFollower) -> APIRouter
 
 
 async def _count_pins(
-    reports: Sequence[ReplicaReport], follower: CatalogFollower
+    reports: Sequence[ReplicaReport], survey: PinSurvey
 ) -> Mapping[str, int] | None:
     """Pins by how they stand; None while the catalog does not answer."""
     try:
         async with asyncio.timeout(_LONGEST_WAIT_S):
-            return Counter(found.standing.value for found in await survey_pins(reports, follower))
+            return Counter(found.standing.value for found in await survey.standings(reports))
     except (StoreError, TimeoutError):
         return None
