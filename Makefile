@@ -45,9 +45,9 @@ soak: $(INSTALLED)  ## the long versions of the tests
 test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
 
-bench-routing: $(INSTALLED)  ## the simulated fleet: what routing must reach, and 1,000 replicas
-	$(BIN)/python -m loadtest.simulator goals
-	$(BIN)/python -m loadtest.simulator large
+bench-routing: $(INSTALLED)  ## routing, simulated: 1,000 replicas for an hour, then every goal
+	@$(BIN)/python -m loadtest.simulator large
+	@$(BIN)/python -m loadtest.simulator goals
 
 bench-catalog: $(INSTALLED)  ## what a catalog of a million adapters costs
 	@$(BIN)/python -m loadtest.bench_catalog
