@@ -244,30 +244,31 @@ def test_a_repository_on_the_hub_is_registered_and_nothing_else_of_it_is_fetched
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "says"),
+    ("name", "revision", "says"),
     [
-        (["hf:acme/none"], 1, "hf:acme/none: there is no such repository, or it is private"),
-        (["hf:acme/lora", "--revision", "v2"], 1, "hf:acme/lora at v2: there is no such revision"),
-        (["hf:meta/gated"], 1, "hf:meta/gated is gated"),
-        (["hf:acme/old"], 1, "hf:acme/old has its weights in adapter_model.bin, a pickle"),
-        (["hf:acme/lora/x y"], 1, "want hf:organisation/name"),
+        ("acme/none", None, "hf:acme/none: there is no such repository, or it is private"),
+        ("acme/lora", "v2", "hf:acme/lora at v2: there is no such revision"),
+        ("meta/gated", None, "hf:meta/gated is gated: ask for access"),
+        ("acme/old", None, "has its weights in adapter_model.bin, a pickle.*lorikeet convert"),
+        ("acme/lora/x y", None, "want hf:organisation/name"),
     ],
 )
 def test_what_the_hub_cannot_give_is_told(
-    lorikeet: Lorikeet, hub: Hub, tmp_path: Path, arguments: list[str], status: int, says: str
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, name: str, revision: str | None, says: str
 ) -> None:
-    source, *options = arguments
-    got = command(lorikeet, hub.url, tmp_path / "home", "register", source, "acme/s", *options)
-    assert got[0] == status
-    assert says in got[2]
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    with pytest.raises(LorikeetError, match=says), open_source(f"hf:{name}", revision):
+        pass
     assert hub.fetched == []
 
 
-def test_a_hub_that_does_not_answer_is_told(lorikeet: Lorikeet, tmp_path: Path) -> None:
-    arguments = ["register", "hf:acme/lora", "acme/support"]
-    status, _, errors = command(lorikeet, "http://127.0.0.1:9", tmp_path / "home", *arguments)
-    assert status == 1
-    assert "hf:acme/lora could not be read: " in errors
+def test_a_hub_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with (
+        pytest.raises(LorikeetError, match=r"hf:acme/lora could not be read: .*refused"),
+        open_source("hf:acme/lora"),
+    ):
+        pass
 
 
 def test_without_the_hubs_client_the_error_says_what_to_install(
