@@ -139,7 +139,7 @@ def test_a_writer_that_always_comes_second_gives_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     AdapterCatalog.init(LocalStore(tmp_path))
-    monkeypatch.setattr("lorikeet.catalog.catalog._ATTEMPTS", 3)
+    monkeypatch.setattr("lorikeet.catalog.writer._ATTEMPTS", 3)
 
     with pytest.raises(Conflict, match="3 times in a row: try again later"):
         AdapterCatalog(Overtaken(tmp_path)).create_tenant("late", actor="ann")

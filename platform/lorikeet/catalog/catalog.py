@@ -1,13 +1,5 @@
-"""The catalog: the state as last read, and every operation that changes it.
+"""The catalog: the state as last read, and every operation that changes it."""
 
-A change is one optimistic loop: read the log's tail, check against the state, append. When
-someone else appended first, the loop starts over, so no update is lost and nothing is decided on
-stale knowledge. A crash leaves at most a blob that no entry names, or parts of a snapshot.
-"""
-
-import random
-import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar, Unpack
@@ -15,7 +7,6 @@ from typing import TypeVar, Unpack
 from lorikeet.catalog import rules
 from lorikeet.catalog.changes import (
     AdapterLimitsSet,
-    CatalogCreated,
     Entry,
     KeyCreated,
     PinBudgetSet,
@@ -26,7 +17,6 @@ from lorikeet.catalog.fold import fold
 from lorikeet.catalog.keys import new_key_id, new_secret, secret_sha256
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_alias, check_name
 from lorikeet.catalog.pin_terms import PinTerms, pin_change
-from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import (
     AdapterRecord,
     BlobFacts,
@@ -40,13 +30,10 @@ from lorikeet.catalog.records import (
 from lorikeet.catalog.restoring import check_retired, restore_adapter, restore_version
 from lorikeet.catalog.rules import known_version
 from lorikeet.catalog.state import CatalogState
-from lorikeet.catalog.store import ObjectStore
+from lorikeet.catalog.writer import CatalogWriter
 from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound
 
 T = TypeVar("T")
-
-_ATTEMPTS = 20
-_LONGEST_PAUSE_S = 1.0
 
 
 def blob_key(digest: str) -> str:
@@ -54,30 +41,12 @@ def blob_key(digest: str) -> str:
     return f"blobs/{digest[:2]}/{digest}"
 
 
-class AdapterCatalog(CatalogReader):
+class AdapterCatalog(CatalogWriter):
     """The catalog in one store, for any number of threads; other processes may write too.
 
     Each change refreshes first, names its `actor` for the audit trail, and raises Conflict if too
     many others keep changing the catalog meanwhile.
     """
-
-    def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
-        super().__init__(store)
-        self._clock = clock
-        self._writing = threading.Lock()  # one process need not race with itself
-
-    @classmethod
-    def init(
-        cls, store: ObjectStore, *, actor: str = "init", clock: Callable[[], float] = time.time
-    ) -> "AdapterCatalog":
-        """Make the catalog of an empty store. Raises Conflict when there is one."""
-        catalog = cls(store, clock)
-        try:
-            entry = catalog._log.append(0, actor, clock(), [CatalogCreated()])
-        except Conflict as error:
-            raise Conflict(f"there already is a catalog at {store.url}") from error
-        catalog._view.advance([entry])
-        return catalog
 
     def create_tenant(
         self, name: str, max_concurrent: int | None = None, *, actor: str
@@ -326,25 +295,6 @@ class AdapterCatalog(CatalogReader):
                     f"the blob of version {version.version}, {version.digest}, was retired so "
                     "long ago that it is collected: register it again"
                 ) from error
-
-    def _commit(self, actor: str, decide: Callable[[CatalogState], rules.Changes]) -> CatalogState:
-        """Append what `decide` answers; the state right after it, or as it is without changes."""
-        with self._writing:
-            for attempt in range(_ATTEMPTS):
-                self.refresh()
-                state, changes = self.ask(lambda state: (state, decide(state)))
-                if not changes:
-                    return state
-                try:
-                    entry = self._log.append(state.seq, actor, self._clock(), changes)
-                except Conflict:
-                    time.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, 0.05 * 2**attempt)))
-                    continue
-                self._view.advance([entry])
-                return fold(state, [entry])
-        raise Conflict(
-            f"others changed the catalog first, {_ATTEMPTS} times in a row: try again later"
-        )
 
 
 def _check_count(value: int | None, param: str) -> None:
