@@ -97,6 +97,10 @@ def test_a_pin_that_names_nothing_or_is_served_nowhere_is_said():
     assert shortfall.reason == "no replica of tiny reports"
 
 
+def test_a_pin_of_a_tenant_without_adapters_lacks_nothing():
+    assert place(Promise(promise(SUPPORT, LEGAL).pin, ())).shortfalls == ()
+
+
 def test_the_higher_priority_is_kept_then_the_older_pin():
     promises = [
         promise(SUPPORT, priority=0, created=1.0),

@@ -95,7 +95,7 @@ class _Draft:
 
     def keep(self, promise: Promise) -> Iterator[Shortfall]:
         """Keep what fits, and say what does not."""
-        if not promise.versions:
+        if not promise.versions and promise.pin.name is not None:
             yield Shortfall(promise.pin, None, "it names no version that can be used")
         for version in promise.versions:
             reason = self._charge(version) or self._place(version, promise.pin)
