@@ -38,7 +38,8 @@ def download(size_bytes: int, path: Path, read: ReadRange) -> str:
                 for piece in read(at, min(at + RANGE_BYTES, size_bytes)):
                     _write(file.fileno(), piece, at)
                     at += len(piece)
-                    written.advance(number, at)
+                    if not written.advance(number, at):
+                        return
             except BaseException as error:
                 written.fail(error)
 
@@ -56,16 +57,17 @@ class _Written:
     def __init__(self, starts: range, size_bytes: int) -> None:
         self._ends = list(starts)  # of what is written, in each range
         self._size_bytes = size_bytes
+        self._awaited = 0  # the range that is hashed: news of others wake nobody
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
 
-    def advance(self, number: int, end: int) -> None:
-        """A range is written up to `end`. Raises what another range failed with."""
+    def advance(self, number: int, end: int) -> bool:
+        """A range is written up to `end`; whether to go on, since no other has failed."""
         with self._changed:
-            if self._failure is not None:
-                raise self._failure
             self._ends[number] = end
-            self._changed.notify()
+            if number == self._awaited:
+                self._changed.notify()
+            return self._failure is None
 
     def fail(self, error: BaseException) -> None:
         """A range cannot be had: no other need go on."""
@@ -77,6 +79,7 @@ class _Written:
         """Wait until more than `at` bytes are written without a gap; how many at least."""
         number = at // RANGE_BYTES
         with self._changed:
+            self._awaited = number
             self._changed.wait_for(lambda: self._failure or self._ends[number] > at)
             if self._failure is not None:
                 raise self._failure

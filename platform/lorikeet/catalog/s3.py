@@ -7,13 +7,15 @@ AWS_ACCESS_KEY_ID, a role and so on.
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 
 import boto3
 from boto3.exceptions import Boto3Error
 from boto3.s3.transfer import TransferConfig
+from botocore.awsrequest import AWSRequest
 from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
@@ -24,6 +26,8 @@ from botocore.exceptions import (
     NoCredentialsError,
     PartialCredentialsError,
 )
+from botocore.exceptions import ConnectionError as HTTPConnectionError
+from botocore.response import StreamingBody
 
 from lorikeet.catalog import ranges
 from lorikeet.catalog.s3_answers import explain, is_conflict
@@ -118,7 +122,12 @@ class S3Store:
     def download(self, key: str, path: Path) -> str:
         """See ObjectStore."""
         with self._errors(key):
-            return ranges.download(self.size(key), path, partial(self._read, key))
+            size = self.size(key)
+            # Signed once: boto3 needs as long to sign a request as a megabyte needs to arrive.
+            address = self._client.generate_presigned_url(
+                "get_object", Params={"Bucket": self._bucket, "Key": self._key(key)}
+            )
+            return ranges.download(size, path, partial(self._read, key, address))
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
         """See ObjectStore."""
@@ -157,12 +166,10 @@ class S3Store:
                     key = found["Key"].removeprefix(self._prefix)
                     yield StoredObject(key, found["Size"], found["LastModified"].timestamp())
 
-    def _read(self, key: str, start: int, end: int) -> Iterator[bytes]:
+    def _read(self, key: str, address: str, start: int, end: int) -> Iterator[bytes]:
         """The bytes of a range; goes on from where a connection broke."""
         for attempt in range(_ATTEMPTS):
-            body = self._client.get_object(
-                Bucket=self._bucket, Key=self._key(key), Range=f"bytes={start}-{end - 1}"
-            )["Body"]
+            body = self._range(key, address, f"bytes={start}-{end - 1}")
             try:
                 while piece := body.read(_PIECE):
                     yield piece
@@ -172,6 +179,19 @@ class S3Store:
                 if attempt == _ATTEMPTS - 1:
                     raise
                 time.sleep(_pause(attempt))
+
+    def _range(self, key: str, address: str, wanted: str) -> StreamingBody:
+        """A range from the signed address, or else from boto3, which knows what went wrong."""
+        request = AWSRequest("GET", address, headers={"Range": wanted}, stream_output=True)
+        http = self._client._endpoint.http_session  # type: ignore[attr-defined]  # proxies, TLS
+        with suppress(HTTPClientError, HTTPConnectionError):
+            got = http.send(request.prepare())
+            if got.status_code == HTTPStatus.PARTIAL_CONTENT:
+                return StreamingBody(got.raw, got.headers["Content-Length"])
+            got.raw.drain_conn()
+        return self._client.get_object(Bucket=self._bucket, Key=self._key(key), Range=wanted)[
+            "Body"
+        ]
 
     def _key(self, key: str) -> str:
         return self._prefix + check_key(key)
