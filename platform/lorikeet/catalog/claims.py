@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 from lorikeet.catalog.store import ObjectStore
-from lorikeet.errors import Conflict, ObjectNotFound
+from lorikeet.errors import Conflict, ObjectExists, ObjectNotFound
 
 MARKS = "collecting/"
 MARK_LASTS_S = 300.0
@@ -53,7 +53,7 @@ def marked(store: ObjectStore, keys: Sequence[str], run: str) -> Iterator[None]:
     marks = [_marks(key) + run for key in keys]
     with ThreadPoolExecutor(_AT_ONCE) as workers:
         try:
-            list(workers.map(lambda mark: store.put_if_absent(mark, b""), marks))
+            list(workers.map(lambda mark: _put(store, mark), marks))
             yield
         finally:
             list(workers.map(store.delete, marks))
@@ -69,10 +69,15 @@ def _renew(store: ObjectStore, key: str, put: Callable[[], None] | None) -> None
         put()
 
 
+def _put(store: ObjectStore, mark: str) -> None:
+    with suppress(ObjectExists):  # the answer to the first try was lost
+        store.put_if_absent(mark, b"")
+
+
 def _marked(store: ObjectStore, key: str) -> bool:
     dead = time.time() - MARK_LASTS_S
     return any(mark.modified > dead for mark in store.scan(_marks(key)))
 
 
 def _marks(key: str) -> str:
-    return f"{MARKS}{key}/"
+    return f"{MARKS}{key.replace('/', '-')}."

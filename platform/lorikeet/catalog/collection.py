@@ -71,8 +71,9 @@ class GarbageCollector:
 
     def _blobs(self, in_flight: Set[str]) -> Iterator[StoredObject]:
         retired = self._lately_retired()
-        needed = in_flight | self._catalog.ask(lambda state: _needed(state, retired))
-        return (found for found in self._old(BLOBS) if _name(found) not in needed)
+        needed = self._catalog.ask(lambda state: _needed(state, retired))
+        blobs = ((_name(found), found) for found in self._old(BLOBS))
+        return (found for name, found in blobs if name not in needed and name not in in_flight)
 
     def _lately_retired(self) -> Adapters:
         """The adapters some version of which was retired within the grace period."""
