@@ -284,3 +284,20 @@ def test_no_name_in_an_address_leads_elsewhere(
     answer = unchanged.admin(method, address)
     assert error_of(answer, 400)["param"] == param
     assert unchanged.catalog.refresh() is before
+
+
+def test_adapters_are_listed_page_by_page(gateway: Gateway) -> None:
+    for number in range(4):
+        gateway.register(f"globex/a{number}", seed=number)
+    gateway.register("acme/zebra", seed=9)
+    names: list[str] = []
+    after = ""
+    while after is not None:
+        page = gateway.admin("GET", f"/adapters?limit=4&after={after}").json()
+        names += [adapter["adapter"] for adapter in page["data"]]
+        assert len(page["data"]) <= 4
+        after = page["next"]
+    assert names == ["acme/support", "acme/zebra", *(f"globex/a{number}" for number in range(4))]
+    page = gateway.admin("GET", "/adapters?tenant=globex&after=globex/a1").json()
+    assert [adapter["adapter"] for adapter in page["data"]] == ["globex/a2", "globex/a3"]
+    assert gateway.admin("GET", "/adapters?limit=1001").status_code == 400

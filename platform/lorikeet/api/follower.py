@@ -20,6 +20,7 @@ LONGEST_WAIT_S = 2.0
 """A store that hangs delays the answer to an unknown name by this much and nothing else."""
 _READERS = 8
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 
@@ -63,8 +64,11 @@ class CatalogFollower:
         Raises StoreError if parts that it needs cannot be read.
         """
         await self.refreshed()
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._surveyors, self._catalog.ask, question)
+        return await self.in_thread(self._catalog.ask, question)
+
+    async def in_thread(self, work: Callable[[A], T], argument: A) -> T:
+        """What takes long, in one of the threads for that."""
+        return await asyncio.get_running_loop().run_in_executor(self._surveyors, work, argument)
 
     async def follow(self) -> None:
         """Refresh every interval, until cancelled."""

@@ -7,7 +7,6 @@ parts have equal bytes.
 
 import json
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from lorikeet.catalog.records import (
@@ -24,8 +23,6 @@ from lorikeet_engine.adapter import Residency
 
 SCHEMA = 1
 """Raised whenever an older reader could misread what is written."""
-
-_DECODED_TENANTS = 1024  # some 100 KB each with 100 adapters: 100 MB
 
 Json = Any
 
@@ -46,7 +43,6 @@ def encode_holdings(holdings: Holdings) -> bytes:
     )
 
 
-@lru_cache(_DECODED_TENANTS)
 def decode_holdings(tenant: str, data: bytes) -> Holdings:
     """What encode_holdings wrote."""
     limit, pin_budget, rank, adapter_bytes, created, key_ids, adapters = json.loads(data)

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lorikeet.catalog.changes import Entry
+from lorikeet.catalog.holdings_cache import HoldingsCache
 from lorikeet.catalog.part_format import (
     SCHEMA,
     compact,
-    decode_holdings,
     encode_holdings,
     key_of,
     key_row,
@@ -27,6 +27,8 @@ from lorikeet.errors import StoreError
 PARTS = 256
 COMMON = PARTS
 """The number of the part that concerns all tenants: what is shared, pins, admins' keys."""
+
+_LATELY_READ = HoldingsCache(most_bytes=16 * 2**20)  # some 80,000 adapters
 
 
 def part_of(name: str) -> int:
@@ -53,7 +55,7 @@ class Part:
     def holdings(self, tenant: str) -> Holdings | None:
         """What a tenant has; None without such a tenant."""
         held = self.tenants.get(tenant)
-        return decode_holdings(tenant, held) if isinstance(held, bytes) else held
+        return _LATELY_READ.decode(tenant, held) if isinstance(held, bytes) else held
 
 
 @dataclass(frozen=True, slots=True)

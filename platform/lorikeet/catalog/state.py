@@ -65,12 +65,22 @@ class CatalogState:
             raise UnknownModel(f"There is no adapter {f'{tenant}/{name}'!r}: register it first.")
         return record
 
-    def adapters(self, tenant: str | None = None) -> Iterator[AdapterRecord]:
-        """Every adapter, or one tenant's, retired ones too; by tenant and name."""
+    def adapters(
+        self, tenant: str | None = None, after: tuple[str, str] = ("", "")
+    ) -> Iterator[AdapterRecord]:
+        """Every adapter, or one tenant's, retired ones too; by tenant and name.
+
+        after: the tenant and name after which to begin.
+        """
         tenants = self._tenant_names() if tenant is None else [tenant]
         self._need(map(part_of, tenants))
-        groups = (held.adapters for owner in tenants if (held := self.holdings(owner)))
-        return (group[name] for group in groups for name in sorted(group))
+        return (
+            held.adapters[name]
+            for owner in tenants
+            if owner >= after[0] and (held := self.holdings(owner))
+            for name in sorted(held.adapters)
+            if (owner, name) > after
+        )
 
     def visible_to(self, tenant: str) -> tuple[AdapterRecord, ...]:
         """What this tenant may use now: its own adapters and shared ones, none retired."""

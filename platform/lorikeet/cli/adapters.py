@@ -47,13 +47,18 @@ def list_adapters(
 
     Example: `lorikeet list --tenant acme`
     """
-    answer = admin(ctx).get("/adapters", {"tenant": tenant, **(as_of or {})})
+    adapters: list[dict[str, Any]] = []
+    page: dict[str, Any] = {"next": ""}
+    while page["next"] is not None:
+        query = {"tenant": tenant, "after": page["next"] or None, **(as_of or {})}
+        page = admin(ctx).get("/adapters", query)
+        adapters += page["data"]
     if as_json:
-        print_json(answer)
+        print_json({"data": adapters})
         return
     print_table(
         ["Adapter", "Aliases", "#Versions", "#Rank", "#Blob", "#On GPU", "Base model", "State"],
-        [_summary(adapter) for adapter in answer["data"]],
+        list(map(_summary, adapters)),
         empty="No adapters yet: `lorikeet register FOLDER tenant/name` adds one.",
     )
 

@@ -1,11 +1,13 @@
 """Admin routes: list, promote, roll back, retire adapters."""
 
+from itertools import islice
 from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic import Field
+from starlette.responses import Response
 
-from lorikeet.api.admin.documents import adapter_json, version_json
+from lorikeet.api.admin.documents import adapter_json, list_answer, version_json
 from lorikeet.api.admin.history import Moment
 from lorikeet.api.body import Body, json_body
 from lorikeet.api.follower import CatalogFollower
@@ -14,6 +16,9 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_name
 from lorikeet.catalog.records import AdapterRecord
 from lorikeet.catalog.state import CatalogState
+
+MOST_LISTED = 1000
+"""Adapters of one answer."""
 
 Version = Annotated[int, Field(ge=1)]
 
@@ -51,14 +56,24 @@ def adapter_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRou
     """Everything but the upload of a version."""
     router = APIRouter(prefix="/adapters")
 
-    @router.get("")
-    async def list_adapters(as_of: Moment, tenant: str | None = None) -> dict[str, Any]:
-        def listed(state: CatalogState) -> list[dict[str, Any]]:
+    @router.get("", response_model=None)
+    async def list_adapters(
+        as_of: Moment,
+        tenant: str | None = None,
+        after: str = "",
+        limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = MOST_LISTED,
+    ) -> Response:
+        """`after`, tenant/name, is the `next` of the page before; null is the end."""
+
+        def listed(state: CatalogState) -> Response:
             if tenant is not None:
                 state.tenant(check_name(tenant, "tenant"))
-            return list(map(adapter_json, state.adapters(tenant)))
+            owner, _, name = after.partition("/")
+            page = list(islice(state.adapters(tenant, (owner, name)), limit))
+            further = page[-1].label if len(page) == limit else None
+            return list_answer(map(adapter_json, page), next=further)
 
-        return {"data": await as_of.survey(catalog, follower, listed)}
+        return await as_of.survey(catalog, follower, listed)
 
     @router.get("/{tenant}/{name}")
     async def show(as_of: Moment, tenant: str, name: str) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """The catalog's records as JSON."""
 
+import json
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import TypeAdapter
+from starlette.responses import Response
 
 from lorikeet.catalog.changes import Entry
 from lorikeet.catalog.records import (
@@ -22,6 +25,11 @@ from lorikeet_engine.request import AdapterReport
 Json = dict[str, Any]
 
 _ENTRY = TypeAdapter(Entry)
+
+
+def list_answer(rows: Iterable[Json], **more: Any) -> Response:
+    """{"data": rows, …} as an answer: made where rows are, in a thread, since lists are long."""
+    return Response(json.dumps({"data": list(rows), **more}), media_type="application/json")
 
 
 def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:

@@ -1,6 +1,5 @@
 """Admin routes: the log, restoring what was retired, snapshots; and questions of the past."""
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -13,9 +12,10 @@ from lorikeet.api.body import Body, json_body
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Actor
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.history import Wanted
+from lorikeet.catalog.history import History, Wanted
 from lorikeet.catalog.names import check_name
 from lorikeet.catalog.state import CatalogState
+from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import InvalidInput
 
 MOST_ENTRIES = 1000
@@ -48,13 +48,14 @@ class AsOf:
         if self.seq is None and self.time is None:
             return await follower.survey(question)
         await follower.refreshed()
-        return await asyncio.to_thread(self._ask, catalog, question)
+        view = await follower.in_thread(self._view, catalog.history)
+        return await follower.in_thread(view.ask, question)
 
-    def _ask(self, catalog: AdapterCatalog, question: Callable[[CatalogState], T]) -> T:
+    def _view(self, history: History) -> CatalogView:
         if self.seq is not None:
-            return catalog.history.as_of(self.seq).ask(question)
+            return history.as_of(self.seq)
         assert self.time is not None
-        return catalog.history.as_of_time(self.time).ask(question)
+        return history.as_of_time(self.time)
 
 
 async def _moment(as_of_seq: Seq | None = None, as_of_time: UnixTime | None = None) -> AsOf:
@@ -87,7 +88,9 @@ def history_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRou
                 check_name(value, param)
         wanted = Wanted(tenant=tenant, name=name, actor=actor, since=since)
         await follower.refreshed()
-        found = await asyncio.to_thread(catalog.history.find, wanted, limit, before)
+        found = await follower.in_thread(
+            lambda history: history.find(wanted, limit, before), catalog.history
+        )
         return {"data": list(map(entry_json, found.entries)), "before": found.before}
 
     @router.post("/adapters/{tenant}/{name}/restore")

@@ -4,15 +4,15 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
+from starlette.responses import Response
 
-from lorikeet.api.admin.documents import key_json
+from lorikeet.api.admin.documents import key_json, list_answer
 from lorikeet.api.body import Body, json_body
 from lorikeet.api.errors import CREATED
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Actor
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
-from lorikeet.catalog.state import CatalogState
 
 
 class AdminKey(Body):
@@ -25,9 +25,9 @@ def key_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRouter:
     """List all keys, make an admin's, revoke any."""
     router = APIRouter(prefix="/keys")
 
-    @router.get("")
-    async def list_keys() -> dict[str, Any]:
-        return {"data": list(map(key_json, await follower.survey(CatalogState.keys)))}
+    @router.get("", response_model=None)
+    async def list_keys() -> Response:
+        return await follower.survey(lambda state: list_answer(map(key_json, state.keys())))
 
     @router.post("", status_code=CREATED)
     def create(wanted: Annotated[AdminKey, json_body(AdminKey)], actor: Actor) -> dict[str, Any]:

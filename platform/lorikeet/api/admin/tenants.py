@@ -4,15 +4,15 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
+from starlette.responses import Response
 
-from lorikeet.api.admin.documents import key_json, tenant_json
+from lorikeet.api.admin.documents import key_json, list_answer, tenant_json
 from lorikeet.api.body import Body, json_body
 from lorikeet.api.errors import CREATED
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Actor
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
-from lorikeet.catalog.state import CatalogState
 
 
 class Limit(Body):
@@ -50,9 +50,9 @@ def tenant_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRout
     """List, make and limit tenants; list and make their keys."""
     router = APIRouter(prefix="/tenants")
 
-    @router.get("")
-    async def list_tenants() -> dict[str, Any]:
-        return {"data": list(map(tenant_json, await follower.survey(CatalogState.tenants)))}
+    @router.get("", response_model=None)
+    async def list_tenants() -> Response:
+        return await follower.survey(lambda state: list_answer(map(tenant_json, state.tenants())))
 
     @router.post("", status_code=CREATED)
     def create(wanted: Annotated[Tenant, json_body(Tenant)], actor: Actor) -> dict[str, Any]:
