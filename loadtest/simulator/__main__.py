@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from loadtest.simulator.goals import USUAL, goals, trials
+from loadtest.simulator.goals import USUAL, goals, scenarios, trials
 from loadtest.simulator.outcome import COLUMNS, ORACLE, Outcome, measure, measure_all, table
 from loadtest.simulator.routers import ROUTERS
 from loadtest.simulator.traffic import Scenario
@@ -53,8 +53,8 @@ def _goals(path: Path | None, processes: int) -> int:
     measured = measure_all(list(planned.values()), processes)
     for (name, router), outcome in zip(planned, measured, strict=True):
         found[name][router] = outcome
-    for name, of_router in found.items():
-        print(f"\n{name}\n\n{_outcomes(of_router.values())}")
+        if len(found[name]) == len(planned) // len(scenarios()):
+            print(f"\n{name}\n\n{_outcomes(found[name].values())}", flush=True)
     results = list(goals(found))
     rows = [
         (goal.against, goal.where, goal.what, goal.wanted, f"{goal.value:.2f}", _verdict(goal.met))

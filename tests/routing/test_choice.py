@@ -73,7 +73,7 @@ def test_a_load_overlaps_with_the_wait_for_a_seat():
     free, full = load(waiting=0, waiting_tokens=0), load(waiting_tokens=40_000)
     added_when_free_s = cost_s(load=free, tier=Residency.DISK) - cost_s(load=free)
     added_when_full_s = cost_s(load=full, tier=Residency.DISK) - cost_s(load=full)
-    assert added_when_free_s > added_when_full_s == pytest.approx(COSTS.miss_s)
+    assert added_when_free_s > added_when_full_s == pytest.approx(COSTS.copy_s)
 
 
 def test_the_base_model_goes_where_least_is_to_do():

@@ -78,4 +78,5 @@ def expected_cost_s(work: Work, option: Option[R], costs: Costs) -> float:
     load_s = costs.loads.load_s(option.tier, load.loading_bytes + work.adapter_bytes)
     if load.room_bytes < work.adapter_bytes:  # until some answer ends
         load_s += costs.answer_tokens * step_s / max(1, load.running)
-    return cost_s + max(wait_s, load_s) + costs.miss_s * (1.0 + option.lost_uses)
+    price_s = costs.copy_s + costs.lost_use_s * option.lost_uses
+    return cost_s + max(wait_s, load_s) + price_s

@@ -82,14 +82,17 @@ class Costs:
     """All of them, and what a second is worth to whom.
 
     others: a second by which a request delays another's answer, in seconds of its own first token.
-    miss_s: what one more miss, later, is worth. answer_tokens: an answer's length, not known ahead.
+    copy_s: what it is worth not to load an adapter. lost_use_s: for each use of late of what is
+    evicted for it, about a load from the disk. answer_tokens: an answer's length, not known ahead.
+    docs/routing.md has what other values of the three did.
     """
 
     steps: StepCosts = StepCosts()
     loads: LoadCosts = LoadCosts()
     answer_tokens: float = 220.0  # mean of Azure's conversations
     others: float = 0.1
-    miss_s: float = 0.2
+    copy_s: float = 0.2
+    lost_use_s: float = 0.03
 
 
 H200_LLAMA_8B = Costs()
