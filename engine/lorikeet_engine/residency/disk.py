@@ -154,7 +154,7 @@ class DiskCache:
             if digest != ref.digest:
                 raise AdapterLoadFailed(
                     f"{ref}: what was fetched has digest {digest}, not {ref.digest}: the stored "
-                    "blob is damaged; register the adapter again",
+                    "blob is damaged; remove it from the store and register the adapter again",
                     adapter=str(ref),
                 )
 
