@@ -44,9 +44,10 @@ def fill_catalog(settings: Settings, keys_folder: Path) -> DemoKeys:
     else:
         keys = _create_keys(catalog)
         _write_keys(keys, keys_folder)
-    there = {(record.tenant, record.name) for record in catalog.refresh().adapters()}
+    catalog.refresh()
+    there = {record.label for record in catalog.ask(lambda state: state.adapters())}
     for task in TASKS:
-        if (task.tenant, task.name) not in there:  # also after a start that was interrupted
+        if f"{task.tenant}/{task.name}" not in there:  # also after a start that was interrupted
             _register(catalog, settings, task)
     return keys
 

@@ -9,9 +9,11 @@ import pytest
 
 from lorikeet.catalog import AdapterCatalog, ObjectStore, Scope, VersionRecord, secret_sha256
 from lorikeet.catalog.local import LocalStore
+from lorikeet.catalog.log import Log
 from lorikeet.catalog.parts import PARTS, NotRead, Unread, part_of, part_to_bytes
 from lorikeet.catalog.snapshots import Snapshots
 from lorikeet.catalog.state import CatalogState
+from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import StoreError, UnknownModel
 from tests.catalog.mortal import Crash, Mortal
 
@@ -210,6 +212,26 @@ def test_a_reader_whose_snapshot_was_collected_turns_to_a_newer_one(tmp_path: Pa
 
     assert reader.ask(lambda state: state.tenant("t3")).max_concurrent == 7
     assert contents(reader) == contents(writer)
+
+
+def test_an_older_snapshot_that_comes_late_takes_nothing_away(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    writer = filled(store)
+    writer.snapshot()
+    snapshots = Snapshots(store)
+    older = snapshots.newest()
+    view = CatalogView(snapshots)
+    assert older is not None
+    view.begin(older)
+    writer.limit_tenant("t3", 7, actor="ann")
+    writer.snapshot()
+    newer = snapshots.newest()
+    assert newer is not None
+    view.advance(Log(store).read(older.seq))
+    view.rebase(newer)
+    view.rebase(older)
+
+    assert view.ask(lambda state: state.tenant("t3")).max_concurrent == 7
 
 
 def test_old_snapshots_stay_readable(tmp_path: Path) -> None:

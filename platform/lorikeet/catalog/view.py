@@ -25,6 +25,7 @@ class CatalogView:
     def __init__(self, snapshots: Snapshots, state: CatalogState | None = None) -> None:
         self._snapshots = snapshots
         self._state = state or CatalogState()
+        self._base_seq = self._state.seq  # of the snapshot that unread parts lie in
         self._changing = threading.Lock()  # held while computing, never while reading the store
 
     @property
@@ -62,6 +63,7 @@ class CatalogView:
         with self._changing:
             if self._state.seq == 0:
                 self._state = manifest.state()
+                self._base_seq = manifest.seq
 
     def rebase(self, manifest: Manifest, written: CatalogState | None = None) -> None:
         """From now on read parts from this snapshot, which covers no more than the state.
@@ -70,6 +72,9 @@ class CatalogView:
         """
         with self._changing:
             assert manifest.seq <= self._state.seq
+            if manifest.seq < self._base_seq:
+                return  # another thread came first, with a newer one
+            self._base_seq = manifest.seq
             parts = list(map(partial(_rebased, manifest.seq), self._state.parts, manifest.parts))
             for number, part in enumerate(written.parts if written else ()):
                 if part is parts[number] and isinstance(part, Part):
