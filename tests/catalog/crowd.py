@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -74,6 +75,8 @@ def _start(store: ObjectStore, folder: Path, name: str) -> int:
             with (folder / name).open("a") as said:
                 said.write(line + "\n")
         status = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(status)  # the parent's clean-up is not ours
 
@@ -93,8 +96,12 @@ def work(catalog: AdapterCatalog, folder: Path, name: str) -> Iterator[str]:
             data = f"{name} {number}".encode()
             blob.write_bytes(data)
             facts = BlobFacts(hashlib.sha256(data).hexdigest(), len(data), 8, "demo")
-            version = catalog.register(tenant, adapter, blob, facts, actor=name)
-            yield f"registered {tenant}/{adapter} {version.version} {facts.digest}"
+            try:
+                version = catalog.register(tenant, adapter, blob, facts, actor=name)
+            except Conflict:  # sixty others came first
+                yield "conflict"
+            else:
+                yield f"registered {tenant}/{adapter} {version.version} {facts.digest}"
         else:
             catalog.refresh()
             record = catalog.ask(lambda state, t=tenant, a=adapter: state.adapter(t, a))  # type: ignore[misc]

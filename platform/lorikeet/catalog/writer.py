@@ -19,7 +19,7 @@ from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store import ObjectStore
 from lorikeet.errors import Conflict
 
-_ATTEMPTS = 20
+_ATTEMPTS = 60  # with sixteen writers at once, one in fifty would give up
 _LONGEST_PAUSE_S = 1.0
 
 
