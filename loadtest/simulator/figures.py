@@ -35,7 +35,7 @@ _PANELS: dict[str, Callable[[dict[str, Any]], float]] = {
 def draw(outcomes: list[dict[str, Any]], replicas: int, path: Path) -> None:
     """Each panel over Zipf's exponent, a line for each router. outcomes: as `goals` writes them."""
     found = {(one["where"], one["router"]): one for one in outcomes}
-    figure, axes = plt.subplots(1, len(_PANELS), figsize=(14, 3.6), layout="constrained")
+    figure, axes = plt.subplots(1, len(_PANELS), figsize=(14, 4.0), layout="constrained")
     for axis, (label, value) in zip(axes, _PANELS.items(), strict=True):
         for router, colour in _COLOURS.items():
             heights = [value(found[scenario_name(replicas, s), router]) for s in EXPONENTS]
@@ -44,7 +44,8 @@ def draw(outcomes: list[dict[str, Any]], replicas: int, path: Path) -> None:
         axis.set_xlabel("Zipf's s")
         if label != "max / mean load":
             axis.set_yscale("log")
-    axes[0].legend(frameon=False)
+    lines, labels = axes[0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
