@@ -146,7 +146,7 @@ def test_a_graph_says_what_the_plain_pass_says(engine):
     answers.all()
     assert not answers.errors
     tokens, rows, segments = zip(*twice.compared, strict=True)
-    assert set(rows) >= {1, 3, 7, 11}
+    assert set(rows) >= {1, 3, 7}
     assert set(segments) >= {1, 4, 5}
     assert max(tokens) > 100, "prompts and decodes share graphs too"
 
