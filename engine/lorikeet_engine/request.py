@@ -90,13 +90,19 @@ Output = Tokens | Failed
 
 @dataclass(frozen=True, slots=True)
 class AdapterReport:
-    """One adapter that this engine holds somewhere nearer than remote."""
+    """One adapter that this engine holds somewhere nearer than remote.
+
+    image_bytes: what it takes on the GPU, there or not; 0 while this engine has not seen its image.
+    uses: how often it was used lately, as the eviction policy counts.
+    """
 
     ref: AdapterRef
     residency: Residency
     gpu_bytes: int
     leases: int
     pinned: bool
+    image_bytes: int = 0
+    uses: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
