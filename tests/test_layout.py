@@ -29,6 +29,7 @@ def test_platform_is_no_package_or_it_would_shadow_the_standard_librarys():
         "lorikeet.cli",
         "lorikeet.placement.plan",
         "lorikeet.routing.ranking",
+        "lorikeet.simulator.outcome",
     ],
 )
 def test_what_needs_no_tensors_loads_no_torch_and_no_ray(module):

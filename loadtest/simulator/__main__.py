@@ -14,10 +14,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from loadtest.simulator.baselines import ROUTERS
 from loadtest.simulator.goals import USUAL, goals, scenarios, trials
-from loadtest.simulator.outcome import COLUMNS, ORACLE, Outcome, measure, measure_all, table
-from loadtest.simulator.routers import ROUTERS
-from loadtest.simulator.traffic import Scenario
+from loadtest.simulator.trial import COLUMNS, ORACLE, measure, measure_all, table
+from loadtest.workload import DATA
+from lorikeet.simulator.outcome import Outcome
+from lorikeet.simulator.traffic import Scenario
 
 # A tenth of a percent of the adapters is room for 100 on each GPU: 16 GB.
 LARGE = Scenario(
@@ -100,12 +102,17 @@ def _arguments() -> argparse.Namespace:
     parts["goals"].add_argument("--processes", type=int, default=2)
     for name in ("run", "large"):
         parts[name].add_argument("--router", choices=[*ROUTERS, ORACLE], default="lorikeet")
+    kinds = {"rate_per_s": float, "trace": _trace}
     for name, default in _options().items():
-        kind = float if default is None and name == "rate_per_s" else type(default)
-        kind = str if name == "trace" else kind
+        kind = kinds.get(name, type(default))
         flag = "--" + name.replace("_", "-")
         parts["run"].add_argument(flag, type=kind, default=default, help=f"default {default}")
     return parser.parse_args()
+
+
+def _trace(name: str) -> Path:
+    """Of the recorded ones."""
+    return DATA / f"azure_llm_2023_{name}.csv"
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from loadtest.simulator.outcome import ALL_RESIDENT, ORACLE, Outcome, Trial
-from loadtest.simulator.traffic import Scenario
+from loadtest.simulator.trial import ALL_RESIDENT, ORACLE, Trial
+from lorikeet.simulator.outcome import Outcome
+from lorikeet.simulator.traffic import Scenario
 
 EXPONENTS = (0.8, 1.0, 1.2, 1.5)
 OURS = "lorikeet"

@@ -6,7 +6,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from loadtest.simulator.traffic import Scenario
+from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.popularity import Ints
 
 

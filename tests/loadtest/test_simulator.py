@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from loadtest.simulator.fleet import Fleet
-from loadtest.simulator.memory import Arena, Link
+from loadtest.simulator.baselines import ROUTERS
 from loadtest.simulator.oracle import oracle
-from loadtest.simulator.routers import ROUTERS
-from loadtest.simulator.traffic import Scenario
 from lorikeet.routing.costs import H200_LLAMA_8B
+from lorikeet.simulator.fleet import Fleet
+from lorikeet.simulator.memory import Arena, Link
+from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.popularity import Zipf
 from lorikeet_engine.residency.eviction import LeastRecentlyUsed, LeastUsedForItsSize
 
@@ -26,7 +26,7 @@ def run(scenario, router="lorikeet", policy=None):
 
 def fixed_lengths(monkeypatch, prompt, answer):
     draws = {"conv": _Fixed(prompt, answer)}
-    monkeypatch.setattr("loadtest.simulator.traffic._LENGTHS", draws)
+    monkeypatch.setattr("lorikeet.simulator.traffic.LENGTHS", draws)
 
 
 class _Fixed:

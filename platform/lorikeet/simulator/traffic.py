@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
-from loadtest.workload import DATA
 from lorikeet.routing.costs import H200_LLAMA_8B, Costs, capacity_per_s
 from lorikeet_engine.popularity import (
     AZURE_CODE,
@@ -21,7 +21,7 @@ from lorikeet_engine.popularity import (
 )
 
 BYTES_PER_RANK = 5_242_880  # Llama-3.1-8B, all 7 linears, bf16
-_LENGTHS = {"conv": AZURE_CONV, "code": AZURE_CODE}
+LENGTHS = {"conv": AZURE_CONV, "code": AZURE_CODE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,12 @@ class Scenario:
     """Traffic and the fleet under it.
 
     popularity: as parse_popularity reads it. load: share of what the replicas could answer with
-    full batches; rate_per_s goes before it. cv: of the arrivals' gaps; trace: "conv" or "code"
-    instead. gpu_room, host_room, disk_room: of each replica, as shares of all adapters' bytes; each
-    disk begins full, of some. hot_share: of the requests, for one adapter; base_share: for none.
-    Nothing that arrives in the first warm_up_s is counted. gateways: routers that take turns; what
-    each knows of replicas' loads, but for what it sent itself, is up to news_s old.
+    full batches; rate_per_s goes before it. cv: of the arrivals' gaps. trace: recorded traffic
+    instead, as Trace.read reads it. gpu_room, host_room, disk_room: of each replica, as shares of
+    all adapters' bytes; each disk begins full, of some. hot_share: of the requests, for one
+    adapter; base_share: for none. Nothing that arrives in the first warm_up_s is counted. gateways:
+    routers that take turns; what each knows of replicas' loads, but for what it sent itself, is up
+    to news_s old.
     """
 
     adapters: int = 1000
@@ -55,7 +56,7 @@ class Scenario:
     load: float = 0.7
     rate_per_s: float | None = None
     cv: float = 1.0
-    trace: str | None = None
+    trace: Path | None = None
     lengths: str = "conv"
     context: int = 8192
     gpu_room: float = 0.05
@@ -87,7 +88,7 @@ class Scenario:
         if self.rate_per_s is not None:
             return self.rate_per_s
         rng = np.random.default_rng(0)
-        prompts, answers = cut_to_context(*_LENGTHS[self.lengths].draw(rng, 100_000), self.context)
+        prompts, answers = cut_to_context(*LENGTHS[self.lengths].draw(rng, 100_000), self.context)
         # The ranks of a step are at most those that fit on the GPU.
         ranks = min(int(self.ranks.sum() * self.gpu_room), 128 * int(self.ranks.mean()))
         per_replica = capacity_per_s(
@@ -100,9 +101,9 @@ class Scenario:
         rng = np.random.default_rng(self.seed)
         if self.trace is None:
             times_s = GammaArrivals(self.rate, self.cv).times(rng, self.duration_s)
-            lengths = _LENGTHS[self.lengths].draw(rng, len(times_s))
+            lengths = LENGTHS[self.lengths].draw(rng, len(times_s))
         else:
-            recorded = Trace.read(DATA / f"azure_llm_2023_{self.trace}.csv").at_rate(self.rate)
+            recorded = Trace.read(self.trace).at_rate(self.rate)
             recorded = recorded.until(self.duration_s)
             times_s, lengths = recorded.times_s, (recorded.inputs, recorded.outputs)
         adapters = choose_adapters(

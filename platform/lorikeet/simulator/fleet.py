@@ -8,9 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
-from loadtest.simulator.memory import Arena, ByteLru
-from loadtest.simulator.replica import Replica
-from loadtest.simulator.traffic import Scenario
+from lorikeet.simulator.memory import Arena, ByteLru
+from lorikeet.simulator.replica import Replica
+from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.popularity import Floats
 from lorikeet_engine.residency.eviction import EvictionPolicy
 

@@ -12,9 +12,9 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import Protocol
 
-from loadtest.simulator.memory import Arena, ByteLru, Link
 from lorikeet.routing.choice import Load
 from lorikeet.routing.costs import Costs
+from lorikeet.simulator.memory import Arena, ByteLru, Link
 from lorikeet_engine.adapter import Residency
 
 

@@ -1,0 +1,57 @@
+"""What a run came to, as numbers."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from lorikeet.simulator.fleet import Fleet
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of the requests that arrived after the warm-up. Without balance and times for the oracle.
+
+    hit_rate: share that found the adapter on the GPU, or needed none. cold_loads: onto GPUs.
+    balance: the work of the busiest replica over the mean, in the worst minute; work is the time
+    that prompts and tokens take in a full batch. ttft_p99_s and so on: to the first token.
+    """
+
+    router: str
+    requests: int
+    hit_rate: float
+    cold_loads: int
+    loaded_gb: float
+    ttft_p50_s: float = math.nan
+    ttft_p99_s: float = math.nan
+    balance: float = math.nan
+    balance_worst_minute: float = math.nan
+
+
+def count(router: str, fleet: Fleet) -> Outcome:
+    """The numbers of a fleet that has run."""
+    scenario, times_s = fleet.scenario, fleet.requests.times_s
+    counted = times_s >= scenario.warm_up_s
+    p50_s, p99_s = np.quantile(fleet.ttft_s[counted], [0.5, 0.99])
+    loads = [size for at_s, size in fleet.loads if at_s >= scenario.warm_up_s]
+    minutes = times_s // 60.0
+    whole = [counted & (minutes == minute) for minute in np.unique(minutes[counted])]
+    return Outcome(
+        router,
+        requests=int(counted.sum()),
+        hit_rate=float(fleet.hits[counted].mean()),
+        cold_loads=len(loads),
+        loaded_gb=sum(loads) / 1e9,
+        ttft_p50_s=float(p50_s),
+        ttft_p99_s=float(p99_s),
+        balance=_balance(fleet, counted),
+        balance_worst_minute=max(_balance(fleet, minute) for minute in whole),
+    )
+
+
+def _balance(fleet: Fleet, counted: np.ndarray) -> float:
+    steps, requests = fleet.scenario.costs.steps, fleet.requests
+    token_s = steps.decode_s(steps.max_running, 0) / steps.max_running
+    work_s = requests.prompts[counted] * steps.prompt_token_s + requests.answers[counted] * token_s
+    of_replica = np.bincount(fleet.served_by[counted], work_s, len(fleet.replicas))
+    return float(of_replica.max() / of_replica.mean())

@@ -1,0 +1,73 @@
+"""The product's choice of a replica, as each gateway makes it with what it knows."""
+
+from random import Random
+
+from lorikeet.routing.choice import Load, Option, Work, choose
+from lorikeet.routing.handful import Homes, handful
+from lorikeet.simulator.fleet import Fleet
+from lorikeet.simulator.replica import Replica
+
+
+class LeastCost:
+    """The product's: the least expected cost among a handful, as each gateway sees it."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = Random(seed)
+        self._homes: Homes | None = None
+        self._gateways: list[Gateway] = []
+
+    def route(self, fleet: Fleet, request: int, now_s: float) -> Replica:
+        """See Router."""
+        scenario, replicas = fleet.scenario, fleet.replicas
+        if self._homes is None:
+            self._homes = Homes([str(one.number) for one in replicas])
+            self._gateways = [Gateway(scenario.news_s) for _ in range(scenario.gateways)]
+        gateway = self._gateways[request % scenario.gateways]
+        adapter, prompt = fleet.adapter_of[request], fleet.prompts[request]
+        if adapter < 0:
+            work = Work(prompt)
+            few = handful((), (), replicas, self._rng)
+            options = [Option(one, gateway.load(one, now_s)) for one in few]
+        else:
+            work = Work(prompt, fleet.ranks[adapter], fleet.sizes[adapter])
+            near = fleet.on_host[adapter] or fleet.on_disk[adapter]
+            if not near:
+                near = [replicas[int(home)] for home in self._homes.of(fleet.names[adapter])]
+            few = handful(fleet.on_gpu[adapter], near, replicas, self._rng)
+            options = [_option(one, adapter, gateway.load(one, now_s), now_s) for one in few]
+        chosen = choose(work, options, scenario.costs)
+        load = gateway.load(chosen, now_s)
+        load.waiting += 1
+        load.waiting_tokens += prompt
+        return chosen
+
+
+class Gateway:
+    """What one gateway knows: loads as they were up to news_s ago, and what it sent since."""
+
+    def __init__(self, news_s: float) -> None:
+        self._news_s = news_s
+        self._seen: dict[int, tuple[float, Load]] = {}
+
+    def load(self, replica: Replica, now_s: float) -> Load:
+        """Of the replica; the caller adds what it sends there."""
+        seen = self._seen.get(replica.number)
+        if seen is None or now_s >= seen[0] + self._news_s:
+            now = replica.load
+            copied = Load(
+                now.running,
+                now.ranks,
+                now.waiting,
+                now.waiting_tokens,
+                now.loading_bytes,
+                now.room_bytes,
+            )
+            self._seen[replica.number] = seen = now_s, copied
+        return seen[1]
+
+
+def _option(replica: Replica, adapter: int, load: Load, now_s: float) -> Option[Replica]:
+    """Where adapters are is pushed when it changes, so a gateway knows it."""
+    tier, arena = replica.tier(adapter), replica.arena
+    lost = 0.0 if adapter in arena.residents else arena.lost_uses(adapter, now_s)
+    return Option(replica, load, tier, adapter in replica.decoding, lost)
