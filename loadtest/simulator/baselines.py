@@ -44,7 +44,7 @@ class Multiplexing:
         free = [replica for replica in holders if replica.outstanding < self._most]
         if not free:
             # Serve asks first those that have the fewest models; once they are full, any.
-            full = int(fleet.scenario.gpu_room * fleet.scenario.adapters * 0.9)
+            full = round(0.9 * fleet.setup.gpu_bytes / fleet.setup.sizes.mean())
             models = [min(full, len(one.arena.residents)) for one in fleet.replicas]
             fewest = min(models)
             pairs = zip(fleet.replicas, models, strict=True)

@@ -40,7 +40,7 @@ def measure(trial: Trial) -> Outcome:
     policy: EvictionPolicy = LeastRecentlyUsed()
     if name == "lorikeet" or name != router:
         policy = LeastUsedForItsSize()
-    fleet = Fleet(scenario, ROUTERS[name](scenario.seed), policy)
+    fleet = Fleet(scenario.setup(), scenario.requests(), ROUTERS[name](scenario.seed), policy)
     fleet.run()
     return count(router, fleet)
 

@@ -19,9 +19,14 @@ SMALL = Scenario(adapters=200, replicas=4, duration_s=90.0, warm_up_s=20.0, resh
 
 
 def run(scenario, router="lorikeet", policy=None):
-    fleet = Fleet(scenario, ROUTERS[router](scenario.seed), policy or LeastUsedForItsSize())
+    fleet = fleet_of(scenario, router, policy)
     fleet.run()
     return fleet
+
+
+def fleet_of(scenario, router="lorikeet", policy=None):
+    routed = ROUTERS[router](scenario.seed)
+    return Fleet(scenario.setup(), scenario.requests(), routed, policy or LeastUsedForItsSize())
 
 
 def fixed_lengths(monkeypatch, prompt, answer):
@@ -94,7 +99,7 @@ def test_decodes_alone_take_their_steps(monkeypatch):
     scenario = Scenario(
         replicas=1, base_share=1.0, rate_per_s=0.05, duration_s=400.0, warm_up_s=0.0
     )
-    fleet = Fleet(scenario, ROUTERS["lorikeet"](1), LeastRecentlyUsed())
+    fleet = fleet_of(scenario)
     ends_s = []
     fleet.ended = lambda replica: ends_s.append(fleet._now_s)
     fleet.run()
@@ -167,7 +172,7 @@ def test_a_link_carries_one_after_another_and_its_latency_overlaps():
 
 def test_a_hot_adapter_spreads_and_shrinks_back():
     scenario = replace(SMALL, replicas=8, hot_share=0.5, duration_s=240.0)
-    fleet = Fleet(scenario, ROUTERS["lorikeet"](1), LeastUsedForItsSize())
+    fleet = fleet_of(scenario)
     cool = np.flatnonzero((fleet.requests.times_s >= 120.0) & (fleet.requests.adapters == 0))
     for request in cool[cool % 100 != 0].tolist():
         fleet.adapter_of[request] = 1 + request % 199

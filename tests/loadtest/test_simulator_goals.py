@@ -68,8 +68,8 @@ def test_the_goals_are_for_four_and_sixteen_replicas_at_every_exponent():
 
 def test_outcomes_count_only_what_comes_after_the_warm_up():
     class Ran:
-        scenario = replace(SMALL, warm_up_s=10.0)
-        requests = scenario.requests()
+        setup = replace(SMALL, warm_up_s=10.0).setup()
+        requests = SMALL.requests()
         late = requests.times_s >= 10.0
         ttft_s = late.astype(float)
         hits = late

@@ -1,17 +1,22 @@
 """The event loop: requests arrive, are routed, and run to their ends."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from heapq import heappop, heappush
-from itertools import count
+from itertools import chain, count
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from lorikeet.rendezvous import by_preference
 from lorikeet.simulator.memory import Arena, ByteLru
 from lorikeet.simulator.replica import Replica
-from lorikeet.simulator.traffic import Scenario
-from lorikeet_engine.popularity import Floats
+from lorikeet.simulator.setup import Setup
+from lorikeet.simulator.traffic import Requests
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.popularity import Floats, Ints
 from lorikeet_engine.residency.eviction import EvictionPolicy
 
 
@@ -23,52 +28,79 @@ class Router(Protocol):
 
 
 class Fleet:
-    """One run of a scenario under one router and one eviction policy.
+    """One run of a fleet under one router and one eviction policy.
 
-    ttft_s, hits, served_by: [requests], what became of each; a request for the base model is a hit.
-    loads: when each load onto a GPU began, and its bytes. on_gpu, on_host, on_disk: for each
-    adapter the replicas that have it there; on_gpu also those that are loading it. in_flight:
-    requests without a last token.
+    replicas: those that live; another list after each change. ttft_s, found, served_by: [requests],
+    what became of each. found: the tier where it found its adapter, GPU for the base model.
+    gaps: tokens by the time since the token before, in 0.1 ms. loads: when each load onto a GPU
+    began, and its bytes. on_gpu, on_host, on_disk: for each adapter the replicas that have it
+    there; on_gpu also those that are loading it. in_flight: requests without a last token.
     """
 
-    def __init__(self, scenario: Scenario, router: Router, policy: EvictionPolicy) -> None:
-        self.scenario, self._router = scenario, router
-        self.requests = requests = scenario.requests()
+    def __init__(
+        self, setup: Setup, requests: Requests, router: Router, policy: EvictionPolicy
+    ) -> None:
+        self.setup, self.requests, self._router, self._policy = setup, requests, router, policy
         self.prompts: list[int] = requests.prompts.tolist()
         self.answers: list[int] = requests.answers.tolist()
         self.adapter_of: list[int] = requests.adapters.tolist()
-        self.ranks: list[int] = scenario.ranks.tolist()
-        self.sizes: list[int] = scenario.sizes.tolist()
+        self.ranks: list[int] = setup.ranks.tolist()
+        self.sizes: list[int] = setup.sizes.tolist()
         self.ttft_s: Floats = np.full(len(requests), math.nan)
-        self.hits = np.zeros(len(requests), dtype=bool)
-        self.served_by = np.full(len(requests), -1, dtype=np.int64)
+        self.found: Ints = np.full(len(requests), -1)
+        self.served_by: Ints = np.full(len(requests), -1)
+        self.gaps: defaultdict[int, float] = defaultdict(float)
         self.loads: list[tuple[float, int]] = []
         self.in_flight = 0
         self.on_gpu: list[list[Replica]] = [[] for _ in self.sizes]
         self.on_host: list[list[Replica]] = [[] for _ in self.sizes]
         self.on_disk: list[list[Replica]] = [[] for _ in self.sizes]
-        self.names = [str(adapter) for adapter in range(scenario.adapters)]
-        self.replicas = [self._replica(number, policy) for number in range(scenario.replicas)]
+        self.names = [str(adapter) for adapter in range(len(self.sizes))]
         self._arrived_s = requests.times_s.tolist()
         self._first_s: list[float] = [math.nan] * len(requests)
         self._now_s = 0.0
+        self._served_by, self._found = [-1] * len(requests), [-1] * len(requests)
         self._numbers = count()
         # (time, number, replica and version of its step, or None and what to do)
         self._events: list[tuple[float, int, Replica | None, int | Callable[[float], None]]] = []
+        self._joined = count()
+        self.replicas: list[Replica] = []
+        for _ in range(setup.replicas):
+            self._join(disk=True)
+        self._pin()
+        self.at(setup.warm_up_s, lambda _: self.gaps.clear())
+
+    @property
+    def hits(self) -> NDArray[np.bool_]:
+        """Whether each request found its adapter on the GPU, or needs none."""
+        found: NDArray[np.bool_] = self.found == Residency.GPU
+        return found
 
     def run(self) -> None:
         """All requests, to their ends."""
-        route, hits, served_by = self._router.route, [], []
         for request, at_s in enumerate(self._arrived_s):
             self._run_until(at_s)
             self._now_s = at_s
-            replica = route(self, request, at_s)
             self.in_flight += 1
-            served_by.append(replica.number)
-            hits.append(replica.submit(request, at_s))
+            self._send(request, at_s)
         self._run_until(math.inf)
-        self.hits[:], self.served_by[:] = hits, served_by
+        self.found[:], self.served_by[:] = self._found, self._served_by
         self.ttft_s[:] = np.array(self._first_s) - self.requests.times_s
+
+    def join(self, now_s: float) -> Replica:  # noqa: ARG002
+        """A replica comes, with nothing in any tier."""
+        return self._join(disk=False)
+
+    def lose(self, replica: Replica, now_s: float) -> None:
+        """It dies. Its requests without a first token are sent elsewhere, the others are cut."""
+        self.replicas = [one for one in self.replicas if one is not replica]
+        for holders in chain(self.on_gpu, self.on_host, self.on_disk):
+            if replica in holders:
+                holders.remove(replica)
+        waiting, cut = replica.die()
+        self.in_flight -= cut
+        for request in waiting:
+            self._send(request, now_s)
 
     # What replicas ask of their World.
 
@@ -95,6 +127,11 @@ class Fleet:
         self.on_gpu[adapter].append(replica)
         self.loads.append((self._now_s, self.sizes[adapter]))
 
+    def _send(self, request: int, now_s: float) -> None:
+        replica = self._router.route(self, request, now_s)
+        self._served_by[request] = replica.number
+        self._found[request] = replica.submit(request, now_s)
+
     def _run_until(self, end_s: float) -> None:
         events = self._events
         while events and events[0][0] <= end_s:
@@ -106,28 +143,39 @@ class Fleet:
                 self._now_s = now_s
                 replica.step(now_s)
 
-    def _replica(self, number: int, policy: EvictionPolicy) -> Replica:
-        room, total = self.scenario, int(self.scenario.sizes.sum())
+    def _join(self, disk: bool) -> Replica:
+        """A replica; disk: whether its disk is full, of some."""
+        setup, number = self.setup, next(self._joined)
         # An adapter that could never be placed would wait for ever.
-        gpu = max(int(total * room.gpu_room), max(self.sizes))
+        gpu = max(setup.gpu_bytes, max(self.sizes))
 
-        def tier(share: float, holders: list[list[Replica]]) -> ByteLru:
+        def tier(capacity: int, holders: list[list[Replica]]) -> ByteLru:
             def came(adapter: int) -> None:
                 holders[adapter].append(replica)
 
             def left(adapter: int) -> None:
                 holders[adapter].remove(replica)
 
-            return ByteLru(int(total * share), self.sizes, came, left)
+            return ByteLru(capacity, self.sizes, came, left)
 
         def evicted(adapter: int) -> None:
             self.on_gpu[adapter].remove(replica)
 
-        arena = Arena(gpu, self.sizes, self.names, policy, evicted)
-        host, disk = tier(room.host_room, self.on_host), tier(room.disk_room, self.on_disk)
-        replica = Replica(number, self, room.costs, arena, host, disk)
-        order = np.random.default_rng([room.seed, number]).permutation(len(self.sizes))
-        filled = np.cumsum(room.sizes[order]) <= total * room.disk_room
-        for adapter in order[filled].tolist():
-            disk.add(adapter)
+        arena = Arena(gpu, self.sizes, self.names, self._policy, evicted)
+        tiers = tier(setup.host_bytes, self.on_host), tier(setup.disk_bytes, self.on_disk)
+        replica = Replica(number, self, setup.costs, arena, *tiers)
+        if disk:
+            order = np.random.default_rng([setup.seed, number]).permutation(len(self.sizes))
+            filled = np.cumsum(setup.sizes[order]) <= setup.disk_bytes
+            for adapter in order[filled].tolist():
+                replica.disk.add(adapter)
+        self.replicas = [*self.replicas, replica]
         return replica
+
+    def _pin(self) -> None:
+        """Where the controller's plan would, as long as there is room."""
+        replicas = {str(replica.number): replica for replica in self.replicas}
+        for adapter, copies in self.setup.pins.items():
+            for name in by_preference(self.names[adapter], replicas)[:copies]:
+                if replicas[name].keep(adapter):
+                    self.on_gpu[adapter].append(replicas[name])

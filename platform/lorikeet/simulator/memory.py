@@ -42,6 +42,7 @@ class Arena:
         self.free = capacity
         self.room = capacity  # free, or of residents that may be evicted
         self._uses = Uses()
+        self._kept: set[int] = set()
         self._by_worth: list[tuple[float, int]] = []  # with entries that no longer hold
 
     def holds(self, adapter: int) -> bool:
@@ -66,6 +67,25 @@ class Arena:
         if not resident.leases:
             self.room += self._sizes[adapter]
             self._rank(adapter, resident)
+
+    def leased(self, adapter: int) -> bool:
+        """Whether a request uses it."""
+        return self.residents[adapter].leases > (adapter in self._kept)
+
+    def keep(self, adapter: int) -> bool:
+        """Have it here for good: a lease that never ends. False if pins left no room.
+
+        Room for the largest adapter is never given away, as in the engine.
+        """
+        if adapter in self._kept:
+            return True
+        if self.room - self._sizes[adapter] < max(self._sizes) or not self.place(adapter, 0.0):
+            return False
+        self.arrived(adapter)
+        self.residents[adapter].leases += 1
+        self.room -= self._sizes[adapter]
+        self._kept.add(adapter)
+        return True
 
     def place(self, adapter: int, now_s: float) -> bool:
         """Evict for it and begin to load it; False, and nothing is done, while there is no room."""

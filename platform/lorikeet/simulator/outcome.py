@@ -30,10 +30,10 @@ class Outcome:
 
 def count(router: str, fleet: Fleet) -> Outcome:
     """The numbers of a fleet that has run."""
-    scenario, times_s = fleet.scenario, fleet.requests.times_s
-    counted = times_s >= scenario.warm_up_s
+    warm_up_s, times_s = fleet.setup.warm_up_s, fleet.requests.times_s
+    counted = times_s >= warm_up_s
     p50_s, p99_s = np.quantile(fleet.ttft_s[counted], [0.5, 0.99])
-    loads = [size for at_s, size in fleet.loads if at_s >= scenario.warm_up_s]
+    loads = [size for at_s, size in fleet.loads if at_s >= warm_up_s]
     minutes = times_s // 60.0
     whole = [counted & (minutes == minute) for minute in np.unique(minutes[counted])]
     return Outcome(
@@ -50,7 +50,7 @@ def count(router: str, fleet: Fleet) -> Outcome:
 
 
 def _balance(fleet: Fleet, counted: np.ndarray) -> float:
-    steps, requests = fleet.scenario.costs.steps, fleet.requests
+    steps, requests = fleet.setup.costs.steps, fleet.requests
     token_s = steps.decode_s(steps.max_running, 0) / steps.max_running
     work_s = requests.prompts[counted] * steps.prompt_token_s + requests.answers[counted] * token_s
     of_replica = np.bincount(fleet.served_by[counted], work_s, len(fleet.replicas))

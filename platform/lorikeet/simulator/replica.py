@@ -6,10 +6,10 @@ computed one after another in the order in which their adapters are there, besid
 request is a handful of events, however many tokens it has.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
-from functools import partial
 from heapq import heappop, heappush
+from itertools import chain
 from typing import Protocol
 
 from lorikeet.routing.choice import Load
@@ -26,6 +26,7 @@ class World(Protocol):
     adapter_of: list[int]
     ranks: list[int]
     sizes: list[int]
+    gaps: defaultdict[int, float]
 
     def at(self, time_s: float, act: Callable[[float], None]) -> None:
         """Call act with time_s then."""
@@ -66,6 +67,7 @@ class Replica:
         self._ends: list[tuple[float, int]] = []  # clock at its end, request
         self.decoding: dict[int, int] = {}  # adapter → its sequences
         self._clock, self._rate, self._as_of_s = 0.0, 0.0, 0.0
+        self._dead = False
 
     def tier(self, adapter: int) -> Residency:
         """Where it has it; what is on its way to the GPU counts as on the host."""
@@ -76,21 +78,22 @@ class Replica:
             return Residency.HOST
         return Residency.DISK if adapter in self.disk else Residency.REMOTE
 
-    def submit(self, request: int, now_s: float) -> bool:
-        """Take a request; whether its adapter is on the GPU."""
+    def submit(self, request: int, now_s: float) -> Residency:
+        """Take a request; where its adapter is, on the GPU if it needs none."""
         self.outstanding += 1
         self.load.waiting += 1
         self.load.waiting_tokens += self._world.prompts[request]
         adapter = self._world.adapter_of[request]
         if adapter < 0 or self.arena.holds(adapter):
             self._begin(request, now_s)
-            return True
+            return Residency.GPU
+        tier = self.tier(adapter)
         if adapter in self._waiting:
             self._waiting[adapter].append(request)
         else:
             self._waiting[adapter] = [request]
             self._bring(adapter, now_s)
-        return False
+        return tier
 
     def step(self, now_s: float) -> None:
         """A prompt is computed, or else a sequence has its last token."""
@@ -106,8 +109,23 @@ class Replica:
     def idle(self) -> bool:
         """Nothing is left that it would do."""
         queues = (self._waiting, self._line, self._ready, self._ends, self.decoding)
-        leased = any(resident.leases for resident in self.arena.residents.values())
+        leased = any(self.arena.leased(adapter) for adapter in self.arena.residents)
         return self._prompt is None and not any(queues) and not leased and not self.outstanding
+
+    def keep(self, adapter: int) -> bool:
+        """Have it on the GPU from now on, if there is room; before the first request only."""
+        kept = self.arena.keep(adapter)
+        self.load.room_bytes = self.arena.room
+        return kept
+
+    def die(self) -> tuple[list[int], int]:
+        """Do nothing any more; its requests without a first token, and how many had theirs."""
+        self._dead = True
+        self.version += 1
+        waiting = [*chain.from_iterable(self._waiting.values()), *self._ready]
+        if self._prompt is not None:
+            waiting.append(self._prompt)
+        return sorted(waiting), self.outstanding - len(waiting)
 
     def _bring(self, adapter: int, now_s: float) -> None:
         self.load.loading_bytes += self._world.sizes[adapter]
@@ -119,7 +137,7 @@ class Replica:
         if not self.disk.use(adapter):
             at_s = self._downloads.carry(size, at_s)
         if at_s > now_s:
-            self._world.at(at_s, partial(self._downloaded, adapter))
+            self._later(at_s, self._downloaded, adapter)
         else:
             self._read(adapter, now_s)
 
@@ -129,7 +147,7 @@ class Replica:
 
     def _read(self, adapter: int, now_s: float) -> None:
         through_s = self._reads.carry(self._world.sizes[adapter], now_s)
-        self._world.at(through_s, partial(self._on_host, adapter))
+        self._later(through_s, self._on_host, adapter)
 
     def _on_host(self, adapter: int, now_s: float) -> None:
         self.host.add(adapter)
@@ -145,7 +163,7 @@ class Replica:
             adapter = self._line.popleft()
             self._world.placed(adapter, self)
             through_s = self._copies.carry(self._world.sizes[adapter], now_s)
-            self._world.at(through_s, partial(self._arrived, adapter))
+            self._later(through_s, self._arrived, adapter)
         self.load.room_bytes = self.arena.room
 
     def _arrived(self, adapter: int, now_s: float) -> None:
@@ -202,9 +220,19 @@ class Replica:
         if self._line:
             self._admit(now_s)
 
+    def _later(self, at_s: float, act: Callable[[int, float], None], adapter: int) -> None:
+        def unless_dead(now_s: float) -> None:
+            if not self._dead:
+                act(adapter, now_s)
+
+        self._world.at(at_s, unless_dead)
+
     def _advance(self, now_s: float) -> None:
-        self._clock += self._rate * (now_s - self._as_of_s)
+        steps = self._rate * (now_s - self._as_of_s)
+        self._clock += steps
         self._as_of_s = now_s
+        if steps:
+            self._world.gaps[int(1e4 / self._rate)] += steps * self.load.running
 
     def _go_on(self, now_s: float) -> None:
         """Begin the next prompt if there is one and a seat; say when the next step is."""

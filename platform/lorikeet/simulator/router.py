@@ -13,16 +13,20 @@ class LeastCost:
 
     def __init__(self, seed: int) -> None:
         self._rng = Random(seed)
-        self._homes: Homes | None = None
+        self._replicas: list[Replica] = []
+        self._named: dict[str, Replica] = {}
+        self._homes = Homes(())
         self._gateways: list[Gateway] = []
 
     def route(self, fleet: Fleet, request: int, now_s: float) -> Replica:
         """See Router."""
-        scenario, replicas = fleet.scenario, fleet.replicas
-        if self._homes is None:
-            self._homes = Homes([str(one.number) for one in replicas])
-            self._gateways = [Gateway(scenario.news_s) for _ in range(scenario.gateways)]
-        gateway = self._gateways[request % scenario.gateways]
+        setup, replicas = fleet.setup, fleet.replicas
+        if self._replicas is not replicas:
+            self._replicas = replicas
+            self._named = {str(one.number): one for one in replicas}
+            self._homes = Homes(tuple(self._named))
+            self._gateways = [Gateway(setup.news_s) for _ in range(setup.gateways)]
+        gateway = self._gateways[request % setup.gateways]
         adapter, prompt = fleet.adapter_of[request], fleet.prompts[request]
         if adapter < 0:
             work = Work(prompt)
@@ -32,10 +36,10 @@ class LeastCost:
             work = Work(prompt, fleet.ranks[adapter], fleet.sizes[adapter])
             near = fleet.on_host[adapter] or fleet.on_disk[adapter]
             if not near:
-                near = [replicas[int(home)] for home in self._homes.of(fleet.names[adapter])]
+                near = [self._named[home] for home in self._homes.of(fleet.names[adapter])]
             few = handful(fleet.on_gpu[adapter], near, replicas, self._rng)
             options = [_option(one, adapter, gateway.load(one, now_s), now_s) for one in few]
-        chosen = choose(work, options, scenario.costs)
+        chosen = choose(work, options, setup.costs)
         load = gateway.load(chosen, now_s)
         load.waiting += 1
         load.waiting_tokens += prompt

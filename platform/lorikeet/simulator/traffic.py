@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from lorikeet.routing.costs import H200_LLAMA_8B, Costs, capacity_per_s
+from lorikeet.simulator.setup import Setup
 from lorikeet_engine.popularity import (
     AZURE_CODE,
     AZURE_CONV,
@@ -45,9 +46,7 @@ class Scenario:
     full batches; rate_per_s goes before it. cv: of the arrivals' gaps. trace: recorded traffic
     instead, as Trace.read reads it. gpu_room, host_room, disk_room: of each replica, as shares of
     all adapters' bytes; each disk begins full, of some. hot_share: of the requests, for one
-    adapter; base_share: for none. Nothing that arrives in the first warm_up_s is counted. gateways:
-    routers that take turns; what each knows of replicas' loads, but for what it sent itself, is up
-    to news_s old.
+    adapter; base_share: for none. The others are as in Setup.
     """
 
     adapters: int = 1000
@@ -95,6 +94,23 @@ class Scenario:
             self.costs, float(prompts.mean()), float(answers.mean()), ranks
         )
         return self.load * per_replica * self.replicas
+
+    def setup(self) -> Setup:
+        """The fleet and its adapters."""
+        total = int(self.sizes.sum())
+        return Setup(
+            replicas=self.replicas,
+            ranks=self.ranks,
+            sizes=self.sizes,
+            gpu_bytes=int(total * self.gpu_room),
+            host_bytes=int(total * self.host_room),
+            disk_bytes=int(total * self.disk_room),
+            gateways=self.gateways,
+            news_s=self.news_s,
+            warm_up_s=self.warm_up_s,
+            seed=self.seed,
+            costs=self.costs,
+        )
 
     def requests(self) -> Requests:
         """The same for the same scenario."""

@@ -1,0 +1,102 @@
+"""Replicas that come and go, pins, and what a run tells of each request and token."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lorikeet.rendezvous import by_preference
+from lorikeet.simulator.fleet import Fleet
+from lorikeet.simulator.router import LeastCost
+from lorikeet.simulator.traffic import Scenario
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.residency.eviction import LeastUsedForItsSize
+
+SMALL = Scenario(
+    adapters=200, replicas=4, gpu_room=0.15, duration_s=60.0, warm_up_s=20.0, reshuffle_s=30.0
+)
+
+
+def fleet_of(scenario, **changes):
+    setup = replace(scenario.setup(), **changes)
+    return Fleet(setup, scenario.requests(), LeastCost(scenario.seed), LeastUsedForItsSize())
+
+
+def test_when_a_replica_dies_who_has_no_token_yet_is_answered_elsewhere():
+    fleet, at_death = fleet_of(SMALL), {}
+    dying = fleet.replicas[1]
+
+    def die(now_s):
+        at_death["outstanding"] = dying.outstanding
+        at_death["waiting"] = dying.load.waiting
+        fleet.lose(dying, now_s)
+
+    fleet.at(30.0, die)
+    fleet.run()
+    assert at_death["outstanding"] > at_death["waiting"] > 0
+    assert np.isfinite(fleet.ttft_s).all()
+    assert fleet.in_flight == 0
+    late = fleet.requests.times_s > 30.0
+    assert (fleet.served_by[late] != 1).all()
+    assert (fleet.served_by[~late] == 1).any()
+    assert all(dying not in held for held in (*fleet.on_gpu, *fleet.on_host, *fleet.on_disk))
+    assert all(replica.idle() for replica in fleet.replicas)
+
+
+def test_a_replica_that_joins_takes_its_part():
+    fleet = fleet_of(SMALL)
+    fleet.at(30.0, fleet.join)
+    fleet.run()
+    late = fleet.requests.times_s > 40.0
+    share = (fleet.served_by[late] == 4).mean()
+    assert 0.15 < share < 0.25
+    assert (fleet.served_by[fleet.requests.times_s < 30.0] < 4).all()
+
+
+def test_what_is_pinned_is_always_found():
+    rare = np.argsort(np.bincount(SMALL.requests().adapters, minlength=200))[20:25].tolist()
+    with_pins = fleet_of(SMALL, pins=dict.fromkeys(rare, 2))
+    with_pins.run()
+    asked = np.isin(with_pins.requests.adapters, rare)
+    assert asked.sum() > 5
+    assert with_pins.hits[asked].all()
+    assert not all(run_hits(fleet_of(SMALL), asked))
+    for adapter in rare:
+        homes = by_preference(str(adapter), map(str, range(4)))[:2]
+        assert {str(one.number) for one in with_pins.on_gpu[adapter]} >= set(homes)
+    assert all(replica.idle() for replica in with_pins.replicas)
+
+
+def run_hits(fleet, asked):
+    fleet.run()
+    return fleet.hits[asked]
+
+
+def test_pins_leave_room_for_the_largest_adapter():
+    fleet = fleet_of(SMALL, pins=dict.fromkeys(range(200), 4))
+    largest = max(fleet.sizes)
+    assert all(largest <= replica.arena.room < 2 * largest for replica in fleet.replicas)
+    fleet.run()
+    assert np.isfinite(fleet.ttft_s).all()
+
+
+def test_each_request_says_where_its_adapter_was():
+    fleet = fleet_of(replace(SMALL, base_share=0.2, disk_room=0.2))
+    fleet.run()
+    assert set(fleet.found.tolist()) == set(Residency)
+    assert fleet.hits[fleet.requests.adapters < 0].all()
+    slow = [fleet.ttft_s[fleet.found == tier].mean() for tier in sorted(Residency, reverse=True)]
+    assert slow[0] < slow[1]
+    assert slow[2] < slow[3]
+
+
+def test_every_token_but_the_first_has_a_gap_as_long_as_its_step():
+    scenario = replace(SMALL, warm_up_s=0.0, duration_s=20.0)
+    fleet = fleet_of(scenario)
+    fleet.run()
+    tokens = (fleet.requests.answers - 1).sum()
+    assert sum(fleet.gaps.values()) == pytest.approx(tokens, rel=1e-6)
+    steps = scenario.costs.steps
+    chunk_s = steps.step_tokens * (steps.prompt_token_s + steps.lora_token_s)
+    assert min(fleet.gaps) * 1e-4 >= steps.base_s - 1e-4
+    assert max(fleet.gaps) * 1e-4 <= chunk_s + steps.decode_s(steps.max_running, 128 * 64)
