@@ -7,16 +7,13 @@ loaded: whoever computes a plan, and whenever, gets the same one.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from lorikeet.catalog.pinned import PinnedVersion
 from lorikeet.catalog.records import PinRecord
+from lorikeet.placement.preference import preferred
 from lorikeet.placement.promises import Promise, Promises
 from lorikeet.placement.report import ReplicaReport
-from lorikeet.rendezvous import by_preference
 from lorikeet_engine.adapter import AdapterRef, Residency
-
-_ORDERS = 32_768  # of 64 replicas each: 20 MB, and 2 s of hashing that the next plan need not do
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +71,6 @@ def _precedence(promise: Promise) -> tuple[int, float, tuple[str, str]]:
     return -promise.pin.priority, promise.pin.created, promise.pin.key
 
 
-@lru_cache(_ORDERS)
-def _preferred(digest: str, replicas: tuple[str, ...]) -> Sequence[str]:
-    return by_preference(digest, replicas)
-
-
 class _Draft:
     """A plan in the making: what was given, and what is left of replicas and budgets."""
 
@@ -124,7 +116,7 @@ class _Draft:
         if not serving:
             return f"no replica of {version.base_model} reports"
         digest = version.ref.digest
-        order = serving if wanted >= len(serving) else _preferred(digest, tuple(serving))
+        order = serving if wanted >= len(serving) else preferred(digest, tuple(serving))
         size = self._sizes.get(digest, version.image_bytes)
         kept = 0
         for replica in order:

@@ -1,0 +1,47 @@
+"""One tier of one replica in a plan in the making."""
+
+import math
+from collections.abc import Callable
+
+
+class Shelf:
+    """Counts the free bytes, and knows who would give way for more, in which order.
+
+    That is the engines' own order: the least used for its size goes first.
+    """
+
+    def __init__(self, room_bytes: int) -> None:
+        self.free_bytes = room_bytes
+        self._stock: dict[str, int] = {}
+        self._worth: dict[str, float] = {}
+        self._order: list[str] | None = None  # who goes first is last
+
+    def hold(self, digest: str, size: int, uses: float) -> None:
+        """It has been there; it may be evicted."""
+        self.free_bytes -= size
+        self._stock[digest] = size
+        self._worth[digest] = uses / math.sqrt(max(1, size))
+
+    def victims(self, size: int, worth: float, loss: Callable[[str], float]) -> list[str] | None:
+        """Whom to evict for so many bytes; None where that would lose more than `worth`."""
+        if self._order is None:
+            self._order = sorted(self._stock, key=lambda d: (self._worth[d], d), reverse=True)
+        victims: list[str] = []
+        free = self.free_bytes
+        for digest in reversed(self._order):
+            if free >= size:
+                break
+            worth -= loss(digest)
+            if worth < 0:
+                return None
+            victims.append(digest)
+            free += self._stock[digest]
+        return victims if free >= size else None
+
+    def put(self, size: int, victims: list[str]) -> None:
+        """Evict these, which go first, and take in what nobody evicts while this plan is made."""
+        for digest in victims:
+            self.free_bytes += self._stock.pop(digest)
+        if victims and self._order is not None:
+            del self._order[-len(victims) :]
+        self.free_bytes -= size
