@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from lorikeet_engine.adapter_format import LINEARS, AdapterLimits, BaseShape
-from lorikeet_engine.calibration import measure_rank_cost
+from lorikeet_engine.calibration import measure_step_costs
+from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.device_memory import gib, resolve
 from lorikeet_engine.engine_settings import EngineSettings
 from lorikeet_engine.errors import SettingsError
@@ -39,12 +40,13 @@ LoadModel = Callable[[Path, torch.device, torch.dtype, int | None], Model]
 class Assembly:
     """What an engine works with, all its memory allocated and its kernels compiled.
 
-    rank_budget: for the goal of the settings, if there is one.
+    step_costs: as measured. rank_budget: for the goal of the settings, if there is one.
     """
 
     runner: Runner
     tiers: Tiers
     kv_pages: int
+    step_costs: StepCosts
     rank_budget: RankBudget | None
 
 
@@ -64,12 +66,17 @@ def assemble(
         tiers = build_tiers(settings, source, device, wake, start.free)
     try:
         runner, kv_pages = build_runner(model, tiers.weights, settings, start)
-        rank_budget = build_rank_budget(runner, tiers.weights, settings)
+        with start.stage("step costs"):
+            step_costs = measure_step_costs(
+                runner, kv_pages, tiers.weights, read_shape(settings), settings
+            )
     except BaseException:
         tiers.close()
         raise
     log.info("engine_assembled", extra=start.facts | {"kv_tokens": kv_pages * settings.page_size})
-    return Assembly(runner, tiers, kv_pages, rank_budget)
+    goal_s = settings.inter_token_goal_s
+    rank_budget = RankBudget(goal_s, step_costs) if goal_s is not None else None
+    return Assembly(runner, tiers, kv_pages, step_costs, rank_budget)
 
 
 def read_shape(settings: EngineSettings) -> BaseShape:
@@ -174,16 +181,6 @@ def build_runner(
         if device.type == "cuda":
             largest_step(runner, settings)  # takes its memory back before anybody else does
     return runner, pages
-
-
-def build_rank_budget(
-    runner: Runner, weights: LoraWeights, settings: EngineSettings
-) -> RankBudget | None:
-    """For the goal of the settings, if there is one. Raises SettingsError."""
-    if settings.inter_token_goal_s is None:
-        return None
-    cost = measure_rank_cost(runner, weights, read_shape(settings), settings)
-    return RankBudget(settings.inter_token_goal_s, cost)
 
 
 def _capture(

@@ -71,6 +71,7 @@ class Engine:
             model.config.vocab_size,
             min(model.config.max_context, self._kv_pages * settings.page_size),
             model.config.eos_token_ids,
+            parts.step_costs,
         )
         self._intake = Intake(self.config, settings.page_size)
         self._sampler = Sampler()

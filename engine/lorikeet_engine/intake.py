@@ -4,6 +4,7 @@ import itertools
 import secrets
 from dataclasses import dataclass
 
+from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.request import Request
 from lorikeet_engine.sequence import Sequence
@@ -11,11 +12,15 @@ from lorikeet_engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What callers must know of the model. max_context: prompt plus output, tokens."""
+    """What callers must know of the model and its steps. max_context: prompt plus output, tokens.
+
+    step_costs: as measured at start.
+    """
 
     vocab_size: int
     max_context: int
     eos_token_ids: tuple[int, ...]
+    step_costs: StepCosts
 
 
 class Intake:

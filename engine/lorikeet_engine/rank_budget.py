@@ -4,7 +4,7 @@ A step of decodes reads the weights of each of its adapters once:
 
     step_s = base_s + slope_s · Σ rank over its distinct adapters
 
-The slope is measured at start (calibration.py). The base grows with the sequences and their
+The slope is measured at start: StepCosts.rank_s. The base grows with the sequences and their
 contexts, so it follows the steps that run: what they took beyond slope · Σ rank. So
 
     allowed Σ rank = (goal_s − base_s) / slope_s = Σ rank of a recent step + what it left / slope_s
@@ -17,17 +17,11 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
+from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.sequence import Chunk
 
 # The median of so many steps: seven hiccups in a row change nothing, a new base counts after eight.
 _STEPS = 15
-
-
-class RankCost(NamedTuple):
-    """What a step of decodes takes without adapters, and what each rank adds to it."""
-
-    base_s: float
-    slope_s: float
 
 
 class TimedStep(NamedTuple):
@@ -40,10 +34,12 @@ class TimedStep(NamedTuple):
 class RankBudget:
     """Follows the steps of one engine; belongs to its thread."""
 
-    def __init__(self, goal_s: float, cost: RankCost) -> None:
+    def __init__(self, goal_s: float, costs: StepCosts) -> None:
+        """costs: rank_s above 0. Until steps have run, they are taken to be full."""
         self._goal_s = goal_s
-        self._slope_s = cost.slope_s
-        self._bases_s = deque([cost.base_s], maxlen=_STEPS)
+        self._slope_s = costs.rank_s
+        base_s = costs.decode_s(costs.max_running, 0) + costs.lora_s
+        self._bases_s = deque([base_s], maxlen=_STEPS)
         self._read_s = 0.0  # when the last step was
 
     @property

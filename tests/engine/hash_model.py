@@ -86,7 +86,9 @@ def build(
     sizes = {"adapter_gpu_bytes": 1 << 20, "adapter_host_bytes": 1 << 20, **settings}
     sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * 2 * 4 * PAGE * config.head_dim}
     settings = EngineSettings(model=folder / "model", cache_dir=folder / "cache", **sizes)
-    return Engine(settings, source, lambda *_: model), model
+    engine = Engine(settings, source, lambda *_: model)
+    model.tokens = 0  # the start has computed some, to see what they cost
+    return engine, model
 
 
 @cache

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from lorikeet_engine import rank_budget
-from lorikeet_engine.rank_budget import RankBudget, RankCost
+from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.rank_budget import RankBudget
 from lorikeet_engine.warm_up import DummyLease, dummy_chunk
 
 GOAL_S, BASE_S, SLOPE_S = 10e-3, 6e-3, 2e-6
@@ -48,7 +49,7 @@ def device(monkeypatch):
 
 
 def budget(base_s=BASE_S, slope_s=SLOPE_S):
-    return RankBudget(GOAL_S, RankCost(base_s, slope_s))
+    return RankBudget(GOAL_S, StepCosts(base_s, sequence_s=0.0, lora_s=0.0, rank_s=slope_s))
 
 
 def test_before_the_first_step_it_goes_by_what_was_measured_at_start():
