@@ -10,7 +10,7 @@ import pytest
 from lorikeet.rendezvous import by_preference
 from lorikeet.routing.choice import Load, Option, Work, choose, expected_cost_s
 from lorikeet.routing.costs import H200_LLAMA_8B as COSTS
-from lorikeet.routing.handful import HOMES, NEAR, RESIDENTS, STRANGERS, Homes, handful
+from lorikeet.routing.handful import FEW, HOMES, NEAR, RESIDENTS, STRANGERS, Homes, handful
 from lorikeet_engine.adapter import Residency
 
 MB = 1 << 20
@@ -76,6 +76,23 @@ def test_a_load_overlaps_with_the_wait_for_a_seat():
     assert added_when_free_s > added_when_full_s == pytest.approx(COSTS.copy_s)
 
 
+def test_what_is_cached_of_a_prompt_and_a_load_that_has_begun_cost_less():
+    assert cost_s(cached_tokens=640) < cost_s(cached_tokens=64) < cost_s()
+    assert cost_s(cached_tokens=WORK.prompt_tokens + 9) > 0
+    idle = load(waiting=0, waiting_tokens=0)
+    begun = replace(idle, loading_bytes=WORK.adapter_bytes)
+    cold = cost_s(tier=Residency.DISK, load=idle)
+    assert cost_s(load=idle) < cost_s(tier=Residency.DISK, load=begun, arriving=True) < cold
+
+
+def test_many_sequences_cost_others_more_than_one():
+    assert cost_s(WORK._replace(sequences=8)) > cost_s()
+    nearly_full = load(running=250)
+    assert cost_s(WORK._replace(sequences=16), load=nearly_full) > cost_s(
+        WORK._replace(sequences=2), load=nearly_full
+    )
+
+
 def test_the_base_model_goes_where_least_is_to_do():
     options = [Option(i, load(waiting_tokens=tokens)) for i, tokens in enumerate((900, 300, 600))]
     assert choose(Work(prompt_tokens=100), options, COSTS) == 1
@@ -106,6 +123,10 @@ def test_a_handful_has_residents_those_near_and_strangers_once_each():
             from_residents = min(len(residents), RESIDENTS)
             assert len(few) <= from_residents + NEAR + STRANGERS
             assert set(few[:from_residents]) <= set(residents)
+
+
+def test_a_few_replicas_are_all_looked_at():
+    assert sorted(handful([2], [3], range(FEW), Random(1))) == list(range(FEW))
 
 
 def test_every_resident_and_every_replica_gets_its_turn():

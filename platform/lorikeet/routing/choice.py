@@ -11,11 +11,15 @@ R = TypeVar("R", bound=Hashable)
 
 
 class Work(NamedTuple):
-    """What a request asks of a replica. rank and adapter_bytes: 0 for the base model."""
+    """What a request asks of a replica. rank and adapter_bytes: 0 for the base model.
+
+    sequences: how many will decode for it, which share what of the prompts they can.
+    """
 
     prompt_tokens: int
     rank: int = 0
     adapter_bytes: int = 0
+    sequences: int = 1
 
 
 @dataclass(slots=True)
@@ -39,7 +43,9 @@ class Option(NamedTuple, Generic[R]):
     """A replica that could take the request.
 
     tier: where it has the adapter. running: whether a sequence of that adapter decodes there.
-    lost_uses: how often, of late, was used what it would evict for the adapter.
+    lost_uses: how often, of late, was used what it would evict for the adapter. cached_tokens: how
+    many of the prompt's it has computed before. arriving: whether the adapter is on its way to its
+    GPU already, its bytes among those of `load`.
     """
 
     replica: R
@@ -47,6 +53,8 @@ class Option(NamedTuple, Generic[R]):
     tier: Residency = Residency.GPU
     running: bool = False
     lost_uses: float = 0.0
+    cached_tokens: int = 0
+    arriving: bool = False
 
 
 def choose(work: Work, options: Iterable[Option[R]], costs: Costs) -> R:
@@ -63,18 +71,22 @@ def expected_cost_s(work: Work, option: Option[R], costs: Costs) -> float:
     """
     steps, load = costs.steps, option.load
     step_s = steps.decode_s(load.running, load.ranks)
-    prefill_s = steps.prefill_s(work.prompt_tokens, work.rank, load.running, load.ranks)
+    tokens = max(1, work.prompt_tokens - option.cached_tokens)
+    prefill_s = steps.prefill_s(tokens, work.rank, load.running, load.ranks)
     wait_s = load.waiting_tokens * steps.prompt_token_s + load.waiting * (step_s - steps.base_s)
     seats = steps.max_running - load.running - load.waiting
-    if seats <= 0:  # a sequence ends every answer_tokens / max_running steps
-        wait_s += (1 - seats) * step_s * costs.answer_tokens / steps.max_running
+    missing = work.sequences - seats
+    if missing > 0:  # a sequence ends every answer_tokens / max_running steps
+        wait_s += missing * step_s * costs.answer_tokens / steps.max_running
     new_ranks = 0 if option.running else work.rank
-    longer_s = steps.sequence_s + steps.rank_s * new_ranks
+    longer_s = steps.sequence_s * work.sequences + steps.rank_s * new_ranks
     delay_s = load.running * (prefill_s + costs.answer_tokens * longer_s)
     delay_s += load.waiting * costs.answer_tokens * longer_s
     cost_s = prefill_s + costs.others * delay_s
     if option.tier is Residency.GPU:
         return cost_s + wait_s
+    if option.arriving:
+        return cost_s + max(wait_s, costs.loads.load_s(option.tier, load.loading_bytes))
     load_s = costs.loads.load_s(option.tier, load.loading_bytes + work.adapter_bytes)
     if load.room_bytes < work.adapter_bytes:  # until some answer ends
         load_s += costs.answer_tokens * step_s / max(1, load.running)

@@ -12,6 +12,8 @@ RESIDENTS = 4
 NEAR = 2
 HOMES = 2
 STRANGERS = 2
+FEW = 4
+"""So few replicas are all looked at: two at random may be the same busy one."""
 # Adapters whose homes are remembered; finding them takes 1.5 µs a replica.
 _REMEMBERED = 100_000
 
@@ -47,7 +49,10 @@ def handful(
     is almost as good as the best of all (Mitzenmacher, "The power of two choices", 2001).
     """
     few = _some(residents, RESIDENTS, rng) + _some(near, NEAR, rng)
-    few += [everyone[int(rng.random() * len(everyone))] for _ in range(STRANGERS)]
+    if len(everyone) <= FEW:
+        few += rng.sample(everyone, len(everyone))
+    else:
+        few += [everyone[int(rng.random() * len(everyone))] for _ in range(STRANGERS)]
     return list(dict.fromkeys(few))
 
 

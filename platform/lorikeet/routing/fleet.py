@@ -1,0 +1,271 @@
+"""What one gateway knows of one base model's replicas, and where it would send a request."""
+
+import time
+from collections.abc import Callable, Iterable
+from random import Random
+from threading import Lock
+from typing import NamedTuple
+
+from lorikeet.routing.choice import Load, Option, Work, expected_cost_s
+from lorikeet.routing.costs import H200_LLAMA_8B, Costs
+from lorikeet.routing.handful import Homes, handful
+from lorikeet.routing.known import KnownReplica, Sent
+from lorikeet.routing.news import ReplicaNews
+from lorikeet.routing.prefixes import Chain, PrefixMap
+from lorikeet.routing.residents import Residents
+from lorikeet_engine.adapter import AdapterRef, Residency
+
+NEWS_AGE_S = 0.12
+"""An engine gathers its news for a tenth of a second; then a replica passes it on."""
+STATS_AGE_S = 1.2
+"""Serve asks for stats every second and hands them on a little later."""
+
+
+class Ask(NamedTuple):
+    """A request as routing sees it. prefixes: of its prompt, see prefix_chain."""
+
+    work: Work
+    adapter: AdapterRef | None = None
+    prefixes: Chain = ()
+
+
+def _unknown(_: str) -> int | None:
+    return None
+
+
+class Fleet:
+    """Learns from what replicas say and from what this gateway sends them.
+
+    Serve's router runs on another thread than the gateway's event loop, so every method holds one
+    lock for as long as it runs: microseconds, but for news of thousands of adapters. Nothing here
+    waits or calls back. Unknown replicas and requests are left alone.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        rng: Random | None = None,
+        costs: Costs = H200_LLAMA_8B,
+    ) -> None:
+        self._clock, self._costs = clock, costs
+        self._rng = rng or Random()
+        self._lock = Lock()
+        self._known: dict[str, KnownReplica] = {}
+        self._in_order: tuple[str, ...] = ()  # all that are not lost; if all are, all
+        self._homes = Homes(())
+        self._residents = Residents()
+        self._unconfirmed: dict[str, set[str]] = {}  # while a replica says all it holds
+        self._prefixes = PrefixMap()
+        self._sent: dict[str, Sent | None] = {}
+        self._wanted: dict[str, set[AdapterRef]] = {}
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """All that Serve says exist."""
+        with self._lock:
+            return tuple(self._known)
+
+    def exist(self, replicas: Iterable[str]) -> None:
+        """Serve says that these exist and no others."""
+        with self._lock:
+            names = tuple(replicas)
+            if self._known.keys() == set(names):
+                return
+            for gone in self._known.keys() - set(names):
+                self._residents.forget(gone)
+                self._unconfirmed.pop(gone, None)
+                self._wanted.pop(gone, None)
+            self._known = {
+                name: self._known.get(name) or KnownReplica(self._costs) for name in names
+            }
+            self._arrange()
+
+    def heard(self, replica: str, news: ReplicaNews, age_s: float = NEWS_AGE_S) -> None:
+        """A replica has spoken. age_s: how old its load may be."""
+        with self._lock:
+            known = self._known.get(replica)
+            if known is None:
+                return
+            if known.hear(news, self._clock(), age_s) and known.lost:
+                known.lost = False
+                self._arrange()
+            if news.begins_whole:
+                self._unconfirmed[replica] = set(self._residents.held_by(replica))
+            unconfirmed = self._unconfirmed.get(replica)
+            for digest, tier in news.moved.items():
+                self._residents.move(replica, digest, tier)
+            if unconfirmed is not None:
+                unconfirmed.difference_update(news.moved)
+            if news.ends_whole:
+                for digest in self._unconfirmed.pop(replica, ()):
+                    self._residents.move(replica, digest, Residency.REMOTE)
+
+    def found(self, replica: str, digest: str, tier: Residency) -> None:
+        """An answer says where its adapter was when its replica took the request."""
+        with self._lock:
+            if replica in self._known:
+                self._residents.move(replica, digest, tier)
+
+    def lost(self, replica: str) -> None:
+        """It did not do what it had taken: not to be asked until it speaks again."""
+        with self._lock:
+            known = self._known.get(replica)
+            if known is not None and not known.lost:
+                known.lost = True
+                self._arrange()
+
+    def order(self, ask: Ask, queue: Callable[[str], int | None] = _unknown) -> list[str]:
+        """A few replicas, the one with the least expected cost first; none if there are none.
+
+        queue: the requests at a replica, as far as Serve knows; that is used while it is silent.
+        """
+        with self._lock:
+            now_s, work = self._clock(), ask.work
+            digest = ask.adapter.digest if ask.adapter else None
+            cached = self._prefixes.cached_tokens(ask.prefixes)
+            cost_s = {}
+            for name in self._candidates(digest, cached):
+                known = self._known[name]
+                load = known.load(now_s, queue(name))
+                option = self._option(name, known, load, work, digest, cached.get(name, 0))
+                cost_s[name] = expected_cost_s(work, option, known.costs)
+            return sorted(cost_s, key=cost_s.__getitem__)
+
+    def expect(self, request_id: str) -> None:
+        """A request is about to be sent; until ended() it counts where it goes."""
+        with self._lock:
+            self._sent[request_id] = None
+
+    def intend(self, request_id: str, replica: str, ask: Ask) -> None:
+        """It goes to this replica, unless that turns out to be full.
+
+        A request that is intended again waits for a place; its adapter may come before it.
+        """
+        with self._lock:
+            if request_id not in self._sent:
+                return
+            again, adapter = self._sent[request_id] is not None, ask.adapter
+            if again and adapter and self._residents.tier(replica, adapter.digest) < Residency.GPU:
+                self._wanted.setdefault(replica, set()).add(adapter)
+            self._send(request_id, replica, ask)
+
+    def accepted(self, request_id: str, replica: str, ask: Ask) -> None:
+        """The replica that took it."""
+        with self._lock:
+            sent = self._sent.get(request_id)
+            if sent is not None and sent.replica != replica:
+                self._send(request_id, replica, ask)
+                sent = self._sent[request_id]
+            if sent is not None:
+                sent.accepted = True
+                self._prefixes.add(ask.prefixes, replica)
+
+    def taker(self, request_id: str) -> str | None:
+        """The replica that took a request, if one did."""
+        with self._lock:
+            sent = self._sent.get(request_id)
+            return sent.replica if sent is not None and sent.accepted else None
+
+    def begun(self, request_id: str) -> None:
+        """The first bytes of its answer have come, so its adapter is on that GPU."""
+        with self._lock:
+            sent = self._sent.get(request_id)
+            if sent is None or sent.begun:
+                return
+            if sent.digest is not None:
+                self._residents.wait_no_more(sent.replica, sent.digest)
+            sent.begun = True
+            known = self._known.get(sent.replica)
+            if known is not None:
+                known.begin(request_id)
+                if sent.digest is not None:
+                    self._residents.move(sent.replica, sent.digest, Residency.GPU)
+
+    def ended(self, request_id: str) -> None:
+        """It is over, answered or not."""
+        with self._lock:
+            self._take_back(request_id)
+            self._sent.pop(request_id, None)
+
+    def take_wanted(self) -> dict[str, set[AdapterRef]]:
+        """For each replica the adapters of requests that waited for a place since the last call."""
+        with self._lock:
+            wanted, self._wanted = self._wanted, {}
+            return wanted
+
+    def _arrange(self) -> None:
+        found = tuple(name for name, known in self._known.items() if not known.lost)
+        self._in_order = found or tuple(self._known)
+        self._homes = Homes(self._in_order)
+
+    def _candidates(self, digest: str | None, cached: Iterable[str]) -> list[str]:
+        if not self._in_order:
+            return []
+        residents, near = [], []
+        if digest is not None:
+            at, coming = self._residents.at, self._residents.coming_to(digest)
+            residents = self._of_use(dict.fromkeys((*at(Residency.GPU, digest), *coming)))
+            near = self._of_use(at(Residency.HOST, digest) or at(Residency.DISK, digest))
+            if not residents and not near:
+                near = list(self._homes.of(digest))
+        few = handful(residents, near, self._in_order, self._rng)
+        return list(dict.fromkeys(few + self._of_use(cached)))
+
+    def _of_use(self, names: Iterable[str]) -> list[str]:
+        """Those that exist and are not lost."""
+        return [name for name in names if (known := self._known.get(name)) and not known.lost]
+
+    def _option(
+        self,
+        name: str,
+        known: KnownReplica,
+        load: Load,
+        work: Work,
+        digest: str | None,
+        cached_tokens: int,
+    ) -> Option[str]:
+        if digest is None:
+            return Option(name, load, cached_tokens=cached_tokens)
+        tier = self._residents.tier(name, digest)
+        arriving = tier is not Residency.GPU and name in self._residents.coming_to(digest)
+        return Option(
+            name,
+            load,
+            tier,
+            running=digest in known.streams,
+            lost_uses=known.lost_uses(work.adapter_bytes),
+            cached_tokens=cached_tokens,
+            arriving=arriving,
+        )
+
+    def _send(self, request_id: str, replica: str, ask: Ask) -> None:
+        self._take_back(request_id)
+        known = self._known.get(replica)
+        if known is None:
+            return
+        digest, brought_bytes = None, 0
+        if ask.adapter is not None:
+            digest = ask.adapter.digest
+            if not self._is_or_comes(replica, digest):
+                brought_bytes = ask.work.adapter_bytes
+            self._residents.wait(replica, digest)
+        cached = self._prefixes.cached_tokens(ask.prefixes).get(replica, 0)
+        work = ask.work._replace(prompt_tokens=max(1, ask.work.prompt_tokens - cached))
+        sent = Sent(replica, digest, work, self._clock(), brought_bytes)
+        self._sent[request_id] = sent
+        known.send(request_id, sent)
+
+    def _take_back(self, request_id: str) -> None:
+        sent = self._sent.get(request_id)
+        if sent is None:
+            return
+        self._sent[request_id] = None
+        if sent.digest is not None and not sent.begun:
+            self._residents.wait_no_more(sent.replica, sent.digest)
+        known = self._known.get(sent.replica)
+        if known is not None:
+            known.end(request_id)
+
+    def _is_or_comes(self, replica: str, digest: str) -> bool:
+        tier = self._residents.tier(replica, digest)
+        return tier is Residency.GPU or replica in self._residents.coming_to(digest)

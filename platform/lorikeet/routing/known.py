@@ -1,0 +1,152 @@
+"""One replica as one gateway knows it: what it said last, and what was sent to it since."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from lorikeet.routing.choice import Load, Work
+from lorikeet.routing.costs import Costs
+from lorikeet.routing.news import ReplicaNews
+from lorikeet.routing.residents import take_one
+from lorikeet_engine.news import EngineLoad
+
+BLIND_S = 3.0
+"""A replica that was not heard for so long is judged by what this gateway itself sent there."""
+_ANY_ROOM = 1 << 60  # bytes
+
+
+@dataclass(slots=True, eq=False)
+class Sent:
+    """A request on its way to a replica or at work there.
+
+    accepted: whether the replica took it. begun: whether its first bytes have come. bytes: of the
+    adapter if this request brings it to that GPU.
+    """
+
+    replica: str
+    digest: str | None
+    work: Work
+    at_s: float
+    bytes: int
+    accepted: bool = False
+    begun: bool = False
+
+
+class KnownReplica:
+    """Adds what this gateway sent to the load that the replica reported before it could know.
+
+    costs: measured there. lost: whether it is out of the order until it speaks again.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self.lost = False
+        self.streams: Counter[str] = Counter()  # own requests that decode with each adapter
+        self._sent: dict[str, Sent] = {}
+        self._seq = 0
+        self._load = EngineLoad()
+        self._heard_s = -math.inf
+        self._unheard: dict[str, Sent] = {}  # of which the load knows nothing yet, oldest first
+        self._new = _Sums()  # of those
+        self._own = _Sums()  # of all that have no token yet
+        self._running = 0
+        self._ranks = 0
+
+    def hear(self, news: ReplicaNews, now_s: float, age_s: float) -> bool:
+        """Take its load and costs, unless it has said something newer; whether it is new.
+
+        age_s: how long before now_s that load may have been read.
+        """
+        if news.seq <= self._seq:
+            return False
+        self._seq, self._load, self._heard_s = news.seq, news.load, now_s
+        if news.costs is not None:
+            self.costs = replace(self.costs, steps=news.costs.steps, loads=news.costs.loads)
+        while self._unheard:
+            request_id, oldest = next(iter(self._unheard.items()))
+            if oldest.at_s > now_s - age_s:
+                break
+            self._told(request_id)
+        return True
+
+    def send(self, request_id: str, sent: Sent) -> None:
+        """A request goes there."""
+        self._sent[request_id] = self._unheard[request_id] = sent
+        self._new.add(sent)
+        self._own.add(sent)
+
+    def begin(self, request_id: str) -> None:
+        """Its first bytes have come."""
+        sent = self._sent.get(request_id)
+        if sent is None:
+            return
+        self._leave_queue(request_id, sent)
+        self._running += sent.work.sequences
+        if sent.digest is not None:
+            self._ranks += 0 if self.streams[sent.digest] else sent.work.rank
+            self.streams[sent.digest] += 1
+
+    def end(self, request_id: str) -> None:
+        """It is over, answered or not."""
+        sent = self._sent.pop(request_id, None)
+        if sent is None:
+            return
+        if not sent.begun:
+            self._leave_queue(request_id, sent)
+            return
+        self._running -= sent.work.sequences
+        if sent.digest is not None:
+            take_one(self.streams, sent.digest)
+            self._ranks -= 0 if self.streams[sent.digest] else sent.work.rank
+
+    def load(self, now_s: float, queue: int | None) -> Load:
+        """What it does now. queue: the requests there, of all gateways, if that is known."""
+        new, said = self._new, self._load
+        if now_s - self._heard_s > BLIND_S:
+            own = self._own
+            running = max(self._running, (queue or 0) - own.sequences)
+            return Load(running, self._ranks, own.sequences, own.tokens, own.bytes, _ANY_ROOM)
+        return Load(
+            said.running,
+            said.ranks,
+            said.waiting + new.sequences,
+            said.waiting_tokens + new.tokens,
+            said.loading_bytes + new.bytes,
+            said.room_bytes - new.bytes,
+        )
+
+    def lost_uses(self, adapter_bytes: int) -> float:
+        """How often, of late, was used what it would evict for an adapter of this size."""
+        said = self._load
+        missing = adapter_bytes - (said.free_bytes - self._new.bytes)
+        if missing <= 0 or not said.victim_bytes:
+            return 0.0
+        return said.victim_uses * max(1.0, missing / said.victim_bytes)
+
+    def _leave_queue(self, request_id: str, sent: Sent) -> None:
+        self._told(request_id)
+        self._own.take(sent)
+
+    def _told(self, request_id: str) -> None:
+        sent = self._unheard.pop(request_id, None)
+        if sent is not None:
+            self._new.take(sent)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of requests that have no token yet."""
+
+    sequences: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+    def add(self, sent: Sent) -> None:
+        self.sequences += sent.work.sequences
+        self.tokens += sent.work.prompt_tokens
+        self.bytes += sent.bytes
+
+    def take(self, sent: Sent) -> None:
+        self.sequences -= sent.work.sequences
+        self.tokens -= sent.work.prompt_tokens
+        self.bytes -= sent.bytes

@@ -1,0 +1,34 @@
+"""What a replica tells gateways: plain and quickly pickled."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.costs import LoadCosts, StepCosts
+from lorikeet_engine.news import EngineLoad
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCosts:
+    """What steps and loads take on one replica, as its engine measured."""
+
+    steps: StepCosts = field(default_factory=StepCosts)
+    loads: LoadCosts = field(default_factory=LoadCosts)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaNews:
+    """A replica's load as it speaks, and what has moved since it spoke to this listener before.
+
+    seq: grows with every word of a replica to whomever, so that what came late is known to be old.
+    moved: where adapters are now, by digest. Between a message that begins and one that ends the
+    whole of what it holds, each adapter nearer than remote is named at least once. costs: None
+    where they are not said again.
+    """
+
+    seq: int
+    load: EngineLoad
+    moved: Mapping[str, Residency] = field(default_factory=dict)
+    begins_whole: bool = False
+    ends_whole: bool = False
+    costs: MeasuredCosts | None = None

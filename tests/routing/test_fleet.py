@@ -1,0 +1,369 @@
+"""What a gateway believes of its replicas, from every channel, and where it then sends requests."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import count
+from random import Random
+from threading import Thread
+from time import thread_time
+
+import pytest
+
+from lorikeet.rendezvous import by_preference
+from lorikeet.routing.choice import Work
+from lorikeet.routing.costs import H200_LLAMA_8B
+from lorikeet.routing.fleet import Ask, Fleet
+from lorikeet.routing.known import BLIND_S, KnownReplica
+from lorikeet.routing.news import MeasuredCosts, ReplicaNews
+from lorikeet.routing.prefixes import prefix_chain
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.costs import LoadCosts, StepCosts
+from lorikeet_engine.news import EngineLoad
+
+MB = 1 << 20
+REF = AdapterRef("acme", "support", 1, "d" * 64)
+OTHER = replace(REF, digest="e" * 64)
+ASK = Ask(Work(prompt_tokens=500, rank=16, adapter_bytes=80 * MB), REF)
+BASE = Ask(Work(prompt_tokens=500))
+IDLE = EngineLoad(free_bytes=1000 * MB, room_bytes=1000 * MB)
+BUSY = replace(IDLE, running=60, ranks=600, waiting=40, waiting_tokens=40_000)
+NAMES = ("r0", "r1", "r2", "r3")
+
+
+class Gateway:
+    """A fleet with a clock that stands, and replicas that number what they say."""
+
+    def __init__(self, names=NAMES, seed=1):
+        self.now_s = 100.0
+        self.fleet = Fleet(clock=lambda: self.now_s, rng=Random(seed))
+        self.fleet.exist(names)
+        self._seq, self._requests = count(1), count()
+
+    def says(self, replica, load=IDLE, **news):
+        self.fleet.heard(replica, ReplicaNews(next(self._seq), load, **news))
+
+    def all_say(self, load=IDLE):
+        for name in self.fleet.replicas:
+            self.says(name, load)
+
+    def first(self, ask=ASK):
+        return self.fleet.order(ask)[0]
+
+    def firsts(self, ask=ASK, times=40):
+        return {self.first(ask) for _ in range(times)}
+
+    def send(self, replica, ask=ASK):
+        request_id = f"request {next(self._requests)}"
+        self.fleet.expect(request_id)
+        self.fleet.intend(request_id, replica, ask)
+        self.fleet.accepted(request_id, replica, ask)
+        return request_id
+
+
+@pytest.fixture
+def gateway():
+    return Gateway()
+
+
+def test_a_request_goes_where_its_adapter_is_and_nearer_is_better(gateway):
+    gateway.all_say()
+    for name, tier in zip(NAMES[1:], (Residency.DISK, Residency.HOST, Residency.GPU), strict=True):
+        gateway.says(name, moved={REF.digest: tier})
+        assert gateway.firsts() == {name}
+
+
+def test_an_adapter_that_is_nowhere_goes_to_its_home(gateway):
+    gateway.all_say()
+    assert gateway.firsts() == {by_preference(REF.digest, NAMES)[0]}
+
+
+def test_all_in_order_are_different_and_exist(gateway):
+    gateway.says("r1", moved={REF.digest: Residency.GPU})
+    for _ in range(20):
+        order = gateway.fleet.order(ASK)
+        assert len(order) == len(set(order)) >= 2
+        assert set(order) <= set(NAMES)
+
+
+def test_no_replicas_no_order():
+    assert Fleet().order(ASK) == Fleet().order(BASE) == []
+
+
+def test_a_busy_resident_gives_way_and_an_idle_one_does_not(gateway):
+    gateway.all_say()
+    gateway.says("r2", BUSY, moved={REF.digest: Residency.GPU})
+    assert "r2" not in gateway.firsts()
+    gateway.says("r2", IDLE)
+    assert gateway.firsts() == {"r2"}
+
+
+def test_what_this_gateway_sends_counts_at_once_and_until_it_is_told(gateway):
+    gateway.all_say()
+    sent = Counter()
+    for _ in range(40):
+        first = gateway.first(BASE)
+        gateway.send(first, BASE)
+        sent[first] += 1
+    assert sorted(sent) == sorted(NAMES)
+    assert max(sent.values()) <= 13  # ten each
+    gateway.now_s += 1.0
+    for name in NAMES:  # its news knows of all of them
+        gateway.says(name, replace(IDLE, waiting=10, waiting_tokens=5000))
+    gateway.says("r1", IDLE)
+    assert gateway.firsts(BASE) == {"r1"}
+
+
+def test_news_from_before_a_request_was_sent_does_not_hide_it(gateway):
+    gateway.all_say()
+    for _ in range(30):
+        gateway.send("r0", BASE)
+    gateway.says("r0", IDLE)  # read before they came
+    gateway.fleet.exist(("r0", "r1"))
+    assert gateway.firsts(BASE) == {"r1"}
+
+
+def test_an_adapter_on_its_way_draws_the_next_request(gateway):
+    gateway.all_say()
+    home = by_preference(REF.digest, NAMES)[0]
+    stranger = next(name for name in NAMES if name != home)
+    request_id = gateway.send(stranger)
+    assert gateway.firsts() == {stranger}
+    gateway.fleet.ended(request_id)  # it failed: the adapter never came
+    assert gateway.firsts() == {home}
+
+
+def test_an_answer_says_where_the_adapter_was_and_its_first_bytes_where_it_is(gateway):
+    gateway.all_say()
+    for name in ("r1", "r3"):
+        gateway.says(name, moved={REF.digest: Residency.GPU})
+    gateway.fleet.found("r1", REF.digest, Residency.REMOTE)
+    assert gateway.firsts() == {"r3"}
+    gateway.fleet.found("r3", REF.digest, Residency.REMOTE)
+    request_id = gateway.send("r2")
+    gateway.fleet.begun(request_id)
+    gateway.fleet.ended(request_id)
+    assert gateway.firsts() == {"r2"}
+
+
+def test_own_streams_of_an_adapter_draw_its_requests(gateway):
+    gateway.all_say(replace(IDLE, running=100, ranks=160))
+    for name in ("r0", "r2"):
+        gateway.says(name, replace(IDLE, running=100, ranks=160), moved={REF.digest: Residency.GPU})
+    request_id = gateway.send("r2")
+    gateway.fleet.begun(request_id)
+    gateway.now_s += 1.0
+    for name in NAMES:
+        gateway.says(name, replace(IDLE, running=100, ranks=160))
+    assert gateway.firsts() == {"r2"}
+    gateway.fleet.ended(request_id)
+    assert gateway.firsts() == {"r0"}
+
+
+def test_evicting_what_is_in_use_is_avoided(gateway):
+    full = replace(IDLE, free_bytes=0, victim_bytes=80 * MB)
+    gateway.fleet.exist(("r0", "r1"))
+    gateway.says("r0", replace(full, victim_uses=9.0), moved={REF.digest: Residency.HOST})
+    gateway.says("r1", replace(full, victim_uses=0.5), moved={REF.digest: Residency.HOST})
+    assert gateway.firsts() == {"r1"}
+
+
+def test_each_replica_is_judged_by_what_was_measured_there(gateway):
+    slow = MeasuredCosts(StepCosts(prompt_token_s=1e-3), LoadCosts())
+    for name in NAMES:
+        gateway.says(name, costs=slow if name != "r2" else MeasuredCosts())
+    assert gateway.firsts(BASE) == {"r2"}
+
+
+def test_a_lost_replica_is_out_of_the_order_until_it_speaks(gateway):
+    gateway.all_say()
+    gateway.says("r1", moved={REF.digest: Residency.GPU})
+    gateway.fleet.lost("r1")
+    for _ in range(40):
+        assert "r1" not in gateway.fleet.order(ASK)
+        assert "r1" not in gateway.fleet.order(BASE)
+    gateway.says("r1")
+    assert gateway.firsts() == {"r1"}
+
+
+def test_an_old_word_does_not_bring_a_lost_replica_back(gateway):
+    old = ReplicaNews(5, IDLE)
+    gateway.fleet.heard("r1", old)
+    gateway.fleet.lost("r1")
+    gateway.fleet.heard("r1", old)
+    assert "r1" not in {name for _ in range(40) for name in gateway.fleet.order(BASE)}
+
+
+def test_when_all_are_lost_all_are_tried(gateway):
+    for name in NAMES:
+        gateway.fleet.lost(name)
+    assert {name for _ in range(40) for name in gateway.fleet.order(ASK)} == set(NAMES)
+
+
+def test_a_lost_homes_adapters_go_to_their_heir(gateway):
+    home, heir, *_ = by_preference(REF.digest, NAMES)
+    gateway.fleet.lost(home)
+    assert gateway.first() == heir
+
+
+def test_a_replica_that_is_gone_is_forgotten(gateway):
+    gateway.all_say()
+    gateway.says("r1", moved={REF.digest: Residency.GPU})
+    request_id = gateway.send("r1")
+    gateway.fleet.exist(("r0", "r2"))
+    assert gateway.firsts() <= {"r0", "r2"}
+    gateway.fleet.begun(request_id)
+    gateway.fleet.ended(request_id)
+    gateway.says("r1", moved={REF.digest: Residency.GPU})
+    assert gateway.firsts() <= {"r0", "r2"}
+    gateway.fleet.exist(NAMES)  # one of that name begins anew
+    gateway.all_say()
+    assert gateway.firsts() == {by_preference(REF.digest, NAMES)[0]}
+
+
+def test_the_whole_replaces_what_was_believed_also_in_parts(gateway):
+    gateway.all_say()
+    gateway.says("r1", moved={REF.digest: Residency.GPU})
+    gateway.says("r3", moved={OTHER.digest: Residency.GPU})
+    gateway.says("r1", moved={"0" * 64: Residency.DISK}, begins_whole=True)
+    assert gateway.firsts() == {"r1"}  # there may be more to come
+    gateway.says("r1", moved={OTHER.digest: Residency.GPU}, ends_whole=True)
+    assert gateway.firsts() == {by_preference(REF.digest, NAMES)[0]}
+    assert set(gateway.fleet.order(ASK._replace(adapter=OTHER))[:2]) == {"r1", "r3"}
+
+
+def test_with_no_news_at_all_own_counts_and_serves_queues_decide(gateway):
+    queues = {"r0": 90, "r1": 60, "r2": 3, "r3": 70}
+    for _ in range(20):
+        order = gateway.fleet.order(BASE, queues.get)
+        assert order == sorted(order, key=queues.__getitem__)
+    sent = Counter()
+    for _ in range(20):
+        sent[first := gateway.first(BASE)] += 1
+        gateway.send(first, BASE)
+    assert sent == dict.fromkeys(NAMES, 5)
+
+
+def test_a_replica_that_falls_silent_is_judged_by_own_counts(gateway):
+    gateway.all_say()
+    gateway.says("r0", BUSY)
+    gateway.fleet.exist(("r0", "r1"))
+    assert gateway.firsts(BASE) == {"r1"}
+    gateway.now_s += BLIND_S + 1
+    for _ in range(5):
+        gateway.send("r1", BASE)
+    assert gateway.firsts(BASE) == {"r0"}
+
+
+def test_counts_return_to_zero(gateway):
+    """Whatever becomes of requests, in whatever order it is heard of."""
+    rng, open_ids = Random(3), []
+    asks = [ASK, BASE, ASK._replace(adapter=OTHER), ASK._replace(prefixes=(1, 2, 3))]
+    for _ in range(4000):
+        gateway.now_s += 0.01
+        act = rng.randrange(6)
+        if act < 2 or not open_ids:
+            open_ids.append((gateway.send(rng.choice(NAMES), ask := rng.choice(asks)), ask))
+            continue
+        at = rng.randrange(len(open_ids))
+        request_id, ask = open_ids[at]
+        if act == 2:
+            gateway.fleet.begun(request_id)
+        elif act == 3:
+            gateway.fleet.ended(request_id)
+            del open_ids[at]
+        elif act == 4:
+            gateway.fleet.accepted(request_id, rng.choice(NAMES), ask)
+        else:
+            gateway.says(rng.choice(NAMES), begins_whole=True, ends_whole=True)
+    for request_id, _ in open_ids:
+        gateway.fleet.ended(request_id)
+    gateway.now_s += BLIND_S + 1  # own counts alone
+    fresh = KnownReplica(H200_LLAMA_8B).load(gateway.now_s, None)
+    for name in NAMES:
+        known = gateway.fleet._known[name]
+        assert known.load(gateway.now_s, None) == fresh
+        assert not known.streams
+    assert not gateway.fleet._sent
+    assert not gateway.fleet._residents.coming_to(REF.digest)
+
+
+def test_a_request_that_was_not_expected_leaves_no_trace(gateway):
+    """The router may still be choosing when the client has gone."""
+    gateway.fleet.expect("gone")
+    gateway.fleet.ended("gone")
+    gateway.fleet.intend("gone", "r0", ASK)
+    gateway.fleet.accepted("gone", "r0", ASK)
+    gateway.fleet.begun("gone")
+    assert gateway.fleet.taker("gone") is None
+    assert not gateway.fleet._sent
+
+
+def test_who_took_a_request_is_known_and_who_was_only_asked_did_not(gateway):
+    gateway.fleet.expect("a")
+    gateway.fleet.intend("a", "r0", ASK)
+    assert gateway.fleet.taker("a") is None
+    gateway.fleet.accepted("a", "r2", ASK)
+    assert gateway.fleet.taker("a") == "r2"
+
+
+def test_a_request_that_finds_no_place_wants_its_adapter_brought(gateway):
+    gateway.all_say()
+    gateway.says("r3", moved={OTHER.digest: Residency.GPU})
+    gateway.fleet.expect("a")
+    gateway.fleet.intend("a", "r1", ASK)
+    assert gateway.fleet.take_wanted() == {}
+    gateway.fleet.intend("a", "r1", ASK)
+    gateway.fleet.expect("b")
+    for _ in range(2):
+        gateway.fleet.intend("b", "r3", ASK._replace(adapter=OTHER))
+    assert gateway.fleet.take_wanted() == {"r1": {REF}}
+    assert gateway.fleet.take_wanted() == {}
+
+
+def test_a_prompt_goes_where_its_beginning_was_computed(gateway):
+    gateway.all_say()
+    ask = BASE._replace(work=Work(4000), prefixes=prefix_chain("once upon a time " * 1000))
+    gateway.fleet.ended(gateway.send("r2", ask))
+    assert gateway.firsts(ask) == {"r2"}
+    gateway.says("r2", BUSY)
+    assert "r2" not in gateway.firsts(ask)
+
+
+def test_two_threads_leave_counts_right():
+    gateway = Gateway()
+
+    def route(number):
+        for turn in range(2000):
+            request_id = f"{number} {turn}"
+            gateway.fleet.expect(request_id)
+            gateway.fleet.intend(request_id, gateway.fleet.order(ASK)[0], ASK)
+            gateway.fleet.begun(request_id)
+            gateway.fleet.ended(request_id)
+
+    threads = [Thread(target=route, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    loads = [gateway.fleet._known[name].load(gateway.now_s, None) for name in NAMES]
+    assert all(not one.running and not one.waiting and not one.waiting_tokens for one in loads)
+
+
+def test_one_choice_takes_less_than_0_3_ms_and_so_does_its_booking():
+    """64 replicas, 10,000 adapters, a tenth of them nowhere, prompts of 2,000 tokens."""
+    rng, names = Random(1), [f"replica-{number}" for number in range(64)]
+    gateway = Gateway(names)
+    digests = [f"{number:064x}" for number in range(10_000)]
+    for name in names:
+        held = {digest: rng.choice(list(Residency)) for digest in rng.sample(digests[1000:], 3000)}
+        load = replace(IDLE, running=rng.randrange(200))
+        gateway.says(name, load, moved=held, begins_whole=True, ends_whole=True)
+    took_s = []
+    for _ in range(4000):
+        ref = replace(REF, digest=rng.choice(digests))
+        text = "a different beginning " + ref.digest + "x" * 8000
+        began_s = thread_time()
+        ask = ASK._replace(adapter=ref, prefixes=prefix_chain(text, ref.digest))
+        gateway.send(gateway.fleet.order(ask)[0], ask)
+        took_s.append(thread_time() - began_s)
+    assert sorted(took_s)[3960] <= 0.3e-3

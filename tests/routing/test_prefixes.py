@@ -1,0 +1,61 @@
+"""Which replica has computed how much of a prompt."""
+
+from lorikeet.routing.prefixes import (
+    BLOCK_TOKENS,
+    CHARACTERS_PER_TOKEN,
+    MOST_BLOCKS,
+    PrefixMap,
+    prefix_chain,
+)
+
+BLOCK = "x" * (BLOCK_TOKENS * CHARACTERS_PER_TOKEN)
+
+
+def text(*letters: str) -> str:
+    """A block of each letter."""
+    return "".join(BLOCK.replace("x", letter) for letter in letters)
+
+
+def test_prompts_share_the_blocks_up_to_their_first_difference():
+    one, other = prefix_chain(text("a", "b", "c")), prefix_chain(text("a", "b", "d") + "rest")
+    assert one[:2] == other[:2]
+    assert one[2] != other[2]
+    assert prefix_chain(text("b")) != one[1:2]  # what came before is part of a block
+
+
+def test_only_whole_blocks_count_and_only_so_many():
+    assert len(prefix_chain(BLOCK[:-1])) == 0
+    assert len(prefix_chain(BLOCK)) == len(prefix_chain(BLOCK * 2 + "y")) - 1 == 1
+    assert len(prefix_chain(BLOCK * (MOST_BLOCKS + 5))) == MOST_BLOCKS
+    assert len(prefix_chain(tuple(range(2 * BLOCK_TOKENS + 1)))) == 2
+
+
+def test_salts_keep_equal_prompts_apart():
+    chains = {
+        prefix_chain(BLOCK, tenant, digest)
+        for tenant in ("acme", "globex")
+        for digest in (None, "d1", "d2")
+    }
+    assert len(chains) == 6
+
+
+def test_who_computed_a_block_last_has_all_before_it():
+    known = PrefixMap()
+    known.add(prefix_chain(text("a", "b", "c")), "first")
+    assert known.cached_tokens(prefix_chain(text("a", "b", "z"))) == {"first": 2 * BLOCK_TOKENS}
+    known.add(prefix_chain(text("a")), "second")
+    assert known.cached_tokens(prefix_chain(text("a", "b", "c", "d"))) == {
+        "second": BLOCK_TOKENS,
+        "first": 3 * BLOCK_TOKENS,
+    }
+    assert known.cached_tokens(prefix_chain(text("z", "a"))) == {}
+
+
+def test_what_was_not_computed_for_longest_is_forgotten():
+    known = PrefixMap(most_blocks=3)
+    for letter in "abc":
+        known.add(prefix_chain(text(letter)), letter)
+    known.add(prefix_chain(text("a")), "again")
+    known.add(prefix_chain(text("d")), "d")
+    found = [known.cached_tokens(prefix_chain(text(letter))) for letter in "abcd"]
+    assert [list(each) for each in found] == [["again"], [], ["c"], ["d"]]
