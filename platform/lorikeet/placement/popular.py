@@ -178,15 +178,17 @@ class _Draft:
             if loads[name] >= self._share:
                 return
             holders = list(self._on_gpu[digest])
-            before = self._demand[digest] / len(holders)
             after = self._demand[digest] / (len(holders) + 1)
+            less = self._demand[digest] / len(holders) - after
             if name in holders or after < _SPREAD:
                 continue
+            if min(loads[holder] for holder in holders) - less < _FULL * self._share:
+                continue  # or they would soon want copies in turn
             if self._has_room(name, digest, Residency.GPU):
                 self._order(name, Prefetch(digest, Residency.GPU, after), [])
                 loads[name] += after
                 for holder in holders:
-                    loads[holder] += after - before
+                    loads[holder] -= less
 
     def _bring(self, digest: str, tier: Residency, uses: float) -> bool:
         """Order it where it is nearest already, else where requests for it would go first."""

@@ -1,0 +1,62 @@
+"""How often adapters are asked for: what all replicas of one base model say, put together."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lorikeet.placement.report import ReplicaReport
+from lorikeet_engine.adapter import AdapterRef
+
+HALF_LIFE_S = 45.0
+"""Uses count half after so long, here as in the engines."""
+_REMEMBERED = 32_768
+_FORGOTTEN = 0.01  # uses: one, five minutes ago
+
+
+@dataclass(slots=True)
+class Wanted:
+    """An adapter and its uses by all replicas, each halved every HALF_LIFE_S.
+
+    image_bytes: what it takes on a GPU; 0 while no replica knows.
+    """
+
+    ref: AdapterRef
+    uses: float
+    image_bytes: int
+
+
+class Demand:
+    """An exponentially weighted count of uses by adapter; at most 32,768 adapters, the most used.
+
+    Replicas count, and the counts of one that has gone are halved on, so its adapters are not
+    forgotten with it.
+    """
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, Wanted] = {}
+        self._observed_s = -math.inf
+
+    def observe(self, reports: Iterable[ReplicaReport], now_s: float) -> None:
+        """Take in what every replica reports at this moment."""
+        kept = math.exp2((self._observed_s - now_s) / HALF_LIFE_S)
+        self._observed_s = now_s
+        for wanted in self.adapters.values():
+            wanted.uses *= kept
+        counted: dict[str, float] = defaultdict(float)
+        for report in reports:
+            for adapter in report.engine.adapters:
+                digest = adapter.ref.digest
+                wanted = self.adapters.setdefault(digest, Wanted(adapter.ref, 0.0, 0))
+                wanted.image_bytes = adapter.image_bytes or wanted.image_bytes
+                counted[digest] += adapter.uses
+        for digest, uses in counted.items():
+            wanted = self.adapters[digest]
+            wanted.uses = max(wanted.uses, uses)
+        self._forget()
+
+    def _forget(self) -> None:
+        known = [(digest, w) for digest, w in self.adapters.items() if w.uses >= _FORGOTTEN]
+        if len(known) > _REMEMBERED:
+            known.sort(key=lambda each: -each[1].uses)
+        self.adapters = dict(known[:_REMEMBERED])

@@ -1,0 +1,29 @@
+"""What the controller tells a replica."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lorikeet.placement.plan import Keep
+from lorikeet_engine.adapter import AdapterRef, Residency
+
+
+@dataclass(frozen=True, slots=True)
+class Bring:
+    """An adapter to bring to this tier if that costs nobody; nobody asks whether it came."""
+
+    ref: AdapterRef
+    tier: Residency
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """For one replica.
+
+    keeps: all that it must keep, by digest; what is not named it need keep no more. alone: how many
+    adapters in use are near on this replica only; None while nobody counts. brings: most wanted
+    first.
+    """
+
+    keeps: Mapping[str, Keep] = field(default_factory=dict)
+    alone: int | None = None
+    brings: tuple[Bring, ...] = ()

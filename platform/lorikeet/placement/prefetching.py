@@ -1,0 +1,87 @@
+"""From what the replicas of one base model report to what they should bring nearer."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lorikeet.placement.demand import Demand
+from lorikeet.placement.orders import Bring
+from lorikeet.placement.plan import Keep, Plan
+from lorikeet.placement.popular import Prefetch, Site, alone, prefetch_popular
+from lorikeet.placement.report import ReplicaReport
+from lorikeet_engine.adapter import Residency
+
+_SETTLES_S = 30.0
+"""An order counts as carried out for so long: it may take a while, or have been refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """For each replica: what to bring nearer, and how many adapters in use only it has near."""
+
+    brings: Mapping[str, tuple[Bring, ...]]
+    alone: Mapping[str, int]
+
+
+class Prefetching:
+    """Remembers demand, and what was ordered lately, so that nothing is ordered twice."""
+
+    def __init__(self) -> None:
+        self._demand = Demand()
+        self._ordered: dict[tuple[str, str], tuple[Prefetch, float]] = {}  # replica, digest: when
+
+    def wishes(
+        self, reports: Sequence[ReplicaReport], plan: Plan, now_s: float, *, spares: bool
+    ) -> Wishes:
+        """To be asked whenever there are new reports. plan: what pins keep on these replicas."""
+        self._demand.observe(reports, now_s)
+        wanted = self._demand.adapters
+        demand = {digest: each.uses for digest, each in wanted.items()}
+        sizes = {digest: each.image_bytes for digest, each in wanted.items() if each.image_bytes}
+        sizes |= _sizes(reports)
+        sites = {each.replica: _site(each, plan.get(each.replica, {}), sizes) for each in reports}
+        orders = prefetch_popular(demand, sizes, self._settled(sites, now_s), spares=spares)
+        for name, some in orders.items():
+            self._ordered.update({(name, each.digest): (each, now_s) for each in some})
+        brings = {
+            name: tuple(Bring(wanted[each.digest].ref, each.tier) for each in some)
+            for name, some in orders.items()
+        }
+        return Wishes(brings, alone(demand, sites))
+
+    def _settled(self, sites: Mapping[str, Site], now_s: float) -> dict[str, Site]:
+        """The replicas, as if they had carried out what was ordered lately."""
+        late: dict[str, list[Prefetch]] = defaultdict(list)
+        for (name, digest), (order, ordered_s) in list(self._ordered.items()):
+            if now_s - ordered_s > _SETTLES_S:
+                del self._ordered[name, digest]
+            elif name in sites and sites[name].held.get(digest, Residency.REMOTE) < order.tier:
+                late[name].append(order)
+        return {
+            name: replace(
+                site,
+                held={**site.held, **{each.digest: each.tier for each in late[name]}},
+                uses={**site.uses, **{each.digest: each.uses for each in late[name]}},
+            )
+            for name, site in sites.items()
+        }
+
+
+def _sizes(reports: Sequence[ReplicaReport]) -> dict[str, int]:
+    adapters = (adapter for report in reports for adapter in report.engine.adapters)
+    return {each.ref.digest: each.image_bytes for each in adapters if each.image_bytes}
+
+
+def _site(report: ReplicaReport, keeps: Mapping[str, Keep], sizes: Mapping[str, int]) -> Site:
+    engine = report.engine
+    kept = {digest: keep.tier for digest, keep in keeps.items()}
+    pinned = dict.fromkeys(Residency, 0)
+    for digest, tier in kept.items():
+        pinned[tier] += sizes.get(digest, 0)
+    return Site(
+        gpu_bytes=engine.arena_bytes_total - pinned[Residency.GPU],
+        host_bytes=engine.pinnable_bytes.get(Residency.HOST, 0) - pinned[Residency.HOST],
+        held={each.ref.digest: each.residency for each in engine.adapters},
+        uses={each.ref.digest: each.uses for each in engine.adapters},
+        kept=kept,
+    )

@@ -1,0 +1,128 @@
+"""How many replicas there should be: a pure function of what each says of its pressure.
+
+Grows after seconds of pressure, by as many as it takes. Shrinks one by one, after minutes in which
+one replica fewer would have been far from pressure, and only when each adapter in use has been
+brought to a second replica: which replica goes is not ours to say.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+PRESSED_S = 10.0
+"""Pressure must last so long."""
+CALM_S = 300.0
+"""So long one replica fewer must have been enough."""
+MOVING_S = 120.0
+"""So long at most is waited for adapters to come to second replicas."""
+# What one replica should bear, and what of that each may bear after one has gone.
+_WORKING = 0.9  # adapters in use, of the arena
+_SEATS = 0.85
+_KV = 0.9
+_WAIT_S = 1.0
+_RELAXED = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What one replica says.
+
+    working_bytes: adapters in use there, wherever they are. oldest_wait_s: of the requests without
+    a token. seats, kv: share of the sequences of one step that run or wait, and of the KV pages in
+    use. alone: adapters in use that no other replica has near; None while it does not know.
+    """
+
+    working_bytes: float
+    arena_bytes: float
+    oldest_wait_s: float
+    seats: float
+    kv: float
+    alone: float | None = None
+
+
+class Since(NamedTuple):
+    """Since when, in seconds of the caller's clock, there has been pressure, or calm."""
+
+    pressed_s: float | None = None
+    calm_s: float | None = None
+
+
+class Verdict(NamedTuple):
+    """How many replicas there should be, why, and what to hand in next time."""
+
+    replicas: int
+    reason: str
+    since: Since
+
+
+def scale(
+    signals: Collection[Signals],
+    running: int,
+    target: int,
+    least: int,
+    most: int,
+    since: Since,
+    now_s: float,
+) -> Verdict:
+    """How many of `least` to `most` replicas there should be.
+
+    signals: of the replicas heard of lately. running: how many there are; target: how many were
+    asked for last. While nothing is to be done the answer is the target.
+    """
+    wanted, reason = _wanted(signals)
+    if min(wanted, most) > target:
+        began_s = now_s if since.pressed_s is None else since.pressed_s
+        if now_s - began_s >= PRESSED_S:
+            return Verdict(min(wanted, most), reason, Since())
+        return Verdict(target, reason, Since(pressed_s=began_s))
+    if not running == target == len(signals) > least or not could_shrink(signals):
+        return Verdict(target, "", Since())
+    began_s = now_s if since.calm_s is None else since.calm_s
+    calm_s = now_s - began_s
+    moved = all(each.alone == 0 for each in signals)
+    if calm_s >= CALM_S + MOVING_S or (calm_s >= CALM_S and moved):
+        return Verdict(target - 1, f"one fewer has been enough for {calm_s:.0f} s", Since())
+    return Verdict(target, "", Since(calm_s=began_s))
+
+
+def could_shrink(signals: Collection[Signals]) -> bool:
+    """Whether one replica fewer would be far from pressure."""
+    count = len(signals)
+    if count < 2:
+        return False
+    volume, _ = _volume(signals)
+    return volume * count / (count - 1) <= _RELAXED and _queue(signals) <= _RELAXED
+
+
+def _wanted(signals: Collection[Signals]) -> tuple[int, str]:
+    """Replicas that would bear it, and why; the queue says that more are needed, not how many."""
+    count = len(signals)
+    if not count:
+        return 0, ""
+    volume, reason = _volume(signals)
+    if volume > 1:
+        return math.ceil(count * volume), reason
+    if _queue(signals) > 1:
+        return count + 1, f"requests wait {_queue(signals) * _WAIT_S:.1f} s"
+    return count, ""
+
+
+def _volume(signals: Collection[Signals]) -> tuple[float, str]:
+    """How much of what they should bear they bear; more replicas would have less each."""
+    count = len(signals)
+    arenas = max(1.0, sum(each.arena_bytes for each in signals))
+    working = sum(each.working_bytes for each in signals) / arenas
+    seats = sum(each.seats for each in signals) / count
+    kv = sum(each.kv for each in signals) / count
+    return max(
+        (working / _WORKING, f"adapters in use would fill {working:.0%} of the arenas"),
+        (seats / _SEATS, f"{seats:.0%} of the seats are taken"),
+        (kv / _KV, f"{kv:.0%} of the KV pages are taken"),
+    )
+
+
+def _queue(signals: Collection[Signals]) -> float:
+    """The mean, so that one replica's queue alone does not count for much: others could take it."""
+    waits = [min(each.oldest_wait_s, 4 * _WAIT_S) for each in signals]
+    return sum(waits) / len(waits) / _WAIT_S

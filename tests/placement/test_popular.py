@@ -1,0 +1,243 @@
+"""What is brought nearer: by how much it is wanted, where there is room, and never for ever."""
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorikeet.placement import popular
+from lorikeet.placement.popular import Prefetch, Site, alone, prefetch_popular
+from lorikeet.rendezvous import by_preference
+from lorikeet_engine.adapter import Residency
+from tests.placement.sites import DISK, GPU, HOST, carry_out, evictable, settle, site
+
+
+class Ones(dict[str, int]):
+    """Adapters of one byte each."""
+
+    def __missing__(self, _digest: str) -> int:
+        return 1
+
+    def __contains__(self, _digest: object) -> bool:
+        return True
+
+    def get(self, digest: str, _default: int = 0) -> int:  # type: ignore[override]
+        return self[digest]
+
+
+ONES = Ones()
+
+
+def many(count: int, uses: float = 1.0) -> dict[str, float]:
+    return {f"a{n:03}": uses + (count - n) / 1000 for n in range(count)}
+
+
+def holders(sites: dict[str, Site], digest: str, tier: Residency = GPU) -> set[str]:
+    return {name for name, one in sites.items() if one.held.get(digest, DISK) >= tier}
+
+
+def test_an_adapter_in_use_that_is_nowhere_comes_to_its_home():
+    sites = {name: site(5) for name in "pqr"}
+    home = by_preference("a", "pqr")[0]
+    assert prefetch_popular({"a": 1.0}, ONES, sites) == {home: [Prefetch("a", GPU, 1.0)]}
+
+
+def test_where_it_is_nearest_it_has_the_least_way_to_go():
+    home, *others = by_preference("a", "pqr")
+    sites = {home: site(5), **{name: site(5) for name in others}}
+    for tier in (DISK, HOST):
+        sites[others[1]] = replace(sites[others[1]], held={"a": tier})
+        assert list(prefetch_popular({"a": 1.0}, ONES, sites)) == [others[1]]
+
+
+def test_what_is_hardly_used_or_of_unknown_size_stays_where_it_is():
+    sites = {"p": site(5, host=5)}
+    assert prefetch_popular({"a": 0.4}, ONES, sites) == {}
+    assert prefetch_popular({"a": 9.0}, {}, sites) == {}
+
+
+def test_a_replica_that_joined_gets_the_most_wanted_that_had_no_room():
+    demand = many(40)
+    sites = {
+        "p": site(10, *list(demand)[:10]),
+        "q": site(10, *list(demand)[10:20]),
+        "new": site(10),
+    }
+    settled, given = settle(demand, ONES, sites)
+    assert len(given) == 10
+    assert settled["new"].held == dict.fromkeys(list(demand)[20:30], GPU)
+
+
+def test_a_replica_that_joined_takes_its_share_of_the_hottest():
+    demand = many(10, uses=100.0)
+    sites = {"p": site(10, *list(demand)[:5]), "q": site(10, *list(demand)[5:]), "new": site(10)}
+    settled, given = settle(demand, ONES, sites)
+    assert settled["p"] == sites["p"]
+    assert settled["q"] == sites["q"]
+    load = sum(demand[d] / len(holders(settled, d)) for d in settled["new"].held)
+    assert 0.8 < load / (sum(demand.values()) / 3) < 1.3
+    assert len(given) < 10
+
+
+def test_adapters_of_a_replica_that_died_displace_what_is_wanted_half_as_much():
+    demand = {"cold": 1.0, "cool": 2.0, "lost": 4.0}
+    sites = {"p": site(2, "cold", "cool"), "q": site(2, "x", "y")}
+    demand |= {"x": 3.0, "y": 3.0}
+    settled, given = settle(demand, ONES, sites)
+    assert settled["p"].held == {"cold": DISK, "cool": GPU, "lost": GPU}
+    assert len(given) == 1
+
+
+def test_two_adapters_wanted_alike_do_not_swap():
+    sites = {"p": site(1, "a")}
+    assert prefetch_popular({"a": 3.0, "b": 5.0}, ONES, sites) == {}
+    assert prefetch_popular({"a": 2.0, "b": 5.0}, ONES, sites) != {}
+
+
+def test_the_more_load_on_an_adapter_the_more_copies_it_has():
+    others = many(64)
+    for hot, copies in ((5.0, [1]), (20.0, [2]), (60.0, [5, 6, 7]), (1000.0, [8])):
+        sites = {f"r{n}": site(20) for n in range(8)}
+        settled, _ = settle(others | {"hot": hot}, ONES, sites)
+        assert len(holders(settled, "hot")) in copies
+        assert all(len(holders(settled, each)) == 1 for each in others)
+
+
+def test_a_lone_request_does_not_come_everywhere():
+    _, given = settle({"a": 3.0}, ONES, {f"r{n}": site(20, host=20) for n in range(8)})
+    assert len(given) == 1
+
+
+def test_copies_go_to_the_next_in_the_adapters_order():
+    demand = many(32) | {"hot": 17.0}
+    names = [f"r{n}" for n in range(4)]
+    settled, _ = settle(demand, ONES, {name: site(20) for name in names})
+    assert holders(settled, "hot") == set(by_preference("hot", names)[:2])
+
+
+def test_what_has_no_room_on_a_gpu_comes_to_a_host():
+    sites = {"p": site(1, "a", host=1), "q": site(1, "b", host=1)}
+    orders = prefetch_popular({"a": 5.0, "b": 5.0, "c": 4.0, "d": 3.0, "e": 2.0}, ONES, sites)
+    assert sorted(each for some in orders.values() for each in some) == [
+        Prefetch("c", HOST, 4.0),
+        Prefetch("d", HOST, 3.0),
+    ]
+
+
+def test_with_spares_every_adapter_in_use_is_on_two_replicas():
+    demand = many(6)
+    sites = {"p": site(3, *list(demand)[:3], host=9), "q": site(3, *list(demand)[3:], host=9)}
+    assert alone(demand, sites) == {"p": 3, "q": 3}
+    assert prefetch_popular(demand, ONES, sites) == {}
+    settled, given = settle(demand, ONES, sites, spares=True)
+    assert len(given) == 6
+    assert alone(demand, settled) == {"p": 0, "q": 0}
+
+
+def test_alone_counts_what_is_used_and_only_there_on_gpu_or_host():
+    sites = {
+        "p": Site(9, 9, {"a": GPU, "b": HOST, "c": DISK, "both": GPU, "unused": GPU}),
+        "q": Site(9, 9, {"both": HOST, "a": DISK}),
+    }
+    assert alone(dict.fromkeys(["a", "b", "c", "both"], 1.0), sites) == {"p": 2, "q": 0}
+
+
+def test_pins_count_as_there_and_give_no_room():
+    kept = {"pinned": GPU, "host-pinned": HOST}
+    held = {"pinned": GPU, "host-pinned": HOST, "a": GPU}
+    sites = {"p": Site(1, 0, held, {"a": 1.0}, kept)}
+    demand = {"pinned": 1.0, "host-pinned": 1.0, "a": 1.0, "b": 100.0}
+    assert prefetch_popular(demand, ONES, sites) == {"p": [Prefetch("b", GPU, 100.0)]}
+    assert carry_out(sites["p"], [Prefetch("b", GPU, 100.0)], ONES).held["a"] is DISK
+    promised = {"p": Site(9, 9, {}, {}, {"pinned": GPU})}
+    assert prefetch_popular({"pinned": 1.0}, ONES, promised) == {}
+
+
+def test_orders_of_one_time_are_bounded():
+    demand = many(100)
+    orders = prefetch_popular(demand, ONES, {"p": site(100)})["p"]
+    assert [each.digest for each in orders] == list(demand)[: popular.MOST_MOVES]
+    large = dict.fromkeys(demand, popular.MOST_BYTES // 3)
+    assert len(prefetch_popular(demand, large, {"p": site(10**12)})["p"]) == 3
+    huge = dict.fromkeys(demand, popular.MOST_BYTES * 2)
+    assert len(prefetch_popular(demand, huge, {"p": site(10**12)})["p"]) == 1
+
+
+names = st.sampled_from([f"a{n}" for n in range(12)])
+tiers = st.sampled_from([DISK, HOST, GPU])
+
+
+@st.composite
+def fleets(draw: st.DrawFn):
+    sizes = draw(st.fixed_dictionaries({f"a{n}": st.integers(1, 40) for n in range(12)}))
+    demand = draw(st.dictionaries(names, st.floats(0, 60), max_size=12))
+    sites = {}
+    for name in [f"r{n}" for n in range(draw(st.integers(1, 4)))]:
+        held = draw(st.dictionaries(names, tiers))
+        kept = draw(st.dictionaries(names, tiers, max_size=2))
+        uses = draw(st.dictionaries(names, st.floats(0, 20)))
+        bare = Site(0, 0, held, uses, kept)
+        rooms = [
+            sum(sizes[d] for d in evictable(bare, tier, sizes)) + draw(st.integers(0, 60))
+            for tier in (GPU, HOST)
+        ]
+        sites[name] = replace(bare, gpu_bytes=rooms[0], host_bytes=rooms[1])
+    return demand, sizes, sites
+
+
+@settings(max_examples=60, deadline=None)
+@given(fleets(), st.booleans())
+def test_orders_never_exceed_the_room_nor_touch_a_pin(fleet, spares: bool):
+    demand, sizes, sites = fleet
+    orders = prefetch_popular(demand, sizes, sites, spares=spares)
+    assert orders == prefetch_popular(
+        dict(reversed(demand.items())), sizes, dict(reversed(sites.items())), spares=spares
+    )
+    for name, some in orders.items():
+        before, after = sites[name], carry_out(sites[name], some, sizes)
+        assert len(some) == len(set(some)) <= popular.MOST_MOVES
+        for digest, tier in before.kept.items():
+            assert after.held.get(digest, DISK) >= min(tier, before.held.get(digest, DISK))
+        for each in some:
+            assert each.tier > max(
+                before.held.get(each.digest, DISK), before.kept.get(each.digest, DISK)
+            )
+
+
+@settings(max_examples=60, deadline=None)
+@given(fleets(), st.booleans())
+def test_orders_end(fleet, spares: bool):
+    settle(*fleet, spares=spares)
+
+
+@settings(max_examples=60, deadline=None)
+@given(fleets())
+def test_what_is_evicted_was_wanted_half_as_much(fleet):
+    demand, sizes, sites = fleet
+    settled, given = settle(demand, sizes, sites)
+    before, after = (sum(worth(demand, fleet)) for fleet in (sites, settled))
+    assert after > before if any(o.tier is GPU for o in given) else after == before
+
+
+def worth(demand: dict[str, float], sites: dict[str, Site]) -> Iterator[float]:
+    """What the copies on GPUs draw: the first of an adapter all its uses, the second half, …"""
+    for digest, uses in demand.items():
+        yield from (uses / (n + 1) for n in range(len(holders(sites, digest))))
+
+
+def test_64_replicas_and_10_000_adapters_take_well_under_a_second():
+    rng = random.Random(1)
+    demand = {f"a{n}": 3000 / (n + 1) for n in range(10_000)}
+    sizes = dict.fromkeys(demand, 84 * 10**6)
+    sites = {}
+    for n in range(64):
+        held = dict.fromkeys(demand, DISK) | dict.fromkeys(rng.sample(list(demand), 300), HOST)
+        held |= dict.fromkeys(rng.sample(list(demand)[:4000], 50), GPU)
+        room = 84 * 10**6
+        sites[f"r{n}"] = Site(50 * room, 300 * room, held, {d: rng.random() for d in held})
+    begun_s = time.process_time()
+    assert prefetch_popular(demand, sizes, sites, spares=True)
+    assert time.process_time() - begun_s < 2.0

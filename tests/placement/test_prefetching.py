@@ -1,0 +1,119 @@
+"""From reports to orders: nothing is ordered twice, and a fleet at work is let be."""
+
+import random
+from collections.abc import Iterable
+
+from lorikeet.placement.orders import Bring
+from lorikeet.placement.plan import Keep
+from lorikeet.placement.prefetching import Prefetching
+from lorikeet.placement.report import ReplicaReport
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.request import AdapterReport
+from lorikeet_engine.residency.eviction import LeastUsedForItsSize, Use, Uses
+from tests.placement.given import ref, report
+
+GPU, HOST, DISK = Residency.GPU, Residency.HOST, Residency.DISK
+A, B = ref("a"), ref("b")
+
+
+def adapter(ref, tier=DISK, uses=3.0, size=10) -> AdapterReport:
+    return AdapterReport(ref, tier, size if tier is GPU else 0, 0, False, size, uses)
+
+
+def replica(name: str, *adapters: AdapterReport, gpu: int = 20, host: int = 0) -> ReplicaReport:
+    return report(name, gpu=gpu, host=host, adapters=adapters)
+
+
+def brings(prefetching: Prefetching, reports: Iterable[ReplicaReport], now_s: float, plan=None):
+    wishes = prefetching.wishes(list(reports), plan or {}, now_s, spares=False)
+    return dict(wishes.brings)
+
+
+def test_what_was_ordered_is_ordered_again_only_if_it_never_comes():
+    prefetching = Prefetching()
+    reports = [replica("p", adapter(A))]
+    assert brings(prefetching, reports, 0.0) == {"p": (Bring(A, GPU),)}
+    assert brings(prefetching, reports, 3.0) == {}
+    assert brings(prefetching, reports, 29.0) == {}
+    assert brings(prefetching, reports, 31.0) == {"p": (Bring(A, GPU),)}
+    assert brings(prefetching, [replica("p", adapter(A, GPU))], 90.0) == {}
+
+
+def test_adapters_on_their_way_take_room():
+    prefetching = Prefetching()
+    assert brings(prefetching, [replica("p", adapter(A), gpu=10)], 0.0)
+    assert brings(prefetching, [replica("p", adapter(A), adapter(B, uses=5.0), gpu=10)], 3.0) == {}
+
+
+def test_adapters_of_a_lost_replica_come_to_another():
+    prefetching = Prefetching()
+    both = [replica("p", adapter(A, GPU, uses=9.0)), replica("q")]
+    assert brings(prefetching, both, 0.0) == {}
+    assert brings(prefetching, both[1:], 10.0) == {"q": (Bring(A, GPU),)}
+
+
+def test_pins_take_their_room_before_they_are_there():
+    prefetching = Prefetching()
+    reports = [replica("p", adapter(A), adapter(B), gpu=20)]
+    plan = {"p": {A.digest: Keep(A, GPU)}}
+    assert brings(prefetching, reports, 0.0, plan) == {"p": (Bring(B, GPU),)}
+    small = [replica("p", adapter(A), adapter(B), gpu=10)]
+    assert brings(Prefetching(), small, 0.0, plan) == {}
+
+
+def test_spares_are_asked_for_and_counted():
+    prefetching = Prefetching()
+    reports = [replica("p", adapter(A, GPU), host=10), replica("q", host=10)]
+    wishes = prefetching.wishes(reports, {}, 0.0, spares=True)
+    assert wishes.brings == {"q": (Bring(A, HOST),)}
+    assert wishes.alone == {"p": 1, "q": 0}
+    arrived = [reports[0], replica("q", adapter(A, HOST), host=10)]
+    assert prefetching.wishes(arrived, {}, 3.0, spares=True).alone == {"p": 0, "q": 0}
+
+
+class Engine:
+    """A replica's GPU under the engines' own eviction, without times."""
+
+    def __init__(self, name: str, room: int) -> None:
+        self.name, self._room = name, room
+        self._worth: dict[str, float] = {}
+        self._uses, self._policy = Uses(), LeastUsedForItsSize()
+        self._seen: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._worth
+
+    def use(self, name: str, now_s: float) -> None:
+        self._uses.add(name, now_s)
+        self._seen.add(name)
+        if name not in self and len(self._worth) == self._room:
+            del self._worth[min(self._worth, key=self._worth.__getitem__)]
+        self._worth[name] = self._policy.worth(Use(10, self._uses.at(name, now_s), now_s))
+
+    def report(self, now_s: float) -> ReplicaReport:
+        adapters = (
+            adapter(ref(name), GPU if name in self else DISK, self._uses.at(name, now_s))
+            for name in self._seen
+        )
+        return replica(self.name, *adapters, gpu=10 * self._room)
+
+
+def test_a_fleet_in_its_stride_gets_hardly_any_orders():
+    rng = random.Random(7)
+    names = [f"a{n}" for n in range(200)]
+    weights = [1 / (n + 1) for n in range(200)]
+    engines = [Engine(name, 20) for name in "pqrs"]
+    prefetching = Prefetching()
+    loads = ordered = 0
+    for second in range(900):
+        for name in rng.choices(names, weights, k=20):
+            having = [engine for engine in engines if name in engine]
+            engine = rng.choice(having or engines)
+            engine.use(name, float(second))
+            loads += second >= 300 and not having
+        if second % 3 == 0:
+            reports = [engine.report(float(second)) for engine in engines]
+            some = brings(prefetching, reports, float(second))
+            ordered += sum(map(len, some.values())) if second >= 300 else 0
+    assert loads > 1000
+    assert ordered < 0.05 * loads
