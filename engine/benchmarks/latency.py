@@ -97,7 +97,7 @@ class Server:
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         self._came: SimpleQueue[tuple[float, list[Output]] | EngineClosed] = SimpleQueue()
-        self._host = EngineHost(build, self._deliver, self._came.put)
+        self._host = EngineHost(build, self._deliver, self._came.put, news=lambda _news: None)
 
     def __enter__(self) -> "Server":
         return self

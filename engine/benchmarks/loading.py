@@ -89,7 +89,7 @@ class Client:
         self._error: Exception | None = None
         self._numbers = itertools.count()
         self._random = np.random.default_rng(1)
-        self._host = EngineHost(build, self._deliver, self._fail)
+        self._host = EngineHost(build, self._deliver, self._fail, news=lambda _news: None)
 
     def __enter__(self) -> "Client":
         return self

@@ -64,7 +64,7 @@ class ThreadedEngine:
 
 
 def _hosted(build: Build, deliver: Deliver) -> EngineHost:
-    return EngineHost(build, deliver, ended=lambda _error: None)
+    return EngineHost(build, deliver, ended=lambda _error: None, news=lambda _news: None)
 
 
 @dataclass(frozen=True, slots=True)

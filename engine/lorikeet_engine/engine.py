@@ -13,6 +13,8 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.assembly import LoadModel, assemble
 from lorikeet_engine.batch_builder import build_batch, by_adapter
 from lorikeet_engine.copies import Download
+from lorikeet_engine.costs import LoadCosts
+from lorikeet_engine.engine_load import engine_load
 from lorikeet_engine.engine_settings import EngineSettings
 from lorikeet_engine.errors import (
     DeviceLost,
@@ -25,6 +27,7 @@ from lorikeet_engine.errors import (
 from lorikeet_engine.intake import EngineConfig, Intake
 from lorikeet_engine.kv_cache import KVCache
 from lorikeet_engine.models import load_model
+from lorikeet_engine.news import EngineLoad, EngineNews
 from lorikeet_engine.rank_budget import TimedStep
 from lorikeet_engine.request import EngineReport, Failed, Output, Request, Tokens
 from lorikeet_engine.residency.disk import AdapterSource
@@ -49,8 +52,9 @@ class _Flight:
 class Engine:
     """One base model, its adapters, and the requests in flight.
 
-    submit, abort, wake, residency, pin, unpin and report may be called from any thread; wait, step,
-    fail_all and close from one alone, for instance EngineLoop's.
+    submit, abort, wake, residency, pin, unpin, report and load may be called from any thread; wait,
+    step, fail_all and close from one alone, for instance EngineLoop's; news from another, for
+    instance Reporter's. changed: set when there may be news.
     """
 
     def __init__(
@@ -66,6 +70,8 @@ class Engine:
         self._wake = threading.Event()
         parts = assemble(settings, source, load, self.wake)
         self._runner, self._tiers, self._kv_pages = parts.runner, parts.tiers, parts.kv_pages
+        self.changed = self._tiers.noted
+        self._told: tuple[EngineLoad, LoadCosts] | None = None
         model = self._runner.model
         self.config = EngineConfig(
             model.config.vocab_size,
@@ -141,6 +147,7 @@ class Engine:
             flight, self._flight = self._flight, None
             outputs += self._read(flight)
         self._idle = not plan.chunks and before is None
+        self.changed.set()
         return outputs
 
     def fail_all(self, error: EngineError) -> list[Output]:
@@ -183,6 +190,18 @@ class Engine:
             adapters=self._tiers.report(),
             pinnable_bytes=self._tiers.pinnable_bytes,
         )
+
+    def load(self) -> EngineLoad:
+        """What the engine does now."""
+        return engine_load(list(self._submitted), self._scheduler, self._cache, self._tiers)
+
+    def news(self) -> EngineNews | None:
+        """What has changed since the last call; everything at the first, None if nothing has."""
+        moved, told = self._tiers.moved(), (self.load(), self._tiers.load_costs())
+        if not moved and told == self._told:
+            return None
+        self._told = told
+        return EngineNews(told[0], moved, told[1])
 
     def close(self) -> list[Output]:
         """Take no more requests, end those in flight with EngineClosed, stop loading adapters."""

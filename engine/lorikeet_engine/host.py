@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import EngineClosed
 from lorikeet_engine.intake import EngineConfig
+from lorikeet_engine.news import EngineNews
 from lorikeet_engine.request import EngineReport, Output, Request
 from lorikeet_engine.wire import Outbox, Reply, from_rows
 
@@ -36,17 +37,21 @@ class EngineHost:
         build: Callable[[], "Engine"],
         deliver: Callable[[list[Output]], None],
         ended: Callable[[EngineClosed], None],
+        news: Callable[[EngineNews], None],
         step_timeout_s: float = 120.0,
     ) -> None:
         """Start the process and wait until its engine is built. Raises what `build` raises.
 
         build: picklable; called in the new process. deliver: called with each step's outputs.
         ended: called once, last, if the process ends by itself, with what to tell the callers of
-        all open requests. Both are called on a thread of the host's own, and must not block. A
-        step longer than step_timeout_s ends the process.
+        all open requests. news: called with what has changed, at once after a quiet time and ten
+        times a second at most; the first names every adapter that is nearer than remote, and may
+        come before the constructor returns. All three are called on a thread of the host's own, and
+        must not block. A step longer than step_timeout_s ends the process.
         """
         self._deliver = deliver
         self._ended = ended
+        self._news = news
         self._lock = threading.Lock()  # guards the three below
         self._unanswered: deque[Future[Any]] = deque()
         self._closing = False
@@ -124,15 +129,21 @@ class EngineHost:
             self._end(status)
 
     def _receive(self, message: Any) -> None:
-        if not isinstance(message, Reply):
-            _hand_on(self._deliver, from_rows(message))
-            return
+        match message:
+            case Reply():
+                self._answer(message)
+            case EngineNews():
+                _hand_on(self._news, message)
+            case rows:
+                _hand_on(self._deliver, from_rows(rows))
+
+    def _answer(self, reply: Reply) -> None:
         with self._lock:
             answer = self._unanswered.popleft()
-        if message.error is not None:
-            answer.set_exception(message.error)
+        if reply.error is not None:
+            answer.set_exception(reply.error)
         else:
-            answer.set_result(message.result)
+            answer.set_result(reply.result)
 
     def _end(self, status: int | None) -> None:
         with self._lock:

@@ -15,6 +15,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import EngineError
 from lorikeet_engine.loop import EngineLoop
+from lorikeet_engine.reporter import Reporter
 from lorikeet_engine.request import Request
 from lorikeet_engine.wire import Outbox, Reply, to_rows
 
@@ -45,13 +46,16 @@ def _serve(calls: Connection, outbox: Outbox) -> None:
     gc.collect()
     gc.freeze()  # what exists now stays: no collection walks through it in the middle of a step
     loop = EngineLoop(engine, lambda outputs: outbox.send(to_rows(outputs)), step_timeout_s)
+    reporter = Reporter(engine, outbox.send)
     outbox.send(Reply(engine.config))
     loop.start()
+    reporter.start()
     try:
         while True:
             method, *arguments = calls.recv()
             outbox.send(_reply(_METHODS[method], engine, *arguments))
     finally:
+        reporter.close()
         loop.close()
 
 

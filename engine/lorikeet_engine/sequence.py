@@ -1,5 +1,6 @@
 """One choice of a request on its way through the engine, and its share of one step."""
 
+import time
 from array import array
 from typing import NamedTuple, Protocol
 
@@ -26,7 +27,8 @@ class Lease(Protocol):
 class Sequence:
     """The tokens of one choice, prompt and made, and what it holds while it runs.
 
-    arrival: its number in the order of arrival. max_tokens: the request's, cut to the context.
+    arrival: its number in the order of arrival; arrived_s: when that was, by the monotonic clock.
+    max_tokens: the request's, cut to the context.
     stop_ids: tokens that end it. seed: the choice's own.
     tokens: a negative one was drawn and is not known yet: −1−i is row i of the step that drew it.
     computed: how many tokens' keys and values a step given to the device has put into `pages`.
@@ -49,6 +51,7 @@ class Sequence:
         self.request = request
         self.choice = choice
         self.arrival = arrival
+        self.arrived_s = time.monotonic()
         self.max_tokens = max_tokens
         self.stop_ids = stop_ids
         self.seed = seed

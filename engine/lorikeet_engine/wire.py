@@ -1,4 +1,7 @@
-"""What crosses the pipes between an engine's process and its host."""
+"""What crosses the pipes between an engine's process and its host.
+
+Calls go one way; the other way come Replies to them, the Rows of each step, and EngineNews.
+"""
 
 import pickle
 import queue

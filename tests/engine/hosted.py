@@ -91,7 +91,7 @@ def _command(pid: int) -> bytes:
 
 def main() -> None:
     """A host whose engine hangs in a step; says so and goes on until it is killed."""
-    host = EngineHost(partial(hanging, *map(Path, sys.argv[1:])), print, print)
+    host = EngineHost(partial(hanging, *map(Path, sys.argv[1:])), print, print, lambda _news: None)
     host.submit(greedy("r", prompt(5))).result()
     print("steps", flush=True)
     time.sleep(600)

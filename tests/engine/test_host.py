@@ -30,6 +30,7 @@ class Inbox:
     def __init__(self):
         self.outputs = []
         self.ending = None
+        self.news = []  # when it came, what it says
         self._changed = threading.Condition()
 
     def deliver(self, outputs):
@@ -43,6 +44,11 @@ class Inbox:
             self.ending = error
             self._changed.notify_all()
 
+    def tell(self, news):
+        with self._changed:
+            self.news.append((time.monotonic(), news))
+            self._changed.notify_all()
+
     def until(self, holds, timeout_s=20):
         with self._changed:
             assert self._changed.wait_for(holds, timeout_s)
@@ -52,6 +58,10 @@ class Inbox:
 
     def finished(self, request_id):
         return any(o.request_id == request_id and o.finish for o in self.outputs)
+
+
+def start(build, inbox, **options):
+    return EngineHost(build, inbox.deliver, inbox.end, inbox.tell, **options)
 
 
 @pytest.fixture
@@ -64,12 +74,12 @@ def host(tiny_checkpoints, tmp_path, inbox):
     """Start a host of an engine that `hosted` builds."""
     hosts = []
 
-    def start(build=hosted.sound, **options):
+    def host_of(build=hosted.sound, **options):
         ready = partial(build, tiny_checkpoints["llama"], tmp_path)
-        hosts.append(EngineHost(ready, inbox.deliver, inbox.end, **options))
+        hosts.append(start(ready, inbox, **options))
         return hosts[-1]
 
-    yield start
+    yield host_of
     for host in hosts:
         host.close()
 
@@ -115,7 +125,8 @@ def test_its_tokens_are_those_of_an_engine_in_this_process(
     for request in requests:
         answers.submit(request)
     answers.all()
-    assert apart.config == here.config
+    assert apart.config.eos_token_ids == here.config.eos_token_ids
+    assert apart.config.max_context == here.config.max_context
     for request in requests:
         assert inbox.tokens(request.request_id) == answers.of(request.request_id)
     here.close()
@@ -151,10 +162,10 @@ def test_a_pin_holds_until_it_is_taken_back(host, ref):
 
 def test_what_building_raises_is_raised_here(tmp_path, inbox):
     with pytest.raises(ModelError) as caught:
-        EngineHost(partial(hosted.sound, tmp_path, tmp_path), inbox.deliver, inbox.end)
+        start(partial(hosted.sound, tmp_path, tmp_path), inbox)
     assert caught.value.field == "config.json"
     with pytest.raises(TypeError) as unexpected:
-        EngineHost(partial(hosted.sound, None, tmp_path), inbox.deliver, inbox.end)
+        start(partial(hosted.sound, None, tmp_path), inbox)
     assert "in sound" in unexpected.value.__notes__[0]
     assert not hosted.processes()
 

@@ -20,6 +20,7 @@ from typing import Protocol
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import blob_digest
 from lorikeet_engine.errors import AdapterLoadFailed
+from lorikeet_engine.residency.journal import Note, unnoted
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ _FILE = re.compile(r"[0-9a-f]{64}(\.[0-9a-f]{16})?")
 _PART = ".part"
 _LOCK = ".lock"
 _ABANDONED_S = 3600.0
+# What happens in a folder so soon after can leave its time as it was.
+_SETTLED_NS = 100_000_000
 
 
 class AdapterSource(Protocol):
@@ -49,13 +52,23 @@ class DiskCache:
     """
 
     def __init__(
-        self, folder: Path, budget_bytes: int, source: AdapterSource, fingerprint: str
+        self,
+        folder: Path,
+        budget_bytes: int,
+        source: AdapterSource,
+        fingerprint: str,
+        note: Note = unnoted,
     ) -> None:
-        """fingerprint: 16 hex digits, the same for all that can use each other's images."""
+        """fingerprint: 16 hex digits, the same for all that can use each other's images.
+
+        note: called with the digest of what this process adds or removes.
+        """
         self._folder = folder
         self.budget_bytes = budget_bytes
         self._source = source
         self._fingerprint = fingerprint
+        self._note = note
+        self._listed_ns = 0  # the folder's time when it was last listed; 0 to list it again
         self._pins: dict[str, int] = {}  # digest → descriptor that holds the lock
         self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -65,6 +78,22 @@ class DiskCache:
         """Whether the blob or its image is there, whole and verified."""
         # Reports ask for thousands of adapters: to build a Path takes longer than to ask.
         return any(os.access(f"{self._folder}/{name}", os.F_OK) for name in self._names(digest))
+
+    def changed(self) -> set[str] | None:
+        """The digests of all that holds() now; None if the folder is as at the last call.
+
+        For one thread. Sees other processes' doing, too.
+        """
+        try:
+            folder_ns = self._folder.stat().st_mtime_ns
+            if folder_ns == self._listed_ns:
+                return None
+            # Thousands of names: paths would take many times as long.
+            names = os.listdir(self._folder)  # noqa: PTH208
+        except FileNotFoundError:
+            return set()
+        self._listed_ns = folder_ns if time.time_ns() - folder_ns > _SETTLED_NS else 0
+        return {name[:64] for name in names if _FILE.fullmatch(name) and self._usable(name)}
 
     def fetch(self, ref: AdapterRef) -> None:
         """See that the blob is there, fetched and verified.
@@ -122,6 +151,7 @@ class DiskCache:
     def remove_image(self, digest: str) -> None:
         """It was found damaged: no pin keeps it."""
         (self._folder / self.image_name(digest)).unlink(missing_ok=True)
+        self._note(digest)
 
     def pin(self, digest: str) -> bool:
         """Keep the blob or its image from now on; False while neither is there."""
@@ -162,6 +192,9 @@ class DiskCache:
         """Of the files that can be used, the best first; none for what is no digest."""
         return (self.image_name(digest), digest) if _DIGEST.fullmatch(digest) else ()
 
+    def _usable(self, name: str) -> bool:
+        return len(name) == 64 or name.endswith(self._fingerprint)
+
     def _used(self, name: str) -> Path:
         path = self._folder / name
         os.utime(path)
@@ -181,6 +214,7 @@ class DiskCache:
             with self._alone():
                 if not path.exists():  # never replace what somebody may have pinned meanwhile
                     part.replace(path)
+                    self._note(name[:64])
                 self._evict(keep=path)
         finally:
             part.unlink(missing_ok=True)
@@ -228,6 +262,7 @@ class DiskCache:
             if descriptor is not None:
                 path.unlink(missing_ok=True)
                 os.close(descriptor)
+                self._note(path.name[:64])
                 excess -= size
                 log.info("disk_file_removed", extra={"file": path.name, "size_bytes": size})
 

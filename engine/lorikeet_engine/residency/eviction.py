@@ -1,6 +1,7 @@
 """Which adapter to give up first. Plain numbers: a simulator can run these by the million."""
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,10 +54,14 @@ class LeastUsedForItsSize:
 
 
 class Uses:
-    """How often each adapter was used lately, also while it was elsewhere. Not thread-safe."""
+    """How often each adapter was used lately, also while it was elsewhere.
+
+    `add` belongs to one thread, `at` may be called from any.
+    """
 
     def __init__(self) -> None:
-        self._counts: dict[str, tuple[float, float]] = {}  # uses and the last one's time, by digest
+        # By digest, the last used last: its uses and the last one's time.
+        self._counts: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def at(self, digest: str, now_s: float) -> float:
         """Its uses so far, each halved every HALF_LIFE_S."""
@@ -66,7 +71,7 @@ class Uses:
     def add(self, digest: str, now_s: float) -> None:
         """It is used now."""
         uses = self.at(digest, now_s) + 1.0
-        self._counts.pop(digest, None)
         self._counts[digest] = uses, now_s
+        self._counts.move_to_end(digest)
         if len(self._counts) > _REMEMBERED:
-            del self._counts[next(iter(self._counts))]
+            self._counts.popitem(last=False)

@@ -9,6 +9,7 @@ import torch
 
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.residency.blocks import FreeList
+from lorikeet_engine.residency.journal import Note, unnoted
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.pledges import Pledges
 
@@ -27,11 +28,15 @@ class HostArena:
     An image is never evicted while somebody holds it: its writer, or the one who copies it.
     """
 
-    def __init__(self, budget_bytes: int, dtype: torch.dtype, pin: bool) -> None:
+    def __init__(
+        self, budget_bytes: int, dtype: torch.dtype, pin: bool, note: Note = unnoted
+    ) -> None:
+        """note: called with the digest of what has come here or gone."""
         self.elements = budget_bytes // dtype.itemsize
         self._arena = (
             _pinned(self.elements, dtype) if pin else torch.empty(self.elements, dtype=dtype)
         )
+        self._note = note
         self._lock = threading.Lock()
         self._blocks = FreeList(self.elements)
         self._pledges = Pledges(self.elements)
@@ -68,6 +73,7 @@ class HostArena:
     def commit(self, digest: str) -> None:
         """The image is written; the writer still holds it."""
         self._images[digest].ready = True
+        self._note(digest)
 
     def abandon(self, digest: str) -> None:
         """The image could not be written."""
@@ -122,6 +128,7 @@ class HostArena:
         image = self._images.pop(digest)
         self._pledges.revoke(digest)
         self._blocks.release(image.offset, image.layout.elements)
+        self._note(digest)
 
     def _view(self, image: _Image) -> torch.Tensor:
         return self._arena[image.offset : image.offset + image.layout.elements]

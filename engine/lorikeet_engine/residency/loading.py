@@ -7,6 +7,7 @@ hangs nor a slow disk keeps what is there already from reaching the host.
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,12 +37,17 @@ class Landing:
 
     DISK without an error: that was asked for, or the host had no room, which is worth another try
     when its count of `frees` is no longer `frees`.
+    elements, read_s: of the image that was brought to the host, and how long that took from the
+    disk. download_s: how long the blob took to the disk, 0 if it was there.
     """
 
     ref: AdapterRef
     residency: Residency
     error: AdapterError | None = None
     frees: int = 0
+    elements: int = 0
+    read_s: float = 0.0
+    download_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -51,6 +57,8 @@ class _Task:
     urgent: bool
     started: bool = False
     downloads: int = 0
+    download_s: float = 0.0
+    reading_since_s: float = 0.0
 
 
 class Loader:
@@ -69,7 +77,7 @@ class Loader:
         self._disk, self._host = disk, host
         self._most_elements = min(gpu_elements, host.elements)
         self._landed = landed
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # guards the two below
         self._tasks: dict[str, _Task] = {}
         self._landings: deque[Landing] = deque()
         self._downloaders = Workers(_DOWNLOADERS, "download")
@@ -77,14 +85,16 @@ class Loader:
         self._writer = Workers(1, "write")
 
     def load(self, ref: AdapterRef, tier: Residency, *, urgent: bool) -> None:
-        """Bring it up to DISK or HOST. Does nothing when that is under way already."""
+        """Bring it up to DISK or HOST; a load that is under way goes as far and gets as urgent."""
         with self._lock:
             task = self._tasks.get(ref.digest)
             if task is None:
                 task = self._tasks[ref.digest] = _Task(ref, tier, urgent)
-            elif task.started or (task.urgent >= urgent and task.tier >= tier):
+            elif task.urgent >= urgent and task.tier >= tier:
                 return
             task.tier, task.urgent = max(task.tier, tier), task.urgent or urgent
+            if task.started:
+                return
         if self._disk.holds(ref.digest):
             self._packers.submit(partial(self._begin, task, self._from_disk), urgent=urgent)
         else:
@@ -124,16 +134,17 @@ class Loader:
 
     def _download(self, task: _Task) -> None:
         task.downloads += 1
+        began_s = time.perf_counter()
         self._disk.fetch(task.ref)
-        if task.tier is Residency.DISK:
-            self._land(task, Residency.DISK)
-        else:
+        task.download_s = time.perf_counter() - began_s
+        if not self._stays_on_disk(task):
             work = partial(self._attempt, task, self._from_disk)
             self._packers.submit(work, urgent=task.urgent)
 
     def _from_disk(self, task: _Task) -> None:
-        if task.tier is Residency.DISK:
-            return self._land(task, Residency.DISK)
+        if self._stays_on_disk(task):
+            return
+        task.reading_since_s = time.perf_counter()
         try:
             if not self._read_image(task):
                 self._pack_blob(task)
@@ -142,6 +153,14 @@ class Loader:
                 raise
             work = partial(self._attempt, task, self._download)
             self._downloaders.submit(work, urgent=task.urgent)
+
+    def _stays_on_disk(self, task: _Task) -> bool:
+        """Whether it was to go no further, and has landed."""
+        with self._lock:
+            stays = task.tier is Residency.DISK
+            if stays:
+                self._land(task, Residency.DISK)
+            return stays
 
     def _read_image(self, task: _Task) -> bool:
         """False where there is no good one; a damaged one is removed."""
@@ -186,7 +205,8 @@ class Loader:
             self._host.abandon(digest)
             raise
         self._host.commit(digest)
-        self._land(task, Residency.HOST)
+        read_s = time.perf_counter() - task.reading_since_s
+        self._land(task, Residency.HOST, elements=layout.elements, read_s=read_s)
         return True
 
     def _write_image(self, ref: AdapterRef) -> None:
@@ -211,10 +231,15 @@ class Loader:
         residency: Residency = Residency.REMOTE,
         error: AdapterError | None = None,
         frees: int = 0,
+        elements: int = 0,
+        read_s: float = 0.0,
     ) -> None:
+        landing = Landing(
+            task.ref, residency, error, frees, elements, read_s, download_s=task.download_s
+        )
         with self._lock:
             del self._tasks[task.ref.digest]
-            self._landings.append(Landing(task.ref, residency, error, frees))
+            self._landings.append(landing)
         self._landed()
 
 

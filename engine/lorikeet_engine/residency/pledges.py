@@ -18,6 +18,11 @@ class Pledges:
         """Elements that promises can take in all."""
         return max(0, self._capacity - self._largest)
 
+    @property
+    def granted(self) -> int:
+        """Elements that promises take."""
+        return sum(self._granted.values())
+
     def __contains__(self, digest: str) -> bool:
         return digest in self._granted
 
@@ -26,7 +31,7 @@ class Pledges:
 
     def leaves_room(self, elements: int) -> bool:
         """Whether one more promise of this size leaves room for others."""
-        return sum(self._granted.values()) + elements <= self.capacity
+        return self.granted + elements <= self.capacity
 
     def grant(self, digest: str, elements: int) -> bool:
         """Whether the promise holds from now on."""
@@ -39,7 +44,7 @@ class Pledges:
     def yield_to(self, elements: int) -> None:
         """A request needs an adapter of this size: take promises back, the newest first."""
         self._largest = max(self._largest, elements)
-        while self._granted and sum(self._granted.values()) + elements > self._capacity:
+        while self._granted and self.granted + elements > self._capacity:
             self._granted.popitem()
 
     def revoke(self, digest: str) -> None:

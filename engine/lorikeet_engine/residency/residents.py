@@ -10,6 +10,7 @@ import torch
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.residency.eviction import EvictionPolicy, Use, Uses
+from lorikeet_engine.residency.journal import Note, unnoted
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.pledges import Pledges
 from lorikeet_engine.residency.slots import SlotPool
@@ -42,6 +43,10 @@ class Resident:
     guarded_until_s: float = 0.0
     arriving: bool = False
     reads: torch.cuda.Event | None = None
+
+    def held_at(self, now_s: float) -> bool:
+        """Whether it is in use or about to be, and must stay."""
+        return bool(self.leases) or self.arriving or self.guarded_until_s > now_s
 
 
 class Lease:
@@ -78,7 +83,7 @@ class Lease:
 
 
 class Residents:
-    """Belongs to the engine's thread; `holds` and `snapshot` may be called from any."""
+    """Belongs to the engine's thread; holds, snapshot, room_elements and victim are for any."""
 
     def __init__(
         self,
@@ -86,17 +91,44 @@ class Residents:
         transfer: Transfer,
         policy: EvictionPolicy,
         clock: Callable[[], float],
+        note: Note = unnoted,
     ) -> None:
+        """note: called with the digest of what can be used from now on, or no longer."""
         self._pool, self._transfer, self._policy, self._clock = pool, transfer, policy, clock
         self._residents: dict[str, Resident] = {}
         self._by_worth: list[tuple[float, str]] = []  # all of them, what to evict first in front
+        # Those that perhaps may not be evicted, pinned ones aside: a few even of thousands.
+        self._held: dict[str, Resident] = {}
         self._uses = Uses()
         self._pledges = Pledges(pool.elements)
+        self._note = note
 
     @property
     def pinnable_elements(self) -> int:
         """What pins can take in all."""
         return self._pledges.capacity
+
+    @property
+    def room_elements(self) -> int:
+        """What is free or could be evicted now."""
+        now_s, pledges = self._clock(), self._pledges
+        held = sum(
+            resident.layout.elements
+            for digest, resident in list(self._held.items())
+            if digest not in pledges and resident.held_at(now_s)
+        )
+        return self._pool.elements - pledges.granted - held
+
+    def victim(self) -> tuple[int, float] | None:
+        """Of the one to be evicted first: its elements, and how often it was used of late."""
+        resident = next(self._evictable(), None)
+        if resident is None:
+            return None
+        return resident.layout.elements, self.uses(resident.ref.digest)
+
+    def uses(self, digest: str) -> float:
+        """How often it was used of late, wherever it is; halved every HALF_LIFE_S."""
+        return self._uses.at(digest, self._clock())
 
     def holds(self, digest: str) -> bool:
         """Whether its weights are on the GPU, all of them."""
@@ -124,6 +156,7 @@ class Residents:
         # Never prolonged: a request that waits for something else must not hold memory as well.
         if not resident.guarded_until_s:
             resident.guarded_until_s = self._clock() + GUARD_S
+            self._held[digest] = resident
         return True
 
     def lease(self, digest: str) -> Lease | None:
@@ -137,6 +170,7 @@ class Residents:
         self._uses.add(digest, now_s)
         resident.last_used_s = now_s
         resident.guarded_until_s = 0.0
+        self._held[digest] = resident
         return Lease(resident, self._lease_ended)
 
     def make_room(self, elements: int, *, insist: bool) -> bool:
@@ -176,6 +210,10 @@ class Residents:
         resident = Resident(ref, slot, layout, now_s, worth, arriving=event is not None)
         self._residents[digest] = resident
         self._rank(resident)
+        if resident.arriving:
+            self._held[digest] = resident
+        else:
+            self._note(digest)
         if wanted:
             self.want(digest)
         log.info("adapter_admitted", extra={"adapter": str(ref), "slot": slot})
@@ -183,7 +221,10 @@ class Residents:
 
     def arrived(self, digest: str) -> None:
         """Its copy is over."""
-        self._residents[digest].arriving = False
+        resident = self._residents[digest]
+        resident.arriving = False
+        self._let_go(resident)
+        self._note(digest)
 
     def keeps(self, digest: str) -> bool:
         """Whether it is here and pinned."""
@@ -214,14 +255,21 @@ class Residents:
         resident.last_used_s = self._clock()
         if not resident.leases:
             resident.reads = self._transfer.reads()
+            self._let_go(resident)
+
+    def _let_go(self, resident: Resident) -> None:
+        if not resident.leases and not resident.guarded_until_s:
+            self._held.pop(resident.ref.digest, None)
 
     def _evictable(self) -> Iterator[Resident]:
-        """Those that may go, what to evict first in front; evict none meanwhile."""
+        """Those that may go, what to evict first in front; evict none meanwhile.
+
+        On another thread than the engine's, the first may just have become another.
+        """
         now_s = self._clock()
         for _, digest in self._by_worth:
-            resident = self._residents[digest]
-            held = resident.leases or resident.arriving or digest in self._pledges
-            if not held and resident.guarded_until_s <= now_s:
+            resident = self._residents.get(digest)
+            if resident and digest not in self._pledges and not resident.held_at(now_s):
                 yield resident
 
     def _evict_rather_than_move(self, layout: PackedLayout) -> None:
@@ -246,8 +294,11 @@ class Residents:
         del self._by_worth[bisect_left(self._by_worth, (resident.worth, resident.ref.digest))]
 
     def _evict(self, resident: Resident) -> None:
-        del self._residents[resident.ref.digest]
+        digest = resident.ref.digest
+        del self._residents[digest]
+        self._held.pop(digest, None)
         self._unrank(resident)
+        self._note(digest)
         self._transfer.wait_for(resident.reads)
         self._pool.evict(resident.slot)
         idle_s = self._clock() - resident.last_used_s

@@ -9,10 +9,10 @@ the host and leave word. One adapter's way:
 """
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,14 +20,19 @@ import torch
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import LINEARS, AdapterLimits, BaseShape
+from lorikeet_engine.costs import LoadCosts
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.request import AdapterReport
 from lorikeet_engine.residency.alarm import Alarm
 from lorikeet_engine.residency.disk import AdapterSource, DiskCache
+from lorikeet_engine.residency.disk_watch import DiskWatch
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
 from lorikeet_engine.residency.host import HostArena
 from lorikeet_engine.residency.image_file import fingerprint
+from lorikeet_engine.residency.journal import Journal
+from lorikeet_engine.residency.known import Known
+from lorikeet_engine.residency.load_times import LoadTimes
 from lorikeet_engine.residency.loading import Landing, Loader
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.pins import Pins
@@ -40,16 +45,26 @@ log = logging.getLogger(__name__)
 
 # A failure that nobody has asked about for so long says little about the next attempt.
 _FAILURE_LASTS_S = 30.0
-# Adapters that report can name besides those on the GPU: the last ones wanted or pinned.
-_KNOWN = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaLoad:
+    """EngineLoad's fields about adapters."""
+
+    loading_bytes: int
+    free_bytes: int
+    room_bytes: int
+    victim_bytes: int
+    victim_uses: float
 
 
 class Tiers:
     """Keeps adapters as near to the GPU as memory and demand allow.
 
     rank, want, lease, advance and close belong to the engine's thread; the rest may be called from
-    any.
+    any, `moved` by one at a time.
     weights: the arena and its table, the same tensors for the engine's life.
+    noted: set when `moved` may have something to say.
     """
 
     def __init__(
@@ -74,12 +89,15 @@ class Tiers:
                 (max_slots, shape.layers, len(LINEARS), 3), dtype=torch.int64, device=device
             ),
         )
+        self._journal = Journal(self.where)
+        self.noted, note = self._journal.noted, self._journal.note
         self._pool = SlotPool(self.weights)
         self._residents = Residents(
-            self._pool, Transfer(device), LeastUsedForItsSize(), time.monotonic
+            self._pool, Transfer(device), LeastUsedForItsSize(), time.monotonic, note
         )
-        self._host = HostArena(host_bytes, dtype, pin=device.type == "cuda")
-        self._disk = DiskCache(cache_dir, disk_bytes, source, fingerprint(shape, limits, dtype))
+        self._host = HostArena(host_bytes, dtype, device.type == "cuda", note)
+        kind = fingerprint(shape, limits, dtype)
+        self._disk = DiskCache(cache_dir, disk_bytes, source, kind, note)
         self._loader = Loader(shape, limits, self._disk, self._host, self._pool.elements, wake)
         self._pins = Pins(self._residents, self._host, self._disk, self._loader, self._place)
         self._copies = Workers(1, "copies")  # waits for them, in their order
@@ -89,9 +107,12 @@ class Tiers:
         self._line: dict[str, AdapterRef] = {}  # of these, held on the host
         self._parked: dict[str, int] = {}  # of these, waiting for the host: its frees then
         self._failures: dict[str, tuple[AdapterError, float]] = {}
-        self._arrivals: deque[str] = deque()
-        self._known: dict[str, AdapterRef] = {}
-        self._known_lock = threading.Lock()
+        self._copying: dict[str, int] = {}  # being copied to the GPU: elements
+        self._copied_s = 0.0  # when the last copy was over
+        self._arrivals: deque[tuple[str, float]] = deque()  # digest, what its copy took
+        self._known = Known()
+        self._times = LoadTimes()
+        self._watch = DiskWatch(self._disk, self._journal)
 
     @property
     def arena_bytes_used(self) -> int:
@@ -115,11 +136,35 @@ class Tiers:
 
     def residency(self, ref: AdapterRef) -> Residency:
         """The fastest place that holds the adapter now."""
-        if self._residents.holds(ref.digest):
+        return self.where(ref.digest)
+
+    def where(self, digest: str) -> Residency:
+        """The fastest place that holds the adapter now."""
+        if self._residents.holds(digest):
             return Residency.GPU
-        if self._host.holds(ref.digest):
+        if self._host.holds(digest):
             return Residency.HOST
-        return Residency.DISK if self._disk.holds(ref.digest) else Residency.REMOTE
+        return Residency.DISK if self._disk.holds(digest) else Residency.REMOTE
+
+    def moved(self) -> dict[str, Residency]:
+        """Where adapters are that were elsewhere at the last call, or remote at the first."""
+        return self._journal.moved()
+
+    def load_costs(self) -> LoadCosts:
+        """As far as they were measured."""
+        return self._times.costs()
+
+    def load(self) -> ArenaLoad:
+        """What is on its way, what has room, what would be evicted first."""
+        itemsize = self.weights.arena.itemsize
+        victim, uses = self._residents.victim() or (0, 0.0)
+        return ArenaLoad(
+            loading_bytes=self._loading_bytes(),
+            free_bytes=self.arena_bytes_total - self.arena_bytes_used,
+            room_bytes=self._residents.room_elements * itemsize,
+            victim_bytes=victim * itemsize,
+            victim_uses=uses,
+        )
 
     def rank(self, ref: AdapterRef) -> int | None:
         """Its largest rank while it is on the GPU."""
@@ -135,7 +180,7 @@ class Tiers:
             if time.monotonic() - failure[1] < _FAILURE_LASTS_S:
                 return
             del self._failures[digest]
-        self._remember(ref)
+        self._known.add(ref)
         self._wanted[digest] = ref
         self._bring(ref)
 
@@ -153,7 +198,7 @@ class Tiers:
     def advance(self) -> None:
         """Between two steps: move what is loaded to the GPU, evict for it, look after pins."""
         while self._arrivals:
-            self._arrive(self._arrivals.popleft())
+            self._arrive(*self._arrivals.popleft())
         for landing in self._loader.landings():
             self._receive(landing)
         began_s = time.monotonic()  # a guard that ends during what follows may have been in its way
@@ -170,7 +215,7 @@ class Tiers:
 
     def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU) -> None:
         """Load it up to `tier` and never evict it below, as long as room for others is left."""
-        self._remember(ref)
+        self._known.add(ref)
         self._pins.ask(ref, tier)
         self._wake()
 
@@ -182,27 +227,38 @@ class Tiers:
     def report(self) -> tuple[AdapterReport, ...]:
         """Every adapter that is nearer than remote, as far as this process has seen it."""
         residents = {r.ref.digest: r for r in self._residents.snapshot()}
-        with self._known_lock:
-            refs = self._known | {digest: r.ref for digest, r in residents.items()}
+        refs = self._known.refs() | {digest: r.ref for digest, r in residents.items()}
         reports = [self._report(ref, residents.get(digest)) for digest, ref in refs.items()]
         return tuple(r for r in reports if r.residency is not Residency.REMOTE)
 
     def close(self) -> None:
         """Load nothing more."""
         self._alarm.cancel()
+        self._watch.close()
         self._loader.close()
         self._copies.close()
         self._disk.close()
 
     def _report(self, ref: AdapterRef, resident: Resident | None) -> AdapterReport:
+        itemsize = self.weights.arena.itemsize
         elements = resident.layout.elements if resident else 0
         return AdapterReport(
             ref=ref,
             residency=self.residency(ref),
-            gpu_bytes=elements * self.weights.arena.itemsize,
+            gpu_bytes=elements * itemsize,
             leases=resident.leases if resident else 0,
             pinned=ref.digest in self._pins,
+            image_bytes=(elements or self._known.elements(ref.digest)) * itemsize,
+            uses=self._residents.uses(ref.digest),
         )
+
+    def _loading_bytes(self) -> int:
+        """An image that was never seen is taken for one of the usual size."""
+        itemsize = self.weights.arena.itemsize
+        usual = int(self._times.reads.size_bytes)
+        known = [self._known.elements(digest) * itemsize for digest in list(self._wanted)]
+        copying = sum(list(self._copying.values()))
+        return sum(size or usual for size in known) + copying * itemsize
 
     def _bring(self, ref: AdapterRef) -> None:
         if self._host.hold(ref.digest) is not None:
@@ -214,6 +270,7 @@ class Tiers:
     def _receive(self, landing: Landing) -> None:
         ref, digest = landing.ref, landing.ref.digest
         self._pins.landed(landing)
+        self._learn(landing)
         if landing.error is not None:
             log.warning("adapter_failed", extra={"adapter": str(ref), "error": str(landing.error)})
             if self._wanted.pop(digest, None):
@@ -225,6 +282,14 @@ class Tiers:
                 self._host.release(digest)
         elif digest in self._wanted:
             self._parked[digest] = landing.frees
+
+    def _learn(self, landing: Landing) -> None:
+        if landing.elements:
+            size_bytes = landing.elements * self.weights.arena.itemsize
+            self._known.measured(landing.ref.digest, landing.elements)
+            self._times.reads.add(landing.read_s, size_bytes)
+            if landing.download_s:
+                self._times.downloads.add(landing.download_s, size_bytes)
 
     def _admit(self) -> None:
         refused = self._pool.elements + 1  # what had no room has none later in the same step
@@ -241,11 +306,14 @@ class Tiers:
     ) -> bool:
         if not self._residents.make_room(layout.elements, insist=wanted):
             return False
-        digest = ref.digest
+        digest, began_s = ref.digest, time.perf_counter()
         copied = self._residents.place(ref, layout, image, wanted=wanted)
-        if copied is not None:
+        if copied is None:
+            self._times.copies.add(time.perf_counter() - began_s, image.nbytes)
+        else:
             self._host.hold(digest)
-            self._copies.submit(partial(self._await, copied, digest), urgent=True)
+            self._copying[digest] = layout.elements
+            self._copies.submit(partial(self._await, copied, digest, began_s), urgent=True)
         self._wanted.pop(digest, None)
         self._parked.pop(digest, None)
         self._failures.pop(digest, None)  # of an earlier load that nobody waits for any more
@@ -253,18 +321,15 @@ class Tiers:
             self._host.release(digest)
         return True
 
-    def _await(self, copied: torch.cuda.Event, digest: str) -> None:
+    def _await(self, copied: torch.cuda.Event, digest: str, began_s: float) -> None:
         copied.synchronize()
-        self._arrivals.append(digest)
+        over_s = time.perf_counter()
+        took_s = over_s - max(began_s, self._copied_s)
+        self._copied_s = over_s
+        self._arrivals.append((digest, took_s))
         self._wake()
 
-    def _arrive(self, digest: str) -> None:
+    def _arrive(self, digest: str, took_s: float) -> None:
+        self._times.copies.add(took_s, self._copying.pop(digest) * self.weights.arena.itemsize)
         self._residents.arrived(digest)
         self._host.release(digest)
-
-    def _remember(self, ref: AdapterRef) -> None:
-        with self._known_lock:
-            self._known.pop(ref.digest, None)
-            self._known[ref.digest] = ref
-            if len(self._known) > _KNOWN:
-                del self._known[next(iter(self._known))]

@@ -21,6 +21,7 @@ from lorikeet.settings import Settings
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import EngineClosed, EngineError, InvalidRequest, StepFailed
 from lorikeet_engine.host import EngineHost
+from lorikeet_engine.news import EngineNews
 from lorikeet_engine.request import Failed, Output, Request, Tokens
 
 _ENCODERS = 2
@@ -63,7 +64,7 @@ class Replica:
         self._failed_steps = 0
         self._event_loop = asyncio.get_running_loop()
         build = partial(build_engine, settings, base_model)
-        self._engine = EngineHost(build, self._deliver, self.engine_ended)
+        self._engine = EngineHost(build, self._deliver, self.engine_ended, self._news)
         context = self._engine.config.max_context
         self._encoder = PromptEncoder(settings.base_models[base_model], context)
         # Long prompts take seconds to tokenise: never on the event loop, which every stream shares.
@@ -177,6 +178,9 @@ class Replica:
 
     def _deliver(self, outputs: list[Output]) -> None:
         self._event_loop.call_soon_threadsafe(self._sort, outputs)
+
+    def _news(self, news: EngineNews) -> None:
+        pass
 
     def _fail_all(self, error: EngineClosed) -> None:
         for request_id, mailbox in self._mailboxes.items():
