@@ -52,9 +52,9 @@ class _Flight:
 class Engine:
     """One base model, its adapters, and the requests in flight.
 
-    submit, abort, wake, residency, pin, unpin, report and load may be called from any thread; wait,
-    step, fail_all and close from one alone, for instance EngineLoop's; news from another, for
-    instance Reporter's. changed: set when there may be news.
+    submit, abort, wake, residency, pin, unpin, prefetch, report and load may be called from any
+    thread; wait, step, fail_all and close from one alone, for instance EngineLoop's; news from
+    another, for instance Reporter's. changed: set when there may be news.
     """
 
     def __init__(
@@ -177,6 +177,10 @@ class Engine:
         """Let an adapter be evicted again."""
         self._tiers.unpin(digest)
         self.wake()
+
+    def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU) -> None:
+        """Bring an adapter up to `tier` if that costs nobody anything; else forget it."""
+        self._tiers.prefetch(ref, tier)
 
     def report(self) -> EngineReport:
         """What the engine holds and does now."""

@@ -91,6 +91,10 @@ class EngineHost:
         """Engine.unpin."""
         return self._call("unpin", digest)
 
+    def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU) -> Future[None]:
+        """Engine.prefetch."""
+        return self._call("prefetch", ref, tier)
+
     def report(self) -> Future[EngineReport]:
         """Engine.report."""
         return self._call("report")

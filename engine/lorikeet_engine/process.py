@@ -75,6 +75,7 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
     "abort": Engine.abort,
     "pin": Engine.pin,
     "unpin": Engine.unpin,
+    "prefetch": Engine.prefetch,
     "report": Engine.report,
 }
 

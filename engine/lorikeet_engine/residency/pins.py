@@ -46,6 +46,11 @@ class Pins:
     def __contains__(self, digest: str) -> bool:
         return digest in self._pins
 
+    @property
+    def loading(self) -> bool:
+        """Whether one is being loaded."""
+        return bool(self._loading)
+
     def ask(self, ref: AdapterRef, tier: Residency) -> None:
         """From the next keep on, keep it at this tier or nearer."""
         self._asked.append((ref.digest, _Pin(ref, tier)))

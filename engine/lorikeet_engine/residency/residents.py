@@ -1,6 +1,7 @@
 """The adapters on the GPU: who uses them, who may not be evicted, who is evicted for whom."""
 
 import logging
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -173,17 +174,23 @@ class Residents:
         self._held[digest] = resident
         return Lease(resident, self._lease_ended)
 
-    def make_room(self, elements: int, *, insist: bool) -> bool:
+    def worth_so_far(self, digest: str, layout: PackedLayout) -> float:
+        """What it is worth to have it here now though nobody asks for it."""
+        uses, now_s = self.uses(digest), self._clock()
+        return self._policy.worth(Use(layout.elements, uses, now_s)) if uses else -math.inf
+
+    def make_room(self, elements: int, *, insist: bool, below: float = math.inf) -> bool:
         """Evict what it takes to place an image of this size; nothing if that would not do.
 
-        insist: a request wants it, so pins give way if nothing else does.
+        insist: a request wants it, so pins give way if nothing else does. below: evict only what is
+        worth less than this.
         """
         if insist:
             self._pledges.yield_to(elements)
         if self._pool.has_room(elements):
             return True
         victims, free = list[Resident](), self._pool.elements - self._pool.used_elements
-        for resident in self._evictable():
+        for resident in self._evictable(below):
             victims.append(resident)
             free += resident.layout.elements
             if free >= elements:
@@ -195,18 +202,26 @@ class Residents:
         return True
 
     def place(
-        self, ref: AdapterRef, layout: PackedLayout, image: torch.Tensor, *, wanted: bool
+        self,
+        ref: AdapterRef,
+        layout: PackedLayout,
+        image: torch.Tensor,
+        *,
+        wanted: bool,
+        worth: float | None = None,
     ) -> torch.cuda.Event | None:
         """Copy an image into the room made for it; the event, if any, is over when it has arrived.
 
-        With an event, nobody can lease it before `arrived`.
+        With an event, nobody can lease it before `arrived`. worth: what it is to count for, if not
+        as much as if it were used now.
         """
         digest, now_s = ref.digest, self._clock()
         assert digest not in self._residents
-        self._evict_rather_than_move(layout)
+        self._evict_rather_than_move(layout, math.inf if worth is None else worth)
         slot = self._pool.place(layout, moving=self._transfer.moving)
         event = self._transfer.copy(image, self._pool.blocks(slot))
-        worth = self._worth(digest, layout, now_s)
+        if worth is None:
+            worth = self._worth(digest, layout, now_s)
         resident = Resident(ref, slot, layout, now_s, worth, arriving=event is not None)
         self._residents[digest] = resident
         self._rank(resident)
@@ -261,22 +276,24 @@ class Residents:
         if not resident.leases and not resident.guarded_until_s:
             self._held.pop(resident.ref.digest, None)
 
-    def _evictable(self) -> Iterator[Resident]:
-        """Those that may go, what to evict first in front; evict none meanwhile.
+    def _evictable(self, below: float = math.inf) -> Iterator[Resident]:
+        """Those worth less that may go, what to evict first in front; evict none meanwhile.
 
         On another thread than the engine's, the first may just have become another.
         """
         now_s = self._clock()
-        for _, digest in self._by_worth:
+        for worth, digest in self._by_worth:
+            if worth >= below:
+                return
             resident = self._residents.get(digest)
             if resident and digest not in self._pledges and not resident.held_at(now_s):
                 yield resident
 
-    def _evict_rather_than_move(self, layout: PackedLayout) -> None:
+    def _evict_rather_than_move(self, layout: PackedLayout, below: float) -> None:
         """Everybody waits while images move; for one that is little worth, perhaps nobody does."""
         left = _RATHER_EVICT * layout.elements
         while left > 0 and not self._pool.fits(layout):
-            resident = next(self._evictable(), None)
+            resident = next(self._evictable(below), None)
             if resident is None:
                 return
             left -= resident.layout.elements

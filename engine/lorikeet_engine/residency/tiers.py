@@ -9,11 +9,10 @@ the host and leave word. One adapter's way:
 """
 
 import logging
+import math
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.request import AdapterReport
 from lorikeet_engine.residency.alarm import Alarm
+from lorikeet_engine.residency.copying import Copied, Copies
 from lorikeet_engine.residency.disk import AdapterSource, DiskCache
 from lorikeet_engine.residency.disk_watch import DiskWatch
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
@@ -36,10 +36,10 @@ from lorikeet_engine.residency.load_times import LoadTimes
 from lorikeet_engine.residency.loading import Landing, Loader
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.pins import Pins
+from lorikeet_engine.residency.prefetches import Prefetches
 from lorikeet_engine.residency.residents import Lease, Resident, Residents
 from lorikeet_engine.residency.slots import SlotPool
 from lorikeet_engine.residency.transfer import Transfer
-from lorikeet_engine.residency.workers import Workers
 
 log = logging.getLogger(__name__)
 
@@ -100,16 +100,14 @@ class Tiers:
         self._disk = DiskCache(cache_dir, disk_bytes, source, kind, note)
         self._loader = Loader(shape, limits, self._disk, self._host, self._pool.elements, wake)
         self._pins = Pins(self._residents, self._host, self._disk, self._loader, self._place)
-        self._copies = Workers(1, "copies")  # waits for them, in their order
+        self._prefetches = Prefetches(self._residents, self._host, self._loader, self._place_spare)
+        self._copies = Copies(wake)
         self._wake = wake
         self._alarm = Alarm(wake)
         self._wanted: dict[str, AdapterRef] = {}  # wanted and not on the GPU
         self._line: dict[str, AdapterRef] = {}  # of these, held on the host
         self._parked: dict[str, int] = {}  # of these, waiting for the host: its frees then
         self._failures: dict[str, tuple[AdapterError, float]] = {}
-        self._copying: dict[str, int] = {}  # being copied to the GPU: elements
-        self._copied_s = 0.0  # when the last copy was over
-        self._arrivals: deque[tuple[str, float]] = deque()  # digest, what its copy took
         self._known = Known()
         self._times = LoadTimes()
         self._watch = DiskWatch(self._disk, self._journal)
@@ -197,8 +195,8 @@ class Tiers:
 
     def advance(self) -> None:
         """Between two steps: move what is loaded to the GPU, evict for it, look after pins."""
-        while self._arrivals:
-            self._arrive(*self._arrivals.popleft())
+        for copied in self._copies.over():
+            self._arrive(copied)
         for landing in self._loader.landings():
             self._receive(landing)
         began_s = time.monotonic()  # a guard that ends during what follows may have been in its way
@@ -208,6 +206,8 @@ class Tiers:
                 del self._parked[digest]
                 self._bring(self._wanted[digest])
         retry_s = self._pins.keep(may_place=not self._line)
+        spare = not self._pins.loading and not self._parked
+        self._prefetches.advance(may_load=spare, may_place=not self._line)
         guard_s = self._residents.guarded_for_s(began_s) if self._line else None
         for delay_s in (retry_s, guard_s):
             if delay_s is not None:
@@ -217,6 +217,15 @@ class Tiers:
         """Load it up to `tier` and never evict it below, as long as room for others is left."""
         self._known.add(ref)
         self._pins.ask(ref, tier)
+        self._wake()
+
+    def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU) -> None:
+        """Bring it up to `tier` if that takes nothing from requests, pins or what is worth more.
+
+        Tried once, and forgotten where it cannot be.
+        """
+        self._known.add(ref)
+        self._prefetches.ask(ref, tier)
         self._wake()
 
     def unpin(self, digest: str) -> None:
@@ -257,8 +266,7 @@ class Tiers:
         itemsize = self.weights.arena.itemsize
         usual = int(self._times.reads.size_bytes)
         known = [self._known.elements(digest) * itemsize for digest in list(self._wanted)]
-        copying = sum(list(self._copying.values()))
-        return sum(size or usual for size in known) + copying * itemsize
+        return sum(size or usual for size in known) + self._copies.elements * itemsize
 
     def _bring(self, ref: AdapterRef) -> None:
         if self._host.hold(ref.digest) is not None:
@@ -270,6 +278,7 @@ class Tiers:
     def _receive(self, landing: Landing) -> None:
         ref, digest = landing.ref, landing.ref.digest
         self._pins.landed(landing)
+        self._prefetches.landed(landing)
         self._learn(landing)
         if landing.error is not None:
             log.warning("adapter_failed", extra={"adapter": str(ref), "error": str(landing.error)})
@@ -302,18 +311,24 @@ class Tiers:
             self._host.release(digest)
 
     def _place(
-        self, ref: AdapterRef, layout: PackedLayout, image: torch.Tensor, *, wanted: bool = False
+        self,
+        ref: AdapterRef,
+        layout: PackedLayout,
+        image: torch.Tensor,
+        *,
+        wanted: bool = False,
+        worth: float | None = None,
     ) -> bool:
-        if not self._residents.make_room(layout.elements, insist=wanted):
+        below = math.inf if worth is None else worth
+        if not self._residents.make_room(layout.elements, insist=wanted, below=below):
             return False
         digest, began_s = ref.digest, time.perf_counter()
-        copied = self._residents.place(ref, layout, image, wanted=wanted)
+        copied = self._residents.place(ref, layout, image, wanted=wanted, worth=worth)
         if copied is None:
             self._times.copies.add(time.perf_counter() - began_s, image.nbytes)
         else:
             self._host.hold(digest)
-            self._copying[digest] = layout.elements
-            self._copies.submit(partial(self._await, copied, digest, began_s), urgent=True)
+            self._copies.follow(digest, layout.elements, began_s, copied)
         self._wanted.pop(digest, None)
         self._parked.pop(digest, None)
         self._failures.pop(digest, None)  # of an earlier load that nobody waits for any more
@@ -321,15 +336,12 @@ class Tiers:
             self._host.release(digest)
         return True
 
-    def _await(self, copied: torch.cuda.Event, digest: str, began_s: float) -> None:
-        copied.synchronize()
-        over_s = time.perf_counter()
-        took_s = over_s - max(began_s, self._copied_s)
-        self._copied_s = over_s
-        self._arrivals.append((digest, took_s))
-        self._wake()
+    def _place_spare(self, ref: AdapterRef, layout: PackedLayout, image: torch.Tensor) -> bool:
+        """Where nobody misses the room, and for no more than its uses so far."""
+        worth = self._residents.worth_so_far(ref.digest, layout)
+        return self._place(ref, layout, image, worth=worth)
 
-    def _arrive(self, digest: str, took_s: float) -> None:
-        self._times.copies.add(took_s, self._copying.pop(digest) * self.weights.arena.itemsize)
-        self._residents.arrived(digest)
-        self._host.release(digest)
+    def _arrive(self, copied: Copied) -> None:
+        self._times.copies.add(copied.took_s, copied.elements * self.weights.arena.itemsize)
+        self._residents.arrived(copied.digest)
+        self._host.release(copied.digest)

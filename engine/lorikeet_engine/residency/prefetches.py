@@ -1,0 +1,80 @@
+"""Prefetches: adapters to bring nearer before a request asks for them, if that costs nobody."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.residency.host import HostArena
+from lorikeet_engine.residency.loading import Landing, Loader
+from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.residents import Residents
+
+# Of those that wait; beyond that the oldest is forgotten.
+_MOST = 64
+# Loads for prefetches at one time: requests' loads need threads too.
+_LOADS = 2
+
+# Moves an image to the GPU if it is worth more than what must go for it; False if it is not.
+Place = Callable[[AdapterRef, PackedLayout, torch.Tensor], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefetch:
+    ref: AdapterRef
+    tier: Residency
+
+
+class Prefetches:
+    """Each is tried once: loaded behind requests' and pins' loads, then placed or forgotten.
+
+    Belongs to the engine's thread; ask may be called from any.
+    """
+
+    def __init__(self, residents: Residents, host: HostArena, loader: Loader, place: Place) -> None:
+        self._residents, self._host = residents, host
+        self._loader, self._place = loader, place
+        self._waiting: deque[_Prefetch] = deque(maxlen=_MOST)
+        self._loading: dict[str, _Prefetch] = {}
+        self._loaded: list[_Prefetch] = []
+
+    def ask(self, ref: AdapterRef, tier: Residency) -> None:
+        """Bring it to this tier when there is time."""
+        self._waiting.append(_Prefetch(ref, tier))
+
+    def landed(self, landing: Landing) -> None:
+        """A load ended, for a prefetch or not."""
+        prefetch = self._loading.pop(landing.ref.digest, None)
+        if prefetch is not None and landing.residency is Residency.HOST:
+            self._loaded.append(prefetch)
+
+    def advance(self, *, may_load: bool, may_place: bool) -> None:
+        """Go on with them.
+
+        may_load: no pin is being loaded and no request waits for room on the host. may_place: none
+        waits for room on the GPU.
+        """
+        while self._loaded:
+            self._raise(self._loaded.pop(), may_place)
+        while may_load and self._waiting and len(self._loading) < _LOADS:
+            prefetch = self._waiting.popleft()
+            if not self._raise(prefetch, may_place):
+                self._loading[prefetch.ref.digest] = prefetch
+                self._loader.load(prefetch.ref, min(prefetch.tier, Residency.HOST), urgent=False)
+
+    def _raise(self, prefetch: _Prefetch, may_place: bool) -> bool:
+        """From the host to the GPU, if that was asked for; False if it is on neither."""
+        digest = prefetch.ref.digest
+        if self._residents.placed(digest):
+            return True
+        held = self._host.hold(digest)
+        if held is None:
+            return False
+        try:
+            if prefetch.tier is Residency.GPU and may_place:
+                self._place(prefetch.ref, *held)
+        finally:
+            self._host.release(digest)
+        return True
