@@ -14,6 +14,7 @@ from lorikeet_engine.popularity import (
     Floats,
     GammaArrivals,
     Ints,
+    LengthModel,
     Trace,
     choose_adapters,
     cut_to_context,
@@ -44,9 +45,9 @@ class Scenario:
 
     popularity: as parse_popularity reads it. load: share of what the replicas could answer with
     full batches; rate_per_s goes before it. cv: of the arrivals' gaps. trace: recorded traffic
-    instead, as Trace.read reads it. gpu_room, host_room, disk_room: of each replica, as shares of
-    all adapters' bytes; each disk begins full, of some. hot_share: of the requests, for one
-    adapter; base_share: for none. The others are as in Setup.
+    instead, as Trace.read reads it. lengths: a name in LENGTHS, or a model. gpu_room, host_room,
+    disk_room: of each replica, as shares of all adapters' bytes; each disk begins full, of some.
+    hot_share: of the requests, for one adapter; base_share: for none. The others are as in Setup.
     """
 
     adapters: int = 1000
@@ -56,7 +57,7 @@ class Scenario:
     rate_per_s: float | None = None
     cv: float = 1.0
     trace: Path | None = None
-    lengths: str = "conv"
+    lengths: str | LengthModel = "conv"
     context: int = 8192
     gpu_room: float = 0.05
     host_room: float = 0.25
@@ -69,6 +70,7 @@ class Scenario:
     gateways: int = 4
     news_s: float = 0.15
     seed: int = 1
+    bytes_per_rank: int = BYTES_PER_RANK
     costs: Costs = H200_LLAMA_8B
 
     @cached_property
@@ -79,7 +81,7 @@ class Scenario:
     @cached_property
     def sizes(self) -> Ints:
         """Bytes of each adapter, [adapters]."""
-        return self.ranks * BYTES_PER_RANK
+        return self.ranks * self.bytes_per_rank
 
     @cached_property
     def rate(self) -> float:
@@ -87,7 +89,7 @@ class Scenario:
         if self.rate_per_s is not None:
             return self.rate_per_s
         rng = np.random.default_rng(0)
-        prompts, answers = cut_to_context(*LENGTHS[self.lengths].draw(rng, 100_000), self.context)
+        prompts, answers = cut_to_context(*self._draw_lengths(rng, 100_000), self.context)
         # The ranks of a step are at most those that fit on the GPU.
         ranks = min(int(self.ranks.sum() * self.gpu_room), 128 * int(self.ranks.mean()))
         per_replica = capacity_per_s(
@@ -117,7 +119,7 @@ class Scenario:
         rng = np.random.default_rng(self.seed)
         if self.trace is None:
             times_s = GammaArrivals(self.rate, self.cv).times(rng, self.duration_s)
-            lengths = LENGTHS[self.lengths].draw(rng, len(times_s))
+            lengths = self._draw_lengths(rng, len(times_s))
         else:
             recorded = Trace.read(self.trace).at_rate(self.rate)
             recorded = recorded.until(self.duration_s)
@@ -134,3 +136,7 @@ class Scenario:
         adapters[dice >= 1.0 - self.base_share] = -1
         prompts, answers = cut_to_context(*lengths, self.context)
         return Requests(times_s, adapters, prompts, answers)
+
+    def _draw_lengths(self, rng: np.random.Generator, requests: int) -> tuple[Ints, Ints]:
+        model = LENGTHS[self.lengths] if isinstance(self.lengths, str) else self.lengths
+        return model.draw(rng, requests)
