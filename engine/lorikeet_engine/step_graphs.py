@@ -1,25 +1,34 @@
-"""CUDA graphs of small steps: one launch for a forward pass instead of some hundreds.
+"""CUDA graphs of steps: a few launches for a forward pass instead of some hundreds.
 
-Without a graph the host needs 10 ms to launch a pass of 32 layers, with adapters some 40: far more
-than the GPU needs for a few hundred tokens. A graph is captured for each of a ladder of sizes:
-tokens × segments of adapters. A step uses the smallest that holds it, whether it decodes, begins
-short prompts or both, since attention takes each token by itself; its tensors are copied to the
-graph's buffers, and what is left over of them is padding that writes no key and uses no adapter.
+Without graphs the host needs 10 ms to launch a pass of 32 layers, with adapters some 40: far more
+than the GPU needs for a few hundred tokens, and as much as for 2,000. Passes are captured for a
+ladder of sizes: tokens × segments of adapters. A step uses the smallest that holds it; its tensors
+are copied to the graph's buffers, and what is left over of them is padding that writes no key and
+uses no adapter.
+
+A small step, whether it decodes, begins short prompts or both, is one graph, since attention takes
+each token by itself. A larger one is graphs of what is between attentions (graph_pieces.py).
 """
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 
 from lorikeet_engine.batch import Batch
+from lorikeet_engine.graph_pieces import Between, GraphPieces
 from lorikeet_engine.kernels.attention import AttentionBackend, CapturableAttention
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models import Model
 
 _TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-# Tokens that all tokens of a step see, added up. Where prompts bring more, reading keys anew for
-# each of their tokens costs more than launches: a decode of 256 sequences, 2.4 ms, has 70,000.
+# Tokens that all tokens of a small step see, added up. Where prompts bring more, reading keys anew
+# for each of their tokens costs too much: a decode of 256 sequences, 2.4 ms, has 70,000.
 _SEEN = 1 << 18
+# Of steps in pieces. Above 2,048 tokens the GPU takes longer than the host.
+_PIECES_TOKENS = (512, 768, 1024, 1280, 1536, 2048)
+_FEW_SEGMENTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +41,29 @@ class StepLimits:
     pages: int
 
 
+class _Pass(Protocol):
+    """A captured forward pass over the static buffers."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The hidden states for this batch, which the buffers hold already."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Captured:
+class _Whole:
+    """A pass in one graph, attention too."""
+
     graph: torch.cuda.CUDAGraph
     hidden: torch.Tensor
+    attention: AttentionBackend
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.attention.plan(batch)
+        self.graph.replay()
+        return self.hidden
+
+
+_Ladder = dict[int, dict[int, _Pass]]
+"""Tokens → segments → the pass for up to so many, both from small to large."""
 
 
 class StepGraphs:
@@ -52,40 +80,42 @@ class StepGraphs:
     ) -> None:
         """Capture all graphs, which takes some seconds; kv and weights are Runner's."""
         self._model, self._weights, self._kv, self._limits = model, weights, kv, limits
-        sizes = [size for size in _TOKENS if size < limits.tokens]
-        self._sizes = (*sizes, min(limits.tokens, _TOKENS[-1]))
-        largest, device = self._sizes[-1], kv.device
-        self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._kv_slots = torch.full((largest,), -1, dtype=torch.int64, device=device)
-        counts = _segment_counts(min(limits.adapters, largest))
+        small, large = _sizes(_TOKENS, limits.tokens), _sizes(_PIECES_TOKENS, limits.tokens)
+        most, device = max(small[-1], large[-1]), kv.device
+        self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
+        self._kv_slots = torch.full((most,), -1, dtype=torch.int64, device=device)
+        counts = _segment_counts(min(limits.adapters, most))
         self._segments = torch.zeros(3, counts[-1], dtype=torch.int32, device=device)
-        # While capturing, each token is a sequence of its own, with a page of its own.
-        pages = torch.zeros(max(limits.pages, largest), dtype=torch.int32, device=device)
-        self._attention = {size: attention.captured(size, pages) for size in self._sizes}
         self._pool = torch.cuda.graph_pool_handle()
-        self._captured: dict[tuple[int, int], _Captured] = {}
-        for size in reversed(self._sizes):  # from the largest: the others fit into its memory
-            for count in _segment_counts(min(limits.adapters, size)):
-                self._captured[size, count] = self._capture(size, count)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pieces = self._capture_pieces(large, attention)
+        self._whole = self._capture_whole(small, attention)
 
     def fit(self, batch: Batch) -> bool:
-        """Whether a graph was captured for batches like this one."""
-        tokens = len(batch.token_ids)
-        if tokens > self._sizes[-1]:
-            return False
-        return tokens == len(batch.kv_lengths) or _seen(batch) <= _SEEN
+        """Whether a pass was captured for batches like this one."""
+        return len(batch.token_ids) <= max(self._pieces) or self._is_small(batch)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The hidden states of batch.logit_rows, of a batch that fits.
 
         The next forward may overwrite them.
         """
-        rows = len(batch.token_ids)
-        size = next(size for size in self._sizes if size >= rows)
+        ladder, rows = self._whole if self._is_small(batch) else self._pieces, len(batch.token_ids)
         used = 0 if batch.segments is None else len(batch.segments)
-        counts = _segment_counts(min(self._limits.adapters, size))
-        count = next(count for count in counts if count >= used)
+        by_count = next(by_count for size, by_count in ladder.items() if size >= rows)
+        captured = next(captured for count, captured in by_count.items() if count >= used)
+        self._fill(batch, rows, used)
+        hidden = captured.forward(batch)[:rows]
+        return hidden if len(batch.logit_rows) == rows else hidden[batch.logit_rows]
+
+    def _is_small(self, batch: Batch) -> bool:
+        tokens = len(batch.token_ids)
+        if tokens > max(self._whole):
+            return False
+        return tokens == len(batch.kv_lengths) or _seen(batch) <= _SEEN
+
+    def _fill(self, batch: Batch, rows: int, used: int) -> None:
         self._token_ids[:rows].copy_(batch.token_ids)
         self._positions[:rows].copy_(batch.positions)
         self._kv_slots[:rows].copy_(batch.kv_slots)
@@ -94,18 +124,40 @@ class StepGraphs:
             s = batch.segments
             torch.stack((s.slots, s.starts, s.lengths), out=self._segments[:, :used])
             self._segments[:, used:].zero_()
-        self._attention[size].plan(batch)
-        captured = self._captured[size, count]
-        captured.graph.replay()
-        hidden = captured.hidden[:rows]
-        return hidden if len(batch.logit_rows) == rows else hidden[batch.logit_rows]
 
-    def _capture(self, size: int, count: int) -> _Captured:
+    def _capture_whole(self, sizes: tuple[int, ...], attention: CapturableAttention) -> _Ladder:
+        # While capturing, each token is a sequence of its own, with a page of its own.
+        most = max(self._limits.pages, sizes[-1])
+        pages = torch.zeros(most, dtype=torch.int32, device=self._kv.device)
+        ladder: _Ladder = {}
+        for size in reversed(sizes):  # from the largest: the others fit into its memory
+            captured = attention.captured(size, pages)
+            ladder[size] = {
+                count: self._record(self._blank(size, count), captured)
+                for count in _segment_counts(min(self._limits.adapters, size))
+            }
+        return dict(reversed(ladder.items()))
+
+    def _capture_pieces(self, sizes: tuple[int, ...], attention: AttentionBackend) -> _Ladder:
+        c = self._model.config
+        queries, mixed = self._kv.new_zeros(2, sizes[-1], c.heads, c.head_dim)
+        between = Between(queries, mixed)
+        ladder: _Ladder = {}
+        for size in reversed(sizes):
+            most = min(self._limits.adapters, size)
+            ladder[size] = {
+                count: self._record_pieces(self._blank(size, count), attention, between.of(size))
+                for count in sorted({0, min(_FEW_SEGMENTS, most), most})
+            }
+        return dict(reversed(ladder.items()))
+
+    def _blank(self, size: int, count: int) -> Batch:
+        """A batch in the static buffers."""
         segments = None
         if count:
             slots, starts, lengths = self._segments[:, :count].unbind()
             segments = Segments(slots, starts, lengths, self._limits.rank)
-        batch = Batch(
+        return Batch(
             token_ids=self._token_ids[:size],
             positions=self._positions[:size],
             kv_slots=self._kv_slots[:size],
@@ -115,20 +167,32 @@ class StepGraphs:
             logit_rows=self._token_ids[:size],
             segments=segments,
         )
-        self._attention[size].plan(batch)
-        return self._record(batch, self._attention[size])
 
-    def _record(self, batch: Batch, attention: AttentionBackend) -> _Captured:
+    def _record(self, batch: Batch, attention: AttentionBackend) -> _Pass:
+        attention.plan(batch)
         self._run(batch, attention)  # compiles and allocates what capturing must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # thread_local: loading threads may use the device meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             hidden = self._run(batch, attention)
-        return _Captured(graph, hidden)
+        return _Whole(graph, hidden, attention)
+
+    def _record_pieces(self, batch: Batch, attention: AttentionBackend, between: Between) -> _Pass:
+        attention.plan(batch)
+        self._run(batch, attention)
+        torch.cuda.synchronize()
+        return GraphPieces(partial(self._run, batch), attention, between, self._pool, self._stream)
 
     def _run(self, batch: Batch, attention: AttentionBackend) -> torch.Tensor:
         return self._model.forward(batch, self._kv, self._weights, attention)
+
+
+def _sizes(ladder: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """The ladder's sizes below `most`, and that or the ladder's last."""
+    return (*(size for size in ladder if size < most), min(most, ladder[-1]))
 
 
 def _seen(batch: Batch) -> int:

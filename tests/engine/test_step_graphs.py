@@ -15,7 +15,7 @@ from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.kernels.attention import SdpaAttention
 from lorikeet_engine.kernels.attention.page_table import PageTable
 from lorikeet_engine.kernels.attention.paged_decode import query_rows
-from lorikeet_engine.step_graphs import StepGraphs, StepLimits, _Captured
+from lorikeet_engine.step_graphs import StepGraphs, StepLimits, _Whole
 from tests.engine.driving import Answers, greedy
 
 PAGE = 16
@@ -67,9 +67,32 @@ class Replayed:
         self.replay = replay
 
 
-def recorded(graphs, batch, attention):
-    hidden = graphs._run(batch, attention)
-    return _Captured(Replayed(lambda: hidden.copy_(graphs._run(batch, attention))), hidden)
+def recorded(graphs, blank, attention):
+    attention.plan(blank)
+    hidden = graphs._run(blank, attention)
+    again = Replayed(lambda: hidden.copy_(graphs._run(blank, attention)))
+    return _Whole(again, hidden, attention)
+
+
+class Piecewise:
+    """GraphPieces without a GPU: the static tensors, but attention for a step's own tokens."""
+
+    def __init__(self, graphs, blank, between):
+        self._graphs, self._blank, self._mixed = graphs, blank, between.mixed
+
+    def forward(self, batch):
+        self._batch = batch
+        return self._graphs._run(self._blank, self)
+
+    def attend(self, q, layer_kv, _):
+        rows = len(self._batch.token_ids)
+        self._mixed.fill_(torch.nan)
+        self._mixed[:rows] = SdpaAttention().attend(q[:rows], layer_kv, self._batch)
+        return self._mixed
+
+
+def recorded_in_pieces(graphs, blank, attention, between):
+    return Piecewise(graphs, blank, between)
 
 
 class Twice:
@@ -123,8 +146,11 @@ def engine(request, tmp_path, monkeypatch):
     if request.param == "cpu":
         torch.set_num_threads(1)  # two would mostly wait for each other over tensors this small
         monkeypatch.setattr(step_graphs, "_TOKENS", (1, 4, 16, 64, 128))
+        monkeypatch.setattr(step_graphs, "_PIECES_TOKENS", (32, 200, 350))
         monkeypatch.setattr(StepGraphs, "_record", recorded)
+        monkeypatch.setattr(StepGraphs, "_record_pieces", recorded_in_pieces)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
         add_graphs(engine._runner, settings)
     yield engine
     engine.close()
@@ -172,10 +198,52 @@ def test_a_prompt_in_chunks_and_one_behind_a_cached_prefix(engine):
     assert sizes[7][0] < 16, "the prefix was computed anew"
 
 
-def test_a_step_that_sees_too_much_needs_no_graph(engine, monkeypatch):
+def test_a_step_that_sees_too_much_for_one_graph_is_computed_in_pieces(engine, monkeypatch):
     monkeypatch.setattr(step_graphs, "_SEEN", 100)
+    pieces = engine._runner._graphs._pieces
+    used = []
+    for size, by_count in pieces.items():
+        for count, captured in by_count.items():
+            by_count[count] = Spied(captured, used, (size, count))
     engine._runner = twice = Twice(engine._runner)
     answers = Answers(engine)
     answers.submit(greedy("r", list(range(20)), max_tokens=3))
     answers.all()
-    assert twice.compared == [(1, 1, 0)] * 2
+    assert twice.compared == [(20, 1, 0)] + [(1, 1, 0)] * 2
+    assert used == [(min(pieces), 0)]
+
+
+class Spied:
+    def __init__(self, captured, used, key):
+        self._captured, self._used, self._key = captured, used, key
+
+    def forward(self, batch):
+        self._used.append(self._key)
+        return self._captured.forward(batch)
+
+
+def test_prompts_of_many_adapters_in_pieces(engine, monkeypatch):
+    monkeypatch.setattr(step_graphs, "_SEEN", 0)
+    answers = Answers(engine)
+    for i, adapter in enumerate(engine.refs):  # no prompt below waits for its adapter
+        answers.submit(greedy(f"load{i}", [1], adapter=adapter, max_tokens=1))
+    answers.all()
+    engine._runner = twice = Twice(engine._runner)
+    for i in range(7):
+        adapter = engine.refs[i % 5] if i % 4 else None
+        prompt = [(11 * i + j) % 512 for j in range(20 + 25 * i % 40)]
+        answers.submit(greedy(f"r{i}", prompt, adapter=adapter, max_tokens=6))
+    answers.all()
+    assert not answers.errors
+    assert twice.compared[0] == (265, 7, 4)
+
+
+def test_a_step_beyond_all_graphs_is_launched_kernel_by_kernel(engine, monkeypatch):
+    graphs = engine._runner._graphs
+    monkeypatch.setattr(graphs, "_pieces", {4: graphs._pieces[min(graphs._pieces)]})
+    monkeypatch.setattr(graphs, "_whole", {2: graphs._whole[min(graphs._whole)]})
+    engine._runner = twice = Twice(engine._runner)
+    answers = Answers(engine)
+    answers.submit(greedy("r", list(range(20)), max_tokens=2))
+    answers.all()
+    assert twice.compared == [(1, 1, 0)]
