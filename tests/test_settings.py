@@ -24,6 +24,11 @@ def test_memory_is_chosen_by_the_device_unless_it_is_given():
     assert Settings.from_env({"LORIKEET_KV_MEMORY": "auto"}).kv_memory == "auto"
 
 
+def test_there_are_as_many_replicas_as_asked_for_unless_there_may_be_more():
+    assert Settings.from_env({"LORIKEET_REPLICAS": "3"}).most_replicas == 3
+    assert Settings.from_env({"LORIKEET_MAX_REPLICAS": "5"}).most_replicas == 5
+
+
 def test_several_base_models():
     settings = Settings.from_env({"LORIKEET_BASE_MODELS": "llama=/m/llama, qwen=/m/qwen"})
     assert settings.base_models == {"llama": Path("/m/llama"), "qwen": Path("/m/qwen")}
@@ -34,6 +39,7 @@ def test_several_base_models():
     [
         ("LORIKEET_REPLICAS", "many", "integer"),
         ("LORIKEET_REPLICAS", "0", "greater than or equal to 1"),
+        ("LORIKEET_MAX_REPLICAS", "1", "at least LORIKEET_REPLICAS, which is 2"),
         ("LORIKEET_KV_MEMORY", "120%", "up to 100%"),
         ("LORIKEET_KV_MEMORY", "a%", "share"),
         ("LORIKEET_KV_MEMORY", "0", "1 byte"),

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from lorikeet.errors import InvalidSetting
 
@@ -88,7 +96,10 @@ class Settings(BaseModel):
         default={"lorikeet-demo": Path("demo/model")},
         description="name=folder of each base model, separated by commas",
     )
-    replicas: int = Field(2, ge=1, description="engine replicas of each base model")
+    replicas: int = Field(2, ge=1, description="engine replicas of each base model, at least")
+    max_replicas: int | None = Field(
+        None, ge=1, description="engine replicas of each base model, at most; default: as many"
+    )
     gateways: int = Field(1, ge=1, description="gateway replicas")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the engine runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -131,6 +142,19 @@ class Settings(BaseModel):
         "are bounded; default: no bound",
     )
     max_ongoing_requests: int = Field(512, ge=1, description="requests one replica takes at once")
+
+    @property
+    def most_replicas(self) -> int:
+        """Of one base model."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
+
+    @field_validator("max_replicas")
+    @classmethod
+    def _at_least_replicas(cls, value: int | None, given: ValidationInfo) -> int | None:
+        least = given.data.get("replicas", 1)
+        if value is not None and value < least:
+            raise ValueError(f"want at least {_PREFIX}REPLICAS, which is {least}")
+        return value
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> "Settings":

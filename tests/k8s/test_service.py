@@ -208,7 +208,9 @@ def test_there_are_pods_for_every_gateway_and_engine(overlay: str) -> None:
     workers = groups(overlay)
     assert workers["gateways"]["replicas"] == parsed.gateways
     if "engines" in workers:
-        assert workers["engines"]["replicas"] == parsed.replicas * len(parsed.base_models)
+        models = len(parsed.base_models)
+        assert workers["engines"]["replicas"] == parsed.replicas * models
+        assert workers["engines"]["maxReplicas"] == parsed.most_replicas * models
 
 
 @both

@@ -18,6 +18,7 @@ from lorikeet.api.messages import Call, Endpoint, Header, Refusal
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import InvalidSetting
+from lorikeet.placement.orders import Orders
 from lorikeet.placement.plan import Keep
 from lorikeet.serving import replica as replica_module
 from lorikeet.serving.prompts import PromptEncoder
@@ -164,12 +165,12 @@ def test_a_plan_that_does_not_name_the_replica_changes_nothing(settings, ref):
         def pinned(engine):
             return [a.pinned for a in engine.adapters if a.ref == ref] == [True]
 
-        await replica.apply_plan({"r0": {ref.digest: Keep(ref, Residency.GPU)}})
+        await replica.apply_plan({"r0": Orders({ref.digest: Keep(ref, Residency.GPU)})})
         await until(pinned, replica)
-        await replica.apply_plan({"other": {}})
+        await replica.apply_plan({"other": Orders()})
         await asyncio.sleep(0.2)
         assert pinned(await engine_of(replica))
-        await replica.apply_plan({"r0": {}})
+        await replica.apply_plan({"r0": Orders()})
         await until(lambda engine: not pinned(engine), replica)
 
     run(settings, scenario)

@@ -21,6 +21,7 @@ from lorikeet.serving.controller import Controller
 from lorikeet.serving.engines import ServeEngines
 from lorikeet.serving.logs import log_to_stderr
 from lorikeet.serving.replica import Replica
+from lorikeet.serving.scaling import autoscaling
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter_format import AdapterLimits, AdapterMemory
 from lorikeet_engine.errors import EngineClosed, EngineError
@@ -41,7 +42,6 @@ def engine(settings: Settings, base_model: str) -> Application:
     gpus = 1 if device_of(settings) == "cuda" else 0
     deployment = serve.deployment(
         name=f"engine-{base_model}",
-        num_replicas=settings.replicas,
         max_ongoing_requests=settings.max_ongoing_requests,
         ray_actor_options={"num_cpus": _ENGINE_CPUS, "num_gpus": gpus},
         request_router_config={
@@ -50,8 +50,15 @@ def engine(settings: Settings, base_model: str) -> Application:
         },
         health_check_period_s=2,
         graceful_shutdown_timeout_s=_LONGEST_GENERATION_S,
+        **_replicas(settings),
     )(EngineReplica)
     return deployment.bind(base_model, settings)
+
+
+def _replicas(settings: Settings) -> dict[str, Any]:
+    if settings.most_replicas == settings.replicas:
+        return {"num_replicas": settings.replicas}
+    return {"autoscaling_config": autoscaling(settings)}
 
 
 def controller(settings: Settings, engines: Mapping[str, Application]) -> Application:
@@ -139,8 +146,8 @@ class Gateway:
 
 
 def _most_generations(settings: Settings) -> int:
-    """As many requests as a gateway's share of all engines can take."""
-    engines = settings.replicas * len(settings.base_models)
+    """As many requests as a gateway's share of all engines can take, when there are the most."""
+    engines = settings.most_replicas * len(settings.base_models)
     return max(1, settings.max_ongoing_requests * engines // settings.gateways)
 
 

@@ -1,4 +1,4 @@
-"""Turns pins into what each replica keeps; never on a request's path."""
+"""Turns pins and demand into what replicas keep and bring nearer; never on a request's path."""
 
 import asyncio
 import logging
@@ -11,10 +11,9 @@ from ray.serve.handle import DeploymentHandle
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import LorikeetError
-from lorikeet.placement.plan import Keep, Placement, place_pins
+from lorikeet.placement.plan import Placement, place_pins
 from lorikeet.placement.promises import PromiseReader, Promises
-from lorikeet.placement.roll_call import RollCall
-from lorikeet.serving.engines import broadcast
+from lorikeet.serving.deployment import EngineDeployment
 from lorikeet.serving.logs import log_to_stderr
 from lorikeet.settings import Settings
 
@@ -22,26 +21,28 @@ log = logging.getLogger(__name__)
 
 TICK_S = 1.0
 """A pin is seen within one tick; its load starts at once."""
+SURVEY_S = 3.0
+"""So often replicas are asked what they hold, an answer that costs an engine milliseconds."""
 _SNAPSHOT_GAP_S = 10.0
-_PATIENCE_S = 5.0
 _SILENT_S = 120.0  # longer than an object store may hang before its client gives up
 
 
 class Controller:
     """Reads the catalog and what replicas report, and tells each replica its part of the plan.
 
-    It keeps nothing that a restart would lose: a new controller publishes the same plan.
+    It keeps nothing that a restart would lose for long: a new controller publishes the same plan,
+    and learns demand from what replicas have counted.
     """
 
     def __init__(self, settings: Settings, engines: Mapping[str, DeploymentHandle[Any]]) -> None:
         log_to_stderr()
         self._catalog = AdapterCatalog(open_store(settings.catalog))
-        self._engines = engines
+        self._deployments = [EngineDeployment(engine, settings) for engine in engines.values()]
         self._reader = PromiseReader()
         self._promises = Promises(until=0.0)
         self._promises_seq = 0
-        self._roll_call = RollCall(_PATIENCE_S)
-        self._placement: Placement | None = None  # for the log alone
+        self._survey_due_s = 0.0
+        self._placement: Placement | None = None
         self._failure = ""
         self._ticked_s = time.monotonic()
         loop = asyncio.get_running_loop()
@@ -76,26 +77,39 @@ class Controller:
         self._failure = repr(error)
 
     async def _tick(self) -> None:
-        await asyncio.to_thread(self._follow)
-        answers = await asyncio.gather(*(broadcast(e, "report") for e in self._engines.values()))
-        reports = self._roll_call.answered(report for some in answers for report in some)
-        placement = await asyncio.to_thread(place_pins, self._promises, reports)
+        changed = await asyncio.to_thread(self._follow)
+        now_s = time.monotonic()
+        surveyed = now_s >= self._survey_due_s
+        if surveyed:
+            self._survey_due_s = now_s + SURVEY_S
+            await asyncio.gather(*(deployment.survey() for deployment in self._deployments))
+        if changed or surveyed:
+            await asyncio.to_thread(self._place)
+        if surveyed:
+            await asyncio.to_thread(self._prefetch, now_s)
+        await asyncio.gather(*(deployment.tell(now_s) for deployment in self._deployments))
+
+    def _follow(self) -> bool:
+        """Work out anew what is promised, where the catalog or the time has changed it."""
+        seq, now = self._catalog.refresh().seq, time.time()
+        if seq == self._promises_seq and now < self._promises.until:
+            return False
+        self._promises = self._catalog.ask(lambda state: self._reader.read(state, now))
+        self._promises_seq = seq
+        return True
+
+    def _place(self) -> None:
+        reports = [report for deployment in self._deployments for report in deployment.reports]
+        placement = place_pins(self._promises, reports)
         if placement != self._placement:
             _log_change(self._placement, placement)
             self._placement = placement
-        plans: dict[str, dict[str, Mapping[str, Keep]]] = {name: {} for name in self._engines}
-        for report in reports:
-            plans[report.base_model][report.replica] = placement.plan[report.replica]
-        await asyncio.gather(
-            *(broadcast(self._engines[name], "apply_plan", plan) for name, plan in plans.items())
-        )
+        for deployment in self._deployments:
+            deployment.keep(placement.plan)
 
-    def _follow(self) -> None:
-        """Work out anew what is promised, where the catalog or the time has changed it."""
-        seq, now = self._catalog.refresh().seq, time.time()
-        if seq != self._promises_seq or now >= self._promises.until:
-            self._promises = self._catalog.ask(lambda state: self._reader.read(state, now))
-            self._promises_seq = seq
+    def _prefetch(self, now_s: float) -> None:
+        for deployment in self._deployments:
+            deployment.prefetch(now_s)
 
     async def _keep_snapshots(self) -> None:
         """Make a snapshot whenever one is due; beside the ticks, which it must not delay."""

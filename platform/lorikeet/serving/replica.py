@@ -1,7 +1,7 @@
 """One engine behind Ray Serve: text in, the client's bytes out."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +10,8 @@ from typing import Any
 
 from lorikeet.api.messages import Call, Header, Refusal, StreamItem, Trial, TrialResult
 from lorikeet.errors import InvalidInput
-from lorikeet.placement.plan import Keep, Plan
+from lorikeet.placement.orders import Orders
+from lorikeet.placement.plan import Keep
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.serving.answer import Answer, refusal_of
 from lorikeet.serving.engine_process import build_engine
@@ -97,20 +98,23 @@ class Replica:
         except (EngineError, InvalidInput) as error:
             return _refuse(error)
 
-    async def apply_plan(self, plan: Plan) -> None:
-        """Take this replica's part of the plan: pin what is new, unpin what is gone.
+    async def apply_plan(self, plan: Mapping[str, Orders]) -> str | None:
+        """Take this replica's orders: pin, unpin, bring nearer. Its name if it had any.
 
-        A plan that does not name this replica was made without its report and changes nothing.
+        A plan that does not name this replica changes nothing.
         """
-        if self.name not in plan:
-            return
-        wanted = plan[self.name]
-        for digest in self._kept.keys() - wanted.keys():
+        orders = plan.get(self.name)
+        if orders is None:
+            return None
+        for digest in self._kept.keys() - orders.keeps.keys():
             self._engine.unpin(digest)
-        for digest, keep in wanted.items():
+        for digest, keep in orders.keeps.items():
             if digest not in self._kept or self._kept[digest].tier != keep.tier:
                 self._engine.pin(keep.ref, keep.tier)
-        self._kept = dict(wanted)
+        self._kept = dict(orders.keeps)
+        for bring in orders.brings:
+            self._engine.prefetch(bring.ref, bring.tier)
+        return self.name
 
     async def report(self) -> ReplicaReport:
         """What this replica holds and does."""
