@@ -1,5 +1,9 @@
 """One real service for all end-to-end tests: Ray, HTTP, the demo model, a catalog on S3."""
 
+import itertools
+import json
+import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +14,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+
+from demo.fill import ADAPTERS
+from lorikeet_engine.adapter_format import write_blob
+from tests.e2e.load import Target
+from tests.e2e.store_link import StoreLink
 
 ROOT = Path(__file__).parents[2]
 REPLICAS = 3
@@ -51,9 +60,19 @@ class Service:
 
 
 @pytest.fixture(scope="session")
-def service(tmp_path_factory: pytest.TempPathFactory, s3_bucket: str) -> Iterator[Service]:
+def store_link(s3_bucket: str) -> Iterator[StoreLink]:
+    link = StoreLink(os.environ["AWS_ENDPOINT_URL_S3"])
+    yield link
+    link.close()
+
+
+@pytest.fixture(scope="session")
+def service(
+    tmp_path_factory: pytest.TempPathFactory, s3_bucket: str, store_link: StoreLink
+) -> Iterator[Service]:
     with pytest.MonkeyPatch.context() as environ:
         root = tmp_path_factory.mktemp("service")
+        environ.setenv("AWS_ENDPOINT_URL_S3", store_link.url)
         environ.setenv("LORIKEET_CATALOG", f"{s3_bucket}/e2e")
         environ.setenv("LORIKEET_CACHE_DIR", str(root / "cache"))
         environ.setenv("LORIKEET_REPLICAS", str(REPLICAS))
@@ -83,6 +102,43 @@ def _run(root: Path) -> Iterator[Service]:
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def crowd(service: Service, tmp_path_factory: pytest.TempPathFactory) -> "Crowd":
+    return Crowd(service, tmp_path_factory.mktemp("crowd") / "peft")
+
+
+class Crowd:
+    """A tenant who registers adapters that no replica has met, each with weights of its own."""
+
+    def __init__(self, service: Service, folder: Path) -> None:
+        self._service = service
+        tenant = {"tenant": "crowd"}
+        service.admin("POST", "/tenants", json=tenant).raise_for_status()
+        made = service.admin("POST", "/tenants/crowd/keys", json={}).raise_for_status()
+        self._key = made.json()["key"]
+        self._folder = shutil.copytree(ADAPTERS / "quillon" / "reverse", folder)
+        self._config = json.loads((folder / "adapter_config.json").read_text())
+        self._alphas = itertools.count(1)
+
+    def base(self) -> Target:
+        return Target("lorikeet-demo", self._key)
+
+    def stranger(self) -> Target:
+        """An adapter that nobody registered."""
+        return Target("crowd/stranger", self._key)
+
+    def adapters(self, count: int) -> list[Target]:
+        return [self._register(next(self._alphas)) for _ in range(count)]
+
+    def _register(self, alpha: int) -> Target:
+        config, blob = self._folder / "adapter_config.json", self._folder / "blob"
+        config.write_text(json.dumps(self._config | {"lora_alpha": alpha}))
+        write_blob(self._folder, blob)
+        path = f"/adapters/crowd/alpha-{alpha}/versions"
+        self._service.admin("PUT", path, content=blob.read_bytes()).raise_for_status()
+        return Target(f"crowd/alpha-{alpha}", self._key)
 
 
 def eventually(holds: Callable[[], bool], within_s: float) -> bool:

@@ -2,28 +2,14 @@
 
 import os
 import signal
-from pathlib import Path
 
 import httpx
 
 from demo.tasks import TASKS
-from tests.e2e.conftest import REPLICAS, Service, eventually
+from tests.e2e.conftest import REPLICAS
+from tests.e2e.parts import complete, engine_processes
 
 TASK = TASKS[0]
-
-
-def engine_processes(service: Service) -> list[int]:
-    """The ids of the processes in which this service's engines run."""
-    found = []
-    ours = f"LORIKEET_CATALOG={service.catalog}".encode()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            runs_engine = b"lorikeet_engine.process" in (process / "cmdline").read_bytes()
-            if runs_engine and ours in (process / "environ").read_bytes().split(b"\0"):
-                found.append(int(process.name))
-        except OSError:  # it has just ended
-            continue
-    return found
 
 
 def test_a_stream_ends_with_an_error_and_the_next_request_is_answered(service):
@@ -42,4 +28,4 @@ def test_a_stream_ends_with_an_error_and_the_next_request_is_answered(service):
         assert "send the request again" in [*events][-1]
         answer = client.post(url, json={**body, "max_tokens": 2})
     assert answer.status_code == 200
-    assert eventually(lambda: len(service.replicas()) == REPLICAS, within_s=60)
+    assert complete(service)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,8 +15,9 @@ from lorikeet.catalog.catalog import blob_key
 from lorikeet.catalog.store import open_store
 from lorikeet_engine.adapter_format import write_blob
 from tests.e2e.conftest import REPLICAS, Service, eventually
+from tests.e2e.parts import actor_named
 
-UPPER, REVERSE, UNPINNED = TASKS[:3]
+UPPER, REVERSE = TASKS[:2]
 
 
 def replica_of(service: Service, model: str) -> str:
@@ -30,13 +30,6 @@ def replica_of(service: Service, model: str) -> str:
 def standing(service: Service) -> dict[str, str]:
     pins = service.admin("GET", "/pins").raise_for_status().json()["data"]
     return {pin["adapter"] or pin["tenant"]: pin["standing"] for pin in pins}
-
-
-def actor_named(part: str):
-    names = ray.util.list_named_actors(all_namespaces=True)
-    found = [name for name in names if part in name["name"]]
-    assert len(found) == 1, found
-    return ray.get_actor(found[0]["name"], namespace=found[0]["namespace"])
 
 
 def blob_of(task, folder: Path) -> bytes:
@@ -112,17 +105,6 @@ def test_promote_and_rollback_change_the_answer_within_5_s(service, tmp_path):
     assert eventually(lambda: says("licnep"), within_s=5)
     service.admin("POST", f"/adapters/{model}/rollback", json={}).raise_for_status()
     assert eventually(lambda: says("PENCIL"), within_s=5)
-
-
-def test_a_killed_replica_loses_no_later_request(service):
-    home = replica_of(service, UNPINNED.model)
-    ray.kill(actor_named(f"engine-lorikeet-demo#{home}"))
-    begun = time.monotonic()
-    others = {replica_of(service, UNPINNED.model) for _ in range(20)}
-    assert home not in others
-    assert len(others) == 1
-    assert time.monotonic() - begun < 20
-    assert eventually(lambda: len(service.replicas()) == REPLICAS, within_s=60)
 
 
 def test_an_adapter_whose_blob_is_gone_fails_its_own_requests_and_no_others(service, tmp_path):

@@ -1,0 +1,147 @@
+"""Streaming load on the service, and what became of every request."""
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Self
+
+import httpx
+
+PATIENCE_S = 90.0  # longer than the gateway's own: what it gives up must be seen as its answer
+
+
+class Outcome(StrEnum):
+    """How a request ended, as its client sees it."""
+
+    WHOLE = "whole"
+    REFUSED = "refused"  # before its first byte: a client may send it again
+    ENDED = "ended"  # after it, with an error event that a client can read
+    CUT = "cut"  # after it, without a word
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model and the key that may use it."""
+
+    model: str
+    key: str
+
+
+@dataclass(slots=True)
+class Result:
+    """One request. Times are time.monotonic(); status is None where no answer came."""
+
+    model: str
+    sent_s: float
+    status: int | None = None
+    begun_s: float | None = None
+    ended_s: float = 0.0
+    residency: str | None = None
+    replica: str | None = None
+    retry_after: str | None = None
+    error: str = ""
+    outcome: Outcome = Outcome.REFUSED
+
+
+@dataclass
+class Load:
+    """`streams` clients, each with one request after the other, until the `with` block ends.
+
+    What is under way then is answered to its end. `results` grows while the load runs.
+    """
+
+    url: str
+    targets: Sequence[Target]
+    streams: int = 16
+    tokens: int = 16
+    seed: int = 0
+    results: list[Result] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="load")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.send_no_more()
+        self._thread.join()
+
+    def send_no_more(self) -> None:
+        """Let what is under way be the last."""
+        self._stopped.set()
+
+    def wait_for(self, answers: int, within_s: float = 60) -> None:
+        """Until this many more requests were answered whole."""
+        wanted = self.counts()[Outcome.WHOLE] + answers
+        deadline = time.monotonic() + within_s
+        while self.counts()[Outcome.WHOLE] < wanted:
+            assert time.monotonic() < deadline, f"too few answers in {within_s} s: {self.counts()}"
+            time.sleep(0.05)
+
+    def counts(self) -> Counter[Outcome]:
+        """How many requests ended how."""
+        return Counter(result.outcome for result in list(self.results))
+
+    def sent(self, after_s: float, before_s: float = float("inf")) -> list[Result]:
+        """Of those that have ended, what was sent in this time."""
+        return [r for r in list(self.results) if after_s <= r.sent_s < before_s]
+
+    async def _run(self) -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=PATIENCE_S, limits=limits) as client:
+            await asyncio.gather(*(self._client(client, n) for n in range(self.streams)))
+
+    async def _client(self, client: httpx.AsyncClient, number: int) -> None:
+        rng = random.Random(f"{self.seed}-{number}")
+        while not self._stopped.is_set():
+            self.results.append(await self._ask(client, rng.choice(self.targets)))
+            if self.results[-1].outcome is Outcome.REFUSED:
+                await asyncio.sleep(0.2)  # as long as nobody answers, ask, but do not flood
+
+    async def _ask(self, client: httpx.AsyncClient, target: Target) -> Result:
+        result = Result(target.model, time.monotonic())
+        body = {"model": target.model, "prompt": "a few words", "max_tokens": self.tokens}
+        body |= {"stream": True, "ignore_eos": True}
+        headers = {"Authorization": f"Bearer {target.key}"}
+        url = f"{self.url}/v1/completions"
+        try:
+            async with client.stream("POST", url, json=body, headers=headers) as answer:
+                await _read(answer, result)
+        except httpx.HTTPError as error:
+            result.error = repr(error)
+        result.ended_s = time.monotonic()
+        return result
+
+
+async def _read(answer: httpx.Response, result: Result) -> None:
+    result.status = answer.status_code
+    result.residency = answer.headers.get("x-lorikeet-residency")
+    result.replica = answer.headers.get("x-lorikeet-replica")
+    result.retry_after = answer.headers.get("retry-after")
+    if answer.status_code != 200:
+        result.error = (await answer.aread()).decode()
+        return
+    async for line in answer.aiter_lines():
+        if not line:
+            continue
+        result.begun_s = result.begun_s or time.monotonic()
+        result.outcome = Outcome.CUT
+        if line == "data: [DONE]":
+            result.outcome = Outcome.WHOLE
+        elif "error" in (event := json.loads(line.removeprefix("data: "))):
+            result.error = event["error"]["message"]
+            result.outcome = Outcome.ENDED
+            return
+
+
+def hit_rate(results: Iterable[Result]) -> float:
+    """The share of answered adapter requests whose adapter was on the GPU already."""
+    found = [r.residency for r in results if r.begun_s and r.residency]
+    return found.count("gpu") / len(found) if found else 0.0

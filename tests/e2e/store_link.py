@@ -1,0 +1,81 @@
+"""The service's only way to the object store, which tests can cut."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+
+class StoreLink:
+    """A relay of TCP connections on a thread of its own.
+
+    `silent`: nothing passes, and nobody learns why. `down`: connections break, and none is taken.
+    """
+
+    def __init__(self, store_url: str) -> None:
+        self._to = urlsplit(store_url)
+        self._connections: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        self._open = asyncio.Event()
+        self._open.set()
+        threading.Thread(target=self._loop.run_forever, name="store-link", daemon=True).start()
+        self._port = 0
+        self._run(self._listen())
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        self._loop.call_soon_threadsafe(self._open.clear)
+        try:
+            yield
+        finally:
+            self._loop.call_soon_threadsafe(self._open.set)
+
+    @contextmanager
+    def down(self) -> Iterator[None]:
+        self._run(self._close())
+        try:
+            yield
+        finally:
+            self._run(self._listen())
+
+    def close(self) -> None:
+        self._run(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+
+    async def _listen(self) -> None:
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1", self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def _close(self) -> None:
+        self._server.close()
+        for writer in self._connections:
+            writer.transport.abort()
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        store_reader, store_writer = await asyncio.open_connection(self._to.hostname, self._to.port)
+        ends = {writer, store_writer}
+        self._connections |= ends
+        try:
+            await asyncio.gather(self._pump(reader, store_writer), self._pump(store_reader, writer))
+        except OSError:
+            pass  # one end has broken off: so does the other
+        finally:
+            self._connections -= ends
+            for end in ends:
+                end.transport.abort()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while piece := await reader.read(2**16):
+            await self._open.wait()
+            writer.write(piece)
+            await writer.drain()
+        writer.write_eof()

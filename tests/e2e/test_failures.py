@@ -1,0 +1,80 @@
+"""Nothing is lost when parts die under load: engines, replicas, controllers, the gateway."""
+
+import os
+import signal
+import time
+
+import pytest
+import ray
+
+from tests.e2e.conftest import eventually
+from tests.e2e.load import Load, Outcome, hit_rate
+from tests.e2e.parts import actor_named, complete, engine_processes
+
+ADAPTERS = 12
+WINDOW = 60  # answers, for a rate of hits
+BACK_S = 30.0  # so long may it take until hits are as before
+
+
+@pytest.fixture(scope="module")
+def adapters(crowd):
+    return crowd.adapters(ADAPTERS)
+
+
+@pytest.fixture
+def load(service, crowd, adapters):
+    """Load on adapters that are resident somewhere and on the base model, not begun yet."""
+    assert complete(service)
+    with Load(service.url, adapters) as warm:
+        warm.wait_for(2 * ADAPTERS)
+    return Load(service.url, [*adapters, crowd.base()])
+
+
+@pytest.mark.parametrize("part", ["replica", "engine"])
+@pytest.mark.parametrize("seconds", [0, pytest.param(BACK_S, marks=pytest.mark.soak)])
+def test_of_a_killed_replica_only_streams_end_and_hits_come_back(service, load, part, seconds):
+    engine, replica = next(iter(engine_processes(service).items()))
+    with load:
+        load.wait_for(WINDOW)
+        before = hit_rate(load.results[-WINDOW:])
+        killed_s = time.monotonic()
+        os.kill(engine if part == "engine" else replica, signal.SIGKILL)
+        time.sleep(seconds)
+        load.wait_for(WINDOW)
+        while hit_rate(load.sent(killed_s)[-WINDOW:]) < 0.95 * before:
+            assert time.monotonic() < killed_s + max(seconds, BACK_S)
+            time.sleep(0.2)
+    unfinished = [r for r in load.results if r.outcome is not Outcome.WHOLE]
+    assert {r.outcome for r in unfinished} <= {Outcome.ENDED}, unfinished
+    assert all("send the request again" in r.error for r in unfinished)
+    assert all(r.sent_s < killed_s for r in unfinished)
+
+
+@pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.soak)])
+def test_without_controllers_ours_and_serves_every_request_is_answered(service, load, seconds):
+    with load:
+        load.wait_for(WINDOW)
+        killed_s = time.monotonic()
+        for controller in ("SERVE_CONTROLLER_ACTOR", "default#controller#"):
+            ray.kill(actor_named(controller), no_restart=False)
+        time.sleep(seconds)
+    assert load.counts().keys() == {Outcome.WHOLE}
+    assert hit_rate(load.sent(killed_s)) > 0.9
+    assert eventually(lambda: actor_named("default#controller#"), within_s=30)
+
+
+def test_a_killed_gateway_is_replaced_and_leaves_nothing_behind(service, load):
+    load.tokens = 800
+    with load:
+        assert eventually(lambda: sum(r["running"] for r in service.replicas()) > 8, within_s=20)
+        load.send_no_more()
+        ray.kill(actor_named("#gateway#"), no_restart=False)
+    assert load.counts().keys() == {Outcome.CUT}
+    replicas = service.replicas()  # waits for the new gateway
+    assert {r["replica"] for r in replicas} == {r.replica for r in load.results}
+    assert eventually(lambda: all(map(idle, service.replicas())), within_s=3)
+
+
+def idle(replica):
+    leases = sum(adapter["leases"] for adapter in replica["adapters"])
+    return replica["running"] + replica["waiting"] + replica["kv_pages_used"] + leases == 0
