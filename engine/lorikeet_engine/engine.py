@@ -178,9 +178,13 @@ class Engine:
         self._tiers.unpin(digest)
         self.wake()
 
-    def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU) -> None:
-        """Bring an adapter up to `tier` if that costs nobody anything; else forget it."""
-        self._tiers.prefetch(ref, tier)
+    def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0) -> None:
+        """Bring an adapter up to `tier` if that costs nobody anything; else forget it.
+
+        uses: of late by other replicas, as far as this one could serve them: what is used less may
+        be evicted for it.
+        """
+        self._tiers.prefetch(ref, tier, uses)
 
     def report(self) -> EngineReport:
         """What the engine holds and does now."""

@@ -91,9 +91,11 @@ class EngineHost:
         """Engine.unpin."""
         return self._call("unpin", digest)
 
-    def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU) -> Future[None]:
+    def prefetch(
+        self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0
+    ) -> Future[None]:
         """Engine.prefetch."""
-        return self._call("prefetch", ref, tier)
+        return self._call("prefetch", ref, tier, uses)
 
     def report(self) -> Future[EngineReport]:
         """Engine.report."""

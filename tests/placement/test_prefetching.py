@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterable
 
+from lorikeet.placement.demand import HALF_LIFE_S
 from lorikeet.placement.orders import Bring
 from lorikeet.placement.plan import Keep
 from lorikeet.placement.prefetching import Prefetching
@@ -32,10 +33,10 @@ def brings(prefetching: Prefetching, reports: Iterable[ReplicaReport], now_s: fl
 def test_what_was_ordered_is_ordered_again_only_if_it_never_comes():
     prefetching = Prefetching()
     reports = [replica("p", adapter(A))]
-    assert brings(prefetching, reports, 0.0) == {"p": (Bring(A, GPU),)}
+    assert brings(prefetching, reports, 0.0) == {"p": (Bring(A, GPU, 3.0),)}
     assert brings(prefetching, reports, 3.0) == {}
     assert brings(prefetching, reports, 29.0) == {}
-    assert brings(prefetching, reports, 31.0) == {"p": (Bring(A, GPU),)}
+    assert brings(prefetching, reports, 31.0) == {"p": (Bring(A, GPU, 3.0),)}
     assert brings(prefetching, [replica("p", adapter(A, GPU))], 90.0) == {}
 
 
@@ -49,14 +50,15 @@ def test_adapters_of_a_lost_replica_come_to_another():
     prefetching = Prefetching()
     both = [replica("p", adapter(A, GPU, uses=9.0)), replica("q")]
     assert brings(prefetching, both, 0.0) == {}
-    assert brings(prefetching, both[1:], 10.0) == {"q": (Bring(A, GPU),)}
+    (bring,) = brings(prefetching, both[1:], HALF_LIFE_S)["q"]
+    assert bring == Bring(A, GPU, 4.5)
 
 
 def test_pins_take_their_room_before_they_are_there():
     prefetching = Prefetching()
     reports = [replica("p", adapter(A), adapter(B), gpu=20)]
     plan = {"p": {A.digest: Keep(A, GPU)}}
-    assert brings(prefetching, reports, 0.0, plan) == {"p": (Bring(B, GPU),)}
+    assert brings(prefetching, reports, 0.0, plan) == {"p": (Bring(B, GPU, 3.0),)}
     small = [replica("p", adapter(A), adapter(B), gpu=10)]
     assert brings(Prefetching(), small, 0.0, plan) == {}
 
@@ -65,7 +67,7 @@ def test_spares_are_asked_for_and_counted():
     prefetching = Prefetching()
     reports = [replica("p", adapter(A, GPU), host=10), replica("q", host=10)]
     wishes = prefetching.wishes(reports, {}, 0.0, spares=True)
-    assert wishes.brings == {"q": (Bring(A, HOST),)}
+    assert wishes.brings == {"q": (Bring(A, HOST, 1.5),)}
     assert wishes.alone == {"p": 1, "q": 0}
     arrived = [reports[0], replica("q", adapter(A, HOST), host=10)]
     assert prefetching.wishes(arrived, {}, 3.0, spares=True).alone == {"p": 0, "q": 0}

@@ -105,7 +105,10 @@ def test_what_should_come_nearer_is_told_once(replicas: Replicas):
     deployment = deployment_of()
     tick(deployment, 0.0)
     tick(deployment, 3.0)
-    assert replicas.take() == [("p", Orders(brings=(Bring(A, Residency.GPU),))), ("q", Orders())]
+    assert replicas.take() == [
+        ("p", Orders(brings=(Bring(A, Residency.GPU, 3.0),))),
+        ("q", Orders()),
+    ]
 
 
 def test_while_one_replica_could_go_spares_are_brought_and_counted(replicas: Replicas):
@@ -117,7 +120,7 @@ def test_while_one_replica_could_go_spares_are_brought_and_counted(replicas: Rep
     assert replicas.take() == [("p", Orders()), ("q", Orders())]
     scaling = {"LORIKEET_REPLICAS": "1", "LORIKEET_MAX_REPLICAS": "4"}
     tick(deployment_of(**scaling), 0.0)
-    spare = (Bring(A, Residency.HOST),)
+    spare = (Bring(A, Residency.HOST, 1.5),)
     assert replicas.take() == [("p", Orders(alone=1)), ("q", Orders(alone=0, brings=spare))]
     replicas.stats["seats"] = 0.7
     tick(deployment_of(**scaling), 0.0)

@@ -17,14 +17,16 @@ _MOST = 64
 # Loads for prefetches at one time: requests' loads need threads too.
 _LOADS = 2
 
-# Moves an image to the GPU if it is worth more than what must go for it; False if it is not.
-Place = Callable[[AdapterRef, PackedLayout, torch.Tensor], bool]
+# Moves an image to the GPU if it, with so many uses, is worth more than what must go for it; False
+# if it is not.
+Place = Callable[[AdapterRef, PackedLayout, torch.Tensor, float], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefetch:
     ref: AdapterRef
     tier: Residency
+    uses: float
 
 
 class Prefetches:
@@ -40,9 +42,9 @@ class Prefetches:
         self._loading: dict[str, _Prefetch] = {}
         self._loaded: list[_Prefetch] = []
 
-    def ask(self, ref: AdapterRef, tier: Residency) -> None:
+    def ask(self, ref: AdapterRef, tier: Residency, uses: float) -> None:
         """Bring it to this tier when there is time."""
-        self._waiting.append(_Prefetch(ref, tier))
+        self._waiting.append(_Prefetch(ref, tier, uses))
 
     def landed(self, landing: Landing) -> None:
         """A load ended, for a prefetch or not."""
@@ -53,8 +55,8 @@ class Prefetches:
     def advance(self, *, may_load: bool, may_place: bool) -> None:
         """Go on with them.
 
-        may_load: no pin is being loaded and no request waits for room on the host. may_place: none
-        waits for room on the GPU.
+        may_load: nothing is being loaded for a request or a pin. may_place: no request waits for
+        room on the GPU.
         """
         while self._loaded:
             self._raise(self._loaded.pop(), may_place)
@@ -74,7 +76,7 @@ class Prefetches:
             return False
         try:
             if prefetch.tier is Residency.GPU and may_place:
-                self._place(prefetch.ref, *held)
+                self._place(prefetch.ref, *held, prefetch.uses)
         finally:
             self._host.release(digest)
         return True

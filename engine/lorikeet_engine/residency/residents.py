@@ -174,9 +174,12 @@ class Residents:
         self._held[digest] = resident
         return Lease(resident, self._lease_ended)
 
-    def worth_so_far(self, digest: str, layout: PackedLayout) -> float:
-        """What it is worth to have it here now though nobody asks for it."""
-        uses, now_s = self.uses(digest), self._clock()
+    def worth_unasked(self, digest: str, layout: PackedLayout, elsewhere: float) -> float:
+        """What it is worth to have it here now though nobody asks for it here.
+
+        elsewhere: its uses by other replicas that this one could serve.
+        """
+        uses, now_s = max(self.uses(digest), elsewhere), self._clock()
         return self._policy.worth(Use(layout.elements, uses, now_s)) if uses else -math.inf
 
     def make_room(self, elements: int, *, insist: bool, below: float = math.inf) -> bool:

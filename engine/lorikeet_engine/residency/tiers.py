@@ -206,7 +206,7 @@ class Tiers:
                 del self._parked[digest]
                 self._bring(self._wanted[digest])
         retry_s = self._pins.keep(may_place=not self._line)
-        spare = not self._pins.loading and not self._parked
+        spare = not self._pins.loading and len(self._wanted) == len(self._line)
         self._prefetches.advance(may_load=spare, may_place=not self._line)
         guard_s = self._residents.guarded_for_s(began_s) if self._line else None
         for delay_s in (retry_s, guard_s):
@@ -219,13 +219,14 @@ class Tiers:
         self._pins.ask(ref, tier)
         self._wake()
 
-    def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU) -> None:
+    def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0) -> None:
         """Bring it up to `tier` if that takes nothing from requests, pins or what is worth more.
 
-        Tried once, and forgotten where it cannot be.
+        uses: of late by other replicas, as far as this one could serve them. Tried once, and
+        forgotten where it cannot be.
         """
         self._known.add(ref)
-        self._prefetches.ask(ref, tier)
+        self._prefetches.ask(ref, tier, uses)
         self._wake()
 
     def unpin(self, digest: str) -> None:
@@ -336,9 +337,11 @@ class Tiers:
             self._host.release(digest)
         return True
 
-    def _place_spare(self, ref: AdapterRef, layout: PackedLayout, image: torch.Tensor) -> bool:
+    def _place_spare(
+        self, ref: AdapterRef, layout: PackedLayout, image: torch.Tensor, uses: float
+    ) -> bool:
         """Where nobody misses the room, and for no more than its uses so far."""
-        worth = self._residents.worth_so_far(ref.digest, layout)
+        worth = self._residents.worth_unasked(ref.digest, layout, uses)
         return self._place(ref, layout, image, worth=worth)
 
     def _arrive(self, copied: Copied) -> None:

@@ -9,10 +9,14 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 
 @dataclass(frozen=True, slots=True)
 class Bring:
-    """An adapter to bring to this tier if that costs nobody; nobody asks whether it came."""
+    """An adapter to bring to this tier if that costs nobody; nobody asks whether it came.
+
+    uses: how many of the fleet's it should draw there.
+    """
 
     ref: AdapterRef
     tier: Residency
+    uses: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class Prefetching:
         for name, some in orders.items():
             self._ordered.update({(name, each.digest): (each, now_s) for each in some})
         brings = {
-            name: tuple(Bring(wanted[each.digest].ref, each.tier) for each in some)
+            name: tuple(Bring(wanted[each.digest].ref, each.tier, each.uses) for each in some)
             for name, some in orders.items()
         }
         return Wishes(brings, alone(demand, sites))

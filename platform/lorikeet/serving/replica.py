@@ -113,7 +113,7 @@ class Replica:
                 self._engine.pin(keep.ref, keep.tier)
         self._kept = dict(orders.keeps)
         for bring in orders.brings:
-            self._engine.prefetch(bring.ref, bring.tier)
+            self._engine.prefetch(bring.ref, bring.tier, bring.uses)
         return self.name
 
     async def report(self) -> ReplicaReport:
