@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.placement.scaling import (
-    CALM_S,
-    MOVING_S,
-    PRESSED_S,
+    Pace,
     Signals,
     Since,
     could_shrink,
     scale,
 )
 
+PACE = Pace()
+PRESSED_S, CALM_S, MOVING_S = PACE.pressed_s, PACE.calm_s, PACE.moving_s
 IDLE = Signals(0, 100, 0.0, 0.0, 0.0, alone=0)
 
 
@@ -45,7 +45,14 @@ class Fleet:
                 self.running += 1
             said = [load(self.running)] * self.running
             verdict = scale(
-                said, self.running, self.target, self._least, self._most, self._since, self.now_s
+                said,
+                self.running,
+                self.target,
+                self._least,
+                self._most,
+                self._since,
+                self.now_s,
+                PACE,
             )
             self._since = verdict.since
             if verdict.replicas != self.target:
@@ -95,7 +102,7 @@ def test_while_requests_wait_it_grows_by_one_at_a_time():
 
 def test_one_replicas_queue_alone_is_no_pressure():
     said = [signals(wait=3.0), IDLE, IDLE, IDLE]
-    verdict = scale(said, 4, 4, 1, 8, Since(pressed_s=0.0), PRESSED_S)
+    verdict = scale(said, 4, 4, 1, 8, Since(pressed_s=0.0), PRESSED_S, PACE)
     assert verdict.replicas == 4
     assert verdict.since.pressed_s is None
 
@@ -133,10 +140,10 @@ def test_it_waits_for_second_copies_before_it_shrinks_but_not_for_ever(alone: in
 
 def test_a_silent_or_starting_replica_is_no_calm():
     since = Since(calm_s=0.0)
-    assert scale([IDLE] * 2, 3, 3, 1, 8, since, 1e6).replicas == 3
-    assert scale([IDLE] * 2, 2, 3, 1, 8, since, 1e6).replicas == 3
-    assert scale([], 3, 3, 1, 8, since, 1e6).replicas == 3
-    assert scale([IDLE] * 3, 3, 3, 1, 8, since, 1e6).replicas == 2
+    assert scale([IDLE] * 2, 3, 3, 1, 8, since, 1e6, PACE).replicas == 3
+    assert scale([IDLE] * 2, 2, 3, 1, 8, since, 1e6, PACE).replicas == 3
+    assert scale([], 3, 3, 1, 8, since, 1e6, PACE).replicas == 3
+    assert scale([IDLE] * 3, 3, 3, 1, 8, since, 1e6, PACE).replicas == 2
 
 
 @given(
@@ -152,5 +159,5 @@ def test_what_one_fewer_can_bear_never_grows_it_back(count, working, seats, kv, 
         return
     more = count / (count - 1)
     after = [signals(working * more, wait * more, seats * more, kv * more)] * (count - 1)
-    verdict = scale(after, count - 1, count - 1, 1, 99, Since(pressed_s=0.0), PRESSED_S)
+    verdict = scale(after, count - 1, count - 1, 1, 99, Since(pressed_s=0.0), PRESSED_S, PACE)
     assert verdict.since.pressed_s is None

@@ -6,14 +6,15 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-from lorikeet.placement.scaling import CALM_S, PRESSED_S, Signals
-from lorikeet.serving.scaling import autoscaling, policy, signals_of, stats_of
-from lorikeet.settings import Settings
+from lorikeet.placement.scaling import Pace, Signals
+from lorikeet.serving.scaling import Policy, autoscaling, signals_of, stats_of
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.news import EngineLoad
 from lorikeet_engine.request import AdapterReport, EngineReport
 from tests.placement.given import ref
 
+policy = Policy()
+PRESSED_S, CALM_S = Pace().pressed_s, Pace().calm_s
 IDLE = {"working_bytes": 0, "arena_bytes": 100, "oldest_wait_s": 0, "seats": 0, "kv": 0, "alone": 0}
 
 
@@ -100,9 +101,9 @@ def test_what_a_replica_says_of_itself():
     assert all(isinstance(value, int | float) for value in stats.values())
 
 
-def test_serve_is_given_the_settings_range_and_no_delays_of_its_own():
-    settings = Settings.from_env({"LORIKEET_REPLICAS": "2", "LORIKEET_MAX_REPLICAS": "6"})
-    config = autoscaling(settings)
+def test_serve_is_given_the_range_the_pace_and_no_delays_of_its_own():
+    config = autoscaling(2, 6, calm_s=1.0)
     assert (config.min_replicas, config.max_replicas) == (2, 6)
     assert config.upscale_delay_s == config.downscale_delay_s == 0
-    assert config.policy.get_policy()(context({}, 0.0, {}, 2))[0] == 2
+    policy = config.policy.get_policy()(**config.policy.policy_kwargs)
+    assert policy(context({}, 0.0, {}, 2))[0] == 2

@@ -10,18 +10,23 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-PRESSED_S = 10.0
-"""Pressure must last so long."""
-CALM_S = 300.0
-"""So long one replica fewer must have been enough."""
-MOVING_S = 120.0
-"""So long at most is waited for adapters to come to second replicas."""
 # What one replica should bear, and what of that each may bear after one has gone.
 _WORKING = 0.9  # adapters in use, of the arena
 _SEATS = 0.85
 _KV = 0.9
 _WAIT_S = 1.0
 _RELAXED = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long, in seconds, pressure must last; how long one replica fewer must have been enough;
+    and how much longer at most is waited for adapters to come to second replicas.
+    """
+
+    pressed_s: float = 10.0
+    calm_s: float = 300.0
+    moving_s: float = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ def scale(
     most: int,
     since: Since,
     now_s: float,
+    pace: Pace,
 ) -> Verdict:
     """How many of `least` to `most` replicas there should be.
 
@@ -73,7 +79,7 @@ def scale(
     wanted, reason = _wanted(signals)
     if min(wanted, most) > target:
         began_s = now_s if since.pressed_s is None else since.pressed_s
-        if now_s - began_s >= PRESSED_S:
+        if now_s - began_s >= pace.pressed_s:
             return Verdict(min(wanted, most), reason, Since())
         return Verdict(target, reason, Since(pressed_s=began_s))
     if not running == target == len(signals) > least or not could_shrink(signals):
@@ -81,7 +87,7 @@ def scale(
     began_s = now_s if since.calm_s is None else since.calm_s
     calm_s = now_s - began_s
     moved = all(each.alone == 0 for each in signals)
-    if calm_s >= CALM_S + MOVING_S or (calm_s >= CALM_S and moved):
+    if calm_s >= pace.calm_s + (0 if moved else pace.moving_s):
         return Verdict(target - 1, f"one fewer has been enough for {calm_s:.0f} s", Since())
     return Verdict(target, "", Since(calm_s=began_s))
 

@@ -58,7 +58,7 @@ def engine(settings: Settings, base_model: str) -> Application:
 def _replicas(settings: Settings) -> dict[str, Any]:
     if settings.most_replicas == settings.replicas:
         return {"num_replicas": settings.replicas}
-    return {"autoscaling_config": autoscaling(settings)}
+    return {"autoscaling_config": autoscaling(settings.replicas, settings.most_replicas)}
 
 
 def controller(settings: Settings, engines: Mapping[str, Application]) -> Application:

@@ -10,8 +10,7 @@ from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from lorikeet.placement.scaling import Signals, Since, scale
-from lorikeet.settings import Settings
+from lorikeet.placement.scaling import Pace, Signals, Since, scale
 from lorikeet_engine.news import EngineLoad
 from lorikeet_engine.request import EngineReport
 
@@ -24,12 +23,14 @@ _STALE_S = 15.0
 _IN_USE = 1.0
 
 
-def autoscaling(settings: Settings) -> AutoscalingConfig:
-    """From the least to the most replicas of the settings, as the pressure on them asks for."""
+def autoscaling(least: int, most: int, **pace: float) -> AutoscalingConfig:
+    """From `least` to `most` replicas, as the pressure on them asks for. pace: as Pace takes it."""
     return AutoscalingConfig(
-        min_replicas=settings.replicas,
-        max_replicas=settings.most_replicas,
-        policy=AutoscalingPolicy(policy_function=f"{__name__}:policy"),  # type: ignore[no-untyped-call]
+        min_replicas=least,
+        max_replicas=most,
+        policy=AutoscalingPolicy(  # type: ignore[no-untyped-call]
+            policy_function=f"{__name__}:Policy", policy_kwargs=pace
+        ),
         # Our function knows its own delays. Serve's own name for the pushes' interval in the
         # environment does nothing in 2.60, this deprecated field does.
         upscale_delay_s=0,
@@ -38,24 +39,31 @@ def autoscaling(settings: Settings) -> AutoscalingConfig:
     )
 
 
-def policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Serve's view of `scale`: how many replicas, and the state to be called with next time."""
-    now_s = context.current_time or 0.0
-    verdict = scale(
-        _heard(context.raw_metrics or {}, now_s),
-        running=context.current_num_replicas,
-        target=context.target_num_replicas,
-        least=context.capacity_adjusted_min_replicas,
-        most=context.capacity_adjusted_max_replicas,
-        since=Since(**context.policy_state.get("since", {})),
-        now_s=now_s,
-    )
-    if verdict.replicas != context.target_num_replicas:
-        log.info(
-            f"{context.deployment_name}: {context.target_num_replicas} → {verdict.replicas} "
-            f"replicas, because {verdict.reason}"
+class Policy:
+    """Serve's view of `scale`."""
+
+    def __init__(self, **pace: float) -> None:
+        self._pace = Pace(**pace)
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """How many replicas there should be, and the state to be called with next time."""
+        now_s = context.current_time or 0.0
+        verdict = scale(
+            _heard(context.raw_metrics or {}, now_s),
+            running=context.current_num_replicas,
+            target=context.target_num_replicas,
+            least=context.capacity_adjusted_min_replicas,
+            most=context.capacity_adjusted_max_replicas,
+            since=Since(**context.policy_state.get("since", {})),
+            now_s=now_s,
+            pace=self._pace,
         )
-    return verdict.replicas, {"since": verdict.since._asdict()}
+        if verdict.replicas != context.target_num_replicas:
+            log.info(
+                f"{context.deployment_name}: {context.target_num_replicas} → {verdict.replicas} "
+                f"replicas, because {verdict.reason}"
+            )
+        return verdict.replicas, {"since": verdict.since._asdict()}
 
 
 def stats_of(
