@@ -51,7 +51,7 @@ def test_every_command_that_prints_has_json() -> None:
 def test_every_promised_command_is_there() -> None:
     promised = """
         init register convert smoke list show promote rollback retire pin unpin pins status
-        log restore snapshot gc
+        log restore snapshot gc capacity
         tenants tenants/list tenants/create tenants/limit tenants/pin-budget
         tenants/adapter-limits
         keys keys/create keys/list keys/revoke

@@ -8,6 +8,7 @@ from typer.core import TyperGroup
 
 from lorikeet.cli import (
     adapters,
+    capacity,
     catalog,
     convert,
     garbage,
@@ -89,6 +90,7 @@ status.add_to(app)
 history.add_to(app)
 catalog.add_to(app)
 garbage.add_to(app)
+capacity.add_to(app)
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(keys.app, name="keys")
 

@@ -72,6 +72,11 @@ class Arena:
         """Whether a request uses it."""
         return self.residents[adapter].leases > (adapter in self._kept)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Of what is here for good."""
+        return sum(self._sizes[adapter] for adapter in self._kept)
+
     def keep(self, adapter: int) -> bool:
         """Have it here for good: a lease that never ends. False if pins left no room.
 

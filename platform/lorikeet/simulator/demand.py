@@ -1,0 +1,89 @@
+"""Who asks for what: tenants with their adapters and rates, and the requests that they make."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lorikeet.simulator.traffic import Requests
+from lorikeet_engine.popularity import (
+    GammaArrivals,
+    Ints,
+    LengthModel,
+    cut_to_context,
+    deal_ranks,
+    parse_popularity,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Adapters that are alike.
+
+    ranks: dealt round among the adapters. bytes_per_rank: of an image on the GPU. popularity: of
+    the adapters among each other, as parse_popularity reads it. rate_per_s: requests for all of
+    them together. lengths: of their prompts and answers. ttft_p99_s: what these requests must meet,
+    whatever the others do.
+    """
+
+    name: str
+    adapters: int
+    ranks: tuple[int, ...]
+    bytes_per_rank: int
+    popularity: str
+    rate_per_s: float
+    lengths: LengthModel
+    ttft_p99_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Demand:
+    """All traffic. Adapters are numbered through the tenants.
+
+    base_rate_per_s, base_lengths: of requests without an adapter. cv: of the gaps between requests.
+    context: most tokens of a prompt with its answer.
+    """
+
+    tenants: Sequence[Tenant]
+    base_lengths: LengthModel
+    base_rate_per_s: float = 0.0
+    cv: float = 1.0
+    context: int = 8192
+
+    @property
+    def rate_per_s(self) -> float:
+        """Of everybody."""
+        return self.base_rate_per_s + sum(tenant.rate_per_s for tenant in self.tenants)
+
+    @cached_property
+    def ranks(self) -> Ints:
+        """Of each adapter, [adapters]."""
+        return np.concatenate([deal_ranks(each.adapters, each.ranks) for each in self.tenants])
+
+    @cached_property
+    def sizes(self) -> Ints:
+        """Bytes of each adapter, [adapters]."""
+        dealt = [deal_ranks(one.adapters, one.ranks) * one.bytes_per_rank for one in self.tenants]
+        return np.concatenate(dealt)
+
+    @cached_property
+    def tenant_of(self) -> Ints:
+        """Of each adapter, [adapters]."""
+        return np.repeat(np.arange(len(self.tenants)), [one.adapters for one in self.tenants])
+
+    def requests(self, duration_s: float, seed: int) -> Requests:
+        """The same for the same seed."""
+        rng = np.random.default_rng(seed)
+        times_s = GammaArrivals(self.rate_per_s, self.cv).times(rng, duration_s)
+        rates = np.array([self.base_rate_per_s, *(one.rate_per_s for one in self.tenants)])
+        asking = rng.choice(len(rates), size=len(times_s), p=rates / rates.sum()) - 1
+        prompts, answers = self.base_lengths.draw(rng, len(times_s))
+        adapters, first = np.full(len(times_s), -1), 0
+        for number, tenant in enumerate(self.tenants):
+            own = asking == number
+            popularity, asked = parse_popularity(tenant.popularity), int(own.sum())
+            adapters[own] = first + popularity.draw(rng, tenant.adapters, asked)
+            prompts[own], answers[own] = tenant.lengths.draw(rng, asked)
+            first += tenant.adapters
+        return Requests(times_s, adapters, *cut_to_context(prompts, answers, self.context))

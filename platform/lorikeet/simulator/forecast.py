@@ -1,0 +1,254 @@
+"""What a fleet of so many replicas would do under a demand, and whether that is enough."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lorikeet.routing.costs import H200_LLAMA_8B, Costs
+from lorikeet.simulator.demand import Demand
+from lorikeet.simulator.fleet import Fleet
+from lorikeet.simulator.router import LeastCost
+from lorikeet.simulator.setup import Setup
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.popularity import Floats, Ints
+from lorikeet_engine.residency.eviction import LeastUsedForItsSize
+
+WARM_UP_S = 60.0
+# Of one run, which takes a second or two. A tenant that has a goal is heard so often if it can be.
+_REQUESTS, _SHORTEST_S, _USUAL_S, _LONGEST_S, _HEARD = 25_000, 60.0, 180.0, 3600.0, 100
+_BACKLOG_S = 5.0  # a fleet that keeps up owes no first token so long after the last request
+_NAMES = {
+    "ttft_p99_s": "p99 to the first token",
+    "inter_token_p50_s": "p50 between tokens",
+    "inter_token_p99_s": "p99 between tokens",
+    "hit_rate": "found on the GPU",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """What must hold for all requests together; None: anything goes."""
+
+    ttft_p99_s: float | None = None
+    inter_token_p50_s: float | None = None
+    inter_token_p99_s: float | None = None
+    hit_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Each replica's room for adapters."""
+
+    gpu_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The question: this demand, with that memory and these costs, within these goals."""
+
+    demand: Demand
+    memory: Memory
+    goals: Goals
+    costs: Costs = H200_LLAMA_8B
+
+    @property
+    def counted_s(self) -> float:
+        """Seconds of one run that count: longer for rare tenants with goals, as far as is quick."""
+        rates = [one.rate_per_s for one in self.demand.tenants if one.ttft_p99_s is not None]
+        wanted_s = max(_USUAL_S, _HEARD / min(rates, default=math.inf))
+        quick_s = max(_SHORTEST_S, _REQUESTS / self.demand.rate_per_s)
+        return min(wanted_s, quick_s, _LONGEST_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Of some requests; NaN where there are none. hit_p99_s: of those that found their adapter."""
+
+    requests: int
+    ttft_p50_s: float
+    ttft_p99_s: float
+    hit_p99_s: float
+    hit_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A goal and what is expected. tenant: whose requests, None for all."""
+
+    what: str
+    wanted: float
+    expected: float
+    tenant: str | None = None
+
+    @property
+    def met(self) -> bool:
+        """Whether it is; what is about no request is not."""
+        if self.what == "hit_rate":
+            return self.expected >= self.wanted
+        return self.expected <= self.wanted
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return _NAMES[self.what]
+
+    def shown(self, value: float) -> str:
+        """A value of this kind, for people."""
+        if self.what == "hit_rate":
+            return f"{value:.1%}"
+        return f"{value * 1e3:,.1f} ms" if value < 0.1 else f"{value * 1e3:,.0f} ms"
+
+    @property
+    def text(self) -> str:
+        """For people: p99 to the first token 612 ms (want ≤ 500 ms)."""
+        whose = "" if self.tenant is None else f"{self.tenant}: "
+        sign = "≥" if self.what == "hit_rate" else "≤"
+        expected, wanted = self.shown(self.expected), self.shown(self.wanted)
+        return f"{whose}{self.name} {expected} (want {sign} {wanted})"
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What is expected of `replicas` with `pins`: tenant → on how many replicas.
+
+    found: shares of requests by the tier where their adapter was. pinned_bytes: on the replica that
+    keeps most. keeps_up: whether no requests pile up. tenants: by name.
+    """
+
+    replicas: int
+    pins: Mapping[str, int]
+    all: Tail
+    tenants: Mapping[str, Tail]
+    inter_token_p50_s: float
+    inter_token_p99_s: float
+    found: Mapping[Residency, float]
+    cold_loads_per_min: float
+    pinned_bytes: int
+    keeps_up: bool
+    checks: Sequence[Check]
+
+    @property
+    def missed(self) -> list[Check]:
+        """The goals that it does not meet."""
+        return [check for check in self.checks if not check.met]
+
+    @property
+    def met(self) -> bool:
+        """Whether it meets all, and keeps up."""
+        return self.keeps_up and not self.missed
+
+
+def forecast(
+    needs: Needs, replicas: int, pins: Mapping[str, int], seeds: Sequence[int]
+) -> Forecast:
+    """Simulate it, once for each seed, and take all runs together."""
+    demand = needs.demand
+    fleets = [_run(needs, replicas, pins, seed) for seed in seeds]
+    ttft_s, found, tenants = (
+        np.concatenate(parts) for parts in zip(*(_counted(demand, f) for f in fleets), strict=True)
+    )
+    whole = _tail(ttft_s, found)
+    named = enumerate(demand.tenants)
+    tails = {one.name: _tail(ttft_s[tenants == n], found[tenants == n]) for n, one in named}
+    p50_s, p99_s = _gaps(fleets)
+    loads = sum(at_s >= WARM_UP_S for fleet in fleets for at_s, _ in fleet.loads)
+    return Forecast(
+        replicas,
+        pins,
+        whole,
+        tails,
+        p50_s,
+        p99_s,
+        found={tier: float((found == tier).mean()) for tier in sorted(Residency, reverse=True)},
+        cold_loads_per_min=loads / len(seeds) / needs.counted_s * 60.0,
+        pinned_bytes=max(one.arena.kept_bytes for fleet in fleets for one in fleet.replicas),
+        keeps_up=all(_keeps_up(fleet) for fleet in fleets),
+        checks=list(_checks(needs, whole, tails, (p50_s, p99_s))),
+    )
+
+
+def _run(needs: Needs, replicas: int, pins: Mapping[str, int], seed: int) -> Fleet:
+    demand, memory = needs.demand, needs.memory
+    copies = np.array([pins.get(tenant.name, 0) for tenant in demand.tenants])[demand.tenant_of]
+    setup = Setup(
+        replicas=replicas,
+        ranks=demand.ranks,
+        sizes=demand.sizes,
+        gpu_bytes=memory.gpu_bytes,
+        host_bytes=memory.host_bytes,
+        disk_bytes=memory.disk_bytes,
+        pins={adapter: int(copies[adapter]) for adapter in np.flatnonzero(copies).tolist()},
+        warm_up_s=WARM_UP_S,
+        seed=seed,
+        costs=needs.costs,
+    )
+    requests = demand.requests(WARM_UP_S + needs.counted_s, seed)
+    fleet = Fleet(setup, requests, LeastCost(seed), LeastUsedForItsSize())
+    fleet.run()
+    return fleet
+
+
+def _counted(demand: Demand, fleet: Fleet) -> tuple[Floats, Ints, Ints]:
+    """Of the requests after the warm-up: seconds to the first token, tier, tenant or −1."""
+    late = fleet.requests.times_s >= WARM_UP_S
+    adapters = fleet.requests.adapters[late]
+    tenants = np.where(adapters < 0, -1, demand.tenant_of[adapters])
+    return fleet.ttft_s[late], fleet.found[late], tenants
+
+
+def _tail(ttft_s: Floats, found: Ints) -> Tail:
+    hits = found == Residency.GPU
+    return Tail(
+        len(ttft_s),
+        _quantile(ttft_s, 0.5),
+        _quantile(ttft_s, 0.99),
+        _quantile(ttft_s[hits], 0.99),
+        float(hits.mean()) if len(hits) else math.nan,
+    )
+
+
+def _quantile(values: Floats, share: float) -> float:
+    return float(np.quantile(values, share)) if len(values) else math.nan
+
+
+def _gaps(fleets: Sequence[Fleet]) -> tuple[float, float]:
+    """p50 and p99 of the time between tokens, seconds; NaN if no answer has two."""
+    tokens: Counter[int] = Counter()
+    for fleet in fleets:
+        tokens.update(fleet.gaps)
+    lengths = sorted(tokens)
+    shares = np.cumsum([tokens[length] for length in lengths])
+    if not lengths:
+        return math.nan, math.nan
+    p50, p99 = (lengths[int(np.searchsorted(shares, q * shares[-1]))] for q in (0.5, 0.99))
+    return p50 * 1e-4, p99 * 1e-4
+
+
+def _keeps_up(fleet: Fleet) -> bool:
+    """Whether at the end no requests have piled up."""
+    times_s = fleet.requests.times_s
+    return float((times_s + fleet.ttft_s).max() - times_s[-1]) <= _BACKLOG_S
+
+
+def _checks(
+    needs: Needs, whole: Tail, tenants: Mapping[str, Tail], gaps: tuple[float, float]
+) -> Iterator[Check]:
+    goals = needs.goals
+    of_all = (
+        ("ttft_p99_s", goals.ttft_p99_s, whole.ttft_p99_s),
+        ("inter_token_p50_s", goals.inter_token_p50_s, gaps[0]),
+        ("inter_token_p99_s", goals.inter_token_p99_s, gaps[1]),
+        ("hit_rate", goals.hit_rate, whole.hit_rate),
+    )
+    for what, wanted, expected in of_all:
+        if wanted is not None:
+            yield Check(what, wanted, expected)
+    for tenant in needs.demand.tenants:
+        if tenant.ttft_p99_s is not None:
+            expected = tenants[tenant.name].ttft_p99_s
+            yield Check("ttft_p99_s", tenant.ttft_p99_s, expected, tenant.name)

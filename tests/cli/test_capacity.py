@@ -1,0 +1,134 @@
+"""`lorikeet capacity`: its files, its answers in words and as JSON, and nonsense."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from lorikeet.cli import app
+from lorikeet.cli.capacity_file import parse_needs
+
+ROOT = Path(__file__).parents[2]
+QUICK = ["--adapters", "50", "--requests-per-s", "5", "--gpu-memory", "4GiB"]
+QUICK += ["--ttft-p99-ms", "500"]
+FILE = """
+[traffic]
+lengths = { prompt = [60, 120], answer = [30, 60] }
+[[tenants]]
+name = "crowd"
+adapters = 300
+ranks = [8, 16]
+popularity = "zipf:0.8"
+requests_per_s = 25
+[[tenants]]
+name = "rare"
+adapters = 30
+ranks = [16]
+popularity = "uniform"
+requests_per_s = 0.5
+ttft_p99_ms = 45
+[memory]
+gpu = "3GiB"
+host = "1GiB"
+disk = "16GiB"
+"""
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(
+        app, ["capacity", *arguments], env={"COLUMNS": "120"}, prog_name="lorikeet"
+    )
+
+
+def written(folder: Path, text: str, name: str = "question.toml") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+def test_options_alone_are_a_question() -> None:
+    result = run(*QUICK)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("1 replica. One is enough.")
+    assert "p99 to the first token" in result.stdout
+    assert "of which pins take" not in result.stdout
+
+
+def test_a_file_can_have_tenants_and_the_answer_says_whom_to_pin(tmp_path: Path) -> None:
+    result = run(written(tmp_path, FILE))
+    assert result.exit_code == 0, result.stderr
+    assert "`lorikeet pin rare --replicas" in result.stdout
+    assert "lorikeet pin crowd" not in result.stdout
+    assert "all requests" in result.stdout
+
+
+def test_json_has_the_same_answer(tmp_path: Path) -> None:
+    question = written(tmp_path, json.dumps(tomllib.loads(FILE)), "question.json")
+    answer = json.loads(run(question, "--json").stdout)
+    assert answer["expected"]["met"]
+    assert not answer["without_pins"]["met"]
+    assert list(answer["expected"]["pins"]) == ["rare"]
+    assert answer["replicas"] == answer["expected"]["replicas"]
+    (check,) = answer["expected"]["checks"]
+    assert (check["tenant"], check["wanted"], check["met"]) == ("rare", 0.045, True)
+    assert set(answer["expected"]["found"]) == {"gpu", "host", "disk", "remote"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("adapters = 300", "adapters = 0", "tenants.0.adapters=0"),
+        ("adapters = 300", "adaptors = 300", "tenants.0.adaptors is not known"),
+        ('gpu = "3GiB"', "", "memory.gpu is missing"),
+        ('gpu = "3GiB"', 'gpu = "much"', "want a size such as 512MiB"),
+        ('"zipf:0.8"', '"zipf"', "want distinct, uniform, identical or zipf:<exponent>"),
+        ("[60, 120]", "[120, 60]", "want [p50, p99], the smaller first"),
+        ('"crowd"', '"rare"', "want each name once"),
+        ("ttft_p99_ms = 45", "", "say what must hold"),
+        ("ttft_p99_ms = 45", "ttft_p99_ms = nan", "tenants.1.ttft_p99_ms"),
+        ("[memory]", "[memory", "cannot be read"),
+        ("ttft_p99_ms = 45", "ttft_p99_ms = 1", "no number of replicas meets p99 ≤ 1 ms"),
+    ],
+)
+def test_nonsense_is_told_by_its_name(tmp_path: Path, old: str, new: str, said: str) -> None:
+    result = run(written(tmp_path, FILE.replace(old, new)))
+    assert result.exit_code == 1
+    assert said in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_file_and_options_do_not_mix(tmp_path: Path) -> None:
+    assert run().exit_code == 2
+    result = run(written(tmp_path, FILE), *QUICK)
+    assert result.exit_code == 2
+    assert "not both" in result.stderr
+
+
+def test_the_documented_file_is_understood() -> None:
+    text = (ROOT / "docs" / "capacity.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL)
+    needs = parse_needs(tomllib.loads(example), "docs/capacity.md")
+    assert [tenant.name for tenant in needs.demand.tenants] == ["acme", "globex"]
+
+
+def test_a_person_sees_what_is_simulated() -> None:
+    ours, theirs = pty.openpty()
+    main = "from lorikeet.cli import main; main()"
+    subprocess.run(
+        [sys.executable, "-c", main, "capacity", *QUICK],
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm-256color", "COLUMNS": "100"},
+        check=True,
+    )
+    os.close(theirs)
+    shown = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert "Simulating" in shown

@@ -1,0 +1,91 @@
+"""How many replicas are needed, and what to pin: against trying every number."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from lorikeet.simulator.capacity import SEEDS, plan_capacity
+from lorikeet.simulator.demand import Demand, Tenant
+from lorikeet.simulator.floors import Unreachable
+from lorikeet.simulator.forecast import Goals, Memory, Needs, forecast
+from lorikeet_engine.popularity import AZURE_CONV, LengthModel
+
+SHORT = LengthModel(math.log(60), 0.3, math.log(30), 0.3)
+CROWD = Tenant("crowd", 300, (8, 16), 5_242_880, "zipf:0.8", 25.0, SHORT)
+RARE = Tenant("rare", 30, (16,), 5_242_880, "uniform", 0.5, SHORT, ttft_p99_s=0.045)
+MEMORY = Memory(gpu_bytes=3 * 2**30, host_bytes=2**30, disk_bytes=2**34)
+
+
+def needs_of(*tenants, **changes):
+    return Needs(Demand(tenants, AZURE_CONV), MEMORY, replace(Goals(), **changes))
+
+
+@pytest.mark.parametrize("goal", [{"ttft_p99_s": 0.3}, {"inter_token_p99_s": 0.034}])
+def test_no_smaller_fleet_meets_the_goal(goal):
+    crowd = replace(CROWD, lengths=AZURE_CONV, rate_per_s=20.0)
+    needs = needs_of(crowd, **goal)
+    answer = plan_capacity(needs)
+    assert answer.needed.met
+    assert answer.needed.replicas > 1
+    assert answer.one_less.replicas == answer.needed.replicas - 1
+    assert not answer.one_less.met
+    for replicas in range(1, answer.needed.replicas):
+        assert not forecast(needs, replicas, {}, SEEDS).met
+
+
+def test_the_forecast_is_of_what_was_asked():
+    seen = []
+    answer = plan_capacity(needs_of(replace(CROWD, rate_per_s=5.0), ttft_p99_s=1.0), seen.append)
+    assert answer.needed.replicas == 1
+    assert answer.one_less is None
+    assert set(seen) == {1}
+    tail = answer.needed.tenants["crowd"]
+    assert tail == answer.needed.all
+    assert tail.requests == pytest.approx(len(SEEDS) * 180 * 5, rel=0.1)
+    assert sum(answer.needed.found.values()) == pytest.approx(1.0)
+    steps = needs_of(CROWD).costs.steps
+    assert steps.base_s < answer.needed.inter_token_p50_s < 2 * steps.base_s
+
+
+def test_a_rare_tenant_with_a_goal_is_pinned_and_others_are_not():
+    answer = plan_capacity(needs_of(CROWD, RARE, ttft_p99_s=1.0))
+    assert set(answer.needed.pins) == {"rare"}
+    assert not answer.unpinned.met
+    assert answer.unpinned.replicas == answer.needed.replicas
+    pinned, without = answer.needed.tenants["rare"], answer.unpinned.tenants["rare"]
+    assert pinned.ttft_p99_s <= RARE.ttft_p99_s < without.ttft_p99_s
+    assert pinned.hit_rate > 0.99 > without.hit_rate
+    image = 16 * 5_242_880
+    assert answer.needed.pinned_bytes % image == 0
+    assert 0 < answer.needed.pinned_bytes <= 30 * image
+
+
+def test_nothing_is_pinned_that_has_no_goal_of_its_own():
+    answer = plan_capacity(needs_of(CROWD, replace(RARE, ttft_p99_s=None), ttft_p99_s=1.0))
+    assert answer.needed.pins == {}
+    assert answer.unpinned is None
+
+
+@pytest.mark.parametrize(
+    ("needs", "why"),
+    [
+        (needs_of(replace(CROWD, lengths=AZURE_CONV), ttft_p99_s=0.05), "7,.* tokens or more"),
+        (needs_of(replace(RARE, ttft_p99_s=0.001)), "rare: .* p99 ≤ 1 ms"),
+        (needs_of(CROWD, inter_token_p99_s=0.004), "gets one every 4.3 ms"),
+        (needs_of(replace(CROWD, ranks=(1024,)), ttft_p99_s=1.0), "5,120 MiB does not fit"),
+        (needs_of(CROWD, replace(RARE, rate_per_s=1e-4), ttft_p99_s=1.0), "too few"),
+        (needs_of(CROWD, hit_rate=1.0), "32 replicas still miss: found on the GPU"),
+    ],
+)
+def test_what_no_fleet_can_do_is_said(needs, why):
+    with pytest.raises(Unreachable, match=why):
+        plan_capacity(needs)
+
+
+def test_too_much_traffic_is_noticed_without_a_goal_for_waits():
+    demand = Demand((replace(CROWD, lengths=AZURE_CONV, rate_per_s=45.0),), AZURE_CONV)
+    few = forecast(Needs(demand, MEMORY, Goals(hit_rate=0.01)), 1, {}, SEEDS[:1])
+    assert few.missed == []
+    assert not few.keeps_up
+    assert not few.met
