@@ -1,0 +1,57 @@
+"""Serve's autoscaler follows what replicas say of their pressure."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lorikeet.serving.scaling import autoscaling
+from tests.e2e.conftest import Service, eventually
+
+IDLE = {"working_bytes": 0, "arena_bytes": 100, "oldest_wait_s": 0, "seats": 0, "kv": 0, "alone": 0}
+NAME = "scaled"
+
+
+class Puppet:
+    """A replica that says what a file tells it to."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        stats: dict[str, float] = json.loads(self._file.read_text())
+        return stats
+
+
+@pytest.fixture
+def puppets(service: Service, tmp_path: Path) -> Iterator[Path]:
+    """The file that says what they say."""
+    from ray import serve
+
+    file = tmp_path / "stats"
+    file.write_text(json.dumps(IDLE))
+    deployment = serve.deployment(
+        name=NAME,
+        autoscaling_config=autoscaling(1, 3, pressed_s=1.0, calm_s=4.0, moving_s=600.0),
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_wait_loop_s=0.1,
+    )(Puppet)
+    serve.run(deployment.bind(file), name=NAME, route_prefix=None)
+    yield file
+    serve.delete(NAME)
+
+
+def running() -> int:
+    from ray import serve
+
+    return serve.status().applications[NAME].deployments[NAME].replica_states.get("RUNNING", 0)
+
+
+def test_serve_grows_under_pressure_and_shrinks_once_adapters_have_moved(puppets: Path) -> None:
+    puppets.write_text(json.dumps(IDLE | {"working_bytes": 250}))
+    assert eventually(lambda: running() == 3, within_s=60)
+    puppets.write_text(json.dumps(IDLE | {"alone": 2}))
+    assert not eventually(lambda: running() < 3, within_s=10)
+    puppets.write_text(json.dumps(IDLE))
+    assert eventually(lambda: running() == 1, within_s=60)
