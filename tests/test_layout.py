@@ -28,7 +28,7 @@ def test_platform_is_no_package_or_it_would_shadow_the_standard_librarys():
         "lorikeet.api.app",
         "lorikeet.cli",
         "lorikeet.placement.plan",
-        "lorikeet.routing.ranking",
+        "lorikeet.routing.fleet",
         "lorikeet.simulator.outcome",
     ],
 )

@@ -5,6 +5,7 @@ import asyncio
 import httpx
 import openai
 
+from lorikeet.routing.choice import Work
 from tests.api.conftest import Gateway, chat
 
 
@@ -77,6 +78,21 @@ def test_every_field_reaches_the_replica(gateway: Gateway) -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0, 0.5, 4)
     assert (sampling.seed, sampling.ignore_eos) == (-3, True)
     assert sampling.stop_token_ids == (7, 9)
+
+
+def test_a_call_says_what_it_asks_of_a_replica(gateway: Gateway) -> None:
+    record = gateway.catalog.refresh().adapter("acme", "support").versions[0]
+
+    def work(path: str, **body: object) -> Work:
+        gateway.post(f"/v1/{path}", body)
+        return gateway.engines.last.work
+
+    texts = work("completions", model="tiny", prompt=["x" * 400, "y" * 4000], n=3)
+    assert texts == Work(101 + 1001, sequences=6)
+    ids = work("completions", model="acme/support", prompt=[[1, 2, 3], [4, 5]])
+    assert ids == Work(5, record.max_rank, record.gpu_bytes, 2)
+    assert ids.rank > 0 < ids.adapter_bytes
+    assert 100 < work("chat/completions", **chat(content="x" * 400)).prompt_tokens < 120
 
 
 def test_text_parts_of_a_message_are_joined(gateway: Gateway) -> None:

@@ -177,7 +177,7 @@ def test_a_version_keeps_its_facts_and_its_blob(
     assert store.get(blob_key(digest)) == b"1"
     ref = catalog.state.resolve("acme/support", "acme")
     assert ref == AdapterRef("acme", "support", 1, digest)
-    assert catalog.state.base_model_of(ref) == "demo"
+    assert catalog.state.version_of(ref).base_model == "demo"
 
 
 def test_the_same_blob_is_the_same_version(catalog: AdapterCatalog, register: Register) -> None:

@@ -10,9 +10,10 @@ from time import thread_time
 import pytest
 
 from lorikeet.rendezvous import by_preference
+from lorikeet.routing.ask import Ask
 from lorikeet.routing.choice import Work
 from lorikeet.routing.costs import H200_LLAMA_8B
-from lorikeet.routing.fleet import Ask, Fleet
+from lorikeet.routing.fleet import Fleet
 from lorikeet.routing.known import BLIND_S, KnownReplica
 from lorikeet.routing.news import MeasuredCosts, ReplicaNews
 from lorikeet.routing.prefixes import prefix_chain
@@ -56,7 +57,7 @@ class Gateway:
         request_id = f"request {next(self._requests)}"
         self.fleet.expect(request_id)
         self.fleet.intend(request_id, replica, ask)
-        self.fleet.accepted(request_id, replica, ask)
+        self.fleet.accepted(request_id, replica)
         return request_id
 
 
@@ -262,20 +263,20 @@ def test_counts_return_to_zero(gateway):
         gateway.now_s += 0.01
         act = rng.randrange(6)
         if act < 2 or not open_ids:
-            open_ids.append((gateway.send(rng.choice(NAMES), ask := rng.choice(asks)), ask))
+            open_ids.append(gateway.send(rng.choice(NAMES), rng.choice(asks)))
             continue
         at = rng.randrange(len(open_ids))
-        request_id, ask = open_ids[at]
+        request_id = open_ids[at]
         if act == 2:
             gateway.fleet.begun(request_id)
         elif act == 3:
             gateway.fleet.ended(request_id)
             del open_ids[at]
         elif act == 4:
-            gateway.fleet.accepted(request_id, rng.choice(NAMES), ask)
+            gateway.fleet.accepted(request_id, rng.choice(NAMES))
         else:
             gateway.says(rng.choice(NAMES), begins_whole=True, ends_whole=True)
-    for request_id, _ in open_ids:
+    for request_id in open_ids:
         gateway.fleet.ended(request_id)
     gateway.now_s += BLIND_S + 1  # own counts alone
     fresh = KnownReplica(H200_LLAMA_8B).load(gateway.now_s, None)
@@ -292,7 +293,7 @@ def test_a_request_that_was_not_expected_leaves_no_trace(gateway):
     gateway.fleet.expect("gone")
     gateway.fleet.ended("gone")
     gateway.fleet.intend("gone", "r0", ASK)
-    gateway.fleet.accepted("gone", "r0", ASK)
+    gateway.fleet.accepted("gone", "r0")
     gateway.fleet.begun("gone")
     assert gateway.fleet.taker("gone") is None
     assert not gateway.fleet._sent
@@ -302,7 +303,7 @@ def test_who_took_a_request_is_known_and_who_was_only_asked_did_not(gateway):
     gateway.fleet.expect("a")
     gateway.fleet.intend("a", "r0", ASK)
     assert gateway.fleet.taker("a") is None
-    gateway.fleet.accepted("a", "r2", ASK)
+    gateway.fleet.accepted("a", "r2")
     assert gateway.fleet.taker("a") == "r2"
 
 

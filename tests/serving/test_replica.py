@@ -111,7 +111,9 @@ def test_a_header_comes_first_and_says_where_the_adapter_was(settings, ref):
     cold, warm = run(settings, scenario)
     assert isinstance(cold[0], Header)
     assert cold[0].residency < Residency.GPU
-    assert warm[0] == Header("r0", ref.digest, Residency.GPU)
+    assert (warm[0].replica, warm[0].digest) == ("r0", ref.digest)
+    assert warm[0].residency is Residency.GPU
+    assert warm[0].news.seq > cold[0].news.seq
     for items in (cold, warm):
         message = json.loads(b"".join(items[1:]))["choices"][0]["message"]
         assert message["content"] == TASK.example.answer

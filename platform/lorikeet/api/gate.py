@@ -1,6 +1,6 @@
 """The way in: whose request is it, and which model does it mean?"""
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from fastapi import Depends
 from starlette.requests import Request
@@ -16,6 +16,18 @@ from lorikeet_engine.adapter import AdapterRef
 
 ABSENT_S = 1.0
 """For so long a name that was just looked up in vain is refused without looking again."""
+
+
+class Model(NamedTuple):
+    """What the `model` of a request means.
+
+    rank, image_bytes: the adapter's largest, and what it takes on a GPU; 0 for a base model.
+    """
+
+    base_model: str
+    adapter: AdapterRef | None = None
+    rank: int = 0
+    image_bytes: int = 0
 
 
 class Gate:
@@ -36,10 +48,8 @@ class Gate:
         """A dependency of every admin route. Raises InvalidKey, Forbidden, Unavailable."""
         request.state.principal = await self._authenticate(request, Scope.ADMIN)
 
-    async def resolve(
-        self, model: str, tenant: str, session: str | None = None
-    ) -> tuple[str, AdapterRef | None]:
-        """The base model's name and the adapter, if it is one, that `model` means to a tenant.
+    async def resolve(self, model: str, tenant: str, session: str | None = None) -> Model:
+        """What `model` means to a tenant.
 
         session: what decides between two versions that share an alias; None: the first.
 
@@ -47,26 +57,30 @@ class Gate:
         nothing here serves its base model, or the catalog cannot be asked about an unknown name.
         """
         if model in self._base_models:
-            return model, None
+            return Model(model)
 
-        def find(state: CatalogState) -> tuple[str, AdapterRef]:
+        def find(state: CatalogState) -> Model:
             ref = state.resolve(model, tenant, session)
-            return state.base_model_of(ref), ref
+            version = state.version_of(ref)
+            return Model(version.base_model, ref, version.max_rank, version.image_bytes)
 
         try:
-            base_model, ref = await self._follower.ask(find)
+            meant = await self._follower.ask(find)
         except UnknownModel:
             if self._absent.holds((tenant, model)):
                 raise
             await self._follower.looked_again()
             try:
-                base_model, ref = await self._follower.ask(find)
+                meant = await self._follower.ask(find)
             except UnknownModel:
                 self._absent.add((tenant, model))
                 raise
-        if base_model not in self._base_models:
-            raise Unavailable(f"{ref} needs the base model {base_model!r}, which is not served now")
-        return base_model, ref
+        if meant.base_model not in self._base_models:
+            raise Unavailable(
+                f"{meant.adapter} needs the base model {meant.base_model!r}, "
+                "which is not served now"
+            )
+        return meant
 
     async def _authenticate(self, request: Request, scope: Scope) -> Principal:
         authorization = request.headers.get("authorization")

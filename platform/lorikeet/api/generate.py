@@ -35,11 +35,11 @@ def generate_routes(services: Services, gate: Gate) -> APIRouter:
         body = await read_json(request, schema)
         request_id = request_id_of(request)
         session = request.headers.get(SESSION_HEADER) or body.user or request_id
-        base_model, adapter = await gate.resolve(body.model, tenant.name, session)
-        call = body.to_call(request_id, int(time.time()), tenant.name, adapter)
+        meant = await gate.resolve(body.model, tenant.name, session)
+        call = body.to_call(request_id, int(time.time()), tenant.name, meant)
         return Generation(
             call,
-            services.engines.generate(base_model, call),
+            services.engines.generate(meant.base_model, call),
             admission.admit(tenant.name, tenant.max_concurrent),
             services.first_item_timeout_s,
         )

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from lorikeet.routing.choice import Work
+from lorikeet.routing.news import ReplicaNews
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.request import SamplingParams
 
@@ -23,7 +25,8 @@ class Call:
     model: as the client wrote it, echoed in the answer. Either `messages` (chat) or `prompts`
     (completions: texts or token ids) is set. max_tokens None means as many as the context allows;
     it and min_tokens stand here and are left at their defaults in `sampling`.
-    stop: strings that end a choice. created: Unix time, seconds.
+    stop: strings that end a choice. created: Unix time, seconds. work: for the router; what the
+    prompts take is an estimate.
     """
 
     request_id: str
@@ -41,15 +44,20 @@ class Call:
     n: int = 1
     stream: bool = False
     include_usage: bool = False
+    work: Work = field(default_factory=lambda: Work(prompt_tokens=1))
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The first item of every answer: where it runs, and where its adapter was found."""
+    """The first item of every answer: where it runs, and where its adapter was found.
+
+    news: the replica's load as it took the call.
+    """
 
     replica: str
     digest: str | None
     residency: Residency | None
+    news: ReplicaNews | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def model_routes(services: Services, gate: Gate, follower: CatalogFollower) -> A
     @router.get("/{model:path}")
     async def get_model(request: Request, model: str) -> dict[str, Any]:
         tenant = await gate.tenant(request)
-        _, ref = await gate.resolve(model, tenant.name)
+        ref = (await gate.resolve(model, tenant.name)).adapter
         if ref is None:
             return _base_entry(model)
         return _entry(model, ref.tenant, await follower.ask(partial(_version, ref)))

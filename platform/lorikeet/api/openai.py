@@ -13,9 +13,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from lorikeet.api.body import Body, misfit
+from lorikeet.api.gate import Model
 from lorikeet.api.messages import Call, Endpoint
 from lorikeet.api.neutral import CHAT, COMPLETIONS, MESSAGE, STREAM_OPTIONS, Neutral
-from lorikeet_engine.adapter import AdapterRef
+from lorikeet.api.prompt_size import chat_tokens, prompt_tokens
+from lorikeet.routing.choice import Work
 from lorikeet_engine.request import SamplingParams
 
 MAX_N = 16
@@ -137,9 +139,7 @@ class GenerateRequest(Body):
         return self.max_tokens
 
     @abstractmethod
-    def to_call(
-        self, request_id: str, created: int, tenant: str, adapter: AdapterRef | None
-    ) -> Call:
+    def to_call(self, request_id: str, created: int, tenant: str, meant: Model) -> Call:
         """The Call that a replica gets."""
 
     def _common(self) -> dict[str, Any]:
@@ -181,9 +181,7 @@ class ChatRequest(GenerateRequest):
         """max_completion_tokens, or max_tokens, its older name."""
         return self.max_completion_tokens or self.max_tokens
 
-    def to_call(
-        self, request_id: str, created: int, tenant: str, adapter: AdapterRef | None
-    ) -> Call:
+    def to_call(self, request_id: str, created: int, tenant: str, meant: Model) -> Call:
         """The Call that a replica gets."""
         messages = tuple({"role": m.role, "content": m.content} for m in self.messages)
         return Call(
@@ -191,8 +189,9 @@ class ChatRequest(GenerateRequest):
             Endpoint.CHAT,
             created,
             tenant,
-            adapter=adapter,
+            adapter=meant.adapter,
             messages=messages,
+            work=Work(chat_tokens(messages), meant.rank, meant.image_bytes, self.n),
             **self._common(),
         )
 
@@ -215,16 +214,20 @@ class CompletionRequest(GenerateRequest):
             raise misfit("prompt", f"want at most {MAX_CHOICES} prompts times n")
         return self
 
-    def to_call(
-        self, request_id: str, created: int, tenant: str, adapter: AdapterRef | None
-    ) -> Call:
+    def to_call(self, request_id: str, created: int, tenant: str, meant: Model) -> Call:
         """The Call that a replica gets."""
         return Call(
             request_id,
             Endpoint.COMPLETIONS,
             created,
             tenant,
-            adapter=adapter,
+            adapter=meant.adapter,
             prompts=self.prompt,
+            work=Work(
+                sum(map(prompt_tokens, self.prompt)),
+                meant.rank,
+                meant.image_bytes,
+                len(self.prompt) * self.n,
+            ),
             **self._common(),
         )

@@ -75,6 +75,11 @@ class VersionRecord:
     retired: bool = False
     gpu_bytes: int = 0
 
+    @property
+    def image_bytes(self) -> int:
+        """What it takes on a GPU, or about that much where it is not known."""
+        return self.gpu_bytes or self.size_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Share:

@@ -11,6 +11,7 @@ from lorikeet.catalog.records import (
     KeyRecord,
     PinRecord,
     TenantRecord,
+    VersionRecord,
     pin_key,
 )
 from lorikeet.errors import UnknownKey, UnknownModel, UnknownTenant
@@ -46,12 +47,12 @@ class CatalogState:
             f"The model {shown!r} does not exist or you do not have access to it.", param="model"
         )
 
-    def base_model_of(self, ref: AdapterRef) -> str:
-        """The base model that this version was trained on. Raises UnknownModel."""
+    def version_of(self, ref: AdapterRef) -> VersionRecord:
+        """What is recorded of this version. Raises UnknownModel."""
         version = self.adapter(ref.tenant, ref.name).version(ref.version)
         if version is None:
             raise UnknownModel(f"There is no adapter {ref}.", param="model")
-        return version.base_model
+        return version
 
     def find(self, tenant: str, name: str) -> AdapterRecord | None:
         """One adapter, retired or not, if it is there."""

@@ -4,29 +4,23 @@ import time
 from collections.abc import Callable, Iterable
 from random import Random
 from threading import Lock
-from typing import NamedTuple
 
+from lorikeet.routing.ask import Ask
 from lorikeet.routing.choice import Load, Option, Work, expected_cost_s
 from lorikeet.routing.costs import H200_LLAMA_8B, Costs
 from lorikeet.routing.handful import Homes, handful
 from lorikeet.routing.known import KnownReplica, Sent
 from lorikeet.routing.news import ReplicaNews
-from lorikeet.routing.prefixes import Chain, PrefixMap
+from lorikeet.routing.prefixes import PrefixMap
 from lorikeet.routing.residents import Residents
 from lorikeet_engine.adapter import AdapterRef, Residency
 
 NEWS_AGE_S = 0.12
 """An engine gathers its news for a tenth of a second; then a replica passes it on."""
+HEADER_AGE_S = 0.2
+"""An answer's header carries what its replica had heard of its engine last."""
 STATS_AGE_S = 1.2
 """Serve asks for stats every second and hands them on a little later."""
-
-
-class Ask(NamedTuple):
-    """A request as routing sees it. prefixes: of its prompt, see prefix_chain."""
-
-    work: Work
-    adapter: AdapterRef | None = None
-    prefixes: Chain = ()
 
 
 def _unknown(_: str) -> int | None:
@@ -51,7 +45,7 @@ class Fleet:
         self._rng = rng or Random()
         self._lock = Lock()
         self._known: dict[str, KnownReplica] = {}
-        self._in_order: tuple[str, ...] = ()  # all that are not lost; if all are, all
+        self._in_order: tuple[str, ...] = ()
         self._homes = Homes(())
         self._residents = Residents()
         self._unconfirmed: dict[str, set[str]] = {}  # while a replica says all it holds
@@ -64,6 +58,11 @@ class Fleet:
         """All that Serve says exist."""
         with self._lock:
             return tuple(self._known)
+
+    @property
+    def usable(self) -> tuple[str, ...]:
+        """All that are not lost; if all are, all."""
+        return self._in_order
 
     def exist(self, replicas: Iterable[str]) -> None:
         """Serve says that these exist and no others."""
@@ -106,10 +105,10 @@ class Fleet:
             if replica in self._known:
                 self._residents.move(replica, digest, tier)
 
-    def lost(self, replica: str) -> None:
+    def lost(self, replica: str | None) -> None:
         """It did not do what it had taken: not to be asked until it speaks again."""
         with self._lock:
-            known = self._known.get(replica)
+            known = self._known.get(replica or "")
             if known is not None and not known.lost:
                 known.lost = True
                 self._arrange()
@@ -120,8 +119,7 @@ class Fleet:
         queue: the requests at a replica, as far as Serve knows; that is used while it is silent.
         """
         with self._lock:
-            now_s, work = self._clock(), ask.work
-            digest = ask.adapter.digest if ask.adapter else None
+            now_s, work, digest = self._clock(), ask.work, ask.digest
             cached = self._prefixes.cached_tokens(ask.prefixes)
             cost_s = {}
             for name in self._candidates(digest, cached):
@@ -149,16 +147,16 @@ class Fleet:
                 self._wanted.setdefault(replica, set()).add(adapter)
             self._send(request_id, replica, ask)
 
-    def accepted(self, request_id: str, replica: str, ask: Ask) -> None:
+    def accepted(self, request_id: str, replica: str) -> None:
         """The replica that took it."""
         with self._lock:
             sent = self._sent.get(request_id)
             if sent is not None and sent.replica != replica:
-                self._send(request_id, replica, ask)
+                self._send(request_id, replica, sent.ask)
                 sent = self._sent[request_id]
             if sent is not None:
                 sent.accepted = True
-                self._prefixes.add(ask.prefixes, replica)
+                self._prefixes.add(sent.ask.prefixes, replica)
 
     def taker(self, request_id: str) -> str | None:
         """The replica that took a request, if one did."""
@@ -172,14 +170,14 @@ class Fleet:
             sent = self._sent.get(request_id)
             if sent is None or sent.begun:
                 return
-            if sent.digest is not None:
-                self._residents.wait_no_more(sent.replica, sent.digest)
+            if sent.ask.digest is not None:
+                self._residents.wait_no_more(sent.replica, sent.ask.digest)
             sent.begun = True
             known = self._known.get(sent.replica)
             if known is not None:
                 known.begin(request_id)
-                if sent.digest is not None:
-                    self._residents.move(sent.replica, sent.digest, Residency.GPU)
+                if sent.ask.digest is not None:
+                    self._residents.move(sent.replica, sent.ask.digest, Residency.GPU)
 
     def ended(self, request_id: str) -> None:
         """It is over, answered or not."""
@@ -243,15 +241,14 @@ class Fleet:
         known = self._known.get(replica)
         if known is None:
             return
-        digest, brought_bytes = None, 0
-        if ask.adapter is not None:
-            digest = ask.adapter.digest
-            if not self._is_or_comes(replica, digest):
+        brought_bytes = 0
+        if ask.digest is not None:
+            if not self._is_or_comes(replica, ask.digest):
                 brought_bytes = ask.work.adapter_bytes
-            self._residents.wait(replica, digest)
+            self._residents.wait(replica, ask.digest)
         cached = self._prefixes.cached_tokens(ask.prefixes).get(replica, 0)
-        work = ask.work._replace(prompt_tokens=max(1, ask.work.prompt_tokens - cached))
-        sent = Sent(replica, digest, work, self._clock(), brought_bytes)
+        tokens = max(1, ask.work.prompt_tokens - cached)
+        sent = Sent(ask, replica, self._clock(), tokens, brought_bytes)
         self._sent[request_id] = sent
         known.send(request_id, sent)
 
@@ -260,8 +257,8 @@ class Fleet:
         if sent is None:
             return
         self._sent[request_id] = None
-        if sent.digest is not None and not sent.begun:
-            self._residents.wait_no_more(sent.replica, sent.digest)
+        if sent.ask.digest is not None and not sent.begun:
+            self._residents.wait_no_more(sent.replica, sent.ask.digest)
         known = self._known.get(sent.replica)
         if known is not None:
             known.end(request_id)

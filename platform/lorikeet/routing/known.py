@@ -4,7 +4,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from lorikeet.routing.choice import Load, Work
+from lorikeet.routing.ask import Ask
+from lorikeet.routing.choice import Load
 from lorikeet.routing.costs import Costs
 from lorikeet.routing.news import ReplicaNews
 from lorikeet.routing.residents import take_one
@@ -19,14 +20,15 @@ _ANY_ROOM = 1 << 60  # bytes
 class Sent:
     """A request on its way to a replica or at work there.
 
-    accepted: whether the replica took it. begun: whether its first bytes have come. bytes: of the
-    adapter if this request brings it to that GPU.
+    tokens: of its prompt, those that are not cached there. bytes: of its adapter if this request
+    brings it to that GPU. accepted: whether the replica took it. begun: whether its first bytes
+    have come.
     """
 
+    ask: Ask
     replica: str
-    digest: str | None
-    work: Work
     at_s: float
+    tokens: int
     bytes: int
     accepted: bool = False
     begun: bool = False
@@ -81,10 +83,10 @@ class KnownReplica:
         if sent is None:
             return
         self._leave_queue(request_id, sent)
-        self._running += sent.work.sequences
-        if sent.digest is not None:
-            self._ranks += 0 if self.streams[sent.digest] else sent.work.rank
-            self.streams[sent.digest] += 1
+        self._running += sent.ask.work.sequences
+        if sent.ask.digest is not None:
+            self._ranks += 0 if self.streams[sent.ask.digest] else sent.ask.work.rank
+            self.streams[sent.ask.digest] += 1
 
     def end(self, request_id: str) -> None:
         """It is over, answered or not."""
@@ -94,10 +96,10 @@ class KnownReplica:
         if not sent.begun:
             self._leave_queue(request_id, sent)
             return
-        self._running -= sent.work.sequences
-        if sent.digest is not None:
-            take_one(self.streams, sent.digest)
-            self._ranks -= 0 if self.streams[sent.digest] else sent.work.rank
+        self._running -= sent.ask.work.sequences
+        if sent.ask.digest is not None:
+            take_one(self.streams, sent.ask.digest)
+            self._ranks -= 0 if self.streams[sent.ask.digest] else sent.ask.work.rank
 
     def load(self, now_s: float, queue: int | None) -> Load:
         """What it does now. queue: the requests there, of all gateways, if that is known."""
@@ -142,11 +144,11 @@ class _Sums:
     bytes: int = 0
 
     def add(self, sent: Sent) -> None:
-        self.sequences += sent.work.sequences
-        self.tokens += sent.work.prompt_tokens
+        self.sequences += sent.ask.work.sequences
+        self.tokens += sent.tokens
         self.bytes += sent.bytes
 
     def take(self, sent: Sent) -> None:
-        self.sequences -= sent.work.sequences
-        self.tokens -= sent.work.prompt_tokens
+        self.sequences -= sent.ask.work.sequences
+        self.tokens -= sent.tokens
         self.bytes -= sent.bytes

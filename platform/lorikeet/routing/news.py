@@ -1,7 +1,8 @@
 """What a replica tells gateways: plain and quickly pickled."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import LoadCosts, StepCosts
@@ -32,3 +33,19 @@ class ReplicaNews:
     begins_whole: bool = False
     ends_whole: bool = False
     costs: MeasuredCosts | None = None
+
+
+def to_stats(news: ReplicaNews) -> dict[str, Any]:
+    """Its load and costs in plain values: Serve's own processes carry them, knowing no classes."""
+    costs = asdict(news.costs) if news.costs else {}
+    return {"seq": news.seq, "load": asdict(news.load), **costs}
+
+
+def from_stats(stats: Mapping[str, Any]) -> ReplicaNews | None:
+    """What to_stats was given; None of a replica that has said nothing yet."""
+    if "seq" not in stats:
+        return None
+    costs = None
+    if "steps" in stats:
+        costs = MeasuredCosts(StepCosts(**stats["steps"]), LoadCosts(**stats["loads"]))
+    return ReplicaNews(stats["seq"], EngineLoad(**stats["load"]), costs=costs)

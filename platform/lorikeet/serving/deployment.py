@@ -13,7 +13,7 @@ from lorikeet.placement.prefetching import Prefetching
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.placement.roll_call import RollCall
 from lorikeet.placement.scaling import could_shrink
-from lorikeet.serving.engines import broadcast
+from lorikeet.serving.handles import broadcast
 from lorikeet.serving.scaling import signals_of
 from lorikeet.settings import Settings
 

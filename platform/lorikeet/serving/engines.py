@@ -7,49 +7,31 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
 
-import grpc
-from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from lorikeet.api.messages import Call, Refusal, StreamItem, Trial, TrialResult
+from lorikeet.api.messages import Call, Header, Refusal, StreamItem, Trial, TrialResult
 from lorikeet.api.request_scope import log_unexpected
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
 from lorikeet.placement.report import ReplicaReport
+from lorikeet.routing.fleet import HEADER_AGE_S, Fleet
+from lorikeet.serving.fleets import fleet_of
+from lorikeet.serving.handles import LOST, broadcast, is_own_cancelling
+from lorikeet.serving.watching import Watching
 
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
-_BROADCAST_TIMEOUT_S = 2.0
-_LOST = (RayActorError, RayServeException, grpc.RpcError)
-"""What Ray raises when a replica died, drains, or cannot be reached."""
-
-
-async def broadcast(handle: DeploymentHandle[Any], method: str, *arguments: Any) -> list[Any]:
-    """Call a method on every replica; the answers of those that give one in time.
-
-    Serve's own `results_async` loses every answer when one replica is late.
-    """
-    response = handle.broadcast(method, *arguments)
-    try:
-        pending = await response._fetch_replica_results_async()
-    except DeploymentUnavailableError:  # no replica is ready yet
-        return []
-    answers = await asyncio.gather(
-        *(asyncio.wait_for(one.get_async(), _BROADCAST_TIMEOUT_S) for one in pending),  # type: ignore[no-untyped-call]
-        return_exceptions=True,
-    )
-    for error in answers:
-        if isinstance(error, BaseException):
-            log.warning("replica_silent", extra={"method": method, "error": repr(error)})
-    return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 class ServeEngines:
-    """Implements api's EngineClient: one handle for each base model."""
+    """Implements api's EngineClient: one handle for each base model. Build it on the event loop."""
 
     def __init__(self, handles: Mapping[str, DeploymentHandle[Any]]) -> None:
         self._handles = handles
+        watching = [Watching(handle, _fleet(handle)) for handle in handles.values()]
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(each.run()) for each in watching]
 
     async def generate(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
         """Stream a replica's answer.
@@ -57,9 +39,7 @@ class ServeEngines:
         A replica that is lost before the answer's first byte is replaced by another. Raises
         Unavailable when none answers, GenerationFailed when the replica's own code broke.
         """
-        handle = self._handles[base_model].options(
-            stream=True, multiplexed_model_id=call.adapter.digest if call.adapter else ""
-        )
+        handle = self._handles[base_model].options(stream=True)
         for attempt in range(_ATTEMPTS):
             # An id of its own: a lost replica may still be at work on the attempt before.
             again = replace(call, request_id=f"{call.request_id}-{attempt}") if attempt else call
@@ -78,10 +58,10 @@ class ServeEngines:
 
     async def smoke(self, base_model: str, trial: Trial) -> TrialResult | Refusal:
         """A replica's trial. Raises Unavailable when it is lost, GenerationFailed if it broke."""
-        handle = self._handles[base_model].options(multiplexed_model_id=trial.adapter.digest)
         try:
-            return cast("TrialResult | Refusal", await handle.smoke.remote(trial))
-        except (RayTaskError, *_LOST) as error:
+            answer = await self._handles[base_model].smoke.remote(trial)
+            return cast("TrialResult | Refusal", answer)
+        except (RayTaskError, *LOST) as error:
             raise _lost(error, trial.request_id) from error
 
     async def reports(self) -> list[ReplicaReport]:
@@ -92,25 +72,49 @@ class ServeEngines:
 
 async def _answer(handle: DeploymentHandle[Any], call: Call) -> AsyncGenerator[StreamItem, None]:
     """One replica's answer. Raises Unavailable when it is lost or will not take the call."""
+    fleet, request_id = _fleet(handle), call.request_id
+    fleet.expect(request_id)
     response = cast("DeploymentResponseGenerator[StreamItem]", handle.generate.remote(call))
     try:
         async for item in response:
             if isinstance(item, Refusal) and item.code == Unavailable.code:
                 raise Unavailable(item.message)
+            _learn(fleet, request_id, item)
             yield item
-    except (RayTaskError, *_LOST) as error:
-        raise _lost(error, call.request_id) from error
+    except RayTaskError as error:
+        raise _lost(error, request_id) from error
+    except (Unavailable, *LOST) as error:
+        fleet.lost(fleet.taker(request_id))
+        raise _lost(error, request_id) from error
     except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        if is_own_cancelling():
             raise
+        fleet.lost(fleet.taker(request_id))
         raise Unavailable("the replica cancelled this request") from error
     finally:
         response.cancel()  # type: ignore[no-untyped-call]
+        fleet.ended(request_id)
+
+
+def _learn(fleet: Fleet, request_id: str, item: StreamItem) -> None:
+    """What an answer says of its replica."""
+    if isinstance(item, bytes):
+        fleet.begun(request_id)
+    elif isinstance(item, Header):
+        if item.news is not None:
+            fleet.heard(item.replica, item.news, HEADER_AGE_S)
+        if item.digest is not None and item.residency is not None:
+            fleet.found(item.replica, item.digest, item.residency)
+
+
+def _fleet(handle: DeploymentHandle[Any]) -> Fleet:
+    return fleet_of(handle.app_name, handle.deployment_name)
 
 
 def _lost(error: Exception, request_id: str) -> LorikeetError:
     """What Ray raised, in our words."""
+    if isinstance(error, Unavailable):
+        return error
     if isinstance(error, RayTaskError):
         log_unexpected("replica_broke", request_id, error)
         return GenerationFailed("the replica failed this request")

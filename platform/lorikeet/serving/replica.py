@@ -1,9 +1,9 @@
 """One engine behind Ray Serve: text in, the client's bytes out."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,13 +13,14 @@ from lorikeet.errors import InvalidInput
 from lorikeet.placement.orders import Orders
 from lorikeet.placement.plan import Keep
 from lorikeet.placement.report import ReplicaReport
+from lorikeet.routing.news import ReplicaNews, to_stats
 from lorikeet.serving.answer import Answer, refusal_of
+from lorikeet.serving.bulletin import Bulletin
 from lorikeet.serving.engine_process import build_engine
 from lorikeet.serving.prompts import PromptEncoder
-from lorikeet.serving.router import RESIDENT_KEY
 from lorikeet.serving.trial import run_trial
 from lorikeet.settings import Settings
-from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import EngineClosed, EngineError, InvalidRequest, StepFailed
 from lorikeet_engine.host import EngineHost
 from lorikeet_engine.news import EngineNews
@@ -66,6 +67,7 @@ class Replica:
         self._event_loop = asyncio.get_running_loop()
         build = partial(build_engine, settings, base_model)
         self._engine = EngineHost(build, self._deliver, self.engine_ended, self._news)
+        self._bulletin = Bulletin(self._engine.config.step_costs)
         context = self._engine.config.max_context
         self._encoder = PromptEncoder(settings.base_models[base_model], context)
         # Long prompts take seconds to tokenise: never on the event loop, which every stream shares.
@@ -80,7 +82,8 @@ class Replica:
             request = await self._event_loop.run_in_executor(self._encoding, self._request, call)
             with self._mailbox(call.request_id) as mailbox:
                 found = await asyncio.wrap_future(self._engine.submit(request))
-                yield Header(self.name, call.adapter.digest if call.adapter else None, found)
+                digest = call.adapter.digest if call.adapter else None
+                yield Header(self.name, digest, found, self._bulletin.word())
                 answer = Answer(call, request.prompts, self._encoder.backend)
                 while not answer.finished:
                     for item in answer.take(await mailbox.take()):
@@ -121,10 +124,27 @@ class Replica:
         report = await asyncio.wrap_future(self._engine.report())
         return ReplicaReport(self.name, self._base_model, report)
 
+    async def watch(self, replica: str) -> AsyncIterator[ReplicaNews]:
+        """Where adapters are here and what the engine does, as it changes; for about a minute.
+
+        replica: this one's name, by which the router found it.
+        """
+        assert replica == self.name
+        async with aclosing(self._bulletin.watch()) as watch:
+            async for news in watch:
+                yield news
+
+    async def prefetch(self, wanted: Mapping[str, Collection[AdapterRef]]) -> None:
+        """Take this replica's part: bring adapters to the GPU for which requests wait at the door.
+
+        Only where it costs nobody anything.
+        """
+        for ref in wanted.get(self.name, ()):
+            self._engine.prefetch(ref)
+
     async def record_routing_stats(self) -> dict[str, Any]:
-        """What the router knows of this replica; Serve asks every second."""
-        adapters = (await self.report()).engine.adapters
-        return {RESIDENT_KEY: [a.ref.digest for a in adapters if a.residency is Residency.GPU]}
+        """Load and costs; Serve asks every second, and passes it on although no watch is open."""
+        return to_stats(self._bulletin.word_with_costs())
 
     def check_health(self) -> None:
         """Raises when the engine's process has ended, or when step after step fails."""
@@ -184,7 +204,10 @@ class Replica:
         self._event_loop.call_soon_threadsafe(self._sort, outputs)
 
     def _news(self, news: EngineNews) -> None:
-        pass
+        self._event_loop.call_soon_threadsafe(self._post, news)
+
+    def _post(self, news: EngineNews) -> None:  # on the event loop, so after the constructor
+        self._bulletin.post(news)
 
     def _fail_all(self, error: EngineClosed) -> None:
         for request_id, mailbox in self._mailboxes.items():

@@ -3,28 +3,49 @@
 import logging
 from typing import Any
 
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import (
+    PendingRequest,
+    ReplicaID,
+    RequestRouter,
+    RunningReplica,
+)
 
-from lorikeet.routing.ranking import Candidate, rank_replicas
+from lorikeet.api.asks import ask_of
+from lorikeet.api.messages import Call, Trial
+from lorikeet.routing.ask import Ask
+from lorikeet.routing.choice import Work
+from lorikeet.routing.fleet import STATS_AGE_S, Fleet
+from lorikeet.routing.news import from_stats
+from lorikeet.serving.fleets import fleet_of
 
 log = logging.getLogger(__name__)
 
-RESIDENT_KEY = "gpu"
-"""Key in a replica's routing stats: the digests of the adapters on its GPU."""
+_ANYTHING = Ask(Work(prompt_tokens=1))
 
 
 class AdapterRouter(RequestRouter):
-    """Sends a request to a replica where its adapter is.
+    """Sends a call to the replica where the fleet expects it to cost least.
 
-    The handle names the adapter's digest as the multiplexed model id.
+    A call with a keyword argument `replica` goes to the replica of that name and to no other.
+    Nothing here raises: Serve would leave the request hanging.
     """
+
+    def initialize_state(self, **_: Any) -> None:
+        """Serve calls this once, before anything else."""
+        self._fleet: Fleet = fleet_of(self.app_name, self._deployment_id.name)
+        self._listed: list[RunningReplica] = []
+        self._by_name: dict[str, RunningReplica] = {}
 
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Rank the replicas; never raises, since Serve would leave the request hanging."""
+        """Ranks of one replica each, best first, and all others as the last.
+
+        Serve tries one rank after the other until a replica has room; when none has, it waits a
+        little and asks again.
+        """
         try:
             if pending_request is not None:
                 pending_request.routing_context.should_backoff = True
@@ -33,22 +54,60 @@ class AdapterRouter(RequestRouter):
             log.exception("routing_failed")
             return [candidate_replicas]
 
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Serve says who exists, and passes on what each last said."""
+        super().update_replicas(replicas)
+        try:
+            names = {replica.replica_id.unique_id: replica for replica in replicas}
+            self._fleet.exist(names)
+            for name, replica in names.items():
+                news = from_stats(replica.routing_stats)
+                if news is not None:
+                    self._fleet.heard(name, news, STATS_AGE_S)
+        except Exception:
+            log.exception("replicas_not_understood")
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Serve met a dead replica before its controller did."""
+        super().on_replica_actor_died(replica_id)
+        self._fleet.lost(replica_id.unique_id)
+
+    def on_request_routed(
+        self,
+        pending_request: PendingRequest,
+        replica_id: ReplicaID,
+        result: object,  # noqa: ARG002
+    ) -> None:
+        """A replica took it, not always the one that it was intended for."""
+        try:
+            call = _call_of(pending_request)
+            if call is not None:
+                self._fleet.accepted(call.request_id, replica_id.unique_id)
+        except Exception:
+            log.exception("acceptance_not_noted")
+
     def _rank(
-        self, replicas: list[RunningReplica], pending: PendingRequest | None
+        self, listed: list[RunningReplica], pending: PendingRequest | None
     ) -> list[list[RunningReplica]]:
-        digest = pending.metadata.multiplexed_model_id if pending else ""
-        by_id = {replica.replica_id.unique_id: replica for replica in replicas}
-        candidates = [
-            Candidate(
-                replica=name,
-                queue=self.replica_queue_len_cache.get(replica.replica_id) or 0,
-                resident=digest in replica.routing_stats.get(RESIDENT_KEY, ()),
-            )
-            for name, replica in by_id.items()
-        ]
-        return [
-            [by_id[name] for name in group] for group in rank_replicas(digest or None, candidates)
-        ]
+        if listed is not self._listed:  # Serve makes a new list whenever one comes or goes
+            self._by_name = {replica.replica_id.unique_id: replica for replica in listed}
+            self._listed = listed
+        by_name = self._by_name
+        only = pending.kwargs.get("replica") if pending else None
+        if only is not None:
+            return [[by_name[only]]] if only in by_name else []
+        ask = _ask_of(pending)
+        best = [name for name in self._fleet.order(ask, self._queue) if name in by_name]
+        call = _call_of(pending)
+        if call is not None and best:
+            self._fleet.intend(call.request_id, best[0], ask)
+        others = [name for name in self._fleet.usable if name in by_name and name not in best]
+        ranks = [[name] for name in best] + [others]
+        return [[by_name[name] for name in rank] for rank in ranks]
+
+    def _queue(self, name: str) -> int | None:
+        replica = self._by_name.get(name)
+        return self.replica_queue_len_cache.get(replica.replica_id) if replica else None
 
     def _get_pending_request_matching_internal_request_id(
         self, request_metadata: Any = None
@@ -59,3 +118,18 @@ class AdapterRouter(RequestRouter):
             if pending.metadata is request_metadata and not pending.future.done():
                 return pending
         return None
+
+
+def _call_of(pending: PendingRequest | None) -> Call | None:
+    argument = pending.args[0] if pending and pending.args else None
+    return argument if isinstance(argument, Call) else None
+
+
+def _ask_of(pending: PendingRequest | None) -> Ask:
+    argument = pending.args[0] if pending and pending.args else None
+    match argument:
+        case Call():
+            return ask_of(argument)
+        case Trial():
+            return Ask(Work(prompt_tokens=1), argument.adapter)
+    return _ANYTHING

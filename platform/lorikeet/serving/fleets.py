@@ -1,0 +1,18 @@
+"""What this process knows of each engine deployment: one Fleet for its router and its gateway.
+
+A module of its own: Serve pickles the router's class by value, so globals beside that class would
+be others than the gateway's. What it imports is shared.
+"""
+
+from threading import Lock
+
+from lorikeet.routing.fleet import Fleet
+
+_lock = Lock()
+_fleets: dict[tuple[str, str], Fleet] = {}
+
+
+def fleet_of(application: str, deployment: str) -> Fleet:
+    """The one Fleet of a deployment in this process; any thread may ask."""
+    with _lock:
+        return _fleets.setdefault((application, deployment), Fleet())
