@@ -5,7 +5,7 @@ Adapters are numbers; sizes are bytes. The eviction policy and its counts are th
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from lorikeet_engine.residency.eviction import EvictionPolicy, Use, Uses
@@ -98,13 +98,36 @@ class Arena:
         if self.room < size:
             return False
         while self.free < size:
-            self._evict()
-        self.free -= size
-        self.room -= size
+            assert self._front()
+            self._leave(heappop(self._by_worth)[1])
         uses = self._uses.at(self._names[adapter], now_s) + 1.0
-        worth = self._policy.worth(Use(size // 2, uses, now_s))
-        self.residents[adapter] = Resident(worth)
+        self._enter(adapter, self._policy.worth(Use(size // 2, uses, now_s)))
         return True
+
+    def prefetch(self, adapter: int, uses: float, now_s: float) -> bool:
+        """Begin to load it if that takes the room of nothing that is worth as much.
+
+        uses: of late, those elsewhere that could be served here.
+        """
+        size = self._sizes[adapter]
+        own = self._uses.at(self._names[adapter], now_s)
+        worth = self._policy.worth(Use(size // 2, max(own, uses), now_s))
+        victims, free = list[tuple[float, int]](), self.free
+        while free < size and self._front() and self._by_worth[0][0] < worth:
+            victims.append(heappop(self._by_worth))
+            free += self._sizes[victims[-1][1]]
+        if free < size:
+            for each in victims:
+                heappush(self._by_worth, each)
+            return False
+        for _, victim in victims:
+            self._leave(victim)
+        self._enter(adapter, worth)
+        return True
+
+    def uses(self, adapter: int, now_s: float) -> float:
+        """How often it was used of late, here or not."""
+        return self._uses.at(self._names[adapter], now_s)
 
     def arrived(self, adapter: int) -> None:
         """It is here, and may go again until somebody leases it."""
@@ -153,9 +176,12 @@ class Arena:
             residents[adapter].ranked = worth
         heapify(self._by_worth)
 
-    def _evict(self) -> None:
-        assert self._front()
-        _, adapter = heappop(self._by_worth)
+    def _enter(self, adapter: int, worth: float) -> None:
+        self.free -= self._sizes[adapter]
+        self.room -= self._sizes[adapter]
+        self.residents[adapter] = Resident(worth)
+
+    def _leave(self, adapter: int) -> None:
         del self.residents[adapter]
         self.free += self._sizes[adapter]
         self._evicted(adapter)
@@ -180,6 +206,9 @@ class ByteLru:
 
     def __contains__(self, adapter: int) -> bool:
         return adapter in self._held
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._held)
 
     def use(self, adapter: int) -> bool:
         """Whether it is here; if so, it is now the last to go."""

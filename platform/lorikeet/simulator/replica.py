@@ -17,6 +17,9 @@ from lorikeet.routing.costs import Costs
 from lorikeet.simulator.memory import Arena, ByteLru, Link
 from lorikeet_engine.adapter import Residency
 
+# As in the engine: what waits to be prefetched, and what is at one time.
+_WISHES, _COMING = 64, 2
+
 
 class World(Protocol):
     """What a replica asks of the fleet; by number: requests, adapters, replicas."""
@@ -68,6 +71,8 @@ class Replica:
         self.decoding: dict[int, int] = {}  # adapter → its sequences
         self._clock, self._rate, self._as_of_s = 0.0, 0.0, 0.0
         self._dead = False
+        self._wished: deque[tuple[int, Residency, float]] = deque(maxlen=_WISHES)
+        self._coming: dict[int, tuple[Residency, float]] = {}  # being brought for no request
 
     def tier(self, adapter: int) -> Residency:
         """Where it has it; what is on its way to the GPU counts as on the host."""
@@ -106,6 +111,11 @@ class Replica:
             self._end_decode(request, now_s)
         self._go_on(now_s)
 
+    def prefetch(self, adapter: int, tier: Residency, uses: float, now_s: float) -> None:
+        """Bring it up to this tier if that costs nobody; behind what requests wait for."""
+        self._wished.append((adapter, tier, uses))
+        self._grant(now_s)
+
     def idle(self) -> bool:
         """Nothing is left that it would do."""
         queues = (self._waiting, self._line, self._ready, self._ends, self.decoding)
@@ -129,11 +139,18 @@ class Replica:
 
     def _bring(self, adapter: int, now_s: float) -> None:
         self.load.loading_bytes += self._world.sizes[adapter]
-        size = self._world.sizes[adapter]
-        if self.host.use(adapter):
+        if adapter in self._coming:  # from now on for requests
+            del self._coming[adapter]
+        elif adapter in self.arena.residents:
+            pass  # it is being copied
+        elif self.host.use(adapter):
             self._queue(adapter, now_s)
-            return
-        at_s = now_s
+        else:
+            self._fetch(adapter, now_s)
+
+    def _fetch(self, adapter: int, now_s: float) -> None:
+        """From the disk or from afar to the host."""
+        size, at_s = self._world.sizes[adapter], now_s
         if not self.disk.use(adapter):
             at_s = self._downloads.carry(size, at_s)
         if at_s > now_s:
@@ -151,7 +168,12 @@ class Replica:
 
     def _on_host(self, adapter: int, now_s: float) -> None:
         self.host.add(adapter)
-        self._queue(adapter, now_s)
+        wish = self._coming.pop(adapter, None)
+        if wish is None:
+            self._queue(adapter, now_s)
+        else:
+            self._raise(adapter, *wish, now_s)
+            self._grant(now_s)
 
     def _queue(self, adapter: int, now_s: float) -> None:
         self._line.append(adapter)
@@ -160,17 +182,42 @@ class Replica:
     def _admit(self, now_s: float) -> None:
         """Place the adapters in line, in their order."""
         while self._line and self.arena.place(self._line[0], now_s):
-            adapter = self._line.popleft()
-            self._world.placed(adapter, self)
-            through_s = self._copies.carry(self._world.sizes[adapter], now_s)
-            self._later(through_s, self._arrived, adapter)
+            self._place(self._line.popleft(), now_s)
+
+    def _grant(self, now_s: float) -> None:
+        """Begin what was wished for, while nothing is brought for requests."""
+        while self._wished and not self._waiting and len(self._coming) < _COMING:
+            adapter, tier, uses = self._wished.popleft()
+            if adapter in self.arena.residents or adapter in self._coming:
+                continue
+            if adapter in self.host:
+                self._raise(adapter, tier, uses, now_s)
+            else:
+                self._coming[adapter] = tier, uses
+                self._fetch(adapter, now_s)
+
+    def _raise(self, adapter: int, tier: Residency, uses: float, now_s: float) -> None:
+        """From the host to the GPU, if that is wished and nothing there is worth more."""
+        if tier is not Residency.GPU or self._line:
+            return
+        if self.arena.prefetch(adapter, uses, now_s):
+            self._place(adapter, now_s)
+
+    def _place(self, adapter: int, now_s: float) -> None:
+        """Its room is there: copy it."""
+        self._world.placed(adapter, self)
+        through_s = self._copies.carry(self._world.sizes[adapter], now_s)
+        self._later(through_s, self._arrived, adapter)
         self.load.room_bytes = self.arena.room
 
     def _arrived(self, adapter: int, now_s: float) -> None:
-        self.load.loading_bytes -= self._world.sizes[adapter]
         self.arena.arrived(adapter)
-        for request in self._waiting.pop(adapter):
-            self._begin(request, now_s)
+        self.load.room_bytes = self.arena.room
+        if adapter in self._waiting:
+            self.load.loading_bytes -= self._world.sizes[adapter]
+            for request in self._waiting.pop(adapter):
+                self._begin(request, now_s)
+        self._grant(now_s)
 
     def _begin(self, request: int, now_s: float) -> None:
         """Its adapter is there."""

@@ -1,0 +1,58 @@
+"""The product's placement, asked every few seconds what each replica should bring nearer."""
+
+from lorikeet.placement.prefetching import Prefetching
+from lorikeet.placement.report import ReplicaReport
+from lorikeet.simulator.fleet import Fleet
+from lorikeet.simulator.replica import Replica
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.request import AdapterReport, EngineReport
+
+SURVEY_S = 3.0
+"""As in the service."""
+
+
+class Placement:
+    """Looks after a fleet from the beginning of its run to the last request."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet, self._prefetching = fleet, Prefetching()
+        self._refs = [AdapterRef("any", name, 1, name) for name in fleet.names]
+        fleet.at(SURVEY_S, self._survey)
+
+    def _survey(self, now_s: float) -> None:
+        fleet = self._fleet
+        if now_s < fleet.requests.times_s[-1]:
+            fleet.at(now_s + SURVEY_S, self._survey)
+        reports = [self._report(replica, now_s) for replica in fleet.replicas]
+        brings = self._prefetching.wishes(reports, {}, now_s, spares=False).brings
+        for replica in fleet.replicas:
+            for each in brings.get(str(replica.number), ()):
+                replica.prefetch(int(each.ref.digest), each.tier, each.uses, now_s)
+
+    def _report(self, replica: Replica, now_s: float) -> ReplicaReport:
+        setup, arena = self._fleet.setup, replica.arena
+        held = dict.fromkeys((*arena.residents, *replica.host, *replica.disk))
+        engine = EngineReport(
+            running=replica.load.running,
+            waiting=replica.load.waiting,
+            kv_pages_used=0,
+            kv_pages_total=0,
+            arena_bytes_used=setup.gpu_bytes - arena.free,
+            arena_bytes_total=setup.gpu_bytes,
+            adapters=tuple(self._adapter(replica, adapter, now_s) for adapter in held),
+            pinnable_bytes={Residency.HOST: setup.host_bytes},
+        )
+        return ReplicaReport(str(replica.number), "any", engine)
+
+    def _adapter(self, replica: Replica, adapter: int, now_s: float) -> AdapterReport:
+        size = self._fleet.sizes[adapter]
+        tier = replica.tier(adapter)
+        return AdapterReport(
+            self._refs[adapter],
+            tier,
+            gpu_bytes=size if tier is Residency.GPU else 0,
+            leases=0,
+            pinned=False,
+            image_bytes=size,
+            uses=replica.arena.uses(adapter, now_s),
+        )
