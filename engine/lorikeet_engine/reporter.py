@@ -38,15 +38,16 @@ class Reporter:
         self._thread.join()
 
     def _run(self) -> None:
+        self._say()
         while not self._closing.wait(_APART_S):
             self._engine.changed.wait(_LOOK_S)
             self._engine.changed.clear()
-            try:
-                self._say()
-            except Exception:
-                log.exception("news_not_told")
+            self._say()
 
     def _say(self) -> None:
-        news = self._engine.news()
-        if news is not None:
-            self._tell(news)
+        try:
+            news = self._engine.news()
+            if news is not None:
+                self._tell(news)
+        except Exception:
+            log.exception("news_not_told")

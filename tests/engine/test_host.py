@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,14 @@ class Inbox:
         with self._changed:
             self.news.append((time.monotonic(), news))
             self._changed.notify_all()
+
+    def where(self, ref):
+        tiers = [news.moved[ref.digest] for _, news in self.news if ref.digest in news.moved]
+        return tiers[-1] if tiers else Residency.REMOTE
+
+    @property
+    def load(self):
+        return self.news[-1][1].load
 
     def until(self, holds, timeout_s=20):
         with self._changed:
@@ -158,6 +167,37 @@ def test_a_pin_holds_until_it_is_taken_back(host, ref):
     eventually(lambda: pinned() == [True])
     apart.unpin(ref.digest)
     eventually(lambda: pinned() == [False])
+
+
+def test_news_come_within_150_ms_of_a_change(host, inbox, tiny_checkpoints, tmp_path):
+    apart, shelf, late_s = host(), BlobShelf(tmp_path / "blobs"), []
+    for n in range(5):
+        folder = save_adapter(tiny_checkpoints["llama"], tmp_path / f"n{n}", n, r=4)
+        ref = shelf.add(folder, f"n{n}")
+        apart.submit(greedy(ref.name, prompt(5), adapter=ref, max_tokens=1))
+        inbox.until(lambda ref=ref: inbox.finished(ref.name))
+        used_s = time.monotonic()  # so it was on the GPU before
+        inbox.until(lambda ref=ref: inbox.where(ref) is Residency.GPU)
+        late_s.append(inbox.news[-1][0] - used_s)
+    assert sorted(late_s)[2] < 0.15
+
+
+def test_nothing_is_told_while_nothing_changes(host, inbox, ref):
+    apart = host()
+    apart.submit(greedy("r", prompt(5), adapter=ref))
+    inbox.until(lambda: inbox.finished("r"))
+    inbox.until(lambda: inbox.where(ref) is Residency.GPU and not inbox.load.running)
+    told = len(inbox.news)
+    time.sleep(1.5)
+    assert len(inbox.news) == told
+    assert all(b - a > 0.09 for (a, _), (b, _) in pairwise(inbox.news))
+
+
+def test_a_prefetched_adapter_is_there_when_it_is_asked_for(host, inbox, ref):
+    apart = host()
+    apart.prefetch(ref)
+    inbox.until(lambda: inbox.where(ref) is Residency.GPU)
+    assert apart.submit(greedy("r", prompt(5), adapter=ref)).result() is Residency.GPU
 
 
 def test_what_building_raises_is_raised_here(tmp_path, inbox):

@@ -31,6 +31,7 @@ class Bench:
         slots: int = 8,
         limits: AdapterLimits = LIMITS,
         dtype: torch.dtype = torch.float32,
+        disk_bytes: int = 1 << 30,
     ) -> None:
         self.shelf, self.folder = shelf, folder
         self.woken = threading.Event()
@@ -42,7 +43,7 @@ class Bench:
             dtype=dtype,
             gpu_bytes=int(gpu * SIZE) * dtype.itemsize,
             host_bytes=int(host * SIZE) * dtype.itemsize,
-            disk_bytes=1 << 30,
+            disk_bytes=disk_bytes,
             cache_dir=folder,
             max_slots=slots,
             wake=self.woken.set,

@@ -1,12 +1,14 @@
 """Any order of requests, leases and pins: an adapter is whole, and everybody gets one."""
 
+import time
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.residency import residents
-from lorikeet_engine.residency.residents import Lease
+from lorikeet_engine.residency.residents import Lease, Residents
 from tests.engine.blobs import Shelf, everywhere
 from tests.engine.residency.bench import Bench
 
@@ -75,5 +77,19 @@ def check_all(b: Bench, leases: list[tuple[AdapterRef, Lease]]) -> None:
     assert sum(r.leases for r in reports) == len(leases)
     assert sum(r.gpu_bytes for r in reports) == b.tiers.arena_bytes_used
     assert b.tiers.arena_bytes_used <= b.tiers.arena_bytes_total
+    check_room(b.tiers._residents)
     rows = b.tiers.weights.table[..., 2].flatten(1).any(dim=1)
     assert rows.sum() == sum(r.residency is Residency.GPU for r in reports)
+
+
+def check_room(adapters: Residents) -> None:
+    """There is room where nobody uses, has pinned or is about to use what is there."""
+    now_s = time.monotonic()
+    held = [
+        resident.layout.elements
+        for resident in adapters.snapshot()
+        if resident.ref.digest in adapters._pledges or resident.held_at(now_s)
+    ]
+    adapters._clock = lambda: now_s
+    assert adapters.room_elements == adapters._pool.elements - sum(held)
+    adapters._clock = time.monotonic

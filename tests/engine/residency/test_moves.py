@@ -1,0 +1,220 @@
+"""Whoever reads every move knows where all adapters are."""
+
+import statistics
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.residency import disk_watch, residents, tiers
+from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.transfer import Transfer
+from tests.engine.blobs import SHAPE, Shelf, everywhere
+from tests.engine.residency.bench import SIZE, Bench, make
+
+ACTIONS = ["want", "want", "lease", "release", "pin", "unpin", "prefetch", "remove", "read"]
+STEPS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 7)), max_size=40)
+
+
+class Mirror:
+    """What follows from all moves so far."""
+
+    def __init__(self, b: Bench) -> None:
+        self._bench = b
+        self.tiers: dict[str, Residency] = {}
+
+    def read(self) -> dict[str, Residency]:
+        moved = self._bench.tiers.moved()
+        for digest, tier in moved.items():
+            assert tier is not self.tiers.get(digest, Residency.REMOTE)
+        self.tiers |= moved
+        return moved
+
+    def of(self, ref: AdapterRef) -> Residency:
+        return self.tiers.get(ref.digest, Residency.REMOTE)
+
+
+@pytest.fixture(scope="module")
+def stocked(tmp_path_factory) -> tuple[Shelf, list[AdapterRef]]:
+    shelf = Shelf(tmp_path_factory.mktemp("stocked"))
+    return shelf, [shelf.make(f"x{n}", everywhere(n % 4 + 1)) for n in range(8)]
+
+
+@given(steps=STEPS, gpu=st.sampled_from([1.0, 2.0]), host=st.sampled_from([1.0, 2.5]))
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_after_any_moves_the_mirror_is_the_truth(steps, gpu, host, stocked, tmp_path_factory):
+    shelf, refs = stocked
+    folder = tmp_path_factory.getbasetemp() / "moves"
+    blobs = [shelf.blob(ref.name).stat().st_size for ref in refs]
+    b = Bench(shelf, folder, gpu, host, slots=4, disk_bytes=sum(blobs) // 2)
+    mirror, leases = Mirror(b), []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(residents, "GUARD_S", 0.01)
+    try:
+        for action, number in steps:
+            apply(b, action, refs[number], leases, mirror)
+            b.tiers.advance()
+    finally:
+        patch.undo()
+        b.tiers.close()
+    b.tiers._watch._look()
+    mirror.read()
+    assert {ref: mirror.of(ref) for ref in refs} == {ref: b.tiers.residency(ref) for ref in refs}
+    for report in b.tiers.report():
+        assert mirror.tiers[report.ref.digest] is report.residency
+    assert mirror.read() == {}
+
+
+def apply(b: Bench, action: str, ref: AdapterRef, leases: list, mirror: Mirror) -> None:
+    match action:
+        case "want":
+            b.tiers.want(ref)
+            b.woken.wait(0.002)
+        case "lease" if (lease := b.tiers.lease(ref)) is not None:
+            leases.append(lease)
+        case "release" if leases:
+            leases.pop(0).release()
+        case "pin":
+            b.tiers.pin(ref, Residency(int(ref.digest[0], 16) % 3 + 1))
+        case "unpin":
+            b.tiers.unpin(ref.digest)
+        case "prefetch":
+            b.tiers.prefetch(ref)
+            b.woken.wait(0.002)
+        case "remove":  # as another process's cache would
+            for file in b.folder.glob(f"{ref.digest}*"):
+                file.unlink(missing_ok=True)
+        case "read":
+            mirror.read()
+
+
+def test_one_who_reads_meanwhile_misses_nothing(shelf, bench):
+    refs = make(shelf, "abcdefgh")
+    b = bench(gpu=2, host=3, disk_bytes=6 * shelf.blob("a").stat().st_size)
+    mirror, over = Mirror(b), threading.Event()
+
+    def follow() -> None:
+        while not over.is_set():
+            b.tiers.noted.wait(0.01)
+            b.tiers.noted.clear()
+            mirror.read()
+
+    reader = threading.Thread(target=follow)
+    reader.start()
+    for ref in refs * 5:
+        b.lease(ref).release()
+    b.tiers.close()
+    over.set()
+    reader.join()
+    mirror.read()
+    assert [mirror.of(ref) for ref in refs] == [b.tiers.residency(ref) for ref in refs]
+
+
+def test_the_first_moves_name_what_the_disk_holds_at_start(shelf, bench):
+    a, b_, c = make(shelf, "abc")
+    before = bench()
+    before.bring(a, b_, to=Residency.HOST)
+    before.image(b_)
+    (before.folder / f"{c.digest}.fedcba9876543210").write_bytes(b"of another model")
+    (before.folder / f"{c.digest}.part").write_bytes(b"half")
+    before.tiers.close()
+    assert bench().tiers.moved() == {a.digest: Residency.DISK, b_.digest: Residency.DISK}
+
+
+class SlowCopies(Transfer):
+    """Copies that are over when the gate opens, as on a device."""
+
+    gate = threading.Event()
+
+    def copy(self, image, blocks):
+        super().copy(image, blocks)
+        self.gate.clear()
+        return self
+
+    def synchronize(self) -> None:
+        self.gate.wait(10)
+
+
+def test_an_adapter_that_is_being_copied_is_on_its_way_and_not_there(shelf, bench, monkeypatch):
+    monkeypatch.setattr(tiers, "Transfer", SlowCopies)
+    (a,) = make(shelf, "a")
+    b = bench()
+    mirror = Mirror(b)
+    b.tiers.want(a)
+    b.until(lambda: b.tiers.arena_bytes_used > 0)
+    mirror.read()
+    assert mirror.of(a) is Residency.HOST
+    assert b.tiers.load().loading_bytes == SIZE * 4
+    assert b.tiers.load().room_bytes == 3 * SIZE * 4
+    SlowCopies.gate.set()
+    b.until(lambda: b.tiers.residency(a) is Residency.GPU)
+    assert mirror.read() == {a.digest: Residency.GPU}
+    assert b.tiers.load().loading_bytes == 0
+
+
+def test_what_another_process_adds_and_removes_is_seen(shelf, bench, monkeypatch):
+    monkeypatch.setattr(disk_watch, "_LOOK_S", 0.02)
+    (a,) = make(shelf, "a")
+    b, other = bench(), bench()
+    mirror = Mirror(b)
+
+    def until_it_is(tier: Residency) -> None:
+        while mirror.of(a) is not tier:
+            assert b.tiers.noted.wait(5)
+            b.tiers.noted.clear()
+            mirror.read()
+
+    other.tiers.pin(a, Residency.DISK)
+    other.until(lambda: other.tiers.residency(a) is Residency.DISK)
+    until_it_is(Residency.DISK)
+    (b.folder / a.digest).unlink()
+    until_it_is(Residency.REMOTE)
+
+
+def test_a_file_that_came_and_went_between_two_looks_is_not_believed_to_be_there(shelf, bench):
+    (a,) = make(shelf, "a")
+    b = bench()
+    mirror = Mirror(b)
+    b.tiers.pin(a, Residency.DISK)
+    b.until(lambda: b.tiers.residency(a) is Residency.DISK)
+    mirror.read()
+    assert mirror.of(a) is Residency.DISK
+    (b.folder / a.digest).unlink()
+    b.tiers._watch._look()
+    mirror.read()
+    assert mirror.of(a) is Residency.REMOTE
+
+
+def test_moves_among_thousands_of_residents_are_told_in_microseconds(bench):
+    layout = PackedLayout.of_ranks([[1] + [0] * 6, [0] * 7], SHAPE)
+    refs = [AdapterRef("acme", f"x{n}", 1, f"{n:064x}") for n in range(2303)]
+    gpu = 2300.5 * layout.elements / SIZE
+    b = bench(gpu=gpu, host=0, slots=2400)
+    here, image = b.tiers._residents, torch.zeros(layout.elements)
+
+    def place(ref: AdapterRef) -> None:
+        assert here.make_room(layout.elements, insist=True)
+        here.place(ref, layout, image, wanted=False)
+
+    for ref in refs[:2300]:
+        place(ref)
+    leases = [here.lease(ref.digest) for ref in refs[:128]]
+    assert len(b.tiers.moved()) == 2300
+    taken_s = []
+    for at in range(0, 2100, 3):
+        for ref in refs[2300:] if at % 2 else refs[128:131]:
+            if not here.placed(ref.digest):
+                place(ref)
+        began_s = time.perf_counter()
+        b.tiers.moved(), b.tiers.load(), b.tiers.load_costs()
+        taken_s.append(time.perf_counter() - began_s)
+    assert all(leases)
+    assert statistics.median(taken_s) < 5e-4
