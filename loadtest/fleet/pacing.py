@@ -1,0 +1,173 @@
+"""An engine that takes as long as given costs say: what runs in each engine's own process."""
+
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from shutil import copyfile
+from typing import TYPE_CHECKING, Any
+
+from lorikeet.catalog.catalog import blob_key
+from lorikeet.catalog.store import open_store
+from lorikeet.serving.logs import log_to_stderr
+from lorikeet.serving.source import BlobSource
+from lorikeet.settings import Settings
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.costs import LoadCosts, StepCosts
+
+if TYPE_CHECKING:
+    import torch
+
+    from lorikeet_engine.batch import Batch
+    from lorikeet_engine.engine import Engine
+    from lorikeet_engine.models import Model
+
+LETTER = 6 + ord("a")
+"""The demo's token that every paced model draws: text, so that a client sees each token."""
+_ONE_AFTER_THE_OTHER_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How an engine behaves.
+
+    sizes: image bytes by digest. disk_bytes: of each replica's disk cache, which begins full of
+    some. lru: evict the least recently used instead of what the engine would. loads_file: where
+    every load onto the GPU is noted, "<Unix time> <adapter's name>" a line.
+    """
+
+    steps: StepCosts
+    loads: LoadCosts
+    sizes: dict[str, int]
+    disk_bytes: int
+    lru: bool
+    loads_file: Path
+
+
+class PacedModel:
+    """The model of another, whose forward passes take at least what the costs say."""
+
+    def __init__(self, model: "Model", steps: StepCosts) -> None:
+        self.config, self.device, self.dtype = model.config, model.device, model.dtype
+        self._model, self._steps = model, steps
+        self._ended_s = 0.0
+
+    def forward(self, batch: "Batch", kv: Any, lora: Any, attention: Any) -> "torch.Tensor":
+        """Model.forward; a step right behind another begins when that ended, as on a GPU."""
+        began_s = time.perf_counter()
+        if began_s - self._ended_s < _ONE_AFTER_THE_OTHER_S:
+            began_s = self._ended_s
+        hidden = self._model.forward(batch, kv, lora, attention)
+        self._ended_s = began_s + self._step_s(batch, lora)
+        time.sleep(max(0.0, self._ended_s - time.perf_counter()))
+        self._ended_s = max(self._ended_s, time.perf_counter() - _ONE_AFTER_THE_OTHER_S)
+        return hidden
+
+    def logits(self, hidden: "torch.Tensor") -> "torch.Tensor":
+        """Model.logits, with LETTER far ahead."""
+        logits = self._model.logits(hidden)
+        logits[:, LETTER] += 1e6
+        return logits
+
+    def _step_s(self, batch: "Batch", lora: Any) -> float:
+        """As StepCosts reckon it: decodes pay for their adapters' ranks, prompts for tokens."""
+        chunks = list(zip(pairwise(batch.query_starts), batch.kv_lengths, strict=True))
+        decoding = {start for (start, end), seen in chunks if end - start == 1 < seen}
+        prompt_tokens = batch.query_starts[-1] - len(decoding)
+        ranks, adapted = 0, batch.segments is not None
+        if batch.segments is not None:
+            s = batch.segments
+            rows = zip(s.slots.tolist(), s.starts.tolist(), s.lengths.tolist(), strict=True)
+            for slot, start, length in rows:
+                if not decoding.isdisjoint(range(start, start + length)):
+                    ranks += int(lora.table[slot, :, :, 2].max())
+        decode_s = self._steps.decode_s(len(decoding), ranks)
+        if not prompt_tokens:
+            return decode_s
+        token_s = self._steps.prompt_token_s + (self._steps.lora_token_s if adapted else 0.0)
+        return max(prompt_tokens * token_s, self._steps.base_s) + decode_s - self._steps.base_s
+
+
+class PacedSource:
+    """A source whose downloads take what LoadCosts say: bytes one after another, latency beside."""
+
+    def __init__(self, source: BlobSource, loads: LoadCosts, sizes: dict[str, int]) -> None:
+        self._source, self._loads, self._sizes = source, loads, sizes
+        self._link, self._free_at_s = threading.Lock(), 0.0
+
+    def fetch(self, ref: AdapterRef, path: Path) -> str:
+        """See AdapterSource."""
+        with self._link:
+            carried_s = self._sizes[ref.digest] / self._loads.remote_bytes_per_s
+            self._free_at_s = max(self._free_at_s, time.perf_counter()) + carried_s
+            through_s = self._free_at_s + self._loads.remote_latency_s
+        digest = self._source.fetch(ref, path)
+        time.sleep(max(0.0, through_s - time.perf_counter()))
+        return digest
+
+
+def paced_engine(pace: Pace, settings: Settings, base_model: str) -> "Engine":
+    """build_engine's, paced, with a disk cache of its own."""
+    import torch
+
+    from lorikeet.serving.engine_settings import engine_settings
+    from lorikeet_engine.engine import Engine
+    from lorikeet_engine.models import load_model
+    from lorikeet_engine.residency.eviction import LeastRecentlyUsed
+
+    log_to_stderr()
+    torch.set_num_threads(1)  # the cores are for all replicas
+
+    def load(*arguments: Any) -> Any:
+        return PacedModel(load_model(*arguments), pace.steps)
+
+    cache = settings.cache_dir / str(os.getpid())
+    _fill_disk(cache, Path(settings.catalog), pace)
+    told = replace(
+        engine_settings(settings, base_model),
+        cache_dir=cache,
+        adapter_disk_bytes=pace.disk_bytes,
+        max_batch_tokens=pace.steps.step_tokens,
+        max_running=pace.steps.max_running,
+    )
+    source = PacedSource(BlobSource(open_store(settings.catalog)), pace.loads, pace.sizes)
+    engine = Engine(told, source, load)
+    # What it measured, all replicas at once on a few cores, says little of its paced steps.
+    engine.config = replace(engine.config, step_costs=pace.steps)
+    if pace.lru:
+        engine._tiers._residents._policy = LeastRecentlyUsed()
+    logger = logging.getLogger("lorikeet_engine.residency.residents")
+    logger.addHandler(_LoadsFile(pace.loads_file))
+    return engine
+
+
+class _LoadsFile(logging.FileHandler):
+    """Notes the adapters that come onto the GPU; several engines append to one file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, mode="a")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler."""
+        if record.msg == "adapter_admitted":
+            super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See logging.Handler."""
+        return f"{record.created} {record.__dict__['adapter']}"
+
+
+def _fill_disk(cache: Path, catalog: Path, pace: Pace) -> None:
+    """Some blobs, as if they had been downloaded."""
+    cache.mkdir(parents=True)
+    digests, left = list(pace.sizes), pace.disk_bytes
+    Random(os.getpid()).shuffle(digests)
+    for digest in digests:
+        left -= pace.sizes[digest]
+        if left < 0:
+            return
+        copyfile(catalog / blob_key(digest), cache / digest)

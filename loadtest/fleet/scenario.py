@@ -1,0 +1,73 @@
+"""The goals' traffic, on a fleet that two CPU cores can stand for.
+
+Everything takes some three times as long as on GPUs, prompts and answers have a fortieth of their
+tokens, and each token takes so much longer. So there are few steps, tokens and requests a second,
+and the work behind them is small beside what they are made to take.
+"""
+
+import math
+from dataclasses import replace
+
+from loadtest.fleet.adapters import BYTES_PER_RANK
+from loadtest.simulator.goals import HOT
+from lorikeet.routing.costs import Costs
+from lorikeet.simulator.traffic import Scenario
+from lorikeet_engine.costs import LoadCosts, StepCosts
+from lorikeet_engine.popularity import AZURE_CONV, LengthModel
+
+_SHORTER = 40
+_STEPS = StepCosts(
+    base_s=40e-3,
+    sequence_s=1e-3,
+    lora_s=2e-3,
+    rank_s=6e-6,
+    prompt_token_s=3e-3,
+    lora_token_s=0.15e-3,
+    step_tokens=64,
+    max_running=32,
+)
+# Downloads are paced; the others are what such small adapters take here.
+_LOADS = LoadCosts(
+    host_latency_s=2e-3,
+    host_bytes_per_s=1e9,
+    disk_latency_s=8e-3,
+    disk_bytes_per_s=100e6,
+    remote_latency_s=0.3,
+    remote_bytes_per_s=1e6,
+)
+COSTS = Costs(_STEPS, _LOADS, answer_tokens=220.0 / _SHORTER, copy_s=0.5, lost_use_s=0.08)
+"""Prices in seconds are as many times higher as seconds are cheaper."""
+
+USUAL = Scenario(
+    adapters=1000,
+    replicas=4,
+    lengths=LengthModel(
+        AZURE_CONV.input_mu - math.log(_SHORTER),
+        AZURE_CONV.input_sigma,
+        AZURE_CONV.output_mu - math.log(_SHORTER),
+        AZURE_CONV.output_sigma,
+    ),
+    context=8192 // _SHORTER,
+    host_room=0.10,
+    disk_room=0.30,
+    gateways=1,
+    bytes_per_rank=BYTES_PER_RANK,
+    costs=COSTS,
+)
+
+
+def lasting(scenario: Scenario, seconds: float) -> Scenario:
+    """So long, and in it one change of who is popular; a fifth is not counted."""
+    return replace(
+        scenario,
+        duration_s=seconds,
+        reshuffle_s=0.6 * seconds,
+        warm_up_s=0.2 * seconds,
+        rate_per_s=scenario.rate,
+    )
+
+
+SCENARIOS = {
+    **{f"zipf {s}": replace(USUAL, popularity=f"zipf:{s}") for s in (0.8, 1.0, 1.2, 1.5)},
+    HOT: replace(USUAL, hot_share=0.4),
+}

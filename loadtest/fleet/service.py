@@ -1,0 +1,93 @@
+"""The service as `serve_app` composes it, with paced engines and a router of choice."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.deployment import Application
+
+from loadtest.fleet.pacing import Pace, paced_engine
+from lorikeet.routing.costs import Costs
+from lorikeet.serving import replica
+from lorikeet.serving.app import EngineReplica, controller, engine, gateway
+from lorikeet.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+OURS = "lorikeet"
+ROUTERS = {
+    OURS: "Priced",
+    "power of two": "PowerOfTwo",
+    "multiplexing": "Multiplexing",
+    "bounded hashing": "BoundedHashing",
+}
+"""The product's router, and what serves in its place with LRU eviction and without prefetches."""
+
+_ENVIRONMENT = {  # as the Makefile's
+    "PYTHONPATH": str(ROOT),
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "lorikeet.serving.proxy:middlewares",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class PacedReplica(EngineReplica):
+    """An EngineReplica with a paced engine."""
+
+    def __init__(self, base_model: str, settings: Settings, pace: Pace) -> None:
+        replica.build_engine = partial(paced_engine, pace)
+        super().__init__(base_model, settings)
+
+
+class UnplannedReplica(PacedReplica):
+    """One that keeps and fetches nothing but what requests ask for."""
+
+    async def apply_plan(self, *_: Any) -> None:
+        """See Replica."""
+
+
+@contextmanager
+def cluster() -> Iterator[str]:
+    """Ray and Serve on this machine; the address where the service will be."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(_ENVIRONMENT)
+    ray.init(
+        num_cpus=4, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False
+    )
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@contextmanager
+def service(settings: Settings, pace: Pace, router: str, costs: Costs) -> Iterator[None]:
+    """Run it until the end of the block. router: a name in ROUTERS. costs: what ours goes by."""
+    (base_model,) = settings.base_models
+    prices = {name: getattr(costs, name) for name in ("answer_tokens", "copy_s", "lost_use_s")}
+    ours = router == OURS
+    deployment: Any = engine(settings, base_model)._bound_deployment.options(
+        func_or_class=PacedReplica if ours else UnplannedReplica,
+        request_router_config={
+            "request_router_class": f"loadtest.fleet.routers.{ROUTERS[router]}",
+            "request_router_kwargs": prices if ours else {},
+            "request_routing_stats_period_s": 1,
+        },
+        graceful_shutdown_timeout_s=1,
+    )
+    engines: dict[str, Application] = {base_model: deployment.bind(base_model, settings, pace)}
+    serve.run(gateway(settings, engines, controller(settings, engines)))
+    try:
+        yield
+    finally:
+        serve.delete("default")
