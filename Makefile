@@ -11,7 +11,7 @@ export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH ?= lorikeet.serving.proxy:middl
 export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install serve test check soak test-gpu test-ceph bench-catalog bench-download bench-routing loadtest clean
+.PHONY: help install serve test check soak test-gpu test-ceph bench-catalog bench-download bench-router bench-routing loadtest clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -48,6 +48,9 @@ test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
 bench-routing: $(INSTALLED)  ## routing, simulated: 1,000 replicas for an hour, then every goal
 	@$(BIN)/python -m loadtest.simulator large
 	@$(BIN)/python -m loadtest.simulator goals
+
+bench-router: $(INSTALLED)  ## what our router adds to a call through Serve
+	@$(BIN)/python -m loadtest.bench_router
 
 bench-catalog: $(INSTALLED)  ## what a catalog of a million adapters costs
 	@$(BIN)/python -m loadtest.bench_catalog
