@@ -69,9 +69,9 @@ def test_a_killed_gateway_is_replaced_and_leaves_nothing_behind(service, load):
         assert eventually(lambda: sum(r["running"] for r in service.replicas()) > 8, within_s=20)
         load.send_no_more()
         ray.kill(actor_named("#gateway#"), no_restart=False)
-    assert load.counts().keys() == {Outcome.CUT}
+    assert {Outcome.CUT} <= load.counts().keys() <= {Outcome.CUT, Outcome.REFUSED}
     replicas = service.replicas()  # waits for the new gateway
-    assert {r["replica"] for r in replicas} == {r.replica for r in load.results}
+    assert {r["replica"] for r in replicas} >= {r.replica for r in load.results if r.replica}
     assert eventually(lambda: all(map(idle, service.replicas())), within_s=3)
 
 

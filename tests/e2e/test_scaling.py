@@ -51,7 +51,7 @@ def running() -> int:
 def test_serve_grows_under_pressure_and_shrinks_once_adapters_have_moved(puppets: Path) -> None:
     puppets.write_text(json.dumps(IDLE | {"working_bytes": 250}))
     assert eventually(lambda: running() == 3, within_s=60)
-    puppets.write_text(json.dumps(IDLE | {"alone": 2}))
+    puppets.write_text(json.dumps(IDLE | {"alone": 0.2}))
     assert not eventually(lambda: running() < 3, within_s=10)
     puppets.write_text(json.dumps(IDLE))
     assert eventually(lambda: running() == 1, within_s=60)

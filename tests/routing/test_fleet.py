@@ -13,7 +13,7 @@ from lorikeet.rendezvous import by_preference
 from lorikeet.routing.ask import Ask
 from lorikeet.routing.choice import Work
 from lorikeet.routing.costs import H200_LLAMA_8B
-from lorikeet.routing.fleet import Fleet
+from lorikeet.routing.fleet import UNFETCHABLE_S, Fleet
 from lorikeet.routing.known import BLIND_S, KnownReplica
 from lorikeet.routing.news import MeasuredCosts, ReplicaNews
 from lorikeet.routing.prefixes import prefix_chain
@@ -192,6 +192,19 @@ def test_an_old_word_does_not_bring_a_lost_replica_back(gateway):
     gateway.fleet.lost("r1")
     gateway.fleet.heard("r1", old)
     assert "r1" not in {name for _ in range(40) for name in gateway.fleet.order(BASE)}
+
+
+def test_while_nothing_can_be_fetched_a_busy_resident_does_not_give_way(gateway):
+    gateway.all_say()
+    gateway.says("r1", BUSY, moved={REF.digest: Residency.HOST})
+    assert "r1" not in gateway.firsts()
+    assert not gateway.fleet.unfetchable(OTHER.digest)
+    assert gateway.fleet.unfetchable(REF.digest)
+    assert gateway.firsts() == {"r1"}
+    gateway.now_s += UNFETCHABLE_S
+    gateway.all_say()
+    gateway.says("r1", BUSY)
+    assert "r1" not in gateway.firsts()
 
 
 def test_when_all_are_lost_all_are_tried(gateway):

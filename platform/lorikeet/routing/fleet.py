@@ -1,5 +1,6 @@
 """What one gateway knows of one base model's replicas, and where it would send a request."""
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from random import Random
@@ -21,6 +22,8 @@ HEADER_AGE_S = 0.2
 """An answer's header carries what its replica had heard of its engine last."""
 STATS_AGE_S = 1.2
 """Serve asks for stats every second and hands them on a little later."""
+UNFETCHABLE_S = 10.0
+"""For so long after an adapter could not be fetched, requests stay where theirs already is."""
 
 
 def _unknown(_: str) -> int | None:
@@ -52,6 +55,7 @@ class Fleet:
         self._prefixes = PrefixMap()
         self._sent: dict[str, Sent | None] = {}
         self._wanted: dict[str, set[AdapterRef]] = {}
+        self._fetching_from_s = -math.inf
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -113,6 +117,16 @@ class Fleet:
                 known.lost = True
                 self._arrange()
 
+    def unfetchable(self, digest: str) -> bool:
+        """An adapter could not be brought to a replica; whether some replica has it already.
+
+        The store may be away, so for a while no adapter is fetched where another replica has it.
+        """
+        with self._lock:
+            self._fetching_from_s = self._clock() + UNFETCHABLE_S
+            tiers = (Residency.GPU, Residency.HOST, Residency.DISK)
+            return any(self._of_use(self._residents.at(tier, digest)) for tier in tiers)
+
     def order(self, ask: Ask, queue: Callable[[str], int | None] = _unknown) -> list[str]:
         """A few replicas, the one with the least expected cost first; none if there are none.
 
@@ -127,7 +141,10 @@ class Fleet:
                 load = known.load(now_s, queue(name))
                 option = self._option(name, known, load, work, digest, cached.get(name, 0))
                 cost_s[name] = expected_cost_s(work, option, known.costs)
-            return sorted(cost_s, key=cost_s.__getitem__)
+            best = sorted(cost_s, key=cost_s.__getitem__)
+            if digest is not None and now_s < self._fetching_from_s:
+                best.sort(key=lambda name: self._residents.tier(name, digest) is Residency.REMOTE)
+            return best
 
     def expect(self, request_id: str) -> None:
         """A request is about to be sent; until ended() it counts where it goes."""

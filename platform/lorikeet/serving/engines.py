@@ -22,6 +22,7 @@ from lorikeet.serving.watching import Watching
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
+_LOAD_FAILED = "adapter_load_failed"
 
 
 class ServeEngines:
@@ -36,8 +37,9 @@ class ServeEngines:
     async def generate(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
         """Stream a replica's answer.
 
-        A replica that is lost before the answer's first byte is replaced by another. Raises
-        Unavailable when none answers, GenerationFailed when the replica's own code broke.
+        A replica that is lost before the answer's first byte is replaced by another, and one that
+        cannot load the adapter by one that has it. Raises Unavailable when none answers,
+        GenerationFailed when the replica's own code broke.
         """
         handle = self._handles[base_model].options(stream=True)
         for attempt in range(_ATTEMPTS):
@@ -47,6 +49,8 @@ class ServeEngines:
             try:
                 async with aclosing(_answer(handle, again)) as items:
                     async for item in items:
+                        if attempt + 1 < _ATTEMPTS and _another_has_it(_fleet(handle), call, item):
+                            raise Unavailable("the replica could not load the adapter")
                         begun = begun or isinstance(item, bytes)
                         yield item
             except Unavailable:
@@ -94,6 +98,12 @@ async def _answer(handle: DeploymentHandle[Any], call: Call) -> AsyncGenerator[S
     finally:
         response.cancel()  # type: ignore[no-untyped-call]
         fleet.ended(request_id)
+
+
+def _another_has_it(fleet: Fleet, call: Call, item: StreamItem) -> bool:
+    """Whether a replica could not load the adapter, but another need not."""
+    failed = isinstance(item, Refusal) and item.code == _LOAD_FAILED
+    return failed and call.adapter is not None and fleet.unfetchable(call.adapter.digest)
 
 
 def _learn(fleet: Fleet, request_id: str, item: StreamItem) -> None:
