@@ -34,7 +34,7 @@ class Fleet:
     what became of each. found: the tier where it found its adapter, GPU for the base model.
     gaps: tokens by the time since the token before, in 0.1 ms. loads: when each load onto a GPU
     began, and its bytes. on_gpu, on_host, on_disk: for each adapter the replicas that have it
-    there; on_gpu also those that are loading it. in_flight: requests without a last token.
+    there; on_gpu also those to which it is on its way. in_flight: requests without a last token.
     """
 
     def __init__(
@@ -122,9 +122,14 @@ class Fleet:
         """See World."""
         self.in_flight -= 1
 
+    def wanted(self, adapter: int, replica: Replica) -> None:
+        """See World."""
+        if replica not in self.on_gpu[adapter]:
+            self.on_gpu[adapter].append(replica)
+
     def placed(self, adapter: int, replica: Replica) -> None:
         """See World."""
-        self.on_gpu[adapter].append(replica)
+        self.wanted(adapter, replica)
         self.loads.append((self._now_s, self.sizes[adapter]))
 
     def _send(self, request: int, now_s: float) -> None:

@@ -43,8 +43,11 @@ class World(Protocol):
     def ended(self, replica: "Replica") -> None:
         """One of its requests has its last token."""
 
+    def wanted(self, adapter: int, replica: "Replica") -> None:
+        """It begins to bring the adapter to its GPU, for requests."""
+
     def placed(self, adapter: int, replica: "Replica") -> None:
-        """It begins to load the adapter."""
+        """It begins to copy the adapter to its GPU."""
 
 
 class Replica:
@@ -82,6 +85,10 @@ class Replica:
         if adapter in self.host:
             return Residency.HOST
         return Residency.DISK if adapter in self.disk else Residency.REMOTE
+
+    def awaits(self, adapter: int) -> bool:
+        """Whether requests wait for it here, so that it is on its way to the GPU."""
+        return adapter in self._waiting
 
     def submit(self, request: int, now_s: float) -> Residency:
         """Take a request; where its adapter is, on the GPU if it needs none."""
@@ -139,6 +146,7 @@ class Replica:
 
     def _bring(self, adapter: int, now_s: float) -> None:
         self.load.loading_bytes += self._world.sizes[adapter]
+        self._world.wanted(adapter, self)
         if adapter in self._coming:  # from now on for requests
             del self._coming[adapter]
         elif adapter in self.arena.residents:

@@ -72,6 +72,11 @@ class Gateway:
 
 def _option(replica: Replica, adapter: int, load: Load, now_s: float) -> Option[Replica]:
     """Where adapters are is pushed when it changes, so a gateway knows it."""
-    tier, arena = replica.tier(adapter), replica.arena
-    lost = 0.0 if adapter in arena.residents else arena.lost_uses(adapter, now_s)
-    return Option(replica, load, tier, adapter in replica.decoding, lost)
+    tier, arriving, running = (
+        replica.tier(adapter),
+        replica.awaits(adapter),
+        adapter in replica.decoding,
+    )
+    here = arriving or adapter in replica.arena.residents
+    lost = 0.0 if here else replica.arena.lost_uses(adapter, now_s)
+    return Option(replica, load, tier, running, lost, arriving=arriving)
