@@ -34,7 +34,8 @@ from lorikeet_engine.popularity import (
     cut_to_context,
     deal_ranks,
 )
-from lorikeet_engine.residency.residents import Lease, Residents
+from lorikeet_engine.residency.resident import Lease
+from lorikeet_engine.residency.residents import Residents
 from lorikeet_engine.residency.slots import SlotPool
 
 SHAPE = BaseShape.from_config(LLAMA_3_1_8B)

@@ -12,11 +12,12 @@ class EngineLoad:
     """What an engine does at one moment.
 
     running: sequences that decode. ranks: Σ rank of their distinct adapters. waiting,
-    waiting_tokens: sequences that have no token yet, and what of their prompts is not computed.
-    oldest_wait_s: how long the first of them has waited. loading_bytes: images on their way to the
-    GPU. free_bytes, room_bytes: of the arena, what nobody uses; that and what could be evicted now.
-    victim_bytes, victim_uses: of the adapter that would be evicted first, 0 if there is none; uses
-    as the eviction policy counts them. kv_used: share of the KV pages in use.
+    waiting_tokens: sequences that have no token yet or were preempted, and what of their tokens is
+    not computed. oldest_wait_s: how long the first without a token has waited. loading_bytes:
+    images on their way to the GPU, wherever they are. free_bytes, room_bytes: of the arena, what
+    nobody uses; that and what could be evicted now. victim_bytes, victim_uses: of the adapter that
+    would be evicted first, 0 if there is none; uses as the eviction policy counts them, to a tenth.
+    kv_used: share of the KV pages in use.
     """
 
     running: int = 0

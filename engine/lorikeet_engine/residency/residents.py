@@ -4,8 +4,6 @@ import logging
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 
@@ -14,6 +12,7 @@ from lorikeet_engine.residency.eviction import EvictionPolicy, Use, Uses
 from lorikeet_engine.residency.journal import Note, unnoted
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.pledges import Pledges
+from lorikeet_engine.residency.resident import Lease, Resident
 from lorikeet_engine.residency.slots import SlotPool
 from lorikeet_engine.residency.transfer import Transfer
 
@@ -26,61 +25,6 @@ GUARD_S = 0.5
 # So much is evicted, in images of the size to be placed, before another has to move for it. Loading
 # ranks 4 to 256 at random, nothing moved any more, and 0.9% less of the arena was in use.
 _RATHER_EVICT = 2
-
-
-@dataclass(slots=True, eq=False)
-class Resident:
-    """One adapter on the GPU. guarded_until_s: 0 until a request wants it, 0 again once leased.
-
-    reads: Transfer's, of the steps that may have read it; None until its first lease has ended.
-    """
-
-    ref: AdapterRef
-    slot: int
-    layout: PackedLayout
-    last_used_s: float
-    worth: float
-    leases: int = 0
-    guarded_until_s: float = 0.0
-    arriving: bool = False
-    reads: torch.cuda.Event | None = None
-
-    def held_at(self, now_s: float) -> bool:
-        """Whether it is in use or about to be, and must stay."""
-        return bool(self.leases) or self.arriving or self.guarded_until_s > now_s
-
-
-class Lease:
-    """While it lasts, the adapter stays on the GPU, in this slot of the table.
-
-    rank: the adapter's largest. Use as a context manager, or release once done.
-    """
-
-    __slots__ = ("_ended", "_resident", "rank", "slot")
-
-    def __init__(self, resident: Resident, ended: Callable[[Resident], None]) -> None:
-        resident.leases += 1
-        self._resident: Resident | None = resident
-        self._ended = ended
-        self.slot = resident.slot
-        self.rank = resident.layout.max_rank
-
-    def release(self) -> None:
-        """End the lease; doing so again changes nothing."""
-        resident, self._resident = self._resident, None
-        if resident is not None:
-            self._ended(resident)
-
-    def __enter__(self) -> "Lease":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
 
 
 class Residents:

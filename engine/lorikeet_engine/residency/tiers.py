@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from lorikeet_engine.costs import LoadCosts
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.request import AdapterReport
+from lorikeet_engine.residency.accounts import Accounts, ArenaLoad
 from lorikeet_engine.residency.alarm import Alarm
 from lorikeet_engine.residency.copying import Copied, Copies
 from lorikeet_engine.residency.disk import AdapterSource, DiskCache
@@ -31,13 +31,12 @@ from lorikeet_engine.residency.eviction import LeastUsedForItsSize
 from lorikeet_engine.residency.host import HostArena
 from lorikeet_engine.residency.image_file import fingerprint
 from lorikeet_engine.residency.journal import Journal
-from lorikeet_engine.residency.known import Known
-from lorikeet_engine.residency.load_times import LoadTimes
 from lorikeet_engine.residency.loading import Landing, Loader
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.pins import Pins
 from lorikeet_engine.residency.prefetches import Prefetches
-from lorikeet_engine.residency.residents import Lease, Resident, Residents
+from lorikeet_engine.residency.resident import Lease
+from lorikeet_engine.residency.residents import Residents
 from lorikeet_engine.residency.slots import SlotPool
 from lorikeet_engine.residency.transfer import Transfer
 
@@ -45,17 +44,6 @@ log = logging.getLogger(__name__)
 
 # A failure that nobody has asked about for so long says little about the next attempt.
 _FAILURE_LASTS_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaLoad:
-    """EngineLoad's fields about adapters."""
-
-    loading_bytes: int
-    free_bytes: int
-    room_bytes: int
-    victim_bytes: int
-    victim_uses: float
 
 
 class Tiers:
@@ -102,14 +90,13 @@ class Tiers:
         self._pins = Pins(self._residents, self._host, self._disk, self._loader, self._place)
         self._prefetches = Prefetches(self._residents, self._host, self._loader, self._place_spare)
         self._copies = Copies(wake)
+        self._accounts = Accounts(self._pool, self._residents, self._copies, self._pins, self.where)
         self._wake = wake
         self._alarm = Alarm(wake)
         self._wanted: dict[str, AdapterRef] = {}  # wanted and not on the GPU
         self._line: dict[str, AdapterRef] = {}  # of these, held on the host
         self._parked: dict[str, int] = {}  # of these, waiting for the host: its frees then
         self._failures: dict[str, tuple[AdapterError, float]] = {}
-        self._known = Known()
-        self._times = LoadTimes()
         self._watch = DiskWatch(self._disk, self._journal)
 
     @property
@@ -150,19 +137,11 @@ class Tiers:
 
     def load_costs(self) -> LoadCosts:
         """As far as they were measured."""
-        return self._times.costs()
+        return self._accounts.costs()
 
     def load(self) -> ArenaLoad:
         """What is on its way, what has room, what would be evicted first."""
-        itemsize = self.weights.arena.itemsize
-        victim, uses = self._residents.victim() or (0, 0.0)
-        return ArenaLoad(
-            loading_bytes=self._loading_bytes(),
-            free_bytes=self.arena_bytes_total - self.arena_bytes_used,
-            room_bytes=self._residents.room_elements * itemsize,
-            victim_bytes=victim * itemsize,
-            victim_uses=uses,
-        )
+        return self._accounts.load(list(self._wanted))
 
     def rank(self, ref: AdapterRef) -> int | None:
         """Its largest rank while it is on the GPU."""
@@ -178,7 +157,7 @@ class Tiers:
             if time.monotonic() - failure[1] < _FAILURE_LASTS_S:
                 return
             del self._failures[digest]
-        self._known.add(ref)
+        self._accounts.asked(ref)
         self._wanted[digest] = ref
         self._bring(ref)
 
@@ -215,7 +194,7 @@ class Tiers:
 
     def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU) -> None:
         """Load it up to `tier` and never evict it below, as long as room for others is left."""
-        self._known.add(ref)
+        self._accounts.asked(ref)
         self._pins.ask(ref, tier)
         self._wake()
 
@@ -225,7 +204,7 @@ class Tiers:
         uses: of late by other replicas, as far as this one could serve them. Tried once, and
         forgotten where it cannot be.
         """
-        self._known.add(ref)
+        self._accounts.asked(ref)
         self._prefetches.ask(ref, tier, uses)
         self._wake()
 
@@ -236,10 +215,7 @@ class Tiers:
 
     def report(self) -> tuple[AdapterReport, ...]:
         """Every adapter that is nearer than remote, as far as this process has seen it."""
-        residents = {r.ref.digest: r for r in self._residents.snapshot()}
-        refs = self._known.refs() | {digest: r.ref for digest, r in residents.items()}
-        reports = [self._report(ref, residents.get(digest)) for digest, ref in refs.items()]
-        return tuple(r for r in reports if r.residency is not Residency.REMOTE)
+        return self._accounts.report()
 
     def close(self) -> None:
         """Load nothing more."""
@@ -249,28 +225,10 @@ class Tiers:
         self._copies.close()
         self._disk.close()
 
-    def _report(self, ref: AdapterRef, resident: Resident | None) -> AdapterReport:
-        itemsize = self.weights.arena.itemsize
-        elements = resident.layout.elements if resident else 0
-        return AdapterReport(
-            ref=ref,
-            residency=self.residency(ref),
-            gpu_bytes=elements * itemsize,
-            leases=resident.leases if resident else 0,
-            pinned=ref.digest in self._pins,
-            image_bytes=(elements or self._known.elements(ref.digest)) * itemsize,
-            uses=self._residents.uses(ref.digest),
-        )
-
-    def _loading_bytes(self) -> int:
-        """An image that was never seen is taken for one of the usual size."""
-        itemsize = self.weights.arena.itemsize
-        usual = int(self._times.reads.size_bytes)
-        known = [self._known.elements(digest) * itemsize for digest in list(self._wanted)]
-        return sum(size or usual for size in known) + self._copies.elements * itemsize
-
     def _bring(self, ref: AdapterRef) -> None:
-        if self._host.hold(ref.digest) is not None:
+        held = self._host.hold(ref.digest)
+        if held is not None:
+            self._accounts.seen(ref.digest, held[0].elements)
             self._line[ref.digest] = ref
             self._wake()  # advance has work, and nothing is loading that would say so
         else:
@@ -280,7 +238,7 @@ class Tiers:
         ref, digest = landing.ref, landing.ref.digest
         self._pins.landed(landing)
         self._prefetches.landed(landing)
-        self._learn(landing)
+        self._accounts.landed(landing)
         if landing.error is not None:
             log.warning("adapter_failed", extra={"adapter": str(ref), "error": str(landing.error)})
             if self._wanted.pop(digest, None):
@@ -292,14 +250,6 @@ class Tiers:
                 self._host.release(digest)
         elif digest in self._wanted:
             self._parked[digest] = landing.frees
-
-    def _learn(self, landing: Landing) -> None:
-        if landing.elements:
-            size_bytes = landing.elements * self.weights.arena.itemsize
-            self._known.measured(landing.ref.digest, landing.elements)
-            self._times.reads.add(landing.read_s, size_bytes)
-            if landing.download_s:
-                self._times.downloads.add(landing.download_s, size_bytes)
 
     def _admit(self) -> None:
         refused = self._pool.elements + 1  # what had no room has none later in the same step
@@ -326,7 +276,8 @@ class Tiers:
         digest, began_s = ref.digest, time.perf_counter()
         copied = self._residents.place(ref, layout, image, wanted=wanted, worth=worth)
         if copied is None:
-            self._times.copies.add(time.perf_counter() - began_s, image.nbytes)
+            took_s = time.perf_counter() - began_s
+            self._accounts.copied(Copied(digest, layout.elements, took_s))
         else:
             self._host.hold(digest)
             self._copies.follow(digest, layout.elements, began_s, copied)
@@ -345,6 +296,6 @@ class Tiers:
         return self._place(ref, layout, image, worth=worth)
 
     def _arrive(self, copied: Copied) -> None:
-        self._times.copies.add(copied.took_s, copied.elements * self.weights.arena.itemsize)
+        self._accounts.copied(copied)
         self._residents.arrived(copied.digest)
         self._host.release(copied.digest)

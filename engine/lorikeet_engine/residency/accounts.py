@@ -1,0 +1,110 @@
+"""What the tiers can say of themselves: where adapters are, what is on its way, what loads take."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.costs import LoadCosts
+from lorikeet_engine.request import AdapterReport
+from lorikeet_engine.residency.copying import Copied, Copies
+from lorikeet_engine.residency.known import Known
+from lorikeet_engine.residency.load_times import LoadTimes
+from lorikeet_engine.residency.loading import Landing
+from lorikeet_engine.residency.pins import Pins
+from lorikeet_engine.residency.resident import Resident
+from lorikeet_engine.residency.residents import Residents
+from lorikeet_engine.residency.slots import SlotPool
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaLoad:
+    """EngineLoad's fields about adapters."""
+
+    loading_bytes: int
+    free_bytes: int
+    room_bytes: int
+    victim_bytes: int
+    victim_uses: float
+
+
+class Accounts:
+    """Told by the engine's thread, asked by any."""
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        residents: Residents,
+        copies: Copies,
+        pins: Pins,
+        residency: Callable[[str], Residency],
+    ) -> None:
+        """residency: where an adapter is, by digest."""
+        self._pool, self._residents, self._copies, self._pins = pool, residents, copies, pins
+        self._residency = residency
+        self._itemsize = pool.weights.arena.itemsize
+        self._known = Known()
+        self._times = LoadTimes()
+
+    def asked(self, ref: AdapterRef) -> None:
+        """Somebody asks for it. On any thread."""
+        self._known.add(ref)
+
+    def seen(self, digest: str, elements: int) -> None:
+        """Its image has so many elements."""
+        self._known.measured(digest, elements)
+
+    def landed(self, landing: Landing) -> None:
+        """A load to the host or the disk is over."""
+        if landing.elements:
+            size_bytes = landing.elements * self._itemsize
+            self.seen(landing.ref.digest, landing.elements)
+            self._times.reads.add(landing.read_s, size_bytes)
+            if landing.download_s:
+                self._times.downloads.add(landing.download_s, size_bytes)
+
+    def copied(self, copied: Copied) -> None:
+        """A copy to the GPU is over."""
+        self._times.copies.add(copied.took_s, copied.elements * self._itemsize)
+
+    def costs(self) -> LoadCosts:
+        """What loads take, as far as it was measured."""
+        return self._times.costs()
+
+    def load(self, wanted: Iterable[str]) -> ArenaLoad:
+        """What is on its way, what has room, what would be evicted first.
+
+        wanted: the digests that requests wait for and that are not on the GPU.
+        """
+        victim, uses = self._residents.victim() or (0, 0.0)
+        return ArenaLoad(
+            loading_bytes=self._loading_bytes(wanted),
+            free_bytes=(self._pool.elements - self._pool.used_elements) * self._itemsize,
+            room_bytes=self._residents.room_elements * self._itemsize,
+            victim_bytes=victim * self._itemsize,
+            victim_uses=uses,
+        )
+
+    def report(self) -> tuple[AdapterReport, ...]:
+        """Every adapter that is nearer than remote, as far as this process has seen it."""
+        residents = {r.ref.digest: r for r in self._residents.snapshot()}
+        refs = self._known.refs() | {digest: r.ref for digest, r in residents.items()}
+        reports = [self._report(ref, residents.get(digest)) for digest, ref in refs.items()]
+        return tuple(r for r in reports if r.residency is not Residency.REMOTE)
+
+    def _report(self, ref: AdapterRef, resident: Resident | None) -> AdapterReport:
+        elements = resident.layout.elements if resident else 0
+        return AdapterReport(
+            ref=ref,
+            residency=self._residency(ref.digest),
+            gpu_bytes=elements * self._itemsize,
+            leases=resident.leases if resident else 0,
+            pinned=ref.digest in self._pins,
+            image_bytes=(elements or self._known.elements(ref.digest)) * self._itemsize,
+            uses=self._residents.uses(ref.digest),
+        )
+
+    def _loading_bytes(self, wanted: Iterable[str]) -> int:
+        """An image that was never seen is taken for one of the usual size."""
+        usual = int(self._times.reads.size_bytes)
+        sizes = [self._known.elements(digest) * self._itemsize for digest in wanted]
+        return sum(size or usual for size in sizes) + self._copies.elements * self._itemsize
