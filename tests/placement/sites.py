@@ -34,7 +34,8 @@ def carry_out(site: Site, orders: Sequence[Prefetch], sizes: Mapping[str, int]) 
     for digest, tier, uses in orders:
         while free_bytes(site, tier, sizes) < sizes[digest]:
             victim = next(d for d in evictable(site, tier, sizes) if d not in new)
-            site = replace(site, held={**site.held, victim: DISK})
+            left = site.kept.get(victim, DISK)
+            site = replace(site, held={**site.held, victim: left})
         new.add(digest)
         held, used = {**site.held, digest: tier}, {**site.uses, digest: uses}
         site = replace(site, held=held, uses=used)

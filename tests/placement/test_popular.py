@@ -130,19 +130,20 @@ def test_what_has_no_room_on_a_gpu_comes_to_a_host():
 def test_with_spares_every_adapter_in_use_is_on_two_replicas():
     demand = many(6)
     sites = {"p": site(3, *list(demand)[:3], host=9), "q": site(3, *list(demand)[3:], host=9)}
-    assert alone(demand, sites) == {"p": 3, "q": 3}
+    assert alone(demand, sites) == {"p": 0.5, "q": 0.5}
     assert prefetch_popular(demand, ONES, sites) == {}
     settled, given = settle(demand, ONES, sites, spares=True)
     assert len(given) == 6
     assert alone(demand, settled) == {"p": 0, "q": 0}
 
 
-def test_alone_counts_what_is_used_and_only_there_on_gpu_or_host():
+def test_alone_is_what_is_used_and_only_there_on_gpu_or_host():
     sites = {
         "p": Site(9, 9, {"a": GPU, "b": HOST, "c": DISK, "both": GPU, "unused": GPU}),
         "q": Site(9, 9, {"both": HOST, "a": DISK}),
     }
-    assert alone(dict.fromkeys(["a", "b", "c", "both"], 1.0), sites) == {"p": 2, "q": 0}
+    assert alone(dict.fromkeys(["a", "b", "c", "both"], 1.0), sites) == {"p": 0.667, "q": 0}
+    assert alone({}, sites) == {"p": 0, "q": 0}
 
 
 def test_pins_count_as_there_and_give_no_room():

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from lorikeet.placement.scaling import (
     Pace,
-    Signals,
     Since,
     could_shrink,
     scale,
 )
+from lorikeet.placement.signals import Signals
 
 PACE = Pace()
 PRESSED_S, CALM_S, MOVING_S = PACE.pressed_s, PACE.calm_s, PACE.moving_s
@@ -125,8 +125,8 @@ def test_one_busy_moment_begins_the_calm_anew():
     assert fleet.targets == [3]
 
 
-@pytest.mark.parametrize("alone", [3, None])
-def test_it_waits_for_second_copies_before_it_shrinks_but_not_for_ever(alone: int | None):
+@pytest.mark.parametrize("alone", [0.06, None])
+def test_it_waits_for_second_copies_before_it_shrinks_but_not_for_ever(alone: float | None):
     fleet = Fleet(3)
     fleet.run(lambda _: signals(alone=alone), CALM_S + MOVING_S)
     assert fleet.targets == [3]
@@ -134,7 +134,7 @@ def test_it_waits_for_second_copies_before_it_shrinks_but_not_for_ever(alone: in
     assert fleet.targets == [3, 2]
     fleet = Fleet(3)
     fleet.run(lambda _: signals(alone=alone), CALM_S + 20)
-    fleet.run(lambda _: signals(alone=0), 2)
+    fleet.run(lambda _: signals(alone=0.05), 2)
     assert fleet.targets == [3, 2]
 
 

@@ -18,7 +18,7 @@ from lorikeet.api.messages import Call, Endpoint, Header, Refusal
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import InvalidSetting
-from lorikeet.placement.orders import Orders
+from lorikeet.placement.orders import Bring, Orders
 from lorikeet.placement.plan import Keep
 from lorikeet.serving import replica as replica_module
 from lorikeet.serving.prompts import PromptEncoder
@@ -160,6 +160,25 @@ def test_a_prompt_that_cannot_fit_is_refused_without_stopping_others(settings, p
     (refusal,), longest_gap_s = run(settings, scenario)
     assert refusal.code == "context_length_exceeded"
     assert longest_gap_s < 0.5
+
+
+def test_orders_bring_adapters_nearer_and_the_autoscaler_hears_how_hard_it_works(settings, ref):
+    async def scenario(replica):
+        quiet = await replica.record_autoscaling_stats()
+        orders = Orders(alone=0.25, brings=(Bring(ref, Residency.GPU, 1.0),))
+        assert await replica.apply_plan({"r0": orders}) == "r0"
+        await until(
+            lambda engine: [a.residency for a in engine.adapters] == [Residency.GPU], replica
+        )
+        for n in range(2):
+            await items_of(replica, replace(CALL, adapter=ref, request_id=f"r{n}"))
+        return quiet, await replica.record_autoscaling_stats()
+
+    quiet, used = run(settings, scenario)
+    assert (quiet["working_bytes"], quiet["seats"]) == (0, 0)
+    assert "alone" not in quiet
+    assert 0 < used["working_bytes"] < used["arena_bytes"]
+    assert used["alone"] == 0.25
 
 
 def test_a_plan_that_does_not_name_the_replica_changes_nothing(settings, ref):

@@ -23,11 +23,11 @@ class Bring:
 class Orders:
     """For one replica.
 
-    keeps: all that it must keep, by digest; what is not named it need keep no more. alone: how many
-    adapters in use are near on this replica only; None while nobody counts. brings: most wanted
-    first.
+    keeps: all that it must keep, by digest; what is not named it need keep no more. alone: share of
+    the adapters in use that only this replica has on GPU or host; None while nobody counts. brings:
+    most wanted first.
     """
 
     keeps: Mapping[str, Keep] = field(default_factory=dict)
-    alone: int | None = None
+    alone: float | None = None
     brings: tuple[Bring, ...] = ()

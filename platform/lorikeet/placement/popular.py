@@ -6,6 +6,7 @@ something evicted only for what is wanted at least twice as much; so a fleet in 
 orders, and two equal adapters never swap. It takes plain values: a simulator can call it as well.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -75,18 +76,18 @@ def prefetch_popular(
     return {name: orders for name, orders in draft.orders.items() if orders}
 
 
-def alone(demand: Mapping[str, float], sites: Mapping[str, Site]) -> dict[str, int]:
-    """How many adapters in use each replica has on its GPU or host that no other replica has."""
+def alone(demand: Mapping[str, float], sites: Mapping[str, Site]) -> dict[str, float]:
+    """The share of the adapters in use that each replica has near, and no other replica has.
+
+    Near is on the GPU or the host.
+    """
     holder: dict[str, str | None] = {}
     for name, site in sites.items():
         for digest, tier in site.held.items():
-            if tier >= Residency.HOST:
+            if tier >= Residency.HOST and demand.get(digest, 0.0) >= POPULAR:
                 holder[digest] = None if digest in holder else name
-    lonely = dict.fromkeys(sites, 0)
-    for digest, one in holder.items():
-        if one is not None and demand.get(digest, 0.0) >= POPULAR:
-            lonely[one] += 1
-    return lonely
+    lonely = Counter(holder.values())
+    return {name: round(lonely[name] / max(1, len(holder)), 3) for name in sites}
 
 
 class _Draft:
@@ -105,6 +106,7 @@ class _Draft:
         }
         self._on_gpu: dict[str, list[str]] = {}  # digest → replicas
         self._near: dict[str, list[str]] = {}  # on the GPU or the host
+        self._leaving: set[str] = set()
         for name in self._names:
             self._stock(name, sites[name])
         wanted = (digest for digest, uses in demand.items() if uses >= POPULAR and digest in sizes)
@@ -142,6 +144,8 @@ class _Draft:
     def shelter(self, copies: int) -> None:
         """So many replicas that have each adapter in use on GPU or host."""
         for digest in self._wanted:
+            if digest in self._leaving:  # whether it has truly gone is known next time
+                continue
             for before in range(len(self._near.get(digest, ())), min(copies, len(self._names))):
                 if not self._bring(digest, Residency.HOST, self._demand[digest] / (before + 1)):
                     break
@@ -234,6 +238,7 @@ class _Draft:
     def _order(self, name: str, order: Prefetch, victims: list[str]) -> None:
         for victim in victims:
             self._there(victim, order.tier).remove(name)
+            self._leaving.add(victim)
         size = self._sizes[order.digest]
         self._shelves[order.tier][name].put(size, victims)
         self.orders[name].append(order)

@@ -17,10 +17,10 @@ _SETTLES_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """For each replica: what to bring nearer, and how many adapters in use only it has near."""
+    """For each replica: what to bring nearer, and what share of adapters in use only it has."""
 
     brings: Mapping[str, tuple[Bring, ...]]
-    alone: Mapping[str, int]
+    alone: Mapping[str, float]
 
 
 class Prefetching:

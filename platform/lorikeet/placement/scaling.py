@@ -1,8 +1,8 @@
 """How many replicas there should be: a pure function of what each says of its pressure.
 
 Grows after seconds of pressure, by as many as it takes. Shrinks one by one, after minutes in which
-one replica fewer would have been far from pressure, and only when each adapter in use has been
-brought to a second replica: which replica goes is not ours to say.
+one replica fewer would have been far from pressure, and only when adapters in use have been
+brought to second replicas: which replica goes is not ours to say.
 """
 
 import math
@@ -10,12 +10,16 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lorikeet.placement.signals import Signals
+
 # What one replica should bear, and what of that each may bear after one has gone.
 _WORKING = 0.9  # adapters in use, of the arena
 _SEATS = 0.85
 _KV = 0.9
 _WAIT_S = 1.0
 _RELAXED = 0.75
+# Of the adapters in use, what may go with a replica; some have always just come into use.
+_ALONE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +31,6 @@ class Pace:
     pressed_s: float = 10.0
     calm_s: float = 300.0
     moving_s: float = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class Signals:
-    """What one replica says.
-
-    working_bytes: adapters in use there, wherever they are. oldest_wait_s: of the requests without
-    a token. seats, kv: share of the sequences of one step that run or wait, and of the KV pages in
-    use. alone: adapters in use that no other replica has near; None while it does not know.
-    """
-
-    working_bytes: float
-    arena_bytes: float
-    oldest_wait_s: float
-    seats: float
-    kv: float
-    alone: float | None = None
 
 
 class Since(NamedTuple):
@@ -86,7 +73,7 @@ def scale(
         return Verdict(target, "", Since())
     began_s = now_s if since.calm_s is None else since.calm_s
     calm_s = now_s - began_s
-    moved = all(each.alone == 0 for each in signals)
+    moved = all(each.alone is not None and each.alone <= _ALONE for each in signals)
     if calm_s >= pace.calm_s + (0 if moved else pace.moving_s):
         return Verdict(target - 1, f"one fewer has been enough for {calm_s:.0f} s", Since())
     return Verdict(target, "", Since(calm_s=began_s))

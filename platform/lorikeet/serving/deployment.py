@@ -13,8 +13,8 @@ from lorikeet.placement.prefetching import Prefetching
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.placement.roll_call import RollCall
 from lorikeet.placement.scaling import could_shrink
+from lorikeet.placement.signals import from_stats
 from lorikeet.serving.handles import broadcast
-from lorikeet.serving.scaling import signals_of
 from lorikeet.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class EngineDeployment:
         self._spares = False
         if self._scales and len(self.reports) > self._least:
             stats = await broadcast(self._engine, "record_autoscaling_stats")
-            signals = [signals_of(each) for each in stats]
+            signals = [from_stats(each) for each in stats]
             self._spares = len(signals) == len(self.reports) and could_shrink(signals)
 
     def keep(self, plan: Plan) -> None:

@@ -1,6 +1,7 @@
 """One engine behind Ray Serve: text in, the client's bytes out."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 
 from lorikeet.api.messages import Call, Header, Refusal, StreamItem, Trial, TrialResult
 from lorikeet.errors import InvalidInput
+from lorikeet.placement import signals
 from lorikeet.placement.orders import Orders
 from lorikeet.placement.plan import Keep
 from lorikeet.placement.report import ReplicaReport
@@ -27,6 +29,7 @@ from lorikeet_engine.news import EngineNews
 from lorikeet_engine.request import Failed, Output, Request, Tokens
 
 _ENCODERS = 2
+_TOLD_S = 90.0  # the controller tells all replicas everything twice a minute
 _MOST_FAILED_STEPS = 5  # in a row: the device or the engine is broken, not a request
 
 
@@ -63,6 +66,8 @@ class Replica:
         self._base_model = base_model
         self._mailboxes: dict[str, Mailbox] = {}
         self._kept: dict[str, Keep] = {}
+        self._alone: float | None = None
+        self._told_s = 0.0
         self._failed_steps = 0
         self._event_loop = asyncio.get_running_loop()
         build = partial(build_engine, settings, base_model)
@@ -115,6 +120,7 @@ class Replica:
             if digest not in self._kept or self._kept[digest].tier != keep.tier:
                 self._engine.pin(keep.ref, keep.tier)
         self._kept = dict(orders.keeps)
+        self._alone, self._told_s = orders.alone, time.monotonic()
         for bring in orders.brings:
             self._engine.prefetch(bring.ref, bring.tier, bring.uses)
         return self.name
@@ -145,6 +151,14 @@ class Replica:
     async def record_routing_stats(self) -> dict[str, Any]:
         """Load and costs; Serve asks every second, and passes it on although no watch is open."""
         return to_stats(self._bulletin.word_with_costs())
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """How hard this replica works, for Serve's autoscaler and the controller."""
+        told_lately = time.monotonic() - self._told_s < _TOLD_S
+        report, load = (await self.report()).engine, self._bulletin.word().load
+        alone = self._alone if told_lately else None
+        seats = self._engine.config.step_costs.max_running
+        return signals.to_stats(signals.measure(report, load, seats, alone))
 
     def check_health(self) -> None:
         """Raises when the engine's process has ended, or when step after step fails."""

@@ -1,4 +1,4 @@
-"""Scaling for Ray Serve: our function as its autoscaling policy, and the numbers it is fed with.
+"""Scaling for Ray Serve: our function as its autoscaling policy.
 
 Serve asks each replica for `record_autoscaling_stats`, a dict of numbers, every PUSH_S, and calls
 the policy some ten times a second in its own controller's process.
@@ -10,17 +10,14 @@ from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from lorikeet.placement.scaling import Pace, Signals, Since, scale
-from lorikeet_engine.news import EngineLoad
-from lorikeet_engine.request import EngineReport
+from lorikeet.placement.scaling import Pace, Since, scale
+from lorikeet.placement.signals import Signals, from_stats
 
 log = logging.getLogger("ray.serve")  # the policy runs in a process where only Serve logs
 
 PUSH_S = 2.0
 # A replica that was not heard of for so long is not reckoned with.
 _STALE_S = 15.0
-# Uses from which an adapter belongs to the working set: more than one of late.
-_IN_USE = 1.0
 
 
 def autoscaling(least: int, most: int, **pace: float) -> AutoscalingConfig:
@@ -66,30 +63,6 @@ class Policy:
         return verdict.replicas, {"since": verdict.since._asdict()}
 
 
-def stats_of(
-    report: EngineReport, load: EngineLoad, max_running: int, alone: int | None
-) -> dict[str, float]:
-    """A replica's Signals, as the numbers that Serve takes."""
-    used = (
-        adapter.image_bytes
-        for adapter in report.adapters
-        if adapter.uses >= _IN_USE or (adapter.pinned and adapter.gpu_bytes)
-    )
-    stats = {
-        "working_bytes": sum(used),
-        "arena_bytes": report.arena_bytes_total,
-        "oldest_wait_s": load.oldest_wait_s,
-        "seats": (load.running + load.waiting) / max_running,
-        "kv": load.kv_used,
-    }
-    return stats if alone is None else {**stats, "alone": alone}
-
-
-def signals_of(stats: Mapping[str, float]) -> Signals:
-    """What a replica's numbers say; Serve adds some of its own."""
-    return Signals(**{name: stats[name] for name in Signals.__dataclass_fields__ if name in stats})
-
-
 def _heard(metrics: Mapping[str, Mapping[Any, Any]], now_s: float) -> list[Signals]:
     """The last numbers of each replica that was heard of lately. metrics: by name, then replica."""
     heard = []
@@ -98,5 +71,5 @@ def _heard(metrics: Mapping[str, Mapping[Any, Any]], now_s: float) -> list[Signa
         if now_s - at_s <= _STALE_S:
             last = {name: of[replica][-1] for name, of in metrics.items() if of.get(replica)}
             known = {name: each.value for name, each in last.items() if each.timestamp == at_s}
-            heard.append(signals_of(known))
+            heard.append(from_stats(known))
     return heard
