@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _LONGEST_GENERATION_S = 600  # a replica that is replaced may take this long to finish its streams
 _OTHER_REQUESTS = 256  # room beside the generations: a flood of those must not shut out admins
+_ENGINE_CALLS = 8  # beside each gateway's watch: plans, reports and the like, a replica at once
 _ENGINE_CPUS = 0.2  # a share, so that a laptop's two cores hold engines, gateway and controller
 _GATEWAY_CPUS = 0.2
 _CONTROLLER_CPUS = 0.05
@@ -42,7 +43,7 @@ def engine(settings: Settings, base_model: str) -> Application:
     gpus = 1 if device_of(settings) == "cuda" else 0
     deployment = serve.deployment(
         name=f"engine-{base_model}",
-        max_ongoing_requests=settings.max_ongoing_requests,
+        max_ongoing_requests=settings.max_ongoing_requests + settings.gateways + _ENGINE_CALLS,
         ray_actor_options={"num_cpus": _ENGINE_CPUS, "num_gpus": gpus},
         request_router_config={
             "request_router_class": "lorikeet.serving.router.AdapterRouter",
