@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self
@@ -53,14 +53,14 @@ class Result:
 class Load:
     """`streams` clients, each with one request after the other, until the `with` block ends.
 
-    What is under way then is answered to its end. `results` grows while the load runs.
+    Each target is asked for once, then any. What is under way at the end is answered to its end.
+    `results` grows while the load runs.
     """
 
     url: str
     targets: Sequence[Target]
     streams: int = 16
     tokens: int = 16
-    seed: int = 0
     results: list[Result] = field(default_factory=list)
 
     def __enter__(self) -> Self:
@@ -85,6 +85,10 @@ class Load:
             assert time.monotonic() < deadline, f"too few answers in {within_s} s: {self.counts()}"
             time.sleep(0.05)
 
+    def unfinished(self) -> list[Result]:
+        """Those that were not answered whole."""
+        return [result for result in list(self.results) if result.outcome is not Outcome.WHOLE]
+
     def counts(self) -> Counter[Outcome]:
         """How many requests ended how."""
         return Counter(result.outcome for result in list(self.results))
@@ -95,13 +99,19 @@ class Load:
 
     async def _run(self) -> None:
         limits = httpx.Limits(max_connections=None)
+        targets = self._targets()
         async with httpx.AsyncClient(timeout=PATIENCE_S, limits=limits) as client:
-            await asyncio.gather(*(self._client(client, n) for n in range(self.streams)))
+            await asyncio.gather(*(self._client(client, targets) for _ in range(self.streams)))
 
-    async def _client(self, client: httpx.AsyncClient, number: int) -> None:
-        rng = random.Random(f"{self.seed}-{number}")
+    def _targets(self) -> Iterator[Target]:
+        yield from self.targets
+        rng = random.Random(0)
+        while True:
+            yield rng.choice(self.targets)
+
+    async def _client(self, client: httpx.AsyncClient, targets: Iterator[Target]) -> None:
         while not self._stopped.is_set():
-            self.results.append(await self._ask(client, rng.choice(self.targets)))
+            self.results.append(await self._ask(client, next(targets)))
             if self.results[-1].outcome is Outcome.REFUSED:
                 await asyncio.sleep(0.2)  # as long as nobody answers, ask, but do not flood
 

@@ -16,7 +16,8 @@ class StoreLink:
 
     def __init__(self, store_url: str) -> None:
         self._to = urlsplit(store_url)
-        self._connections: set[asyncio.StreamWriter] = set()
+        self._ends: set[asyncio.StreamWriter] = set()
+        self._relays: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._open = asyncio.Event()
         self._open.set()
@@ -52,24 +53,31 @@ class StoreLink:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._relay, "127.0.0.1", self._port)
+        self._server = await asyncio.start_server(self._take, "127.0.0.1", self._port)
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def _close(self) -> None:
         self._server.close()
-        for writer in self._connections:
-            writer.transport.abort()
+        for end in self._ends:
+            end.transport.abort()
+        if self._relays:
+            await asyncio.wait(self._relays)
+
+    def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        relay = self._loop.create_task(self._relay(reader, writer))
+        self._relays.add(relay)
+        relay.add_done_callback(self._relays.discard)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         store_reader, store_writer = await asyncio.open_connection(self._to.hostname, self._to.port)
         ends = {writer, store_writer}
-        self._connections |= ends
+        self._ends |= ends
         try:
             await asyncio.gather(self._pump(reader, store_writer), self._pump(store_reader, writer))
         except OSError:
             pass  # one end has broken off: so does the other
         finally:
-            self._connections -= ends
+            self._ends -= ends
             for end in ends:
                 end.transport.abort()
 
