@@ -9,17 +9,24 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from loadtest.fleet.adapters import fill_catalog
-from loadtest.fleet.run import measure_real, pace_of, settings_of
-from loadtest.fleet.scenario import SCENARIOS, USUAL, lasting
+from loadtest.fleet.run import (
+    measure_overhead_s,
+    measure_real,
+    measure_simulated,
+    pace_of,
+    settings_of,
+)
+from loadtest.fleet.scenario import SCENARIOS, lasting, slowed
 from loadtest.fleet.service import ROUTERS, cluster, service
 from loadtest.simulator.goals import HOT
-from loadtest.simulator.trial import COLUMNS, measure, table
+from loadtest.simulator.trial import COLUMNS, table
 from lorikeet.simulator.outcome import Outcome
+from lorikeet.simulator.traffic import Scenario
 
 # What the goals compare: sticky routing where one adapter is hot, the others where none is.
 _NOT_COMPARED = {("multiplexing", name) for name in SCENARIOS if name != HOT}
@@ -28,37 +35,51 @@ _NOT_COMPARED |= {("power of two", HOT), ("bounded hashing", HOT)}
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One run and its simulation."""
+    """One run and its simulation, to which overhead_s is added that a request's way takes."""
 
     scenario: str
     real: Outcome
     simulated: Outcome
+    overhead_s: float
 
 
 def main() -> int:
     """Run what the command line asks for; print a table and write JSON."""
     options = _arguments()
+    wanted = {name: _scenario(name, options) for name in options.scenarios}
     began_s, pairs = time.perf_counter(), list[Pair]()
-    with tempfile.TemporaryDirectory(prefix="lorikeet-fleet-") as name, cluster() as url:
-        folder = Path(name)
-        settings = settings_of(USUAL, folder)
-        stock = fill_catalog(settings, USUAL.ranks.tolist())
-        for router in options.routers:
-            wanted = [s for s in options.scenarios if (router, s) not in _NOT_COMPARED]
-            if not wanted:
-                continue
-            pace = pace_of(USUAL, stock, router, folder)
-            with service(settings, pace, router, USUAL.costs):
-                for chosen in wanted:
-                    scenario = lasting(SCENARIOS[chosen], options.seconds)
-                    real = measure_real(url, stock.key, scenario, router, pace.loads_file)
-                    pairs.append(Pair(chosen, real, measure((scenario, router))))
-                    print(_table(pairs[-1:]), flush=True)
-    took_s = time.perf_counter() - began_s
-    print(f"\n{_table(pairs)}\n\ntook {took_s:.0f} s")
+    with tempfile.TemporaryDirectory(prefix="lorikeet-fleet-") as folder:
+        for pair in _run(wanted, options.routers, Path(folder)):
+            pairs.append(pair)
+            print(_table(pairs[-1:]), flush=True)
+    print(f"\n{_table(pairs)}\n\ntook {time.perf_counter() - began_s:.0f} s")
     if options.json:
         options.json.write_text(json.dumps([asdict(pair) for pair in pairs], indent=1) + "\n")
     return 0
+
+
+def _run(wanted: dict[str, Scenario], routers: list[str], folder: Path) -> Iterator[Pair]:
+    """All of one router on one service."""
+    any_scenario = next(iter(wanted.values()))
+    settings = settings_of(any_scenario, folder)
+    stock = fill_catalog(settings, any_scenario.ranks.tolist())
+    with cluster() as url:
+        for router in routers:
+            compared = {n: s for n, s in wanted.items() if (router, n) not in _NOT_COMPARED}
+            if not compared:
+                continue
+            pace = pace_of(any_scenario, stock, router, folder)
+            with service(settings, pace, router, any_scenario.costs):
+                overhead_s = measure_overhead_s(url, stock.key, any_scenario)
+                for name, scenario in compared.items():
+                    real = measure_real(url, stock.key, scenario, router, pace.loads_file)
+                    simulated = measure_simulated(scenario, router, overhead_s)
+                    yield Pair(name, real, simulated, overhead_s)
+
+
+def _scenario(name: str, options: argparse.Namespace) -> Scenario:
+    usual = replace(SCENARIOS[name], adapters=options.adapters, replicas=options.replicas)
+    return lasting(slowed(usual, options.slowdown), options.seconds)
 
 
 def _table(pairs: Iterable[Pair]) -> str:
@@ -77,7 +98,10 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--routers", nargs="+", choices=ROUTERS, default=list(ROUTERS))
-    parser.add_argument("--seconds", type=float, default=45.0, help="of traffic, each; default 45")
+    parser.add_argument("--seconds", type=float, default=45.0, help="of traffic; default 45")
+    parser.add_argument("--adapters", type=int, default=1000, help="default 1000")
+    parser.add_argument("--replicas", type=int, default=4, help="default 4")
+    parser.add_argument("--slowdown", type=float, default=1.0, help="of all that is paced")
     parser.add_argument("--json", type=Path, help="where the numbers go")
     return parser.parse_args()
 

@@ -131,8 +131,6 @@ def paced_engine(pace: Pace, settings: Settings, base_model: str) -> "Engine":
         engine_settings(settings, base_model),
         cache_dir=cache,
         adapter_disk_bytes=pace.disk_bytes,
-        max_batch_tokens=pace.steps.step_tokens,
-        max_running=pace.steps.max_running,
     )
     source = PacedSource(BlobSource(open_store(settings.catalog)), pace.loads, pace.sizes)
     engine = Engine(told, source, load)

@@ -1,18 +1,25 @@
 """One scenario under one router, on the real service and in the simulator."""
 
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
+
+import numpy as np
 
 from loadtest.fleet.adapters import Stock, number_of
 from loadtest.fleet.client import send
 from loadtest.fleet.pacing import Pace
 from loadtest.fleet.service import OURS, ROOT
 from loadtest.simulator.baselines import PowerOfTwo
+from loadtest.simulator.trial import measure
 from lorikeet.settings import Settings
 from lorikeet.simulator.fleet import Fleet
 from lorikeet.simulator.outcome import Outcome, count
-from lorikeet.simulator.traffic import Scenario
+from lorikeet.simulator.traffic import Requests, Scenario
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.eviction import LeastRecentlyUsed
+
+_COLD, _PROBES = 5, 16
 
 
 def settings_of(scenario: Scenario, folder: Path) -> Settings:
@@ -24,6 +31,8 @@ def settings_of(scenario: Scenario, folder: Path) -> Settings:
         base_models={"lorikeet-demo": ROOT / "demo/model"},
         replicas=scenario.replicas,
         kv_memory=64 << 20,
+        max_batch_tokens=scenario.costs.steps.step_tokens,
+        max_running=scenario.costs.steps.max_running,
         adapter_gpu_memory=max(int(total * scenario.gpu_room), int(scenario.sizes.max())),
         adapter_host_memory=int(total * scenario.host_room),
     )
@@ -41,6 +50,17 @@ def pace_of(scenario: Scenario, stock: Stock, router: str, folder: Path) -> Pace
     )
 
 
+def measure_overhead_s(url: str, key: str, scenario: Scenario) -> float:
+    """What HTTP, gateway and replica add to the first token of a request that is alone."""
+    steps, tokens = scenario.costs.steps, 8
+    each = np.full(_PROBES, tokens)
+    times_s = np.arange(_PROBES) * (2 * steps.prefill_s(tokens, 1) + 0.2)
+    probes = Requests(times_s, np.zeros_like(each), each, np.ones_like(each))
+    _, served = send(url, key, probes)
+    rank = int(scenario.ranks[0])
+    return median(one.ttft_s for one in served[_COLD:]) - steps.prefill_s(tokens, rank)
+
+
 def measure_real(url: str, key: str, scenario: Scenario, router: str, loads_file: Path) -> Outcome:
     """Send the scenario's requests to the running service. Raises Unanswered."""
     requests = scenario.requests()
@@ -55,3 +75,10 @@ def measure_real(url: str, key: str, scenario: Scenario, router: str, loads_file
         at_s, model = line.split()
         fleet.loads.append((float(at_s) - began_s, fleet.sizes[number_of(model)]))
     return count(router, fleet)
+
+
+def measure_simulated(scenario: Scenario, router: str, overhead_s: float) -> Outcome:
+    """The same in the simulator, which knows nothing of what a request's way there takes."""
+    found = measure((scenario, router))
+    p50_s, p99_s = found.ttft_p50_s + overhead_s, found.ttft_p99_s + overhead_s
+    return replace(found, ttft_p50_s=p50_s, ttft_p99_s=p99_s)

@@ -6,7 +6,7 @@ and the work behind them is small beside what they are made to take.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from loadtest.fleet.adapters import BYTES_PER_RANK
 from loadtest.simulator.goals import HOT
@@ -54,6 +54,25 @@ USUAL = Scenario(
     bytes_per_rank=BYTES_PER_RANK,
     costs=COSTS,
 )
+
+
+def slowed(scenario: Scenario, factor: float) -> Scenario:
+    """The same in slow motion, for a machine that has less to spare."""
+    costs = scenario.costs
+    steps, loads = asdict(costs.steps), asdict(costs.loads)
+    seconds = {name: factor * value for name, value in steps.items() if name.endswith("_s")}
+    times = {
+        name: value / factor if name.endswith("_per_s") else factor * value
+        for name, value in loads.items()
+    }
+    slow = replace(
+        costs,
+        steps=replace(costs.steps, **seconds),
+        loads=LoadCosts(**times),
+        copy_s=factor * costs.copy_s,
+        lost_use_s=factor * costs.lost_use_s,
+    )
+    return replace(scenario, costs=slow)
 
 
 def lasting(scenario: Scenario, seconds: float) -> Scenario:

@@ -60,7 +60,11 @@ def cluster() -> Iterator[str]:
         port = probe.getsockname()[1]
     os.environ.update(_ENVIRONMENT)
     ray.init(
-        num_cpus=4, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False
+        "local",
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=200 * 2**20,
+        log_to_driver=False,
     )
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})

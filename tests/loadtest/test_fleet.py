@@ -1,0 +1,60 @@
+"""The real service on paced engines does what the simulator says of it."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from loadtest.fleet.adapters import number_of
+from loadtest.fleet.scenario import SCENARIOS, USUAL, lasting, slowed
+from loadtest.simulator.trial import measure
+
+
+@pytest.fixture
+def compare(tmp_path):
+    """One run under the product's router and its simulation, by a program of its own."""
+
+    def compare(scenario, *, replicas, adapters, seconds):
+        out = tmp_path / "fleet.json"
+        sizes = {"--replicas": replicas, "--adapters": adapters, "--seconds": seconds}
+        options = [str(part) for pair in sizes.items() for part in pair]
+        command = [sys.executable, "-m", "loadtest.fleet", "--scenarios", scenario, *options]
+        subprocess.run([*command, "--routers", "lorikeet", "--json", str(out)], check=True)
+        (pair,) = json.loads(out.read_text())
+        return pair["real"], pair["simulated"]
+
+    return compare
+
+
+@pytest.mark.timeout(240)
+def test_a_small_fleet_answers_everything_and_hits_as_the_simulator_says(compare):
+    """The run fails unless every request is answered completely."""
+    real, simulated = compare("zipf 1.0", replicas=3, adapters=300, seconds=20)
+    small = replace(SCENARIOS["zipf 1.0"], replicas=3, adapters=300)
+    others = measure((lasting(small, 20), "power of two"))
+    assert real["requests"] == simulated["requests"] == others.requests
+    assert real["hit_rate"] > others.hit_rate
+    assert real["hit_rate"] == pytest.approx(simulated["hit_rate"], abs=0.15)
+    assert 0.7 < real["ttft_p50_s"] / simulated["ttft_p50_s"] < 2.5
+
+
+@pytest.mark.soak
+def test_first_tokens_of_four_replicas_come_when_the_simulator_says(compare):
+    real, simulated = compare("zipf 1.0", replicas=4, adapters=1000, seconds=240)
+    for quantile in ("ttft_p50_s", "ttft_p99_s"):
+        assert real[quantile] == pytest.approx(simulated[quantile], rel=0.15)
+
+
+def test_slow_motion_changes_times_and_nothing_else():
+    fast, slow = USUAL, slowed(USUAL, 3.0)
+    assert slow.rate == pytest.approx(fast.rate / 3)
+    assert slow.costs.loads.remote_latency_s == pytest.approx(3 * fast.costs.loads.remote_latency_s)
+    assert slow.costs.steps.decode_s(5, 64) == pytest.approx(3 * fast.costs.steps.decode_s(5, 64))
+    assert slow.costs.steps.max_running == fast.costs.steps.max_running
+    assert list(slow.sizes) == list(fast.sizes)
+
+
+def test_adapters_are_known_by_the_names_that_requests_and_logs_use():
+    assert number_of("fleet/a12") == number_of("fleet/a12@1") == 12
