@@ -180,6 +180,9 @@ def test_news_come_within_150_ms_of_a_change(host, inbox, tiny_checkpoints, tmp_
         inbox.until(lambda ref=ref: inbox.where(ref) is Residency.GPU)
         late_s.append(inbox.news[-1][0] - used_s)
     assert sorted(late_s)[2] < 0.15
+    eventually(
+        lambda: all(inbox.where(a.ref) is a.residency for a in apart.report().result().adapters)
+    )
 
 
 def test_nothing_is_told_while_nothing_changes(host, inbox, ref):
