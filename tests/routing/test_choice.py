@@ -10,7 +10,7 @@ import pytest
 from lorikeet.rendezvous import by_preference
 from lorikeet.routing.choice import Load, Option, Work, choose, expected_cost_s
 from lorikeet.routing.costs import H200_LLAMA_8B as COSTS
-from lorikeet.routing.handful import FEW, HOMES, NEAR, RESIDENTS, STRANGERS, Homes, handful
+from lorikeet.routing.handful import HOMES, NEAR, RESIDENTS, Homes, handful
 from lorikeet_engine.adapter import Residency
 
 MB = 1 << 20
@@ -121,12 +121,13 @@ def test_a_handful_has_residents_those_near_and_strangers_once_each():
             assert len(few) == len(set(few))
             assert {5, 7} <= set(few)
             from_residents = min(len(residents), RESIDENTS)
-            assert len(few) <= from_residents + NEAR + STRANGERS
+            assert len(few) <= from_residents + NEAR + 2
             assert set(few[:from_residents]) <= set(residents)
 
 
-def test_a_few_replicas_are_all_looked_at():
-    assert sorted(handful([2], [3], range(FEW), Random(1))) == list(range(FEW))
+def test_of_two_replicas_both_are_looked_at():
+    assert all(len(handful((), (), [0, 1], Random(seed))) == 2 for seed in range(50))
+    assert handful((), (), [0], Random(1)) == [0]
 
 
 def test_every_resident_and_every_replica_gets_its_turn():

@@ -11,9 +11,6 @@ R = TypeVar("R", bound=Hashable)
 RESIDENTS = 4
 NEAR = 2
 HOMES = 2
-STRANGERS = 2
-FEW = 4
-"""So few replicas are all looked at: two at random may be the same busy one."""
 # Adapters whose homes are remembered; finding them takes 1.5 µs a replica.
 _REMEMBERED = 100_000
 
@@ -45,15 +42,13 @@ def handful(
     """Some residents, some to which the adapter has not far to go, and strangers, each once.
 
     residents: with the adapter on the GPU or on its way there. near: with it on the host; where
-    there are none, on the disk; its homes where it is nowhere. A few at random: the best of a few
-    is almost as good as the best of all (Mitzenmacher, "The power of two choices", 2001).
+    there are none, on the disk; its homes where it is nowhere. Two at random: the better of two is
+    almost as good as the best of all (Mitzenmacher, "The power of two choices", 2001).
     """
     few = _some(residents, RESIDENTS, rng) + _some(near, NEAR, rng)
-    if len(everyone) <= FEW:
-        few += rng.sample(everyone, len(everyone))
-    else:
-        few += [everyone[int(rng.random() * len(everyone))] for _ in range(STRANGERS)]
-    return list(dict.fromkeys(few))
+    one = int(rng.random() * len(everyone))
+    other = (one + 1 + int(rng.random() * (len(everyone) - 1))) % len(everyone)
+    return list(dict.fromkeys([*few, everyone[one], everyone[other]]))
 
 
 def _some(of: Sequence[R], most: int, rng: Random) -> list[R]:
