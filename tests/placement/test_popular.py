@@ -119,7 +119,7 @@ def test_copies_go_to_the_next_in_the_adapters_order():
 
 
 def test_what_has_no_room_on_a_gpu_comes_to_a_host():
-    sites = {"p": site(1, "a", host=1), "q": site(1, "b", host=1)}
+    sites = {"p": site(1, "a", host=2), "q": site(1, "b", host=2)}  # a and b have copies there
     orders = prefetch_popular({"a": 5.0, "b": 5.0, "c": 4.0, "d": 3.0, "e": 2.0}, ONES, sites)
     assert sorted(each for some in orders.values() for each in some) == [
         Prefetch("c", HOST, 4.0),

@@ -158,6 +158,8 @@ class _Draft:
             if tier > site.kept.get(digest, Residency.REMOTE):
                 size, uses = self._sizes.get(digest, 0), site.uses.get(digest, 0.0)
                 self._shelves[tier][name].hold(digest, size, uses)
+                if tier is Residency.GPU:  # the host keeps its copy, and is soon full of them
+                    self._shelves[Residency.HOST][name].free_bytes -= size
         for digest, tier in site.kept.items():
             if tier >= Residency.HOST and site.held.get(digest, Residency.REMOTE) < tier:
                 self._note(name, digest, tier)
