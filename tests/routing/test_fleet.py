@@ -328,11 +328,13 @@ def test_a_request_that_finds_no_place_wants_its_adapter_brought(gateway):
     gateway.fleet.expect("a")
     gateway.fleet.intend("a", "r1", ASK)
     assert gateway.fleet.take_wanted() == {}
-    gateway.fleet.intend("a", "r1", ASK)
     gateway.fleet.expect("b")
-    for _ in range(2):
-        gateway.fleet.intend("b", "r3", ASK._replace(adapter=OTHER))
-    assert gateway.fleet.take_wanted() == {"r1": {REF}}
+    gateway.fleet.expect("c")
+    for _ in range(4):
+        gateway.fleet.intend("a", "r1", ASK)
+        gateway.fleet.intend("b", "r1", ASK)
+        gateway.fleet.intend("c", "r3", ASK._replace(adapter=OTHER))
+    assert gateway.fleet.take_wanted() == {"r1": {REF: 2}}
     assert gateway.fleet.take_wanted() == {}
 
 

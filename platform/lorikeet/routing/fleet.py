@@ -54,7 +54,7 @@ class Fleet:
         self._unconfirmed: dict[str, set[str]] = {}  # while a replica says all it holds
         self._prefixes = PrefixMap()
         self._sent: dict[str, Sent | None] = {}
-        self._wanted: dict[str, set[AdapterRef]] = {}
+        self._wanted: dict[tuple[str, AdapterRef], set[str]] = {}  # the requests that wait
         self._fetching_from_s = -math.inf
 
     @property
@@ -77,7 +77,6 @@ class Fleet:
             for gone in self._known.keys() - set(names):
                 self._residents.forget(gone)
                 self._unconfirmed.pop(gone, None)
-                self._wanted.pop(gone, None)
             self._known = {
                 name: self._known.get(name) or KnownReplica(self._costs) for name in names
             }
@@ -161,7 +160,7 @@ class Fleet:
                 return
             again, adapter = self._sent[request_id] is not None, ask.adapter
             if again and adapter and self._residents.tier(replica, adapter.digest) < Residency.GPU:
-                self._wanted.setdefault(replica, set()).add(adapter)
+                self._wanted.setdefault((replica, adapter), set()).add(request_id)
             self._send(request_id, replica, ask)
 
     def accepted(self, request_id: str, replica: str) -> None:
@@ -202,11 +201,17 @@ class Fleet:
             self._take_back(request_id)
             self._sent.pop(request_id, None)
 
-    def take_wanted(self) -> dict[str, set[AdapterRef]]:
-        """For each replica the adapters of requests that waited for a place since the last call."""
+    def take_wanted(self) -> dict[str, dict[AdapterRef, int]]:
+        """For each replica the adapters of requests that have waited for a place there.
+
+        And how many requests for each, all since the call before.
+        """
         with self._lock:
-            wanted, self._wanted = self._wanted, {}
-            return wanted
+            waited, self._wanted = self._wanted, {}
+        wanted: dict[str, dict[AdapterRef, int]] = {}
+        for (replica, adapter), requests in waited.items():
+            wanted.setdefault(replica, {})[adapter] = len(requests)
+        return wanted
 
     def _arrange(self) -> None:
         found = tuple(name for name, known in self._known.items() if not known.lost)
