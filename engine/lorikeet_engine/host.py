@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import EngineClosed
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
     from lorikeet_engine.engine import Engine
 
 log = logging.getLogger(__name__)
+
+
+class _Asked(NamedTuple):
+    """A call, and when it was made."""
+
+    answer: Future[Any]
+    at_s: float
 
 
 class EngineHost:
@@ -53,7 +61,7 @@ class EngineHost:
         self._ended = ended
         self._news = news
         self._lock = threading.Lock()  # guards the three below
-        self._unanswered: deque[Future[Any]] = deque()
+        self._unanswered: deque[_Asked] = deque()
         self._closing = False
         self._error: EngineClosed | None = None
         calls, to_engine = Pipe(duplex=False)
@@ -74,6 +82,12 @@ class EngineHost:
     def alive(self) -> bool:
         """Whether there is an engine; without one every call raises EngineClosed."""
         return self._error is None
+
+    @property
+    def silent_s(self) -> float:
+        """How long the engine owes an answer; an engine that works gives it in milliseconds."""
+        with self._lock:
+            return time.monotonic() - self._unanswered[0].at_s if self._unanswered else 0.0
 
     def submit(self, request: Request) -> Future[Residency | None]:
         """Engine.submit; also says where the request's adapter was before, if it has one."""
@@ -116,7 +130,7 @@ class EngineHost:
                 answer.set_exception(self._error)
             else:
                 self._outbox.send(call)
-                self._unanswered.append(answer)
+                self._unanswered.append(_Asked(answer, time.monotonic()))
         return answer
 
     def _run(self, calls: Connection, messages: Connection, from_engine: Connection) -> None:
@@ -145,7 +159,7 @@ class EngineHost:
 
     def _answer(self, reply: Reply) -> None:
         with self._lock:
-            answer = self._unanswered.popleft()
+            answer = self._unanswered.popleft().answer
         if reply.error is not None:
             answer.set_exception(reply.error)
         else:
@@ -157,8 +171,8 @@ class EngineHost:
             ending = "was closed" if closing else f"ended with status {status}"
             error = self._error = EngineClosed(f"the engine {ending}: send the request again")
             unanswered, self._unanswered = self._unanswered, deque()
-        for answer in unanswered:
-            answer.set_exception(error)
+        for asked in unanswered:
+            asked.answer.set_exception(error)
         if not closing:
             log.critical("engine_process_ended", extra={"status": status})
             if self._started.exception() is None:

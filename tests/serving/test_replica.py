@@ -76,10 +76,10 @@ async def items_of(replica, call):
     return [item async for item in replica.generate(call)]
 
 
-def kill_engine():
-    """Kill the process of the one engine that this process hosts."""
+def kill_engine(how=signal.SIGKILL):
+    """Send a signal to the process of the one engine that this process hosts."""
     (pid,) = hosted.processes()
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, how)
 
 
 async def engine_of(replica):
@@ -243,6 +243,32 @@ def test_when_the_engines_process_dies_streams_end_with_an_error_and_no_call_is_
     error = json.loads(last.decode().split("data: ")[-1])["error"]
     assert error["code"] == refusal.code == "unavailable"
     assert "send the request again" in error["message"]
+
+
+def test_a_replica_whose_engine_hangs_sends_requests_elsewhere_and_says_nothing(
+    settings, monkeypatch
+):
+    for name, seconds in {"_LATE_S": 0.2, "_SUBMIT_S": 0.4, "_DEAD_S": 0.6}.items():
+        monkeypatch.setattr(replica_module, name, seconds)
+
+    async def scenario(replica):
+        async with aclosing(replica.watch("r0")) as watch:
+            await anext(watch)
+            said = await replica.record_routing_stats()
+            kill_engine(signal.SIGSTOP)
+            (refusal,) = await items_of(replica, CALL)
+            assert refusal.code == "unavailable"
+            word = asyncio.ensure_future(anext(watch))
+            await asyncio.wait({word}, timeout=2)
+            assert not word.done()
+            assert await replica.record_routing_stats() == said
+            with pytest.raises(RuntimeError, match="not answered"):
+                replica.check_health()
+            kill_engine(signal.SIGCONT)
+            assert (await word).seq > said["seq"]
+            replica.check_health()
+
+    run(settings, scenario)
 
 
 def test_a_replica_loads_no_torch(settings):

@@ -29,6 +29,13 @@ from lorikeet_engine.news import EngineNews
 from lorikeet_engine.request import Failed, Output, Request, Tokens
 
 _ENCODERS = 2
+_LOOK_S = 0.1
+_LATE_S = 2.0
+"""An engine that owes an answer for so long may hang: gateways hear nothing that sounds well."""
+_SUBMIT_S = 5.0
+"""A request that the engine has not even taken by then goes to another replica."""
+_DEAD_S = 60.0
+"""An engine that owes an answer for so long will not give it."""
 _TOLD_S = 90.0  # the controller tells all replicas everything twice a minute
 _MOST_FAILED_STEPS = 5  # in a row: the device or the engine is broken, not a request
 
@@ -69,6 +76,7 @@ class Replica:
         self._alone: float | None = None
         self._told_s = 0.0
         self._failed_steps = 0
+        self._stats: dict[str, Any] = {}
         self._event_loop = asyncio.get_running_loop()
         build = partial(build_engine, settings, base_model)
         self._engine = EngineHost(build, self._deliver, self.engine_ended, self._news)
@@ -86,7 +94,7 @@ class Replica:
         try:
             request = await self._event_loop.run_in_executor(self._encoding, self._request, call)
             with self._mailbox(call.request_id) as mailbox:
-                found = await asyncio.wrap_future(self._engine.submit(request))
+                found = await self._submit(request)
                 digest = call.adapter.digest if call.adapter else None
                 yield Header(self.name, digest, found, self._bulletin.word())
                 answer = Answer(call, request.prompts, self._encoder.backend)
@@ -138,6 +146,8 @@ class Replica:
         assert replica == self.name
         async with aclosing(self._bulletin.watch()) as watch:
             async for news in watch:
+                while self._engine.silent_s > _LATE_S:
+                    await asyncio.sleep(_LOOK_S)
                 yield news
 
     async def prefetch(self, wanted: Mapping[str, Collection[AdapterRef]]) -> None:
@@ -150,7 +160,9 @@ class Replica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Load and costs; Serve asks every second, and passes it on although no watch is open."""
-        return to_stats(self._bulletin.word_with_costs())
+        if self._engine.silent_s < _LATE_S:
+            self._stats = to_stats(self._bulletin.word_with_costs())
+        return self._stats
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """How hard this replica works, for Serve's autoscaler and the controller."""
@@ -161,9 +173,11 @@ class Replica:
         return signals.to_stats(signals.measure(report, load, seats, alone))
 
     def check_health(self) -> None:
-        """Raises when the engine's process has ended, or when step after step fails."""
+        """Raises when the engine's process has ended or hangs, or when step after step fails."""
         if not self._engine.alive:
             raise RuntimeError("the engine's process ended")
+        if self._engine.silent_s > _DEAD_S:
+            raise RuntimeError(f"the engine has not answered for {_DEAD_S:g} s")
         if self._failed_steps >= _MOST_FAILED_STEPS:
             raise RuntimeError(f"the engine's last {self._failed_steps} steps failed")
 
@@ -186,12 +200,20 @@ class Replica:
         )
         return Request(call.request_id, prompts, sampling, call.n, call.adapter, salt=call.tenant)
 
+    async def _submit(self, request: Request) -> Residency | None:
+        """Where its adapter was found. Raises EngineError."""
+        submitted = asyncio.wrap_future(self._engine.submit(request))
+        try:
+            return await asyncio.wait_for(submitted, _SUBMIT_S)
+        except TimeoutError as error:
+            raise EngineClosed("the engine does not answer: send the request again") from error
+
     async def _tokens(self, request: Request) -> tuple[Residency | None, list[list[int]]]:
         """Where the adapter was found, and the tokens of every choice. Raises EngineError."""
         made: list[list[int]] = [[] for _ in range(len(request.prompts) * request.n)]
         unfinished = len(made)
         with self._mailbox(request.request_id) as mailbox:
-            found = await asyncio.wrap_future(self._engine.submit(request))
+            found = await self._submit(request)
             while unfinished:
                 for output in await mailbox.take():
                     if isinstance(output, Failed):
