@@ -83,9 +83,8 @@ def test_a_replica_that_joined_takes_its_share_of_the_hottest():
 
 
 def test_adapters_of_a_replica_that_died_displace_what_is_wanted_half_as_much():
-    demand = {"cold": 1.0, "cool": 2.0, "lost": 4.0}
+    demand = {"cold": 1.0, "cool": 2.0, "x": 3.0, "y": 3.0, "lost": 4.0}
     sites = {"p": site(2, "cold", "cool"), "q": site(2, "x", "y")}
-    demand |= {"x": 3.0, "y": 3.0}
     settled, given = settle(demand, ONES, sites)
     assert settled["p"].held == {"cold": DISK, "cool": GPU, "lost": GPU}
     assert len(given) == 1
@@ -104,6 +103,13 @@ def test_the_more_load_on_an_adapter_the_more_copies_it_has():
         settled, _ = settle(others | {"hot": hot}, ONES, sites)
         assert len(holders(settled, "hot")) in copies
         assert all(len(holders(settled, each)) == 1 for each in others)
+
+
+def test_what_sizes_leave_over_of_a_full_arena_is_let_be():
+    demand = many(20)
+    full = {"p": site(20, *list(demand)[:19])}
+    assert prefetch_popular(demand, ONES, full) == {}
+    assert len(prefetch_popular(demand, ONES, {"p": site(20, *list(demand)[:18])})["p"]) == 2
 
 
 def test_a_lone_request_does_not_come_everywhere():

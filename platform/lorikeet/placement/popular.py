@@ -25,9 +25,11 @@ MOST_BYTES = 10**9  # a link to the store carries them in a second
 _SPREAD = 8.0
 # Of a replica's share of all uses: what one copy may have, and below which a replica has too few.
 _FULL = 0.8
+# Of a tier, what must be free before it is filled: less is what sizes leave over, and moves on.
+_IDLE = 0.1
 # What is evicted for an adapter has at most half its uses, and it has at least so many itself.
 _ADVANTAGE = 2.0
-_WORTH_AN_EVICTION = 2.0
+_WORTH_AN_EVICTION = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,10 @@ class _Draft:
         self._leaving: set[str] = set()
         for name in self._names:
             self._stock(name, sites[name])
+        self._idle = {
+            tier: {name for name, shelf in shelves.items() if shelf.free_share >= _IDLE}
+            for tier, shelves in self._shelves.items()
+        }
         wanted = (digest for digest, uses in demand.items() if uses >= POPULAR and digest in sizes)
         self._wanted = sorted(wanted, key=lambda digest: (-demand[digest], digest))
         self._share = sum(demand.values()) / max(1, len(sites))
@@ -224,8 +230,9 @@ class _Draft:
         return not orders or (fits and orders < MOST_MOVES)
 
     def _has_room(self, name: str, digest: str, tier: Residency) -> bool:
-        size = self._sizes[digest]
-        return size <= self._shelves[tier][name].free_bytes and self._may_order(name, size)
+        size, idle = self._sizes[digest], name in self._idle[tier]
+        fits = size <= self._shelves[tier][name].free_bytes
+        return idle and fits and self._may_order(name, size)
 
     def _victims(self, name: str, digest: str, tier: Residency, uses: float) -> list[str] | None:
         size = self._sizes[digest]

@@ -49,7 +49,7 @@ class Prefetching:
         }
         return Wishes(brings, alone(demand, sites))
 
-    def _settled(self, sites: Mapping[str, Site], now_s: float) -> dict[str, Site]:
+    def _settled(self, sites: dict[str, Site], now_s: float) -> dict[str, Site]:
         """The replicas, as if they had carried out what was ordered lately."""
         late: dict[str, list[Prefetch]] = defaultdict(list)
         for (name, digest), (order, ordered_s) in list(self._ordered.items()):
@@ -57,14 +57,15 @@ class Prefetching:
                 del self._ordered[name, digest]
             elif name in sites and sites[name].held.get(digest, Residency.REMOTE) < order.tier:
                 late[name].append(order)
-        return {
-            name: replace(
-                site,
-                held={**site.held, **{each.digest: each.tier for each in late[name]}},
-                uses={**site.uses, **{each.digest: each.uses for each in late[name]}},
-            )
-            for name, site in sites.items()
-        }
+        return sites | {name: _with(sites[name], orders) for name, orders in late.items()}
+
+
+def _with(site: Site, orders: Sequence[Prefetch]) -> Site:
+    return replace(
+        site,
+        held={**site.held, **{each.digest: each.tier for each in orders}},
+        uses={**site.uses, **{each.digest: each.uses for each in orders}},
+    )
 
 
 def _sizes(reports: Sequence[ReplicaReport]) -> dict[str, int]:

@@ -11,10 +11,15 @@ class Shelf:
     """
 
     def __init__(self, room_bytes: int) -> None:
-        self.free_bytes = room_bytes
+        self.free_bytes = self._room_bytes = room_bytes
         self._stock: dict[str, int] = {}
         self._worth: dict[str, float] = {}
         self._order: list[str] | None = None  # who goes first is last
+
+    @property
+    def free_share(self) -> float:
+        """Of its room."""
+        return self.free_bytes / max(1, self._room_bytes)
 
     def hold(self, digest: str, size: int, uses: float) -> None:
         """It has been there; it may be evicted."""
