@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -150,13 +150,13 @@ class Replica:
                     await asyncio.sleep(_LOOK_S)
                 yield news
 
-    async def prefetch(self, wanted: Mapping[str, Collection[AdapterRef]]) -> None:
+    async def prefetch(self, wanted: Mapping[str, Mapping[AdapterRef, int]]) -> None:
         """Take this replica's part: bring adapters to the GPU for which requests wait at the door.
 
-        Only where it costs nobody anything.
+        wanted: by replica and adapter, how many requests. What is wanted less may give way.
         """
-        for ref in wanted.get(self.name, ()):
-            self._engine.prefetch(ref)
+        for ref, requests in wanted.get(self.name, {}).items():
+            self._engine.prefetch(ref, uses=requests)
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Load and costs; Serve asks every second, and passes it on although no watch is open."""
