@@ -68,6 +68,9 @@ def test_it_takes_the_place_of_what_is_worth_less(shelf, bench):
     b.tiers.prefetch(often)
     settled(b, often, at=Residency.GPU)
     assert b.tiers.residency(once) is Residency.HOST
+    (report,) = [report for report in b.tiers.report() if report.ref == once]
+    assert (report.gpu_bytes, report.image_bytes) == (0, SIZE * 4)
+    assert report.uses == pytest.approx(1.0, abs=0.1)
     b.tiers.prefetch(once)
     settled(b, once)
     assert b.tiers.residency(often) is Residency.GPU
