@@ -83,8 +83,9 @@ def test_the_same_seed_gives_the_same_run_and_another_gives_another(router):
 
 @pytest.mark.parametrize("load", [0.3, 0.7, 0.9])
 def test_prompts_of_one_length_wait_as_in_an_m_d_1_queue(monkeypatch, load):
-    fixed_lengths(monkeypatch, prompt=1000, answer=1)
-    service_s = H200_LLAMA_8B.steps.prefill_s(1000, 0)
+    steps = H200_LLAMA_8B.steps
+    fixed_lengths(monkeypatch, prompt=steps.step_tokens, answer=1)  # each has a step of its own
+    service_s = steps.prefill_s(steps.step_tokens, 0)
     scenario = Scenario(
         replicas=1, base_share=1.0, rate_per_s=load / service_s, duration_s=3000.0, warm_up_s=60.0
     )

@@ -1,11 +1,12 @@
 """One replica: its batch as a fluid, its adapters in their tiers.
 
 All sequences that decode get one token a step, so they share a clock that counts steps: it runs as
-fast as the batch allows, and a sequence ends when the clock has gone on by its answer. Prompts are
-computed one after another in the order in which their adapters are there, beside the decodes. So a
-request is a handful of events, however many tokens it has.
+fast as the batch allows, and a sequence ends when the clock has gone on by its answer. Prompts
+begin with a step, in the order in which their adapters are there, and share it as far as it has
+room. So a request is a handful of events, however many tokens it has.
 """
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -19,6 +20,8 @@ from lorikeet_engine.adapter import Residency
 
 # As in the engine: what waits to be prefetched, and what is at one time.
 _WISHES, _COMING = 64, 2
+# Of a step: a clock so near to a whole number was to be one.
+_NEARLY = 1e-6
 
 
 class World(Protocol):
@@ -68,8 +71,9 @@ class Replica:
         self._waiting: dict[int, list[int]] = {}  # the requests that wait for each adapter
         self._line: deque[int] = deque()  # adapters on the host that wait for room
         self._ready: deque[int] = deque()  # requests whose prompt can be computed
-        self._prompt: int | None = None  # the request whose prompt is computed now
-        self._prompt_ends_s = 0.0
+        self._prompts: dict[int, int] = {}  # requests that have begun → prompt tokens left
+        self._boundary_s = math.inf  # of the step with prompts, or before the first of them
+        self._computing = False  # whether this step has prompts
         self._ends: list[tuple[float, int]] = []  # clock at its end, request
         self.decoding: dict[int, int] = {}  # adapter → its sequences
         self._clock, self._rate, self._as_of_s = 0.0, 0.0, 0.0
@@ -108,14 +112,15 @@ class Replica:
         return tier
 
     def step(self, now_s: float) -> None:
-        """A prompt is computed, or else a sequence has its last token."""
+        """A sequence has its last token, or else a step ends that prompts share or wait for."""
         self._advance(now_s)
-        if self._prompt is not None and now_s >= self._prompt_ends_s:
-            request, self._prompt = self._prompt, None
-            self._first_token(request, now_s)
-        else:
+        if self._ends and self._ends[0][0] <= self._clock + _NEARLY:
             self._clock, request = heappop(self._ends)
             self._end_decode(request, now_s)
+        else:
+            self._clock, self._boundary_s = float(round(self._clock)), math.inf
+            if self._computing:
+                self._end_prompts(now_s)
         self._go_on(now_s)
 
     def prefetch(self, adapter: int, tier: Residency, uses: float, now_s: float) -> None:
@@ -127,7 +132,7 @@ class Replica:
         """Nothing is left that it would do."""
         queues = (self._waiting, self._line, self._ready, self._ends, self.decoding)
         leased = any(self.arena.leased(adapter) for adapter in self.arena.residents)
-        return self._prompt is None and not any(queues) and not leased and not self.outstanding
+        return not self._prompts and not any(queues) and not leased and not self.outstanding
 
     def keep(self, adapter: int) -> bool:
         """Have it on the GPU from now on, if there is room; before the first request only."""
@@ -139,9 +144,7 @@ class Replica:
         """Do nothing any more; its requests without a first token, and how many had theirs."""
         self._dead = True
         self.version += 1
-        waiting = [*chain.from_iterable(self._waiting.values()), *self._ready]
-        if self._prompt is not None:
-            waiting.append(self._prompt)
+        waiting = [*chain.from_iterable(self._waiting.values()), *self._ready, *self._prompts]
         return sorted(waiting), self.outstanding - len(waiting)
 
     def _bring(self, adapter: int, now_s: float) -> None:
@@ -234,7 +237,7 @@ class Replica:
             self.arena.lease(adapter, now_s)
             self.load.room_bytes = self.arena.room
         self._ready.append(request)
-        if self._prompt is None and self.load.running < self._steps.max_running:
+        if self._boundary_s == math.inf and self.load.running < self._steps.max_running:
             self._advance(now_s)
             self._go_on(now_s)
 
@@ -289,24 +292,51 @@ class Replica:
         if steps:
             self._world.gaps[int(1e4 / self._rate)] += steps * self.load.running
 
+    def _end_prompts(self, now_s: float) -> None:
+        """A step is over: those whose prompt is computed have their first token."""
+        self._computing = False
+        for request in [request for request, left in self._prompts.items() if not left]:
+            del self._prompts[request]
+            self._first_token(request, now_s)
+
     def _go_on(self, now_s: float) -> None:
-        """Begin the next prompt if there is one and a seat; say when the next step is."""
+        """Let a step with prompts begin when it can; say when something happens next."""
         load, steps = self.load, self._steps
-        if self._prompt is None:
-            if self._ready and load.running < steps.max_running:
-                self._prompt = request = self._ready.popleft()
-                tokens, adapter = self._world.prompts[request], self._world.adapter_of[request]
-                rank = self._world.ranks[adapter] if adapter >= 0 else 0
-                takes_s = steps.prefill_s(tokens, rank, load.running, load.ranks)
-                self._prompt_ends_s = now_s + takes_s
-                self._rate = steps.prefill_steps(tokens) / takes_s
-            elif load.running:
-                self._rate = 1.0 / steps.decode_s(load.running, load.ranks)
+        if self._boundary_s == math.inf:
+            begun = self._clock % 1.0
+            if not self._has_prompts():
+                self._rate = 1.0 / steps.decode_s(load.running, load.ranks) if load.running else 0.0
+            elif load.running and _NEARLY < begun < 1.0 - _NEARLY:
+                step_s = steps.decode_s(load.running, load.ranks)
+                self._boundary_s, self._rate = now_s + (1.0 - begun) * step_s, 1.0 / step_s
             else:
-                self._rate = 0.0
-                return
-        next_s = self._prompt_ends_s
-        if self._ends:
-            end_s = now_s + max(0.0, (self._ends[0][0] - self._clock) / self._rate)
-            next_s = end_s if self._prompt is None else min(next_s, end_s)
-        self._world.step_at(next_s, self)
+                self._begin_prompts(now_s)
+        next_s = self._boundary_s
+        if self._ends and self._rate:
+            left = max(0.0, self._ends[0][0] - self._clock)
+            next_s = min(next_s, now_s + left / self._rate)
+        if next_s < math.inf:
+            self._world.step_at(next_s, self)
+
+    def _has_prompts(self) -> bool:
+        """Whether the next step has, as far as it is known."""
+        seats = self._steps.max_running - self.load.running
+        return bool(self._prompts) or bool(self._ready and seats > 0)
+
+    def _begin_prompts(self, now_s: float) -> None:
+        """A step begins, with as many tokens of prompts as it has room for beside the decodes."""
+        load, steps, world = self.load, self._steps, self._world
+        room = steps.step_tokens - load.running
+        seats = steps.max_running - load.running
+        while self._ready and len(self._prompts) < seats and sum(self._prompts.values()) < room:
+            request = self._ready.popleft()
+            self._prompts[request] = world.prompts[request]
+        tokens = 0
+        for request, left in self._prompts.items():
+            chunk = min(left, room - tokens)
+            self._prompts[request] = left - chunk
+            tokens += chunk
+        adapted = any(world.adapter_of[request] >= 0 for request in self._prompts)
+        takes_s = steps.prefill_s(tokens, int(adapted), load.running, load.ranks)
+        self._boundary_s, self._rate = now_s + takes_s, 1.0 / takes_s
+        self._computing = True

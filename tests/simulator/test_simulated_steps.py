@@ -1,0 +1,49 @@
+"""When the simulated replica computes prompts, against steps reckoned by hand."""
+
+import numpy as np
+import pytest
+
+from lorikeet.routing.costs import H200_LLAMA_8B
+from lorikeet.simulator.fleet import Fleet
+from lorikeet.simulator.router import LeastCost
+from lorikeet.simulator.traffic import Requests, Scenario
+from lorikeet_engine.residency.eviction import LeastUsedForItsSize
+
+STEPS = H200_LLAMA_8B.steps
+FIRST_S = STEPS.prefill_s(100, 0)
+
+
+def first_tokens_s(*requests):
+    """Of requests (time, prompt, answer) for the base model on one replica."""
+    times_s, prompts, answers = map(np.array, zip(*requests, strict=True))
+    setup = Scenario(replicas=1, warm_up_s=0.0).setup()
+    made = Requests(times_s, np.full(len(times_s), -1), prompts, answers)
+    fleet = Fleet(setup, made, LeastCost(1), LeastUsedForItsSize())
+    fleet.run()
+    return fleet.ttft_s
+
+
+def test_prompts_that_wait_for_the_same_step_share_it():
+    found = first_tokens_s((0.0, 100, 1), (0.001, 300, 1), (0.002, 500, 1))
+    end_s = FIRST_S + STEPS.prefill_s(800, 0)
+    assert found == pytest.approx([FIRST_S, end_s - 0.001, end_s - 0.002])
+
+
+def test_what_has_no_room_in_a_step_goes_on_in_the_next():
+    room = STEPS.step_tokens
+    found = first_tokens_s((0.0, 100, 1), (0.001, room + 50, 1), (0.002, 60, 1))
+    end_s = FIRST_S + STEPS.prefill_s(room, 0) + STEPS.prefill_s(110, 0)
+    assert found == pytest.approx([FIRST_S, end_s - 0.001, end_s - 0.002])
+
+
+@pytest.mark.parametrize("phase", [0.1, 0.5, 0.9])
+def test_a_prompt_waits_for_the_end_of_the_step_of_decodes(phase):
+    step_s = STEPS.decode_s(1, 0)
+    at_s = FIRST_S + (3 + phase) * step_s
+    found = first_tokens_s((0.0, 100, 50), (at_s, 200, 1))
+    assert found[1] == pytest.approx((1 - phase) * step_s + STEPS.prefill_s(200, 0, 1))
+
+
+def test_an_idle_replica_begins_at_once():
+    found = first_tokens_s((0.0, 100, 5), (10.0, 200, 1))
+    assert found[1] == pytest.approx(STEPS.prefill_s(200, 0))
