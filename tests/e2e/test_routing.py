@@ -20,6 +20,7 @@ from lorikeet.serving.fleets import fleet_of
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import SamplingParams
 from tests.e2e.conftest import REPLICAS
+from tests.e2e.held import held_deployment
 
 BASE = "lorikeet-demo"
 DEPLOYMENT = f"engine-{BASE}"
@@ -36,12 +37,12 @@ def ref(service):
 class Second:
     """A second gateway, in this process: its way to the engines, and what it knows of them."""
 
-    def __init__(self):
+    def __init__(self, application="default", deployment=DEPLOYMENT):
         self._loop = asyncio.new_event_loop()
         # Never closed: Serve keeps the handle until it is shut down.
         Thread(target=self._loop.run_forever, daemon=True).start()
-        self.fleet = fleet_of("default", DEPLOYMENT)
-        self.engines = self.run(self._start())
+        self.fleet = fleet_of(application, deployment)
+        self.engines = self.run(self._start(application, deployment))
 
     def run(self, scenario):
         return asyncio.run_coroutine_threadsafe(scenario, self._loop).result(60)
@@ -65,8 +66,9 @@ class Second:
         assert isinstance(found[-1], bytes)
         return found[0]
 
-    async def _start(self):
-        return ServeEngines({BASE: serve.get_deployment_handle(DEPLOYMENT, "default")})
+    async def _start(self, application, deployment):
+        self.handle = serve.get_deployment_handle(deployment, application)
+        return ServeEngines({BASE: self.handle})
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +127,26 @@ def test_after_the_first_request_every_one_finds_its_adapter(second, ref):
     assert {header.residency for header in rest} == {Residency.GPU}
     assert second.fleet.order(ask_of(a_call("more", ref)))[0] in second.holders(ref.digest)
     assert not second.fleet._sent
+
+
+def test_an_adapter_may_come_before_its_request_and_a_watch_delays_no_shutdown(service, ref):
+    serve.run(held_deployment(places=3), name="held", route_prefix=None)
+    gateway = Second("held", "held")
+
+    async def scenario():
+        await asyncio.sleep(1.5)  # until the watch is open
+        holding = [asyncio.create_task(gateway.ask(a_call(f"held {i}", ref))) for i in range(2)]
+        await until(lambda: all(gateway.fleet.taker(f"held {i}") for i in range(2)), within_s=20)
+        waiting = asyncio.create_task(gateway.ask(a_call("waiting", ref)))
+        await asyncio.sleep(1.0)
+        assert not waiting.done()  # the watch has the third place
+        holding[0].cancel()
+        await waiting
+        assert await gateway.handle.told.remote() == {ref: 1}
+        holding[1].cancel()
+
+    gateway.run(scenario())
+    began_s = time.monotonic()
+    serve.delete("held")
+    assert time.monotonic() - began_s < 30  # a watch lasts a minute
+    gateway.run(gateway.stop())

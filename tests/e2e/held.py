@@ -1,0 +1,44 @@
+"""A replica without an engine; some of its answers never end."""
+
+import asyncio
+
+from ray import serve
+
+from lorikeet.api.messages import Header
+from lorikeet.serving.bulletin import Bulletin
+from lorikeet_engine.costs import StepCosts
+
+
+class Held:
+    def __init__(self):
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._bulletin = Bulletin(StepCosts())
+        self._wanted = {}
+
+    async def generate(self, call):
+        yield Header(self._name, None, None, self._bulletin.word())
+        if call.request_id.startswith("held"):
+            await asyncio.Event().wait()
+        yield b"done"
+
+    async def watch(self, replica):
+        async for news in self._bulletin.watch():
+            yield news
+
+    async def prefetch(self, wanted):
+        self._wanted |= wanted.get(self._name, {})
+
+    async def told(self):
+        return self._wanted
+
+
+def held_deployment(places):
+    made = serve.deployment(
+        name="held",
+        num_replicas=1,
+        max_ongoing_requests=places,
+        ray_actor_options={"num_cpus": 0.05},
+        graceful_shutdown_timeout_s=60,
+        request_router_config={"request_router_class": "lorikeet.serving.router.AdapterRouter"},
+    )
+    return made(Held).bind()
