@@ -53,7 +53,9 @@ class Watching:
             # The first time for nobody: Serve tells a process of replicas once it calls one.
             try:
                 await broadcast(self._handle, "prefetch", wanted)
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as error:
+                if is_own_cancelling():
+                    raise
                 log.warning("prefetch_failed", extra={"error": repr(error)})
             while not (wanted := self._fleet.take_wanted()):
                 await asyncio.sleep(_DOOR_S)
