@@ -28,6 +28,8 @@ def test_platform_is_no_package_or_it_would_shadow_the_standard_librarys():
         "lorikeet.api.app",
         "lorikeet.cli",
         "lorikeet.placement.plan",
+        "lorikeet.placement.prefetching",
+        "lorikeet.placement.scaling",
         "lorikeet.routing.fleet",
         "lorikeet.simulator.outcome",
     ],

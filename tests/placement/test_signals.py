@@ -23,4 +23,5 @@ def test_numbers_carry_all_that_is_known():
     for alone in (None, 0.0, 0.4):
         signals = Signals(40, 100, 0.5, 0.5, 0.25, alone)
         assert from_stats(to_stats(signals) | {"running_requests": 3}) == signals
+        assert from_stats({"arena_bytes": 100}) is None
         assert all(isinstance(value, int | float) for value in to_stats(signals).values())

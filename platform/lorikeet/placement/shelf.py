@@ -32,7 +32,7 @@ class Shelf:
         if self._order is None:
             self._order = sorted(self._stock, key=lambda d: (self._worth[d], d), reverse=True)
         victims: list[str] = []
-        free = self.free_bytes
+        free = max(0, self.free_bytes)  # copies of what is on the GPU may take more than there is
         for digest in reversed(self._order):
             if free >= size:
                 break

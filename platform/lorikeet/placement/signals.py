@@ -1,7 +1,7 @@
 """What one replica says of the pressure on it, as an object and as the numbers that Serve takes."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from lorikeet_engine.news import EngineLoad
 from lorikeet_engine.request import EngineReport
@@ -28,6 +28,9 @@ class Signals:
     alone: float | None = None
 
 
+_NAMES = {each.name for each in fields(Signals)}
+
+
 def measure(
     report: EngineReport, load: EngineLoad, max_running: int, alone: float | None
 ) -> Signals:
@@ -52,6 +55,7 @@ def to_stats(signals: Signals) -> dict[str, float]:
     return {name: value for name, value in asdict(signals).items() if value is not None}
 
 
-def from_stats(stats: Mapping[str, float]) -> Signals:
-    """The same from those numbers; Serve adds some of its own."""
-    return Signals(**{name: stats[name] for name in Signals.__dataclass_fields__ if name in stats})
+def from_stats(stats: Mapping[str, float]) -> Signals | None:
+    """The same from those numbers; None if some are missing, as when another version sent them."""
+    known = {name: stats[name] for name in _NAMES if name in stats}
+    return Signals(**known) if known.keys() | {"alone"} == _NAMES else None

@@ -45,7 +45,7 @@ class EngineDeployment:
         self._spares = False
         if self._scales and len(self.reports) > self._least:
             stats = await broadcast(self._engine, "record_autoscaling_stats")
-            signals = [from_stats(each) for each in stats]
+            signals = [each for one in stats if (each := from_stats(one)) is not None]
             self._spares = len(signals) == len(self.reports) and could_shrink(signals)
 
     def keep(self, plan: Plan) -> None:

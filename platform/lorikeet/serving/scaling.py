@@ -72,4 +72,4 @@ def _heard(metrics: Mapping[str, Mapping[Any, Any]], now_s: float) -> list[Signa
             last = {name: of[replica][-1] for name, of in metrics.items() if of.get(replica)}
             known = {name: each.value for name, each in last.items() if each.timestamp == at_s}
             heard.append(from_stats(known))
-    return heard
+    return [signals for signals in heard if signals is not None]
