@@ -45,9 +45,10 @@ soak: $(INSTALLED)  ## the long versions of the tests
 test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
 
-bench-routing: $(INSTALLED)  ## routing, simulated: 1,000 replicas for an hour, then every goal
+bench-routing: $(INSTALLED)  ## routing, simulated: 1,000 replicas for an hour, every goal, changes
 	@$(BIN)/python -m loadtest.simulator large
 	@$(BIN)/python -m loadtest.simulator goals
+	@$(BIN)/python -m loadtest.simulator changes
 
 bench-router: $(INSTALLED)  ## what our router adds to a call through Serve
 	@$(BIN)/python -m loadtest.bench_router

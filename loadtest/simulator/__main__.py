@@ -3,6 +3,7 @@
 python -m loadtest.simulator goals --json goals.json      what routing must reach, measured
 python -m loadtest.simulator run --router lorikeet …      one scenario
 python -m loadtest.simulator large                        1,000 replicas for an hour
+python -m loadtest.simulator changes                      what follows when replicas come and go
 """
 
 import argparse
@@ -15,6 +16,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from loadtest.simulator.baselines import ROUTERS
+from loadtest.simulator.changes import columns, courses, rows
 from loadtest.simulator.goals import USUAL, goals, scenarios, trials
 from loadtest.simulator.trial import COLUMNS, ORACLE, measure, measure_all, table
 from loadtest.workload import DATA
@@ -38,6 +40,8 @@ def main() -> int:
     options = _arguments()
     if options.command == "goals":
         return _goals(options.json, options.processes)
+    if options.command == "changes":
+        return _changes(options.json, options.processes)
     scenario = LARGE if options.command == "large" else _scenario(options)
     began_s = time.perf_counter()
     outcome = measure((scenario, options.router))
@@ -68,6 +72,13 @@ def _goals(path: Path | None, processes: int) -> int:
     return 0 if all(goal.met for goal in results) else 1
 
 
+def _changes(path: Path | None, processes: int) -> int:
+    found = list(courses(processes))
+    print(table([row for course in found for row in rows(course)], columns()))
+    _write(path, [asdict(course) for course in found])
+    return 0
+
+
 def _verdict(met: bool) -> str:
     return "" if met else "**missed**"
 
@@ -96,10 +107,11 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    parts = {name: commands.add_parser(name) for name in ("goals", "run", "large")}
+    parts = {name: commands.add_parser(name) for name in ("goals", "run", "large", "changes")}
     for part in parts.values():
         part.add_argument("--json", type=Path, help="where the numbers go")
-    parts["goals"].add_argument("--processes", type=int, default=2)
+    for name in ("goals", "changes"):
+        parts[name].add_argument("--processes", type=int, default=2)
     for name in ("run", "large"):
         parts[name].add_argument("--router", choices=[*ROUTERS, ORACLE], default="lorikeet")
     kinds = {"rate_per_s": float, "trace": _trace}

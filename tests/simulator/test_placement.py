@@ -1,0 +1,112 @@
+"""What the simulated controller has brought nearer, and what that may cost."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lorikeet.simulator.fleet import Fleet
+from lorikeet.simulator.memory import Arena
+from lorikeet.simulator.placement import Placement
+from lorikeet.simulator.router import LeastCost
+from lorikeet.simulator.traffic import Scenario
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.residency.eviction import LeastUsedForItsSize
+
+SMALL = Scenario(adapters=200, replicas=4, gpu_room=0.15, host_room=0.2, duration_s=60.0, load=0.5)
+
+
+def run(scenario, act=None):
+    fleet = Fleet(scenario.setup(), scenario.requests(), LeastCost(1), LeastUsedForItsSize())
+    Placement(fleet)
+    if act is not None:
+        act(fleet)
+    fleet.run()
+    return fleet
+
+
+def arena_of(*used):
+    """Room for three adapters; used: how often 0, 1 and so on were at time 0."""
+    left = []
+    arena = Arena(6, [2] * 6, [str(n) for n in range(6)], LeastUsedForItsSize(), left.append)
+    for adapter, uses in enumerate(used):
+        assert arena.place(adapter, 0.0)
+        arena.arrived(adapter)
+        for _ in range(uses):
+            arena.lease(adapter, 0.0)
+            arena.release(adapter)
+    return arena, left
+
+
+def test_a_prefetch_fills_free_room_first():
+    arena, left = arena_of(1, 1)
+    assert arena.prefetch(3, 0.5, 0.0)
+    assert left == []
+    assert not arena.holds(3)
+    arena.arrived(3)
+    assert arena.holds(3)
+
+
+def test_a_prefetch_evicts_only_what_is_worth_less():
+    arena, left = arena_of(4, 2, 8)
+    assert not arena.prefetch(3, 1.5, 0.0)
+    assert left == []
+    assert arena.prefetch(3, 3.0, 0.0)
+    assert left == [1]
+    arena.arrived(3)
+    assert not arena.prefetch(4, 2.5, 0.0)  # 3 counts for the uses that it was brought for
+    assert arena.prefetch(4, 3.5, 0.0)
+    assert left == [1, 3]
+
+
+def test_a_prefetch_never_evicts_what_is_in_use():
+    arena, left = arena_of(1, 1, 1)
+    for adapter in range(3):
+        arena.lease(adapter, 0.0)
+    assert not arena.prefetch(3, 100.0, 0.0)
+    assert left == []
+
+
+@pytest.mark.parametrize("changes", [{}, {"disk_room": 0.3, "host_room": 0.1}])
+def test_with_placement_the_books_balance(changes):
+    scenario = replace(SMALL, **changes)
+    fleet = run(scenario)
+    assert np.isfinite(fleet.ttft_s).all()
+    for replica in fleet.replicas:
+        assert replica.idle()
+        assert replica.load.loading_bytes == 0
+        held = sum(fleet.sizes[adapter] for adapter in replica.arena.residents)
+        assert replica.arena.free == fleet.setup.gpu_bytes - held
+        assert replica.load.room_bytes == replica.arena.room == fleet.setup.gpu_bytes
+        for adapter in replica.arena.residents:
+            assert replica in fleet.on_gpu[adapter]
+    assert sum(map(len, fleet.on_gpu)) == sum(len(one.arena.residents) for one in fleet.replicas)
+
+
+def test_who_joins_is_brought_adapters_that_nobody_asked_it_for():
+    def join(fleet):
+        fleet.at(30.0, fleet.join)
+
+    fleet = run(SMALL, join)
+    joined = fleet.replicas[-1]
+    asked = set(fleet.requests.adapters[fleet.served_by == joined.number].tolist())
+    near = {*joined.arena.residents, *joined.host}
+    assert near - asked
+
+
+def test_a_request_takes_over_what_is_being_brought():
+    fleet = Fleet(
+        replace(SMALL, disk_room=0.0).setup(),
+        SMALL.requests(),
+        LeastCost(1),
+        LeastUsedForItsSize(),
+    )
+    replica, (request, adapter) = fleet.replicas[0], (0, fleet.adapter_of[0])
+    replica.prefetch(adapter, Residency.GPU, 1.0, 0.0)
+    assert replica.submit(request, 0.001) is Residency.REMOTE
+    assert replica.awaits(adapter)
+    while fleet._events:
+        fleet._run_until(fleet._events[0][0])
+    assert replica.idle()
+    assert replica.load.loading_bytes == 0
+    assert len(fleet.loads) == 1
