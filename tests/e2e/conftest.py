@@ -17,6 +17,7 @@ import pytest
 
 from demo.fill import ADAPTERS
 from lorikeet_engine.adapter_format import write_blob
+from tests.e2e import mute
 from tests.e2e.load import Target
 from tests.e2e.store_link import StoreLink
 
@@ -76,6 +77,8 @@ def service(
         environ.setenv("LORIKEET_CATALOG", f"{s3_bucket}/e2e")
         environ.setenv("LORIKEET_CACHE_DIR", str(root / "cache"))
         environ.setenv("LORIKEET_REPLICAS", str(REPLICAS))
+        environ.setenv(mute.FOLDER, str(tmp_path_factory.mktemp("mute")))
+        environ.setattr("lorikeet.serving.app.EngineReplica", mute.MuteReplica)
         environ.setenv("PYTHONPATH", str(ROOT))
         environ.chdir(ROOT)
         yield from _run(root)

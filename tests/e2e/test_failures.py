@@ -78,3 +78,18 @@ def test_a_killed_gateway_is_replaced_and_leaves_nothing_behind(service, load):
 def idle(replica):
     leases = sum(adapter["leases"] for adapter in replica["adapters"])
     return replica["running"] + replica["waiting"] + replica["kv_pages_used"] + leases == 0
+
+
+@pytest.mark.soak
+def test_an_engine_that_hangs_keeps_no_request_that_it_has_not_taken(service, load):
+    engine, _ = next(iter(engine_processes(service).items()))
+    with load:
+        load.wait_for(WINDOW)
+        hung_s = time.monotonic()
+        os.kill(engine, signal.SIGSTOP)
+        time.sleep(20)
+        os.kill(engine, signal.SIGCONT)
+        load.wait_for(WINDOW)
+    assert load.unfinished() == []
+    late = [r for r in load.sent(hung_s + 1) if r.begun_s - r.sent_s > 10]
+    assert late == []

@@ -1,0 +1,48 @@
+"""An engine replica whose news tests can lose; the service under test runs these."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lorikeet.routing.news import ReplicaNews
+from lorikeet.serving.app import EngineReplica
+
+FOLDER = "TEST_MUTE_FOLDER"
+"""The environment variable that names a folder; a file in it loses the channel of its name."""
+
+
+@contextmanager
+def muted(**channels: str) -> Iterator[None]:
+    """Lose `stats` or `watch` on all replicas: by "raise", or by "hang" until the block ends."""
+    files = {Path(os.environ[FOLDER]) / channel: how for channel, how in channels.items()}
+    for file, how in files.items():
+        file.write_text(how)
+    try:
+        yield
+    finally:
+        for file in files:
+            file.unlink()
+
+
+class MuteReplica(EngineReplica):
+    """An EngineReplica while no file says otherwise."""
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        await _lose("stats")
+        return await super().record_routing_stats()
+
+    async def watch(self, replica: str) -> AsyncIterator[ReplicaNews]:
+        async for news in super().watch(replica):
+            await _lose("watch")
+            yield news
+
+
+async def _lose(channel: str) -> None:
+    file = Path(os.environ[FOLDER]) / channel
+    while file.exists():
+        if file.read_text() == "raise":
+            raise RuntimeError(f"a test loses {channel}")
+        await asyncio.sleep(0.1)

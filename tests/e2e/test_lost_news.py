@@ -1,0 +1,47 @@
+"""Gateways lose what replicas tell them: answers alone then say where adapters are."""
+
+import time
+from collections import Counter
+
+import pytest
+
+from tests.e2e.conftest import REPLICAS
+from tests.e2e.load import Load, hit_rate
+from tests.e2e.mute import muted
+from tests.e2e.parts import complete
+
+ADAPTERS = 18
+EACH = 6  # requests for an adapter
+FORGOTTEN_S = 4.0  # by then a gateway no longer believes what it heard last
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        {"stats": "hang", "watch": "raise"},
+        pytest.param({"stats": "raise", "watch": "hang"}, marks=pytest.mark.soak),
+        pytest.param({"stats": "raise"}, marks=pytest.mark.soak),
+        pytest.param({"watch": "raise"}, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_without_news_requests_still_find_their_adapters(service, crowd, lost):
+    assert complete(service)
+    adapters = crowd.adapters(ADAPTERS)
+    with muted(**lost):
+        time.sleep(FORGOTTEN_S)
+        with Load(service.url, adapters, streams=8) as load:
+            load.wait_for(ADAPTERS * EACH)
+    assert load.unfinished() == []
+    places = {(result.model, result.replica) for result in load.results}
+    assert ADAPTERS <= len(places) < (ADAPTERS + places_by_chance(load.results)) / 2
+    with Load(service.url, adapters, streams=8) as after:
+        after.wait_for(2 * ADAPTERS)
+    assert after.unfinished() == []
+    assert hit_rate(after.results) > 0.8
+
+
+def places_by_chance(results):
+    """How many replicas adapters would come to, added up, if requests went to any replica."""
+    asked = Counter(result.model for result in results)
+    return sum(REPLICAS * (1 - (1 - 1 / REPLICAS) ** times) for times in asked.values())
