@@ -82,6 +82,7 @@ def gateway(
     deployment = serve.deployment(
         name="gateway",
         num_replicas=settings.gateways,
+        max_surge_percent=100,  # a new one answers before an old one drains: there may be only one
         max_ongoing_requests=_most_generations(settings) + _OTHER_REQUESTS,
         ray_actor_options={"num_cpus": _GATEWAY_CPUS},
         graceful_shutdown_timeout_s=_LONGEST_GENERATION_S,
