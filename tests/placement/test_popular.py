@@ -143,6 +143,18 @@ def test_with_spares_every_adapter_in_use_is_on_two_replicas():
     assert alone(demand, settled) == {"p": 0, "q": 0}
 
 
+def test_spares_take_the_place_of_what_nobody_uses():
+    demand = many(4)
+    unused = tuple(f"old{n}" for n in range(4))
+    sites = {
+        "p": site(2, *list(demand)[:2], host=6, on_host=unused),
+        "q": site(2, *list(demand)[2:], host=6, on_host=unused),
+    }
+    settled, given = settle(demand, ONES, sites, spares=True)
+    assert len(given) == 4
+    assert alone(demand, settled) == {"p": 0, "q": 0}
+
+
 def test_alone_is_what_is_used_and_only_there_on_gpu_or_host():
     sites = {
         "p": Site(9, 9, {"a": GPU, "b": HOST, "c": DISK, "both": GPU, "unused": GPU}),

@@ -149,11 +149,13 @@ class _Draft:
 
     def shelter(self, copies: int) -> None:
         """So many replicas that have each adapter in use on GPU or host."""
+        worth = _WORTH_AN_EVICTION if copies == 1 else 0.0  # spares are for moments of calm
         for digest in self._wanted:
             if digest in self._leaving:  # whether it has truly gone is known next time
                 continue
             for before in range(len(self._near.get(digest, ())), min(copies, len(self._names))):
-                if not self._bring(digest, Residency.HOST, self._demand[digest] / (before + 1)):
+                uses = self._demand[digest] / (before + 1)
+                if not self._bring(digest, Residency.HOST, uses, worth):
                     break
 
     def _stock(self, name: str, site: Site) -> None:
@@ -202,8 +204,13 @@ class _Draft:
                 for holder in holders:
                     loads[holder] -= less
 
-    def _bring(self, digest: str, tier: Residency, uses: float) -> bool:
-        """Order it where it is nearest already, else where requests for it would go first."""
+    def _bring(
+        self, digest: str, tier: Residency, uses: float, worth: float = _WORTH_AN_EVICTION
+    ) -> bool:
+        """Order it where it is nearest already, else where requests for it would go first.
+
+        worth: uses from which others may be evicted for it.
+        """
         order = [
             name for name in preferred(digest, self._names) if name not in self._there(digest, tier)
         ]
@@ -212,7 +219,7 @@ class _Draft:
             if self._has_room(name, digest, tier):
                 self._order(name, Prefetch(digest, tier, uses), [])
                 return True
-        if uses >= _WORTH_AN_EVICTION:
+        if uses >= worth:
             for name in order:
                 victims = self._victims(name, digest, tier, uses)
                 if victims is not None:
