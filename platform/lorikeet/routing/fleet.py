@@ -111,7 +111,7 @@ class Fleet:
     def lost(self, replica: str | None) -> None:
         """It did not do what it had taken: not to be asked until it speaks again."""
         with self._lock:
-            known = self._known.get(replica or "")
+            known = self._known.get(replica) if replica else None
             if known is not None and not known.lost:
                 known.lost = True
                 self._arrange()

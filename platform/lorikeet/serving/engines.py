@@ -42,16 +42,19 @@ class ServeEngines:
         GenerationFailed when the replica's own code broke.
         """
         handle = self._handles[base_model].options(stream=True)
+        fleet = _fleet(handle)
         for attempt in range(_ATTEMPTS):
             # An id of its own: a lost replica may still be at work on the attempt before.
             again = replace(call, request_id=f"{call.request_id}-{attempt}") if attempt else call
             begun = False
             try:
-                async with aclosing(_answer(handle, again)) as items:
+                async with aclosing(_answer(handle, fleet, again)) as items:
                     async for item in items:
-                        if attempt + 1 < _ATTEMPTS and _another_has_it(_fleet(handle), call, item):
+                        if attempt + 1 < _ATTEMPTS and _another_has_it(fleet, call, item):
                             raise Unavailable("the replica could not load the adapter")
-                        begun = begun or isinstance(item, bytes)
+                        if not begun and isinstance(item, bytes):
+                            begun = True
+                            fleet.begun(again.request_id)
                         yield item
             except Unavailable:
                 if begun:
@@ -74,16 +77,19 @@ class ServeEngines:
         return [report for some in reports for report in some]
 
 
-async def _answer(handle: DeploymentHandle[Any], call: Call) -> AsyncGenerator[StreamItem, None]:
+async def _answer(
+    handle: DeploymentHandle[Any], fleet: Fleet, call: Call
+) -> AsyncGenerator[StreamItem, None]:
     """One replica's answer. Raises Unavailable when it is lost or will not take the call."""
-    fleet, request_id = _fleet(handle), call.request_id
+    request_id = call.request_id
     fleet.expect(request_id)
     response = cast("DeploymentResponseGenerator[StreamItem]", handle.generate.remote(call))
     try:
         async for item in response:
             if isinstance(item, Refusal) and item.code == Unavailable.code:
                 raise Unavailable(item.message)
-            _learn(fleet, request_id, item)
+            if isinstance(item, Header):
+                _learn(fleet, item)
             yield item
     except RayTaskError as error:
         raise _lost(error, request_id) from error
@@ -106,15 +112,12 @@ def _another_has_it(fleet: Fleet, call: Call, item: StreamItem) -> bool:
     return failed and call.adapter is not None and fleet.unfetchable(call.adapter.digest)
 
 
-def _learn(fleet: Fleet, request_id: str, item: StreamItem) -> None:
+def _learn(fleet: Fleet, header: Header) -> None:
     """What an answer says of its replica."""
-    if isinstance(item, bytes):
-        fleet.begun(request_id)
-    elif isinstance(item, Header):
-        if item.news is not None:
-            fleet.heard(item.replica, item.news, HEADER_AGE_S)
-        if item.digest is not None and item.residency is not None:
-            fleet.found(item.replica, item.digest, item.residency)
+    if header.news is not None:
+        fleet.heard(header.replica, header.news, HEADER_AGE_S)
+    if header.digest is not None and header.residency is not None:
+        fleet.found(header.replica, header.digest, header.residency)
 
 
 def _fleet(handle: DeploymentHandle[Any]) -> Fleet:

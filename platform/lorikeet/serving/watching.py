@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
@@ -9,6 +10,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from lorikeet.routing.fleet import Fleet
 from lorikeet.routing.news import ReplicaNews
 from lorikeet.serving.handles import LOST, broadcast, is_own_cancelling
+from lorikeet_engine.adapter import AdapterRef
 
 log = logging.getLogger(__name__)
 
@@ -48,17 +50,22 @@ class Watching:
             await asyncio.sleep(_LOOK_S)
 
     async def _attend_door(self) -> NoReturn:
-        wanted = self._fleet.take_wanted()
+        first = True
         while True:
-            # The first time for nobody: Serve tells a process of replicas once it calls one.
-            try:
-                await broadcast(self._handle, "prefetch", wanted)
-            except (Exception, asyncio.CancelledError) as error:
-                if is_own_cancelling():
-                    raise
-                log.warning("prefetch_failed", extra={"error": repr(error)})
-            while not (wanted := self._fleet.take_wanted()):
-                await asyncio.sleep(_DOOR_S)
+            wanted = self._fleet.take_wanted()
+            # Serve tells a process which replicas there are once it has called one.
+            if wanted or first:
+                await self._tell(wanted)
+            first = False
+            await asyncio.sleep(_DOOR_S)
+
+    async def _tell(self, wanted: Mapping[str, Mapping[AdapterRef, int]]) -> None:
+        try:
+            await broadcast(self._handle, "prefetch", wanted)
+        except (Exception, asyncio.CancelledError) as error:
+            if is_own_cancelling():
+                raise
+            log.warning("prefetch_failed", extra={"error": repr(error)})
 
     async def _watch(self, replica: str) -> NoReturn:
         failures = 0
