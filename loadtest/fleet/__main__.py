@@ -10,22 +10,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from loadtest.fleet.adapters import fill_catalog
+from loadtest.fleet.goals import Pair, goals
 from loadtest.fleet.run import (
     measure_overhead_s,
     measure_real,
     measure_simulated,
     pace_of,
+    router_options,
     settings_of,
 )
 from loadtest.fleet.scenario import SCENARIOS, lasting, slowed
 from loadtest.fleet.service import ROUTERS, cluster, service
-from loadtest.simulator.goals import HOT
+from loadtest.simulator.goals import HOT, Goal
 from loadtest.simulator.trial import COLUMNS, table
-from lorikeet.simulator.outcome import Outcome
 from lorikeet.simulator.traffic import Scenario
 
 # What the goals compare: sticky routing where one adapter is hot, the others where none is.
@@ -33,18 +34,8 @@ _NOT_COMPARED = {("multiplexing", name) for name in SCENARIOS if name != HOT}
 _NOT_COMPARED |= {("power of two", HOT), ("bounded hashing", HOT)}
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """One run and its simulation, to which overhead_s is added that a request's way takes."""
-
-    scenario: str
-    real: Outcome
-    simulated: Outcome
-    overhead_s: float
-
-
 def main() -> int:
-    """Run what the command line asks for; print a table and write JSON."""
+    """Run what the command line asks for; print tables, write JSON; 1 if a goal is missed."""
     options = _arguments()
     wanted = {name: _scenario(name, options) for name in options.scenarios}
     began_s, pairs = time.perf_counter(), list[Pair]()
@@ -52,10 +43,13 @@ def main() -> int:
         for pair in _run(wanted, options.routers, Path(folder)):
             pairs.append(pair)
             print(_table(pairs[-1:]), flush=True)
-    print(f"\n{_table(pairs)}\n\ntook {time.perf_counter() - began_s:.0f} s")
+    results = list(goals(pairs))
+    print(f"\n{_table(pairs)}\n\n{_verdicts(results)}")
+    print(f"\ntook {time.perf_counter() - began_s:.0f} s")
     if options.json:
-        options.json.write_text(json.dumps([asdict(pair) for pair in pairs], indent=1) + "\n")
-    return 0
+        runs, found = [asdict(pair) for pair in pairs], [asdict(goal) for goal in results]
+        options.json.write_text(json.dumps({"runs": runs, "goals": found}, indent=1) + "\n")
+    return 0 if all(goal.met for goal in results) else 1
 
 
 def _run(wanted: dict[str, Scenario], routers: list[str], folder: Path) -> Iterator[Pair]:
@@ -69,7 +63,7 @@ def _run(wanted: dict[str, Scenario], routers: list[str], folder: Path) -> Itera
             if not compared:
                 continue
             pace = pace_of(any_scenario, stock, router, folder)
-            with service(settings, pace, router, any_scenario.costs):
+            with service(settings, pace, router, router_options(any_scenario, router)):
                 overhead_s = measure_overhead_s(url, stock.key, any_scenario)
                 for name, scenario in compared.items():
                     real = measure_real(url, stock.key, scenario, router, pace.loads_file)
@@ -92,13 +86,25 @@ def _table(pairs: Iterable[Pair]) -> str:
     return table(rows, ("scenario", "", *COLUMNS))
 
 
+def _verdicts(results: Iterable[Goal]) -> str:
+    rows = [
+        (goal.against, goal.where, goal.what, goal.wanted, f"{goal.value:.2f}", _verdict(goal))
+        for goal in results
+    ]
+    return table(rows, ("against", "where", "what", "wanted", "measured", ""))
+
+
+def _verdict(goal: Goal) -> str:
+    return "" if goal.met else "**missed**"
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--routers", nargs="+", choices=ROUTERS, default=list(ROUTERS))
-    parser.add_argument("--seconds", type=float, default=45.0, help="of traffic; default 45")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of traffic; default 40")
     parser.add_argument("--adapters", type=int, default=1000, help="default 1000")
     parser.add_argument("--replicas", type=int, default=4, help="default 4")
     parser.add_argument("--slowdown", type=float, default=1.0, help="of all that is paced")

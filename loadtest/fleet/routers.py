@@ -3,17 +3,15 @@
 import math
 import random
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from lorikeet.serving.router import AdapterRouter
 
-_MODELS = 45
-"""As many adapters as a replica has room for, a tenth less: what Serve's users would set."""
 _POINTS = 100
 _FACTOR = 1.25
 
@@ -27,7 +25,15 @@ class Priced(AdapterRouter):
         self._fleet._costs = replace(self._fleet._costs, **prices)
 
 
-class PowerOfTwo(RequestRouter):
+class Other(RequestRouter):
+    """What the others share."""
+
+    _get_pending_request_matching_internal_request_id = (
+        AdapterRouter._get_pending_request_matching_internal_request_id
+    )
+
+
+class PowerOfTwo(Other):
     """The less busy of two at random, as Serve's default router is where no model is named."""
 
     async def choose_replicas(
@@ -39,44 +45,51 @@ class PowerOfTwo(RequestRouter):
         return [two_of(candidate_replicas)]
 
 
-class Multiplexing(RequestRouter):
+class Multiplexing(Other):
     """Serve's model multiplexing: where the model is; else where the fewest are.
 
     Keeps the books that Serve's replicas would: the last models used on each.
     """
 
-    def initialize_state(self, **_: Any) -> None:
-        """Called by Serve once it is built."""
-        self._models: dict[str, OrderedDict[str, None]] = {}
+    def initialize_state(self, models: int = 1, **_: Any) -> None:
+        """models: max_num_models_per_replica, in Serve's words."""
+        self._most = models
+        self._books: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
 
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """One replica."""
-        model = pending_request.metadata.multiplexed_model_id if pending_request else ""
-        books = {
-            one: self._models.setdefault(one.replica_id.unique_id, OrderedDict())
-            for one in candidate_replicas
-        }
-        free = [one for one, models in books.items() if model in models]
+        """Serve takes the shorter queue of two."""
+        model = _model_of(pending_request)
+        if not model:
+            return [two_of(candidate_replicas)]
+        books = [self._books[one.replica_id.unique_id] for one in candidate_replicas]
+        pairs = list(zip(candidate_replicas, books, strict=True))
+        free = [one for one, models in pairs if model in models]
         if not free:
-            fewest = min(len(models) for models in books.values())
-            free = [one for one, models in books.items() if len(models) == fewest]
-        chosen = min(two_of(free), key=self._queue)
-        models = books[chosen]
+            fewest = min(map(len, books))
+            free = [one for one, models in pairs if len(models) == fewest]
+        return [two_of(free)]
+
+    def on_request_routed(
+        self,
+        pending_request: PendingRequest,
+        replica_id: ReplicaID,
+        result: object,  # noqa: ARG002
+    ) -> None:
+        """A replica took it."""
+        models, model = self._books[replica_id.unique_id], _model_of(pending_request)
+        if not model:
+            return
         models[model] = None
         models.move_to_end(model)
-        if len(models) > _MODELS:
+        if len(models) > self._most:
             models.popitem(last=False)
-        return [[chosen]]
-
-    def _queue(self, replica: RunningReplica) -> int:
-        return self.replica_queue_len_cache.get(replica.replica_id) or 0
 
 
-class BoundedHashing(RequestRouter):
+class BoundedHashing(Other):
     """Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, SODA 2018).
 
     Around a ring from the adapter's point on, to the first replica with fewer requests than 1.25
@@ -94,6 +107,9 @@ class BoundedHashing(RequestRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """One replica."""
+        model = _model_of(pending_request)
+        if not model:
+            return [two_of(candidate_replicas)]
         named = {one.replica_id.unique_id: one for one in candidate_replicas}
         if self._on_ring != named.keys():
             self._on_ring = set(named)
@@ -103,7 +119,6 @@ class BoundedHashing(RequestRouter):
             for name, one in named.items()
         }
         bound = math.ceil(_FACTOR * (sum(queues.values()) + 1) / len(queues))
-        model = pending_request.metadata.multiplexed_model_id if pending_request else ""
         at = bisect_right(self._ring, (_point(model), ""))
         turn = [*self._ring[at:], *self._ring[:at]]
         return [[named[next(name for _, name in turn if queues[name] < bound)]]]
@@ -112,6 +127,13 @@ class BoundedHashing(RequestRouter):
 def two_of(replicas: list[RunningReplica]) -> list[RunningReplica]:
     """Two at random, if there are so many."""
     return random.sample(replicas, min(2, len(replicas)))
+
+
+def _model_of(pending: PendingRequest | None) -> str:
+    """The digest of the call's adapter; empty for the base model and for other calls."""
+    call = pending.args[0] if pending and pending.args else None
+    adapter = getattr(call, "adapter", None)
+    return adapter.digest if adapter is not None else ""
 
 
 def _point(key: str) -> int:

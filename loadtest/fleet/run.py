@@ -50,6 +50,17 @@ def pace_of(scenario: Scenario, stock: Stock, router: str, folder: Path) -> Pace
     )
 
 
+def router_options(scenario: Scenario, router: str) -> dict[str, float]:
+    """What a router in ROUTERS is told."""
+    if router == OURS:
+        costs = scenario.costs
+        return {name: getattr(costs, name) for name in ("answer_tokens", "copy_s", "lost_use_s")}
+    if router == "multiplexing":
+        # As many as a replica has room for, a tenth less: what Serve's users would set.
+        return {"models": round(0.9 * scenario.gpu_room * scenario.adapters)}
+    return {}
+
+
 def measure_overhead_s(url: str, key: str, scenario: Scenario) -> float:
     """What HTTP, gateway and replica add to the first token of a request that is alone."""
     steps, tokens = scenario.costs.steps, 8

@@ -13,7 +13,6 @@ from ray import serve
 from ray.serve.deployment import Application
 
 from loadtest.fleet.pacing import Pace, paced_engine
-from lorikeet.routing.costs import Costs
 from lorikeet.serving import replica
 from lorikeet.serving.app import EngineReplica, controller, engine, gateway
 from lorikeet.settings import Settings
@@ -75,16 +74,16 @@ def cluster() -> Iterator[str]:
 
 
 @contextmanager
-def service(settings: Settings, pace: Pace, router: str, costs: Costs) -> Iterator[None]:
-    """Run it until the end of the block. router: a name in ROUTERS. costs: what ours goes by."""
+def service(
+    settings: Settings, pace: Pace, router: str, options: dict[str, float]
+) -> Iterator[None]:
+    """Run it until the end of the block. router: a name in ROUTERS; options: what it is told."""
     (base_model,) = settings.base_models
-    prices = {name: getattr(costs, name) for name in ("answer_tokens", "copy_s", "lost_use_s")}
-    ours = router == OURS
     deployment: Any = engine(settings, base_model)._bound_deployment.options(
-        func_or_class=PacedReplica if ours else UnplannedReplica,
+        func_or_class=PacedReplica if router == OURS else UnplannedReplica,
         request_router_config={
             "request_router_class": f"loadtest.fleet.routers.{ROUTERS[router]}",
-            "request_router_kwargs": prices if ours else {},
+            "request_router_kwargs": options,
             "request_routing_stats_period_s": 1,
         },
         graceful_shutdown_timeout_s=1,

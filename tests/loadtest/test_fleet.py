@@ -21,8 +21,9 @@ def compare(tmp_path):
         sizes = {"--replicas": replicas, "--adapters": adapters, "--seconds": seconds}
         options = [str(part) for pair in sizes.items() for part in pair]
         command = [sys.executable, "-m", "loadtest.fleet", "--scenarios", scenario, *options]
-        subprocess.run([*command, "--routers", "lorikeet", "--json", str(out)], check=True)
-        (pair,) = json.loads(out.read_text())
+        command += ["--routers", "lorikeet", "--json", str(out)]
+        assert subprocess.run(command).returncode in (0, 1)  # 1: it is not as close as on its own
+        (pair,) = json.loads(out.read_text())["runs"]
         return pair["real"], pair["simulated"]
 
     return compare
