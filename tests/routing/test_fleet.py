@@ -172,9 +172,33 @@ def test_evicting_what_is_in_use_is_avoided(gateway):
 def test_each_replica_is_judged_by_what_was_measured_there(gateway):
     slow = MeasuredCosts(StepCosts(prompt_token_s=1e-3), LoadCosts())
     gateway.fleet.exist(("r1", "r2"))
-    gateway.says("r1", costs=slow)
-    gateway.says("r2", costs=MeasuredCosts())
+    for _ in range(2):
+        gateway.now_s += 1.0
+        gateway.says("r1", costs=slow)
+        gateway.says("r2", costs=MeasuredCosts())
     assert gateway.firsts(BASE) == {"r2"}
+
+
+def test_replicas_that_measured_about_the_same_leave_adapters_at_home(gateway):
+    for _ in range(2):
+        gateway.now_s += 1.0
+        for at, name in enumerate(NAMES):
+            steps = StepCosts(base_s=4e-3 + at * 1e-4, prompt_token_s=20e-6 + at * 1e-6)
+            gateway.says(name, costs=MeasuredCosts(steps, LoadCosts()))
+    for number in range(20):
+        ref = replace(REF, digest=f"{number:064x}")
+        assert gateway.firsts(ASK._replace(adapter=ref), 5) == {by_preference(ref.digest, NAMES)[0]}
+
+
+def test_engines_of_any_pace_keep_an_adapter_for_as_many_steps(gateway):
+    slow = MeasuredCosts(StepCosts(base_s=0.1, sequence_s=1e-3, prompt_token_s=5e-4), LoadCosts())
+    little = replace(IDLE, running=1, waiting=1, waiting_tokens=500)
+    for load in (IDLE, little):
+        gateway.now_s += 1.0
+        gateway.says("r1", load, costs=slow, moved={REF.digest: Residency.GPU})
+        for name in set(NAMES) - {"r1"}:
+            gateway.says(name, costs=slow)
+    assert gateway.firsts() == {"r1"}
 
 
 def test_a_lost_replica_is_out_of_the_order_until_it_speaks(gateway):

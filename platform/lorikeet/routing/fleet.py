@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from random import Random
 from threading import Lock
 
+from lorikeet.routing.agreed import agreed_costs
 from lorikeet.routing.ask import Ask
 from lorikeet.routing.choice import Load, Option, Work, expected_cost_s
 from lorikeet.routing.costs import H200_LLAMA_8B, Costs
@@ -24,6 +25,7 @@ STATS_AGE_S = 1.2
 """Serve asks for stats every second and hands them on a little later."""
 UNFETCHABLE_S = 10.0
 """For so long after an adapter could not be fetched, requests stay where theirs already is."""
+_AGREE_S = 1.0  # measured costs change slowly, and each replica speaks of its own every second
 
 
 def _unknown(_: str) -> int | None:
@@ -56,6 +58,7 @@ class Fleet:
         self._sent: dict[str, Sent | None] = {}
         self._wanted: dict[tuple[str, AdapterRef], set[str]] = {}  # the requests that wait
         self._fetching_from_s = -math.inf
+        self._agreed_s = -math.inf
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -88,9 +91,13 @@ class Fleet:
             known = self._known.get(replica)
             if known is None:
                 return
-            if known.hear(news, self._clock(), age_s) and known.lost:
+            now_s = self._clock()
+            if known.hear(news, now_s, age_s) and known.lost:
                 known.lost = False
                 self._arrange()
+            if news.costs is not None and now_s >= self._agreed_s + _AGREE_S:
+                self._agreed_s = now_s
+                self._agree()
             if news.begins_whole:
                 self._unconfirmed[replica] = set(self._residents.held_by(replica))
             unconfirmed = self._unconfirmed.get(replica)
@@ -212,6 +219,11 @@ class Fleet:
         for (replica, adapter), requests in waited.items():
             wanted.setdefault(replica, {})[adapter] = len(requests)
         return wanted
+
+    def _agree(self) -> None:
+        said = {name: known.measured for name, known in self._known.items() if known.measured}
+        for name, costs in agreed_costs(said, self._costs).items():
+            self._known[name].costs = costs
 
     def _arrange(self) -> None:
         found = tuple(name for name, known in self._known.items() if not known.lost)

@@ -2,12 +2,12 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lorikeet.routing.ask import Ask
 from lorikeet.routing.choice import Load
 from lorikeet.routing.costs import Costs
-from lorikeet.routing.news import ReplicaNews
+from lorikeet.routing.news import MeasuredCosts, ReplicaNews
 from lorikeet.routing.residents import take_one
 from lorikeet_engine.news import EngineLoad
 
@@ -37,11 +37,13 @@ class Sent:
 class KnownReplica:
     """Adds what this gateway sent to the load that the replica reported before it could know.
 
-    costs: measured there. lost: whether it is out of the order until it speaks again.
+    costs: what routing reckons with. measured: what it said of its own, if it has. lost: whether it
+    is out of the order until it speaks again.
     """
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
+        self.measured: MeasuredCosts | None = None
         self.lost = False
         self.streams: Counter[str] = Counter()  # own requests that decode with each adapter
         self._sent: dict[str, Sent] = {}
@@ -55,7 +57,7 @@ class KnownReplica:
         self._ranks = 0
 
     def hear(self, news: ReplicaNews, now_s: float, age_s: float) -> bool:
-        """Take its load and costs, unless it has said something newer; whether it is new.
+        """Take its load and measured costs, unless it has said something newer; whether it is new.
 
         age_s: how long before now_s that load may have been read.
         """
@@ -63,7 +65,7 @@ class KnownReplica:
             return False
         self._seq, self._load, self._heard_s = news.seq, news.load, now_s
         if news.costs is not None:
-            self.costs = replace(self.costs, steps=news.costs.steps, loads=news.costs.loads)
+            self.measured = news.costs
         while self._unheard:
             request_id, oldest = next(iter(self._unheard.items()))
             if oldest.at_s > now_s - age_s:
