@@ -116,10 +116,14 @@ class _Search:
 
 
 def _cold(found: Forecast) -> list[str]:
-    """The tenants to pin, if pins may be all that is missing: theirs are all the missed goals."""
+    """The tenants to pin, or to pin once more, if that may be all that is missing.
+
+    Theirs are all the missed goals, and they often miss their adapter or have few places to go.
+    """
     cold = [
-        check.tenant
+        tenant
         for check in found.missed
-        if check.tenant is not None and found.tenants[check.tenant].hit_rate < _WARM
+        if (tenant := check.tenant) is not None
+        and (tenant in found.pins or found.tenants[tenant].hit_rate < _WARM)
     ]
     return cold if found.keeps_up and len(cold) == len(found.missed) else []
