@@ -36,8 +36,8 @@ class Fleet:
     """Learns from what replicas say and from what this gateway sends them.
 
     Serve's router runs on another thread than the gateway's event loop, so every method holds one
-    lock for as long as it runs: microseconds, but for news of thousands of adapters. Nothing here
-    waits or calls back. Unknown replicas and requests are left alone.
+    lock for as long as it runs: microseconds, but for news of thousands of adapters. Nothing waits
+    while it holds it. Unknown replicas and requests are left alone.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Fleet:
     def order(self, ask: Ask, queue: Callable[[str], int | None] = _unknown) -> list[str]:
         """A few replicas, the one with the least expected cost first; none if there are none.
 
-        queue: the requests at a replica, as far as Serve knows; that is used while it is silent.
+        queue: the requests at a replica, as far as Serve knows, at once; for those that are silent.
         """
         with self._lock:
             now_s, work, digest = self._clock(), ask.work, ask.digest
