@@ -91,6 +91,7 @@ def test_json_has_the_same_answer(tmp_path: Path) -> None:
         ('"zipf:0.8"', '"zipf"', "want distinct, uniform, identical or zipf:<exponent>"),
         ("[60, 120]", "[120, 60]", "want [p50, p99], the smaller first"),
         ('"crowd"', '"rare"', "want each name once"),
+        ('"crowd"', '"[red]"', "tenants.0.name='[red]'"),
         ("ttft_p99_ms = 45", "", "say what must hold"),
         ("ttft_p99_ms = 45", "ttft_p99_ms = nan", "tenants.1.ttft_p99_ms"),
         ("[memory]", "[memory", "cannot be read"),

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 from pydantic.functional_validators import AfterValidator
 
+from lorikeet.catalog.names import check_name
 from lorikeet.errors import InvalidInput
 from lorikeet.routing.costs import Costs
 from lorikeet.settings import Bytes
@@ -28,6 +29,13 @@ _P99 = 2.3263  # standard deviations above the mean
 def _popularity(text: str) -> str:
     parse_popularity(text)
     return text
+
+
+def _tenant_name(name: str) -> str:
+    try:
+        return check_name(name, "name")
+    except InvalidInput as error:
+        raise ValueError(error.message) from error
 
 
 def _rising(pair: tuple[float, float]) -> tuple[float, float]:
@@ -65,7 +73,7 @@ class _Traffic(BaseModel):
 
 class _Tenant(BaseModel):
     model_config = _Strict
-    name: str = Field(min_length=1)
+    name: Annotated[str, AfterValidator(_tenant_name)]
     adapters: int = Field(ge=1, le=1_000_000)
     ranks: tuple[PositiveInt, ...] = Field(default=RANKS, min_length=1)
     bytes_per_rank: Bytes = BYTES_PER_RANK

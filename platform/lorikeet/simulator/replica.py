@@ -7,50 +7,21 @@ room. So a request is a handful of events, however many tokens it has.
 """
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import chain
-from typing import Protocol
 
 from lorikeet.routing.choice import Load
 from lorikeet.routing.costs import Costs
 from lorikeet.simulator.memory import Arena, ByteLru, Link
+from lorikeet.simulator.world import World
 from lorikeet_engine.adapter import Residency
 
 # As in the engine: what waits to be prefetched, and what is at one time.
 _WISHES, _COMING = 64, 2
 # Of a step: a clock so near to a whole number was to be one.
 _NEARLY = 1e-6
-
-
-class World(Protocol):
-    """What a replica asks of the fleet; by number: requests, adapters, replicas."""
-
-    prompts: list[int]
-    answers: list[int]
-    adapter_of: list[int]
-    ranks: list[int]
-    sizes: list[int]
-    gaps: defaultdict[int, float]
-
-    def at(self, time_s: float, act: Callable[[float], None]) -> None:
-        """Call act with time_s then."""
-
-    def step_at(self, time_s: float, replica: "Replica") -> None:
-        """Call the replica's step then, instead of when was said before."""
-
-    def answered(self, request: int, now_s: float) -> None:
-        """Its first token is there."""
-
-    def ended(self, replica: "Replica") -> None:
-        """One of its requests has its last token."""
-
-    def wanted(self, adapter: int, replica: "Replica") -> None:
-        """It begins to bring the adapter to its GPU, for requests."""
-
-    def placed(self, adapter: int, replica: "Replica") -> None:
-        """It begins to copy the adapter to its GPU."""
 
 
 class Replica:
