@@ -42,7 +42,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="lorikeet-fleet-") as folder:
         for pair in _run(wanted, options.routers, Path(folder)):
             pairs.append(pair)
-            print(_table(pairs[-1:]), flush=True)
+            print(f"{_table(pairs[-1:])}\n{_strain(pair)}\n", flush=True)
     results = list(goals(pairs))
     print(f"\n{_table(pairs)}\n\n{_verdicts(results)}")
     print(f"\ntook {time.perf_counter() - began_s:.0f} s")
@@ -66,9 +66,9 @@ def _run(wanted: dict[str, Scenario], routers: list[str], folder: Path) -> Itera
             with service(settings, pace, router, router_options(any_scenario, router)):
                 overhead_s = measure_overhead_s(url, stock.key, any_scenario)
                 for name, scenario in compared.items():
-                    real = measure_real(url, stock.key, scenario, router, pace.loads_file)
+                    real, strain = measure_real(url, stock.key, scenario, router, folder)
                     simulated = measure_simulated(scenario, router, overhead_s)
-                    yield Pair(name, real, simulated, overhead_s)
+                    yield Pair(name, real, simulated, overhead_s, strain)
 
 
 def _scenario(name: str, options: argparse.Namespace) -> Scenario:
@@ -84,6 +84,14 @@ def _table(pairs: Iterable[Pair]) -> str:
         for kind, one in (("real", pair.real), ("simulated", pair.simulated))
     ]
     return table(rows, ("scenario", "", *COLUMNS))
+
+
+def _strain(pair: Pair) -> str:
+    return (
+        f"steps took {pair.strain.slip:.1%} longer than paced; requests were sent at most "
+        f"{pair.strain.late_s * 1e3:.0f} ms late; one that is alone is {pair.overhead_s * 1e3:.0f} "
+        "ms on its way"
+    )
 
 
 def _verdicts(results: Iterable[Goal]) -> str:

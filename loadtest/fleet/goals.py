@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from loadtest.fleet.run import Strain
 from loadtest.fleet.service import OURS
 from loadtest.simulator.goals import HOT, Goal
 from lorikeet.simulator.outcome import Outcome
@@ -19,6 +20,7 @@ class Pair:
     real: Outcome
     simulated: Outcome
     overhead_s: float
+    strain: Strain
 
 
 def goals(pairs: Sequence[Pair]) -> Iterator[Goal]:

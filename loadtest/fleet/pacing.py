@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 LETTER = 6 + ord("a")
 """The demo's token that every paced model draws: text, so that a client sees each token."""
 _ONE_AFTER_THE_OTHER_S = 0.01
+_NOTE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,9 @@ class Pace:
     """How an engine behaves.
 
     sizes: image bytes by digest. disk_bytes: of each replica's disk cache, which begins full of
-    some. lru: evict the least recently used instead of what the engine would. loads_file: where
-    every load onto the GPU is noted, "<Unix time> <adapter's name>" a line.
+    some. lru: evict the least recently used instead of what the engine would. notes: a folder; in
+    its file `loads` every load onto the GPU is noted, "<Unix time> <adapter's name>" a line, in
+    `steps-*` what each engine's steps were to take so far and what they took, seconds.
     """
 
     steps: StepCosts
@@ -45,16 +47,18 @@ class Pace:
     sizes: dict[str, int]
     disk_bytes: int
     lru: bool
-    loads_file: Path
+    notes: Path
 
 
 class PacedModel:
     """The model of another, whose forward passes take at least what the costs say."""
 
-    def __init__(self, model: "Model", steps: StepCosts) -> None:
+    def __init__(self, model: "Model", steps: StepCosts, notes: Path) -> None:
+        """notes: the file where it says how it keeps pace."""
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
-        self._model, self._steps = model, steps
-        self._ended_s = 0.0
+        self._model, self._steps, self._notes = model, steps, notes
+        self._ended_s = self._noted_s = 0.0
+        self._owed_s = self._took_s = 0.0
 
     def forward(self, batch: "Batch", kv: Any, lora: Any, attention: Any) -> "torch.Tensor":
         """Model.forward; a step right behind another begins when that ended, as on a GPU."""
@@ -62,9 +66,11 @@ class PacedModel:
         if began_s - self._ended_s < _ONE_AFTER_THE_OTHER_S:
             began_s = self._ended_s
         hidden = self._model.forward(batch, kv, lora, attention)
-        self._ended_s = began_s + self._step_s(batch, lora)
-        time.sleep(max(0.0, self._ended_s - time.perf_counter()))
-        self._ended_s = max(self._ended_s, time.perf_counter() - _ONE_AFTER_THE_OTHER_S)
+        owed_s = self._step_s(batch, lora)
+        time.sleep(max(0.0, began_s + owed_s - time.perf_counter()))
+        now_s = time.perf_counter()
+        self._ended_s = max(began_s + owed_s, now_s - _ONE_AFTER_THE_OTHER_S)
+        self._note(owed_s, now_s - began_s)
         return hidden
 
     def logits(self, hidden: "torch.Tensor") -> "torch.Tensor":
@@ -72,6 +78,15 @@ class PacedModel:
         logits = self._model.logits(hidden)
         logits[:, LETTER] += 1e6
         return logits
+
+    def _note(self, owed_s: float, took_s: float) -> None:
+        self._owed_s += owed_s
+        self._took_s += took_s
+        if time.perf_counter() - self._noted_s > _NOTE_S:
+            self._noted_s = time.perf_counter()
+            part = self._notes.with_name(f"part-{self._notes.name}")
+            part.write_text(f"{self._owed_s} {self._took_s}")
+            part.replace(self._notes)
 
     def _step_s(self, batch: "Batch", lora: Any) -> float:
         """As StepCosts reckon it: decodes pay for their adapters' ranks, prompts for tokens."""
@@ -123,7 +138,8 @@ def paced_engine(pace: Pace, settings: Settings, base_model: str) -> "Engine":
     torch.set_num_threads(1)  # the cores are for all replicas
 
     def load(*arguments: Any) -> Any:
-        return PacedModel(load_model(*arguments), pace.steps)
+        notes = pace.notes / f"steps-{os.getpid()}"
+        return PacedModel(load_model(*arguments), pace.steps, notes)
 
     cache = settings.cache_dir / str(os.getpid())
     _fill_disk(cache, Path(settings.catalog), pace)
@@ -139,7 +155,7 @@ def paced_engine(pace: Pace, settings: Settings, base_model: str) -> "Engine":
     if pace.lru:
         engine._tiers._residents._policy = LeastRecentlyUsed()
     logger = logging.getLogger("lorikeet_engine.residency.residents")
-    logger.addHandler(_LoadsFile(pace.loads_file))
+    logger.addHandler(_LoadsFile(pace.notes / "loads"))
     return engine
 
 

@@ -1,6 +1,6 @@
 """One scenario under one router, on the real service and in the simulator."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -17,9 +17,22 @@ from lorikeet.simulator.fleet import Fleet
 from lorikeet.simulator.outcome import Outcome, count
 from lorikeet.simulator.traffic import Requests, Scenario
 from lorikeet_engine.adapter import Residency
+from lorikeet_engine.popularity import Floats
 from lorikeet_engine.residency.eviction import LeastRecentlyUsed
 
 _COLD, _PROBES = 5, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Strain:
+    """What this machine could not do in time.
+
+    slip: by how much steps took longer than they were paced, as a share. late_s: the most by which
+    a request was sent after it was due.
+    """
+
+    slip: float
+    late_s: float
 
 
 def settings_of(scenario: Scenario, folder: Path) -> Settings:
@@ -46,7 +59,7 @@ def pace_of(scenario: Scenario, stock: Stock, router: str, folder: Path) -> Pace
         dict(zip(stock.digests, scenario.sizes.tolist(), strict=True)),
         disk_bytes=int(scenario.sizes.sum() * scenario.disk_room),
         lru=router != OURS,
-        loads_file=folder / "loads",
+        notes=folder,
     )
 
 
@@ -72,20 +85,25 @@ def measure_overhead_s(url: str, key: str, scenario: Scenario) -> float:
     return median(one.ttft_s for one in served[_COLD:]) - steps.prefill_s(tokens, rank)
 
 
-def measure_real(url: str, key: str, scenario: Scenario, router: str, loads_file: Path) -> Outcome:
-    """Send the scenario's requests to the running service. Raises Unanswered."""
+def measure_real(
+    url: str, key: str, scenario: Scenario, router: str, notes: Path
+) -> tuple[Outcome, Strain]:
+    """Send the scenario's requests to the running service. notes: Pace's. Raises Unanswered."""
     requests = scenario.requests()
+    before_s = _steps_s(notes)
     began_s, served = send(url, key, requests)
+    owed_s, took_s = _steps_s(notes) - before_s
     # Noted as the simulator notes what it simulates, and counted as that is.
     fleet = Fleet(scenario.setup(), requests, PowerOfTwo(0), LeastRecentlyUsed())
     replicas = sorted({one.replica for one in served})
     fleet.ttft_s[:] = [one.ttft_s for one in served]
     fleet.found[:] = [Residency[one.residency.upper()] for one in served]
     fleet.served_by[:] = [replicas.index(one.replica) for one in served]
-    for line in loads_file.read_text().splitlines():
+    for line in (notes / "loads").read_text().splitlines():
         at_s, model = line.split()
         fleet.loads.append((float(at_s) - began_s, fleet.sizes[number_of(model)]))
-    return count(router, fleet)
+    strain = Strain(took_s / owed_s - 1.0, max(one.late_s for one in served))
+    return count(router, fleet), strain
 
 
 def measure_simulated(scenario: Scenario, router: str, overhead_s: float) -> Outcome:
@@ -93,3 +111,9 @@ def measure_simulated(scenario: Scenario, router: str, overhead_s: float) -> Out
     found = measure((scenario, router))
     p50_s, p99_s = found.ttft_p50_s + overhead_s, found.ttft_p99_s + overhead_s
     return replace(found, ttft_p50_s=p50_s, ttft_p99_s=p99_s)
+
+
+def _steps_s(notes: Path) -> Floats:
+    """What all steps so far were to take, and what they took; [2]."""
+    found = [path.read_text().split() for path in notes.glob("steps-*")]
+    return np.array(found, float).reshape(-1, 2).sum(0)
