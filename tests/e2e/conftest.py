@@ -123,7 +123,7 @@ class Crowd:
         self._key = made.json()["key"]
         self._folder = shutil.copytree(ADAPTERS / "quillon" / "reverse", folder)
         self._config = json.loads((folder / "adapter_config.json").read_text())
-        self._alphas = itertools.count(1)
+        self._alphas = itertools.count(self._config["lora_alpha"] + 1)
 
     def base(self) -> Target:
         return Target("lorikeet-demo", self._key)
