@@ -9,6 +9,7 @@ from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.popularity import Ints, cut_to_context
 
 _HEARD = 5  # requests of a tenant below which its p99 says nothing
+_FEWEST = 20  # requests of one run
 _DRAWN = 20_000  # prompts, to tell the longest in a hundred
 
 
@@ -29,6 +30,11 @@ def check_floors(needs: Needs, sample: Requests, runs: int) -> None:
         raise Unreachable(
             f"an adapter of {_mib(largest)} does not fit in the {_mib(needs.memory.gpu_bytes)} "
             "that a GPU has for adapters: give it more"
+        )
+    if demand.rate_per_s * needs.counted_s < _FEWEST:
+        raise Unreachable(
+            f"{demand.rate_per_s * 3600:.1f} requests an hour are too few to simulate: one replica "
+            "will do"
         )
     if goals.ttft_p99_s is not None:
         _check_prompts("", goals.ttft_p99_s, sample.prompts, steps)

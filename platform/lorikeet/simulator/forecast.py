@@ -60,7 +60,7 @@ class Needs:
     def counted_s(self) -> float:
         """Seconds of one run that count: longer for rare tenants with goals, as far as is quick."""
         rates = [one.rate_per_s for one in self.demand.tenants if one.ttft_p99_s is not None]
-        wanted_s = max(_USUAL_S, _HEARD / min(rates, default=math.inf))
+        wanted_s = max(_USUAL_S, _HEARD / min([self.demand.rate_per_s, *rates]))
         quick_s = max(_SHORTEST_S, _REQUESTS / self.demand.rate_per_s)
         return min(wanted_s, quick_s, _LONGEST_S)
 

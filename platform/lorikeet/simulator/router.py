@@ -34,10 +34,11 @@ class LeastCost:
             options = [Option(one, gateway.load(one, now_s)) for one in few]
         else:
             work = Work(prompt, fleet.ranks[adapter], fleet.sizes[adapter])
+            residents = fleet.on_gpu[adapter]
             near = fleet.on_host[adapter] or fleet.on_disk[adapter]
-            if not near:
+            if not residents and not near:
                 near = [self._named[home] for home in self._homes.of(fleet.names[adapter])]
-            few = handful(fleet.on_gpu[adapter], near, replicas, self._rng)
+            few = handful(residents, near, replicas, self._rng)
             options = [_option(one, adapter, gateway.load(one, now_s), now_s) for one in few]
         chosen = choose(work, options, setup.costs)
         load = gateway.load(chosen, now_s)
@@ -72,11 +73,8 @@ class Gateway:
 
 def _option(replica: Replica, adapter: int, load: Load, now_s: float) -> Option[Replica]:
     """Where adapters are is pushed when it changes, so a gateway knows it."""
-    tier, arriving, running = (
-        replica.tier(adapter),
-        replica.awaits(adapter),
-        adapter in replica.decoding,
-    )
-    here = arriving or adapter in replica.arena.residents
-    lost = 0.0 if here else replica.arena.lost_uses(adapter, now_s)
-    return Option(replica, load, tier, running, lost, arriving=arriving)
+    arriving, lost = replica.awaits(adapter), 0.0
+    if not arriving and adapter not in replica.arena.residents:
+        lost = replica.arena.lost_uses(adapter, now_s)
+    running = adapter in replica.decoding
+    return Option(replica, load, replica.tier(adapter), running, lost, arriving=arriving)
