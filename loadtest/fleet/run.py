@@ -12,6 +12,7 @@ from loadtest.fleet.pacing import Pace
 from loadtest.fleet.service import OURS, ROOT
 from loadtest.simulator.baselines import PowerOfTwo
 from loadtest.simulator.trial import measure
+from lorikeet.routing.costs import H200_LLAMA_8B
 from lorikeet.settings import Settings
 from lorikeet.simulator.fleet import Fleet
 from lorikeet.simulator.outcome import Outcome, count
@@ -67,7 +68,14 @@ def router_options(scenario: Scenario, router: str) -> dict[str, float]:
     """What a router in ROUTERS is told."""
     if router == OURS:
         costs = scenario.costs
-        return {name: getattr(costs, name) for name in ("answer_tokens", "copy_s", "lost_use_s")}
+        # The gateway raises a copy's price by as much as a step is longer than the usual one; here
+        # steps are longer than requests are, by what is saved in tokens.
+        pace = costs.steps.base_s / H200_LLAMA_8B.steps.base_s
+        return {
+            "answer_tokens": costs.answer_tokens,
+            "copy_s": costs.copy_s / pace,
+            "lost_use_s": costs.lost_use_s,
+        }
     if router == "multiplexing":
         # As many as a replica has room for, a tenth less: what Serve's users would set.
         return {"models": round(0.9 * scenario.gpu_room * scenario.adapters)}
