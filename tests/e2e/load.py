@@ -93,9 +93,9 @@ class Load:
         """How many requests ended how."""
         return Counter(result.outcome for result in list(self.results))
 
-    def sent(self, after_s: float, before_s: float = float("inf")) -> list[Result]:
-        """Of those that have ended, what was sent in this time."""
-        return [r for r in list(self.results) if after_s <= r.sent_s < before_s]
+    def sent(self, after_s: float) -> list[Result]:
+        """Of those that have ended, what was sent from then on."""
+        return [result for result in list(self.results) if result.sent_s >= after_s]
 
     async def _run(self) -> None:
         limits = httpx.Limits(max_connections=None)

@@ -31,6 +31,6 @@ def actor_named(part: str) -> Any:
     return ray.get_actor(found[0]["name"], namespace=found[0]["namespace"])
 
 
-def complete(service: Service, within_s: float = 60) -> bool:
-    """Whether all replicas answer in time."""
-    return eventually(lambda: len(service.replicas()) == REPLICAS, within_s)
+def complete(service: Service) -> bool:
+    """Whether all replicas are there within a minute."""
+    return eventually(lambda: len(service.replicas()) == REPLICAS, within_s=60)
