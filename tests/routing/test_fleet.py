@@ -13,7 +13,7 @@ from lorikeet.rendezvous import by_preference
 from lorikeet.routing.ask import Ask
 from lorikeet.routing.choice import Work
 from lorikeet.routing.costs import H200_LLAMA_8B
-from lorikeet.routing.fleet import UNFETCHABLE_S, Fleet
+from lorikeet.routing.fleet import LOST_S, UNFETCHABLE_S, Fleet
 from lorikeet.routing.known import BLIND_S, KnownReplica
 from lorikeet.routing.news import MeasuredCosts, ReplicaNews
 from lorikeet.routing.prefixes import prefix_chain
@@ -210,6 +210,14 @@ def test_a_lost_replica_is_out_of_the_order_until_it_speaks(gateway):
         assert "r1" not in gateway.fleet.order(BASE)
     gateway.says("r1")
     assert gateway.firsts() == {"r1"}
+
+
+def test_a_lost_replica_that_stays_unheard_is_tried_again_after_a_while(gateway):
+    gateway.fleet.lost("r1")
+    gateway.now_s += LOST_S - 0.1
+    assert "r1" not in {name for _ in range(40) for name in gateway.fleet.order(BASE)}
+    gateway.now_s += 0.1
+    assert "r1" in {name for _ in range(40) for name in gateway.fleet.order(BASE)}
 
 
 def test_an_old_word_does_not_bring_a_lost_replica_back(gateway):

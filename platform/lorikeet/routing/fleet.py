@@ -25,6 +25,8 @@ STATS_AGE_S = 1.2
 """Serve asks for stats every second and hands them on a little later."""
 UNFETCHABLE_S = 10.0
 """For so long after an adapter could not be fetched, requests stay where theirs already is."""
+LOST_S = 10.0
+"""A replica that failed is tried again after so long even if nobody hears it."""
 _AGREE_S = 1.0  # measured costs change slowly, and each replica speaks of its own every second
 
 
@@ -50,6 +52,7 @@ class Fleet:
         self._rng = rng or Random()
         self._lock = Lock()
         self._known: dict[str, KnownReplica] = {}
+        self._lost_s: dict[str, float] = {}  # since when
         self._in_order: tuple[str, ...] = ()
         self._homes = Homes(())
         self._residents = Residents()
@@ -80,6 +83,7 @@ class Fleet:
             for gone in self._known.keys() - set(names):
                 self._residents.forget(gone)
                 self._unconfirmed.pop(gone, None)
+                self._lost_s.pop(gone, None)
             self._known = {
                 name: self._known.get(name) or KnownReplica(self._costs) for name in names
             }
@@ -92,8 +96,7 @@ class Fleet:
             if known is None:
                 return
             now_s = self._clock()
-            if known.hear(news, now_s, age_s) and known.lost:
-                known.lost = False
+            if known.hear(news, now_s, age_s) and self._lost_s.pop(replica, None) is not None:
                 self._arrange()
             if news.costs is not None and now_s >= self._agreed_s + _AGREE_S:
                 self._agreed_s = now_s
@@ -116,11 +119,10 @@ class Fleet:
                 self._residents.move(replica, digest, tier)
 
     def lost(self, replica: str | None) -> None:
-        """It did not do what it had taken: not to be asked until it speaks again."""
+        """It did not do what it had taken: not to be asked for LOST_S, or until it speaks again."""
         with self._lock:
-            known = self._known.get(replica) if replica else None
-            if known is not None and not known.lost:
-                known.lost = True
+            if replica in self._known:
+                self._lost_s[replica] = self._clock()
                 self._arrange()
 
     def unfetchable(self, digest: str) -> bool:
@@ -140,6 +142,7 @@ class Fleet:
         """
         with self._lock:
             now_s, work, digest = self._clock(), ask.work, ask.digest
+            self._try_again(now_s)
             cached = self._prefixes.cached_tokens(ask.prefixes)
             cost_s = {}
             for name in self._candidates(digest, cached):
@@ -225,8 +228,16 @@ class Fleet:
         for name, costs in agreed_costs(said, self._costs).items():
             self._known[name].costs = costs
 
+    def _try_again(self, now_s: float) -> None:
+        """Lost replicas of long ago: a healthy one whose words are all lost would stay out."""
+        again = [name for name, since_s in self._lost_s.items() if now_s - since_s >= LOST_S]
+        for name in again:
+            del self._lost_s[name]
+        if again:
+            self._arrange()
+
     def _arrange(self) -> None:
-        found = tuple(name for name, known in self._known.items() if not known.lost)
+        found = tuple(name for name in self._known if name not in self._lost_s)
         self._in_order = found or tuple(self._known)
         self._homes = Homes(self._in_order)
 
@@ -245,7 +256,7 @@ class Fleet:
 
     def _of_use(self, names: Iterable[str]) -> list[str]:
         """Those that exist and are not lost."""
-        return [name for name in names if (known := self._known.get(name)) and not known.lost]
+        return [name for name in names if name in self._known and name not in self._lost_s]
 
     def _option(
         self,

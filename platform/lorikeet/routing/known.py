@@ -37,14 +37,12 @@ class Sent:
 class KnownReplica:
     """Adds what this gateway sent to the load that the replica reported before it could know.
 
-    costs: what routing reckons with. measured: what it said of its own, if it has. lost: whether it
-    is out of the order until it speaks again.
+    costs: what routing reckons with. measured: what it said of its own, if it has.
     """
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self.measured: MeasuredCosts | None = None
-        self.lost = False
         self.streams: Counter[str] = Counter()  # own requests that decode with each adapter
         self._sent: dict[str, Sent] = {}
         self._seq = 0
