@@ -16,10 +16,9 @@ from loadtest.simulator.trial import measure
 def compare(tmp_path):
     """One run under the product's router and its simulation, by a program of its own."""
 
-    def compare(scenario, *, replicas, adapters, seconds):
+    def compare(scenario, **sizes):
         out = tmp_path / "fleet.json"
-        sizes = {"--replicas": replicas, "--adapters": adapters, "--seconds": seconds}
-        options = [str(part) for pair in sizes.items() for part in pair]
+        options = [f"--{name}={value}" for name, value in sizes.items()]
         command = [sys.executable, "-m", "loadtest.fleet", "--scenarios", scenario, *options]
         command += ["--routers", "lorikeet", "--json", str(out)]
         assert subprocess.run(command).returncode in (0, 1)  # 1: it is not as close as on its own
@@ -32,8 +31,8 @@ def compare(tmp_path):
 @pytest.mark.timeout(240)
 def test_a_small_fleet_answers_everything_and_hits_as_the_simulator_says(compare):
     """The run fails unless every request is answered completely."""
-    real, simulated = compare("zipf 1.0", replicas=3, adapters=300, seconds=20)
-    small = replace(SCENARIOS["zipf 1.0"], replicas=3, adapters=300)
+    real, simulated = compare("zipf 1.0", replicas=3, adapters=300, seconds=20, slowdown=2)
+    small = slowed(replace(SCENARIOS["zipf 1.0"], replicas=3, adapters=300), 2)
     others = measure((lasting(small, 20), "power of two"))
     assert real["requests"] == simulated["requests"] == others.requests
     assert real["hit_rate"] > others.hit_rate
@@ -43,7 +42,7 @@ def test_a_small_fleet_answers_everything_and_hits_as_the_simulator_says(compare
 
 @pytest.mark.soak
 def test_first_tokens_of_four_replicas_come_when_the_simulator_says(compare):
-    real, simulated = compare("zipf 1.0", replicas=4, adapters=1000, seconds=240)
+    real, simulated = compare("zipf 1.0", replicas=4, adapters=1000, seconds=240, slowdown=2.5)
     for quantile in ("ttft_p50_s", "ttft_p99_s"):
         assert real[quantile] == pytest.approx(simulated[quantile], rel=0.15)
 
