@@ -42,7 +42,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="lorikeet-fleet-") as folder:
         for pair in _run(wanted, options.routers, Path(folder)):
             pairs.append(pair)
-            print(f"{_table(pairs[-1:])}\n{_strain(pair)}\n", flush=True)
+            print(f"{_table(pairs[-1:])}\n{_remarks(pair)}\n", flush=True)
     results = list(goals(pairs))
     print(f"\n{_table(pairs)}\n\n{_verdicts(results)}")
     print(f"\ntook {time.perf_counter() - began_s:.0f} s")
@@ -66,9 +66,9 @@ def _run(wanted: dict[str, Scenario], routers: list[str], folder: Path) -> Itera
             with service(settings, pace, router, router_options(any_scenario, router)):
                 overhead_s = measure_overhead_s(url, stock.key, any_scenario)
                 for name, scenario in compared.items():
-                    real, strain = measure_real(url, stock.key, scenario, router, folder)
+                    real, remarks = measure_real(url, stock.key, scenario, router, folder)
                     simulated = measure_simulated(scenario, router, overhead_s)
-                    yield Pair(name, real, simulated, overhead_s, strain)
+                    yield Pair(name, real, simulated, overhead_s, remarks)
 
 
 def _scenario(name: str, options: argparse.Namespace) -> Scenario:
@@ -86,11 +86,12 @@ def _table(pairs: Iterable[Pair]) -> str:
     return table(rows, ("scenario", "", *COLUMNS))
 
 
-def _strain(pair: Pair) -> str:
+def _remarks(pair: Pair) -> str:
     return (
-        f"steps took {pair.strain.slip:.1%} longer than paced; requests were sent at most "
-        f"{pair.strain.late_s * 1e3:.0f} ms late; one that is alone is {pair.overhead_s * 1e3:.0f} "
-        "ms on its way"
+        f"steps took {pair.remarks.slip:.1%} longer than paced; requests were sent at most "
+        f"{pair.remarks.late_s * 1e3:.0f} ms late; one that is alone is "
+        f"{pair.overhead_s * 1e3:.0f} ms on its way; {pair.remarks.prefetches} adapters were "
+        "prefetched"
     )
 
 

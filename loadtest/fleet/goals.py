@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from loadtest.fleet.run import Strain
+from loadtest.fleet.run import Remarks
 from loadtest.fleet.service import OURS
 from loadtest.simulator.goals import HOT, Goal
 from lorikeet.simulator.outcome import Outcome
@@ -20,7 +20,7 @@ class Pair:
     real: Outcome
     simulated: Outcome
     overhead_s: float
-    strain: Strain
+    remarks: Remarks
 
 
 def goals(pairs: Sequence[Pair]) -> Iterator[Goal]:

@@ -38,8 +38,9 @@ class Pace:
 
     sizes: image bytes by digest. disk_bytes: of each replica's disk cache, which begins full of
     some. lru: evict the least recently used instead of what the engine would. notes: a folder; in
-    its file `loads` every load onto the GPU is noted, "<Unix time> <adapter's name>" a line, in
-    `steps-*` what each engine's steps were to take so far and what they took, seconds.
+    its file `loads` every load onto the GPU is noted, "<Unix time> <adapter's name> <whether a
+    request asked for it>" a line, in `steps-*` what each engine's steps were to take so far and
+    what they took, seconds.
     """
 
     steps: StepCosts
@@ -147,6 +148,7 @@ def paced_engine(pace: Pace, settings: Settings, base_model: str) -> "Engine":
         engine_settings(settings, base_model),
         cache_dir=cache,
         adapter_disk_bytes=pace.disk_bytes,
+        overlap=False,  # launching a paced step takes as long as the step: read it before the next
     )
     source = PacedSource(BlobSource(open_store(settings.catalog)), pace.loads, pace.sizes)
     engine = Engine(told, source, load)
@@ -172,7 +174,8 @@ class _LoadsFile(logging.FileHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         """See logging.Handler."""
-        return f"{record.created} {record.__dict__['adapter']}"
+        facts = record.__dict__
+        return f"{record.created} {facts['adapter']} {facts['wanted']}"
 
 
 def _fill_disk(cache: Path, catalog: Path, pace: Pace) -> None:

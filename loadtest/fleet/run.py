@@ -25,15 +25,17 @@ _COLD, _PROBES = 5, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Strain:
-    """What this machine could not do in time.
+class Remarks:
+    """What else was seen.
 
     slip: by how much steps took longer than they were paced, as a share. late_s: the most by which
-    a request was sent after it was due.
+    a request was sent after it was due. prefetches: loads onto GPUs while requests counted that no
+    request asked for; they are no cold loads.
     """
 
     slip: float
     late_s: float
+    prefetches: int
 
 
 def settings_of(scenario: Scenario, folder: Path) -> Settings:
@@ -95,7 +97,7 @@ def measure_overhead_s(url: str, key: str, scenario: Scenario) -> float:
 
 def measure_real(
     url: str, key: str, scenario: Scenario, router: str, notes: Path
-) -> tuple[Outcome, Strain]:
+) -> tuple[Outcome, Remarks]:
     """Send the scenario's requests to the running service. notes: Pace's. Raises Unanswered."""
     requests = scenario.requests()
     before_s = _steps_s(notes)
@@ -107,11 +109,16 @@ def measure_real(
     fleet.ttft_s[:] = [one.ttft_s for one in served]
     fleet.found[:] = [Residency[one.residency.upper()] for one in served]
     fleet.served_by[:] = [replicas.index(one.replica) for one in served]
+    prefetches = 0
     for line in (notes / "loads").read_text().splitlines():
-        at_s, model = line.split()
-        fleet.loads.append((float(at_s) - began_s, fleet.sizes[number_of(model)]))
-    strain = Strain(took_s / owed_s - 1.0, max(one.late_s for one in served))
-    return count(router, fleet), strain
+        unix_s, model, wanted = line.split()
+        at_s = float(unix_s) - began_s
+        if wanted == "True":
+            fleet.loads.append((at_s, fleet.sizes[number_of(model)]))
+        else:
+            prefetches += at_s >= scenario.warm_up_s
+    late_s = max(one.late_s for one in served)
+    return count(router, fleet), Remarks(took_s / owed_s - 1.0, late_s, prefetches)
 
 
 def measure_simulated(scenario: Scenario, router: str, overhead_s: float) -> Outcome:

@@ -178,7 +178,7 @@ class Residents:
             self._note(digest)
         if wanted:
             self.want(digest)
-        log.info("adapter_admitted", extra={"adapter": str(ref), "slot": slot})
+        log.info("adapter_admitted", extra={"adapter": str(ref), "slot": slot, "wanted": wanted})
         return event
 
     def arrived(self, digest: str) -> None:
