@@ -3,6 +3,7 @@
 EngineError
 ├── SettingsError        settings that contradict each other or do not fit the machine
 ├── InvalidRequest       a request that can never run: too long, bad sampling values
+├── Overloaded           waited longer than it may, or would: `retry_after_s` says when to come back
 ├── EngineClosed         submitted after close, or the engine died
 ├── StepFailed           the forward pass this request was part of raised
 ├── NotFinite            the logits of this request overflowed
@@ -12,6 +13,7 @@ EngineError
 └── AdapterError         carries the adapter's label
     ├── AdapterRejected  a file that is not an acceptable adapter, with `field` and reason
     ├── AdapterTooLarge  a rank or a size above the configured limit
+    ├── AdapterNotReady  still on its way when the request would wait no longer
     └── AdapterLoadFailed  an accepted adapter that could not be brought to the GPU
 
 All are picklable: they cross process borders as they are.
@@ -50,6 +52,10 @@ class InvalidRequest(EngineError):
     """A request that can never run. `param` names the offending field."""
 
 
+class Overloaded(EngineError):
+    """The request waited as long as it may, or would. `retry_after_s`: when to send it again."""
+
+
 class EngineClosed(EngineError):
     """The engine no longer takes requests."""
 
@@ -84,6 +90,10 @@ class AdapterRejected(AdapterError):
 
 class AdapterTooLarge(AdapterError):
     """A rank or a byte size above the configured limit."""
+
+
+class AdapterNotReady(AdapterError):
+    """The adapter is still on its way. `retry_after_s`: when it should be there."""
 
 
 class AdapterLoadFailed(AdapterError):

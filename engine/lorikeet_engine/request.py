@@ -23,6 +23,11 @@ class SamplingParams:
     choice i of a request draws from seed + i. stop_token_ids end a choice and are not part of its
     output; the model's own end-of-sequence ids are added unless ignore_eos. Neither can be drawn
     before min_tokens tokens have been made.
+
+    presence_penalty is taken once from the logit of every token that the choice has made,
+    frequency_penalty as often as it has made it; logit_bias is added to the logits of its ids.
+    logprobs: how many of the most likely tokens to tell of at each step beside the drawn one; None
+    tells of none. grammar: what the choice may say, in the language of the engine's Grammars.
     """
 
     max_tokens: int = 16
@@ -33,6 +38,11 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer ≥ 1")
@@ -48,6 +58,27 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Terms:
+    """How the scheduler treats a request.
+
+    tenant: requests of one tenant share its turn; the engine's time is divided between tenants that
+    wait in proportion to their weight. priority: among requests of one tenant the higher goes
+    first. max_queue_s: a request that has not begun to run by then fails with Overloaded.
+    max_load_s: so long it waits for its adapter, then fails with AdapterNotReady; the adapter comes
+    nevertheless. None is no bound.
+    """
+
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    max_queue_s: float | None = None
+    max_load_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.weight > 0.0, "weight", self.weight, "above 0")
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One call: every prompt is continued n times; the choices of a prompt share its prefix.
 
@@ -60,6 +91,7 @@ class Request:
     n: int = 1
     adapter: AdapterRef | None = None
     salt: str = ""
+    terms: Terms = field(default_factory=Terms)
 
     def __post_init__(self) -> None:
         _require(self.n >= 1, "n", self.n, "an integer ≥ 1")
@@ -68,13 +100,49 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What the model thought of one step: the drawn token's log probability, and the likeliest.
+
+    top: (token id, log probability), the likeliest first. Of the model's own distribution, before
+    temperature, penalties, biases, bans and grammar.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What a choice went through so far; seconds.
+
+    queued_s: from submit to its first step, of which load_s its adapter was on its way; prefill_s:
+    from there to its first token; decode_s: from there until now. cached_tokens: of its prompt,
+    found computed. preemptions: how often it had to begin anew. steps: it took part in.
+    """
+
+    queued_s: float = 0.0
+    load_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
-    """New tokens of one choice, in order. `finish` is set on the last one and only there."""
+    """New tokens of one choice, in order. `finish` is set on the last one and only there.
+
+    logprobs: one for each of token_ids, where they were asked for. course: on the first and the
+    last of a choice.
+    """
 
     request_id: str
     choice: int
     token_ids: tuple[int, ...]
     finish: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    course: Course | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,9 @@ class Outbox:
 def to_rows(outputs: Iterable[Output]) -> Rows:
     """What from_rows turns back."""
     return [
-        (o.request_id, o.choice, o.token_ids, o.finish) if isinstance(o, Tokens) else o
+        (o.request_id, o.choice, o.token_ids, o.finish, o.logprobs, o.course)
+        if isinstance(o, Tokens)
+        else o
         for o in outputs
     ]
 

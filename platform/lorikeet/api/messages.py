@@ -8,7 +8,7 @@ from typing import Any
 from lorikeet.routing.choice import Work
 from lorikeet.routing.news import ReplicaNews
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.request import SamplingParams
+from lorikeet_engine.request import Course, SamplingParams, Terms
 
 
 class Endpoint(Enum):
@@ -19,14 +19,34 @@ class Endpoint(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Format:
+    """What an answer must be: JSON that this JSON schema (its text) allows; {} is any object."""
+
+    schema: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools that a chat may call.
+
+    tools: as the client wrote them, for the chat template. choice: auto, none or required, or the
+    name of the one to be called.
+    """
+
+    tools: tuple[Mapping[str, Any], ...]
+    choice: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One HTTP request, parsed: everything a replica needs to answer it.
 
     model: as the client wrote it, echoed in the answer. Either `messages` (chat) or `prompts`
     (completions: texts or token ids) is set. max_tokens None means as many as the context allows;
-    it and min_tokens stand here and are left at their defaults in `sampling`.
+    it, min_tokens and the grammar are left at their defaults in `sampling`: the replica adds them.
     stop: strings that end a choice. created: Unix time, seconds. work: for the router; what the
-    prompts take is an estimate.
+    prompts take is an estimate. terms: for the engine's scheduler. key_id: whose request it is.
+    format, tools: None asks for neither.
     """
 
     request_id: str
@@ -44,6 +64,10 @@ class Call:
     n: int = 1
     stream: bool = False
     include_usage: bool = False
+    format: Format | None = None
+    tools: ToolUse | None = None
+    terms: Terms = field(default_factory=Terms)
+    key_id: str = ""
     work: Work = field(default_factory=lambda: Work(prompt_tokens=1))
 
 
@@ -51,6 +75,7 @@ class Call:
 class Header:
     """The first item of every answer: where it runs, and where its adapter was found.
 
+    Before the first bytes comes a second one, with load_s: how long the adapter took to come.
     news: the replica's load as it took the call.
     """
 
@@ -58,6 +83,21 @@ class Header:
     digest: str | None
     residency: Residency | None
     news: ReplicaNews | None = None
+    load_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """The last item of an answer that was made to its end: what it took.
+
+    Each prompt counted once, the output of all choices summed; cached_tokens are those of the
+    prompts that were found computed. courses: of each choice.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    courses: tuple[Course, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +107,10 @@ class Refusal:
     code: str
     message: str
     param: str | None = None
+    retry_after_s: float | None = None
 
 
-StreamItem = Header | Refusal | bytes
+StreamItem = Header | Refusal | Closing | bytes
 """bytes: final SSE events when `stream` is set, else one JSON body."""
 
 

@@ -9,10 +9,28 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 
 
 class Scope(Enum):
-    """What a key allows."""
+    """What a key allows. READ_ONLY: to look at all that an admin or its tenant may look at."""
 
     INFER = "infer"
     ADMIN = "admin"
+    READ_ONLY = "read-only"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of a tenant, or of one key beside its tenant's. None is no limit.
+
+    requests_per_min, tokens_per_min: on the average; burst_s: how many seconds' worth may come at
+    once. A prompt's tokens and an answer's count alike. max_concurrent: requests at once.
+    max_context: tokens of prompt and answer. tokens_per_month: the budget, by UTC's calendar.
+    """
+
+    requests_per_min: int | None = None
+    tokens_per_min: int | None = None
+    burst_s: float = 60.0
+    max_concurrent: int | None = None
+    max_context: int | None = None
+    tokens_per_month: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

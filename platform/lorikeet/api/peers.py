@@ -1,0 +1,28 @@
+"""The gateways of one service, asking each other."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+Answerer = Callable[..., Awaitable[Any]]
+
+
+class Peers:
+    """One gateway's end: what it can be asked, and how it asks the others.
+
+    This one knows no others; `serving/peers.py` has one that does.
+    """
+
+    def __init__(self) -> None:
+        self._answerers: dict[str, Answerer] = {}
+
+    def answers(self, question: str, answerer: Answerer) -> None:
+        """Let a gateway be asked this. Arguments and answer must be picklable."""
+        self._answerers[question] = answerer
+
+    async def answer(self, question: str, *arguments: Any) -> Any:
+        """What this gateway says itself."""
+        return await self._answerers[question](*arguments)
+
+    async def ask(self, question: str, *arguments: Any) -> Sequence[Any]:
+        """Every gateway's answer, this one's first; who does not answer in time is left out."""
+        return [await self.answer(question, *arguments)]
