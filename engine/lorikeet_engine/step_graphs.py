@@ -89,8 +89,8 @@ class StepGraphs:
         self._segments = torch.zeros(3, counts[-1], dtype=torch.int32, device=device)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pieces = self._capture_pieces(large, attention)
         self._whole = self._capture_whole(small, attention)
+        self._pieces = self._capture_pieces(large, attention)
 
     def fit(self, batch: Batch) -> bool:
         """Whether a pass was captured for batches like this one."""

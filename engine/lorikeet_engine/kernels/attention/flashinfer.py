@@ -1,5 +1,8 @@
 """Attention by FlashInfer's paged kernels: CUDA's back end, for prefill and decode in one batch."""
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
 import flashinfer
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +16,15 @@ from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequ
 _WORKSPACE_BYTES = 128 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class _OneToken:
+    """The smallest step there is."""
+
+    query_starts: tuple[int, ...] = (0, 1)
+    kv_lengths: tuple[int, ...] = (1,)
+    page_tables: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.int32))
+
+
 class FlashInferAttention:
     """AttentionBackend for CUDA in float16 and bfloat16. A step is planned once for all layers.
 
@@ -20,7 +32,10 @@ class FlashInferAttention:
     """
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
-        """Allocate the workspace; the kernels are compiled at the first plan and kept on disk."""
+        """Allocate the workspace, and begin to compile the kernels, which are kept on disk.
+
+        nvcc takes half a minute for them, beside what else is done until the first plan.
+        """
         self._shape = shape
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         # FA2: FlashInfer's FA3 kernels would be a second set to compile and do not split a long
@@ -29,9 +44,16 @@ class FlashInferAttention:
             self._workspace, "NHD", backend="fa2"
         )
         self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        compiler = ThreadPoolExecutor(1, thread_name_prefix="flashinfer")
+        self._compiled = compiler.submit(self._plan, _OneToken())
+        compiler.shutdown(wait=False)
 
     def plan(self, batch: PagedSequences) -> None:
-        """See AttentionBackend.plan."""
+        """See AttentionBackend.plan. The first raises what compiling raised."""
+        self._compiled.result()
+        self._plan(batch)
+
+    def _plan(self, batch: PagedSequences) -> None:
         page_size = self._shape.page_size
         table = PageTable.of(batch, page_size)
         last_lengths = table.lengths - (np.diff(table.starts) - 1) * page_size
