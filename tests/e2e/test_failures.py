@@ -30,7 +30,7 @@ def load(service, crowd, adapters):
     return Load(service.url, [*adapters, crowd.base()])
 
 
-@pytest.mark.parametrize("part", ["replica", "engine"])
+@pytest.mark.parametrize("part", ["replica", pytest.param("engine", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("seconds", [0, pytest.param(BACK_S, marks=pytest.mark.soak)])
 def test_of_a_killed_replica_only_streams_end_and_hits_come_back(service, load, part, seconds):
     engine, replica = next(iter(engine_processes(service).items()))

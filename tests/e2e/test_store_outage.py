@@ -9,7 +9,6 @@ import pytest
 from tests.e2e.conftest import eventually
 from tests.e2e.load import Load, hit_rate
 
-OUTAGES = [2, pytest.param(60, marks=pytest.mark.soak)]
 ADAPTERS = 12
 
 
@@ -35,7 +34,7 @@ def code_of(answer):
     return answer.status_code, answer.json()["error"]["code"]
 
 
-@pytest.mark.parametrize("seconds", OUTAGES)
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.soak)])
 def test_a_store_that_is_down(service, store_link, crowd, adapters, seconds):
     cold, stranger = crowd.adapters(1)[0], crowd.stranger()
     with Load(service.url, [*adapters, crowd.base()]) as load:
@@ -50,7 +49,8 @@ def test_a_store_that_is_down(service, store_link, crowd, adapters, seconds):
     assert hit_rate(load.results) > 0.9
 
 
-@pytest.mark.parametrize("seconds", OUTAGES)
+@pytest.mark.soak
+@pytest.mark.parametrize("seconds", [2, 60])
 def test_a_store_that_hangs(service, store_link, crowd, adapters, seconds):
     cold, stranger = crowd.adapters(1)[0], crowd.stranger()
     with (

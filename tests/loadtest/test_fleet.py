@@ -28,6 +28,7 @@ def compare(tmp_path):
     return compare
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(240)
 def test_a_small_fleet_answers_everything_and_hits_as_the_simulator_says(compare):
     """The run fails unless every request is answered completely."""
