@@ -30,7 +30,7 @@ from lorikeet.catalog.log import Log
 from lorikeet.catalog.part_format import encode_holdings
 from lorikeet.catalog.parts import PARTS, Part, part_of
 from lorikeet.catalog.reader import SNAPSHOT_EVERY
-from lorikeet.catalog.records import AdapterRecord, Holdings, TenantRecord, VersionRecord
+from lorikeet.catalog.records import AdapterRecord, Holdings, Limits, TenantRecord, VersionRecord
 from lorikeet.catalog.snapshots import Snapshots
 
 TAIL = SNAPSHOT_EVERY // 2
@@ -59,7 +59,8 @@ def build(url: str, tenants: int, adapters: int) -> None:
 def make_holdings(tenant: str, adapters: int) -> Holdings:
     """A tenant with adapters of one version."""
     records = [make_adapter(tenant, f"adapter-{number:04d}") for number in range(adapters)]
-    return Holdings(TenantRecord(tenant, 32, time.time()), {each.name: each for each in records})
+    record = TenantRecord(tenant, time.time(), Limits(max_concurrent=32))
+    return Holdings(record, {each.name: each for each in records})
 
 
 def make_adapter(tenant: str, name: str) -> AdapterRecord:

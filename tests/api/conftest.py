@@ -111,7 +111,7 @@ class Gateway:
     keys: dict[str, str] = field(default_factory=dict)
 
     def add_tenant(self, tenant: str, max_concurrent: int | None = None) -> None:
-        self.catalog.create_tenant(tenant, max_concurrent, actor="test")
+        self.catalog.create_tenant(tenant, max_concurrent=max_concurrent, actor="test")
         _, self.keys[tenant] = self.catalog.create_key(tenant, {Scope.INFER}, actor="test")
 
     def register(self, adapter: str, seed: int = 0, **query: Any) -> dict[str, Any]:

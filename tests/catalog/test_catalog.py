@@ -65,27 +65,28 @@ def test_a_second_reader_sees_the_same_state(
 
 
 def test_a_tenant_is_made_once(catalog: AdapterCatalog) -> None:
-    catalog.limit_tenant("acme", 4, actor="ann")
+    catalog.limit_tenant("acme", max_concurrent=4, actor="ann")
 
     with pytest.raises(Conflict, match="already is a tenant 'acme'"):
         catalog.create_tenant("acme", actor="bob")
-    assert catalog.state.tenant("acme").max_concurrent == 4
+    assert catalog.state.tenant("acme").limits.max_concurrent == 4
 
 
 def test_a_tenants_limit_is_changed_in_place(catalog: AdapterCatalog, clock: list[float]) -> None:
     clock[0] = 2000.0
 
-    limited = catalog.limit_tenant("acme", 4, actor="bob")
-    assert (limited.max_concurrent, limited.created) == (4, 1000.0)
+    limited = catalog.limit_tenant("acme", max_concurrent=4, actor="bob")
+    assert (limited.limits.max_concurrent, limited.created) == (4, 1000.0)
     before = catalog.state.seq
-    assert catalog.limit_tenant("acme", 4, actor="bob") == limited
+    assert catalog.limit_tenant("acme", max_concurrent=4, actor="bob") == limited
     assert catalog.state.seq == before
-    assert catalog.limit_tenant("acme", None, actor="bob").max_concurrent is None
+    lifted = catalog.limit_tenant("acme", max_concurrent=None, actor="bob")
+    assert lifted.limits.max_concurrent is None
     assert [tenant.name for tenant in catalog.state.tenants()] == ["acme"]
     with pytest.raises(InvalidInput, match="max_concurrent=0"):
-        catalog.limit_tenant("acme", 0, actor="bob")
+        catalog.limit_tenant("acme", max_concurrent=0, actor="bob")
     with pytest.raises(UnknownTenant, match="nobody"):
-        catalog.limit_tenant("nobody", 4, actor="bob")
+        catalog.limit_tenant("nobody", max_concurrent=4, actor="bob")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_a_bad_tenant_is_refused(
     catalog: AdapterCatalog, name: str, limit: int | None, param: str
 ) -> None:
     with pytest.raises(InvalidInput) as refused:
-        catalog.create_tenant(name, limit, actor="ann")
+        catalog.create_tenant(name, max_concurrent=limit, actor="ann")
 
     assert refused.value.param == param
 
@@ -449,7 +450,7 @@ def test_pins_stay_within_a_tenants_budget(
 ) -> None:
     for name, data in (("a", b"1" * 40), ("b", b"2" * 40), ("c", b"3" * 40), ("twin", b"1" * 40)):
         register(f"acme/{name}", data)
-    catalog.set_pin_budget("acme", 100, actor="ann")
+    catalog.limit_tenant("acme", pin_budget_bytes=100, actor="ann")
     catalog.pin("acme", "a", expires=1100.0, actor="ann")
     catalog.pin("acme", "b", tier=Residency.DISK, actor="ann")
 
@@ -474,7 +475,7 @@ def test_a_smaller_budget_refuses_only_what_adds_to_it(
     for name in "ab":
         register(f"acme/{name}", name.encode() * 40)
         catalog.pin("acme", name, actor="ann")
-    assert catalog.set_pin_budget("acme", 10, actor="ann").pin_budget_bytes == 10
+    assert catalog.limit_tenant("acme", pin_budget_bytes=10, actor="ann").pin_budget_bytes == 10
 
     assert catalog.pin("acme", "a", priority=1, actor="ann").priority == 1
     register("acme/a", b"c" * 41)
@@ -488,14 +489,15 @@ def test_a_budget_of_a_tenant_is_its_own_and_kept_beside_its_limit(
 ) -> None:
     catalog.create_tenant("globex", actor="ann")
     register("globex/a", b"1" * 50)
-    catalog.set_pin_budget("acme", 10, actor="ann")
+    catalog.limit_tenant("acme", pin_budget_bytes=10, actor="ann")
     catalog.pin("globex", "a", actor="ann")
-    assert catalog.limit_tenant("acme", 5, actor="ann").pin_budget_bytes == 10
-    assert catalog.set_pin_budget("acme", None, actor="ann").max_concurrent == 5
+    assert catalog.limit_tenant("acme", max_concurrent=5, actor="ann").pin_budget_bytes == 10
+    lifted = catalog.limit_tenant("acme", pin_budget_bytes=None, actor="ann")
+    assert lifted.limits.max_concurrent == 5
     with pytest.raises(InvalidInput, match="pin_budget_bytes=0"):
-        catalog.set_pin_budget("acme", 0, actor="ann")
+        catalog.limit_tenant("acme", pin_budget_bytes=0, actor="ann")
     with pytest.raises(UnknownTenant):
-        catalog.set_pin_budget("nobody", 10, actor="ann")
+        catalog.limit_tenant("nobody", pin_budget_bytes=10, actor="ann")
 
 
 def test_what_a_pin_would_do_is_answered_without_pinning(

@@ -5,14 +5,14 @@ from collections.abc import Collection
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from lorikeet.catalog import AdapterRecord, BlobFacts, CatalogState, rules
+from lorikeet.catalog import AdapterRecord, BlobFacts, CatalogState, rules, tenant_rules
 from lorikeet.catalog.changes import (
     CatalogCreated,
     Entry,
     KeyCreated,
-    PinBudgetSet,
     Pinned,
     TenantSaved,
+    TenantTermsSet,
 )
 from lorikeet.catalog.fold import fold
 from lorikeet.catalog.log_object import object_from_json, object_to_json
@@ -26,6 +26,7 @@ from lorikeet.catalog.parts import (
     part_to_bytes,
 )
 from lorikeet.catalog.records import Scope
+from lorikeet.catalog.terms import TenantTerms
 from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import LorikeetError
 from lorikeet_engine.adapter import Residency
@@ -39,6 +40,7 @@ MAYBE_VERSION = st.none() | VERSIONS
 ACTS = st.one_of(
     st.tuples(st.just("tenant"), TENANTS, st.none() | st.integers(1, 2)),
     st.tuples(st.just("key"), TENANTS, st.integers(0, 3)),
+    st.tuples(st.just("rotate"), st.integers(0, 3)),
     st.tuples(st.just("revoke"), st.integers(0, 3)),
     st.tuples(
         st.just("register"),
@@ -60,15 +62,19 @@ ACTS = st.one_of(
 def decide(state: CatalogState, act: tuple) -> rules.Changes:  # type: ignore[type-arg]
     match act:
         case ("tenant", name, limit):
-            decide_tenant = rules.limit_tenant if state.holdings(name) else rules.create_tenant
-            return decide_tenant(state, TenantSaved(name=name, max_concurrent=limit))
+            if state.holdings(name) is None:
+                return tenant_rules.create_tenant(state, name, {"max_concurrent": limit})
+            terms = TenantTerms(max_concurrent=limit, weight=2.0)
+            return tenant_rules.limit_tenant(state, TenantTermsSet(tenant=name, terms=terms))
         case ("key", tenant, number):
             key = KeyCreated(
                 id=f"k{number}", tenant=tenant, scopes=(Scope.INFER,), sha256=f"{number}"
             )
-            return rules.create_key(state, key)
+            return tenant_rules.create_key(state, key, {"name": "ci", "requests_per_min": 5})
+        case ("rotate", number):
+            return tenant_rules.rotate_key(state, f"k{number}", f"r{number}", f"r{number}", 1.0, 9)
         case ("revoke", number):
-            return rules.revoke_key(state, f"k{number}")
+            return tenant_rules.revoke_key(state, f"k{number}")
         case ("register", tenant, name, digest, shared, promote):
             facts = BlobFacts(digest, 10, 8, "demo")
             return rules.register(state, tenant, name, facts, shared=shared, promote=promote)
@@ -90,8 +96,8 @@ def decide(state: CatalogState, act: tuple) -> rules.Changes:  # type: ignore[ty
             )
             return rules.pin(state, pin, now=1.0)
         case ("budget", tenant, pin_budget_bytes):
-            change = PinBudgetSet(tenant=tenant, pin_budget_bytes=pin_budget_bytes)
-            return rules.set_pin_budget(state, change)
+            budget = TenantTerms(pin_budget_bytes=pin_budget_bytes)
+            return tenant_rules.limit_tenant(state, TenantTermsSet(tenant=tenant, terms=budget))
         case ("unpin", *rest):
             return rules.unpin(state, *rest)
     raise AssertionError(act)

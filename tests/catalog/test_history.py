@@ -57,7 +57,7 @@ def test_a_batch_shows_what_was_asked_for(catalog: AdapterCatalog, register: Reg
 
 def test_a_search_goes_on_where_it_ended(catalog: AdapterCatalog) -> None:
     for number in range(BLOCK + 10):
-        catalog.limit_tenant("acme", number + 1, actor="ann")
+        catalog.limit_tenant("acme", max_concurrent=number + 1, actor="ann")
     newest = catalog.state.seq
     seqs: list[int] = []
     before = None
@@ -84,7 +84,7 @@ def test_a_long_search_stops_and_says_where(
 ) -> None:
     monkeypatch.setattr("lorikeet.catalog.history._MOST_READ", 10)
     for number in range(30):
-        catalog.limit_tenant("acme", number + 1, actor="ann")
+        catalog.limit_tenant("acme", max_concurrent=number + 1, actor="ann")
     page = catalog.history.find(Wanted(actor="nobody"), 5)
     assert page.entries == ()
     assert page.before == catalog.state.seq - 9

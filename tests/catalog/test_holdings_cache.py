@@ -2,14 +2,14 @@
 
 from lorikeet.catalog.holdings_cache import HoldingsCache
 from lorikeet.catalog.part_format import encode_holdings
-from lorikeet.catalog.records import Holdings, TenantRecord
+from lorikeet.catalog.records import Holdings, Limits, TenantRecord
 
-DATA = [encode_holdings(Holdings(TenantRecord("acme", limit, 1.0))) for limit in (1, 2, 3)]
+DATA = [encode_holdings(Holdings(TenantRecord("acme", 1.0, Limits(limit)))) for limit in (1, 2, 3)]
 
 
 def test_the_same_json_is_read_once() -> None:
     cache = HoldingsCache(1000)
-    assert cache.decode("acme", DATA[0]).record.max_concurrent == 1
+    assert cache.decode("acme", DATA[0]).record.limits.requests_per_min == 1
     assert cache.decode("acme", DATA[0]) is cache.decode("acme", bytes(bytearray(DATA[0])))
     assert cache.decode("globex", DATA[0]).record.name == "globex"
 

@@ -106,7 +106,7 @@ def test_only_changed_parts_are_written_again(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     catalog = filled(watched)
     catalog.snapshot()
-    catalog.limit_tenant("t3", 7, actor="ann")
+    catalog.limit_tenant("t3", max_concurrent=7, actor="ann")
     watched.put.clear()
     catalog.snapshot()
     assert [key.partition("/")[0] for key in watched.put] == ["snapshot-parts", "snapshots"]
@@ -115,7 +115,7 @@ def test_only_changed_parts_are_written_again(tmp_path: Path) -> None:
     watched.got.clear()
     other = AdapterCatalog(watched)
     other.refresh()
-    other.limit_tenant("t4", 7, actor="ann")
+    other.limit_tenant("t4", max_concurrent=7, actor="ann")
     other.snapshot()
     assert [key.partition("/")[0] for key in watched.put] == ["log", "snapshot-parts", "snapshots"]
     assert sum(key.startswith("snapshot-parts/") for key in watched.got) == 1
@@ -127,7 +127,7 @@ def test_a_writer_decides_by_parts_it_never_read(tmp_path: Path, register: Regis
     filled(LocalStore(tmp_path)).snapshot()
     writer = AdapterCatalog(LocalStore(tmp_path))
 
-    assert writer.limit_tenant("t5", 3, actor="ann").max_concurrent == 3
+    assert writer.limit_tenant("t5", max_concurrent=3, actor="ann").limits.max_concurrent == 3
     assert writer.create_key("t6", [Scope.INFER], actor="ann")[0].tenant == "t6"
     assert contents(writer) == contents(AdapterCatalog(LocalStore(tmp_path)))
 
@@ -155,8 +155,8 @@ def test_a_crash_anywhere_in_a_snapshot(tmp_path: Path, after: bool) -> None:
         store = LocalStore(tmp_path / f"store-{calls}")
         catalog = filled(store, 3)
         catalog.snapshot()
-        catalog.limit_tenant("t0", 2, actor="ann")
-        catalog.limit_tenant("t1", 2, actor="ann")
+        catalog.limit_tenant("t0", max_concurrent=2, actor="ann")
+        catalog.limit_tenant("t1", max_concurrent=2, actor="ann")
         calls += 1
         mortal: Any = Mortal(store, calls, after=after)
         try:
@@ -183,7 +183,7 @@ def test_a_reader_that_lives_long_keeps_few_entries(
     reader = AdapterCatalog(LocalStore(tmp_path))
     reader.refresh()
     for number in range(50):
-        writer.limit_tenant("t3", number + 1, actor="ann")
+        writer.limit_tenant("t3", max_concurrent=number + 1, actor="ann")
         if writer.snapshot_due:
             writer.snapshot()
         reader.refresh()
@@ -201,7 +201,7 @@ def test_a_reader_whose_snapshot_was_collected_turns_to_a_newer_one(tmp_path: Pa
     reader.refresh()
     (old,) = (tmp_path / "snapshots").iterdir()
     before = set((tmp_path / "snapshot-parts").glob("*/*"))
-    writer.limit_tenant("t3", 7, actor="ann")
+    writer.limit_tenant("t3", max_concurrent=7, actor="ann")
     writer.snapshot()
     newest = Snapshots(LocalStore(tmp_path)).newest()
     assert newest is not None
@@ -210,7 +210,7 @@ def test_a_reader_whose_snapshot_was_collected_turns_to_a_newer_one(tmp_path: Pa
         if part.name not in newest.parts:
             part.unlink()
 
-    assert reader.ask(lambda state: state.tenant("t3")).max_concurrent == 7
+    assert reader.ask(lambda state: state.tenant("t3")).limits.max_concurrent == 7
     assert contents(reader) == contents(writer)
 
 
@@ -223,7 +223,7 @@ def test_an_older_snapshot_that_comes_late_takes_nothing_away(tmp_path: Path) ->
     view = CatalogView(snapshots)
     assert older is not None
     view.begin(older)
-    writer.limit_tenant("t3", 7, actor="ann")
+    writer.limit_tenant("t3", max_concurrent=7, actor="ann")
     writer.snapshot()
     newer = snapshots.newest()
     assert newer is not None
@@ -231,7 +231,7 @@ def test_an_older_snapshot_that_comes_late_takes_nothing_away(tmp_path: Path) ->
     view.rebase(newer)
     view.rebase(older)
 
-    assert view.ask(lambda state: state.tenant("t3")).max_concurrent == 7
+    assert view.ask(lambda state: state.tenant("t3")).limits.max_concurrent == 7
 
 
 def test_old_snapshots_stay_readable(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_old_snapshots_stay_readable(tmp_path: Path) -> None:
     made = []
     for number in range(3):
         made.append((catalog.snapshot(), part_to_bytes(catalog.state.parts[part_of("t0")])))
-        catalog.limit_tenant("t0", number + 1, actor="ann")
+        catalog.limit_tenant("t0", max_concurrent=number + 1, actor="ann")
     snapshots = Snapshots(LocalStore(tmp_path))
 
     for seq, data in made:

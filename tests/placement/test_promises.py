@@ -90,11 +90,11 @@ def test_a_pin_that_ends_vanishes_by_itself(catalog: AdapterCatalog, tmp_path: P
 def test_budgets_are_those_of_tenants_with_pins(catalog: AdapterCatalog, tmp_path: Path) -> None:
     catalog.create_tenant("globex", actor="ann")
     for tenant in ("acme", "globex"):
-        catalog.set_pin_budget(tenant, 100, actor="ann")
+        catalog.limit_tenant(tenant, pin_budget_bytes=100, actor="ann")
     register(catalog, tmp_path, "support", b"1")
     catalog.pin("acme", "support", actor="ann")
     assert read(catalog, 1000.0).budgets == {"acme": 100}
-    catalog.set_pin_budget("acme", None, actor="ann")
+    catalog.limit_tenant("acme", pin_budget_bytes=None, actor="ann")
     assert read(catalog, 1000.0).budgets == {}
 
 
@@ -103,7 +103,7 @@ def test_a_reader_of_a_snapshot_knows_the_same_promises(
 ) -> None:
     for name in ("support", "legal"):
         register(catalog, tmp_path, name, name.encode())
-    catalog.set_pin_budget("acme", 1000, actor="ann")
+    catalog.limit_tenant("acme", pin_budget_bytes=1000, actor="ann")
     catalog.pin("acme", None, replicas=2, priority=-7, expires=2000.0, actor="ann")
     catalog.pin("acme", "support", priority=3, reason="launch", actor="ann")
     catalog.snapshot()
@@ -127,7 +127,7 @@ def test_what_is_known_is_worked_out_anew_only_where_a_tenant_changed(
     first = reader.read(catalog.state, 1000.0)
     catalog.promote("acme", "support", 2, actor="ann")
     catalog.pin("acme", "support", priority=1, actor="ann")
-    catalog.set_pin_budget("acme", 7, actor="ann")
+    catalog.limit_tenant("acme", pin_budget_bytes=7, actor="ann")
     second = reader.read(catalog.state, 1000.0)
     assert second == read(catalog, 1000.0)
     assert second.all[1] is first.all[1]

@@ -10,6 +10,8 @@ from lorikeet.catalog.records import Scope
 from lorikeet.errors import Forbidden, InvalidKey
 from lorikeet.tenancy import authenticate
 
+NOW = 1000.0
+
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> AdapterCatalog:
@@ -20,29 +22,29 @@ def catalog(tmp_path: Path) -> AdapterCatalog:
 
 def test_a_tenants_key_names_its_tenant(catalog: AdapterCatalog) -> None:
     record, secret = catalog.create_key("acme", {Scope.INFER}, actor="test")
-    principal = authenticate(catalog.state, f"Bearer {secret}", Scope.INFER)
+    principal = authenticate(catalog.state, f"Bearer {secret}", Scope.INFER, NOW)
     assert (principal.tenant, principal.key_id) == ("acme", record.id)
 
 
 def test_the_word_bearer_may_be_written_as_one_likes(catalog: AdapterCatalog) -> None:
     _, secret = catalog.create_key("acme", {Scope.INFER}, actor="test")
     for header in (f"bearer {secret}", f"BEARER  {secret} "):
-        assert authenticate(catalog.state, header, Scope.INFER).tenant == "acme"
+        assert authenticate(catalog.state, header, Scope.INFER, NOW).tenant == "acme"
 
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Basic eDp5", "lk_x", "\x00"])
 def test_no_key_is_refused(catalog: AdapterCatalog, header: str | None) -> None:
     with pytest.raises(InvalidKey, match="no API key"):
-        authenticate(catalog.state, header, Scope.INFER)
+        authenticate(catalog.state, header, Scope.INFER, NOW)
 
 
 def test_unknown_and_revoked_keys_look_alike(catalog: AdapterCatalog) -> None:
     record, secret = catalog.create_key("acme", {Scope.INFER}, actor="test")
     catalog.revoke_key(record.id, actor="test")
     with pytest.raises(InvalidKey) as revoked:
-        authenticate(catalog.state, f"Bearer {secret}", Scope.INFER)
+        authenticate(catalog.state, f"Bearer {secret}", Scope.INFER, NOW)
     with pytest.raises(InvalidKey) as unknown:
-        authenticate(catalog.state, f"Bearer {secret}x", Scope.INFER)
+        authenticate(catalog.state, f"Bearer {secret}x", Scope.INFER, NOW)
     assert revoked.value.message == unknown.value.message
     assert secret not in revoked.value.message
 
@@ -51,17 +53,17 @@ def test_a_tenant_never_administers_whatever_its_key_says(catalog: AdapterCatalo
     for scopes in ({Scope.INFER}, {Scope.ADMIN}, {Scope.INFER, Scope.ADMIN}):
         _, secret = catalog.create_key("acme", scopes, actor="test")
         with pytest.raises(Forbidden):
-            authenticate(catalog.state, f"Bearer {secret}", Scope.ADMIN)
+            authenticate(catalog.state, f"Bearer {secret}", Scope.ADMIN, NOW)
 
 
 def test_a_key_without_the_scope_is_forbidden(catalog: AdapterCatalog) -> None:
     _, secret = catalog.create_key("acme", {Scope.ADMIN}, actor="test")
     with pytest.raises(Forbidden):
-        authenticate(catalog.state, f"Bearer {secret}", Scope.INFER)
+        authenticate(catalog.state, f"Bearer {secret}", Scope.INFER, NOW)
 
 
 def test_an_admin_administers_and_does_not_infer(catalog: AdapterCatalog) -> None:
     _, secret = catalog.create_key(None, {Scope.ADMIN}, actor="test")
-    assert authenticate(catalog.state, f"Bearer {secret}", Scope.ADMIN).tenant is None
+    assert authenticate(catalog.state, f"Bearer {secret}", Scope.ADMIN, NOW).tenant is None
     with pytest.raises(Forbidden, match="tenant's key"):
-        authenticate(catalog.state, f"Bearer {secret}", Scope.INFER)
+        authenticate(catalog.state, f"Bearer {secret}", Scope.INFER, NOW)

@@ -1,6 +1,6 @@
 """Reads a request's body: within a size, and into a schema."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from fastapi import Depends
@@ -19,10 +19,12 @@ _NAME_LENGTH = 64
 class Body(BaseModel):
     """A JSON object: null means absent, unknown fields are refused, types are not converted.
 
-    neutral: unknown fields' values that mean absent too. hints: what to do about unknown fields.
+    nulls: fields of which null says more. neutral: unknown fields' values that mean absent too.
+    hints: what to do about unknown fields.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+    nulls: ClassVar[Collection[str]] = ()
     neutral: ClassVar[Neutral] = {}
     hints: ClassVar[Mapping[str, str]] = {}
 
@@ -34,17 +36,14 @@ class Body(BaseModel):
         given = {
             name: value
             for name, value in data.items()
-            if value is not None
+            if (value is not None or name in cls.nulls)
             and not (name in cls.neutral and is_neutral(value, cls.neutral[name]))
         }
-        fields = cls.model_fields
+        fields = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = [name for name in given if name not in fields]
         if unknown:  # one error for all: a million unknown fields must not cost a million errors
             names = [name[:_NAME_LENGTH] for name in unknown[:_NAMES_QUOTED]]
-            hint = cls.hints.get(names[0], "")
-            raise PydanticCustomError(
-                "unsupported", "not supported here", {"names": names, "hint": hint}
-            )
+            raise unsupported(*names, hint=cls.hints.get(names[0], ""))
         return given
 
 
@@ -89,13 +88,20 @@ def describe(problems: Sequence[Any]) -> InvalidInput:
     if problem["type"] == "json_invalid":
         return InvalidInput("the body is not JSON: " + problem["msg"].partition(": ")[2])
     if problem["type"] == "unsupported":
-        paths = [_path((*problem["loc"], name)) for name in problem["ctx"]["names"]]
+        names = problem["ctx"]["names"]
+        paths = [_path((*problem["loc"], name)) for name in names] or [_path(problem["loc"])]
         message = f"not supported here: {', '.join(paths)}{problem['ctx']['hint']}"
         return UnsupportedParameter(message, param=paths[0])
     misfit_param = problem.get("ctx", {}).get("param")
     path = _path((*problem["loc"], misfit_param) if misfit_param else problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
     return InvalidInput(f"{path}: {message}" if path else message, param=path or None)
+
+
+def unsupported(*names: str, hint: str = "") -> PydanticCustomError:
+    """What a schema raises for fields of it, or without names a field's parser for its value."""
+    context = {"names": list(names), "hint": hint}
+    return PydanticCustomError("unsupported", "not supported here", context)
 
 
 def misfit(param: str, message: str) -> PydanticCustomError:

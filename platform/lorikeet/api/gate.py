@@ -1,5 +1,6 @@
 """The way in: whose request is it, and which model does it mean?"""
 
+import time
 from typing import Annotated, NamedTuple
 
 from fastapi import Depends
@@ -84,9 +85,10 @@ class Gate:
 
     async def _authenticate(self, request: Request, scope: Scope) -> Principal:
         authorization = request.headers.get("authorization")
+        reading = request.method in ("GET", "HEAD")
 
         def check(state: CatalogState) -> Principal:
-            return authenticate(state, authorization, scope)
+            return authenticate(state, authorization, scope, time.time(), reading=reading)
 
         try:
             return await self._follower.ask(check)

@@ -1,36 +1,26 @@
-"""The catalog: the state as last read, and every operation that changes it."""
+"""The catalog: the state as last read, and every operation that changes adapters and pins."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, Unpack
 
 from lorikeet.catalog import rules
-from lorikeet.catalog.changes import (
-    AdapterLimitsSet,
-    Entry,
-    KeyCreated,
-    PinBudgetSet,
-    TenantSaved,
-)
+from lorikeet.catalog.changes import Entry
 from lorikeet.catalog.claims import claim
 from lorikeet.catalog.fold import fold
-from lorikeet.catalog.keys import new_key_id, new_secret, secret_sha256
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_alias, check_name
 from lorikeet.catalog.pin_terms import PinTerms, pin_change
 from lorikeet.catalog.records import (
     AdapterRecord,
     BlobFacts,
-    KeyRecord,
     PinRecord,
-    Scope,
     Share,
-    TenantRecord,
     VersionRecord,
 )
 from lorikeet.catalog.restoring import check_retired, restore_adapter, restore_version
 from lorikeet.catalog.rules import known_version
 from lorikeet.catalog.state import CatalogState
-from lorikeet.catalog.writer import CatalogWriter
+from lorikeet.catalog.tenants import TenantCatalog
 from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound
 
 T = TypeVar("T")
@@ -41,83 +31,12 @@ def blob_key(digest: str) -> str:
     return f"blobs/{digest[:2]}/{digest}"
 
 
-class AdapterCatalog(CatalogWriter):
+class AdapterCatalog(TenantCatalog):
     """The catalog in one store, for any number of threads; other processes may write too.
 
     Each change refreshes first, names its `actor` for the audit trail, and raises Conflict if too
     many others keep changing the catalog meanwhile.
     """
-
-    def create_tenant(
-        self, name: str, max_concurrent: int | None = None, *, actor: str
-    ) -> TenantRecord:
-        """Make a tenant. max_concurrent None: no limit. Raises Conflict when there is one."""
-        check_name(name, "tenant")
-        _check_count(max_concurrent, "max_concurrent")
-        change = TenantSaved(name=name, max_concurrent=max_concurrent)
-        return self._commit(actor, lambda state: rules.create_tenant(state, change)).tenant(name)
-
-    def limit_tenant(self, name: str, max_concurrent: int | None, *, actor: str) -> TenantRecord:
-        """Change a tenant's limit. max_concurrent None: no limit. Raises UnknownTenant."""
-        _check_count(max_concurrent, "max_concurrent")
-        change = TenantSaved(name=name, max_concurrent=max_concurrent)
-        return self._commit(actor, lambda state: rules.limit_tenant(state, change)).tenant(name)
-
-    def set_pin_budget(
-        self, tenant: str, pin_budget_bytes: int | None, *, actor: str
-    ) -> TenantRecord:
-        """Change what the images of a tenant's pinned adapters may take on one replica.
-
-        What is pinned stays so; a plan keeps no more than fits. None: no limit. Raises
-        UnknownTenant.
-        """
-        _check_count(pin_budget_bytes, "pin_budget_bytes")
-        change = PinBudgetSet(tenant=tenant, pin_budget_bytes=pin_budget_bytes)
-        after = self._commit(actor, lambda state: rules.set_pin_budget(state, change))
-        return after.tenant(tenant)
-
-    def set_adapter_limits(
-        self, tenant: str, max_rank: int | None, max_adapter_bytes: int | None, *, actor: str
-    ) -> TenantRecord:
-        """Change how large a tenant's new adapters may be; those it has stay.
-
-        None: what the service lets in. Raises UnknownTenant.
-        """
-        _check_count(max_rank, "max_rank")
-        _check_count(max_adapter_bytes, "max_adapter_bytes")
-        change = AdapterLimitsSet(
-            tenant=tenant, max_rank=max_rank, max_adapter_bytes=max_adapter_bytes
-        )
-        after = self._commit(actor, lambda state: rules.set_adapter_limits(state, change))
-        return after.tenant(tenant)
-
-    def create_key(
-        self, tenant: str | None, scopes: Collection[Scope], *, actor: str
-    ) -> tuple[KeyRecord, str]:
-        """Make a key; its secret is in this answer and nowhere else.
-
-        tenant None: an administrator's key. Raises UnknownTenant.
-        """
-        if not scopes:
-            raise InvalidInput("scopes=[]: want at least one scope", param="scopes")
-        if tenant is None and Scope.INFER in scopes:
-            raise InvalidInput("scope 'infer' is for a tenant's key: name one", param="scopes")
-        secret = new_secret()
-        change = KeyCreated(
-            id=new_key_id(),
-            tenant=tenant,
-            scopes=tuple(sorted(set(scopes), key=lambda scope: scope.value)),
-            sha256=secret_sha256(secret),
-        )
-        self._commit(actor, lambda state: rules.create_key(state, change))
-        return self.ask(lambda state: state.key(change.id)), secret
-
-    def revoke_key(self, key_id: str, *, actor: str) -> KeyRecord:
-        """Make a key invalid for ever; again is fine.
-
-        Raises UnknownKey, and Conflict for the last admin's key.
-        """
-        return self._commit(actor, lambda state: rules.revoke_key(state, key_id)).key(key_id)
 
     def register(
         self,
@@ -295,8 +214,3 @@ class AdapterCatalog(CatalogWriter):
                     f"the blob of version {version.version}, {version.digest}, was retired so "
                     "long ago that it is collected: register it again"
                 ) from error
-
-
-def _check_count(value: int | None, param: str) -> None:
-    if value is not None and value < 1:
-        raise InvalidInput(f"{param}={value}: want an integer ≥ 1, or none", param=param)

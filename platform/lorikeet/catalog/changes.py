@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import Scope
+from lorikeet.catalog.terms import KeyTerms, TenantTerms
 from lorikeet_engine.adapter import Residency
 
 SCHEMA = 1
@@ -32,16 +33,25 @@ class CatalogCreated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantSaved:
-    """A tenant was made, or its limit changed."""
+    """A tenant was made. In old logs also: its limit was changed; TenantTermsSet says that now."""
 
     name: str
-    max_concurrent: int | None
+    max_concurrent: int | None = None
     type: Literal["tenant_saved"] = "tenant_saved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantTermsSet:
+    """Some of a tenant's terms are as these say from now on."""
+
+    tenant: str
+    terms: TenantTerms
+    type: Literal["tenant_terms_set"] = "tenant_terms_set"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PinBudgetSet:
-    """What the images of a tenant's pinned adapters may take on one replica; None: no limit."""
+    """In old logs: what a tenant's pins may take. TenantTermsSet says that now."""
 
     tenant: str
     pin_budget_bytes: int | None
@@ -50,7 +60,7 @@ class PinBudgetSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterLimitsSet:
-    """How large a new adapter of a tenant may be; None: what the service lets in."""
+    """In old logs: how large a tenant's new adapters may be. TenantTermsSet says that now."""
 
     tenant: str
     max_rank: int | None
@@ -67,6 +77,25 @@ class KeyCreated:
     scopes: tuple[Scope, ...]
     sha256: str
     type: Literal["key_created"] = "key_created"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyTermsSet:
+    """Some of a key's terms are as these say from now on. A key that expires never lasts again."""
+
+    id: str
+    terms: KeyTerms
+    type: Literal["key_terms_set"] = "key_terms_set"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyReplaced:
+    """Another key came into a key's place, which itself is valid until then, Unix seconds."""
+
+    id: str
+    by: str
+    expires: float
+    type: Literal["key_replaced"] = "key_replaced"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,9 +231,12 @@ class Unpinned:
 Change = Annotated[
     CatalogCreated
     | TenantSaved
+    | TenantTermsSet
     | PinBudgetSet
     | AdapterLimitsSet
     | KeyCreated
+    | KeyTermsSet
+    | KeyReplaced
     | KeyRevoked
     | VersionRegistered
     | AdapterShared

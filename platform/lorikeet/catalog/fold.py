@@ -24,12 +24,15 @@ from lorikeet.catalog.changes import (
     Change,
     Entry,
     KeyCreated,
+    KeyReplaced,
     KeyRevoked,
+    KeyTermsSet,
     PinBudgetSet,
     Pinned,
     ShareEnded,
     ShareGiven,
     TenantSaved,
+    TenantTermsSet,
     Unpinned,
     VersionRegistered,
     VersionRestored,
@@ -46,6 +49,7 @@ from lorikeet.catalog.records import (
     pin_key,
 )
 from lorikeet.catalog.state import CatalogState
+from lorikeet.catalog.terms import TenantTerms, with_terms
 
 
 def fold(state: CatalogState, entries: Iterable[Entry]) -> CatalogState:
@@ -90,7 +94,7 @@ def _parts_of(change: Change) -> Collection[int]:
         case KeyCreated():
             whose = COMMON if change.tenant is None else part_of(change.tenant)
             return (part_of(change.id), part_of(change.sha256), whose)
-        case KeyRevoked():
+        case KeyTermsSet() | KeyReplaced() | KeyRevoked():
             return (part_of(change.id), COMMON)
         case AdapterShared() | AdapterRetired():
             return (part_of(change.tenant), COMMON)
@@ -134,12 +138,19 @@ class _Draft:
         match change:
             case TenantSaved():
                 self._save_tenant(change, entry.time)
+            case TenantTermsSet():
+                self._set_terms(change.tenant, change.terms)
             case PinBudgetSet():
-                self._set_pin_budget(change)
-            case AdapterLimitsSet():
-                self._set_adapter_limits(change)
+                self._set_terms(change.tenant, {"pin_budget_bytes": change.pin_budget_bytes})
+            case AdapterLimitsSet(max_rank=rank, max_adapter_bytes=size):
+                self._set_terms(change.tenant, {"max_rank": rank, "max_adapter_bytes": size})
             case KeyCreated():
                 self._create_key(change, entry.time)
+            case KeyTermsSet():
+                self._keys[change.id] = with_terms(self._keys[change.id], change.terms)
+            case KeyReplaced(by=by, expires=expires):
+                key = self._keys[change.id]
+                self._keys[change.id] = replace(key, replaced_by=by, expires=expires)
             case KeyRevoked():
                 self._keys[change.id] = replace(self._keys[change.id], revoked=True)
             case VersionRegistered():
@@ -172,7 +183,10 @@ class _Draft:
             case KeyCreated():
                 if Scope.ADMIN in change.scopes:
                     self._admin_keys.add(change.id)
-            case KeyRevoked():
+            case KeyTermsSet():
+                if change.terms.get("expires") is not None:
+                    self._admin_keys.discard(change.id)
+            case KeyReplaced() | KeyRevoked():
                 self._admin_keys.discard(change.id)
             case AdapterShared(shared=True):
                 self._shared.add((change.tenant, change.name))
@@ -221,27 +235,13 @@ class _Draft:
         return read
 
     def _save_tenant(self, change: TenantSaved, time: float) -> None:
-        if change.name in self._tenants:
-            before = self._holdings(change.name)
-            record = replace(before.record, max_concurrent=change.max_concurrent)
-            self._tenants[change.name] = replace(before, record=record)
-        else:
-            record = TenantRecord(change.name, change.max_concurrent, time)
-            self._tenants[change.name] = Holdings(record)
+        if change.name not in self._tenants:
+            self._tenants[change.name] = Holdings(TenantRecord(change.name, time))
+        self._set_terms(change.name, {"max_concurrent": change.max_concurrent})
 
-    def _set_pin_budget(self, change: PinBudgetSet) -> None:
-        before = self._holdings(change.tenant)
-        record = replace(before.record, pin_budget_bytes=change.pin_budget_bytes)
-        self._tenants[change.tenant] = replace(before, record=record)
-
-    def _set_adapter_limits(self, change: AdapterLimitsSet) -> None:
-        before = self._holdings(change.tenant)
-        record = replace(
-            before.record,
-            max_rank=change.max_rank,
-            max_adapter_bytes=change.max_adapter_bytes,
-        )
-        self._tenants[change.tenant] = replace(before, record=record)
+    def _set_terms(self, tenant: str, terms: TenantTerms) -> None:
+        before = self._holdings(tenant)
+        self._tenants[tenant] = replace(before, record=with_terms(before.record, terms))
 
     def _create_key(self, change: KeyCreated, time: float) -> None:
         if part_of(change.id) == self._number:

@@ -7,6 +7,7 @@ parts have equal bytes.
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lorikeet.catalog.records import (
@@ -19,10 +20,16 @@ from lorikeet.catalog.records import (
     TenantRecord,
     VersionRecord,
 )
+from lorikeet.catalog.terms import terms_of, with_terms
 from lorikeet_engine.adapter import Residency
 
-SCHEMA = 1
-"""Raised whenever an older reader could misread what is written."""
+SCHEMA = 2
+"""Raised whenever an older reader could misread what is written.
+
+1 had four of a tenant's terms, each at its place, and none of a key's.
+"""
+
+_TERMS_OF_1 = ("max_concurrent", "pin_budget_bytes", "max_rank", "max_adapter_bytes")
 
 Json = Any
 
@@ -32,10 +39,7 @@ def encode_holdings(holdings: Holdings) -> bytes:
     adapters = holdings.adapters
     return compact(
         [
-            holdings.record.max_concurrent,
-            holdings.record.pin_budget_bytes,
-            holdings.record.max_rank,
-            holdings.record.max_adapter_bytes,
+            terms_of(holdings.record),
             holdings.record.created,
             list(holdings.key_ids),
             {name: _adapter_row(adapters[name]) for name in sorted(adapters)},
@@ -44,10 +48,11 @@ def encode_holdings(holdings: Holdings) -> bytes:
 
 
 def decode_holdings(tenant: str, data: bytes) -> Holdings:
-    """What encode_holdings wrote."""
-    limit, pin_budget, rank, adapter_bytes, created, key_ids, adapters = json.loads(data)
+    """What encode_holdings wrote, today or for schema 1."""
+    *first, created, key_ids, adapters = json.loads(data)
+    terms = first[0] if len(first) == 1 else dict(zip(_TERMS_OF_1, first, strict=True))
     return Holdings(
-        TenantRecord(tenant, limit, created, pin_budget, rank, adapter_bytes),
+        with_terms(TenantRecord(tenant, created), terms),
         {name: _adapter(tenant, name, row) for name, row in adapters.items()},
         tuple(key_ids),
     )
@@ -56,13 +61,16 @@ def decode_holdings(tenant: str, data: bytes) -> Holdings:
 def key_row(key: KeyRecord) -> Json:
     """A key without its id."""
     scopes = sorted(scope.value for scope in key.scopes)
-    return [key.tenant, scopes, key.sha256, key.created, int(key.revoked)]
+    once = [key.tenant, scopes, key.sha256, key.created]
+    return [*once, int(key.revoked), key.replaced_by, terms_of(key)]
 
 
 def key_of(key_id: str, row: Json) -> KeyRecord:
-    """What key_row wrote."""
-    tenant, scopes, sha256, created, revoked = row
-    return KeyRecord(key_id, tenant, frozenset(map(Scope, scopes)), sha256, created, bool(revoked))
+    """What key_row wrote, today or for schema 1."""
+    tenant, scopes, sha256, created, revoked, *more = row
+    replaced_by, terms = more or (None, {})
+    key = KeyRecord(key_id, tenant, frozenset(map(Scope, scopes)), sha256, created, bool(revoked))
+    return with_terms(replace(key, replaced_by=replaced_by), terms)
 
 
 def pin_row(pin: PinRecord) -> Json:

@@ -40,8 +40,8 @@ def part_of(name: str) -> int:
 class Part:
     """One part, never changed. tenants: as their JSON until somebody changes them.
 
-    key_ids: by SHA-256 of the secret. admin_keys: ids of admins' keys that work. digest: of its
-    bytes in the store while it is as it was read; it has no part in comparisons.
+    key_ids: by SHA-256 of the secret. admin_keys: ids of admins' keys that work and never expire.
+    digest: of its bytes in the store while it is as it was read; it has no part in comparisons.
     """
 
     tenants: Mapping[str, Holdings | bytes] = field(default_factory=dict)

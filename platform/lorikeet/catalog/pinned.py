@@ -59,7 +59,7 @@ def check_budget(state: CatalogState, change: Pinned, now: float) -> None:
         raise Conflict(
             f"the pins of {change.tenant} would take {after} bytes on each replica, {before} "
             f"without this one, and its budget is {budget}: unpin something, or raise it with "
-            f"`lorikeet tenants pin-budget`",
+            f"`lorikeet tenants limit {change.tenant} --pinned-bytes BYTES`",
             param="tenant",
         )
 

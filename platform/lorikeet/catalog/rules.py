@@ -1,4 +1,5 @@
-"""What each operation changes, given the state: pure functions that refuse what cannot be.
+"""What each operation on adapters and pins changes, given the state: pure functions that refuse
+what cannot be.
 
 All return the changes to commit together; none at all when the state already is as wanted.
 """
@@ -6,19 +7,14 @@ All return the changes to commit together; none at all when the state already is
 from collections.abc import Sequence
 
 from lorikeet.catalog.changes import (
-    AdapterLimitsSet,
     AdapterRetired,
     AdapterShared,
     AliasMoved,
     AliasRolledBack,
     Change,
-    KeyCreated,
-    KeyRevoked,
-    PinBudgetSet,
     Pinned,
     ShareEnded,
     ShareGiven,
-    TenantSaved,
     Unpinned,
     VersionRegistered,
     VersionRetired,
@@ -30,55 +26,6 @@ from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import Conflict, NotFound, UnknownModel
 
 Changes = Sequence[Change]
-
-
-def create_tenant(state: CatalogState, change: TenantSaved) -> Changes:
-    """Make a tenant. Raises Conflict."""
-    if state.holdings(change.name) is not None:
-        raise Conflict(
-            f"there already is a tenant {change.name!r}: `lorikeet tenants limit` sets its limit",
-            param="tenant",
-        )
-    return (change,)
-
-
-def limit_tenant(state: CatalogState, change: TenantSaved) -> Changes:
-    """Change a tenant's limit. Raises UnknownTenant."""
-    same = state.tenant(change.name).max_concurrent == change.max_concurrent
-    return () if same else (change,)
-
-
-def set_pin_budget(state: CatalogState, change: PinBudgetSet) -> Changes:
-    """Change what a tenant's pins may take. Raises UnknownTenant."""
-    same = state.tenant(change.tenant).pin_budget_bytes == change.pin_budget_bytes
-    return () if same else (change,)
-
-
-def set_adapter_limits(state: CatalogState, change: AdapterLimitsSet) -> Changes:
-    """Change how large a tenant's new adapters may be. Raises UnknownTenant."""
-    tenant = state.tenant(change.tenant)
-    before = tenant.max_rank, tenant.max_adapter_bytes
-    return () if before == (change.max_rank, change.max_adapter_bytes) else (change,)
-
-
-def create_key(state: CatalogState, change: KeyCreated) -> Changes:
-    """Make a key. Raises UnknownTenant."""
-    if change.tenant is not None:
-        state.tenant(change.tenant)
-    return (change,)
-
-
-def revoke_key(state: CatalogState, key_id: str) -> Changes:
-    """Make a key invalid, unless nobody could administer then. Raises UnknownKey, Conflict."""
-    if state.key(key_id).revoked:
-        return ()
-    if state.admin_keys() == {key_id}:
-        raise Conflict(
-            f"{key_id} is the last admin's key: make another first "
-            "(`lorikeet keys create --admin`) and revoke this one with it",
-            param="id",
-        )
-    return (KeyRevoked(id=key_id),)
 
 
 def register(

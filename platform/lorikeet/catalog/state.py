@@ -136,7 +136,7 @@ class CatalogState:
         return None if key_id is None else self.key(key_id)
 
     def admin_keys(self) -> frozenset[str]:
-        """The ids of admins' keys that work."""
+        """The ids of admins' keys that work and never expire; of those that may change things."""
         return self._part(COMMON).admin_keys
 
     def pin_of(self, tenant: str, name: str | None) -> PinRecord | None:

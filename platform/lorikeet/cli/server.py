@@ -15,7 +15,7 @@ _CONNECT_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 600.0  # an upload is validated and stored before it is answered
 _AWAY = (502, 503, 504)  # a proxy's words for a gateway that is not there
 
-Method = Literal["GET", "POST", "PUT", "DELETE"]
+Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 Json = dict[str, Any]
 
 
@@ -27,7 +27,7 @@ class AdminServer:
     """One server and the key to ask it with. Opens a connection for each call."""
 
     def __init__(self, address: str, key: str | None) -> None:
-        self._address = address.rstrip("/")
+        self.address = address.rstrip("/")
         self._key = key
 
     def get(self, path: str, query: Mapping[str, str | None] | None = None) -> Json:
@@ -46,6 +46,10 @@ class AdminServer:
     def put(self, path: str, body: Json) -> Json:
         """Make it so."""
         return self._call("PUT", path, content=json.dumps(body).encode())
+
+    def patch(self, path: str, body: Json) -> Json:
+        """Change what the body names."""
+        return self._call("PATCH", path, content=json.dumps(body).encode())
 
     def delete(self, path: str) -> Json:
         """Remove."""
@@ -88,7 +92,7 @@ class AdminServer:
         try:
             return httpx.request(
                 method,
-                f"{self._address}{_PREFIX}{path}",
+                f"{self.address}{_PREFIX}{path}",
                 params={name: value for name, value in (query or {}).items() if value is not None},
                 content=content,
                 headers={
@@ -100,13 +104,13 @@ class AdminServer:
             )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise Unanswered(
-                f"nothing answers at {self._address}: start the service, or give its address"
+                f"nothing answers at {self.address}: start the service, or give its address"
                 " with --server or LORIKEET_SERVER"
             ) from error
         except httpx.HTTPError as error:
-            raise Unanswered(f"cannot ask {self._address}: {error}") from error
+            raise Unanswered(f"cannot ask {self.address}: {error}") from error
         except (httpx.InvalidURL, UnicodeEncodeError) as error:
-            raise LorikeetError(f"cannot ask {self._address}: {error}") from error
+            raise LorikeetError(f"cannot ask {self.address}: {error}") from error
 
     def _parse(self, answer: httpx.Response) -> Json:
         try:
@@ -115,7 +119,7 @@ class AdminServer:
         except (ValueError, KeyError, TypeError) as error:
             away = answer.status_code in _AWAY
             raise (Unanswered if away else LorikeetError)(
-                f"{self._address} answered {answer.status_code}, and not in Lorikeet's words:"
+                f"{self.address} answered {answer.status_code}, and not in Lorikeet's words:"
                 " is that the gateway's address?"
             ) from error
         if problem is not None:

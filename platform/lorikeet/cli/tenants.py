@@ -93,7 +93,7 @@ def limit(
     Example: `lorikeet tenants limit acme 32`
     """
     count = parse_count(max_concurrent, "none")
-    answer = admin(ctx).put(f"/tenants/{tenant}", {"max_concurrent": count})
+    answer = admin(ctx).patch(f"/tenants/{tenant}", {"max_concurrent": count})
     if as_json:
         print_json(answer)
         return
@@ -122,7 +122,7 @@ def pin_budget(
     Example: `lorikeet tenants pin-budget acme 2GiB`
     """
     count = parse_bytes(budget, "none")
-    answer = admin(ctx).put(f"/tenants/{tenant}/pin-budget", {"pin_budget_bytes": count})
+    answer = admin(ctx).patch(f"/tenants/{tenant}", {"pin_budget_bytes": count})
     if as_json:
         print_json(answer)
         return
@@ -155,7 +155,7 @@ def adapter_limits(
         "max_rank": parse_count(max_rank, "none"),
         "max_adapter_bytes": parse_bytes(max_bytes, "none"),
     }
-    answer = admin(ctx).put(f"/tenants/{tenant}/adapter-limits", body)
+    answer = admin(ctx).patch(f"/tenants/{tenant}", body)
     if as_json:
         print_json(answer)
         return

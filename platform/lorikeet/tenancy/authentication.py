@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 from lorikeet.catalog.keys import secret_sha256
-from lorikeet.catalog.records import KeyRecord, Scope
+from lorikeet.catalog.records import KeyRecord, Limits, Scope
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import Forbidden, InvalidKey
 
+_READ_ONLY = "this key is read-only: use one that may change things"
 _REFUSALS = {
     Scope.INFER: "this key may not infer: use a tenant's key with scope infer",
     Scope.ADMIN: "this key is not an admin's: use one that `lorikeet init` or another admin made",
@@ -15,32 +16,48 @@ _REFUSALS = {
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """The owner of a good key. `tenant` is None for admins, who belong to none."""
+    """The owner of a good key. `tenant` is None for admins, who belong to none.
+
+    limits: the key's own, which hold beside its tenant's; those are in the tenant's record, in the
+    same view of the catalog.
+    """
 
     tenant: str | None
     key_id: str
     scopes: frozenset[Scope]
+    limits: Limits
 
 
-def authenticate(state: CatalogState, authorization: str | None, scope: Scope) -> Principal:
-    """The principal of an `Authorization: Bearer lk_…` header that may do what `scope` allows.
+def authenticate(
+    state: CatalogState,
+    authorization: str | None,
+    scope: Scope,
+    now: float,
+    *,
+    reading: bool = False,
+) -> Principal:
+    """The principal of an `Authorization: Bearer lk_…` header that may do what is asked.
 
-    Admins do not infer and tenants do not administer, whatever scopes their keys were given.
-    Raises InvalidKey, Forbidden.
+    scope: INFER on tenants' routes, ADMIN on admins'. Admins do not infer and tenants do not
+    administer, whatever scopes their keys were given. reading: a request that changes and computes
+    nothing, so a read-only key will do as well. now: Unix seconds. Raises InvalidKey, Forbidden.
     """
-    key = _key(state, authorization)
-    principal = Principal(key.tenant, key.id, key.scopes)
-    tenants_own = scope is Scope.INFER
-    if scope not in key.scopes or (key.tenant is not None) is not tenants_own:
-        raise Forbidden(_REFUSALS[scope])
-    return principal
+    key = _key(state, authorization, now)
+    of_this_plane = (key.tenant is not None) is (scope is Scope.INFER)
+    enough = {scope, Scope.READ_ONLY} if reading else {scope}
+    if not of_this_plane or not enough & key.scopes:
+        read_only = of_this_plane and Scope.READ_ONLY in key.scopes
+        raise Forbidden(_READ_ONLY if read_only else _REFUSALS[scope])
+    return Principal(key.tenant, key.id, key.scopes, key.limits)
 
 
-def _key(state: CatalogState, authorization: str | None) -> KeyRecord:
+def _key(state: CatalogState, authorization: str | None, now: float) -> KeyRecord:
     kind, _, secret = (authorization or "").partition(" ")
     if kind.lower() != "bearer" or not secret.strip():
         raise InvalidKey("no API key: send it as `Authorization: Bearer lk_…`")
     key = state.key_by_sha256(secret_sha256(secret.strip()))
     if key is None or key.revoked:
         raise InvalidKey("this API key is unknown or was revoked: ask your admin for another")
+    if key.expired(now):
+        raise InvalidKey("this API key has expired: ask your admin for another")
     return key

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -116,7 +117,11 @@ def tenant_json(tenant: TenantRecord) -> Json:
     """A tenant."""
     return {
         "tenant": tenant.name,
-        "max_concurrent": tenant.max_concurrent,
+        **asdict(tenant.limits),
+        "weight": tenant.weight,
+        "priority": tenant.priority,
+        "max_adapters": tenant.max_adapters,
+        "max_total_bytes": tenant.max_total_bytes,
         "pin_budget_bytes": tenant.pin_budget_bytes,
         "max_rank": tenant.max_rank,
         "max_adapter_bytes": tenant.max_adapter_bytes,
@@ -125,12 +130,16 @@ def tenant_json(tenant: TenantRecord) -> Json:
 
 
 def key_json(key: KeyRecord) -> Json:
-    """A key, without its secret and without its hash."""
+    """A key, without its secret and without its hash. expires: Unix seconds or null."""
     return {
         "id": key.id,
         "tenant": key.tenant,
+        "name": key.name,
         "scopes": sorted(scope.value for scope in key.scopes),
+        **asdict(key.limits),
         "created": key.created,
+        "expires": key.expires,
+        "replaced_by": key.replaced_by,
         "revoked": key.revoked,
     }
 

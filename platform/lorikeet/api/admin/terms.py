@@ -1,0 +1,60 @@
+"""What may be asked for a tenant or a key, as JSON: what is absent stays as it is."""
+
+import time
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from lorikeet.api.body import Body
+from lorikeet.catalog.terms import LONGEST_KEY_S, LimitTerms, TenantTerms
+
+_NEVER_NULL = {"burst_s", "weight", "priority"}
+
+
+class OfLimits(Body):
+    """Limits; see catalog/records.py. null takes one away."""
+
+    nulls: ClassVar[frozenset[str]] = frozenset(LimitTerms.__annotations__) - _NEVER_NULL
+
+    requests_per_min: int | None = None
+    tokens_per_min: int | None = None
+    burst_s: float = 0
+    max_concurrent: int | None = None
+    max_context: int | None = None
+    tokens_per_month: int | None = None
+
+    def terms(self) -> dict[str, Any]:
+        """What it says of them."""
+        return self.model_dump(include=set(LimitTerms.__annotations__), exclude_unset=True)
+
+
+class OfTenant(OfLimits):
+    """A tenant's terms."""
+
+    nulls: ClassVar[frozenset[str]] = frozenset(TenantTerms.__annotations__) - _NEVER_NULL
+
+    weight: float = 0
+    priority: int = 0
+    max_adapters: int | None = None
+    max_total_bytes: int | None = None
+    pin_budget_bytes: int | None = None
+    max_rank: int | None = None
+    max_adapter_bytes: int | None = None
+
+    def terms(self) -> dict[str, Any]:
+        """What it says of them."""
+        return self.model_dump(include=set(TenantTerms.__annotations__), exclude_unset=True)
+
+
+class NewKey(OfLimits):
+    """A key to be made. name: what people call it. expires_s: seconds from now; null: never."""
+
+    name: str = ""
+    expires_s: Annotated[float, Field(gt=0, le=LONGEST_KEY_S)] | None = None
+
+    def terms(self) -> dict[str, Any]:
+        """What it says of them, and of the key."""
+        own: dict[str, Any] = {"name": self.name} if self.name else {}
+        if self.expires_s is not None:
+            own["expires"] = time.time() + self.expires_s
+        return own | super().terms()

@@ -1,0 +1,103 @@
+"""Changing tenants and keys."""
+
+from collections.abc import Collection
+from typing import Unpack
+
+from lorikeet.catalog import tenant_rules as rules
+from lorikeet.catalog.changes import KeyCreated, KeyTermsSet, TenantTermsSet
+from lorikeet.catalog.keys import new_key_id, new_secret, secret_sha256
+from lorikeet.catalog.names import check_name
+from lorikeet.catalog.records import KeyRecord, Scope, TenantRecord
+from lorikeet.catalog.terms import (
+    KeyTerms,
+    LimitTerms,
+    TenantTerms,
+    check_key_terms,
+    check_terms,
+)
+from lorikeet.catalog.writer import CatalogWriter
+from lorikeet.errors import InvalidInput
+
+LONGEST_OVERLAP_S = 90 * 86400
+
+
+class TenantCatalog(CatalogWriter):
+    """The part of the catalog's operations that is about tenants and keys; see AdapterCatalog."""
+
+    def create_tenant(self, name: str, *, actor: str, **terms: Unpack[TenantTerms]) -> TenantRecord:
+        """Make a tenant. Raises InvalidInput, and Conflict when there is one."""
+        check_name(name, "tenant")
+        check_terms(terms)
+        after = self._commit(actor, lambda state: rules.create_tenant(state, name, terms))
+        return after.tenant(name)
+
+    def limit_tenant(self, name: str, *, actor: str, **terms: Unpack[TenantTerms]) -> TenantRecord:
+        """Change some of a tenant's terms; the others stay. Raises InvalidInput, UnknownTenant.
+
+        What it has beyond a new limit stays: pins, though a plan keeps no more than fits, and
+        adapters.
+        """
+        check_terms(terms)
+        change = TenantTermsSet(tenant=name, terms=terms)
+        return self._commit(actor, lambda state: rules.limit_tenant(state, change)).tenant(name)
+
+    def create_key(
+        self,
+        tenant: str | None,
+        scopes: Collection[Scope],
+        *,
+        actor: str,
+        **terms: Unpack[KeyTerms],
+    ) -> tuple[KeyRecord, str]:
+        """Make a key; its secret is in this answer and nowhere else.
+
+        tenant None: an administrator's key. Raises InvalidInput, UnknownTenant.
+        """
+        if not scopes:
+            raise InvalidInput("scopes=[]: want at least one scope", param="scopes")
+        if tenant is None and Scope.INFER in scopes:
+            raise InvalidInput("scope 'infer' is for a tenant's key: name one", param="scopes")
+        check_key_terms(terms, self._clock())
+        secret = new_secret()
+        change = KeyCreated(
+            id=new_key_id(),
+            tenant=tenant,
+            scopes=rules.in_order(scopes),
+            sha256=secret_sha256(secret),
+        )
+        self._commit(actor, lambda state: rules.create_key(state, change, terms))
+        return self.ask(lambda state: state.key(change.id)), secret
+
+    def limit_key(self, key_id: str, *, actor: str, **terms: Unpack[LimitTerms]) -> KeyRecord:
+        """Change some of a key's own limits; the others stay.
+
+        Raises InvalidInput, UnknownKey, and Conflict for a revoked key.
+        """
+        check_terms(terms)
+        change = KeyTermsSet(id=key_id, terms=KeyTerms(**terms))
+        return self._commit(actor, lambda state: rules.limit_key(state, change)).key(key_id)
+
+    def rotate_key(self, key_id: str, overlap_s: float, *, actor: str) -> tuple[KeyRecord, str]:
+        """Make a key with the owner, scopes, limits, name and lifetime of another, in its place.
+
+        The old key works for `overlap_s` seconds more, 0 to LONGEST_OVERLAP_S. The new secret is in
+        this answer and nowhere else. Raises InvalidInput, UnknownKey, and Conflict for a key that
+        is valid no more or was rotated before.
+        """
+        if not 0 <= overlap_s <= LONGEST_OVERLAP_S:
+            raise InvalidInput(
+                f"overlap_s={overlap_s}: want 0 to {LONGEST_OVERLAP_S} seconds", param="overlap_s"
+            )
+        now, new_id, secret = self._clock(), new_key_id(), new_secret()
+        sha256 = secret_sha256(secret)
+        self._commit(
+            actor, lambda state: rules.rotate_key(state, key_id, new_id, sha256, now, overlap_s)
+        )
+        return self.ask(lambda state: state.key(new_id)), secret
+
+    def revoke_key(self, key_id: str, *, actor: str) -> KeyRecord:
+        """Make a key invalid for ever; again is fine.
+
+        Raises UnknownKey, and Conflict for the last admin's key that never expires.
+        """
+        return self._commit(actor, lambda state: rules.revoke_key(state, key_id)).key(key_id)

@@ -1,0 +1,116 @@
+"""What an admin settles with a tenant, or of a key: limits, and how it weighs against others.
+
+Terms are what one decision names; what it leaves out stays as it is. None takes a limit away.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from typing_extensions import TypedDict  # typing's own is not read by pydantic before Python 3.12
+
+from lorikeet.catalog.records import KeyRecord, Limits, TenantRecord
+from lorikeet.errors import InvalidInput
+
+LONGEST_BURST_S = 86400
+LONGEST_KEY_S = 3650 * 86400
+LONGEST_KEY_NAME = 64  # characters
+HIGHEST_PRIORITY = 1000
+"""And the lowest is as far below 0, which is what a tenant has of which nothing is said."""
+LIGHTEST, HEAVIEST = 0.001, 1000.0
+_LARGEST = 10**15  # exact as a float too, which some clients read
+
+
+class LimitTerms(TypedDict, total=False):
+    """Some of Limits."""
+
+    requests_per_min: int | None
+    tokens_per_min: int | None
+    burst_s: float
+    max_concurrent: int | None
+    max_context: int | None
+    tokens_per_month: int | None
+
+
+class TenantTerms(LimitTerms, total=False):
+    """Some of what TenantRecord says beside its name."""
+
+    weight: float
+    priority: int
+    max_adapters: int | None
+    max_total_bytes: int | None
+    pin_budget_bytes: int | None
+    max_rank: int | None
+    max_adapter_bytes: int | None
+
+
+class KeyTerms(LimitTerms, total=False):
+    """Some of what KeyRecord says. expires: Unix seconds."""
+
+    name: str
+    expires: float | None
+
+
+Record = TypeVar("Record", TenantRecord, KeyRecord)
+
+_OF_LIMITS = frozenset(each.name for each in fields(Limits))
+
+
+def with_terms(record: Record, terms: Mapping[str, Any]) -> Record:
+    """The record under these terms."""
+    limits = {name: value for name, value in terms.items() if name in _OF_LIMITS}
+    own = {name: value for name, value in terms.items() if name not in _OF_LIMITS}
+    return replace(record, limits=replace(record.limits, **limits), **own)
+
+
+def terms_of(record: TenantRecord | KeyRecord) -> dict[str, Any]:
+    """The record's terms, but for those that are as in every new record."""
+    names = (TenantTerms if isinstance(record, TenantRecord) else KeyTerms).__annotations__
+    return _said(record.limits, names) | _said(record, names)
+
+
+def check_terms(terms: Mapping[str, Any]) -> None:
+    """Whether each makes sense by itself; see check_key_terms. Raises InvalidInput."""
+    for name, value in terms.items():
+        want = _unmet(name, value)
+        if want is not None:
+            raise InvalidInput(f"{name}={value}: want {want}", param=name)
+
+
+def check_key_terms(terms: KeyTerms, now: float) -> None:
+    """Whether a key may begin with these. now: Unix seconds. Raises InvalidInput."""
+    check_terms(terms)
+    name, expires = terms.get("name", ""), terms.get("expires")
+    if len(name) > LONGEST_KEY_NAME or not name.isprintable():  # it is shown in terminals
+        raise InvalidInput(f"want at most {LONGEST_KEY_NAME} printable characters", param="name")
+    if expires is not None and not now < expires <= now + LONGEST_KEY_S:
+        raise InvalidInput(
+            f"expires={expires}: want a time to come, within {LONGEST_KEY_S // 86400} days",
+            param="expires",
+        )
+
+
+def _unmet(name: str, value: Any) -> str | None:
+    """What a value would have to be, if it is not."""
+    match name:
+        case "weight":
+            fine = LIGHTEST <= value <= HEAVIEST
+            return None if fine else f"{LIGHTEST:g} to {HEAVIEST:g}"
+        case "priority":
+            fine = abs(value) <= HIGHEST_PRIORITY
+            return None if fine else f"-{HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}"
+        case "burst_s":
+            return None if 1 <= value <= LONGEST_BURST_S else f"1 to {LONGEST_BURST_S} seconds"
+        case "name" | "expires":
+            return None
+        case _:
+            fine = value is None or 1 <= value <= _LARGEST
+            return None if fine else f"an integer from 1 to {_LARGEST}, or none"
+
+
+def _said(record: Any, names: Collection[str]) -> dict[str, Any]:
+    return {
+        each.name: value
+        for each in fields(record)
+        if each.name in names and (value := getattr(record, each.name)) != each.default
+    }
