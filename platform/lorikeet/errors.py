@@ -14,8 +14,10 @@ LorikeetError             `code` names the kind, `message` says what to do
 ├── InvalidKey            no key, an unknown one, or one that was revoked
 ├── Forbidden             a good key whose scopes do not allow this
 ├── Conflict              what is there does not allow this; read again, then decide
-├── RateLimited           carries retry_after_s and the limit that was reached
+├── RateLimited           carries retry_after_s and how the limits stand
+│   └── InsufficientQuota the month's budget is used up
 ├── Unavailable           the service cannot do this now; carries retry_after_s
+│   └── Overloaded        it has more to do than it can
 ├── GenerationFailed      the engine failed this request
 └── StoreError            the object store did not do what was asked
     ├── ObjectNotFound
@@ -23,6 +25,9 @@ LorikeetError             `code` names the kind, `message` says what to do
 
 HTTP statuses are in api/errors.py and nowhere else.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 
 class LorikeetError(Exception):
@@ -117,22 +122,46 @@ class Conflict(LorikeetError):
     code = "conflict"
 
 
+class Standing(NamedTuple):
+    """How a limit per minute stands. kind: "requests" or "tokens".
+
+    remaining: what may pass at once; reset_s: until all may again that may at once.
+    """
+
+    kind: str
+    limit: int
+    remaining: int
+    reset_s: float
+
+
 class RateLimited(LorikeetError):
-    """The tenant's limit, or the gateway's own, is reached: `limit` requests at once."""
+    """A limit of the tenant or the key is reached."""
 
     code = "rate_limit_exceeded"
 
     def __init__(
-        self, message: str, *, limit: int | None = None, retry_after_s: float | None = None
+        self, message: str, *, retry_after_s: float, standings: Sequence[Standing] = ()
     ) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
-        self.limit = limit
+        self.standings = standings
+
+
+class InsufficientQuota(RateLimited):
+    """The budget of this month is used up."""
+
+    code = "insufficient_quota"
 
 
 class Unavailable(LorikeetError):
     """The service cannot do this now."""
 
     code = "unavailable"
+
+
+class Overloaded(Unavailable):
+    """The service has more to do than it can."""
+
+    code = "overloaded"
 
 
 class GenerationFailed(LorikeetError):

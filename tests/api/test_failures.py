@@ -221,8 +221,6 @@ def test_a_tenant_over_its_limit_is_told_when_to_come_back(gateway: Gateway) -> 
         refused = gateway.post(CHAT, body, tenant="small")
         assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
         assert int(refused.headers["retry-after"]) >= 1
-        assert refused.headers["x-ratelimit-limit-requests"] == "2"
-        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
         gateway.engines.replay = repeat
         assert gateway.post(CHAT, body, tenant="acme").status_code == 200
     eventually(lambda: gateway.post(CHAT, body, tenant="small").status_code == 200)
@@ -235,7 +233,7 @@ def test_a_full_gateway_refuses_every_tenant_until_a_place_is_free(tmp_path: Pat
         with gateway.openai("acme").chat.completions.create(**body) as stream:
             next(iter(stream))
             refused = gateway.post(CHAT, body, tenant="globex")
-            assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
+            assert error_of(refused, 503)["code"] == "overloaded"  # not globex's own doing
             assert int(refused.headers["retry-after"]) >= 1
         gateway.engines.replay = repeat
         eventually(lambda: gateway.post(CHAT, body, tenant="globex").status_code == 200)

@@ -1,80 +1,245 @@
-"""Limits bound what runs at once, and nothing else."""
-
-from contextlib import ExitStack
+"""Limits bound what runs and what passes, and nothing else."""
 
 import pytest
 
-from lorikeet.errors import RateLimited
-from lorikeet.tenancy import Admission
+from lorikeet.catalog.records import Limits
+from lorikeet.errors import InsufficientQuota, Overloaded, RateLimited
+from lorikeet.tenancy import Budget
+from tests.tenancy.service import Clock, Door, settled
+
+NONE = Limits()
 
 
-def refused(admission: Admission, tenant: str, limit: int | None) -> RateLimited:
-    with pytest.raises(RateLimited) as raised, admission.admit(tenant, limit):
-        pass
-    return raised.value
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
-def test_what_is_over_the_limit_is_refused_with_a_time_to_retry() -> None:
-    admission = Admission()
-    for _ in range(2):  # places come back
-        with admission.admit("acme", 2), admission.admit("acme", 2):
-            error = refused(admission, "acme", 2)
-            assert error.limit == 2
-            assert error.retry_after_s is not None
+@pytest.fixture
+def door(clock: Clock) -> Door:
+    return settled(clock)
 
 
-def test_a_place_comes_back_when_the_request_fails() -> None:
-    admission = Admission()
+def wait_s(door: Door, limits: Limits, tokens: int = 1, **who: object) -> float:
+    """How long a request is told to wait."""
+    with pytest.raises(RateLimited) as raised:
+        door.enter(limits, tokens, **who)
+    assert raised.value.retry_after_s is not None
+    return raised.value.retry_after_s
+
+
+def test_requests_pass_up_to_the_burst_and_then_at_the_rate(door: Door, clock: Clock) -> None:
+    limits = Limits(requests_per_min=30, burst_s=20)
+    for _ in range(10):
+        door.enter(limits).leave()
+    assert wait_s(door, limits) == pytest.approx(2)
+    clock.now += 1.9
+    assert wait_s(door, limits) == pytest.approx(0.1)
+    for _ in range(5):
+        clock.now += 2
+        door.enter(limits).leave()
+    assert wait_s(door, limits) <= 2
+
+
+def test_who_waits_as_long_as_told_passes(door: Door, clock: Clock) -> None:
+    limits = Limits(requests_per_min=7, tokens_per_min=1000, burst_s=10)
+    for tokens in (50, 400, 3, 170, 90) * 4:
+        with pytest.raises(RateLimited) as raised:
+            while True:
+                door.enter(limits, tokens).leave()
+        assert raised.value.retry_after_s is not None
+        clock.now += raised.value.retry_after_s + 1e-6
+        visit = door.knock(limits)
+        try:
+            visit.enter(tokens)
+        except RateLimited as again:  # the first wait may have been for a request alone
+            assert again.retry_after_s is not None
+            clock.now += again.retry_after_s + 1e-6
+            visit.enter(tokens)
+        visit.leave()
+
+
+def test_tokens_are_reserved_and_settled_by_what_was_used(door: Door) -> None:
+    limits = Limits(tokens_per_min=600)
+    visit = door.enter(limits, 500)
+    assert wait_s(door, limits, 200) == pytest.approx(10)
+    visit.settle(100)
+    visit.leave()
+    door.enter(limits, 495).leave()
+    assert wait_s(door, limits, 10) == pytest.approx(0.5)
+
+
+def test_an_answer_longer_than_reserved_is_paid_afterwards(door: Door, clock: Clock) -> None:
+    limits = Limits(tokens_per_min=600)
+    visit = door.enter(limits, 10)
+    visit.settle(900)
+    visit.leave()
+    assert wait_s(door, limits, 1) == pytest.approx(30.1)
+
+
+def test_a_request_larger_than_the_burst_passes_when_nothing_is_missing(
+    door: Door, clock: Clock
+) -> None:
+    limits = Limits(tokens_per_min=600, burst_s=10)
+    door.enter(limits, 400).leave()
+    assert wait_s(door, limits, 1) == pytest.approx(30.1)
+    clock.now += 31
+    assert wait_s(door, limits, 400) == pytest.approx(9)
+
+
+def test_what_was_reserved_counts_where_nothing_is_settled(door: Door) -> None:
+    limits = Limits(tokens_per_min=600)
+    door.enter(limits, 590).leave()
+    assert wait_s(door, limits, 20) == pytest.approx(1)
+
+
+def test_the_keys_limits_hold_beside_the_tenants(door: Door) -> None:
+    tenant, key = Limits(requests_per_min=3), Limits(requests_per_min=2)
+    for _ in range(2):
+        door.enter(tenant, of_key=key).leave()
+    with pytest.raises(RateLimited, match="2 requests per minute is this key's limit"):
+        door.enter(tenant, of_key=key)
+    door.enter(tenant, key_id="k2", of_key=key).leave()
+    with pytest.raises(RateLimited, match="3 requests per minute is this tenant's limit"):
+        door.enter(tenant, key_id="k3")
+
+
+def test_a_request_that_one_limit_refuses_takes_nothing_of_the_other(door: Door) -> None:
+    tenant, key = Limits(requests_per_min=2), Limits(requests_per_min=1)
+    door.enter(tenant, of_key=key).leave()
+    for _ in range(5):
+        wait_s(door, tenant, of_key=key)
+    door.enter(tenant, key_id="k2").leave()
+
+
+def test_tenants_do_not_share_limits(door: Door) -> None:
+    limits = Limits(requests_per_min=1, tokens_per_min=10, max_concurrent=1)
+    door.enter(limits, 10, tenant="acme")
+    door.enter(limits, 10, tenant="globex")
+    wait_s(door, limits, tenant="acme")
+
+
+def test_requests_at_once_are_bounded_and_places_come_back(door: Door, clock: Clock) -> None:
+    limits = Limits(max_concurrent=2)
     for _ in range(3):
-        with pytest.raises(ZeroDivisionError), admission.admit("acme", 1):
-            raise ZeroDivisionError
+        visits = [door.enter(limits), door.enter(limits)]
+        assert 0 < wait_s(door, limits)
+        clock.now += 8
+        for visit in visits:
+            visit.leave()
 
 
-def test_a_place_is_taken_when_it_is_entered_and_not_before() -> None:
-    admission = Admission()
-    place = admission.admit("acme", 1)
-    with admission.admit("acme", 1):
-        pass
-    with place:
-        refused(admission, "acme", 1)
+def test_who_waits_for_a_place_is_told_by_how_long_requests_take(door: Door, clock: Clock) -> None:
+    limits = Limits(max_concurrent=1)
+    for _ in range(60):
+        visit = door.enter(limits)
+        clock.now += 12
+        visit.leave()
+    door.enter(limits)
+    assert wait_s(door, limits) == pytest.approx(12, rel=0.01)
 
 
-def test_tenants_do_not_share_places() -> None:
-    admission = Admission()
-    with admission.admit("acme", 1), admission.admit("globex", 1):
-        refused(admission, "acme", 1)
-        refused(admission, "globex", 1)
+def test_a_place_is_taken_when_it_is_entered_and_not_before(door: Door) -> None:
+    limits = Limits(max_concurrent=1)
+    first, second = door.knock(limits), door.knock(limits)
+    first.enter(1)
+    with pytest.raises(RateLimited):
+        second.enter(1)
 
 
-def test_without_a_limit_everything_runs() -> None:
-    admission = Admission()
-    with ExitStack() as places:
-        for _ in range(1000):
-            places.enter_context(admission.admit("acme", None))
+def test_without_limits_everything_passes(door: Door) -> None:
+    for _ in range(1000):
+        door.enter(NONE, 10**6)
 
 
-@pytest.mark.parametrize(("limit", "gateways", "share"), [(8, 2, 4), (7, 2, 3), (1, 4, 1)])
-def test_each_gateway_has_its_share_and_at_least_one(limit: int, gateways: int, share: int) -> None:
-    admission = Admission(gateways)
-    with ExitStack() as places:
-        for _ in range(share):
-            places.enter_context(admission.admit("acme", limit))
-        refused(admission, "acme", limit)
+def test_a_changed_limit_counts_for_the_next_request(door: Door) -> None:
+    for _ in range(5):
+        door.enter(Limits(requests_per_min=100, max_concurrent=9))
+    wait_s(door, Limits(max_concurrent=5))
+    door.enter(Limits(requests_per_min=1))
+    wait_s(door, Limits(requests_per_min=1))
 
 
-def test_a_lowered_limit_counts_for_the_next_request() -> None:
-    admission = Admission()
-    with admission.admit("acme", 5), admission.admit("acme", 5):
-        refused(admission, "acme", 1)
+def test_standings_are_those_of_the_tighter_limit(door: Door) -> None:
+    tenant = Limits(requests_per_min=60, tokens_per_min=1200)
+    visit = door.enter(tenant, 300, of_key=Limits(requests_per_min=30))
+    standings = {each.kind: each for each in visit.standings()}
+    assert standings["requests"][1:] == pytest.approx((30, 29, 2.0))
+    assert standings["tokens"][1:] == pytest.approx((1200, 900, 15.0))
 
 
-def test_all_tenants_together_stay_within_what_a_gateway_carries() -> None:
-    admission = Admission(most=3)
-    with admission.admit("acme", None), admission.admit("globex", 9):
-        with admission.admit("acme", 9):
-            for tenant, limit in (("acme", None), ("globex", 9), ("initech", 1)):
-                error = refused(admission, tenant, limit)
-                assert error.limit == 3
-                assert error.retry_after_s is not None
-        with admission.admit("initech", 1):  # the place that came back is anyone's
-            refused(admission, "acme", None)
+def test_a_refusal_says_how_the_limits_stand(door: Door) -> None:
+    limits = Limits(requests_per_min=2, tokens_per_min=1200)
+    door.enter(limits, 600)
+    door.enter(limits, 400)
+    with pytest.raises(RateLimited) as raised:
+        door.enter(limits, 100)
+    standings = {each.kind: each for each in raised.value.standings}
+    assert standings["requests"][1:3] == (2, 0)
+    assert standings["tokens"][1:3] == (1200, 200)
+
+
+def test_all_tenants_together_stay_within_what_a_gateway_carries(clock: Clock) -> None:
+    door = settled(clock, most=2)
+    visit = door.enter(NONE, tenant="acme")
+    door.enter(NONE, tenant="globex")
+    with pytest.raises(Overloaded) as raised:
+        door.enter(NONE, tenant="initech")
+    assert raised.value.retry_after_s
+    visit.leave()
+    door.enter(NONE, tenant="initech")
+
+
+class Written:
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.readings = 0
+
+    def of(self, tenant: str) -> int:
+        return self.tokens if tenant == "acme" else 0
+
+    def refresh(self) -> None:
+        self.readings += 1
+
+
+def test_a_budget_is_what_was_written_and_what_was_settled_since(clock: Clock) -> None:
+    written = Written()
+    budget = Budget(written, unseen_s=30)
+    door = settled(clock, budget=budget)
+    limits = Limits(tokens_per_month=1000)
+    written.tokens = 700
+    visit = door.enter(limits, 50)
+    visit.settle(200)
+    visit.leave()
+    door.enter(limits, 100).leave()
+    with pytest.raises(InsufficientQuota):
+        door.enter(limits)
+    door.enter(limits, tenant="globex").leave()
+    # what a reading may not hold yet is still counted; what it holds is not
+    written.tokens = 900
+    budget.was_read(clock())
+    with pytest.raises(InsufficientQuota):
+        door.enter(limits)
+    clock.now += 60
+    budget.was_read(clock())
+    door.enter(limits).leave()
+
+
+def test_who_has_used_up_the_budget_may_come_back_next_month(clock: Clock) -> None:
+    clock.now = 1798761599.0  # the last second of 2026
+    budget = Budget(None, unseen_s=30)
+    budget.settle("acme", 10, clock())
+    with pytest.raises(InsufficientQuota) as raised:
+        budget.check("acme", 10, clock())
+    assert raised.value.retry_after_s == pytest.approx(1)
+
+
+def test_usage_is_read_only_while_somebody_has_a_budget(clock: Clock) -> None:
+    budget = Budget(Written(), unseen_s=30)
+    assert not budget.due(clock())
+    budget.check("acme", 10, clock())
+    assert budget.due(clock())
+    budget.was_read(clock())
+    budget.check("acme", 10, clock())
+    assert not budget.due(clock() + 1)
+    assert budget.due(clock() + 60)

@@ -1,6 +1,7 @@
 """The gateway: an ASGI application that knows nothing of Ray."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
@@ -12,8 +13,10 @@ from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Gate
 from lorikeet.api.generate import generate_routes
 from lorikeet.api.models import model_routes
+from lorikeet.api.reconciling import Reconciling
 from lorikeet.api.request_scope import RequestScope
 from lorikeet.api.services import BaseModel, EngineClient, Services
+from lorikeet.tenancy import Admission, Budget, Shares
 
 __all__ = ["BaseModel", "EngineClient", "Services", "create_app"]
 
@@ -25,15 +28,20 @@ def create_app(services: Services) -> FastAPI:
     """
     follower = CatalogFollower(services.catalog, services.refresh_s)
     gate = Gate(services, follower)
+    shares = Shares(services.name, services.gateways, time.monotonic())
+    budget = Budget(services.written)
+    admission = Admission(shares, budget, services.max_generations)
+    reconciling = Reconciling(services.peers, shares, admission, budget)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
         await asyncio.to_thread(services.catalog.refresh)
-        following = asyncio.create_task(follower.follow())
+        tasks = [asyncio.create_task(each) for each in (follower.follow(), reconciling.run())]
         try:
             yield
         finally:
-            following.cancel()
+            for task in tasks:
+                task.cancel()
 
     app = FastAPI(
         title="Lorikeet",
@@ -43,7 +51,7 @@ def create_app(services: Services) -> FastAPI:
     )
     app.add_middleware(RequestScope)
     add_error_handlers(app)
-    app.include_router(generate_routes(services, gate))
+    app.include_router(generate_routes(services, gate, admission))
     app.include_router(model_routes(services, gate, follower))
     app.include_router(admin_routes(services, gate, follower))
 

@@ -1,6 +1,7 @@
 """Errors as HTTP answers: the only place that knows statuses."""
 
 import math
+from collections.abc import Iterable
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -11,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from lorikeet.api.body import describe
 from lorikeet.api.error_body import error_body
 from lorikeet.api.messages import Refusal
-from lorikeet.errors import LorikeetError, RateLimited
+from lorikeet.errors import InsufficientQuota, LorikeetError, RateLimited, Standing
 
 _STATUSES = {
     "invalid_value": 400,
@@ -28,7 +29,11 @@ _STATUSES = {
     "request_too_large": 413,
     "invalid_adapter": 422,
     "rate_limit_exceeded": 429,
+    "insufficient_quota": 429,
     "unavailable": 503,
+    "overloaded": 503,
+    # It goes on coming; the caller would not wait for it.
+    "adapter_not_ready": 503,
     "store_error": 503,
     # An adapter that was accepted once: its file or the way to it is broken, which may pass.
     "adapter_load_failed": 503,
@@ -40,13 +45,14 @@ CREATED = 201
 
 _INTERNAL = "the service failed, not this request: send it again, or give your admin x-request-id"
 _RETRY_AFTER_S = 1.0
+_ROUNDING = 1e-6
 
 
 class Refused(LorikeetError):
     """A replica's Refusal, raised."""
 
     def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.message, param=refusal.param)
+        super().__init__(refusal.message, param=refusal.param, retry_after_s=refusal.retry_after_s)
         self.code = refusal.code
 
 
@@ -67,10 +73,20 @@ def error_response(error: LorikeetError) -> Response:
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, RateLimited):
-        headers["x-ratelimit-limit-requests"] = str(error.limit)
-        headers["x-ratelimit-remaining-requests"] = "0"
-        headers["x-ratelimit-reset-requests"] = f"{wait_s}s"
+        headers |= limit_headers(error.standings)
+    if isinstance(error, InsufficientQuota):
+        headers["x-should-retry"] = "false"  # OpenAI's clients heed it
     return JSONResponse(error_body(error.code, error.message, error.param), status, headers)
+
+
+def limit_headers(standings: Iterable[Standing]) -> dict[str, str]:
+    """How limits per minute stand, as OpenAI says it."""
+    headers = {}
+    for kind, limit, remaining, reset_s in standings:
+        headers[f"x-ratelimit-limit-{kind}"] = str(limit)
+        headers[f"x-ratelimit-remaining-{kind}"] = str(remaining)
+        headers[f"x-ratelimit-reset-{kind}"] = _duration(reset_s)
+    return headers
 
 
 def internal_error_response() -> Response:
@@ -98,3 +114,15 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     else:
         body = error_body(LorikeetError.code, _INTERNAL)
     return JSONResponse(body, error.status_code, error.headers)
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: 120ms, 1s, 6m0s, 1h0m0s; rounded up."""
+    milliseconds = math.ceil(1000 * seconds - _ROUNDING)
+    if milliseconds < 1000:
+        return f"{max(0, milliseconds)}ms"
+    minutes, rest_s = divmod(math.ceil(seconds - _ROUNDING), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes_left}m{rest_s}s"
+    return f"{minutes}m{rest_s}s" if minutes else f"{rest_s}s"

@@ -31,6 +31,13 @@ class Model(NamedTuple):
     image_bytes: int = 0
 
 
+class Caller(NamedTuple):
+    """Whose request it is, and by which key."""
+
+    tenant: TenantRecord
+    key: Principal
+
+
 class Gate:
     """Answers from the catalog's last view, and looks once more before it refuses."""
 
@@ -38,6 +45,13 @@ class Gate:
         self._base_models = services.base_models
         self._follower = follower
         self._absent = Absent(ABSENT_S)
+
+    async def caller(self, request: Request) -> Caller:
+        """Who asks for an answer. Raises InvalidKey, Forbidden, Unavailable."""
+        key = await self._authenticate(request, Scope.INFER)
+        tenant = key.tenant
+        assert tenant is not None
+        return Caller(await self._follower.ask(lambda state: state.tenant(tenant)), key)
 
     async def tenant(self, request: Request) -> TenantRecord:
         """The tenant whose key this is. Raises InvalidKey, Forbidden, Unavailable."""

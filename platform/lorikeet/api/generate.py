@@ -1,6 +1,7 @@
 """POST /v1/chat/completions and /v1/completions."""
 
 import time
+from dataclasses import replace
 
 from fastapi import APIRouter, Request
 
@@ -8,19 +9,26 @@ from lorikeet.api.body import read_json
 from lorikeet.api.gate import Gate
 from lorikeet.api.generation import Generation
 from lorikeet.api.openai import ChatRequest, CompletionRequest, GenerateRequest
+from lorikeet.api.place import Place
 from lorikeet.api.request_scope import request_id_of
 from lorikeet.api.services import Services
+from lorikeet.errors import InvalidInput
 from lorikeet.tenancy import Admission
+from lorikeet_engine.request import Terms
 
 SESSION_HEADER = "x-lorikeet-session"
 """Whose request this is, where an alias shares its requests between two versions; else the body's
 `user`; a request without either may get either version."""
 
 
-def generate_routes(services: Services, gate: Gate) -> APIRouter:
-    """One request's way: key, body, model, admission, replica."""
+LOAD_HEADER = "x-lorikeet-max-adapter-wait-ms"
+"""How long the caller waits for an adapter that is not there."""
+_LONGEST_LOAD_MS = 3_600_000
+
+
+def generate_routes(services: Services, gate: Gate, admission: Admission) -> APIRouter:
+    """One request's way: key, what limits say of it unseen, body, model, place, replica."""
     router = APIRouter(prefix="/v1")
-    admission = Admission(services.gateways, services.max_generations)
 
     @router.post("/chat/completions", response_model=None)
     async def chat(request: Request) -> Generation:
@@ -31,17 +39,36 @@ def generate_routes(services: Services, gate: Gate) -> APIRouter:
         return await generate(request, CompletionRequest)
 
     async def generate(request: Request, schema: type[GenerateRequest]) -> Generation:
-        tenant = await gate.tenant(request)
+        caller = await gate.caller(request)
+        tenant, key = caller.tenant, caller.key
+        visit = admission.knock(tenant, key)
+        terms = Terms(
+            tenant.name, tenant.weight, tenant.priority, services.max_queue_s, _max_load_s(request)
+        )
         body = await read_json(request, schema)
         request_id = request_id_of(request)
         session = request.headers.get(SESSION_HEADER) or body.user or request_id
         meant = await gate.resolve(body.model, tenant.name, session)
         call = body.to_call(request_id, int(time.time()), tenant.name, meant)
+        call = replace(call, terms=terms, key_id=key.key_id)
         return Generation(
             call,
             services.engines.generate(meant.base_model, call),
-            admission.admit(tenant.name, tenant.max_concurrent),
+            [Place(visit, call)],
             services.first_item_timeout_s,
         )
 
     return router
+
+
+def _max_load_s(request: Request) -> float | None:
+    """Raises InvalidInput."""
+    said = request.headers.get(LOAD_HEADER)
+    if said is None:
+        return None
+    if not (said.isascii() and said.isdigit() and int(said) <= _LONGEST_LOAD_MS):
+        raise InvalidInput(
+            f"{LOAD_HEADER}: want milliseconds, an integer from 0 to {_LONGEST_LOAD_MS}",
+            param=LOAD_HEADER,
+        )
+    return int(said) / 1000

@@ -1,8 +1,9 @@
 """The answer to a generate request: a replica's bytes, passed on as they come."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import AbstractContextManager, aclosing
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import AbstractContextManager, ExitStack, aclosing
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -14,8 +15,25 @@ from lorikeet.api.request_scope import log_unexpected
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
 
 Items = AsyncGenerator[StreamItem, None]
+Headers = Sequence[tuple[bytes, bytes]]
 
 _SILENT = "the replica ended without an answer: send the request again"
+
+
+class Companion(AbstractContextManager[Any], Protocol):
+    """What goes along with a call: entered when it starts, left when it ends, however it ends.
+
+    Entering may refuse the call with a LorikeetError. A call that was made to its end has been
+    heard to say a Closing.
+    """
+
+    def heard(self, item: StreamItem) -> None:
+        """Each item that is not bytes, as it comes; a Refusal may be in mid stream."""
+        ...
+
+    def headers(self) -> Headers:
+        """Of the answer. Asked once, when its first bytes are there."""
+        ...
 
 
 class Generation(Response):
@@ -23,7 +41,7 @@ class Generation(Response):
 
     Nothing is sent before the replica's first bytes are there, so whatever fails until then gets
     a status of its own; later failures end a stream with an error event. A client that goes away
-    closes `items` at once. `place` is entered when the call starts and left when it ends.
+    closes `items` at once. Companions are entered in their order and left in the opposite one.
     """
 
     background = None
@@ -32,44 +50,49 @@ class Generation(Response):
         self,
         call: Call,
         items: Items,
-        place: AbstractContextManager[None],
+        companions: Sequence[Companion],
         first_item_timeout_s: float,
     ) -> None:
         self._call = call
         self._items = items
-        self._place = place
+        self._companions = companions
         self._first_item_timeout_s = first_item_timeout_s
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         """Answer. Raises LorikeetError only while nothing was sent."""
-        with self._place:
+        with ExitStack() as left_at_the_end:
+            for companion in self._companions:
+                left_at_the_end.enter_context(companion)
             await _while_connected(receive, self._answer(send))
 
     async def _answer(self, send: Send) -> None:
         async with aclosing(self._items) as items:
             header, first = await self._begin(items)
             if self._call.stream:
-                await send(_start(header, b"text/event-stream; charset=utf-8"))
+                await send(self._start(header, b"text/event-stream; charset=utf-8"))
                 async for chunk in self._chunks(first, items):
                     await send(_body(chunk, more=True))
                 await send(_body(b"", more=False))
             else:
-                body = first + b"".join([_bytes(item) async for item in items])
-                await send(_start(header, b"application/json", len(body)))
+                body = first + b"".join([self._bytes(item) async for item in items])
+                await send(self._start(header, b"application/json", len(body)))
                 await send(_body(body, more=False))
 
     async def _begin(self, items: Items) -> tuple[Header, bytes]:
-        """Wait for the first bytes. A replica that takes over from a dead one sends its header."""
+        """Wait for the first bytes, and the last header before them.
+
+        A replica sends a second one, and so does a replica that takes over from a dead one.
+        """
         header: Header | None = None
         try:
             async with asyncio.timeout(self._first_item_timeout_s) as limit:
                 async for item in items:
-                    limit.reschedule(None)  # somebody is at work: how long it takes is the client's
-                    if not isinstance(item, Header):
-                        first = _bytes(item)
+                    if isinstance(item, Header):
+                        header = item
+                        limit.reschedule(None)  # how long its work takes is the client's matter
+                    if first := self._bytes(item):
                         assert header is not None, "a header comes before bytes"
                         return header, first
-                    header = item
         except TimeoutError as error:
             raise Unavailable(
                 f"no replica took this request in {self._first_item_timeout_s:g} s: send it again"
@@ -80,12 +103,33 @@ class Generation(Response):
         yield first
         try:
             async for item in items:
-                yield _bytes(item)
+                if chunk := self._bytes(item):
+                    yield chunk
         except LorikeetError as error:
             yield failed_event(error.code, error.message, error.param)
         except Exception as error:
             log_unexpected("stream_failed", self._call.request_id, error)
             yield failed_event(GenerationFailed.code, _SILENT)
+
+    def _bytes(self, item: StreamItem) -> bytes:
+        """The client's part of an item, which may be none. Raises Refused."""
+        if isinstance(item, bytes):
+            return item
+        for companion in self._companions:
+            companion.heard(item)
+        if isinstance(item, Refusal):
+            raise Refused(item)
+        return b""
+
+    def _start(self, header: Header, content_type: bytes, length: int | None = None) -> Message:
+        headers = [(b"content-type", content_type), *_headers(header)]
+        if length is None:
+            headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        else:
+            headers.append((b"content-length", b"%d" % length))
+        for companion in self._companions:
+            headers += companion.headers()
+        return {"type": "http.response.start", "status": OK, "headers": headers}
 
 
 async def _while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
@@ -107,24 +151,16 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _bytes(item: StreamItem) -> bytes:
-    if isinstance(item, Refusal):
-        raise Refused(item)
-    assert isinstance(item, bytes)
-    return item
-
-
-def _start(header: Header, content_type: bytes, length: int | None = None) -> Message:
-    headers = [(b"content-type", content_type), (b"x-lorikeet-replica", header.replica.encode())]
-    if length is None:
-        headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-    else:
-        headers.append((b"content-length", b"%d" % length))
+def _headers(header: Header) -> Headers:
+    """Which weights answer, where they were, and how long they took to come."""
+    headers = [(b"x-lorikeet-replica", header.replica.encode())]
     if header.digest is not None:
         headers.append((b"x-lorikeet-adapter-digest", header.digest.encode()))
     if header.residency is not None:
         headers.append((b"x-lorikeet-residency", str(header.residency).encode()))
-    return {"type": "http.response.start", "status": OK, "headers": headers}
+    if header.digest is not None and header.load_s is not None:
+        headers.append((b"x-lorikeet-adapter-load-ms", b"%d" % round(1000 * header.load_s)))
+    return headers
 
 
 def _body(chunk: bytes, *, more: bool) -> Message:

@@ -1,9 +1,18 @@
 """The gateways of one service, asking each other."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from lorikeet.errors import Unavailable
 
 Answerer = Callable[..., Awaitable[Any]]
+
+
+class Poll(NamedTuple):
+    """What gateways answered, and how many of those asked did not."""
+
+    answers: Sequence[Any]
+    silent: int
 
 
 class Peers:
@@ -25,4 +34,13 @@ class Peers:
 
     async def ask(self, question: str, *arguments: Any) -> Sequence[Any]:
         """Every gateway's answer, this one's first; who does not answer in time is left out."""
-        return [await self.answer(question, *arguments)]
+        own = await self.answer(question, *arguments)
+        try:
+            others = await self.poll(question, *arguments)
+        except Unavailable:
+            return [own]
+        return [own, *others.answers]
+
+    async def poll(self, question: str, *arguments: Any) -> Poll:  # noqa: ARG002
+        """The other gateways' answers. Raises Unavailable when they cannot be asked now."""
+        return Poll((), 0)

@@ -1,13 +1,15 @@
 """What the API is built from."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from lorikeet.api.messages import Call, Refusal, StreamItem, Trial, TrialResult
+from lorikeet.api.peers import Peers
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.uploads import PART_BYTES
 from lorikeet.placement.report import ReplicaReport
+from lorikeet.tenancy.budget import Written
 from lorikeet_engine.adapter_format import (
     FLOAT32_MEMORY,
     AdapterLimits,
@@ -51,7 +53,9 @@ class Services:
     the view of the catalog may be. first_item_timeout_s: how long a replica may take to answer
     at all; how long it may take to generate is not limited here. max_generations: requests that
     this gateway carries at once, of all tenants together; None: no bound. part_bytes: of large
-    uploads. adapter_memory: what the engines keep adapters in, as far as it is known here.
+    uploads. adapter_memory: what the engines keep adapters in, as far as it is known here. name:
+    of this gateway. peers: the other gateways. written: what tenants have used, for their budgets.
+    max_queue_s: how long a request may wait for its turn on a replica; None: as long as it takes.
     """
 
     catalog: AdapterCatalog
@@ -64,3 +68,7 @@ class Services:
     max_generations: int | None = None
     part_bytes: int = PART_BYTES
     adapter_memory: AdapterMemory = FLOAT32_MEMORY
+    name: str = "gateway"
+    peers: Peers = field(default_factory=Peers)
+    written: Written | None = None
+    max_queue_s: float | None = None

@@ -21,19 +21,30 @@ async def broadcast(handle: DeploymentHandle[Any], method: str, *arguments: Any)
 
     Serve's own `results_async` loses every answer when one replica is late.
     """
-    response = handle.broadcast(method, *arguments)
     try:
-        pending = await response._fetch_replica_results_async()
+        answers, failures = await poll(handle, method, *arguments)
     except DeploymentUnavailableError:  # no replica is ready yet
         return []
+    for error in failures:
+        log.warning("replica_silent", extra={"method": method, "error": repr(error)})
+    return answers
+
+
+async def poll(
+    handle: DeploymentHandle[Any], method: str, *arguments: Any, timeout_s: float = _TIMEOUT_S
+) -> tuple[list[Any], list[BaseException]]:
+    """The same, and what became of those that gave no answer.
+
+    Raises DeploymentUnavailableError when there is no replica.
+    """
+    response = handle.broadcast(method, *arguments)
+    pending = await response._fetch_replica_results_async()
     answers = await asyncio.gather(
-        *(asyncio.wait_for(one.get_async(), _TIMEOUT_S) for one in pending),  # type: ignore[no-untyped-call]
+        *(asyncio.wait_for(one.get_async(), timeout_s) for one in pending),  # type: ignore[no-untyped-call]
         return_exceptions=True,
     )
-    for error in answers:
-        if isinstance(error, BaseException):
-            log.warning("replica_silent", extra={"method": method, "error": repr(error)})
-    return [answer for answer in answers if not isinstance(answer, BaseException)]
+    failures = [answer for answer in answers if isinstance(answer, BaseException)]
+    return [answer for answer in answers if not isinstance(answer, BaseException)], failures
 
 
 def is_own_cancelling() -> bool:

@@ -1,6 +1,8 @@
 """Who may do what, and how much of it at once."""
 
-from lorikeet.tenancy.admission import Admission
+from lorikeet.tenancy.admission import Admission, Visit
 from lorikeet.tenancy.authentication import Principal, authenticate
+from lorikeet.tenancy.budget import Budget
+from lorikeet.tenancy.shares import Shares, Statement
 
-__all__ = ["Admission", "Principal", "authenticate"]
+__all__ = ["Admission", "Budget", "Principal", "Shares", "Statement", "Visit", "authenticate"]

@@ -1,52 +1,156 @@
-"""How many requests may run at once: of one tenant, and of all together."""
+"""Lets requests in, as far as the limits of their tenants and keys allow it."""
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 
-from lorikeet.errors import RateLimited
+from lorikeet.catalog.records import Limits, TenantRecord
+from lorikeet.errors import Overloaded, Standing
+from lorikeet.tenancy.allowance import Allowance
+from lorikeet.tenancy.authentication import Principal
+from lorikeet.tenancy.budget import Budget
+from lorikeet.tenancy.shares import Shares, Subject
 
-RETRY_AFTER_S = 1.0
+_FULL_S = 1.0
+"""When a gateway that is full may have room: of so many requests one ends all the time."""
 
 
 class Admission:
-    """Counts each tenant's requests in this gateway and refuses what is over its share.
+    """The limits of one gateway. For one event loop.
 
-    gateways: a tenant's limit is split evenly between so many gateways; each lets at least one
-    request through. most: what this gateway carries, whosever it is; None: no bound. For one
-    event loop; not for threads.
+    most: requests that it carries at once, whosever they are; None: no bound. clock: seconds,
+    wall: Unix seconds.
     """
 
-    def __init__(self, gateways: int = 1, most: int | None = None) -> None:
-        self._gateways = gateways
+    def __init__(
+        self,
+        shares: Shares,
+        budget: Budget,
+        most: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.clock, self.wall = clock, wall
+        self.budget = budget
+        self.running = 0
+        self._shares = shares
         self._most = most
-        self._running: Counter[str] = Counter()
+        self._allowances: dict[Subject, Allowance] = {}
 
-    @contextmanager
-    def admit(self, tenant: str, max_concurrent: int | None) -> Iterator[None]:
-        """Hold one of the tenant's places. max_concurrent None: no limit. Raises RateLimited."""
-        self._check(tenant, max_concurrent)
-        self._running[tenant] += 1
-        try:
-            yield
-        finally:
-            self._running[tenant] -= 1
-            if not self._running[tenant]:
-                del self._running[tenant]
+    def knock(self, tenant: TenantRecord, key: Principal) -> "Visit":
+        """Count a request of which is known only whose it is; refuse it where that is enough.
 
-    def _check(self, tenant: str, max_concurrent: int | None) -> None:
-        if max_concurrent is not None:
-            share = max(1, max_concurrent // self._gateways)
-            if self._running[tenant] >= share:
-                raise RateLimited(
-                    f"{max_concurrent} requests at once is this tenant's limit: "
-                    "wait for one to end",
-                    limit=max_concurrent,
-                    retry_after_s=RETRY_AFTER_S,
-                )
-        if self._most is not None and self._running.total() >= self._most:
-            raise RateLimited(
+        Raises Overloaded, InsufficientQuota, RateLimited.
+        """
+        self.check_room()
+        now = self.clock()
+        visit = Visit(self, tenant, key)
+        allowances = self.allowances(tenant, key)
+        for allowance in allowances:
+            allowance.part(now).asked(now)
+        if tenant.limits.tokens_per_month is not None:
+            self.budget.check(tenant.name, tenant.limits.tokens_per_month, self.wall())
+        visit.refuse_over_limits(1, 1)
+        for allowance in allowances:
+            allowance.take(1, 0, now)
+        return visit
+
+    def retune(self) -> None:
+        """Take over what the shares have become."""
+        now = self.clock()
+        for subject, allowance in list(self._allowances.items()):
+            if allowance.idle(now):
+                del self._allowances[subject]
+            else:
+                allowance.change(allowance.limits, now)
+
+    def allowances(self, tenant: TenantRecord, key: Principal) -> list[Allowance]:
+        """Of the tenant and of the key, where they have limits."""
+        owners = (((tenant.name, ""), tenant.limits), ((tenant.name, key.key_id), key.limits))
+        return [self._allowance(*owner) for owner in owners if _any_limit(owner[1])]
+
+    def check_room(self) -> None:
+        """Raises Overloaded when this gateway carries as much as it can."""
+        if self._most is not None and self.running >= self._most:
+            raise Overloaded(
                 f"this gateway is full with {self._most} requests: send it again in a moment",
-                limit=self._most,
-                retry_after_s=RETRY_AFTER_S,
+                retry_after_s=_FULL_S,
             )
+
+    def _allowance(self, subject: Subject, limits: Limits) -> Allowance:
+        now = self.clock()
+        allowance = self._allowances.get(subject)
+        if allowance is None:
+            allowance = self._allowances[subject] = Allowance(subject, limits, self._shares, now)
+        elif allowance.limits != limits:
+            allowance.change(limits, now)
+        return allowance
+
+
+class Visit:
+    """One request's way through its limits.
+
+    Who enters must leave. Tokens are reserved by an estimate and settled when it is known what
+    they were; where that never gets known, what was reserved counts.
+    """
+
+    def __init__(self, admission: Admission, tenant: TenantRecord, key: Principal) -> None:
+        self._admission = admission
+        self._tenant, self._key = tenant, key
+        self._allowances = admission.allowances(tenant, key)
+        self._tokens = 0
+        self._entered = 0.0
+
+    def enter(self, tokens: int) -> None:
+        """Begin, and reserve so many tokens. Raises Overloaded, RateLimited."""
+        self._admission.check_room()
+        self._allowances = self._admission.allowances(self._tenant, self._key)
+        self.refuse_over_limits(0, tokens)
+        self._admission.running += 1
+        self._entered = now = self._admission.clock()
+        for allowance in self._allowances:
+            allowance.take(0, tokens, now)
+            allowance.part(now).running += 1
+        self._tokens = tokens
+
+    def settle(self, tokens: int) -> None:
+        """So many it was."""
+        for allowance in self._allowances:
+            allowance.take(0, tokens - self._tokens, self._admission.clock())
+        self._tokens = tokens
+
+    def leave(self) -> None:
+        """It has ended, and what it took counts against the budget."""
+        now = self._admission.clock()
+        self._admission.running -= 1
+        for allowance in self._allowances:
+            allowance.end(now - self._entered, now)
+        if self._tenant.limits.tokens_per_month is not None:
+            self._admission.budget.settle(self._tenant.name, self._tokens, self._admission.wall())
+
+    def standings(self) -> list[Standing]:
+        """How its limits per minute stand: of the tenant's and the key's the tighter ones."""
+        now = self._admission.clock()
+        tightest: dict[str, Standing] = {}
+        for standing in (each for one in self._allowances for each in one.standings(now)):
+            other = tightest.get(standing.kind, standing)
+            tightest[standing.kind] = min(standing, other, key=lambda each: each.remaining)
+        return list(tightest.values())
+
+    def refuse_over_limits(self, requests: int, tokens: int) -> None:
+        """Raises the RateLimited that lasts longest where so much may not begin now."""
+        now = self._admission.clock()
+        refusals = [
+            refusal
+            for allowance in self._allowances
+            if (refusal := allowance.refusal(requests, tokens, now)) is not None
+        ]
+        if refusals:
+            longest = max(refusals, key=lambda refusal: refusal.retry_after_s or 0.0)
+            longest.standings = self.standings()
+            raise longest
+
+
+def _any_limit(limits: Limits) -> bool:
+    """Whether there is one that a gateway counts for."""
+    counted = (limits.requests_per_min, limits.tokens_per_min, limits.max_concurrent)
+    return any(limit is not None for limit in counted)

@@ -1,0 +1,53 @@
+"""The gateways of one service, asking each other through Ray Serve."""
+
+import asyncio
+from typing import Any
+
+from ray import serve
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from lorikeet.api.peers import Peers, Poll
+from lorikeet.errors import Unavailable
+from lorikeet.serving.handles import poll
+
+_TIMEOUT_S = 1.0
+_START_S = 5.0
+"""Serve may take so long to tell a new process which gateways there are."""
+
+
+class ServePeers(Peers):
+    """Calls `answer_peer` on every replica of the gateways' deployment.
+
+    The handle is made when somebody is asked first: while the application starts there is none.
+    name: of this gateway, so that it does not count its own answer.
+    """
+
+    def __init__(self, app: str, deployment: str, name: str) -> None:
+        super().__init__()
+        self._app, self._deployment, self._name = app, deployment, name
+        self._handle: DeploymentHandle[Any] | None = None
+
+    async def answer_peer(self, asker: str, question: str, *arguments: Any) -> list[Any]:
+        """What this gateway says, in a list; nothing where it is the asker itself."""
+        return [] if asker == self._name else [await self.answer(question, *arguments)]
+
+    async def poll(self, question: str, *arguments: Any) -> Poll:
+        """The other gateways' answers. Raises Unavailable if they cannot be asked now."""
+        try:
+            async with asyncio.timeout(_START_S):
+                if self._handle is None:  # this asks Serve's controller, and waits for it
+                    self._handle = await asyncio.to_thread(
+                        serve.get_deployment_handle, self._deployment, self._app
+                    )
+                answers, failures = await poll(
+                    self._handle,
+                    "answer_peer",
+                    self._name,
+                    question,
+                    *arguments,
+                    timeout_s=_TIMEOUT_S,
+                )
+        except (RayServeException, TimeoutError) as error:
+            raise Unavailable("the other gateways cannot be asked now") from error
+        return Poll([each for answer in answers for each in answer], len(failures))

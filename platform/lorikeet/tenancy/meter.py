@@ -1,0 +1,54 @@
+"""A limit per minute, of which this gateway enforces its share."""
+
+import math
+
+from lorikeet.errors import Standing
+from lorikeet.tenancy.bucket import Bucket, Flow
+
+_MINUTE_S = 60.0
+
+
+class Meter:
+    """A bucket as large as this gateway's share of the limit, and at first full.
+
+    kind: "requests" or "tokens". burst_s: how many seconds' worth it holds. Every bucket holds
+    one, however small the share. `now` is in seconds.
+    """
+
+    def __init__(self, kind: str, per_min: int, burst_s: float, share: float, now: float) -> None:
+        self.kind = kind
+        self._set(per_min, burst_s, share)
+        self._bucket = Bucket(self._flow, math.inf, now)
+
+    def change(self, per_min: int, burst_s: float, share: float, now: float) -> None:
+        """From now on these hold."""
+        self._set(per_min, burst_s, share)
+        self._bucket.change(self._flow, now)
+
+    def take(self, amount: float, now: float) -> None:
+        """Count it, whatever is left; a negative amount is given back."""
+        self._bucket.take(amount, now)
+
+    def wait_s(self, amount: float, even: float, now: float) -> float:
+        """How long this amount must wait; 0: it passes now.
+
+        even: the share that this gateway will soon have at least, if requests keep coming to it.
+        """
+        missing = self._bucket.missing(amount, now)
+        return missing / (self._rate * max(self._share, even))
+
+    def full(self, now: float) -> bool:
+        """Whether nothing is missing."""
+        return self._bucket.full_in_s(now) <= 0
+
+    def standing(self, now: float) -> Standing:
+        """How the whole limit stands, if the other gateways' shares are used as this one's is."""
+        left = math.floor(max(0.0, self._bucket.level(now))) / self._share
+        remaining = min(int(left), math.ceil(self._whole))
+        return Standing(self.kind, self.per_min, remaining, self._bucket.full_in_s(now))
+
+    def _set(self, per_min: int, burst_s: float, share: float) -> None:
+        self.per_min, self._share = per_min, share
+        self._rate = per_min / _MINUTE_S
+        self._whole = self._rate * burst_s
+        self._flow = Flow(self._rate * share, max(1.0, self._whole * share))

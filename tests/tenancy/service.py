@@ -1,0 +1,61 @@
+"""Gateways of one service on a clock of their own."""
+
+from collections.abc import Sequence
+
+from lorikeet.catalog.records import Limits, TenantRecord
+from lorikeet.tenancy import Admission, Budget, Principal, Shares, Visit
+
+
+class Clock:
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Door:
+    """One gateway's admission. A door that has settled is one that is not new."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        name: str = "g0",
+        gateways: int = 1,
+        most: int | None = None,
+        budget: Budget | None = None,
+    ) -> None:
+        self.clock = clock
+        self.shares = Shares(name, gateways, clock())
+        self.admission = Admission(self.shares, budget or Budget(None), most, clock, clock)
+
+    def knock(
+        self, limits: Limits, tenant: str = "acme", key_id: str = "k1", of_key: Limits | None = None
+    ) -> Visit:
+        record = TenantRecord(tenant, 0.0, limits)
+        principal = Principal(tenant, key_id, frozenset(), of_key or Limits())
+        return self.admission.knock(record, principal)
+
+    def enter(self, limits: Limits, tokens: int = 1, **who: object) -> Visit:
+        visit = self.knock(limits, **who)  # type: ignore[arg-type]
+        visit.enter(tokens)
+        return visit
+
+
+def settled(clock: Clock, **options: object) -> Door:
+    """A gateway without others, an hour after its start."""
+    door = Door(clock, **options)  # type: ignore[arg-type]
+    agree([door])
+    clock.now += 3600
+    return door
+
+
+def agree(doors: Sequence[Door]) -> None:
+    """A round of every gateway, in which all answer."""
+    for door in doors:
+        now = door.clock()
+        statement = door.shares.claim(now)
+        others = [each for each in doors if each is not door]
+        answers = [other.shares.answer(statement, now) for other in others]
+        door.shares.agree(answers, complete=True, now=now)
+        door.admission.retune()
