@@ -32,6 +32,7 @@ from engine.benchmarks.sleeping_engine import sleeping_engine
 from lorikeet.api.messages import Call, Endpoint
 from lorikeet.serving.answer import Answer
 from lorikeet.serving.replica import Mailbox
+from lorikeet.serving.vocabulary import Vocabulary
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.host import EngineHost
 from lorikeet_engine.loop import EngineLoop
@@ -160,16 +161,16 @@ async def _run(start: Callable[[Deliver], Any], load: Load, turns: int) -> dict[
         if load is Load.NONE:
             await all_ended.wait()
             return {}
-        tokenizer = Tokenizer.from_file(str(TOKENIZER))
+        vocabulary = Vocabulary(Tokenizer.from_file(str(TOKENIZER)))
         seen = await asyncio.gather(
-            *(_stream(n, m, tokenizer, turns) for n, m in mailboxes.items())
+            *(_stream(n, m, vocabulary, turns) for n, m in mailboxes.items())
         )
     return dict(zip(mailboxes, seen, strict=True))
 
 
-async def _stream(name: str, mailbox: Mailbox, tokenizer: Tokenizer, turns: int) -> list[float]:
+async def _stream(name: str, mailbox: Mailbox, vocabulary: Vocabulary, turns: int) -> list[float]:
     call = Call(name, Endpoint.CHAT, 0, "acme", "acme/support", None, stream=True)
-    answer = Answer(call, [PROMPT], tokenizer)
+    answer = Answer(call, [PROMPT], vocabulary)
     seen_s: list[float] = []
     sent = 0
     while not answer.finished:

@@ -44,11 +44,16 @@ def test_each_choice_of_a_chat_stream_gets_its_own_role() -> None:
 
 def test_usage_comes_last_with_no_choices_and_is_null_before() -> None:
     stream = EventStream(call(Endpoint.CHAT, stream=True, include_usage=True))
-    raw = stream.delta(0, "a", FinishReason.LENGTH) + stream.end(Usage(3, 1))
+    raw = stream.delta(0, "a", FinishReason.LENGTH) + stream.end(Usage(3, 1, cached_tokens=2))
     *chunks, usage, done = events(raw)
     assert all(chunk["usage"] is None for chunk in chunks)
     assert usage["choices"] == []
-    assert usage["usage"] == {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+    assert usage["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 1,
+        "total_tokens": 4,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
     assert done == "[DONE]"
 
 

@@ -33,7 +33,7 @@ BAD_VALUES = [
     ({"model": "tiny", "messages": []}, "messages", "at least 1"),
     ({"model": "tiny", "messages": "hi"}, "messages", "valid"),
     ({"model": "tiny", "messages": [1, 2]}, "messages[0]", "object"),
-    ({"model": "tiny", "messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "user"),
+    ({"model": "tiny", "messages": [{"role": "bot", "content": "x"}]}, "messages[0].role", "user"),
     ({"model": "tiny", "messages": [TURN, {"role": "user"}]}, "messages[1].content", "required"),
     (chat(content=5), "messages[0].content", "string"),  # type: ignore[arg-type]
     (chat(content=[{"type": "image_url"}]), "messages[0].content", "text"),  # type: ignore[arg-type]
@@ -65,6 +65,8 @@ BAD_VALUES = [
     (chat(metadata={"a": 1}), "metadata", "strings"),
     (chat(metadata=[]), "metadata", "at most 16"),
     (chat(metadata={str(i): "" for i in range(17)}), "metadata", "at most 16"),
+    (chat(metadata={"k" * 65: ""}), "metadata", "at most 64"),
+    (chat(metadata={"k": "v" * 513}), "metadata", "at most 512"),
     ({"model": "tiny", "messages": [TURN] * 4097}, "messages", "at most 4096"),
 ]
 
@@ -101,6 +103,9 @@ FLOODS: list[tuple[type[GenerateRequest], dict[str, Any]]] = [
     (ChatRequest, chat(stream_options={str(i): i for i in range(MANY)})),
     (ChatRequest, chat(content=[{}] * MANY)),  # type: ignore[arg-type]
     (ChatRequest, {"model": "tiny", "messages": [1] * MANY}),
+    (ChatRequest, chat(tools=[1] * MANY)),
+    (ChatRequest, chat(logit_bias={str(i): "" for i in range(MANY)})),
+    (ChatRequest, {"model": "tiny", "messages": [TURN | {"tool_calls": [1] * MANY}]}),
     (ChatRequest, {"model": "tiny", "messages": [TURN] * MANY}),
     (CompletionRequest, {"model": "tiny", "prompt": [[1]] * MANY}),
     (CompletionRequest, {"model": "tiny", "prompt": ["a"] * MANY}),
@@ -120,9 +125,10 @@ def test_a_flood_of_bad_values_is_one_error(
 @pytest.mark.parametrize(
     "field",
     [
-        *("tools", "tool_choice", "functions", "response_format", "logprobs", "top_logprobs"),
-        *("logit_bias", "frequency_penalty", "presence_penalty", "best_of", "echo", "prompt"),
-        *("store", "service_tier", "parallel_tool_calls", "made_up"),
+        *("audio", "best_of", "echo", "function_call", "functions", "modalities", "moderation"),
+        *("prediction", "prompt", "prompt_cache_key", "prompt_cache_options", "suffix"),
+        *("prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier"),
+        *("store", "verbosity", "web_search_options", "made_up"),
     ],
 )
 def test_an_unsupported_field_is_refused_by_name(unchanged: Gateway, field: str) -> None:
@@ -135,21 +141,18 @@ def test_an_unsupported_field_is_refused_by_name(unchanged: Gateway, field: str)
 @pytest.mark.parametrize(
     ("path", "field", "value"),
     [
-        (CHAT, "presence_penalty", 0.1),
-        (CHAT, "presence_penalty", False),
-        (CHAT, "tools", [{"type": "function"}]),
-        (CHAT, "tool_choice", "required"),
-        (CHAT, "parallel_tool_calls", False),
-        (CHAT, "response_format", {"type": "json_object"}),
-        (CHAT, "logit_bias", {"5": 1}),
-        (CHAT, "logprobs", True),
-        (CHAT, "store", True),
+        (CHAT, "functions", [{"name": "f"}]),
+        (CHAT, "function_call", {"name": "f"}),
+        (CHAT, "modalities", ["text", "audio"]),
+        (CHAT, "reasoning_effort", "low"),
         (CHAT, "service_tier", "flex"),
+        (CHAT, "store", True),
+        (CHAT, "verbosity", "low"),
         (CHAT, "echo", False),
+        (CHAT, "tool_choice", {"type": "allowed_tools"}),
         (COMPLETIONS, "best_of", 2),
-        (COMPLETIONS, "echo", True),
         (COMPLETIONS, "suffix", "!"),
-        (COMPLETIONS, "logprobs", 0),
+        (COMPLETIONS, "tools", []),
     ],
 )
 def test_a_value_that_asks_for_what_is_not_served_is_refused_by_name(
@@ -168,8 +171,8 @@ def test_a_body_for_the_other_endpoint_is_told_which(unchanged: Gateway) -> None
 
 
 def test_an_unsupported_field_deep_inside_is_named_with_its_place(unchanged: Gateway) -> None:
-    body = {"model": "tiny", "messages": [TURN, {**TURN, "name": "bob"}]}
-    assert error_of(unchanged.post(CHAT, body), 400)["param"] == "messages[1].name"
+    body = {"model": "tiny", "messages": [TURN, {**TURN, "audio": {"id": "a"}}]}
+    assert error_of(unchanged.post(CHAT, body), 400)["param"] == "messages[1].audio"
     body = chat(stream=True, stream_options={"include_obfuscation": True})
     assert (
         error_of(unchanged.post(CHAT, body), 400)["param"] == "stream_options.include_obfuscation"

@@ -1,10 +1,12 @@
 import json
 from dataclasses import replace
 
-from lorikeet.api.messages import Call, Endpoint, Refusal
+from lorikeet.api.answers import Usage
+from lorikeet.api.messages import Call, Closing, Endpoint, Refusal
 from lorikeet.serving.answer import Answer
+from lorikeet.serving.vocabulary import Vocabulary
 from lorikeet_engine.errors import AdapterLoadFailed, StepFailed
-from lorikeet_engine.request import Failed, FinishReason, Tokens
+from lorikeet_engine.request import Course, Failed, FinishReason, Tokens
 
 CALL = Call(
     request_id="r1",
@@ -21,31 +23,39 @@ def tokens(tokenizer, text, choice=0, finish=None):
 
 
 def events(items):
-    lines = b"".join(items).decode().split("\n\n")
+    raw = b"".join(item for item in items if isinstance(item, bytes))
+    lines = raw.decode().split("\n\n")
     data = [line.removeprefix("data: ") for line in lines if line]
     return [event if event == "[DONE]" else json.loads(event) for event in data]
 
 
 def test_one_body_holds_every_choice_and_the_usage(tokenizer):
     prompts = [tuple(tokenizer.encode(text).ids) for text in ("ab", "cde")]
-    answer = Answer(replace(CALL, n=2), prompts, tokenizer)
+    answer = Answer(replace(CALL, n=2), prompts, Vocabulary(tokenizer))
     assert answer.take([tokens(tokenizer, f"text {i}", i) for i in range(4)]) == []
-    ends = [Tokens("r1", i, (), FinishReason.LENGTH) for i in range(4)]
-    body = json.loads(answer.take(ends)[0])
+    found = (3, 2, 0, 2)  # the first choice of a prompt computes what the others find
+    ends = [
+        Tokens("r1", i, (), FinishReason.LENGTH, course=Course(cached_tokens=found[i]))
+        for i in range(4)
+    ]
+    closing, raw = answer.take(ends)
+    body = json.loads(raw)
     assert [choice["text"] for choice in body["choices"]] == [f"text {i}" for i in range(4)]
     assert {choice["finish_reason"] for choice in body["choices"]} == {"length"}
-    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 24, "total_tokens": 29}
+    usage = Usage(prompt_tokens=5, completion_tokens=24, cached_tokens=2)
+    assert body["usage"] == usage.as_json()
+    assert closing == Closing(5, 2, 24, tuple(Course(cached_tokens=count) for count in found))
     assert answer.finished
 
 
 def test_what_is_queued_goes_out_as_one_chunk(tokenizer):
-    answer = Answer(replace(CALL, stream=True), [(1,)], tokenizer)
+    answer = Answer(replace(CALL, stream=True), [(1,)], Vocabulary(tokenizer))
     outputs = [tokens(tokenizer, word) for word in ("one ", "two ", "three")]
     assert len(answer.take(outputs)) == 1
 
 
 def test_a_stop_string_ends_its_choice_and_asks_for_an_abort(tokenizer):
-    answer = Answer(replace(CALL, stream=True, stop=("!",), n=2), [(1,)], tokenizer)
+    answer = Answer(replace(CALL, stream=True, stop=("!",), n=2), [(1,)], Vocabulary(tokenizer))
     first = answer.take([tokens(tokenizer, "stop! no", 0), tokens(tokenizer, "go on", 1)])
     assert answer.stopped == [0]
     assert not answer.finished
@@ -62,7 +72,7 @@ def test_a_stop_string_ends_its_choice_and_asks_for_an_abort(tokenizer):
 
 
 def test_a_failure_before_the_first_byte_is_a_refusal(tokenizer):
-    answer = Answer(replace(CALL, stream=True), [(1,)], tokenizer)
+    answer = Answer(replace(CALL, stream=True), [(1,)], Vocabulary(tokenizer))
     failure = Failed("r1", AdapterLoadFailed("acme/support@1: digest mismatch"))
     assert answer.take([failure]) == [
         Refusal("adapter_load_failed", "acme/support@1: digest mismatch", "model")
@@ -71,14 +81,14 @@ def test_a_failure_before_the_first_byte_is_a_refusal(tokenizer):
 
 
 def test_a_failure_after_the_first_byte_is_an_event_of_the_stream(tokenizer):
-    answer = Answer(replace(CALL, stream=True), [(1,)], tokenizer)
+    answer = Answer(replace(CALL, stream=True), [(1,)], Vocabulary(tokenizer))
     answer.take([tokens(tokenizer, "some")])
     (chunk,) = answer.take([Failed("r1", StepFailed("the step failed"))])
     assert events([chunk])[0]["error"]["message"] == "the step failed"
 
 
 def test_a_failed_body_is_a_refusal_whenever_it_fails(tokenizer):
-    answer = Answer(CALL, [(1,)], tokenizer)
+    answer = Answer(CALL, [(1,)], Vocabulary(tokenizer))
     answer.take([tokens(tokenizer, "some")])
     (refusal,) = answer.take([Failed("r1", StepFailed("the step failed"))])
     assert refusal == Refusal("generation_failed", "the step failed")

@@ -115,7 +115,7 @@ def test_a_header_comes_first_and_says_where_the_adapter_was(settings, ref):
     assert warm[0].residency is Residency.GPU
     assert warm[0].news.seq > cold[0].news.seq
     for items in (cold, warm):
-        message = json.loads(b"".join(items[1:]))["choices"][0]["message"]
+        message = json.loads(items[-1])["choices"][0]["message"]
         assert message["content"] == TASK.example.answer
 
 

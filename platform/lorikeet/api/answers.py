@@ -7,9 +7,11 @@ str.splitlines does.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from lorikeet.api.error_body import error_body
+from lorikeet.api.logprobs import DrawnToken, chat_logprobs, completion_logprobs
 from lorikeet.api.messages import Call, Endpoint
 from lorikeet_engine.request import FinishReason
 
@@ -18,26 +20,49 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a whole call: each prompt counted once, the output of all its choices summed."""
+    """Tokens of a whole call: each prompt counted once, the output of all its choices summed.
+
+    cached_tokens: those of the prompts that were found computed.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
-    def as_json(self) -> dict[str, int]:
+    def as_json(self) -> dict[str, Any]:
         """OpenAI's `usage` object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 
 @dataclass(frozen=True, slots=True)
+class CallPiece:
+    """A piece of a call of a tool. The first one of a call has its id and name.
+
+    index: of the call in its choice. arguments: the next of their JSON text.
+    """
+
+    index: int
+    arguments: str
+    id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished choice: its whole text and why it ended."""
+    """One finished choice: all it says and calls, and why it ended.
+
+    logprobs: of the tokens of the text; None: nobody asked.
+    """
 
     text: str
     finish: FinishReason
+    calls: Sequence[CallPiece] = ()
+    logprobs: Sequence[DrawnToken] | None = None
 
 
 class EventStream:
@@ -51,28 +76,44 @@ class EventStream:
         self._chat = call.endpoint is Endpoint.CHAT
         self._include_usage = call.include_usage
         self._started: set[int] = set()
+        self._called: set[int] = set()
         head = _head(call, "chat.completion.chunk" if self._chat else "text_completion")
         self._open = b"data: " + _dump(head)[:-1] + b',"choices":['
         usage = b',"usage":null' if call.include_usage else b""
         self._close = b"]" + usage + b"}\n\n"
 
-    def delta(self, choice: int, text: str, finish: FinishReason | None = None) -> bytes:
-        """Events for new text of a choice and, with `finish`, for its end.
+    def delta(
+        self,
+        choice: int,
+        text: str,
+        finish: FinishReason | None = None,
+        calls: Sequence[CallPiece] = (),
+        logprobs: Sequence[DrawnToken] | None = None,
+    ) -> bytes:
+        """Events for new text of a choice, then calls, and, with `finish`, for its end.
 
-        choice: index of the answer, prompt_index * n + j. Text may be empty; b"" when there is
-        nothing to say.
+        choice: index of the answer, prompt_index * n + j. logprobs: of the tokens of this text.
+        Text may be empty; b"" when there is nothing to say.
         """
+        if not self._chat:
+            if not (text or finish or logprobs):
+                return b""
+            known = _dump(completion_logprobs(logprobs)) if logprobs else b"null"
+            return self._event(choice, _dump(text), finish, known)
         events = b""
-        if self._chat and choice not in self._started:
+        if choice not in self._started:
             self._started.add(choice)
-            events += self._event(choice, b'{"role":"assistant","content":""}', None)
-        if self._chat:
-            if text:
-                events += self._event(choice, b'{"content":' + _dump(text) + b"}", None)
-            if finish is not None:
-                events += self._event(choice, b"{}", finish)
-        elif text or finish is not None:
-            events += self._event(choice, _dump(text), finish)
+            content = b"null" if calls and not text else b'""'
+            role = b'{"role":"assistant","content":' + content + b',"refusal":null}'
+            events += self._event(choice, role)
+        if text or logprobs:
+            known = _dump(chat_logprobs(logprobs)) if logprobs else b"null"
+            events += self._event(choice, b'{"content":' + _dump(text) + b"}", None, known)
+        for piece in calls:
+            self._called.add(choice)
+            events += self._event(choice, _dump({"tool_calls": [_call_delta(piece)]}))
+        if finish is not None:
+            events += self._event(choice, b"{}", finish)
         return events
 
     def end(self, usage: Usage) -> bytes:
@@ -82,11 +123,17 @@ class EventStream:
         close = b'],"usage":' + _dump(usage.as_json()) + b"}\n\n"
         return self._open + close + DONE
 
-    def _event(self, choice: int, delta: bytes, finish: FinishReason | None) -> bytes:
+    def _event(
+        self,
+        choice: int,
+        delta: bytes,
+        finish: FinishReason | None = None,
+        logprobs: bytes = b"null",
+    ) -> bytes:
         field = b',"delta":' if self._chat else b',"text":'
-        reason = b"null" if finish is None else _dump(finish.value)
-        event = b'{"index":%d' % choice, field, delta, b',"logprobs":null,"finish_reason":', reason
-        return b"".join((self._open, *event, b"}", self._close))
+        reason = _dump(_reason(finish, called=choice in self._called)) if finish else b"null"
+        event = b'{"index":%d' % choice, field, delta, b',"logprobs":', logprobs
+        return b"".join((self._open, *event, b',"finish_reason":', reason, b"}", self._close))
 
 
 def failed_event(code: str, message: str, param: str | None = None) -> bytes:
@@ -107,21 +154,50 @@ def json_body(call: Call, choices: Sequence[Choice], usage: Usage) -> bytes:
 
 
 def _choice(chat: bool, index: int, choice: Choice) -> dict[str, Any]:
-    said: dict[str, Any] = (
-        {"message": {"role": "assistant", "content": choice.text}}
-        if chat
-        else {"text": choice.text}
-    )
-    return {"index": index, **said, "logprobs": None, "finish_reason": choice.finish.value}
+    shape = chat_logprobs if chat else completion_logprobs
+    return {
+        "index": index,
+        **({"message": _message(choice)} if chat else {"text": choice.text}),
+        "logprobs": None if choice.logprobs is None else shape(choice.logprobs),
+        "finish_reason": _reason(choice.finish, called=bool(choice.calls)),
+    }
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    content = None if choice.calls and not choice.text else choice.text
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if choice.calls:
+        calls = groupby(choice.calls, lambda piece: piece.index)
+        message["tool_calls"] = [_whole_call(list(pieces)) for _, pieces in calls]
+    return message
+
+
+def _whole_call(pieces: Sequence[CallPiece]) -> dict[str, Any]:
+    arguments = "".join(piece.arguments for piece in pieces)
+    function = {"name": pieces[0].name, "arguments": arguments}
+    return {"id": pieces[0].id, "type": "function", "function": function}
+
+
+def _call_delta(piece: CallPiece) -> dict[str, Any]:
+    if not piece.id:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    return {"index": piece.index, **_whole_call([piece])}
+
+
+def _reason(finish: FinishReason | None, *, called: bool) -> str | None:
+    if called and finish is FinishReason.STOP:
+        return "tool_calls"
+    return finish and finish.value
 
 
 def _head(call: Call, kind: str) -> dict[str, Any]:
-    prefix = "chatcmpl" if call.endpoint is Endpoint.CHAT else "cmpl"
+    chat = call.endpoint is Endpoint.CHAT
     return {
-        "id": f"{prefix}-{call.request_id}",
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{call.request_id}",
         "object": kind,
         "created": call.created,
         "model": call.model,
+        **({"service_tier": "default"} if chat else {}),
     }
 
 

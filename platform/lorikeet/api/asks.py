@@ -1,6 +1,8 @@
 """A call as routing sees it."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lorikeet.api.messages import Call
 from lorikeet.routing.ask import Ask
@@ -21,4 +23,13 @@ def ask_of(call: Call) -> Ask:
 def _beginning(call: Call) -> str | Sequence[int]:
     if call.prompts:
         return call.prompts[0]
-    return "\n".join(f"{message['role']}\n{message['content']}" for message in call.messages)
+    turns = [_turn(message) for message in call.messages]
+    if call.tools:
+        turns.insert(0, json.dumps(call.tools.tools))  # templates write them first
+    return "\n".join(turns)
+
+
+def _turn(message: Mapping[str, Any]) -> str:
+    text = f"{message['role']}\n{message['content']}"
+    calls = message.get("tool_calls")
+    return f"{text}\n{json.dumps(calls)}" if calls else text

@@ -29,12 +29,14 @@ class Format:
 class ToolUse:
     """The tools that a chat may call.
 
-    tools: as the client wrote them, for the chat template. choice: auto, none or required, or the
-    name of the one to be called.
+    tools: as the client wrote them, for the chat template. forced: names of those of which one
+    must be called, or, with `parallel`, several may be; with none of them the model may also say
+    something. parallel: more than one call is welcome.
     """
 
     tools: tuple[Mapping[str, Any], ...]
-    choice: str = "auto"
+    forced: tuple[str, ...] = ()
+    parallel: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Call:
     it, min_tokens and the grammar are left at their defaults in `sampling`: the replica adds them.
     stop: strings that end a choice. created: Unix time, seconds. work: for the router; what the
     prompts take is an estimate. terms: for the engine's scheduler. key_id: whose request it is.
-    format, tools: None asks for neither.
+    format, tools: None asks for neither. echo: each text begins with its prompt.
     """
 
     request_id: str
@@ -66,6 +68,7 @@ class Call:
     include_usage: bool = False
     format: Format | None = None
     tools: ToolUse | None = None
+    echo: bool = False
     terms: Terms = field(default_factory=Terms)
     key_id: str = ""
     work: Work = field(default_factory=lambda: Work(prompt_tokens=1))

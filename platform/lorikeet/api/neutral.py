@@ -8,26 +8,16 @@ from typing import Any
 
 Neutral = Mapping[str, Sequence[Any]]
 
-GENERATE: Neutral = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-}
 CHAT: Neutral = {
-    **GENERATE,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
     "store": (False,),
     "service_tier": ("auto", "default"),
 }
-COMPLETIONS: Neutral = {**GENERATE, "best_of": (1,), "echo": (False,), "suffix": ("",)}
+COMPLETIONS: Neutral = {"suffix": ("",)}
 MESSAGE: Neutral = {"tool_calls": ([],), "annotations": ([],)}
 STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,)}
 

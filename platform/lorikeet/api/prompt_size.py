@@ -1,5 +1,6 @@
 """How long a prompt is, as far as a gateway can say: it has no tokenizer."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,13 @@ def prompt_tokens(prompt: str | Sequence[int]) -> int:
     return len(prompt)
 
 
-def chat_tokens(messages: Iterable[Mapping[str, Any]]) -> int:
+def chat_tokens(
+    messages: Iterable[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+) -> int:
     """Of a conversation, about."""
-    return sum(_TEMPLATE_TOKENS + prompt_tokens(message["content"]) for message in messages)
+    size = prompt_tokens(json.dumps(tools)) if tools else 0
+    for message in messages:
+        size += _TEMPLATE_TOKENS + prompt_tokens(message["content"])
+        if calls := message.get("tool_calls"):
+            size += prompt_tokens(json.dumps(calls))
+    return size

@@ -1,12 +1,14 @@
 """The answer to one call as it grows: tokens in, the client's bytes out."""
 
 from collections.abc import Iterable, Sequence
-
-from tokenizers import Tokenizer
+from itertools import chain
 
 from lorikeet.api.answers import Choice, EventStream, Usage, failed_event, json_body
-from lorikeet.api.messages import Call, Refusal, StreamItem
+from lorikeet.api.messages import Call, Closing, Refusal, StreamItem
+from lorikeet.serving.choice import ChoiceStream, Said
 from lorikeet.serving.text import TextStream
+from lorikeet.serving.tools import ForcedReader, Syntax, ToolReader
+from lorikeet.serving.vocabulary import Vocabulary
 from lorikeet_engine.errors import (
     AdapterError,
     AdapterTooLarge,
@@ -14,27 +16,36 @@ from lorikeet_engine.errors import (
     EngineError,
     InvalidRequest,
 )
-from lorikeet_engine.request import Failed, FinishReason, Output, Tokens
+from lorikeet_engine.request import Course, Failed, Output, Tokens
 
 
 class Answer:
     """Follows every choice of a call to its end.
 
-    `finished` is set after the last item. `stopped` holds choices that a stop string ended while
-    the engine still makes tokens for them; the owner aborts them and clears it.
+    `finished` is set after the last item. `stopped` holds choices that ended while the engine
+    still makes tokens for them, at a stop string or after the only call that was wanted; the owner
+    aborts them and clears it. syntax: in which the model calls tools; None: it may call none.
     """
 
-    def __init__(self, call: Call, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        call: Call,
+        prompts: Sequence[Sequence[int]],
+        vocabulary: Vocabulary,
+        syntax: Syntax | None = None,
+    ) -> None:
         self._call = call
         self._prompt_tokens = sum(map(len, prompts))
         self._events = EventStream(call)
-        self._texts = [
-            TextStream(tokenizer, prompt, call.stop, call.min_tokens)
-            for prompt in prompts
+        self._choices = [
+            _choice(call, index, prompt, vocabulary, syntax)
+            for index, prompt in enumerate(prompts)
             for _ in range(call.n)
         ]
-        self._parts: list[list[str]] = [[] for _ in self._texts]
-        self._finish: dict[int, FinishReason] = {}
+        self._said: list[list[Said]] = [[] for _ in self._choices]
+        self._unfinished = len(self._choices)
+        self._cached: dict[int, int] = {}
+        self._courses: dict[int, Course] = {}
         self._begun = False
         self.stopped: list[int] = []
         self.finished = False
@@ -47,46 +58,84 @@ class Answer:
                 self.finished = True
                 return [self._failure(chunk, output.error)]
             chunk += self._advance(output)
-        if len(self._finish) == len(self._texts):
+        if self._unfinished == 0:
             self.finished = True
-            chunk += self._end()
+            closing = self._closing()
+            return [closing, chunk + self._end(closing)]
         self._begun = self._begun or bool(chunk)
         return [chunk] if chunk else []
 
     def _advance(self, output: Tokens) -> bytes:
-        choice = output.choice
-        if choice in self._finish:
+        index = output.choice
+        choice = self._choices[index]
+        if output.course is not None:
+            self._cached.setdefault(index, output.course.cached_tokens)
+            self._courses[index] = output.course
+        if choice.finish is not None:
             return b""  # made before the engine heard of the abort
-        text = self._texts[choice]
-        piece = text.push(output.token_ids)
-        finish = output.finish
-        if text.stopped:
-            if finish is None:
-                self.stopped.append(choice)
-            finish = FinishReason.STOP
-        elif finish is not None:
-            piece += text.finish()
-        if finish is not None:
-            self._finish[choice] = finish
-        if self._call.stream:
-            return self._events.delta(choice, piece, finish) if piece or finish else b""
-        self._parts[choice].append(piece)
-        return b""
+        said = choice.take(output)
+        if choice.finish is not None:
+            self._unfinished -= 1
+            if output.finish is None:
+                self.stopped.append(index)
+        if not self._call.stream:
+            self._said[index].append(said)
+            return b""
+        if not (said.text or said.calls or said.logprobs or choice.finish):
+            return b""
+        return self._events.delta(index, said.text, choice.finish, said.calls, said.logprobs)
 
-    def _end(self) -> bytes:
-        usage = Usage(self._prompt_tokens, sum(text.tokens for text in self._texts))
+    def _closing(self) -> Closing:
+        made = sum(choice.tokens for choice in self._choices)
+        prompts = range(0, len(self._choices), self._call.n)
+        # Choices of a prompt find in the cache what the first of them computed.
+        cached = sum(
+            min(self._cached.get(index + i, 0) for i in range(self._call.n)) for index in prompts
+        )
+        courses = tuple(self._courses.get(i, Course()) for i in range(len(self._choices)))
+        return Closing(self._prompt_tokens, cached, made, courses)
+
+    def _end(self, closing: Closing) -> bytes:
+        usage = Usage(closing.prompt_tokens, closing.completion_tokens, closing.cached_tokens)
         if self._call.stream:
             return self._events.end(usage)
-        choices = [
-            Choice("".join(parts), self._finish[index]) for index, parts in enumerate(self._parts)
-        ]
-        return json_body(self._call, choices, usage)
+        return json_body(self._call, [self._whole(i) for i in range(len(self._choices))], usage)
+
+    def _whole(self, index: int) -> Choice:
+        said, finish = self._said[index], self._choices[index].finish
+        assert finish is not None
+        logprobs = None
+        if self._call.sampling.logprobs is not None:
+            logprobs = list(chain.from_iterable(part.logprobs for part in said))
+        return Choice(
+            "".join(part.text for part in said),
+            finish,
+            list(chain.from_iterable(part.calls for part in said)),
+            logprobs,
+        )
 
     def _failure(self, chunk: bytes, error: EngineError) -> StreamItem:
         refusal = refusal_of(error)
         if self._call.stream and (self._begun or chunk):
             return chunk + failed_event(refusal.code, refusal.message, refusal.param)
         return refusal
+
+
+def _choice(
+    call: Call, index: int, prompt: Sequence[int], vocabulary: Vocabulary, syntax: Syntax | None
+) -> ChoiceStream:
+    reader: ToolReader | ForcedReader | None = None
+    hidden = None
+    if call.tools is not None and syntax is not None:
+        reader = ForcedReader(syntax) if call.tools.forced else ToolReader(syntax, call.tools)
+        hidden = vocabulary.special_but(syntax.tokens)
+    echo = ""
+    if call.echo:
+        given = call.prompts[index]
+        echo = given if isinstance(given, str) else vocabulary.tokenizer.decode(list(given))
+    text = TextStream(vocabulary.tokenizer, prompt, call.stop, call.min_tokens, hidden)
+    told = vocabulary if call.sampling.logprobs is not None else None
+    return ChoiceStream(text, reader, told, echo)
 
 
 def refusal_of(error: EngineError) -> Refusal:

@@ -9,7 +9,24 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from lorikeet.api.messages import Call, Endpoint
-from lorikeet.errors import ContextLengthExceeded, InvalidInput, InvalidSetting
+from lorikeet.errors import (
+    ContextLengthExceeded,
+    InvalidInput,
+    InvalidSetting,
+    UnsupportedParameter,
+)
+from lorikeet.serving.tools import Syntax, syntax_of
+from lorikeet.serving.vocabulary import Vocabulary
+
+_HELLO = ({"role": "user", "content": "Hello"},)
+_ANY_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
 
 
 class PromptEncoder:
@@ -25,6 +42,8 @@ class PromptEncoder:
         # Not AutoTokenizer, which loads torch: tokenizer.json says all that is needed here.
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model))
         self.backend: Tokenizer = self._tokenizer.backend_tokenizer
+        self.vocabulary = Vocabulary(self.backend)
+        self.syntax = self._syntax()
         longest_token = max(len(token.encode()) for token in self._tokenizer.get_vocab())
         self._max_context = max_context
         self._most_characters = max_context * longest_token
@@ -32,7 +51,13 @@ class PromptEncoder:
     def encode(self, call: Call) -> tuple[tuple[int, ...], ...]:
         """Token ids of every prompt of a call. Takes long for long prompts. Raises InvalidInput."""
         if call.endpoint is Endpoint.CHAT:
-            text = self._render(call.messages)
+            if call.tools is not None and self.syntax is None:
+                raise UnsupportedParameter(
+                    "this base model's chat template shows it no tools, or in a syntax that is "
+                    "not known here: leave tools out, or ask a model that was trained with them",
+                    param="tools",
+                )
+            text = self._render(call.messages, call.tools.tools if call.tools else ())
             return (self._tokens(text, "messages", add_special_tokens=False),)
         return tuple(
             prompt if isinstance(prompt, tuple) else self._tokens(prompt, "prompt")
@@ -55,7 +80,20 @@ class PromptEncoder:
             )
         return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _syntax(self) -> Syntax | None:
+        """In which the model calls tools; None if its template does not show it any."""
+        if self._tokenizer.chat_template is None:
+            return None
+        try:
+            if self._render(_HELLO) == self._render(_HELLO, [_ANY_TOOL]):
+                return None
+        except InvalidInput:
+            return None
+        return syntax_of(self._tokenizer.get_chat_template(tools=[_ANY_TOOL]))
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         if self._tokenizer.chat_template is None:
             raise InvalidInput(
                 "this base model has no chat template: use /v1/completions", param="messages"
@@ -63,10 +101,11 @@ class PromptEncoder:
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=True,
                 tokenize=False,
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError) as error:
             raise InvalidInput(
                 f"the chat template refuses these messages: {error}", param="messages"
             ) from error

@@ -97,7 +97,8 @@ class Replica:
                 found = await self._submit(request)
                 digest = call.adapter.digest if call.adapter else None
                 yield Header(self.name, digest, found, self._bulletin.word())
-                answer = Answer(call, request.prompts, self._encoder.backend)
+                encoder = self._encoder
+                answer = Answer(call, request.prompts, encoder.vocabulary, encoder.syntax)
                 while not answer.finished:
                     for item in answer.take(await mailbox.take()):
                         yield item

@@ -12,7 +12,9 @@ class TextStream:
     """Decodes one choice incrementally and ends it at a stop string.
 
     Text that may still become a stop string, and bytes that are not yet a whole character, are
-    held back. Stop strings are not looked for in the first `min_tokens` tokens.
+    held back. Stop strings are not looked for in the first `min_tokens` tokens. Special tokens
+    are no text, or only these `hidden` ones. `sent_tokens` counts those whose text is sent;
+    `offsets` says at which of its characters each token begins.
     """
 
     def __init__(
@@ -21,13 +23,22 @@ class TextStream:
         prompt: Sequence[int],
         stop: tuple[str, ...] = (),
         min_tokens: int = 0,
+        hidden: frozenset[int] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._decoder = DecodeStream(ids=list(prompt[-_CONTEXT_TOKENS:]), skip_special_tokens=True)
+        self._hidden = hidden or frozenset()
+        self._skip_special = hidden is None
+        context = list(prompt[-_CONTEXT_TOKENS:])
+        self._decoder = DecodeStream(ids=context, skip_special_tokens=self._skip_special)
         self._stop = stop
         self._min_tokens = min_tokens
         self._undecoded: list[int] = []
         self._held = ""
+        self._decoded = 0  # characters
+        self._sent = 0
+        self._ends: list[int] = []  # where the text of each token ends, as far as that is known
+        self.offsets: list[int] = []
+        self.sent_tokens = 0
         self.tokens = 0
         self.stopped = False
 
@@ -38,24 +49,39 @@ class TextStream:
             if self.stopped:
                 break
             self.tokens += 1
+            self.offsets.append(self._decoded)
             sendable += self._advance(self._decode(token_id))
+        self._sent += len(sendable)
+        self._count_sent()
         return sendable
 
     def finish(self) -> str:
         """Return what was held back: no more tokens will come."""
         if self.stopped:
             return ""
-        rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
+        rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skip_special)
         held, self._held = self._held, ""
+        self.sent_tokens = self.tokens
         return held + rest
 
     def _decode(self, token_id: int) -> str:
+        if token_id in self._hidden:
+            return ""
         self._undecoded.append(token_id)
         piece = self._decoder.step(self._tokenizer, token_id)
         if piece is None:
             return ""
         self._undecoded.clear()
+        self._decoded += len(piece)
+        self._ends += [self._decoded] * (self.tokens - len(self._ends))
         return str(piece)
+
+    def _count_sent(self) -> None:
+        while self.sent_tokens < len(self._ends) and self._ends[self.sent_tokens] <= self._sent:
+            self.sent_tokens += 1
+        if self.stopped:  # of the token in which the stop string begins, a part may be text
+            while self.sent_tokens < self.tokens and self.offsets[self.sent_tokens] < self._sent:
+                self.sent_tokens += 1
 
     def _advance(self, piece: str) -> str:
         self._held += piece

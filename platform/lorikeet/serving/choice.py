@@ -1,0 +1,86 @@
+"""One choice as it grows: tokens in; out what it says and calls, and how likely that was."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lorikeet.api.answers import CallPiece
+from lorikeet.api.logprobs import DrawnToken, LikelyToken
+from lorikeet.serving.text import TextStream
+from lorikeet.serving.tools import ForcedReader, ToolReader
+from lorikeet.serving.vocabulary import Vocabulary
+from lorikeet_engine.request import FinishReason, TokenLogprobs, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What is new of a choice. logprobs: of the tokens whose text this is, where asked for."""
+
+    text: str
+    calls: Sequence[CallPiece] = ()
+    logprobs: Sequence[DrawnToken] = ()
+
+
+class ChoiceStream:
+    """Follows one choice; `finish` is set with its last piece.
+
+    reader: where the model may call tools. vocabulary: where logprobs are asked for. echo: what
+    its text begins with.
+    """
+
+    def __init__(
+        self,
+        text: TextStream,
+        reader: ToolReader | ForcedReader | None = None,
+        vocabulary: Vocabulary | None = None,
+        echo: str = "",
+    ) -> None:
+        self._text = text
+        self._reader = reader
+        self._vocabulary = vocabulary
+        self._echo = echo
+        self._drawn: list[tuple[int, TokenLogprobs]] = []
+        self._told = 0  # tokens
+        self.finish: FinishReason | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many it has made."""
+        return self._text.tokens
+
+    def take(self, output: Tokens) -> Said:
+        """Take new tokens."""
+        piece = self._text.push(output.token_ids)
+        if self._text.stopped:
+            self.finish = FinishReason.STOP
+        elif output.finish is not None:
+            self.finish = output.finish
+            piece += self._text.finish()
+        if self._echo:
+            piece, self._echo = self._echo + piece, ""
+        calls: Sequence[CallPiece] = ()
+        if self._reader is not None:
+            piece, calls = self._reader.push(piece, last=self.finish is not None)
+            if self._reader.done and self.finish is None:
+                self.finish = FinishReason.STOP
+        if self._vocabulary is None:
+            return Said(piece, calls)
+        self._drawn += zip(output.token_ids, output.logprobs, strict=True)
+        return Said(piece, calls, self._sent(self._vocabulary))
+
+    def _sent(self, vocabulary: Vocabulary) -> list[DrawnToken]:
+        """Of the tokens whose text is sent now, those that are text."""
+        begin, self._told = self._told, self._text.sent_tokens
+        return [
+            self._describe(vocabulary, at)
+            for at in range(begin, self._told)
+            if self._drawn[at][0] not in vocabulary.special
+        ]
+
+    def _describe(self, vocabulary: Vocabulary, at: int) -> DrawnToken:
+        token, logprobs = self._drawn[at]
+
+        def named(token: int, logprob: float) -> LikelyToken:
+            return LikelyToken(vocabulary.name_of(token), vocabulary.bytes_of(token), logprob)
+
+        top = tuple(named(*likely) for likely in logprobs.top)
+        return DrawnToken(named(token, logprobs.logprob), top, self._text.offsets[at])

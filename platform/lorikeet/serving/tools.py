@@ -1,0 +1,211 @@
+"""Calls of tools in what a model writes, and how its answer is held to them.
+
+Models write calls as their chat templates show them. Three syntaxes cover the families that this
+engine runs; which one a model has is read off its template.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import regex
+
+from lorikeet.api.answers import CallPiece
+from lorikeet.api.messages import ToolUse
+
+_ID_LENGTH = 9  # Mistral's templates want ids of just so many letters and digits
+_JSON = json.JSONDecoder()
+_Call = tuple[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Syntax:
+    """How a family of models writes calls.
+
+    before, between, after: what it writes around the JSON of one call or several. arguments: the
+    key of a call's arguments; its name is at "name". opens, closes: what may be found around such
+    JSON; where nothing comes before it, an answer calls from its first character or not at all.
+    tokens: are text even where they are special ones.
+    """
+
+    before: str
+    between: str
+    after: str
+    arguments: str
+    opens: "regex.Pattern[str]"
+    closes: "regex.Pattern[str]"
+    tokens: tuple[str, ...] = ()
+
+
+HERMES = Syntax(
+    before="<tool_call>\n",
+    between="\n</tool_call>\n<tool_call>\n",
+    after="\n</tool_call>",
+    arguments="arguments",
+    opens=regex.compile(r"\s*<tool_call>\s*"),
+    closes=regex.compile(r"\s*</tool_call>"),
+    tokens=("<tool_call>", "</tool_call>"),
+)
+"""Hermes, Qwen 2.5, Qwen 3."""
+MISTRAL = Syntax(
+    before="[TOOL_CALLS] [",
+    between=", ",
+    after="]",
+    arguments="arguments",
+    opens=regex.compile(r"\s*\[TOOL_CALLS\]\s*"),
+    closes=regex.compile(""),
+    tokens=("[TOOL_CALLS]",),
+)
+"""Mistral: one list of all calls."""
+LLAMA = Syntax(
+    before="",
+    between="; ",
+    after="",
+    arguments="parameters",
+    opens=regex.compile(r"\s*;?\s*(?=\{)"),
+    closes=regex.compile(""),
+)
+"""Llama 3.1 and later; <|python_tag|>, which may come first, is a special token and no text."""
+
+
+def syntax_of(template: str) -> Syntax | None:
+    """The syntax that a chat template shows; None: none that is known."""
+    if "<tool_call>" in template and "<function=" not in template:
+        return HERMES
+    if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
+        return MISTRAL
+    if '"parameters": ' in template:
+        return LLAMA
+    return None
+
+
+Read = tuple[str, list[CallPiece]]
+"""What is said, and then called."""
+
+
+class ToolReader:
+    """Tells what one choice says from what it calls.
+
+    What begins like a call is held back until it is one, or is not: then it is text. So is a call
+    of a function that nobody offered. Whitespace before a call is dropped. `done` is set once no
+    further call is wanted.
+    """
+
+    def __init__(self, syntax: Syntax, use: ToolUse) -> None:
+        self._syntax = syntax
+        self._parallel = use.parallel
+        self._names = {tool["function"]["name"] for tool in use.tools}
+        self._held = ""
+        self._said = False
+        self._calls = 0
+        self.done = False
+
+    def push(self, text: str, *, last: bool = False) -> Read:
+        """Take new text, `last` if no more comes."""
+        self._held += text
+        said = ""
+        pieces: list[CallPiece] = []
+        while self._held and not self.done:
+            opening = self._opening(last)
+            said += self._take(len(self._held) if opening is None else opening.start())
+            if opening is None or opening.partial:
+                break
+            read = self._read(len(opening[0]), last)
+            if read is None:
+                break
+            calls, end = read
+            if calls:
+                self._held = self._held[end:]
+                for name, arguments in calls if self._parallel else calls[:1]:
+                    pieces += whole_call(self._calls, name, json.dumps(arguments))
+                    self._calls += 1
+                self.done = not self._parallel
+            else:
+                said += self._take(end)
+        return said, pieces
+
+    def _opening(self, last: bool) -> "regex.Match[str] | None":
+        """Where the held text may become a call; None: nowhere."""
+        if self._syntax.before:
+            return self._syntax.opens.search(self._held, partial=not last)
+        return None if self._said else self._syntax.opens.match(self._held, partial=not last)
+
+    def _read(self, start: int, last: bool) -> tuple[list[_Call], int] | None:
+        """Names and arguments of the calls that begin the held text, and where they end.
+
+        No calls: what is up to there is text. None: more has to come. start: of the JSON.
+        """
+        try:
+            value, end = _JSON.raw_decode(self._held, start)
+        except (ValueError, RecursionError):
+            return ([], len(self._held)) if last else None
+        closing = self._syntax.closes.match(self._held, end, partial=not last)
+        if closing is not None and closing.partial:
+            return None
+        calls = [self._call(entry) for entry in (value if isinstance(value, list) else [value])]
+        made = [call for call in calls if call is not None]
+        if closing is None or len(made) < len(calls):
+            return [], end
+        return made, closing.end()
+
+    def _call(self, entry: object) -> _Call | None:
+        if not isinstance(entry, dict):
+            return None
+        name, arguments = entry.get("name"), entry.get(self._syntax.arguments)
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None
+        return (name, arguments) if name in self._names else None
+
+    def _take(self, length: int) -> str:
+        taken, self._held = self._held[:length], self._held[length:]
+        self._said = self._said or bool(taken)
+        return taken
+
+
+class ForcedReader:
+    """Reads an answer that a grammar holds to calls: arguments are passed on as they come."""
+
+    done = False
+
+    def __init__(self, syntax: Syntax) -> None:
+        self._head = regex.compile(rf'\{{"name": "([^"]*)", "{syntax.arguments}": ')
+        self._held = ""
+        self._arguments: str | None = None  # of the call that is being read, as far as they came
+        self._calls = 0
+
+    def push(self, text: str, *, last: bool = False) -> Read:  # noqa: ARG002
+        """Take new text."""
+        self._held += text
+        pieces: list[CallPiece] = []
+        while self._held:
+            if self._arguments is not None:
+                pieces.append(self._go_on(self._arguments))
+            elif head := self._head.search(self._held):
+                self._held = self._held[head.end() :]
+                self._arguments = ""
+                pieces.append(CallPiece(self._calls, "", call_id(), head[1]))
+                self._calls += 1
+            else:
+                break
+        return "", pieces
+
+    def _go_on(self, before: str) -> CallPiece:
+        so_far = before + self._held
+        try:
+            _, end = _JSON.raw_decode(so_far)
+        except ValueError:
+            piece, self._held, self._arguments = self._held, "", so_far
+        else:
+            piece, self._held, self._arguments = so_far[len(before) : end], so_far[end:], None
+        return CallPiece(self._calls - 1, piece)
+
+
+def whole_call(index: int, name: str, arguments: str) -> list[CallPiece]:
+    """A call that is known to its end: who is called, then with what."""
+    return [CallPiece(index, "", call_id(), name), CallPiece(index, arguments)]
+
+
+def call_id() -> str:
+    """A new call's id."""
+    return uuid4().hex[:_ID_LENGTH]

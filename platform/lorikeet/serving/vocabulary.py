@@ -1,0 +1,51 @@
+"""What single tokens are, apart from any text."""
+
+from collections.abc import Iterable
+
+import regex
+from tokenizers import Tokenizer, decoders
+
+_SHOWN = (*range(33, 127), *range(161, 173), *range(174, 256))
+_HIDDEN = (byte for byte in range(256) if byte not in _SHOWN)
+_BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {
+    chr(256 + index): byte for index, byte in enumerate(_HIDDEN)
+}
+"""The byte for which each character stands in byte-level vocabularies (GPT-2's)."""
+_BYTE = regex.compile("<0x([0-9A-F]{2})>")  # in SentencePiece's vocabularies
+
+
+class Vocabulary:
+    """The tokens of one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._added = tokenizer.get_added_tokens_decoder()
+        self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+        self.special = frozenset(i for i, token in self._added.items() if token.special)
+
+    def special_but(self, shown: Iterable[str]) -> frozenset[int]:
+        """The special tokens but these."""
+        return self.special.difference(map(self.tokenizer.token_to_id, shown))
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """Its part of a text in UTF-8, which may end within a character; None if it has none."""
+        if token in self._added:
+            return None if token in self.special else str(self._added[token].content).encode()
+        word = self.tokenizer.id_to_token(token)
+        if word is None:  # beyond the tokenizer: checkpoints round their vocabulary up
+            return None
+        if self._byte_level:
+            return bytes(_BYTE_OF[character] for character in word)
+        if byte := _BYTE.fullmatch(word):
+            return bytes([int(byte[1], 16)])
+        return str(word).replace("▁", " ").encode()
+
+    def name_of(self, token: int) -> str:
+        r"""Its text; of a part of a character the bytes, as \xf0\x9f."""
+        known = self.bytes_of(token)
+        if known is None:
+            return str(self.tokenizer.id_to_token(token) or "")
+        try:
+            return known.decode()
+        except UnicodeDecodeError:
+            return "".join(f"\\x{byte:02x}" for byte in known)
