@@ -254,7 +254,7 @@ def test_what_cannot_be_an_upload_is_refused_before_anything_is_stored(
 
 def test_a_tenants_own_limit_holds_before_a_byte_is_sent(local: Gateway, blob: bytes) -> None:
     narrow = {"max_adapter_bytes": len(blob) - 1}
-    local.admin("PUT", "/tenants/globex/adapter-limits", narrow).raise_for_status()
+    local.admin("PATCH", "/tenants/globex", narrow).raise_for_status()
     error = error_of(begin(local, blob, tenant="globex"), 413)
     assert f"the limit is {len(blob) - 1}" in error["message"]
     assert begin(local, blob, tenant="acme").status_code == 200

@@ -1,6 +1,8 @@
 """tenants and keys against a real gateway."""
 
 import json
+import time
+from typing import Any
 
 import httpx
 import pytest
@@ -8,33 +10,97 @@ import pytest
 from tests.cli.conftest import Lorikeet
 
 
-def test_a_tenant_is_made_with_its_limit(lorikeet: Lorikeet) -> None:
-    assert "globex" in lorikeet.do("tenants", "create", "globex", "--max-concurrent", "32")
+def test_a_tenant_is_made_with_its_limits(lorikeet: Lorikeet) -> None:
+    lorikeet.do("tenants", "create", "globex", "--concurrent", "32", "--tokens-per-min", "1.5M")
     rows = [line.split() for line in lorikeet.do("tenants", "list").splitlines()]
-    assert ["globex", "32"] in [row[:2] for row in rows]
-    assert ["acme", "no", "limit"] in [row[:3] for row in rows]
+    assert ["globex", "no", "limit", "1.5M", "32", "1", "0"] in [row[:7] for row in rows]
+    assert tenant(lorikeet, "globex")["tokens_per_min"] == 1_500_000
 
 
-def test_making_a_tenant_again_leaves_its_limit(lorikeet: Lorikeet) -> None:
-    lorikeet.do("tenants", "create", "globex", "--max-concurrent", "32")
+def test_making_a_tenant_again_leaves_its_limits(lorikeet: Lorikeet) -> None:
+    lorikeet.do("tenants", "create", "globex", "--concurrent", "32")
     again = lorikeet.run("tenants", "create", "globex")
     assert (again.exit_code, again.stdout) == (3, "")
     assert "lorikeet tenants limit" in " ".join(again.stderr.split())
-    assert limits(lorikeet)["globex"] == 32
+    assert tenant(lorikeet, "globex")["max_concurrent"] == 32
 
 
-def test_a_limit_is_changed_and_lifted(lorikeet: Lorikeet) -> None:
-    assert "at most 8 requests at once" in lorikeet.do("tenants", "limit", "acme", "8")
-    assert limits(lorikeet)["acme"] == 8
-    assert "no limit" in lorikeet.do("tenants", "limit", "acme", "none")
-    assert limits(lorikeet)["acme"] is None
-    assert lorikeet.run("tenants", "limit", "nobody", "8").exit_code == 1
+EVERY_LIMIT = """
+    --requests-per-min 600 --tokens-per-min 1M --burst 30s --concurrent 8 --context 8192
+    --tokens-per-month 500M --adapters 20 --bytes 2GiB --pinned-bytes 1GiB --rank 32
+    --adapter-bytes 512MiB --weight 2 --priority -1
+"""
 
 
-@pytest.mark.parametrize("count", ["0", "-1", "many", "9" * 5000, ""], ids=lambda word: word[:9])
-def test_a_limit_is_a_count_or_none(lorikeet: Lorikeet, count: str) -> None:
-    assert lorikeet.run("tenants", "limit", "acme", "--", count).exit_code == 2
-    assert limits(lorikeet)["acme"] is None
+def test_every_limit_is_set_shown_and_lifted(lorikeet: Lorikeet) -> None:
+    before = tenant(lorikeet, "acme")
+    said = lorikeet.do("tenants", "limit", "acme", *EVERY_LIMIT.split())
+    assert tenant(lorikeet, "acme") == before | {
+        "requests_per_min": 600,
+        "tokens_per_min": 1_000_000,
+        "burst_s": 30.0,
+        "max_concurrent": 8,
+        "max_context": 8192,
+        "tokens_per_month": 500_000_000,
+        "weight": 2.0,
+        "priority": -1,
+        "max_adapters": 20,
+        "max_total_bytes": 2 << 30,
+        "pin_budget_bytes": 1 << 30,
+        "max_rank": 32,
+        "max_adapter_bytes": 512 << 20,
+    }
+    shown = lorikeet.do("tenants", "show", "acme")
+    for words in ("Tokens a minute 1M", "Tokens a month 500M", "Context 8192", "Weight 2"):
+        assert words in " ".join(said.split())
+        assert words in " ".join(shown.split())
+    assert "has 0 adapters in use" in shown
+
+    liftable = [word for word in EVERY_LIMIT.split() if word.startswith("--")]
+    liftable = [word for word in liftable if word not in ("--burst", "--weight", "--priority")]
+    lorikeet.do("tenants", "limit", "acme", *(word for each in liftable for word in (each, "none")))
+    kept = {"burst_s": 30.0, "weight": 2.0, "priority": -1}
+    assert tenant(lorikeet, "acme") == before | kept
+
+
+def test_limits_that_are_not_named_stay(lorikeet: Lorikeet) -> None:
+    lorikeet.do("tenants", "limit", "acme", "--concurrent", "8", "--weight", "0.5")
+    lorikeet.do("tenants", "limit", "acme", "--concurrent", "none", "--context", "2k")
+    now = tenant(lorikeet, "acme")
+    assert (now["max_concurrent"], now["max_context"], now["weight"]) == (None, 2000, 0.5)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--concurrent 0",
+        "--concurrent -1",
+        "--concurrent many",
+        "--context 1KiB",
+        "--tokens-per-min 0.0001k",
+        "--requests-per-min " + "9" * 5000,
+        "--bytes 2GB",
+        "--pinned-bytes 0",
+        "--rank 1.5",
+        "--burst 30",
+        "--burst none",
+        "--weight 0",
+        "--weight none",
+        "--priority high",
+    ],
+    ids=lambda words: words[:24],
+)
+def test_what_is_no_limit_is_wrong_usage(lorikeet: Lorikeet, words: str) -> None:
+    before = tenant(lorikeet, "acme")
+    assert lorikeet.run("tenants", "limit", "acme", *words.split()).exit_code == 2
+    assert tenant(lorikeet, "acme") == before
+
+
+def test_limits_of_nobody_are_refused(lorikeet: Lorikeet) -> None:
+    for words in (["tenants", "limit", "nobody", "--rank", "4"], ["tenants", "show", "nobody"]):
+        result = lorikeet.run(*words)
+        assert (result.exit_code, "nobody" in result.stderr) == (1, True)
 
 
 def test_a_tenants_key_works_and_can_be_revoked(lorikeet: Lorikeet) -> None:
@@ -49,6 +115,51 @@ def test_a_new_key_stands_alone_on_the_first_line(lorikeet: Lorikeet) -> None:
     key, note = lorikeet.do("keys", "create", "--tenant", "acme").splitlines()
     assert models(lorikeet, key) == httpx.codes.OK
     assert "not shown again" in note
+
+
+def test_a_key_has_a_name_an_end_and_limits_of_its_own(lorikeet: Lorikeet) -> None:
+    words = ["--tenant", "acme", "--name", "ci", "--expires", "90d", "--requests-per-min", "60"]
+    key = json.loads(lorikeet.do("keys", "create", *words, "--json"))
+    assert (key["name"], key["requests_per_min"], key["scopes"]) == ("ci", 60, ["infer"])
+    assert key["expires"] == pytest.approx(time.time() + 90 * 86400, abs=60)
+    said = lorikeet.do("keys", "limit", key["id"], "--tokens-per-min", "50k")
+    assert "Tokens a minute 50k" in " ".join(said.split())
+    lorikeet.do("keys", "limit", key["id"], "--requests-per-min", "none")
+    now = key_of(lorikeet, key["id"])
+    assert (now["requests_per_min"], now["tokens_per_min"]) == (None, 50_000)
+    assert " ci " in lorikeet.do("keys", "list")
+
+
+def test_a_key_is_rotated_with_overlap(lorikeet: Lorikeet) -> None:
+    words = ["--tenant", "acme", "--name", "ci", "--concurrent", "2"]
+    old = json.loads(lorikeet.do("keys", "create", *words, "--json"))
+    new, note, until = lorikeet.do("keys", "rotate", old["id"], "--overlap", "24h").splitlines()
+    assert models(lorikeet, old["key"]) == models(lorikeet, new) == httpx.codes.OK
+    then = key_of(lorikeet, old["id"])
+    assert then["expires"] == pytest.approx(time.time() + 86400, abs=60)
+    assert then["replaced_by"] in note
+    assert old["id"] in until
+    made = key_of(lorikeet, then["replaced_by"])
+    assert (made["tenant"], made["name"], made["max_concurrent"]) == ("acme", "ci", 2)
+    again = lorikeet.run("keys", "rotate", old["id"])
+    assert (again.exit_code, then["replaced_by"] in again.stderr) == (3, True)
+
+
+def test_a_key_is_rotated_at_once(lorikeet: Lorikeet) -> None:
+    old = json.loads(lorikeet.do("keys", "create", "--tenant", "acme", "--json"))
+    said = lorikeet.do("keys", "rotate", old["id"], "--overlap", "none")
+    assert "works no more" in " ".join(said.split())
+    assert models(lorikeet, old["key"]) == httpx.codes.UNAUTHORIZED
+    assert models(lorikeet, said.splitlines()[0]) == httpx.codes.OK
+
+
+def test_a_read_only_admins_key_looks_and_changes_nothing(lorikeet: Lorikeet) -> None:
+    words = ["keys", "create", "--admin", "--read-only", "--json"]
+    key = json.loads(lorikeet.do(*words))["key"]
+    for looking in (["tenants", "list"], ["keys", "list"], ["log"], ["status"]):
+        assert lorikeet.run(*looking, LORIKEET_ADMIN_KEY=key).exit_code == 0
+    refused = lorikeet.run("tenants", "create", "globex", LORIKEET_ADMIN_KEY=key)
+    assert (refused.exit_code, "read-only" in refused.stderr) == (1, True)
 
 
 def test_an_admins_key_administers(lorikeet: Lorikeet) -> None:
@@ -94,9 +205,13 @@ def test_no_name_leads_to_another_route(lorikeet: Lorikeet, group: str) -> None:
     assert models(lorikeet, key["key"]) == httpx.codes.OK
 
 
-def limits(lorikeet: Lorikeet) -> dict[str, int | None]:
-    listed = json.loads(lorikeet.do("tenants", "list", "--json"))["data"]
-    return {tenant["tenant"]: tenant["max_concurrent"] for tenant in listed}
+def tenant(lorikeet: Lorikeet, name: str) -> dict[str, Any]:
+    return dict(json.loads(lorikeet.do("tenants", "show", name, "--json")))
+
+
+def key_of(lorikeet: Lorikeet, key_id: str) -> dict[str, Any]:
+    listed = json.loads(lorikeet.do("keys", "list", "--json"))["data"]
+    return next(key for key in listed if key["id"] == key_id)
 
 
 def models(lorikeet: Lorikeet, key: str) -> int:

@@ -53,20 +53,19 @@ class AdapterCatalog(TenantCatalog):
 
         The first version becomes prod, later ones with `promote`. A blob that already is a usable
         version of this adapter gives that version. shared None leaves it as it is (at first not
-        shared). Raises InvalidInput, UnknownTenant.
+        shared). Raises InvalidInput, UnknownTenant, and Conflict beyond the tenant's limits.
         """
         check_name(tenant, "tenant")
         check_name(name, "name")
+
+        def decide(state: CatalogState) -> rules.Changes:
+            return rules.register(state, tenant, name, facts, shared=shared, promote=promote)
+
         self.refresh()
-        self.ask(lambda state: state.tenant(tenant))  # before a long upload
+        self.ask(decide)  # before a long upload
         key = blob_key(facts.digest)
         claim(self.store, key, lambda: self.store.put_file(key, blob))
-        after = self._commit(
-            actor,
-            lambda state: rules.register(
-                state, tenant, name, facts, shared=shared, promote=promote
-            ),
-        )
+        after = self._commit(actor, decide)
         version = after.adapter(tenant, name).with_digest(facts.digest)
         assert version is not None
         return version

@@ -11,6 +11,7 @@ from lorikeet.catalog.changes import (
     VersionRestored,
 )
 from lorikeet.catalog.names import DEFAULT_ALIAS
+from lorikeet.catalog.quota import check_quota
 from lorikeet.catalog.records import AdapterRecord, PinRecord
 from lorikeet.catalog.rules import Changes, known_version
 from lorikeet.catalog.state import CatalogState
@@ -18,14 +19,18 @@ from lorikeet.errors import Conflict
 
 
 def restore_version(state: CatalogState, tenant: str, name: str, number: int) -> Changes:
-    """Make one version usable again; if it is the only one it becomes prod. Raises UnknownModel."""
+    """Make one version usable again; if it is the only one it becomes prod.
+
+    Raises UnknownModel, and Conflict beyond the tenant's limits.
+    """
     record = state.adapter(tenant, name)
     if not known_version(record, number).retired:
         return ()
-    restored = VersionRestored(tenant=tenant, name=name, version=number)
-    if not record.retired:
-        return (restored,)
-    return (restored, AliasMoved(tenant=tenant, name=name, alias=DEFAULT_ALIAS, version=number))
+    changes: list[Change] = [VersionRestored(tenant=tenant, name=name, version=number)]
+    if record.retired:
+        changes.append(AliasMoved(tenant=tenant, name=name, alias=DEFAULT_ALIAS, version=number))
+    check_quota(state, tenant, changes)
+    return changes
 
 
 def check_retired(record: AdapterRecord) -> None:
@@ -42,10 +47,12 @@ def restore_adapter(
 ) -> Changes:
     """Bring an adapter back as it was `before` it was retired, with its pin if that lasts still.
 
-    Raises Conflict when it is not retired.
+    Raises Conflict when it is not retired, and beyond the tenant's limits.
     """
     check_retired(state.adapter(before.tenant, before.name))
-    return tuple(_changes(before, pin if pin and not pin.expired(now) else None))
+    changes = tuple(_changes(before, pin if pin and not pin.expired(now) else None))
+    check_quota(state, before.tenant, changes)
+    return changes
 
 
 def _changes(before: AdapterRecord, pin: PinRecord | None) -> Iterator[Change]:

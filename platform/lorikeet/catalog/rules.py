@@ -21,6 +21,7 @@ from lorikeet.catalog.changes import (
 )
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.pinned import check_budget
+from lorikeet.catalog.quota import check_quota
 from lorikeet.catalog.records import AdapterRecord, BlobFacts, Share, VersionRecord
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import Conflict, NotFound, UnknownModel
@@ -40,7 +41,7 @@ def register(
     """Add a version with these facts, unless a usable one holds the same blob.
 
     An adapter's only usable version becomes prod by itself. shared None leaves it as it is.
-    Raises UnknownTenant.
+    Raises UnknownTenant, and Conflict beyond the tenant's limits.
     """
     state.tenant(tenant)
     record = state.find(tenant, name) or AdapterRecord(tenant, name)
@@ -53,6 +54,8 @@ def register(
         changes.append(AdapterShared(tenant=tenant, name=name, shared=shared))
     if (promote or record.retired) and record.aliases.get(DEFAULT_ALIAS) != number:
         changes.append(AliasMoved(tenant=tenant, name=name, alias=DEFAULT_ALIAS, version=number))
+    if held is None:
+        check_quota(state, tenant, changes)
     return changes
 
 

@@ -1,6 +1,7 @@
 """What each operation on tenants and keys changes; see rules.py."""
 
 from collections.abc import Collection
+from typing import cast
 
 from lorikeet.catalog.changes import (
     KeyCreated,
@@ -13,7 +14,13 @@ from lorikeet.catalog.changes import (
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.rules import Changes
 from lorikeet.catalog.state import CatalogState
-from lorikeet.catalog.terms import KeyTerms, TenantTerms, terms_of, with_terms
+from lorikeet.catalog.terms import (
+    KeyTerms,
+    TenantTerms,
+    check_limited,
+    terms_of,
+    with_terms,
+)
 from lorikeet.errors import Conflict
 
 
@@ -42,8 +49,9 @@ def create_key(state: CatalogState, change: KeyCreated, terms: KeyTerms) -> Chan
 
 
 def limit_key(state: CatalogState, change: KeyTermsSet) -> Changes:
-    """Change some of a key's limits. Raises UnknownKey, and Conflict when it is revoked."""
+    """Change some of a key's limits. Raises UnknownKey, InvalidInput, Conflict when revoked."""
     key = state.key(change.id)
+    check_limited(key.tenant, change.terms)
     if key.revoked:
         raise Conflict(f"{key.id} is revoked: nothing is left to limit", param="id")
     return () if with_terms(key, change.terms) == key else (change,)
@@ -63,14 +71,14 @@ def rotate_key(
         raise Conflict(
             f"{key_id} is valid no more: make a new one (`lorikeet keys create`)", param="id"
         )
-    terms = terms_of(key)
+    terms = cast("KeyTerms", terms_of(key))
     until = now + overlap_s
     if key.expires is not None:
         terms["expires"] = now + (key.expires - key.created)
         until = min(until, key.expires)
     scopes = in_order(key.scopes)
     made = KeyCreated(id=new_id, tenant=key.tenant, scopes=scopes, sha256=new_sha256)
-    changes = [*create_key(state, made, KeyTerms(**terms))]
+    changes = [*create_key(state, made, terms)]
     changes.append(KeyReplaced(id=key_id, by=new_id, expires=until))
     if overlap_s == 0:  # at once, also where a gateway's clock is behind
         changes.append(KeyRevoked(id=key_id))

@@ -1,7 +1,7 @@
 """Changing tenants and keys."""
 
 from collections.abc import Collection
-from typing import Unpack
+from typing import Unpack, cast
 
 from lorikeet.catalog import tenant_rules as rules
 from lorikeet.catalog.changes import KeyCreated, KeyTermsSet, TenantTermsSet
@@ -57,7 +57,7 @@ class TenantCatalog(CatalogWriter):
             raise InvalidInput("scopes=[]: want at least one scope", param="scopes")
         if tenant is None and Scope.INFER in scopes:
             raise InvalidInput("scope 'infer' is for a tenant's key: name one", param="scopes")
-        check_key_terms(terms, self._clock())
+        check_key_terms(tenant, terms, self._clock())
         secret = new_secret()
         change = KeyCreated(
             id=new_key_id(),
@@ -74,7 +74,7 @@ class TenantCatalog(CatalogWriter):
         Raises InvalidInput, UnknownKey, and Conflict for a revoked key.
         """
         check_terms(terms)
-        change = KeyTermsSet(id=key_id, terms=KeyTerms(**terms))
+        change = KeyTermsSet(id=key_id, terms=cast("KeyTerms", terms))
         return self._commit(actor, lambda state: rules.limit_key(state, change)).key(key_id)
 
     def rotate_key(self, key_id: str, overlap_s: float, *, actor: str) -> tuple[KeyRecord, str]:

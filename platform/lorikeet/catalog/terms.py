@@ -77,9 +77,19 @@ def check_terms(terms: Mapping[str, Any]) -> None:
             raise InvalidInput(f"{name}={value}: want {want}", param=name)
 
 
-def check_key_terms(terms: KeyTerms, now: float) -> None:
-    """Whether a key may begin with these. now: Unix seconds. Raises InvalidInput."""
+def check_limited(tenant: str | None, terms: Mapping[str, Any]) -> None:
+    """Whether a key of this tenant may have limits: an admin's has none. Raises InvalidInput."""
+    if tenant is None and (limits := sorted(_OF_LIMITS & terms.keys())):
+        raise InvalidInput("limits are for tenants' keys, and this is an admin's", param=limits[0])
+
+
+def check_key_terms(tenant: str | None, terms: KeyTerms, now: float) -> None:
+    """Whether a key of this tenant, or with None of an admin, may begin with these.
+
+    now: Unix seconds. Raises InvalidInput.
+    """
     check_terms(terms)
+    check_limited(tenant, terms)
     name, expires = terms.get("name", ""), terms.get("expires")
     if len(name) > LONGEST_KEY_NAME or not name.isprintable():  # it is shown in terminals
         raise InvalidInput(f"want at most {LONGEST_KEY_NAME} printable characters", param="name")

@@ -100,8 +100,9 @@ def _told(change: Mapping[str, Any]) -> str:
     rest = {
         key: value
         for key, value in change.items()
-        if key not in ("type", "tenant", "name") and value is not None
+        if key not in ("type", "tenant", "name", "terms") and value is not None
     }
+    rest |= change.get("terms", {})
     if "digest" in rest:
         rest["digest"] = rest["digest"][:_SHOWN_DIGEST]
     words = [change["type"].replace("_", " "), whose]

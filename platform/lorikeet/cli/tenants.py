@@ -1,12 +1,13 @@
 """Tenants: who is authenticated and limited."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from lorikeet.cli.names import parse_bytes, parse_count, parse_tenant
+from lorikeet.cli.names import parse_tenant
 from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table, size
 from lorikeet.cli.server import admin
+from lorikeet.cli.terms import TENANT_TERMS, amount, print_terms, takes
 
 Tenant = Annotated[str, typer.Argument(parser=parse_tenant, metavar="TENANT", show_default=False)]
 
@@ -23,7 +24,7 @@ def tenants() -> None:
 
 @app.command("list")
 def list_tenants(ctx: typer.Context, as_json: AsJson = False) -> None:
-    """List tenants.
+    """List tenants and their first limits; `show` tells all of one.
 
     Example: `lorikeet tenants list`
     """
@@ -32,14 +33,23 @@ def list_tenants(ctx: typer.Context, as_json: AsJson = False) -> None:
         print_json(answer)
         return
     print_table(
-        ["Tenant", "#Requests at once", "#Pin budget", "#Rank", "#Adapter", "Since (UTC)"],
+        [
+            "Tenant",
+            "#Requests/min",
+            "#Tokens/min",
+            "#In flight",
+            "#Weight",
+            "#Priority",
+            "Since (UTC)",
+        ],
         [
             [
                 tenant["tenant"],
-                tenant["max_concurrent"] or "no limit",
-                size(tenant["pin_budget_bytes"]) or "no limit",
-                tenant["max_rank"],
-                size(tenant["max_adapter_bytes"]),
+                amount(tenant["requests_per_min"]),
+                amount(tenant["tokens_per_min"]),
+                amount(tenant["max_concurrent"]),
+                f"{tenant['weight']:g}",
+                tenant["priority"],
                 moment(tenant["created"]),
             ]
             for tenant in answer["data"]
@@ -49,22 +59,35 @@ def list_tenants(ctx: typer.Context, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def show(ctx: typer.Context, tenant: Tenant, as_json: AsJson = False) -> None:
+    """Show a tenant's limits and how much of the catalog it takes.
+
+    Example: `lorikeet tenants show acme`
+    """
+    answer = admin(ctx).get(f"/tenants/{tenant}")
+    if as_json:
+        print_json(answer)
+        return
+    print_terms(TENANT_TERMS, answer)
+    adapters, taken = answer["adapters"], size(answer["total_bytes"])
+    print_line(
+        f"Tenant [cyan]{tenant}[/cyan] has {adapters} adapters in use, {taken} together,"
+        f" and is here since {moment(answer['created'])} UTC."
+    )
+
+
+@app.command()
+@takes(TENANT_TERMS)
 def create(
-    ctx: typer.Context,
-    tenant: Tenant,
-    max_concurrent: Annotated[
-        int | None, typer.Option(min=1, help="Requests at once, over all gateways.")
-    ] = None,
-    as_json: AsJson = False,
+    ctx: typer.Context, tenant: Tenant, terms: dict[str, Any], as_json: AsJson = False
 ) -> None:
-    """Add a tenant.
+    """Add a tenant, with limits or without.
 
     One that is there stays as it is.
 
-    Example: `lorikeet tenants create acme --max-concurrent 32`
+    Example: `lorikeet tenants create acme --requests-per-min 600 --concurrent 32`
     """
-    body = {"tenant": tenant, "max_concurrent": max_concurrent}
-    answer = admin(ctx).post("/tenants", body)
+    answer = admin(ctx).post("/tenants", {"tenant": tenant, **terms})
     if as_json:
         print_json(answer)
         return
@@ -75,93 +98,22 @@ def create(
 
 
 @app.command()
+@takes(TENANT_TERMS)
 def limit(
-    ctx: typer.Context,
-    tenant: Tenant,
-    max_concurrent: Annotated[
-        str,
-        typer.Argument(
-            metavar="N|none", help="Requests at once, over all gateways.", show_default=False
-        ),
-    ],
-    as_json: AsJson = False,
+    ctx: typer.Context, tenant: Tenant, terms: dict[str, Any], as_json: AsJson = False
 ) -> None:
-    """Change how many requests of a tenant may run at once.
+    """Change a tenant's limits; those that are not named stay.
 
-    Those in flight finish.
+    Requests in flight finish, and what it has beyond a new limit stays: adapters, and pins, which
+    are then shown as unmet.
 
-    Example: `lorikeet tenants limit acme 32`
+    Example: `lorikeet tenants limit acme --tokens-per-min 1M --burst 30s --adapters none`
     """
-    count = parse_count(max_concurrent, "none")
-    answer = admin(ctx).patch(f"/tenants/{tenant}", {"max_concurrent": count})
+    if not terms:
+        raise typer.BadParameter("want at least one limit, such as --requests-per-min 600")
+    answer = admin(ctx).patch(f"/tenants/{tenant}", terms)
     if as_json:
         print_json(answer)
         return
-    bound = "no limit" if count is None else f"at most {count} requests at once"
-    print_line(f"Tenant [cyan]{tenant}[/cyan] now has {bound}.")
-
-
-@app.command("pin-budget")
-def pin_budget(
-    ctx: typer.Context,
-    tenant: Tenant,
-    budget: Annotated[
-        str,
-        typer.Argument(
-            metavar="BYTES|none",
-            help="Such as 512MiB or 2GiB: what all its pinned adapters may take on one replica.",
-            show_default=False,
-        ),
-    ],
-    as_json: AsJson = False,
-) -> None:
-    """Change how many bytes a tenant's pins may take.
-
-    What is pinned beyond it stays pinned and is shown as unmet; pinning more is refused.
-
-    Example: `lorikeet tenants pin-budget acme 2GiB`
-    """
-    count = parse_bytes(budget, "none")
-    answer = admin(ctx).patch(f"/tenants/{tenant}", {"pin_budget_bytes": count})
-    if as_json:
-        print_json(answer)
-        return
-    bound = "any memory" if count is None else f"{size(count)} on each replica"
-    print_line(f"The pins of [cyan]{tenant}[/cyan] may now take {bound}.")
-
-
-@app.command("adapter-limits")
-def adapter_limits(
-    ctx: typer.Context,
-    tenant: Tenant,
-    max_rank: Annotated[
-        str, typer.Argument(metavar="RANK|none", help="Of a new adapter.", show_default=False)
-    ],
-    max_bytes: Annotated[
-        str,
-        typer.Argument(
-            metavar="BYTES|none", help="Of a new adapter, such as 512MiB.", show_default=False
-        ),
-    ],
-    as_json: AsJson = False,
-) -> None:
-    """Change how large a tenant's new adapters may be.
-
-    The service's own limits hold besides. What is registered already stays.
-
-    Example: `lorikeet tenants adapter-limits acme 32 512MiB`
-    """
-    body = {
-        "max_rank": parse_count(max_rank, "none"),
-        "max_adapter_bytes": parse_bytes(max_bytes, "none"),
-    }
-    answer = admin(ctx).patch(f"/tenants/{tenant}", body)
-    if as_json:
-        print_json(answer)
-        return
-    rank = f"at most rank {max_rank}" if body["max_rank"] else "any rank served here"
-    most = size(body["max_adapter_bytes"])
-    print_line(
-        f"New adapters of [cyan]{tenant}[/cyan] may have {rank}"
-        f" and {f'at most {most}' if most else 'any size served here'}."
-    )
+    print_line(f"Tenant [cyan]{tenant}[/cyan] now has:")
+    print_terms(TENANT_TERMS, answer)

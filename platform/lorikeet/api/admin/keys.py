@@ -55,7 +55,8 @@ def key_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRouter:
         key_id: str, wanted: Annotated[Rotation, json_body(Rotation)], actor: Actor
     ) -> dict[str, Any]:
         record, secret = catalog.rotate_key(key_id, wanted.overlap_s, actor=actor)
-        return {**key_json(record), "key": secret}
+        replaced = catalog.ask(lambda state: state.key(key_id))
+        return {**key_json(record), "key": secret, "replaces": key_json(replaced)}
 
     @router.delete("/{key_id}")
     def revoke(key_id: str, actor: Actor) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Admin routes: tenants and their keys."""
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -14,7 +15,9 @@ from lorikeet.api.errors import CREATED
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Actor
 from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.quota import taken
 from lorikeet.catalog.records import Scope
+from lorikeet.catalog.state import CatalogState
 
 
 class NewTenant(OfTenant):
@@ -45,7 +48,7 @@ def tenant_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRout
 
     @router.get("/{tenant}")
     async def show(tenant: str) -> dict[str, Any]:
-        return await follower.survey(lambda state: tenant_json(state.tenant(tenant)))
+        return await follower.survey(partial(_shown, tenant))
 
     @router.patch("/{tenant}")
     def limit(
@@ -65,3 +68,10 @@ def tenant_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRout
         return made_key(catalog, tenant, wanted.scopes, wanted, actor)
 
     return router
+
+
+def _shown(tenant: str, state: CatalogState) -> dict[str, Any]:
+    """A tenant with what it takes of the catalog."""
+    shown = tenant_json(state.tenant(tenant))
+    used = taken(state, tenant)
+    return shown | {"adapters": used.adapters, "total_bytes": used.total_bytes}

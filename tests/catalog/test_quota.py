@@ -1,0 +1,102 @@
+"""A tenant takes no more of the catalog than it may."""
+
+import hashlib
+from pathlib import Path
+from threading import Barrier, Thread
+
+import pytest
+
+from lorikeet.catalog import AdapterCatalog, BlobFacts
+from lorikeet.catalog.quota import Taken, taken
+from lorikeet.errors import Conflict
+from tests.catalog.conftest import Register
+
+
+@pytest.fixture
+def store_url(tmp_path: Path) -> str:
+    """The rules are the same for every store."""
+    return str(tmp_path / "store")
+
+
+def test_no_more_adapters_than_the_limit(catalog: AdapterCatalog, register: Register) -> None:
+    catalog.limit_tenant("acme", max_adapters=2, actor="ann")
+    register("acme/a", b"1")
+    register("acme/b", b"2")
+    with pytest.raises(Conflict, match="has 2 adapters in use and its limit is 2: retire one"):
+        register("acme/c", b"3")
+    assert catalog.state.find("acme", "c") is None
+
+    register("acme/a", b"4")  # a version more is no adapter more
+    catalog.retire("acme", "b", actor="ann")
+    register("acme/c", b"3")
+    with pytest.raises(Conflict, match="limit is 2"):
+        catalog.restore("acme", "b", actor="ann")
+    with pytest.raises(Conflict, match="limit is 2"):
+        catalog.restore("acme", "b", 1, actor="ann")
+    catalog.limit_tenant("acme", max_adapters=None, actor="ann")
+    assert not catalog.restore("acme", "b", actor="ann").retired
+
+
+def test_no_more_bytes_than_the_limit(catalog: AdapterCatalog, register: Register) -> None:
+    catalog.limit_tenant("acme", max_total_bytes=100, actor="ann")
+    register("acme/a", b"1" * 40)
+    register("acme/a", b"2" * 40)
+    refusal = "would take 120 bytes, 80 without this one, and its limit is 100"
+    with pytest.raises(Conflict, match=refusal):
+        register("acme/a", b"3" * 40)
+    with pytest.raises(Conflict, match=refusal):
+        register("acme/b", b"3" * 40)
+
+    register("acme/b", b"1" * 40)  # the same blob, which is counted once
+    catalog.promote("acme", "a", 2, actor="ann")
+    catalog.retire("acme", "a", 1, actor="ann")
+    with pytest.raises(Conflict, match="120 bytes"):  # b has it still
+        register("acme/b", b"3" * 40)
+    catalog.retire("acme", "b", actor="ann")
+    register("acme/b", b"3" * 40)
+    assert taken(catalog.state, "acme") == Taken(2, 80)
+    with pytest.raises(Conflict, match="120 bytes"):
+        catalog.restore("acme", "a", 1, actor="ann")
+
+
+def test_a_smaller_limit_refuses_only_what_adds(
+    catalog: AdapterCatalog, register: Register
+) -> None:
+    register("acme/a", b"1" * 40)
+    register("acme/b", b"2" * 40)
+    catalog.limit_tenant("acme", max_adapters=1, max_total_bytes=10, actor="ann")
+
+    assert register("acme/a", b"1" * 40).version == 1
+    assert register("acme/a", b"1" * 40, promote=True, shared=True).version == 1
+    with pytest.raises(Conflict):
+        register("acme/a", b"3")
+
+
+def test_of_two_that_race_for_the_last_place_one_gets_it(
+    catalog: AdapterCatalog, tmp_path: Path
+) -> None:
+    catalog.limit_tenant("acme", max_adapters=3, actor="ann")
+    start = Barrier(6)
+    refused: list[str] = []
+
+    def race(number: int) -> None:
+        data = str(number).encode()
+        blob = tmp_path / str(number)
+        blob.write_bytes(data)
+        facts = BlobFacts(hashlib.sha256(data).hexdigest(), 1, 8, "demo")
+        own = AdapterCatalog(catalog.store)
+        start.wait()
+        try:
+            own.register("acme", f"a{number}", blob, facts, actor="ann")
+        except Conflict as error:
+            refused.append(error.message)
+
+    racing = [Thread(target=race, args=(number,)) for number in range(6)]
+    for each in racing:
+        each.start()
+    for each in racing:
+        each.join()
+
+    assert taken(catalog.refresh(), "acme").adapters == 3
+    assert len(refused) == 3
+    assert all("its limit is 3" in message for message in refused)
