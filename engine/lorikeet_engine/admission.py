@@ -27,14 +27,14 @@ class Adapters(Protocol):
     def residency(self, ref: AdapterRef) -> Residency:
         """The fastest place that holds it now."""
 
-    def want(self, ref: AdapterRef) -> None:
-        """Start to bring it to the GPU; doing so again changes nothing."""
+    def want(self, ref: AdapterRef, tenant: str) -> None:
+        """Start to bring it to the GPU for a tenant; doing so again changes nothing."""
 
     def rank(self, ref: AdapterRef) -> int | None:
         """Its largest rank while it is on the GPU."""
 
-    def lease(self, ref: AdapterRef) -> Lease | None:
-        """A lease once it is on the GPU. Raises AdapterError if it could not be brought there."""
+    def lease(self, ref: AdapterRef, tenant: str) -> Lease | None:
+        """A tenant's lease once it is on the GPU. Raises AdapterError if it cannot come there."""
 
 
 class Admission:
@@ -86,7 +86,8 @@ class Admission:
         crowded = self._crowded(ref)
         if not crowded:
             try:
-                sequence.lease = sequence.lease or self._adapters.lease(ref)
+                tenant = sequence.request.terms.tenant
+                sequence.lease = sequence.lease or self._adapters.lease(ref, tenant)
             except AdapterError as error:
                 self.failed[ref.digest] = error
             if sequence.lease is not None:
@@ -104,7 +105,7 @@ class Admission:
         return len(self._present) >= self._max_adapters or ranks > self._max_ranks
 
     def _pass(self, sequence: Sequence, ref: AdapterRef, crowded: bool) -> None:
-        self._adapters.want(ref)
+        self._adapters.want(ref, sequence.request.terms.tenant)
         # On the host and not further: what keeps it out is leased memory, as a rule.
         if crowded or self._adapters.residency(ref) is Residency.HOST:
             self._passed.append(sequence)

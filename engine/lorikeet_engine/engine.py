@@ -34,6 +34,7 @@ from lorikeet_engine.residency.disk import AdapterSource
 from lorikeet_engine.sampling import NOT_FINITE, Sampler, SamplingRow
 from lorikeet_engine.scheduler import Bounds, Scheduler
 from lorikeet_engine.sequence import Chunk, Sequence
+from lorikeet_engine.slot_use import SlotUse
 
 __all__ = ["Engine", "EngineConfig", "EngineSettings"]
 
@@ -52,9 +53,9 @@ class _Flight:
 class Engine:
     """One base model, its adapters, and the requests in flight.
 
-    submit, abort, wake, residency, pin, unpin, prefetch, report and load may be called from any
-    thread; wait, step, fail_all and close from one alone, for instance EngineLoop's; news from
-    another, for instance Reporter's. changed: set when there may be news.
+    submit, abort, wake, residency, pin, unpin, prefetch, report, take_use and load may be called
+    from any thread; wait, step, fail_all and close from one alone, for instance EngineLoop's; news
+    from another, for instance Reporter's. changed: set when there may be news.
     """
 
     def __init__(
@@ -198,6 +199,10 @@ class Engine:
             adapters=self._tiers.report(),
             pinnable_bytes=self._tiers.pinnable_bytes,
         )
+
+    def take_use(self) -> list[SlotUse]:
+        """Who used adapters' slots since the call before, which one reader makes."""
+        return self._tiers.take_use()
 
     def load(self) -> EngineLoad:
         """What the engine does now."""

@@ -18,6 +18,7 @@ from lorikeet_engine.errors import EngineClosed
 from lorikeet_engine.intake import EngineConfig
 from lorikeet_engine.news import EngineNews
 from lorikeet_engine.request import EngineReport, Output, Request
+from lorikeet_engine.slot_use import SlotUse
 from lorikeet_engine.wire import Outbox, Reply, from_rows
 
 if TYPE_CHECKING:
@@ -114,6 +115,10 @@ class EngineHost:
     def report(self) -> Future[EngineReport]:
         """Engine.report."""
         return self._call("report")
+
+    def take_use(self) -> Future[list[SlotUse]]:
+        """Engine.take_use."""
+        return self._call("take_use")
 
     def close(self) -> None:
         """Let the engine finish its step, fail what is in flight with EngineClosed, and end."""

@@ -77,6 +77,7 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
     "unpin": Engine.unpin,
     "prefetch": Engine.prefetch,
     "report": Engine.report,
+    "take_use": Engine.take_use,
 }
 
 

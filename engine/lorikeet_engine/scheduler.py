@@ -46,7 +46,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait behind those that already do."""
         if sequence.adapter is not None:
-            self._adapters.want(sequence.adapter)
+            self._adapters.want(sequence.adapter, sequence.request.terms.tenant)
         self.waiting.append(sequence)
 
     def plan(self, max_ranks: float = math.inf) -> Plan:

@@ -40,11 +40,11 @@ class Shelf:
             return Residency.GPU
         return Residency.REMOTE if ref.digest in self.remote else Residency.HOST
 
-    def want(self, ref):
+    def want(self, ref, tenant):
         if ref.digest not in self.on_gpu:
             self.wanted[ref.digest] = None
 
-    def lease(self, ref):
+    def lease(self, ref, tenant):
         if ref.digest in self.broken:
             raise AdapterLoadFailed(f"{ref} is broken")
         return ShelfLease(self, ref.digest) if ref.digest in self.on_gpu else None

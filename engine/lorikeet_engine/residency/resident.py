@@ -38,12 +38,15 @@ class Lease:
     rank: the adapter's largest. Use as a context manager, or release once done.
     """
 
-    __slots__ = ("_ended", "_resident", "rank", "slot")
+    __slots__ = ("_ended", "_resident", "_then", "rank", "slot")
 
-    def __init__(self, resident: Resident, ended: Callable[[Resident], None]) -> None:
+    def __init__(
+        self, resident: Resident, ended: Callable[[Resident], None], then: Callable[[], None]
+    ) -> None:
+        """ended, then: called, in this order, when it is released."""
         resident.leases += 1
         self._resident: Resident | None = resident
-        self._ended = ended
+        self._ended, self._then = ended, then
         self.slot = resident.slot
         self.rank = resident.layout.max_rank
 
@@ -52,6 +55,7 @@ class Lease:
         resident, self._resident = self._resident, None
         if resident is not None:
             self._ended(resident)
+            self._then()
 
     def __enter__(self) -> "Lease":
         return self

@@ -27,6 +27,10 @@ GUARD_S = 0.5
 _RATHER_EVICT = 2
 
 
+def _nothing() -> None:
+    pass
+
+
 class Residents:
     """Belongs to the engine's thread; holds, snapshot, room_elements and victim are for any."""
 
@@ -104,8 +108,8 @@ class Residents:
             self._held[digest] = resident
         return True
 
-    def lease(self, digest: str) -> Lease | None:
-        """None while it is not here."""
+    def lease(self, digest: str, then: Callable[[], None] = _nothing) -> Lease | None:
+        """None while it is not here. then: called when it is released."""
         if not self.holds(digest):
             return None
         resident, now_s = self._residents[digest], self._clock()
@@ -116,7 +120,7 @@ class Residents:
         resident.last_used_s = now_s
         resident.guarded_until_s = 0.0
         self._held[digest] = resident
-        return Lease(resident, self._lease_ended)
+        return Lease(resident, self._lease_ended, then)
 
     def worth_unasked(self, digest: str, layout: PackedLayout, elsewhere: float) -> float:
         """What it is worth to have it here now though nobody asks for it here.

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,8 +38,10 @@ from lorikeet_engine.residency.pins import Pins
 from lorikeet_engine.residency.prefetches import Prefetches
 from lorikeet_engine.residency.resident import Lease
 from lorikeet_engine.residency.residents import Residents
+from lorikeet_engine.residency.slot_usage import SlotUsage, Use
 from lorikeet_engine.residency.slots import SlotPool
 from lorikeet_engine.residency.transfer import Transfer
+from lorikeet_engine.slot_use import SlotUse
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +96,8 @@ class Tiers:
         self._accounts = Accounts(self._pool, self._residents, self._copies, self._pins, self.where)
         self._wake = wake
         self._alarm = Alarm(wake)
-        self._wanted: dict[str, AdapterRef] = {}  # wanted and not on the GPU
+        self._usage = SlotUsage(time.monotonic)
+        self._wanted: dict[str, Use] = {}  # wanted and not on the GPU, and who did first
         self._line: dict[str, AdapterRef] = {}  # of these, held on the host
         self._parked: dict[str, int] = {}  # of these, waiting for the host: its frees then
         self._failures: dict[str, tuple[AdapterError, float]] = {}
@@ -147,8 +151,8 @@ class Tiers:
         """Its largest rank while it is on the GPU."""
         return self._residents.rank(ref.digest)
 
-    def want(self, ref: AdapterRef) -> None:
-        """Begin to bring it to the GPU; doing so again changes nothing."""
+    def want(self, ref: AdapterRef, tenant: str = "") -> None:
+        """Begin to bring it to the GPU; doing so again changes nothing. tenant: whose request."""
         digest = ref.digest
         if self._residents.want(digest) or digest in self._wanted:
             return
@@ -158,11 +162,11 @@ class Tiers:
                 return
             del self._failures[digest]
         self._accounts.asked(ref)
-        self._wanted[digest] = ref
+        self._wanted[digest] = Use(tenant, ref)
         self._bring(ref)
 
-    def lease(self, ref: AdapterRef) -> Lease | None:
-        """A lease once it is on the GPU, else None.
+    def lease(self, ref: AdapterRef, tenant: str = "") -> Lease | None:
+        """A lease for a tenant's request once it is on the GPU, else None.
 
         Raises AdapterLoadFailed or AdapterTooLarge, once for each failed load: wanted again, it
         is tried again.
@@ -170,7 +174,11 @@ class Tiers:
         failure = self._failures.pop(ref.digest, None)
         if failure is not None:
             raise failure[0]
-        return self._residents.lease(ref.digest)
+        use = Use(tenant, ref)
+        lease = self._residents.lease(ref.digest, partial(self._usage.ended, use))
+        if lease is not None:
+            self._usage.leased(use)
+        return lease
 
     def advance(self) -> None:
         """Between two steps: move what is loaded to the GPU, evict for it, look after pins."""
@@ -183,7 +191,7 @@ class Tiers:
         for digest, frees in list(self._parked.items()):
             if self._host.frees != frees:
                 del self._parked[digest]
-                self._bring(self._wanted[digest])
+                self._bring(self._wanted[digest].ref)
         retry_s = self._pins.keep(may_place=not self._line)
         spare = not self._pins.loading and len(self._wanted) == len(self._line)
         self._prefetches.advance(may_load=spare, may_place=not self._line)
@@ -216,6 +224,10 @@ class Tiers:
     def report(self) -> tuple[AdapterReport, ...]:
         """Every adapter that is nearer than remote, as far as this process has seen it."""
         return self._accounts.report()
+
+    def take_use(self) -> list[SlotUse]:
+        """Who used slots since the call before."""
+        return self._usage.take()
 
     def close(self) -> None:
         """Load nothing more."""
@@ -281,7 +293,8 @@ class Tiers:
         else:
             self._host.hold(digest)
             self._copies.follow(digest, layout.elements, began_s, copied)
-        self._wanted.pop(digest, None)
+        if use := self._wanted.pop(digest, None):
+            self._usage.loaded(use, layout.elements * self.weights.arena.itemsize)
         self._parked.pop(digest, None)
         self._failures.pop(digest, None)  # of an earlier load that nobody waits for any more
         if self._line.pop(digest, None):

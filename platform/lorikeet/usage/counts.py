@@ -1,0 +1,71 @@
+"""What is counted, and for whom."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from typing import NamedTuple, TypeVar
+
+K = TypeVar("K")
+
+
+class Account(NamedTuple):
+    """Whose use it is, and of what. adapter: tenant/name, None for the base model alone."""
+
+    tenant: str
+    base_model: str
+    adapter: str | None = None
+
+    @property
+    def model(self) -> str:
+        """What a request calls it, whatever the version."""
+        return self.adapter or self.base_model
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Sums. requests: that a replica took. cached_tokens: of the prompts', found computed.
+
+    slot_s: the adapter's slot on some GPU was leased for the tenant's requests; leases of the same
+    time on one replica count once, and tenants who share an adapter share the time. loads,
+    load_bytes: onto a GPU, because the tenant's requests asked for the adapter.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    slot_s: float = 0.0
+    loads: int = 0
+    load_bytes: int = 0
+
+    def __add__(self, more: "Counts") -> "Counts":
+        return Counts(
+            self.requests + more.requests,
+            self.prompt_tokens + more.prompt_tokens,
+            self.cached_tokens + more.cached_tokens,
+            self.output_tokens + more.output_tokens,
+            self.slot_s + more.slot_s,
+            self.loads + more.loads,
+            self.load_bytes + more.load_bytes,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and output."""
+        return self.prompt_tokens + self.output_tokens
+
+
+NOTHING = Counts()
+
+Use = Mapping[Account, Counts]
+"""What was used, by account."""
+
+
+def add_to(sums: dict[K, Counts], key: K, counts: Counts) -> None:
+    """One more for this key."""
+    sums[key] = sums.get(key, NOTHING) + counts
+
+
+def day_of(unix_s: float) -> date:
+    """Days begin at midnight UTC."""
+    return datetime.fromtimestamp(unix_s, UTC).date()

@@ -1,0 +1,83 @@
+"""Joins a day's many small objects into one, and finds what that has made superfluous.
+
+Nothing is locked and a crash leaves nothing wrong: a joined object is written whole or not at all,
+and says which parts it holds, so that whoever reads both counts them once (files.py). What it has
+made superfluous goes in a later run, when nobody can still be reading it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import date
+
+from lorikeet.catalog.store import ObjectStore, StoredObject
+from lorikeet.errors import ObjectExists, StoreError
+from lorikeet.usage.counts import Account, day_of
+from lorikeet.usage.day import Day
+from lorikeet.usage.files import (
+    PREFIX,
+    Content,
+    day_prefix,
+    from_json,
+    joined_key,
+    joined_number,
+    part_of,
+    to_json,
+)
+
+SPARED_S = 3600.0
+"""So long after parts were joined they stay, for those who listed them before."""
+
+
+def join(store: ObjectStore, day: date) -> None:
+    """Write one object with all of a day, unless there is one. Raises StoreError."""
+    read = Day[Account](store, day, key=lambda account: account)
+    use = read.read()
+    if not read.parts:
+        return
+    key = joined_key(day, read.joined + 1)
+    with suppress(ObjectExists):  # somebody else joins them too
+        store.put_if_absent(key, to_json(Content(use, read.marks)))
+
+
+def superfluous(store: ObjectStore, day: date, before: float) -> Iterator[StoredObject]:
+    """What an object that was joined before then, in Unix seconds, holds too. Raises StoreError."""
+    found = list(store.scan(day_prefix(day)))
+    joined = [one for one in found if joined_number(one.key) and one.modified < before]
+    if not joined:
+        return
+    newest = max(joined, key=lambda one: joined_number(one.key))
+    marks = from_json(store.get(newest.key), newest.key).marks
+    for one in found:
+        part = part_of(one.key)
+        if part is not None:
+            if part.number <= marks.get(part.writer, -1):
+                yield one
+        elif 0 < joined_number(one.key) < joined_number(newest.key):
+            yield one
+
+
+def days_with_usage(store: ObjectStore) -> Iterator[date]:
+    """In order; one question to the store for each. Raises StoreError."""
+    key = store.first(PREFIX)
+    while key is not None:
+        try:
+            day = date.fromisoformat(key.removeprefix(PREFIX).partition("/")[0])
+        except ValueError as error:
+            raise StoreError(f"{store.url}: {key} is no day's usage: remove it") from error
+        yield day
+        key = store.first(PREFIX, f"{day_prefix(day)}~")
+
+
+def tidy(store: ObjectStore, now: Callable[[], float], *, dry_run: bool) -> Iterator[StoredObject]:
+    """Join the days that are over, and delete what is superfluous by now.
+
+    now: Unix seconds. The answer is what is deleted, or would be. Raises StoreError.
+    """
+    today = day_of(now())
+    for day in days_with_usage(store):
+        for one in list(superfluous(store, day, now() - SPARED_S)):
+            if not dry_run:
+                store.delete(one.key)
+            yield one
+        if day < today and not dry_run:
+            join(store, day)

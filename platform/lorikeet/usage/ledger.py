@@ -1,0 +1,29 @@
+"""What one process has counted and not written yet."""
+
+import time
+from collections.abc import Callable
+from datetime import date
+from threading import Lock
+
+from lorikeet.usage.counts import Account, Counts, Use, add_to, day_of
+
+
+class Ledger:
+    """Sums by day and account. For any thread; clock: Unix seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = Lock()
+        self._days: dict[date, dict[Account, Counts]] = {}
+
+    def add(self, account: Account, counts: Counts) -> None:
+        """It was used now."""
+        day = day_of(self._clock())
+        with self._lock:
+            add_to(self._days.setdefault(day, {}), account, counts)
+
+    def take(self) -> dict[date, Use]:
+        """Everything since the call before."""
+        with self._lock:
+            taken, self._days = self._days, {}
+        return dict(taken)

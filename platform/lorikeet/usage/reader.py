@@ -1,0 +1,57 @@
+"""What was used in a period."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date, timedelta
+from threading import Lock
+
+from lorikeet.catalog.store import ObjectStore
+from lorikeet.errors import InvalidInput
+from lorikeet.usage.counts import Account, Use, day_of
+from lorikeet.usage.day import Day
+
+MOST_DAYS = 400
+_AT_ONCE = 8
+_DAY_S = 86400.0
+
+
+def days(first: date, last: date) -> list[date]:
+    """Both of these and those between. Raises InvalidInput where there are too many or none."""
+    count = (last - first).days + 1
+    if not 1 <= count <= MOST_DAYS:
+        raise InvalidInput(
+            f"from {first} to {last}: want the first day, the last one, and {MOST_DAYS} at most",
+            param="from",
+        )
+    return [first + timedelta(days=n) for n in range(count)]
+
+
+class UsageReader:
+    """Reads days from the store; of those that grow, only what is new. For any thread."""
+
+    def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
+        self._store, self._clock = store, clock
+        self._lock = Lock()  # guards what follows
+        self._growing: dict[date, Day[Account]] = {}
+
+    def read(self, first: date, last: date) -> dict[date, Use]:
+        """Every day of the period that has any. Raises InvalidInput, StoreError."""
+        wanted = days(first, last)
+        with ThreadPoolExecutor(_AT_ONCE) as readers:
+            found = list(readers.map(self._read, wanted))
+        return {day: use for day, use in zip(wanted, found, strict=True) if use}
+
+    def _read(self, day: date) -> Use:
+        yesterday = day_of(self._clock() - _DAY_S)
+        if day < yesterday:
+            return self._new(day).read()
+        with self._lock:
+            for over in [each for each in self._growing if each < yesterday]:
+                del self._growing[over]
+            if day not in self._growing:
+                self._growing[day] = self._new(day)
+            return dict(self._growing[day].read())
+
+    def _new(self, day: date) -> Day[Account]:
+        return Day(self._store, day, key=lambda account: account)
