@@ -57,13 +57,46 @@ class Option(NamedTuple, Generic[R]):
     arriving: bool = False
 
 
+class Cost(NamedTuple):
+    """What a request is expected to cost at a replica, part by part, seconds.
+
+    prefill_s: of its own prompt. queue_s: the prompts before it, and a place in the batch. load_s:
+    of its adapter from its tier; it overlaps with the queue. others_s: what other requests lose by
+    it. copy_s: what it is worth not to make one more copy of the adapter, and of what goes for it.
+    """
+
+    prefill_s: float
+    queue_s: float
+    load_s: float
+    others_s: float
+    copy_s: float
+
+    @property
+    def total_s(self) -> float:
+        """What replicas are compared by."""
+        return self.prefill_s + self.others_s + max(self.queue_s, self.load_s) + self.copy_s
+
+
+class Candidate(NamedTuple, Generic[R]):
+    """A replica that was considered, where it had the adapter, and what was expected of it."""
+
+    replica: R
+    tier: Residency
+    cost: Cost
+
+
 def choose(work: Work, options: Iterable[Option[R]], costs: Costs) -> R:
     """The replica with the least expected cost; among equals the first. Wants at least one."""
     return min(options, key=lambda option: expected_cost_s(work, option, costs)).replica
 
 
 def expected_cost_s(work: Work, option: Option[R], costs: Costs) -> float:
-    """Seconds to the first token, and what the request costs others, in such seconds.
+    """Seconds to the first token, and what the request costs others, in such seconds."""
+    return expected_cost(work, option, costs).total_s
+
+
+def expected_cost(work: Work, option: Option[R], costs: Costs) -> Cost:
+    """The same, part by part.
 
     The wait for the prompts before it and the load overlap. Others pay in three ways: while this
     prompt is computed they decode slowly; with it each of their steps is longer, by its rank if its
@@ -82,13 +115,14 @@ def expected_cost_s(work: Work, option: Option[R], costs: Costs) -> float:
     longer_s = steps.sequence_s * work.sequences + steps.rank_s * new_ranks
     delay_s = load.running * (prefill_s + costs.answer_tokens * longer_s)
     delay_s += load.waiting * costs.answer_tokens * longer_s
-    cost_s = prefill_s + costs.others * delay_s
+    others_s = costs.others * delay_s
     if option.tier is Residency.GPU:
-        return cost_s + wait_s
+        return Cost(prefill_s, wait_s, 0.0, others_s, 0.0)
     if option.arriving:
-        return cost_s + max(wait_s, costs.loads.load_s(option.tier, load.loading_bytes))
+        load_s = costs.loads.load_s(option.tier, load.loading_bytes)
+        return Cost(prefill_s, wait_s, load_s, others_s, 0.0)
     load_s = costs.loads.load_s(option.tier, load.loading_bytes + work.adapter_bytes)
     if load.room_bytes < work.adapter_bytes:  # until some answer ends
         load_s += costs.answer_tokens * step_s / max(1, load.running)
-    price_s = costs.copy_s + costs.lost_use_s * option.lost_uses
-    return cost_s + max(wait_s, load_s) + price_s
+    copy_s = costs.copy_s + costs.lost_use_s * option.lost_uses
+    return Cost(prefill_s, wait_s, load_s, others_s, copy_s)

@@ -2,13 +2,14 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from threading import Lock
+from typing import NamedTuple
 
 from lorikeet.routing.agreed import agreed_costs
 from lorikeet.routing.ask import Ask
-from lorikeet.routing.choice import Load, Option, Work, expected_cost_s
+from lorikeet.routing.choice import Candidate, Load, Option, Work, expected_cost
 from lorikeet.routing.costs import H200_LLAMA_8B, Costs
 from lorikeet.routing.handful import Homes, handful
 from lorikeet.routing.known import KnownReplica, Sent
@@ -28,6 +29,18 @@ UNFETCHABLE_S = 10.0
 LOST_S = 10.0
 """A replica that failed is tried again after so long even if nobody hears it."""
 _AGREE_S = 1.0  # measured costs change slowly, and each replica speaks of its own every second
+
+
+class Decision(NamedTuple):
+    """Where a request was sent.
+
+    taken_s: when that replica took it, by the fleet's clock; None: not yet. weighed: the replicas
+    that were considered, the best first.
+    """
+
+    replica: str
+    taken_s: float | None
+    weighed: tuple[Candidate[str], ...]
 
 
 def _unknown(_: str) -> int | None:
@@ -136,7 +149,13 @@ class Fleet:
             return any(self._of_use(self._residents.at(tier, digest)) for tier in tiers)
 
     def order(self, ask: Ask, queue: Callable[[str], int | None] = _unknown) -> list[str]:
-        """A few replicas, the one with the least expected cost first; none if there are none.
+        """A few replicas, the one with the least expected cost first; none if there are none."""
+        return [candidate.replica for candidate in self.weigh(ask, queue)]
+
+    def weigh(
+        self, ask: Ask, queue: Callable[[str], int | None] = _unknown
+    ) -> list[Candidate[str]]:
+        """The same with what was expected of each.
 
         queue: the requests at a replica, as far as Serve knows, at once; for those that are silent.
         """
@@ -144,24 +163,27 @@ class Fleet:
             now_s, work, digest = self._clock(), ask.work, ask.digest
             self._try_again(now_s)
             cached = self._prefixes.cached_tokens(ask.prefixes)
-            cost_s = {}
+            weighed = []
             for name in self._candidates(digest, cached):
                 known = self._known[name]
                 load = known.load(now_s, queue(name))
                 option = self._option(name, known, load, work, digest, cached.get(name, 0))
-                cost_s[name] = expected_cost_s(work, option, known.costs)
-            best = sorted(cost_s, key=cost_s.__getitem__)
+                cost = expected_cost(work, option, known.costs)
+                weighed.append(Candidate(name, option.tier, cost))
+            weighed.sort(key=lambda candidate: candidate.cost.total_s)
             if digest is not None and now_s < self._fetching_from_s:
-                best.sort(key=lambda name: self._residents.tier(name, digest) is Residency.REMOTE)
-            return best
+                weighed.sort(key=lambda candidate: candidate.tier is Residency.REMOTE)
+            return weighed
 
     def expect(self, request_id: str) -> None:
         """A request is about to be sent; until ended() it counts where it goes."""
         with self._lock:
             self._sent[request_id] = None
 
-    def intend(self, request_id: str, replica: str, ask: Ask) -> None:
-        """It goes to this replica, unless that turns out to be full.
+    def intend(
+        self, request_id: str, replica: str, ask: Ask, weighed: Sequence[Candidate[str]] = ()
+    ) -> None:
+        """It goes to this replica, the best of what was weighed, unless that turns out to be full.
 
         A request that is intended again waits for a place; its adapter may come before it.
         """
@@ -171,24 +193,30 @@ class Fleet:
             again, adapter = self._sent[request_id] is not None, ask.adapter
             if again and adapter and self._residents.tier(replica, adapter.digest) < Residency.GPU:
                 self._wanted.setdefault((replica, adapter), set()).add(request_id)
-            self._send(request_id, replica, ask)
+            self._send(request_id, replica, ask, weighed)
 
     def accepted(self, request_id: str, replica: str) -> None:
         """The replica that took it."""
         with self._lock:
             sent = self._sent.get(request_id)
             if sent is not None and sent.replica != replica:
-                self._send(request_id, replica, sent.ask)
+                self._send(request_id, replica, sent.ask, sent.weighed)
                 sent = self._sent[request_id]
             if sent is not None:
-                sent.accepted = True
+                sent.accepted_s = self._clock()
                 self._prefixes.add(sent.ask.prefixes, replica)
 
     def taker(self, request_id: str) -> str | None:
         """The replica that took a request, if one did."""
         with self._lock:
             sent = self._sent.get(request_id)
-            return sent.replica if sent is not None and sent.accepted else None
+            return sent.replica if sent is not None and sent.accepted_s is not None else None
+
+    def decision(self, request_id: str) -> Decision | None:
+        """Where a request that has not ended was sent, and why; None while it waits for that."""
+        with self._lock:
+            sent = self._sent.get(request_id)
+            return Decision(sent.replica, sent.accepted_s, tuple(sent.weighed)) if sent else None
 
     def begun(self, request_id: str) -> None:
         """The first bytes of its answer have come, so its adapter is on that GPU."""
@@ -281,7 +309,9 @@ class Fleet:
             arriving=arriving,
         )
 
-    def _send(self, request_id: str, replica: str, ask: Ask) -> None:
+    def _send(
+        self, request_id: str, replica: str, ask: Ask, weighed: Sequence[Candidate[str]]
+    ) -> None:
         self._take_back(request_id)
         known = self._known.get(replica)
         if known is None:
@@ -293,7 +323,7 @@ class Fleet:
             self._residents.wait(replica, ask.digest)
         cached = self._prefixes.cached_tokens(ask.prefixes).get(replica, 0)
         tokens = max(1, ask.work.prompt_tokens - cached)
-        sent = Sent(ask, replica, self._clock(), tokens, brought_bytes)
+        sent = Sent(ask, replica, self._clock(), tokens, brought_bytes, weighed)
         self._sent[request_id] = sent
         known.send(request_id, sent)
 

@@ -2,10 +2,11 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lorikeet.routing.ask import Ask
-from lorikeet.routing.choice import Load
+from lorikeet.routing.choice import Candidate, Load
 from lorikeet.routing.costs import Costs
 from lorikeet.routing.news import MeasuredCosts, ReplicaNews
 from lorikeet.routing.residents import take_one
@@ -21,8 +22,8 @@ class Sent:
     """A request on its way to a replica or at work there.
 
     tokens: of its prompt, those that are not cached there. bytes: of its adapter if this request
-    brings it to that GPU. accepted: whether the replica took it. begun: whether its first bytes
-    have come.
+    brings it to that GPU. weighed: the replicas that were considered, the best first. accepted_s:
+    when the replica took it, if it did. begun: whether its first bytes have come.
     """
 
     ask: Ask
@@ -30,7 +31,8 @@ class Sent:
     at_s: float
     tokens: int
     bytes: int
-    accepted: bool = False
+    weighed: Sequence[Candidate[str]] = ()
+    accepted_s: float | None = None
     begun: bool = False
 
 

@@ -97,10 +97,11 @@ class AdapterRouter(RequestRouter):
         if only is not None:
             return [[by_name[only]]] if only in by_name else []
         ask = _ask_of(pending)
-        best = [name for name in self._fleet.order(ask, self._queue) if name in by_name]
+        weighed = self._fleet.weigh(ask, self._queue)
+        best = [candidate.replica for candidate in weighed if candidate.replica in by_name]
         call = _call_of(pending)
         if call is not None and best:
-            self._fleet.intend(call.request_id, best[0], ask)
+            self._fleet.intend(call.request_id, best[0], ask, weighed)
         others = [name for name in self._fleet.usable if name in by_name and name not in best]
         ranks = [[name] for name in best] + [others]
         return [[by_name[name] for name in rank] for rank in ranks]
