@@ -1,12 +1,13 @@
 """A key opens what its scopes say, and nothing else."""
 
+import time
 from pathlib import Path
 
 import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.local import LocalStore
-from lorikeet.catalog.records import Scope
+from lorikeet.catalog.records import Limits, Scope
 from lorikeet.errors import Forbidden, InvalidKey
 from lorikeet.tenancy import authenticate
 
@@ -67,3 +68,34 @@ def test_an_admin_administers_and_does_not_infer(catalog: AdapterCatalog) -> Non
     assert authenticate(catalog.state, f"Bearer {secret}", Scope.ADMIN, NOW).tenant is None
     with pytest.raises(Forbidden, match="tenant's key"):
         authenticate(catalog.state, f"Bearer {secret}", Scope.INFER, NOW)
+
+
+@pytest.mark.parametrize(("tenant", "scope"), [("acme", Scope.INFER), (None, Scope.ADMIN)])
+def test_a_read_only_key_reads_on_its_own_plane_and_does_nothing_else(
+    catalog: AdapterCatalog, tenant: str | None, scope: Scope
+) -> None:
+    _, secret = catalog.create_key(tenant, {Scope.READ_ONLY}, actor="test")
+    header = f"Bearer {secret}"
+    assert authenticate(catalog.state, header, scope, NOW, reading=True).tenant == tenant
+    with pytest.raises(Forbidden, match="read-only"):
+        authenticate(catalog.state, header, scope, NOW)
+    other = Scope.ADMIN if scope is Scope.INFER else Scope.INFER
+    with pytest.raises(Forbidden):
+        authenticate(catalog.state, header, other, NOW, reading=True)
+
+
+def test_a_key_ends_when_it_expires(catalog: AdapterCatalog) -> None:
+    ends = time.time() + 100.0
+    _, secret = catalog.create_key("acme", {Scope.INFER}, expires=ends, actor="test")
+    header = f"Bearer {secret}"
+    assert authenticate(catalog.state, header, Scope.INFER, ends - 0.1).tenant == "acme"
+    with pytest.raises(InvalidKey, match="expired"):
+        authenticate(catalog.state, header, Scope.INFER, ends)
+
+
+def test_a_principal_carries_its_keys_own_limits(catalog: AdapterCatalog) -> None:
+    catalog.limit_tenant("acme", max_context=100, actor="test")
+    record, secret = catalog.create_key("acme", {Scope.INFER}, max_context=10, actor="test")
+    catalog.limit_key(record.id, requests_per_min=5, actor="test")
+    principal = authenticate(catalog.state, f"Bearer {secret}", Scope.INFER, NOW)
+    assert principal.limits == Limits(requests_per_min=5, max_context=10)

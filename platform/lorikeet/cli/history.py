@@ -103,6 +103,8 @@ def _told(change: Mapping[str, Any]) -> str:
         if key not in ("type", "tenant", "name", "terms") and value is not None
     }
     rest |= change.get("terms", {})
+    if rest.get("expires") is not None:
+        rest["expires"] = moment(rest["expires"])
     if "digest" in rest:
         rest["digest"] = rest["digest"][:_SHOWN_DIGEST]
     words = [change["type"].replace("_", " "), whose]

@@ -187,4 +187,4 @@ def _state(key: dict[str, Any]) -> str:
         return "revoked"
     if key["expires"] is not None and key["expires"] <= time.time():
         return "expired"
-    return "" if key["replaced_by"] is None else f"replaced by {key['replaced_by']}"
+    return "" if key["replaced_by"] is None else "replaced"
