@@ -12,11 +12,28 @@ CONTEXT = 1024
 
 CHAT_TEMPLATE = """\
 {{- bos_token }}
+{%- if tools %}
+    {{- '<|system|>Tools:' }}
+    {%- for tool in tools %}
+        {{- '\\n' + (tool['function'] | tojson) }}
+    {%- endfor %}
+    {{- '\\nTo call one: <tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>' }}
+    {{- eos_token }}
+{%- endif %}
 {%- for message in messages %}
-    {%- if message['role'] not in ['system', 'user', 'assistant'] %}
-        {{- raise_exception('Role ' + message['role'] + ' is not system, user or assistant') }}
+    {%- if message['role'] == 'tool' %}
+        {{- '<|user|><tool_response>\\n' + message['content'] + '\\n</tool_response>' + eos_token }}
+    {%- elif message['role'] in ['system', 'user', 'assistant'] %}
+        {{- '<|' + message['role'] + '|>' + message['content'] | trim }}
+        {%- for call in message['tool_calls'] or [] %}
+            {{- '\\n' if message['content'] or not loop.first }}
+            {{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' }}
+            {{- (call['function']['arguments'] | tojson) + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- else %}
+        {{- raise_exception(message['role'] + ' is not system, user, assistant or tool') }}
     {%- endif %}
-    {{- '<|' + message['role'] + '|>' + message['content'] | trim + eos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|assistant|>' }}

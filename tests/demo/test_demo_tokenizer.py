@@ -41,5 +41,25 @@ def test_a_generation_prompt_opens_the_assistants_turn(tokenizer: Tokenizer) -> 
 
 
 def test_an_unknown_role_is_refused_by_name(tokenizer: Tokenizer) -> None:
-    with pytest.raises(TemplateError, match="tool"):
-        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+    with pytest.raises(TemplateError, match="function"):
+        tokenizer.apply_chat_template([{"role": "function", "content": "x"}], tokenize=False)
+
+
+def test_tools_are_shown_and_their_calls_and_answers_written_as_hermes_does(
+    tokenizer: Tokenizer,
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "1", "content": "blue"},
+    ]
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    text = tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False)
+    written = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
+    shown, said = text.split("<|user|>", 1)
+    assert '{"name": "look", "parameters": {}}' in shown
+    assert said == (
+        f"hi<|eos|><|assistant|>{written}\n{written}<|eos|>"
+        "<|user|><tool_response>\nblue\n</tool_response><|eos|>"
+    )

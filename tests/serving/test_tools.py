@@ -1,0 +1,201 @@
+"""Calls of tools: read off what models write, whole and in pieces, and forced by a grammar."""
+
+import json
+
+import pytest
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from lorikeet.api.messages import ToolUse
+from lorikeet.serving.call_grammar import call_grammar
+from lorikeet.serving.tools import HERMES, LLAMA, MISTRAL, ForcedReader, ToolReader, syntax_of
+from lorikeet.serving.vocabulary import Vocabulary
+
+PLACE = {
+    "type": "object",
+    "properties": {"place": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["place"],
+    "additionalProperties": False,
+}
+TOOLS = (
+    {"type": "function", "function": {"name": "weather", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "time"}},
+)
+USE = ToolUse(TOOLS)
+PARIS = '{"name": "weather", "arguments": {"place": "Paris {}]"}}'
+NOW = '{"name": "time", "arguments": {}}'
+PARIS_LLAMA, NOW_LLAMA = (text.replace('"arguments"', '"parameters"') for text in (PARIS, NOW))
+BOTH = [("weather", {"place": "Paris {}]"}), ("time", {})]
+
+WRITTEN = {
+    "hermes": (
+        HERMES,
+        f"Let me look.\n<tool_call>\n{PARIS}\n</tool_call>\n<tool_call>{NOW}</tool_call>",
+    ),
+    "hermes, arguments first": (
+        HERMES,
+        'Let me look. <tool_call>{"arguments": {"place": "Paris {}]"}, "name": "weather"}'
+        f"</tool_call><tool_call>{NOW}</tool_call>\n",
+    ),
+    "mistral": (MISTRAL, f"Let me look.[TOOL_CALLS] [{PARIS}, {NOW}]"),
+    "llama": (LLAMA, f"{PARIS_LLAMA}; {NOW_LLAMA}"),
+}
+
+
+def read(reader, text, size):
+    """(what is said, the calls) of a text that comes in pieces of a size."""
+    said, pieces = "", []
+    for at in range(0, len(text), size):
+        more, called = reader.push(text[at : at + size])
+        said, pieces = said + more, pieces + called
+    more, called = reader.push("", last=True)
+    return said + more, calls_of([*pieces, *called])
+
+
+def calls_of(pieces):
+    names, arguments, ids = {}, {}, set()
+    for piece in pieces:
+        assert bool(piece.name) == bool(piece.id) == (piece.index not in names)
+        names.setdefault(piece.index, piece.name)
+        arguments[piece.index] = arguments.get(piece.index, "") + piece.arguments
+        ids |= {piece.id} - {""}
+    assert len(ids) == len(names)
+    assert list(names) == list(range(len(names)))
+    return [(names[index], json.loads(arguments[index])) for index in names]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize("written", WRITTEN)
+def test_calls_are_read_whatever_pieces_they_come_in(written, size):
+    syntax, text = WRITTEN[written]
+    said, calls = read(ToolReader(syntax, USE), text, size)
+    assert said.rstrip() == ("" if syntax is LLAMA else "Let me look.")
+    assert calls == BOTH
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    ("syntax", "text"),
+    [
+        (HERMES, "no call at all  \n"),
+        (HERMES, "a < b and <tool_cal"),
+        (HERMES, '<tool_call>{"name": "weather", "arguments": {"place": </tool_call>'),
+        (HERMES, f"<tool_call>{PARIS}"),
+        (HERMES, f"<tool_call>{PARIS} and so on</tool_call>"),
+        (HERMES, '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
+        (HERMES, '<tool_call>{"name": ["time"], "arguments": {}}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "time", "arguments": "now"}</tool_call>'),
+        (HERMES, "<tool_call>[1, 2]</tool_call>"),
+        (MISTRAL, "[TOOL_CALLS] [1"),
+        (MISTRAL, f"{PARIS}"),
+        (LLAMA, f"I would call {PARIS_LLAMA}"),
+        (LLAMA, '{"city": "Paris"}'),
+        (LLAMA, "{not JSON}"),
+    ],
+)
+def test_what_is_no_proper_call_stays_text(syntax, text, size):
+    assert read(ToolReader(syntax, USE), text, size) == (text, [])
+
+
+def test_text_that_cannot_become_a_call_is_not_held_back():
+    reader = ToolReader(HERMES, USE)
+    assert reader.push("so far") == ("so far", [])
+    assert reader.push(" <tool") == ("", [])
+    assert reader.push("box>") == (" <toolbox>", [])
+
+
+def test_a_call_after_a_broken_one_is_read():
+    broken = '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'
+    said, calls = read(ToolReader(HERMES, USE), f"{broken}<tool_call>{NOW}</tool_call>", 3)
+    assert (said, calls) == (broken, [("time", {})])
+
+
+def test_one_call_is_enough_where_several_are_not_wanted():
+    for syntax, text in WRITTEN.values():
+        reader = ToolReader(syntax, ToolUse(TOOLS, parallel=False))
+        assert read(reader, text, 1)[1] == BOTH[:1]
+        assert reader.done
+
+
+@pytest.mark.parametrize(
+    ("template", "syntax"),
+    [
+        ("{{ '<tool_call>\\n' + call | tojson + '\\n</tool_call>' }}", HERMES),
+        ("{{ '<tool_call>\\n<function=' + call.name + '>' }}", None),
+        ("{{ '[TOOL_CALLS] ' + calls | tojson }}", MISTRAL),
+        ("{{ '[TOOL_CALLS]' + call.name + '[ARGS]' }}", None),
+        ("""{{- '{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}""", LLAMA),
+        ("{{ message.content }}", None),
+    ],
+)
+def test_the_syntax_is_read_off_the_template(template, syntax):
+    assert syntax_of(template) is syntax
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return PreTrainedTokenizerFast.from_pretrained("demo/model")
+
+
+def forced(syntax, *calls):
+    """The calls as the grammar wants them, without special tokens."""
+    written = [json.dumps({"name": name, syntax.arguments: arguments}) for name, arguments in calls]
+    return syntax.before + syntax.between.join(written) + syntax.after
+
+
+@pytest.mark.parametrize("syntax", [HERMES, MISTRAL, LLAMA], ids=["hermes", "mistral", "llama"])
+def test_a_grammar_allows_calls_of_the_forced_tools_and_nothing_else(demo, syntax):
+    grammar = call_grammar(
+        ToolUse(TOOLS, forced=("weather", "time")), syntax, Vocabulary(demo.backend_tokenizer)
+    )
+
+    def allowed(text):
+        matcher = LLMatcher(from_tokenizer(demo), grammar)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = demo(text, add_special_tokens=False)["input_ids"]
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    assert allowed(forced(syntax, *BOTH))
+    assert allowed(forced(syntax, ("weather", {"place": "x", "days": 3})))
+    assert not allowed(forced(syntax, ("weather", {"days": 3})))
+    assert not allowed(forced(syntax, ("other", {})))
+    assert not allowed(forced(syntax, ("time", {"place": "x"})))
+    assert not allowed("Hello")
+    assert not allowed("")
+
+
+def test_one_forced_call_is_all(demo):
+    vocabulary = Vocabulary(demo.backend_tokenizer)
+    grammar = call_grammar(ToolUse(TOOLS, ("time",), parallel=False), HERMES, vocabulary)
+    matcher = LLMatcher(from_tokenizer(demo), grammar)
+    once = demo(forced(HERMES, ("time", {})), add_special_tokens=False)["input_ids"]
+    assert matcher.consume_tokens(once)
+    assert matcher.is_stopped()
+    matcher.reset()
+    other = demo(forced(HERMES, BOTH[0]), add_special_tokens=False)["input_ids"]
+    assert matcher.try_consume_tokens(other) < len(other)
+
+
+def test_marks_that_are_special_tokens_are_forced_as_tokens(demo):
+    demo.backend_tokenizer.add_special_tokens(["[TOOL_CALLS]"])
+    vocabulary = Vocabulary(demo.backend_tokenizer)
+    mark = demo.backend_tokenizer.token_to_id("[TOOL_CALLS]")
+    grammar = call_grammar(ToolUse(TOOLS, ("time",)), MISTRAL, vocabulary)
+    assert f'<[{mark}]> " ["' in grammar
+    assert mark not in vocabulary.special_but(MISTRAL.tokens)
+    assert mark in vocabulary.special_but(HERMES.tokens)
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("syntax", [HERMES, MISTRAL, LLAMA], ids=["hermes", "mistral", "llama"])
+def test_forced_calls_are_read_as_they_come(syntax, size):
+    assert read(ForcedReader(syntax), forced(syntax, *BOTH), size) == ("", BOTH)
+
+
+def test_arguments_of_a_forced_call_come_in_pieces():
+    reader = ForcedReader(HERMES)
+    _, pieces = reader.push('<tool_call>\n{"name": "weather", "arguments": {"place": "Par')
+    assert [(p.name, p.arguments) for p in pieces] == [("weather", ""), ("", '{"place": "Par')]
+    _, pieces = reader.push('is"}}\n</tool')
+    assert [p.arguments for p in pieces] == ['is"}']
