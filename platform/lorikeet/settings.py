@@ -141,6 +141,13 @@ class Settings(BaseModel):
         description="milliseconds between two tokens, for which the ranks of a step's adapters "
         "are bounded; default: no bound",
     )
+    usage_flush_s: float = Field(
+        15.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds between two writes of what tenants used; a replica that is killed "
+        "loses no more than that",
+    )
     max_ongoing_requests: int = Field(512, ge=1, description="requests one replica takes at once")
 
     @property

@@ -114,6 +114,11 @@ class EngineReplica(Replica):
         """Gateways end the streams that had begun and send the other requests elsewhere."""
         self._exit(error)
 
+    def __del__(self) -> None:
+        """Serve calls this when it stops a replica in good order."""
+        if hasattr(self, "_metering"):  # it was built
+            self.close()
+
     def _exit(self, error: Exception) -> NoReturn:
         log.critical("replica_ends", extra={"replica": self.name, "error": str(error)})
         os._exit(1)

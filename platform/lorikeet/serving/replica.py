@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from lorikeet.api.messages import Call, Header, Refusal, StreamItem, Trial, TrialResult
+from lorikeet.catalog.store import open_store
 from lorikeet.errors import InvalidInput
 from lorikeet.placement import signals
 from lorikeet.placement.orders import Orders
@@ -19,6 +20,7 @@ from lorikeet.routing.news import ReplicaNews, to_stats
 from lorikeet.serving.answer import Answer, refusal_of
 from lorikeet.serving.bulletin import Bulletin
 from lorikeet.serving.engine_process import build_engine
+from lorikeet.serving.metering import Metering
 from lorikeet.serving.prompts import PromptEncoder
 from lorikeet.serving.trial import run_trial
 from lorikeet.settings import Settings
@@ -78,13 +80,16 @@ class Replica:
         self._failed_steps = 0
         self._stats: dict[str, Any] = {}
         self._event_loop = asyncio.get_running_loop()
+        # Long prompts take seconds to tokenise: never on the event loop, which every stream shares.
+        self._encoding = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode")
+        store = self._encoding.submit(open_store, settings.catalog)  # beside the engine's start
         build = partial(build_engine, settings, base_model)
         self._engine = EngineHost(build, self._deliver, self.engine_ended, self._news)
         self._bulletin = Bulletin(self._engine.config.step_costs)
         context = self._engine.config.max_context
         self._encoder = PromptEncoder(settings.base_models[base_model], context)
-        # Long prompts take seconds to tokenise: never on the event loop, which every stream shares.
-        self._encoding = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode")
+        flush_s = settings.usage_flush_s
+        self._metering = Metering(store.result(), self._engine, base_model, flush_s)
 
     async def generate(self, call: Call) -> AsyncIterator[StreamItem]:
         """Answer one call: a Header, then bytes; or a Refusal at any point before the first byte.
@@ -93,14 +98,20 @@ class Replica:
         """
         try:
             request = await self._event_loop.run_in_executor(self._encoding, self._request, call)
-            with self._mailbox(call.request_id) as mailbox:
+            with (
+                self._mailbox(call.request_id) as mailbox,
+                self._metering.measured(call, request.prompts) as meter,
+            ):
                 found = await self._submit(request)
                 digest = call.adapter.digest if call.adapter else None
                 yield Header(self.name, digest, found, self._bulletin.word())
                 encoder = self._encoder
                 answer = Answer(call, request.prompts, encoder.vocabulary, encoder.syntax)
                 while not answer.finished:
-                    for item in answer.take(await mailbox.take()):
+                    outputs = await mailbox.take()
+                    meter.made(outputs)
+                    for item in answer.take(outputs):
+                        meter.told(item)
                         yield item
                     for choice in answer.stopped:
                         self._engine.abort(call.request_id, choice)
@@ -187,7 +198,8 @@ class Replica:
         self._event_loop.call_soon_threadsafe(self._fail_all, error)
 
     def close(self) -> None:
-        """Stop the engine. Safe to call twice."""
+        """Write down what was used and stop the engine. Safe to call twice."""
+        self._metering.close()
         self._engine.close()
 
     def _request(self, call: Call) -> Request:
