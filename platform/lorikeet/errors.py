@@ -11,7 +11,8 @@ LorikeetError             `code` names the kind, `message` says what to do
 │   ├── UnknownModel      no such model, or not this tenant's: the two look alike
 │   ├── UnknownTenant
 │   └── UnknownKey
-├── InvalidKey            no key, an unknown one, or one that was revoked
+├── InvalidKey            no key, or one that is not known
+│   └── EndedKey          one that was revoked or has expired, for ever
 ├── Forbidden             a good key whose scopes do not allow this
 ├── Conflict              what is there does not allow this; read again, then decide
 ├── RateLimited           carries retry_after_s and how the limits stand
@@ -105,9 +106,13 @@ class UnknownKey(NotFound):
 
 
 class InvalidKey(LorikeetError):
-    """No key, an unknown one, or one that was revoked."""
+    """No key, or one that is not known."""
 
     code = "invalid_api_key"
+
+
+class EndedKey(InvalidKey):
+    """A key that was revoked or has expired, for ever."""
 
 
 class Forbidden(LorikeetError):

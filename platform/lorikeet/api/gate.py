@@ -11,7 +11,7 @@ from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.services import Services
 from lorikeet.catalog.records import Scope, TenantRecord
 from lorikeet.catalog.state import CatalogState
-from lorikeet.errors import InvalidKey, Unavailable, UnknownModel
+from lorikeet.errors import EndedKey, InvalidKey, Unavailable, UnknownModel
 from lorikeet.tenancy import Principal, authenticate
 from lorikeet_engine.adapter import AdapterRef
 
@@ -36,6 +36,12 @@ class Caller(NamedTuple):
 
     tenant: TenantRecord
     key: Principal
+
+    @property
+    def max_context(self) -> int | None:
+        """The tighter one of the tenant's limit and the key's."""
+        both = (self.tenant.limits.max_context, self.key.limits.max_context)
+        return min((limit for limit in both if limit is not None), default=None)
 
 
 class Gate:
@@ -106,6 +112,8 @@ class Gate:
 
         try:
             return await self._follower.ask(check)
+        except EndedKey:
+            raise
         except InvalidKey:
             if authorization is None:
                 raise

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from lorikeet.catalog.keys import secret_sha256
 from lorikeet.catalog.records import KeyRecord, Limits, Scope
 from lorikeet.catalog.state import CatalogState
-from lorikeet.errors import Forbidden, InvalidKey
+from lorikeet.errors import EndedKey, Forbidden, InvalidKey
 
+_UNKNOWN = "this API key is unknown or was revoked: ask your admin for another"
 _READ_ONLY = "this key is read-only: use one that may change things"
 _REFUSALS = {
     Scope.INFER: "this key may not infer: use a tenant's key with scope infer",
@@ -40,7 +41,8 @@ def authenticate(
 
     scope: INFER on tenants' routes, ADMIN on admins'. Admins do not infer and tenants do not
     administer, whatever scopes their keys were given. reading: a request that changes and computes
-    nothing, so a read-only key will do as well. now: Unix seconds. Raises InvalidKey, Forbidden.
+    nothing, so a read-only key will do as well. now: Unix seconds. Raises InvalidKey, Forbidden;
+    EndedKey for a key that no later view of the catalog will accept.
     """
     key = _key(state, authorization, now)
     of_this_plane = (key.tenant is not None) is (scope is Scope.INFER)
@@ -56,8 +58,10 @@ def _key(state: CatalogState, authorization: str | None, now: float) -> KeyRecor
     if kind.lower() != "bearer" or not secret.strip():
         raise InvalidKey("no API key: send it as `Authorization: Bearer lk_…`")
     key = state.key_by_sha256(secret_sha256(secret.strip()))
-    if key is None or key.revoked:
-        raise InvalidKey("this API key is unknown or was revoked: ask your admin for another")
+    if key is None:
+        raise InvalidKey(_UNKNOWN)
+    if key.revoked:
+        raise EndedKey(_UNKNOWN)
     if key.expired(now):
-        raise InvalidKey("this API key has expired: ask your admin for another")
+        raise EndedKey("this API key has expired: ask your admin for another")
     return key
