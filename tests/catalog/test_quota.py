@@ -22,7 +22,7 @@ def test_no_more_adapters_than_the_limit(catalog: AdapterCatalog, register: Regi
     catalog.limit_tenant("acme", max_adapters=2, actor="ann")
     register("acme/a", b"1")
     register("acme/b", b"2")
-    with pytest.raises(Conflict, match="has 2 adapters in use and its limit is 2: retire one"):
+    with pytest.raises(Conflict, match="of acme in use: 2, and its limit is 2: retire one"):
         register("acme/c", b"3")
     assert catalog.state.find("acme", "c") is None
 

@@ -42,8 +42,8 @@ def check_quota(state: CatalogState, tenant: str, changes: Sequence[Change]) -> 
     most = record.max_adapters
     if most is not None and after.adapters > max(most, before.adapters):
         raise Conflict(
-            f"{tenant} has {before.adapters} adapters in use and its limit is {most}: retire one "
-            "(`lorikeet retire TENANT/NAME`), or raise the limit with "
+            f"adapters of {tenant} in use: {before.adapters}, and its limit is {most}: retire one "
+            f"(`lorikeet retire {tenant}/NAME`), or raise the limit with "
             f"`lorikeet tenants limit {tenant} --adapters N`",
             param="tenant",
         )
@@ -52,7 +52,7 @@ def check_quota(state: CatalogState, tenant: str, changes: Sequence[Change]) -> 
         raise Conflict(
             f"the adapters of {tenant} would take {after.total_bytes} bytes, {before.total_bytes} "
             f"without this one, and its limit is {most}: retire versions or adapters that are not "
-            "needed (`lorikeet retire TENANT/NAME@VERSION`), or raise the limit with "
+            f"needed (`lorikeet retire {tenant}/NAME@VERSION`), or raise the limit with "
             f"`lorikeet tenants limit {tenant} --bytes BYTES`",
             param="tenant",
         )

@@ -71,8 +71,8 @@ def show(ctx: typer.Context, tenant: Tenant, as_json: AsJson = False) -> None:
     print_terms(TENANT_TERMS, answer)
     adapters, taken = answer["adapters"], size(answer["total_bytes"])
     print_line(
-        f"Tenant [cyan]{tenant}[/cyan] has {adapters} adapters in use, {taken} together,"
-        f" and is here since {moment(answer['created'])} UTC."
+        f"Adapters of [cyan]{tenant}[/cyan] in use: {adapters}, {taken} together."
+        f" It is here since {moment(answer['created'])} UTC."
     )
 
 
