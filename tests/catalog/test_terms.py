@@ -11,6 +11,7 @@ import pytest
 from lorikeet.catalog import AdapterCatalog, ObjectStore, Scope, secret_sha256
 from lorikeet.catalog.local import LocalStore
 from lorikeet.catalog.part_format import decode_holdings, key_of
+from lorikeet.catalog.parts import part_from_bytes, part_to_bytes
 from lorikeet.catalog.records import Holdings, KeyRecord, Limits, TenantRecord
 from lorikeet.errors import Conflict, InvalidInput, StoreError
 
@@ -87,6 +88,18 @@ def test_what_schema_1_wrote_is_read() -> None:
     assert key_of("k", ["a", ["infer"], "5", 2.0, 1]) == KeyRecord(
         "k", "a", frozenset({Scope.INFER}), "5", 2.0, revoked=True
     )
+
+
+def test_a_part_that_schema_1_wrote_is_read_and_kept() -> None:
+    keys = b'{"k":["a",["infer"],"5",2.0,0]}'
+    line = b'{"schema":1,"keys":%s,"key_ids":{},"shared":[],"pins":[],"admin_keys":[]}' % keys
+    part = part_from_bytes(line + b'\na [4,null,null,null,1.5,["k"],{}]', "d")
+    again = part_from_bytes(part_to_bytes(part), "d")
+    for each in (part, again):
+        held = each.holdings("a")
+        assert held is not None
+        assert held.record == TenantRecord("a", 1.5, Limits(max_concurrent=4))
+        assert each.keys == {"k": KeyRecord("k", "a", frozenset({Scope.INFER}), "5", 2.0)}
 
 
 OLD_LOG = [

@@ -8,17 +8,18 @@ from pydantic import Field
 from lorikeet.api.body import Body
 from lorikeet.catalog.terms import LONGEST_KEY_S, LimitTerms, TenantTerms
 
-_NEVER_NULL = {"burst_s", "weight", "priority"}
+_NEVER_NONE = {"burst_s", "weight", "priority"}
+"""Terms that there always are; null is absent, as elsewhere."""
 
 
 class OfLimits(Body):
     """Limits; see catalog/records.py. null takes one away."""
 
-    nulls: ClassVar[frozenset[str]] = frozenset(LimitTerms.__annotations__) - _NEVER_NULL
+    nulls: ClassVar[frozenset[str]] = frozenset(LimitTerms.__annotations__) - _NEVER_NONE
 
     requests_per_min: int | None = None
     tokens_per_min: int | None = None
-    burst_s: float = 0
+    burst_s: float | None = None
     max_concurrent: int | None = None
     max_context: int | None = None
     tokens_per_month: int | None = None
@@ -31,10 +32,10 @@ class OfLimits(Body):
 class OfTenant(OfLimits):
     """A tenant's terms."""
 
-    nulls: ClassVar[frozenset[str]] = frozenset(TenantTerms.__annotations__) - _NEVER_NULL
+    nulls: ClassVar[frozenset[str]] = frozenset(TenantTerms.__annotations__) - _NEVER_NONE
 
-    weight: float = 0
-    priority: int = 0
+    weight: float | None = None
+    priority: int | None = None
     max_adapters: int | None = None
     max_total_bytes: int | None = None
     pin_budget_bytes: int | None = None
