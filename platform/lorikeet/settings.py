@@ -148,6 +148,13 @@ class Settings(BaseModel):
         description="seconds between two writes of what tenants used; a replica that is killed "
         "loses no more than that",
     )
+    max_queue_s: float = Field(
+        60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds that a request may wait for its turn on a replica; what would wait "
+        "longer is refused",
+    )
     max_ongoing_requests: int = Field(512, ge=1, description="requests one replica takes at once")
 
     @property

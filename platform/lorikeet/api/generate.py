@@ -6,12 +6,14 @@ from dataclasses import replace
 from fastapi import APIRouter, Request
 
 from lorikeet.api.body import read_json
+from lorikeet.api.explain import Explanations
 from lorikeet.api.gate import Gate
 from lorikeet.api.generation import Generation
 from lorikeet.api.openai import ChatRequest, CompletionRequest, GenerateRequest
 from lorikeet.api.place import Place
 from lorikeet.api.request_scope import request_id_of
 from lorikeet.api.services import Services
+from lorikeet.api.trace import Trace
 from lorikeet.errors import InvalidInput
 from lorikeet.tenancy import Admission
 from lorikeet_engine.request import Terms
@@ -26,7 +28,9 @@ LOAD_HEADER = "x-lorikeet-max-adapter-wait-ms"
 _LONGEST_LOAD_MS = 3_600_000
 
 
-def generate_routes(services: Services, gate: Gate, admission: Admission) -> APIRouter:
+def generate_routes(
+    services: Services, gate: Gate, admission: Admission, explanations: Explanations
+) -> APIRouter:
     """One request's way: key, what limits say of it unseen, body, model, place, replica."""
     router = APIRouter(prefix="/v1")
 
@@ -39,22 +43,32 @@ def generate_routes(services: Services, gate: Gate, admission: Admission) -> API
         return await generate(request, CompletionRequest)
 
     async def generate(request: Request, schema: type[GenerateRequest]) -> Generation:
+        trace = explanations.trace(request_id_of(request))
+        with trace.asking():
+            return await understand(request, schema, trace)
+
+    async def understand(
+        request: Request, schema: type[GenerateRequest], trace: Trace
+    ) -> Generation:
         caller = await gate.caller(request)
         tenant, key = caller.tenant, caller.key
+        trace.comes_from(tenant.name, key.key_id)
         visit = admission.knock(tenant, key)
         terms = Terms(
             tenant.name, tenant.weight, tenant.priority, services.max_queue_s, _max_load_s(request)
         )
         body = await read_json(request, schema)
+        trace.asks_for(body.model)
         request_id = request_id_of(request)
         session = request.headers.get(SESSION_HEADER) or body.user or request_id
         meant = await gate.resolve(body.model, tenant.name, session)
         call = body.to_call(request_id, int(time.time()), tenant.name, meant)
-        call = replace(call, terms=terms, key_id=key.key_id)
+        call = replace(call, terms=terms, key_id=key.key_id, max_context=caller.max_context)
+        trace.becomes(call, meant.base_model)
         return Generation(
             call,
             services.engines.generate(meant.base_model, call),
-            [Place(visit, call)],
+            [trace, Place(visit, call)],
             services.first_item_timeout_s,
         )
 

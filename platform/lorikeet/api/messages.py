@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from lorikeet.routing.choice import Work
+from lorikeet.routing.choice import Candidate, Work
 from lorikeet.routing.news import ReplicaNews
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.request import Course, SamplingParams, Terms
@@ -48,6 +48,7 @@ class Call:
     it, min_tokens and the grammar are left at their defaults in `sampling`: the replica adds them.
     stop: strings that end a choice. created: Unix time, seconds. work: for the router; what the
     prompts take is an estimate. terms: for the engine's scheduler. key_id: whose request it is.
+    max_context: what a prompt and an answer to it may have together, beside the model's own limit.
     format, tools: None asks for neither. echo: each text begins with its prompt.
     """
 
@@ -71,6 +72,7 @@ class Call:
     echo: bool = False
     terms: Terms = field(default_factory=Terms)
     key_id: str = ""
+    max_context: int | None = None
     work: Work = field(default_factory=lambda: Work(prompt_tokens=1))
 
 
@@ -91,10 +93,11 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """The last item of an answer that was made to its end: what it took.
+    """What an answer took that was made to its end.
 
-    Each prompt counted once, the output of all choices summed; cached_tokens are those of the
-    prompts that were found computed. courses: of each choice.
+    It comes just before the last bytes: clients go away once they have those. Each prompt is
+    counted once, the output of all choices is summed; cached_tokens are those of the prompts that
+    were found computed. courses: of each choice.
     """
 
     prompt_tokens: int
@@ -113,7 +116,23 @@ class Refusal:
     retry_after_s: float | None = None
 
 
-StreamItem = Header | Refusal | Closing | bytes
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What the gateway adds to an answer when a replica has taken the call, or failed it.
+
+    request_id: the call's; where another replica repeats it, with the attempt's number behind.
+    replica: None where none took it. waited_s: until then. weighed: the replicas that the router
+    considered, the best first. failure: why it ended without an answer; None as long as it has not.
+    """
+
+    request_id: str
+    replica: str | None
+    waited_s: float
+    weighed: tuple[Candidate[str], ...] = ()
+    failure: str | None = None
+
+
+StreamItem = Header | Refusal | Closing | Attempt | bytes
 """bytes: final SSE events when `stream` is set, else one JSON body."""
 
 

@@ -54,4 +54,6 @@ class Place(Companion):
 def expected_tokens(call: Call) -> int:
     """What a call takes at most, or where that is not said, about."""
     answer = call.max_tokens or TYPICAL_ANSWER_TOKENS
+    if call.max_context is not None:
+        answer = min(answer, call.max_context)
     return call.work.prompt_tokens + call.work.sequences * answer

@@ -54,7 +54,8 @@ class Services:
     at all; how long it may take to generate is not limited here. max_generations: requests that
     this gateway carries at once, of all tenants together; None: no bound. part_bytes: of large
     uploads. adapter_memory: what the engines keep adapters in, as far as it is known here. name:
-    of this gateway. peers: the other gateways. written: what tenants have used, for their budgets.
+    of this gateway. peers: the other gateways. written: what tenants have used, for their
+    budgets; what they used in the last written_s seconds may be missing in it.
     max_queue_s: how long a request may wait for its turn on a replica; None: as long as it takes.
     """
 
@@ -71,4 +72,5 @@ class Services:
     name: str = "gateway"
     peers: Peers = field(default_factory=Peers)
     written: Written | None = None
+    written_s: float = 30.0
     max_queue_s: float | None = None

@@ -20,9 +20,11 @@ from lorikeet.errors import LorikeetError
 from lorikeet.serving.controller import Controller
 from lorikeet.serving.engines import ServeEngines
 from lorikeet.serving.logs import log_to_stderr
+from lorikeet.serving.peers import ServePeers
 from lorikeet.serving.replica import Replica
 from lorikeet.serving.scaling import autoscaling
 from lorikeet.settings import Settings
+from lorikeet.usage.month import MonthTokens
 from lorikeet_engine.adapter_format import AdapterLimits, AdapterMemory
 from lorikeet_engine.errors import EngineClosed, EngineError
 
@@ -34,6 +36,7 @@ _ENGINE_CALLS = 8  # beside each gateway's watch: plans, reports and the like, a
 _ENGINE_CPUS = 0.2  # a share, so that a laptop's two cores hold engines, gateway and controller
 _GATEWAY_CPUS = 0.2
 _CONTROLLER_CPUS = 0.05
+_WRITTEN_FLUSHES = 2  # after so many, what was used is written down where the store can be reached
 
 
 def engine(settings: Settings, base_model: str) -> Application:
@@ -135,8 +138,12 @@ class Gateway:
         _controller: DeploymentHandle[Any],
     ) -> None:
         log_to_stderr()
+        here = serve.get_replica_context()
+        name = here.replica_id.unique_id
+        self._peers = ServePeers(here.app_name, here.deployment, name)
         with _failure_logged("gateway", settings.catalog):
-            catalog = AdapterCatalog(open_store(settings.catalog))
+            store = open_store(settings.catalog)
+            catalog = AdapterCatalog(store)
             catalog.refresh()
             self._services = Services(
                 catalog=catalog,
@@ -146,7 +153,16 @@ class Gateway:
                 gateways=settings.gateways,
                 max_generations=_most_generations(settings),
                 adapter_memory=adapter_memory,
+                name=name,
+                peers=self._peers,
+                written=MonthTokens(store),
+                written_s=_WRITTEN_FLUSHES * settings.usage_flush_s,
+                max_queue_s=settings.max_queue_s,
             )
+
+    async def answer_peer(self, asker: str, question: str, *arguments: Any) -> list[Any]:
+        """What another gateway wants to know."""
+        return await self._peers.answer_peer(asker, question, *arguments)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._services)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -19,6 +19,7 @@ from lorikeet.placement.report import ReplicaReport
 from lorikeet.routing.news import ReplicaNews, to_stats
 from lorikeet.serving.answer import Answer, refusal_of
 from lorikeet.serving.bulletin import Bulletin
+from lorikeet.serving.context import answer_room
 from lorikeet.serving.engine_process import build_engine
 from lorikeet.serving.metering import Metering
 from lorikeet.serving.prompts import PromptEncoder
@@ -104,11 +105,15 @@ class Replica:
             ):
                 found = await self._submit(request)
                 digest = call.adapter.digest if call.adapter else None
-                yield Header(self.name, digest, found, self._bulletin.word())
+                header = Header(self.name, digest, found, self._bulletin.word())
+                yield header
                 encoder = self._encoder
                 answer = Answer(call, request.prompts, encoder.vocabulary, encoder.syntax)
                 while not answer.finished:
                     outputs = await mailbox.take()
+                    if header.load_s is None and (load_s := _load_s(outputs)) is not None:
+                        header = replace(header, news=None, load_s=load_s)
+                        yield header
                     meter.made(outputs)
                     for item in answer.take(outputs):
                         meter.told(item)
@@ -204,14 +209,15 @@ class Replica:
 
     def _request(self, call: Call) -> Request:
         prompts = self._encoder.encode(call)
-        longest = max(map(len, prompts))
-        room = max(1, self._engine.config.max_context - longest)
+        room = answer_room(call, prompts, self._engine.config.max_context)
         sampling = replace(
             call.sampling,
             max_tokens=min(call.max_tokens, room) if call.max_tokens else room,
             min_tokens=min(call.min_tokens, room),
         )
-        return Request(call.request_id, prompts, sampling, call.n, call.adapter, salt=call.tenant)
+        return Request(
+            call.request_id, prompts, sampling, call.n, call.adapter, call.tenant, call.terms
+        )
 
     async def _submit(self, request: Request) -> Residency | None:
         """Where its adapter was found. Raises EngineError."""
@@ -271,6 +277,12 @@ class Replica:
             self._failed_steps = 0
         elif any(isinstance(o, Failed) and isinstance(o.error, StepFailed) for o in outputs):
             self._failed_steps += 1
+
+
+def _load_s(outputs: Iterable[Output]) -> float | None:
+    """How long the adapter took to come, once the first tokens are there."""
+    courses = (output.course for output in outputs if isinstance(output, Tokens))
+    return next((course.load_s for course in courses if course is not None), None)
 
 
 def _refuse(error: EngineError | InvalidInput) -> Refusal:
