@@ -9,10 +9,12 @@ from fastapi import FastAPI
 
 from lorikeet.api.admin.routes import admin_routes
 from lorikeet.api.errors import add_error_handlers
+from lorikeet.api.explain import Explanations, explain_routes
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Gate
 from lorikeet.api.generate import generate_routes
 from lorikeet.api.models import model_routes
+from lorikeet.api.openapi import openapi_routes
 from lorikeet.api.reconciling import Reconciling
 from lorikeet.api.request_scope import RequestScope
 from lorikeet.api.services import BaseModel, EngineClient, Services
@@ -29,8 +31,9 @@ def create_app(services: Services) -> FastAPI:
     follower = CatalogFollower(services.catalog, services.refresh_s)
     gate = Gate(services, follower)
     shares = Shares(services.name, services.gateways, time.monotonic())
-    budget = Budget(services.written)
+    budget = Budget(services.written, services.written_s)
     admission = Admission(shares, budget, services.max_generations)
+    explanations = Explanations(services.peers)
     reconciling = Reconciling(services.peers, shares, admission, budget)
 
     @asynccontextmanager
@@ -51,9 +54,11 @@ def create_app(services: Services) -> FastAPI:
     )
     app.add_middleware(RequestScope)
     add_error_handlers(app)
-    app.include_router(generate_routes(services, gate, admission))
+    app.include_router(generate_routes(services, gate, admission, explanations))
+    app.include_router(explain_routes(gate, explanations))
     app.include_router(model_routes(services, gate, follower))
-    app.include_router(admin_routes(services, gate, follower))
+    app.include_router(openapi_routes(gate))
+    app.include_router(admin_routes(services, gate, follower, explanations))
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:

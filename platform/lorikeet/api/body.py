@@ -23,7 +23,12 @@ class Body(BaseModel):
     hints: what to do about unknown fields.
     """
 
-    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": False},
+    )
     nulls: ClassVar[Collection[str]] = ()
     neutral: ClassVar[Neutral] = {}
     hints: ClassVar[Mapping[str, str]] = {}

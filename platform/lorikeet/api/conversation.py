@@ -54,19 +54,19 @@ def _parse_arguments(value: object) -> dict[str, Any]:
 Arguments = Annotated[dict[str, Any], PlainValidator(_parse_arguments, json_schema_input_type=str)]
 
 
-class CalledFunction(Body):
+class PastFunction(Body):
     """The function that an assistant called, and with what."""
 
     name: FunctionName
     arguments: Arguments
 
 
-class ToolCall(Body):
+class PastCall(Body):
     """A call that the assistant made in an earlier turn."""
 
     id: _CallId
     type: Literal["function"]
-    function: CalledFunction
+    function: PastFunction
 
 
 class Message(Body):
@@ -86,7 +86,7 @@ class Message(Body):
     ] = None
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     tool_calls: (
-        Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None
+        Annotated[list[PastCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None
     ) = None
     tool_call_id: _CallId | None = None
 

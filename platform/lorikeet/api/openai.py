@@ -23,7 +23,7 @@ from lorikeet.api.fields import (
     TokenId,
 )
 from lorikeet.api.gate import Model
-from lorikeet.api.messages import Call, Endpoint
+from lorikeet.api.messages import Call, Endpoint, Format
 from lorikeet.api.neutral import CHAT, COMPLETIONS, STREAM_OPTIONS, Neutral
 from lorikeet.api.prompt_size import chat_tokens, prompt_tokens
 from lorikeet.api.tools import ResponseFormat, ToolChoice, Tools, tool_use
@@ -57,7 +57,7 @@ class GenerateRequest(Body):
     top_k: Annotated[int, Field(ge=0, le=INT32)] = 0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Biases = ()
+    logit_bias: Biases = Field(default_factory=tuple)
     seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
     stop: Stop = ()
     stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
@@ -127,7 +127,7 @@ class ChatRequest(GenerateRequest):
     max_completion_tokens: Tokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
-    response_format: ResponseFormat = ResponseFormat(type="text")
+    response_format: ResponseFormat | None = None
     tools: Tools = Field(default=[])
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -140,7 +140,7 @@ class ChatRequest(GenerateRequest):
             raise misfit("top_logprobs", "want logprobs to be true with it")
         check_answered(self.messages)
         if tool_use(self.tools, self.tool_choice, self.parallel_tool_calls):
-            if self.response_format.as_format():
+            if self._format() is not None:
                 raise unsupported("response_format", hint=_WITH_TOOLS)
             if self.logprobs:
                 raise unsupported("logprobs", hint=_WITH_TOOLS)
@@ -166,11 +166,14 @@ class ChatRequest(GenerateRequest):
             tenant,
             adapter=meant.adapter,
             messages=messages,
-            format=self.response_format.as_format(),
+            format=self._format(),
             tools=tools,
             work=Work(size, meant.rank, meant.image_bytes, self.n),
             **self._common(),
         )
+
+    def _format(self) -> Format | None:
+        return None if self.response_format is None else self.response_format.as_format()
 
 
 class CompletionRequest(GenerateRequest):

@@ -1,0 +1,196 @@
+"""What the routes for tenants answer, as types: the OpenAPI document is made of them.
+
+The bytes are formed in answers.py, logprobs.py, models.py and error_body.py.
+"""
+
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+
+class PromptTokensDetails(TypedDict):
+    """cached_tokens: of the prompts, found computed."""
+
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    """Each prompt counted once, the output of all choices summed."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(TypedDict):
+    """A token and its log probability. bytes: null for a special token."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token of an answer, with the most likely ones of its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """Of the tokens of the content."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(TypedDict):
+    """Of the tokens of the text. text_offset: where in it each begins, in characters."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CalledFunction(TypedDict):
+    """arguments: the JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(TypedDict):
+    """What the model said. content is null where it only called tools."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class ChatChoice(TypedDict):
+    """One answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatCompletion(TypedDict):
+    """The answer of a chat without `stream`."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    service_tier: Literal["default"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class FunctionDelta(TypedDict):
+    """More of a call; its first piece has the name."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """More of the call with this index; its first piece has id and type."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class Delta(TypedDict):
+    """What is new of a message; its first one has the role."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str | None]
+    refusal: NotRequired[None]
+    tool_calls: NotRequired[list[ToolCallDelta]]
+
+
+class ChunkChoice(TypedDict):
+    """What is new of one answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+
+
+class ChatCompletionChunk(TypedDict):
+    """An event of a chat with `stream`. With include_usage the last one has usage and no choice."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    service_tier: Literal["default"]
+    choices: list[ChunkChoice]
+    usage: NotRequired[Usage | None]
+
+
+class CompletionChoice(TypedDict):
+    """One answer, or what is new of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class Completion(TypedDict):
+    """The answer of a completion, or with `stream` an event of it."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+
+
+class Model(TypedDict):
+    """A base model or a fine-tune. parent: the base model of a fine-tune."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    parent: str | None
+
+
+class ModelList(TypedDict):
+    """Every model that the key may ask for."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class ErrorDetails(TypedDict):
+    """code: what went wrong; param: the field of the request that did."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(TypedDict):
+    """Any answer that is no success; and, as a last event, how a stream failed."""
+
+    error: ErrorDetails

@@ -1,0 +1,145 @@
+"""GET /v1/openapi.json: the tenants' API, described from the types that make it."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import TypeAdapter
+from starlette.responses import JSONResponse
+
+from lorikeet.api.answer_types import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    Error,
+    Model,
+    ModelList,
+)
+from lorikeet.api.gate import Gate
+from lorikeet.api.openai import ChatRequest, CompletionRequest
+
+_REF = "#/components/schemas/{model}"
+_TYPES: Sequence[Any] = (
+    ChatRequest,
+    CompletionRequest,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    Model,
+    ModelList,
+    Error,
+)
+_ERRORS = {
+    "400": "A field is not right or not supported; `param` names it.",
+    "401": "No key, or none that is known.",
+    "403": "The key's scopes do not allow this.",
+    "404": "No such model, or not this tenant's.",
+    "413": "The body is too large.",
+    "422": "The adapter cannot be served.",
+    "429": "A limit is reached, or the budget; Retry-After says when to come back.",
+    "500": "The service failed.",
+    "503": "The service cannot do this now; Retry-After says when to come back.",
+}
+
+
+def openapi_routes(gate: Gate) -> APIRouter:
+    """The document, for whoever has a key."""
+    router = APIRouter(prefix="/v1")
+
+    @router.get("/openapi.json")
+    async def openapi(request: Request) -> JSONResponse:
+        await gate.tenant(request)
+        return JSONResponse(document())
+
+    return router
+
+
+@cache
+def document() -> dict[str, Any]:
+    """The OpenAPI 3.1 document. Not to be changed."""
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Lorikeet", "version": version("lorikeet-serve")},
+        "security": [{"key": []}],
+        "paths": {
+            "/v1/chat/completions": {
+                "post": _generate(
+                    "Answer a chat", "ChatRequest", "ChatCompletion", "ChatCompletionChunk"
+                )
+            },
+            "/v1/completions": {
+                "post": _generate(
+                    "Continue prompts", "CompletionRequest", "Completion", "Completion"
+                )
+            },
+            "/v1/models": {
+                "get": {
+                    "operationId": "list_models",
+                    "summary": "List models",
+                    "responses": _answers(_json("ModelList")),
+                }
+            },
+            "/v1/models/{model}": {
+                "get": {
+                    "operationId": "get_model",
+                    "summary": "Look up a model",
+                    "parameters": [
+                        {
+                            "name": "model",
+                            "in": "path",
+                            "required": True,
+                            "description": "tenant/name, tenant/name@version or a base model",
+                            "schema": {"type": "string", "minLength": 1},
+                        }
+                    ],
+                    "responses": _answers(_json("Model")),
+                }
+            },
+        },
+        "components": {
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "schemas": _schemas(),
+        },
+    }
+
+
+def _generate(summary: str, request: str, answer: str, event: str) -> dict[str, Any]:
+    events = {"text/event-stream": {"schema": _event(event)}}
+    return {
+        "operationId": request,
+        "summary": summary,
+        "requestBody": {"required": True, "content": _json(request)},
+        "responses": _answers(_json(answer) | events),
+    }
+
+
+def _event(model: str) -> dict[str, Any]:
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"$ref": _REF.format(model=model)},
+        "description": "JSON; [DONE] of the last event; an Error where the stream failed.",
+    }
+    return {"type": "object", "required": ["data"], "properties": {"data": data}}
+
+
+def _answers(content: Mapping[str, Any]) -> dict[str, Any]:
+    errors = {
+        status: {"description": description, "content": _json("Error")}
+        for status, description in _ERRORS.items()
+    }
+    return {"200": {"description": "The answer.", "content": content}} | errors
+
+
+def _json(model: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": _REF.format(model=model)}}}
+
+
+def _schemas() -> dict[str, Any]:
+    _, schemas = TypeAdapter.json_schemas(
+        [(kind.__name__, "validation", TypeAdapter(kind)) for kind in _TYPES], ref_template=_REF
+    )
+    definitions: dict[str, Any] = schemas["$defs"]
+    return definitions
