@@ -8,6 +8,7 @@ from lorikeet_engine.batch import Batch
 from lorikeet_engine.copies import upload
 from lorikeet_engine.kernels.lora.types import Segments
 from lorikeet_engine.sequence import Chunk
+from lorikeet_engine.unknown import filled_in
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -47,7 +48,7 @@ def build_batch(
     token_ids, positions_, kv_slots_ = flat.view(3, tokens)
     if (ids < 0).any():
         assert drawn is not None, "tokens of no step"
-        token_ids = _filled_in(token_ids, drawn)
+        token_ids = filled_in(token_ids, drawn)
     return Batch(
         token_ids=token_ids,
         positions=positions_,
@@ -65,12 +66,6 @@ def _token_ids(chunks: list[Chunk]) -> Int64s:
     for chunk in chunks:
         ids += chunk.sequence.tokens[chunk.start : chunk.end]
     return np.array(ids, np.int64)
-
-
-def _filled_in(token_ids: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    # At least 0: a row whose logits were not finite drew none, and its sequence ends anyway.
-    theirs = drawn[(-1 - token_ids).clamp(min=0)].clamp(min=0)
-    return torch.where(token_ids < 0, theirs, token_ids)
 
 
 def _page_tables(chunks: list[Chunk]) -> Int32s:

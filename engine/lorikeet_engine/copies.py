@@ -30,11 +30,11 @@ class Download:
             self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._arrived.record()
 
-    def wait(self) -> list[int]:
-        """The values, once everything that was launched before the copy is done.
+    def wait(self) -> torch.Tensor:
+        """The values on the host, once everything that was launched before the copy is done.
 
         Raises what went wrong on the device meanwhile.
         """
         if self._arrived is not None:
             self._arrived.synchronize()
-        return list(self._host.tolist())
+        return self._host

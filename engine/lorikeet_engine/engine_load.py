@@ -5,14 +5,13 @@ from collections.abc import Iterable
 
 from lorikeet_engine.kv_cache import KVCache
 from lorikeet_engine.news import EngineLoad
-from lorikeet_engine.request import Request
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.scheduler import Scheduler
 from lorikeet_engine.sequence import Sequence
 
 
 def engine_load(
-    submitted: Iterable[Request], scheduler: Scheduler, cache: KVCache, tiers: Tiers
+    submitted: Iterable[Sequence], scheduler: Scheduler, cache: KVCache, tiers: Tiers
 ) -> EngineLoad:
     """On any thread: some 100 µs with a full batch, however many adapters there are.
 
@@ -20,14 +19,13 @@ def engine_load(
     """
     sequences = list(scheduler.running)
     decoding = [s for s in sequences if s.remaining == 1 and not s.complete]
-    waiting = [*scheduler.waiting, *(s for s in sequences if s.remaining > 1)]
-    choices = [(len(r.prompts) * r.n, sum(map(len, r.prompts)) * r.n) for r in submitted]
+    waiting = [*scheduler.waiting, *(s for s in sequences if s.remaining > 1), *submitted]
     arena = tiers.load()
     return EngineLoad(
         running=len(decoding),
         ranks=_ranks(decoding),
-        waiting=len(waiting) + sum(count for count, _ in choices),
-        waiting_tokens=sum(s.remaining for s in waiting) + sum(tokens for _, tokens in choices),
+        waiting=len(waiting),
+        waiting_tokens=sum(s.remaining for s in waiting),
         oldest_wait_s=_oldest_wait_s(waiting),
         loading_bytes=arena.loading_bytes,
         free_bytes=arena.free_bytes,

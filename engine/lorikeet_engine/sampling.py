@@ -4,23 +4,16 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from lorikeet_engine.copies import upload
+from lorikeet_engine.grammar import Bits
+from lorikeet_engine.penalties import add_biases, subtract_penalties
 from lorikeet_engine.request import SamplingParams
 
 NOT_FINITE = -1  # in place of a token
-
-
-class LogitsMask(Protocol):
-    """What a choice may say next, a grammar for instance."""
-
-    def __call__(self, logits: torch.Tensor) -> None:
-        """Change logits [vocab] in place: -inf for what may not be drawn."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +21,18 @@ class SamplingRow:
     """How to draw the next token of one choice.
 
     seed is the choice's own, of any size; step counts the tokens that the choice has made. The
-    two alone decide which point of the distribution is drawn. banned: ids that may not come at
-    this step, such as the stop ids before min_tokens. mask runs after the ban.
+    two alone decide which point of the distribution is drawn. made: what the choice has made, if
+    params penalise it; a negative token −1−i was drawn by row i of the step before. banned: ids
+    that may not come at this step, such as the stop ids before min_tokens. allowed: ids that alone
+    may come, as Grammars.fill sets them; None for all.
     """
 
     params: SamplingParams
     seed: int
     step: int
     banned: tuple[int, ...] = ()
-    mask: LogitsMask | None = None
+    made: Sequence[int] = ()
+    allowed: Bits | None = None
 
 
 class Sampler:
@@ -48,14 +44,23 @@ class Sampler:
     """
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """Tokens [rows] int64 for logits [rows, vocab] of any dtype; bans and masks change them.
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingRow],
+        before: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Tokens [rows] int64 for logits [rows, vocab] of any dtype.
 
-        Temperature comes first, then top_k, then top_p of what top_k left (the most likely
-        tokens whose probabilities together reach top_p). Temperature 0 takes the first of the
-        largest logits. NOT_FINITE where the largest is no number. The host waits for nothing.
+        Biases and penalties come first, then what may not be drawn is set to -inf, in place. Then
+        temperature, then top_k, then top_p of what top_k left (the most likely tokens whose
+        probabilities together reach top_p). Temperature 0 takes the first of the largest logits.
+        NOT_FINITE where the largest is no number. before: the tokens of the step before, on the
+        device. The host waits for nothing.
         """
-        _restrict(logits, rows)
+        logits = _adjusted(logits, rows, before)
+        _ban(logits, rows)
+        _allow(logits, rows)
         best, tokens = logits.max(dim=-1)
         finite = best.isfinite()
         ways = [_way(row.params) for row in rows]
@@ -79,14 +84,34 @@ def _way(params: SamplingParams) -> _Way:
     return _Way.FILTERED if params.top_k or params.top_p < 1.0 else _Way.WHOLE
 
 
-def _restrict(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+def _adjusted(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], before: torch.Tensor | None
+) -> torch.Tensor:
+    """With biases and penalties: the logits themselves if no row has any, else a float32 copy."""
+    if not any(row.made or row.params.logit_bias for row in rows):
+        return logits
+    logits = logits.to(torch.float32, copy=True)
+    params = [row.params for row in rows]
+    add_biases(logits, params)
+    subtract_penalties(logits, params, [row.made for row in rows], before)
+    return logits
+
+
+def _ban(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     bans = [(i, token) for i, row in enumerate(rows) for token in row.banned]
     if bans:
         at, tokens = upload(np.array(bans, np.int64).T.copy(), logits.device)
         logits[at, tokens] = -torch.inf
-    for i, row in enumerate(rows):
-        if row.mask is not None:
-            row.mask(logits[i])
+
+
+def _allow(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    masks = [(i, row.allowed) for i, row in enumerate(rows) if row.allowed is not None]
+    if masks:
+        at = upload(np.array([i for i, _ in masks], np.int64), logits.device)
+        octets = upload(np.stack([bits for _, bits in masks]), logits.device).unsqueeze(-1)
+        allowed = (octets >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1
+        allowed = allowed.flatten(1)[:, : logits.shape[-1]].bool()  # [masks, vocab]
+        logits.index_copy_(0, at, logits[at].masked_fill_(~allowed, -torch.inf))
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:

@@ -115,7 +115,7 @@ class Scheduler:
         index = 0
         while index < len(active):
             sequence = active[index]
-            if sequence.remaining > 1:
+            if sequence.remaining > 1 or sequence.awaits_token:
                 index += 1
             elif self._grow(sequence):
                 chunks.append(Chunk.of(sequence, 1))

@@ -8,9 +8,13 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+
 from lorikeet_engine.batch_builder import build_batch
 from lorikeet_engine.engine_settings import EngineSettings
-from lorikeet_engine.request import Request, SamplingParams
+from lorikeet_engine.logprobs import Logprobs
+from lorikeet_engine.request import MAX_LOGPROBS, Request, SamplingParams
 from lorikeet_engine.runner import Runner
 from lorikeet_engine.sampling import Sampler, SamplingRow
 from lorikeet_engine.sequence import Chunk, Sequence
@@ -21,11 +25,12 @@ _WAYS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(top_p=0.9, presence_penalty=1.0, logit_bias=((0, 1.0),), logprobs=MAX_LOGPROBS),
 )
 
 
 def largest_step(runner: Runner, settings: EngineSettings) -> None:
-    """The step that takes the most memory: all tokens, all sequences, all adapters, top_p."""
+    """The step that takes the most memory: all tokens, all sequences, all adapters, all ways."""
     sequences, context = settings.max_running, runner.model.config.max_context
     most, longer = divmod(settings.max_batch_tokens, sequences)
     lengths = [min(context, most + (i < longer)) for i in range(sequences)]
@@ -80,8 +85,23 @@ def _run(
     ]
     forward = runner.forward if graphs else runner.without_graph
     logits = forward(build_batch(chunks, settings.page_size, runner.model.device))
-    rows = [SamplingRow(ways[i % len(ways)], 0, 0, banned=(0,)) for i in range(len(chunks))]
-    Sampler().sample(logits, rows)
+    _sample(logits, [ways[i % len(ways)] for i in range(len(chunks))])
+
+
+def _sample(logits: torch.Tensor, ways: list[SamplingParams]) -> None:
+    """Draw from each row in its way; those with penalties under a grammar that allows anything."""
+    anything = np.full(-(-logits.shape[-1] // 8), 255, np.uint8)
+    rows = [
+        SamplingRow(way, 0, 0, banned=(0,), made=(0,), allowed=anything)
+        if way.penalises
+        else SamplingRow(way, 0, 0, banned=(0,))
+        for way in ways
+    ]
+    wanted = {i: way.logprobs for i, way in enumerate(ways) if way.logprobs is not None}
+    logprobs = Logprobs(logits, wanted) if wanted else None
+    tokens = Sampler().sample(logits, rows)
+    if logprobs is not None:
+        logprobs.send(logits, tokens)
 
 
 def dummy_chunk(length: int, page_size: int, lease: DummyLease | None) -> Chunk:

@@ -132,7 +132,7 @@ class Crowd:
         report = self.engine.report()
         assert (report.running, report.waiting, report.kv_pages_used) == (0, 0, 0)
         assert all(adapter.leases == 0 for adapter in report.adapters)
-        assert not self.engine._open
+        assert not self.engine._inbox.open
         cache = self.engine._cache
         assert sorted(cache.take(cache.pages)) == list(range(cache.pages))
 

@@ -116,10 +116,12 @@ class Draws:
         self._sampler = self.engine._sampler
         self.engine._sampler = self  # type: ignore[assignment]
 
-    def sample(self, logits: torch.Tensor, rows: list[SamplingRow]) -> torch.Tensor:
+    def sample(
+        self, logits: torch.Tensor, rows: list[SamplingRow], before: torch.Tensor | None
+    ) -> torch.Tensor:
         at = [(row.seed, row.step) for row in rows]
         self.logits.update(zip(at, logits.float().log_softmax(-1), strict=True))
-        drawn = self._sampler.sample(logits, rows)
+        drawn = self._sampler.sample(logits, rows, before)
         self.tokens.update(zip(at, drawn.clone(), strict=True))
         return drawn
 

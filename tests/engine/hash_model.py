@@ -23,6 +23,7 @@ from lorikeet_engine.models import ModelConfig
 from lorikeet_engine.request import FinishReason, SamplingParams
 from lorikeet_engine.residency.disk import AdapterSource
 from lorikeet_engine.sampling import Sampler, SamplingRow
+from tests.engine.descending import DescendingGrammars
 
 PAGE = 4
 VOCAB = 64
@@ -86,7 +87,7 @@ def build(
     sizes = {"adapter_gpu_bytes": 1 << 20, "adapter_host_bytes": 1 << 20, **settings}
     sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * 2 * 4 * PAGE * config.head_dim}
     settings = EngineSettings(model=folder / "model", cache_dir=folder / "cache", **sizes)
-    engine = Engine(settings, source, lambda *_: model)
+    engine = Engine(settings, source, lambda *_: model, DescendingGrammars())
     model.tokens = 0  # the start has computed some, to see what they cost
     return engine, model
 
@@ -104,13 +105,28 @@ def predict(
     while len(said) < min(sampling.max_tokens, context - len(prompt)):
         tokens = np.array([*prompt, *said], np.float32)
         read = np.stack([tokens, np.arange(len(tokens)), np.full(len(tokens), mark)], 1)
-        banned = stops if len(said) < sampling.min_tokens else ()
-        row = SamplingRow(sampling, seed, len(said), banned)
+        impossible = set(range(VOCAB)) - _possible(sampling, said, set(stops))
+        row = SamplingRow(sampling, seed, len(said), tuple(impossible), said)
         token = int(Sampler().sample(_logits(torch.tensor([[_hash(read)]])), [row])[0])
         if token in stops:
             return said, FinishReason.STOP
         said.append(token)
+        if sampling.grammar is not None and token == 0:
+            return said, FinishReason.STOP
     return said, FinishReason.LENGTH
+
+
+def _possible(sampling: SamplingParams, said: list[int], stops: set[int]) -> set[int]:
+    """What may follow, under a Descending grammar or none."""
+    text, may_end = set(range(VOCAB)), True
+    if sampling.grammar is not None:
+        matcher = DescendingGrammars().compile(sampling.grammar)
+        for token in said:
+            matcher.accept(token)
+        text, may_end = matcher.possible, matcher.may_end
+    if len(said) < sampling.min_tokens and text - stops:
+        return text - stops
+    return text | stops if may_end else text
 
 
 def _logits(hashes: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,12 @@ MOST = 12  # choices in flight, above which nothing more is submitted
 TAILS = ((7,), (8,), (7, 8), (7, 7, 7, 8, 8))
 PROMPTS = [(7,) * head + tail for head in (0, PAGE, 2 * PAGE + 1, 4 * PAGE) for tail in TAILS]
 SAMPLINGS = [
-    SamplingParams(most, min(most, least), heat, seed=3, stop_token_ids=stops)
+    SamplingParams(most, min(most, least), heat, seed=3, stop_token_ids=stops, **more)
+    for more in (
+        {},
+        {"presence_penalty": 1.5, "frequency_penalty": -0.75, "logit_bias": ((7, 2.0), (9, -3.0))},
+        {"grammar": "below 60, end under 30"},
+    )
     for most in (25, 24, 12, 2)
     for least, stops in ((0, ()), (0, tuple(range(4))), (5, tuple(range(20))))
     for heat in (0.0, 1.0)

@@ -1,10 +1,15 @@
 """Tokens are drawn from the distribution that was asked for, and repeatably."""
 
 import math
+from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from lorikeet_engine.errors import InvalidRequest
+from lorikeet_engine.logprobs import Logprobs
 from lorikeet_engine.request import SamplingParams
 from lorikeet_engine.sampling import NOT_FINITE, Sampler, SamplingRow
 
@@ -137,17 +142,134 @@ def test_banned_ids_never_come(choice):
 
 
 @pytest.mark.parametrize("choice", [{"temperature": 0.0}, {}, {"top_p": 0.9}], ids=str)
-def test_a_mask_decides_what_its_own_row_may_draw(choice):
-    def only_even(logits):
-        logits[1::2] = -torch.inf
-
+def test_a_row_draws_nothing_but_what_it_is_allowed(choice):
+    even = np.packbits(np.arange(VOCAB) % 2 == 0, bitorder="little")
     params = SamplingParams(**choice)
     logits = logits_of(seed=7).expand(400, -1)
     free = [SamplingRow(params, 1, step) for step in range(200)]
-    masked = [SamplingRow(params, 1, step, mask=only_even) for step in range(200)]
-    drawn = sample(logits, [*free, *masked])
+    bound = [SamplingRow(params, 1, step, allowed=even) for step in range(200)]
+    drawn = sample(logits, [*free, *bound])
     assert all(token % 2 == 0 for token in drawn[200:])
     assert drawn[:200] == sample(logits[:200], free)
+    logits = logits.clone()
+    logits[:, 1::2] = -torch.inf
+    assert drawn[200:] == sample(logits[200:], free)
+
+
+class TestPenalties:
+    """OpenAI's: logit − count · frequency − [count > 0] · presence, and + bias."""
+
+    CHOICES = (
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": 0.3},
+        {"frequency_penalty": -2.0, "presence_penalty": 1.1},
+        {"logit_bias": ((3, 100.0), (39, -7.3))},
+        {"frequency_penalty": 0.7, "logit_bias": ((0, 1.7), (5, -100.0)), "temperature": 0.6},
+    )
+    MADE = (5, 5, 0, 39, 5, 17, 0)
+
+    def reference(self, logits, params, made):
+        """One row's logits after biases and penalties, in plain Python."""
+        wanted = logits.double().tolist()
+        for token, bias in params.logit_bias:
+            wanted[token] += bias
+        for token, count in Counter(made).items():
+            wanted[token] -= count * params.frequency_penalty + params.presence_penalty
+        return torch.tensor(wanted)
+
+    def rows(self, **more):
+        return [
+            SamplingRow(SamplingParams(**{**choice, **more}), 7, step, made=self.MADE)
+            for choice in self.CHOICES
+            for step in range(40)
+        ]
+
+    @pytest.mark.parametrize("heat", [{}, {"temperature": 0.0}, {"top_p": 0.7}], ids=str)
+    def test_rows_draw_as_from_logits_that_were_changed_by_hand(self, heat):
+        rows = self.rows(**heat)
+        logits = logits_of(seed=11, rows=len(rows)).bfloat16()
+        by_hand = torch.stack(
+            [self.reference(x, row.params, self.MADE) for x, row in zip(logits, rows, strict=True)]
+        )
+        plain = [SamplingRow(SamplingParams(**self.plain(row)), 7, row.step) for row in rows]
+        assert sample(logits, rows) == sample(by_hand.float(), plain)
+
+    def plain(self, row):
+        return {"temperature": row.params.temperature, "top_p": row.params.top_p}
+
+    def test_a_token_that_only_the_device_knows_counts_like_any_other(self):
+        rows = self.rows()
+        logits = logits_of(seed=12, rows=len(rows))
+        for last in (5, 8):  # made before, and not
+            known = [replace(row, made=(*self.MADE, last)) for row in rows]
+            unknown = [replace(row, made=(*self.MADE, -1 - i)) for i, row in enumerate(rows)]
+            before = torch.full((len(rows),), last)
+            drawn = Sampler().sample(logits.clone(), unknown, before).tolist()
+            assert drawn == sample(logits, known)
+            assert drawn != sample(logits, rows)
+
+    def test_plain_rows_beside_them_draw_what_they_draw_alone(self):
+        logits = logits_of(seed=13, rows=400).bfloat16()
+        ways = ({}, {"top_p": 0.8}, {"temperature": 0.0})
+        plain = [SamplingRow(SamplingParams(**ways[i % 3]), 3, i) for i in range(200)]
+        drawn = sample(logits, [*plain, *self.rows()])
+        assert drawn[:200] == sample(logits[:200], plain)
+
+    def test_no_bias_revives_a_banned_token(self):
+        params = SamplingParams(logit_bias=((4, 100.0),))
+        rows = [SamplingRow(params, 1, step, banned=(4,)) for step in range(200)]
+        assert 4 not in sample(logits_of(seed=14).expand(200, -1), rows)
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("presence_penalty", 2.01),
+        ("presence_penalty", -math.inf),
+        ("frequency_penalty", -2.01),
+        ("frequency_penalty", math.nan),
+        ("logit_bias", ((3, 1.0), (4, 100.5))),
+        ("logit_bias", ((3, math.nan),)),
+        ("logprobs", -1),
+        ("logprobs", 21),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(param, value):
+    with pytest.raises(InvalidRequest, match=param) as refused:
+        SamplingParams(**{param: value})
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_those_of_the_logits_as_they_came(dtype):
+    logits = logits_of(seed=15, rows=6).to(dtype)
+    want = logits.float().log_softmax(-1)
+    params = SamplingParams(top_p=0.5, presence_penalty=2.0, logit_bias=((1, 50.0),))
+    likeliest = int(logits[4].argmax())
+    rows = [SamplingRow(params, 1, i, banned=(likeliest,), made=(2, 3)) for i in range(6)]
+    logprobs = Logprobs(logits, {0: 3, 1: 0, 4: 20})
+    drawn = Sampler().sample(logits, rows)
+    logprobs.send(logits, drawn)
+    told = logprobs.read()
+    assert [(row, len(told[row].top)) for row in told] == [(0, 3), (1, 0), (4, 20)]
+    for row, of in told.items():
+        assert of.logprob == pytest.approx(want[row, drawn[row]].item(), abs=1e-6)
+        values, ids = want[row].sort(descending=True, stable=True)
+        top = len(of.top)
+        assert [token for token, _ in of.top] == ids[:top].tolist()
+        assert [x for _, x in of.top] == pytest.approx(values[:top].tolist(), abs=1e-6)
+    assert told[4].top[0][0] == likeliest
+
+
+def test_of_equally_likely_tokens_the_first_are_told():
+    logits = torch.zeros(2, VOCAB)
+    logits[1] = -3.0
+    logits[1, [31, 8]] = -1.0
+    logprobs = Logprobs(logits, {0: 4, 1: 4})
+    logprobs.send(logits, torch.zeros(2, dtype=torch.int64))
+    told = logprobs.read()
+    assert [token for token, _ in told[0].top] == [0, 1, 2, 3]
+    assert [token for token, _ in told[1].top] == [8, 31, 0, 1]
 
 
 def test_a_row_of_nan_spoils_no_other():

@@ -1,0 +1,66 @@
+"""A grammar of numbers for tests: every token is smaller than the one before.
+
+"below 50, end under 10": the first is smaller than 50, and the choice may end once its last token
+is smaller than 10. "…, fail at 7": saying 7 breaks the matcher; "…, stuck at 7": it cannot tell
+what may follow a 7.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lorikeet_engine.errors import InvalidRequest
+from lorikeet_engine.grammar import Bits
+
+EOS = 2
+_TEXT = re.compile(r"below (\d+), end under (\d+)(?:, (fail|stuck) at (\d+))?")
+
+
+@dataclass
+class Descending:
+    """A Matcher."""
+
+    last: int
+    end: int
+    fault: str | None
+    at: int
+
+    @property
+    def may_end(self) -> bool:
+        return self.last < self.end
+
+    @property
+    def must_end(self) -> bool:
+        return self.last == 0
+
+    @property
+    def possible(self) -> set[int]:
+        return set(range(self.last)) - {EOS}
+
+    def accept(self, token: int) -> None:
+        if token not in self.possible or (self.fault, self.at) == ("fail", token):
+            raise InvalidRequest(f"no {token} after {self.last}")
+        self.last = token
+
+    def copy(self) -> "Descending":
+        return replace(self)
+
+
+class DescendingGrammars:
+    """Grammars."""
+
+    def compile(self, text: str) -> Descending:
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise InvalidRequest(f"{text!r} is no grammar of mine", param="grammar")
+        below, end, fault, at = match.groups()
+        return Descending(int(below), int(end), fault, int(at or 0))
+
+    def fill(self, matchers: Sequence[Descending], bits: Bits) -> list[InvalidRequest | None]:
+        problems: list[InvalidRequest | None] = []
+        for matcher, row in zip(matchers, bits, strict=True):
+            stuck = (matcher.fault, matcher.at) == ("stuck", matcher.last)
+            for token in matcher.possible:
+                row[token // 8] |= 1 << token % 8
+            problems.append(InvalidRequest("it is too complex") if stuck else None)
+        return problems
