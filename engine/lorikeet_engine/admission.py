@@ -5,9 +5,12 @@ What a sequence can wait for, and whom that stops:
 its adapter is not on the GPU     nobody: others pass it
 another computes its prefix       nobody: others pass it until it can share those pages
 other adapters take the room      nobody, until PATIENCE sequences with adapters have passed it;
-                                  then no more of those are admitted until its own adapter is in;
-                                  room is their number, Σ of their ranks, and memory
+                                  then, at its tenant's turn, it is promised that no more of those
+                                  are admitted until its own adapter is in; room is their number,
+                                  Σ of their ranks, and memory
 too few KV pages are free         everybody: the pages that come free are its own
+
+Those behind a sequence are those whose turn (waiting.py) comes later.
 """
 
 from collections.abc import Iterable
@@ -27,6 +30,12 @@ class Adapters(Protocol):
     def residency(self, ref: AdapterRef) -> Residency:
         """The fastest place that holds it now."""
 
+    def copy_s(self, ref: AdapterRef) -> float:
+        """How long its copy to the GPU takes if nobody has wanted it there so far, else 0."""
+
+    def here_since_s(self, ref: AdapterRef) -> float:
+        """When it came to the GPU, where it is, by the monotonic clock."""
+
     def want(self, ref: AdapterRef, tenant: str) -> None:
         """Start to bring it to the GPU for a tenant; doing so again changes nothing."""
 
@@ -38,10 +47,11 @@ class Adapters(Protocol):
 
 
 class Admission:
-    """One step's look through the waiting sequences, in their order.
+    """One step's look through the waiting sequences, in the order of their turns.
 
     max_adapters, max_ranks: of the distinct adapters that run, how many and Σ rank at most. One may
-    run whatever its rank. failed: the adapters that could not be loaded, by digest.
+    run whatever its rank. failed: the adapters that could not be loaded, by digest. promised: who
+    waits for room that nobody else may take.
     """
 
     def __init__(
@@ -61,27 +71,27 @@ class Admission:
         self._ranks = 0  # of these, their sum
         self._absent: set[str] = set()  # digests that cannot join it
         self._computing: set[bytes] = set()  # keys of KV pages that will be there soon
-        self._passed: list[Sequence] = []  # kept waiting by other sequences' adapters
-        self._reserved = False
+        self.promised: Sequence | None = None
         self._leases = False  # whether anybody has one, if only until the step in flight is read
         for sequence in running:
             self._include(sequence)
 
-    def allows(self, sequence: Sequence) -> bool:
-        """Whether it can run but for KV pages; if so, it has its lease."""
-        if sequence.adapter is not None and not self._leased(sequence, sequence.adapter):
+    def allows(self, sequence: Sequence, admitted: int) -> bool:
+        """Whether it can run but for KV pages; if so, it has its lease.
+
+        admitted: how many sequences with adapters ever were.
+        """
+        if sequence.adapter is not None and not self._leased(sequence, sequence.adapter, admitted):
             return False
         return not self._shares_soon(sequence)
 
     def admit(self, sequence: Sequence) -> None:
         """It runs from now on."""
         self._include(sequence)
-        if sequence.adapter is not None:
-            for passed in self._passed:
-                passed.overtaken += 1
+        sequence.overtaken, sequence.kept_out_at = 0, None
 
-    def _leased(self, sequence: Sequence, ref: AdapterRef) -> bool:
-        if self._reserved or ref.digest in self._absent:
+    def _leased(self, sequence: Sequence, ref: AdapterRef, admitted: int) -> bool:
+        if self.promised is not None or ref.digest in self._absent:
             return False
         crowded = self._crowded(ref)
         if not crowded:
@@ -94,7 +104,7 @@ class Admission:
                 return True
         self._absent.add(ref.digest)
         if ref.digest not in self.failed:
-            self._pass(sequence, ref, crowded)
+            self._pass(sequence, ref, crowded, admitted)
         return False
 
     def _crowded(self, ref: AdapterRef) -> bool:
@@ -104,13 +114,18 @@ class Admission:
         ranks = self._ranks + (self._adapters.rank(ref) or 0)
         return len(self._present) >= self._max_adapters or ranks > self._max_ranks
 
-    def _pass(self, sequence: Sequence, ref: AdapterRef, crowded: bool) -> None:
+    def _pass(self, sequence: Sequence, ref: AdapterRef, crowded: bool, admitted: int) -> None:
         self._adapters.want(ref, sequence.request.terms.tenant)
         # On the host and not further: what keeps it out is leased memory, as a rule.
-        if crowded or self._adapters.residency(ref) is Residency.HOST:
-            self._passed.append(sequence)
-            # With no adapter leased there is nobody to wait for, and reserving would help nobody.
-            self._reserved = sequence.overtaken >= PATIENCE and self._leases
+        if not crowded and self._adapters.residency(ref) is not Residency.HOST:
+            sequence.kept_out_at = None
+            return
+        if sequence.kept_out_at is not None:
+            sequence.overtaken += admitted - sequence.kept_out_at
+        sequence.kept_out_at = admitted
+        # With no adapter leased there is nobody to wait for, and a promise would help nobody.
+        if sequence.overtaken >= PATIENCE and self._leases:
+            self.promised = sequence
 
     def _include(self, sequence: Sequence) -> None:
         if sequence.adapter is not None and sequence.lease is not None:

@@ -3,7 +3,7 @@
 After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024, arXiv 2401.00588),
 Algorithm 2. A tenant's counter is what was done for it, in tokens' worth, over its weight:
 
-    += PROMPT_TOKEN for each token of a prompt that has to be computed, when its request begins
+    += PROMPT_TOKEN for each token of a prompt that is computed
     += OUTPUT_TOKEN for each token that is made
     += the prompt tokens that could be computed while a cold adapter is copied for it
 
@@ -11,6 +11,9 @@ and of the tenants that wait, the one with the least counter is served next. Of 
 wait, neither is served more than the other, over any span of time and by weight, by more than
 
     2 · max(PROMPT_TOKEN · longest prompt, OUTPUT_TOKEN · tokens of a batch)
+
+The paper charges a prompt when it begins, since it is computed in one step. Ours are computed in
+chunks, and each is a turn: who waits behind a long prompt waits for a chunk of it.
 
 Having been away is no credit: a tenant that begins to wait is lifted to the least of those that do,
 or, where nobody waits, to the last that did. Tokens of a prompt that are found in the cache cost

@@ -1,16 +1,23 @@
-"""Which tokens the next step computes: decodes, then prefills, then who may begin, in one batch."""
+"""Which tokens a step computes: decodes, then prompts in their tenants' turns, in one batch."""
 
 import math
+import time
 from array import array
-from collections import deque
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
+from lorikeet_engine.adapter import Residency
 from lorikeet_engine.admission import Adapters, Admission
+from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.errors import AdapterError
+from lorikeet_engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, Account, Accounts
 from lorikeet_engine.kv_cache import KVCache
+from lorikeet_engine.pace import Pace
+from lorikeet_engine.request import Terms
 from lorikeet_engine.sequence import Chunk, Sequence
+from lorikeet_engine.waiting import Waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +38,44 @@ class Plan:
 
 
 class Scheduler:
-    """The sequences that wait and those that run. Used by one thread.
+    """The sequences that wait and those that run. Used by one thread, but for wait_s.
 
     Only running sequences hold KV pages; one that waits for nothing but pages may hold its lease.
     """
 
-    def __init__(self, bounds: Bounds, cache: KVCache, adapters: Adapters) -> None:
+    def __init__(
+        self, bounds: Bounds, cache: KVCache, adapters: Adapters, costs: StepCosts
+    ) -> None:
         self._bounds = bounds
         self._cache = cache
         self._adapters = adapters
-        self.waiting: deque[Sequence] = deque()
+        self._prompt_token_s = costs.prompt_token_s
+        self._accounts = Accounts()
+        self._pace = Pace(costs)
+        self.waiting = Waiting(self._accounts)
         self.running: list[Sequence] = []  # in the order of arrival
+        self._admitted = 0  # sequences with adapters, so far
+        self._promised: Sequence | None = None  # the next with an adapter to begin
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait behind those that already do."""
-        if sequence.adapter is not None:
-            self._adapters.want(sequence.adapter, sequence.request.terms.tenant)
-        self.waiting.append(sequence)
+        """Let a sequence wait for its tenant's turn."""
+        terms, ref = sequence.request.terms, sequence.adapter
+        answer = min(sequence.max_tokens, self._pace.answer_tokens)
+        sequence.account = self._accounts.open(terms.tenant, terms.weight)
+        sequence.worth = PROMPT_TOKEN * sequence.prompt_length + OUTPUT_TOKEN * answer
+        self.waiting.add(sequence)
+        if ref is not None and self._adapters.residency(ref) is not Residency.GPU:
+            sequence.came_cold = True
+            copy_s = self._adapters.copy_s(ref)
+            sequence.account.charge(PROMPT_TOKEN * copy_s / self._prompt_token_s)
+        if ref is not None:
+            self._adapters.want(ref, terms.tenant)
+
+    def wait_s(self, terms: Terms) -> float:
+        """How long a request on these terms would wait for its turn. On any thread."""
+        if not self._pace.full:
+            return 0.0
+        return self._accounts.ahead_of(terms.tenant, terms.weight) / self._pace.per_s
 
     def plan(self, max_ranks: float = math.inf) -> Plan:
         """Choose the next step's chunks and give them KV pages; preempts where too few are free.
@@ -57,25 +85,36 @@ class Scheduler:
         active = [sequence for sequence in self.running if not sequence.complete]
         chunks = self._decodes(active)
         budget = self._bounds.tokens - len(chunks)
-        for sequence in active:
-            if sequence.remaining > 1 and budget > 0:
-                chunks.append(Chunk.of(sequence, budget))
+        prompts = sorted((s for s in active if s.remaining > 1), key=_turn)
+        failed: dict[str, AdapterError] = {}
+        full = bool(self.waiting)
+        if self.waiting and budget and len(active) < self._bounds.sequences:
+            admission = Admission(
+                self.running, self._bounds.adapters, max_ranks, self._cache, self._adapters
+            )
+            taken, full = self._take_turns(admission, prompts, budget, len(active))
+            chunks += taken
+            budget -= sum(chunk.length for chunk in taken)
+            failed = admission.failed
+            prompts = [s for s in prompts if all(s is not chunk.sequence for chunk in taken)]
+        for sequence in prompts:
+            if budget > 0:
+                chunks.append(self._charged(Chunk.of(sequence, budget)))
                 budget -= chunks[-1].length
-        if not self.waiting:
-            return Plan(chunks, [])
-        admission = Admission(
-            self.running, self._bounds.adapters, max_ranks, self._cache, self._adapters
-        )
-        chunks += self._begin(admission, budget, len(active))
-        return Plan(chunks, self._drop_failed(admission.failed))
+        self._pace.planned(full)
+        return Plan(chunks, self._drop_failed(failed))
 
     def launched(self, chunks: list[Chunk]) -> None:
         """The device computes them now, in this order: the next plan builds on it."""
-        rows = count()
+        rows, now_s = count(), time.monotonic()
         for chunk in chunks:
-            chunk.sequence.computed = chunk.end
+            sequence = chunk.sequence
+            sequence.computed = chunk.end
+            sequence.stepped(now_s)
             if chunk.completes:
-                chunk.sequence.draw(next(rows))
+                sequence.draw(next(rows))
+                sequence.account.charge(OUTPUT_TOKEN)
+        self._pace.did(OUTPUT_TOKEN * next(rows))
 
     def written(self, chunk: Chunk) -> None:
         """The keys and values of a launched chunk are in its pages: let others find full ones."""
@@ -93,35 +132,38 @@ class Scheduler:
         A step in flight may still write to its pages. Whoever gets them next writes in a later
         step, and the device computes one step after the other.
         """
-        sequence.ended = True
         (self.running if sequence.pages else self.waiting).remove(sequence)  # it may be preempted
-        self._free(sequence)
+        self._pace.ended(sequence.made)
+        self._end(sequence)
 
     def drop(self, doomed: Callable[[Sequence], bool]) -> list[Sequence]:
         """Take out every doomed sequence, waiting or running, and free what it holds."""
-        dropped = [sequence for sequence in (*self.waiting, *self.running) if doomed(sequence)]
-        if dropped:
-            gone = set(dropped)
-            self.waiting = deque(s for s in self.waiting if s not in gone)
+        waiting = [sequence for sequence in self.waiting if doomed(sequence)]
+        running = [sequence for sequence in self.running if doomed(sequence)]
+        for sequence in waiting:
+            self.waiting.remove(sequence)
+        if running:
+            gone = set(running)
             self.running = [s for s in self.running if s not in gone]
-        for sequence in dropped:
-            sequence.ended = True
-            self._free(sequence)
-        return dropped
+        for sequence in (*waiting, *running):
+            self._end(sequence)
+        return waiting + running
 
     def _decodes(self, active: list[Sequence]) -> list[Chunk]:
         """One token of each that has no more; takes those out of `active` that it preempts."""
         chunks: list[Chunk] = []
         index = 0
+        if self._cache.free < len(active):  # somebody may have to give way
+            active.sort(key=_turn)
         while index < len(active):
             sequence = active[index]
-            if sequence.remaining > 1 or sequence.awaits_token:
+            if sequence.remaining > 1:
                 index += 1
             elif self._grow(sequence):
                 chunks.append(Chunk.of(sequence, 1))
                 index += 1
-            else:
-                self._preempt(active.pop())  # the youngest, perhaps this very sequence
+            else:  # the youngest of the tenant that is furthest ahead, perhaps this very sequence
+                self._preempt(active.pop())
         return chunks
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -137,27 +179,52 @@ class Scheduler:
         # It keeps its tokens and later computes them anew, but for pages that are still cached.
         self.running.remove(sequence)
         self._free(sequence)
-        self.waiting.appendleft(sequence)
+        sequence.preemptions += 1
+        self.waiting.add(sequence)
 
-    def _begin(self, admission: Admission, budget: int, active: int) -> list[Chunk]:
+    def _take_turns(
+        self, admission: Admission, prompts: list[Sequence], budget: int, active: int
+    ) -> tuple[list[Chunk], bool]:
+        """Chunks of prompts that run and of who may begin; whether more were kept out by room."""
         chunks: list[Chunk] = []
-        for sequence in self.waiting:
-            if budget == 0 or active + len(chunks) == self._bounds.sequences:
-                break
-            if sequence.known < len(sequence.tokens):
-                break  # just preempted: the step in flight tells its last token
-            if not admission.allows(sequence):
-                continue
-            if not self._seat(sequence, growing=active + len(chunks)):
-                break
-            admission.admit(sequence)
-            chunks.append(Chunk.of(sequence, budget))
+        begun: list[Sequence] = []
+        held_up = Counter[Account]()
+        full = True
+        for sequence in self._candidates(prompts):
+            if not sequence.pages:
+                if active + len(begun) == self._bounds.sequences:
+                    break
+                if sequence.known < len(sequence.tokens):
+                    break  # just preempted: the step in flight tells its last token
+                if not admission.allows(sequence, self._admitted):
+                    held_up[sequence.account] += sequence.awaits_adapter
+                    continue
+                if not self._seat(sequence, growing=active + len(begun)):
+                    break
+                self._begin(sequence, admission)
+                begun.append(sequence)
+            chunks.append(self._charged(Chunk.of(sequence, budget)))
             budget -= chunks[-1].length
-        if chunks:
-            begun = {chunk.sequence for chunk in chunks}
-            self.waiting = deque(s for s in self.waiting if s not in begun)
+            if budget == 0:
+                break
+        else:
+            full = False
+        self._promised = admission.promised
+        self.waiting.stand_aside(held_up)
+        for sequence in begun:
+            self.waiting.remove(sequence)
+        if begun:
             self.running = sorted([*self.running, *begun], key=lambda s: s.arrival)
-        return chunks
+        return chunks, full
+
+    def _candidates(self, prompts: list[Sequence]) -> Iterator[Sequence]:
+        """Those that wait and the prompts that run, in turn; ahead of all who has been promised."""
+        promised = self._promised
+        if promised is not None and not promised.ended:
+            yield promised
+        for sequence in self.waiting.turns(prompts):
+            if sequence is not promised:
+                yield sequence
 
     def _seat(self, sequence: Sequence, growing: int) -> bool:
         """Give it pages for all its tokens, if that leaves a page for each of the `growing`."""
@@ -169,14 +236,38 @@ class Scheduler:
             return False
         sequence.pages = array("i", shared + self._cache.take(fresh))
         sequence.computed = sequence.written = len(shared) * self._cache.page_size
-        sequence.overtaken = 0
         return True
+
+    def _begin(self, sequence: Sequence, admission: Admission) -> None:
+        admission.admit(sequence)
+        self._admitted += sequence.adapter is not None
+        self._accounts.wait(sequence.account)  # whoever stood aside is lifted now
+        if sequence.begun_s is not None:
+            return
+        sequence.cached_tokens = sequence.computed
+        if sequence.came_cold and sequence.adapter is not None:
+            sequence.loaded_s = self._adapters.here_since_s(sequence.adapter)
+
+    def _charged(self, chunk: Chunk) -> Chunk:
+        """Of a prompt; what is computed anew after a preemption is not its tenant's to pay."""
+        sequence = chunk.sequence
+        end = min(chunk.end, sequence.prompt_length)
+        worth = PROMPT_TOKEN * max(0, end - max(chunk.start, sequence.paid))
+        sequence.paid = max(sequence.paid, end)
+        sequence.account.charge(worth)
+        self._pace.did(worth)
+        return chunk
 
     def _drop_failed(self, errors: dict[str, AdapterError]) -> list[tuple[Sequence, AdapterError]]:
         if not errors:
             return []
         dropped = self.drop(lambda s: s.adapter is not None and s.adapter.digest in errors)
         return [(s, errors[s.adapter.digest]) for s in dropped if s.adapter is not None]
+
+    def _end(self, sequence: Sequence) -> None:
+        sequence.ended = True
+        sequence.account.open -= 1
+        self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
         self._cache.release(sequence.pages)
@@ -185,3 +276,8 @@ class Scheduler:
         if sequence.lease is not None:
             sequence.lease.release()
             sequence.lease = None
+
+
+def _turn(sequence: Sequence) -> tuple[float, int]:
+    """Those of tenants that are behind come first, and of each tenant's the oldest."""
+    return sequence.account.counter, sequence.arrival

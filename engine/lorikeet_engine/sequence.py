@@ -5,9 +5,9 @@ from array import array
 from typing import NamedTuple, Protocol
 
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.grammar import Matcher
+from lorikeet_engine.fairness import Account
 from lorikeet_engine.kv_cache import PrefixKeys
-from lorikeet_engine.request import FinishReason, Request
+from lorikeet_engine.request import Course, FinishReason, Request
 
 
 class Lease(Protocol):
@@ -30,14 +30,19 @@ class Sequence:
 
     arrival: its number in the order of arrival; arrived_s: when that was, by the monotonic clock.
     max_tokens: the request's, cut to the context.
-    stop_ids: tokens that end it. seed: the choice's own. matcher: of its grammar, told of every
-    token that is known.
+    stop_ids: tokens that end it. seed: the choice's own.
     tokens: a negative one was drawn and is not known yet: −1−i is row i of the step that drew it.
     computed: how many tokens' keys and values a step given to the device has put into `pages`.
     written: how many are there for sure, since that step has been read.
-    overtaken: how often an adapter's request was admitted ahead of it while it could not be.
+    overtaken: how many with adapters were admitted while others' adapters kept it out, until it was
+    looked at last; kept_out_at of all that ever were had been by then.
+    account, worth: its tenant's, and what it is expected to cost; set when it begins to wait.
+    paid: so many tokens of its prompt were charged, or found in the cache before them.
+    came_cold, loaded_s: whether its adapter was not on the GPU then, and when it came.
     ended: it will never run again.
     """
+
+    account: Account
 
     def __init__(
         self,
@@ -49,7 +54,6 @@ class Sequence:
         stop_ids: frozenset[int],
         seed: int,
         page_size: int,
-        matcher: Matcher | None = None,
     ) -> None:
         self.request = request
         self.choice = choice
@@ -58,7 +62,6 @@ class Sequence:
         self.max_tokens = max_tokens
         self.stop_ids = stop_ids
         self.seed = seed
-        self.matcher = matcher
         self.tokens = list(request.prompts[choice // request.n])
         self.prompt_length = len(self.tokens)
         self.computed = 0
@@ -66,6 +69,14 @@ class Sequence:
         self.pages: array[int] = array("i")  # not a list: numpy copies it into page tables at once
         self.lease: Lease | None = None
         self.overtaken = 0
+        self.kept_out_at: int | None = None
+        self.worth = 0.0
+        self.paid = 0
+        self.came_cold = False
+        self.loaded_s: float | None = None
+        self.begun_s: float | None = None
+        self.first_s: float | None = None
+        self.cached_tokens = self.preemptions = self.steps = 0
         self.ended = False
         digest = request.adapter.digest if request.adapter else ""
         self._page_size = page_size
@@ -83,6 +94,11 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def awaits_adapter(self) -> bool:
+        """Whether it waits for its adapter, if for nothing else."""
+        return self.lease is None and self.request.adapter is not None
+
+    @property
     def complete(self) -> bool:
         """Whether all its tokens have been drawn; the last may still be unknown."""
         return len(self.tokens) - self.prompt_length == self.max_tokens
@@ -91,16 +107,6 @@ class Sequence:
     def known(self) -> int:
         """How many of its tokens are known."""
         return len(self.tokens) - self._unknown
-
-    @property
-    def holds_on(self) -> bool:
-        """Whether it has yet to make its min_tokens."""
-        return self.made < self.request.sampling.min_tokens
-
-    @property
-    def awaits_token(self) -> bool:
-        """Whether its grammar must hear its last token before the next one can be drawn."""
-        return self.matcher is not None and self._unknown > 0
 
     @property
     def remaining(self) -> int:
@@ -120,16 +126,19 @@ class Sequence:
         """The keys of the full pages that leave it a token to compute logits from."""
         return self._keys.first((self.known - 1) // self._page_size, self.tokens)
 
+    def stepped(self, now_s: float) -> None:
+        """It takes part in the step at hand."""
+        self.steps += 1
+        if self.begun_s is None:
+            self.begun_s = now_s
+
     def draw(self, row: int) -> None:
         """The step at hand draws its next token in this row."""
         self.tokens.append(-1 - row)
         self._unknown += 1
 
     def accept(self, token: int) -> FinishReason | None:
-        """Learn the first unknown token; a stop id ends it and is not kept.
-
-        Raises InvalidRequest where its grammar cannot be followed on.
-        """
+        """Learn the first unknown token; a stop id ends it and is not kept."""
         index = self.known
         if token in self.stop_ids:
             del self.tokens[index:]
@@ -137,11 +146,25 @@ class Sequence:
             return FinishReason.STOP
         self.tokens[index] = token
         self._unknown -= 1
-        if self.matcher is not None:
-            self.matcher.accept(token)
-            if self.matcher.must_end:
-                return FinishReason.STOP
         return FinishReason.LENGTH if self.complete and not self._unknown else None
+
+    def course(self) -> Course:
+        """What it went through until now, when its newest token has become known."""
+        now_s = time.monotonic()
+        assert self.begun_s is not None, "a token of no step"
+        if self.first_s is None:
+            self.first_s = now_s
+        load_s = self.loaded_s - self.arrived_s if self.loaded_s is not None else 0.0
+        queued_s = self.begun_s - self.arrived_s
+        return Course(
+            queued_s=queued_s,
+            load_s=min(max(load_s, 0.0), queued_s),
+            prefill_s=self.first_s - self.begun_s,
+            decode_s=now_s - self.first_s,
+            cached_tokens=self.cached_tokens,
+            preemptions=self.preemptions,
+            steps=self.steps,
+        )
 
 
 class Chunk(NamedTuple):

@@ -1,185 +1,13 @@
 """Who computes what in each step: order, bounds, preemption, and that nobody waits forever."""
 
-import hashlib
-import math
 import random
-from collections import Counter, defaultdict
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.admission import PATIENCE
-from lorikeet_engine.errors import AdapterLoadFailed
-from lorikeet_engine.kv_cache import KVCache
-from lorikeet_engine.request import Request, SamplingParams
-from lorikeet_engine.scheduler import Bounds, Scheduler
-from lorikeet_engine.sequence import Sequence
-
-PAGE = 4
-
-
-class Shelf:
-    """Adapters on a GPU of `places` slots; at `advance` wanted ones come in, unless remote."""
-
-    def __init__(self, places=100):
-        self.places = places
-        self.leases = Counter()
-        self.wanted = {}  # in order
-        self.on_gpu = {}
-        self.remote = set()
-        self.broken = set()
-        self.ranks = defaultdict(lambda: 8)
-
-    def rank(self, ref):
-        return self.ranks[ref.digest] if ref.digest in self.on_gpu else None
-
-    def residency(self, ref):
-        if ref.digest in self.on_gpu:
-            return Residency.GPU
-        return Residency.REMOTE if ref.digest in self.remote else Residency.HOST
-
-    def want(self, ref, tenant):
-        if ref.digest not in self.on_gpu:
-            self.wanted[ref.digest] = None
-
-    def lease(self, ref, tenant):
-        if ref.digest in self.broken:
-            raise AdapterLoadFailed(f"{ref} is broken")
-        return ShelfLease(self, ref.digest) if ref.digest in self.on_gpu else None
-
-    def advance(self):
-        for digest in [d for d in self.wanted if d not in self.remote | self.broken]:
-            if len(self.on_gpu) == self.places:
-                idle = [d for d in self.on_gpu if not self.leases[d]]
-                if not idle:
-                    return
-                del self.on_gpu[idle[0]]
-            self.on_gpu[digest] = len(self.on_gpu)
-            del self.wanted[digest]
-
-
-class ShelfLease:
-    def __init__(self, shelf, digest):
-        self.shelf, self.digest, self.slot = shelf, digest, shelf.on_gpu[digest]
-        self.rank = shelf.ranks[digest]
-        shelf.leases[digest] += 1
-
-    def release(self):
-        self.shelf.leases[self.digest] -= 1
-
-
-class World:
-    """A scheduler, and a model that draws tokens by hashing what the sequence has so far.
-
-    ranks: what Σ rank may become when an adapter begins; may be changed at any time.
-    overlap: a step is read when the next has been launched.
-    """
-
-    def __init__(
-        self,
-        *,
-        tokens=64,
-        sequences=16,
-        adapters=8,
-        ranks=math.inf,
-        pages=100,
-        places=100,
-        overlap=False,
-    ):
-        self.cache = KVCache(pages, PAGE)
-        self.shelf = Shelf(places)
-        self.bounds, self.ranks = Bounds(tokens, sequences, adapters), ranks
-        self.scheduler = Scheduler(self.bounds, self.cache, self.shelf)
-        self.arrivals = 0
-        self.finished = {}
-        self.failed = []
-        self.computed_tokens = 0
-        self.steps = 0
-        self.overlap = overlap
-        self.in_flight = []
-        self.present = set()  # the last step's adapters
-
-    def add(self, prompt, adapter=None, max_tokens=4, n=1, salt="", stop=()):
-        if isinstance(prompt, int):
-            prompt = [1000 * self.arrivals + i for i in range(prompt)]
-        params = SamplingParams(max_tokens=max_tokens)
-        ref = AdapterRef("acme", adapter, 1, adapter) if adapter else None
-        request = Request(f"r{self.arrivals}", (tuple(prompt),), params, n, ref, salt)
-        made = []
-        for choice in range(n):
-            made.append(
-                Sequence(
-                    request,
-                    choice,
-                    arrival=self.arrivals,
-                    max_tokens=max_tokens,
-                    stop_ids=frozenset(stop),
-                    seed=0,
-                    page_size=PAGE,
-                )
-            )
-            self.arrivals += 1
-            self.scheduler.add(made[-1])
-        return made if n > 1 else made[0]
-
-    def step(self):
-        self.steps += 1
-        self.shelf.advance()
-        plan = self.scheduler.plan(self.ranks)
-        self.failed += plan.failed
-        self.check(plan.chunks)
-        self.scheduler.launched(plan.chunks)
-        before, self.in_flight = self.in_flight, plan.chunks
-        self.read(before)
-        if not self.overlap:
-            self.read(self.in_flight)
-            self.in_flight = []
-        return [(chunk.sequence, chunk.length) for chunk in plan.chunks]
-
-    def read(self, chunks):
-        for chunk in chunks:
-            sequence = chunk.sequence
-            self.computed_tokens += chunk.length
-            if sequence.ended:
-                continue
-            self.scheduler.written(chunk)
-            if chunk.completes:
-                token = hashlib.sha256(str(sequence.tokens[: chunk.end]).encode()).digest()[0]
-                finish = sequence.accept(token)
-                if finish is not None:
-                    self.finished[sequence] = tuple(sequence.tokens)
-                    self.scheduler.finish(sequence)
-
-    def check(self, chunks):
-        bounds = self.bounds
-        running = [s for s in self.scheduler.running if not s.complete]
-        assert sum(chunk.length for chunk in chunks) <= bounds.tokens
-        assert len(running) <= bounds.sequences
-        adapters = {s.adapter.digest for s in running if s.adapter}
-        assert len(adapters) <= bounds.adapters
-        if adapters - self.present and len(adapters) > 1:
-            assert sum(self.shelf.ranks[d] for d in adapters) <= self.ranks
-        self.present = adapters
-        assert len({chunk.sequence for chunk in chunks}) == len(chunks)
-        assert all(s.lease is not None for s in running if s.adapter)
-        written = Counter()
-        for chunk in chunks:
-            assert chunk.length >= 1, "nothing to compute, so no logits"
-            assert chunk.sequence in running
-            assert chunk.pages is chunk.sequence.pages
-            assert len(chunk.pages) * PAGE >= chunk.end
-            written.update(chunk.pages[chunk.start // PAGE : -(-chunk.end // PAGE)])
-        assert all(count == 1 for count in written.values()), "two sequences write one page"
-
-    def run(self, steps=10_000):
-        while (self.scheduler.waiting or self.scheduler.running) and steps:
-            self.step()
-            steps -= 1
-        assert steps, "it never ends"
-        assert self.cache.used == 0
-        assert not +self.shelf.leases
+from tests.engine.world import PAGE, World
 
 
 def test_decodes_come_first_then_the_running_prefill_then_newcomers():
@@ -371,7 +199,7 @@ def test_the_youngest_is_preempted_keeps_its_tokens_and_comes_back_first():
     assert young.made > 0
     kept = list(young.tokens)
     later = world.add(4)
-    assert world.scheduler.waiting[0] is young
+    assert next(iter(world.scheduler.waiting)) is young
     while young in world.scheduler.waiting:
         assert later in world.scheduler.waiting
         world.step()

@@ -70,6 +70,12 @@ class Accounts:
         """What loads take, as far as it was measured."""
         return self._times.costs()
 
+    def copy_s(self, digest: str) -> float:
+        """How long its copy from the host to the GPU takes."""
+        size_bytes = self._known.elements(digest) * self._itemsize
+        usual = int(self._times.reads.size_bytes)
+        return self.costs().load_s(Residency.HOST, size_bytes or usual)
+
     def load(self, wanted: Iterable[str]) -> ArenaLoad:
         """What is on its way, what has room, what would be evicted first.
 

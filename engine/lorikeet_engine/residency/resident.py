@@ -14,6 +14,7 @@ from lorikeet_engine.residency.packing import PackedLayout
 class Resident:
     """One adapter on the GPU. guarded_until_s: 0 until a request wants it, 0 again once leased.
 
+    since_s: when it came.
     reads: Transfer's, of the steps that may have read it; None until its first lease has ended.
     """
 
@@ -25,6 +26,7 @@ class Resident:
     leases: int = 0
     guarded_until_s: float = 0.0
     arriving: bool = False
+    since_s: float = 0.0
     reads: torch.cuda.Event | None = None
 
     def held_at(self, now_s: float) -> bool:

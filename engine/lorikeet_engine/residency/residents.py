@@ -93,6 +93,10 @@ class Residents:
         resident = self._residents.get(digest)
         return resident.layout.max_rank if resident is not None else None
 
+    def since_s(self, digest: str) -> float:
+        """When one that is here came."""
+        return self._residents[digest].since_s
+
     def snapshot(self) -> list[Resident]:
         """All of them at this moment."""
         return list(self._residents.values())
@@ -173,7 +177,8 @@ class Residents:
         event = self._transfer.copy(image, self._pool.blocks(slot))
         if worth is None:
             worth = self._worth(digest, layout, now_s)
-        resident = Resident(ref, slot, layout, now_s, worth, arriving=event is not None)
+        arriving = event is not None
+        resident = Resident(ref, slot, layout, now_s, worth, arriving=arriving, since_s=now_s)
         self._residents[digest] = resident
         self._rank(resident)
         if resident.arriving:
@@ -188,7 +193,7 @@ class Residents:
     def arrived(self, digest: str) -> None:
         """Its copy is over."""
         resident = self._residents[digest]
-        resident.arriving = False
+        resident.arriving, resident.since_s = False, self._clock()
         self._let_go(resident)
         self._note(digest)
 

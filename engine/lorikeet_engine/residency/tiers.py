@@ -52,8 +52,8 @@ _FAILURE_LASTS_S = 30.0
 class Tiers:
     """Keeps adapters as near to the GPU as memory and demand allow.
 
-    rank, want, lease, advance and close belong to the engine's thread; the rest may be called from
-    any, `moved` by one at a time.
+    rank, here_since_s, want, lease, advance and close belong to the engine's thread; the rest may
+    be called from any, `moved` by one at a time.
     weights: the arena and its table, the same tensors for the engine's life.
     noted: set when `moved` may have something to say.
     """
@@ -146,6 +146,20 @@ class Tiers:
     def load(self) -> ArenaLoad:
         """What is on its way, what has room, what would be evicted first."""
         return self._accounts.load(list(self._wanted))
+
+    def load_s(self, ref: AdapterRef) -> float:
+        """How long it may take until it is on the GPU, behind all that is on its way; 0 there."""
+        return self.load_costs().load_s(self.residency(ref), self.load().loading_bytes)
+
+    def copy_s(self, ref: AdapterRef) -> float:
+        """How long its copy to the GPU takes if nobody has wanted it there so far, else 0."""
+        if ref.digest in self._wanted or self._residents.placed(ref.digest):
+            return 0.0
+        return self._accounts.copy_s(ref.digest)
+
+    def here_since_s(self, ref: AdapterRef) -> float:
+        """When it came to the GPU, where it is."""
+        return self._residents.since_s(ref.digest)
 
     def rank(self, ref: AdapterRef) -> int | None:
         """Its largest rank while it is on the GPU."""

@@ -1,0 +1,199 @@
+"""A scheduler without an engine: adapters on a shelf, and a model that draws tokens by hashing."""
+
+import hashlib
+import math
+from collections import Counter, defaultdict
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.errors import AdapterLoadFailed
+from lorikeet_engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
+from lorikeet_engine.kv_cache import KVCache
+from lorikeet_engine.request import Request, SamplingParams, Terms
+from lorikeet_engine.scheduler import Bounds, Scheduler
+from lorikeet_engine.sequence import Sequence
+
+PAGE = 4
+COSTS = StepCosts()
+TERMS = Terms()
+
+
+class Shelf:
+    """Adapters on a GPU of `places` slots; at `advance` wanted ones come in, unless remote."""
+
+    def __init__(self, places=100):
+        self.places = places
+        self.leases = Counter()
+        self.wanted = {}  # in order
+        self.on_gpu = {}
+        self.remote = set()
+        self.broken = set()
+        self.takes_s = 0.0
+        self.ranks = defaultdict(lambda: 8)
+
+    def rank(self, ref):
+        return self.ranks[ref.digest] if ref.digest in self.on_gpu else None
+
+    def residency(self, ref):
+        if ref.digest in self.on_gpu:
+            return Residency.GPU
+        return Residency.REMOTE if ref.digest in self.remote else Residency.HOST
+
+    def copy_s(self, ref):
+        return self.takes_s
+
+    def here_since_s(self, ref):
+        return 0.0
+
+    def want(self, ref, tenant):
+        if ref.digest not in self.on_gpu:
+            self.wanted[ref.digest] = None
+
+    def lease(self, ref, tenant):
+        if ref.digest in self.broken:
+            raise AdapterLoadFailed(f"{ref} is broken")
+        return ShelfLease(self, ref.digest) if ref.digest in self.on_gpu else None
+
+    def advance(self):
+        for digest in [d for d in self.wanted if d not in self.remote | self.broken]:
+            if len(self.on_gpu) == self.places:
+                idle = [d for d in self.on_gpu if not self.leases[d]]
+                if not idle:
+                    return
+                del self.on_gpu[idle[0]]
+            self.on_gpu[digest] = len(self.on_gpu)
+            del self.wanted[digest]
+
+
+class ShelfLease:
+    def __init__(self, shelf, digest):
+        self.shelf, self.digest, self.slot = shelf, digest, shelf.on_gpu[digest]
+        self.rank = shelf.ranks[digest]
+        shelf.leases[digest] += 1
+
+    def release(self):
+        self.shelf.leases[self.digest] -= 1
+
+
+class World:
+    """A scheduler, and a model that draws tokens by hashing what the sequence has so far.
+
+    ranks: what Σ rank may become when an adapter begins; may be changed at any time.
+    overlap: a step is read when the next has been launched.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokens=64,
+        sequences=16,
+        adapters=8,
+        ranks=math.inf,
+        pages=100,
+        places=100,
+        overlap=False,
+    ):
+        self.cache = KVCache(pages, PAGE)
+        self.shelf = Shelf(places)
+        self.bounds, self.ranks = Bounds(tokens, sequences, adapters), ranks
+        self.scheduler = Scheduler(self.bounds, self.cache, self.shelf, COSTS)
+        self.arrivals = 0
+        self.finished = {}
+        self.failed = []
+        self.computed_tokens = 0
+        self.steps = 0
+        self.served = Counter()  # tenant → tokens' worth
+        self.reached = Counter()  # sequence → of its prompt, tokens that were computed or cached
+        self.overlap = overlap
+        self.in_flight = []
+        self.present = set()  # the last step's adapters
+
+    def add(self, prompt, adapter=None, max_tokens=4, n=1, salt="", stop=(), terms=TERMS):
+        if isinstance(prompt, int):
+            prompt = [1000 * self.arrivals + i for i in range(prompt)]
+        params = SamplingParams(max_tokens=max_tokens)
+        ref = AdapterRef("acme", adapter, 1, adapter) if adapter else None
+        request = Request(f"r{self.arrivals}", (tuple(prompt),), params, n, ref, salt, terms)
+        made = []
+        for choice in range(n):
+            made.append(
+                Sequence(
+                    request,
+                    choice,
+                    arrival=self.arrivals,
+                    max_tokens=max_tokens,
+                    stop_ids=frozenset(stop),
+                    seed=0,
+                    page_size=PAGE,
+                )
+            )
+            self.arrivals += 1
+            self.scheduler.add(made[-1])
+        return made if n > 1 else made[0]
+
+    def step(self):
+        self.steps += 1
+        self.shelf.advance()
+        plan = self.scheduler.plan(self.ranks)
+        self.failed += plan.failed
+        self.check(plan.chunks)
+        self.count(plan.chunks)
+        self.scheduler.launched(plan.chunks)
+        before, self.in_flight = self.in_flight, plan.chunks
+        self.read(before)
+        if not self.overlap:
+            self.read(self.in_flight)
+            self.in_flight = []
+        return [(chunk.sequence, chunk.length) for chunk in plan.chunks]
+
+    def read(self, chunks):
+        for chunk in chunks:
+            sequence = chunk.sequence
+            self.computed_tokens += chunk.length
+            if sequence.ended:
+                continue
+            self.scheduler.written(chunk)
+            if chunk.completes:
+                token = hashlib.sha256(str(sequence.tokens[: chunk.end]).encode()).digest()[0]
+                finish = sequence.accept(token)
+                if finish is not None:
+                    self.finished[sequence] = tuple(sequence.tokens)
+                    self.scheduler.finish(sequence)
+
+    def count(self, chunks):
+        """What is done for whom; nothing twice."""
+        for chunk in chunks:
+            sequence, tenant = chunk.sequence, chunk.sequence.request.terms.tenant
+            first = max(chunk.start, self.reached[sequence])
+            last = self.reached[sequence] = min(max(first, chunk.end), sequence.prompt_length)
+            self.served[tenant] += PROMPT_TOKEN * max(0, last - first)
+            self.served[tenant] += OUTPUT_TOKEN * chunk.completes
+
+    def check(self, chunks):
+        bounds = self.bounds
+        running = [s for s in self.scheduler.running if not s.complete]
+        assert sum(chunk.length for chunk in chunks) <= bounds.tokens
+        assert len(running) <= bounds.sequences
+        adapters = {s.adapter.digest for s in running if s.adapter}
+        assert len(adapters) <= bounds.adapters
+        if adapters - self.present and len(adapters) > 1:
+            assert sum(self.shelf.ranks[d] for d in adapters) <= self.ranks
+        self.present = adapters
+        assert len({chunk.sequence for chunk in chunks}) == len(chunks)
+        assert all(s.lease is not None for s in running if s.adapter)
+        written = Counter()
+        for chunk in chunks:
+            assert chunk.length >= 1, "nothing to compute, so no logits"
+            assert chunk.sequence in running
+            assert chunk.pages is chunk.sequence.pages
+            assert len(chunk.pages) * PAGE >= chunk.end
+            written.update(chunk.pages[chunk.start // PAGE : -(-chunk.end // PAGE)])
+        assert all(count == 1 for count in written.values()), "two sequences write one page"
+
+    def run(self, steps=10_000):
+        while (self.scheduler.waiting or self.scheduler.running) and steps:
+            self.step()
+            steps -= 1
+        assert steps, "it never ends"
+        assert self.cache.used == 0
+        assert not +self.shelf.leases
