@@ -1,9 +1,9 @@
 """The engine: requests of token ids in, tokens out, one batch for all adapters at every step."""
 
+import itertools
 import logging
 import math
 import threading
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,19 +12,19 @@ import torch
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.assembly import LoadModel, assemble
 from lorikeet_engine.batch_builder import build_batch, by_adapter
-from lorikeet_engine.copies import Download
 from lorikeet_engine.costs import LoadCosts
 from lorikeet_engine.deadlines import Deadlines
+from lorikeet_engine.drawing import Drawn, Draws, draw
 from lorikeet_engine.engine_load import engine_load
 from lorikeet_engine.engine_settings import EngineSettings
 from lorikeet_engine.errors import (
     DeviceLost,
     EngineClosed,
     EngineError,
-    InvalidRequest,
-    NotFinite,
     StepFailed,
 )
+from lorikeet_engine.grammar import Grammars
+from lorikeet_engine.inbox import Inbox
 from lorikeet_engine.intake import EngineConfig, Intake
 from lorikeet_engine.kv_cache import KVCache
 from lorikeet_engine.models import load_model
@@ -32,7 +32,7 @@ from lorikeet_engine.news import EngineLoad, EngineNews
 from lorikeet_engine.rank_budget import TimedStep
 from lorikeet_engine.request import EngineReport, Failed, Output, Request, Tokens
 from lorikeet_engine.residency.disk import AdapterSource
-from lorikeet_engine.sampling import NOT_FINITE, Sampler, SamplingRow
+from lorikeet_engine.sampling import Sampler
 from lorikeet_engine.scheduler import Bounds, Scheduler
 from lorikeet_engine.sequence import Chunk, Sequence
 from lorikeet_engine.slot_use import SlotUse
@@ -47,7 +47,7 @@ class _Flight:
     """A step that was launched and not read: its chunks as laid out, the tokens it draws."""
 
     chunks: list[Chunk]
-    drawn: Download
+    draws: Draws
     timed: TimedStep | None
 
 
@@ -60,12 +60,17 @@ class Engine:
     """
 
     def __init__(
-        self, settings: EngineSettings, source: AdapterSource, load: LoadModel = load_model
+        self,
+        settings: EngineSettings,
+        source: AdapterSource,
+        load: LoadModel = load_model,
+        grammars: Grammars | None = None,
     ) -> None:
         """Load the model and allocate all the memory that serving needs.
 
-        load: reads the base model, as load_model does. Raises ModelError, and SettingsError where
-        something does not fit into the device's memory. On CUDA no kernel is compiled afterwards.
+        load: reads the base model, as load_model does. grammars: for requests that have one.
+        Raises ModelError, and SettingsError where something does not fit into the device's memory.
+        On CUDA no kernel is compiled afterwards.
         """
         self._settings = settings
         self._device = torch.device(settings.device)
@@ -81,47 +86,33 @@ class Engine:
             model.config.eos_token_ids,
             parts.step_costs,
         )
-        self._intake = Intake(self.config, settings.page_size)
+        self._grammars = grammars
+        self._intake = Intake(self.config, settings.page_size, grammars)
         self._sampler = Sampler()
         self._flight: _Flight | None = None
         self._budget = parts.rank_budget
         self._begin()
         self._idle = True
-        self._lock = threading.Lock()  # guards the four below
-        self._closed = False
-        self._open: dict[str, int] = {}  # request id → choices that have not ended
-        self._submitted: deque[Request] = deque()
-        self._aborted: deque[tuple[str, int | None]] = deque()
+        self._inbox = Inbox()
         self._deadlines = Deadlines(lambda t: self._scheduler.wait_s(t), self._tiers.load_s)
 
     def submit(self, request: Request) -> None:
         """Take a request; its tokens come out of the steps that follow.
 
         max_tokens is cut to what the context leaves after each prompt. The context always fits
-        into the KV cache, so whatever is taken can run. Raises InvalidRequest, EngineClosed, and
-        Overloaded where it could not begin in nearly the time that it may wait.
+        into the KV cache, so whatever is taken can run. A grammar is compiled here, which may take
+        a second; no step waits for it. Raises InvalidRequest, EngineClosed, and Overloaded where it
+        could not begin in nearly the time that it may wait.
         """
         self._deadlines.check(request.terms)
-        self._intake.check(request)
-        with self._lock:
-            if self._closed:
-                raise EngineClosed("the engine is closed: send the request to another replica")
-            if request.request_id in self._open:
-                raise InvalidRequest(
-                    f"request_id={request.request_id!r} is in flight: want a new one",
-                    param="request_id",
-                )
-            self._open[request.request_id] = len(request.prompts) * request.n
-            # an abort that came too late was for the last request of this id
-            self._aborted = deque(a for a in self._aborted if a[0] != request.request_id)
-            self._submitted.append(request)
+        choices = self._intake.sequences(request)
+        self._inbox.submit(request.request_id, choices)
+        self._deadlines.add(choices)
         self.wake()
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """End a request, or one of its choices, without an output; what has ended is left alone."""
-        with self._lock:
-            if request_id in self._open:
-                self._aborted.append((request_id, choice))
+        self._inbox.abort(request_id, choice)
         self.wake()
 
     def wake(self) -> None:
@@ -164,11 +155,7 @@ class Engine:
         self._flight = None
         self._begin()
         self._idle = True
-        with self._lock:
-            ids = list(self._open)
-            self._open.clear()
-            self._submitted.clear()
-        return [Failed(request_id, error) for request_id in ids]
+        return [Failed(request_id, error) for request_id in self._inbox.clear()]
 
     def residency(self, ref: AdapterRef) -> Residency:
         """The fastest place that holds an adapter now."""
@@ -196,7 +183,7 @@ class Engine:
         """What the engine holds and does now."""
         return EngineReport(
             running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting) + len(self._submitted),
+            waiting=len(self._scheduler.waiting) + len(self._inbox.submitted),
             kv_pages_used=self._cache.used,
             kv_pages_total=self._cache.pages,
             arena_bytes_used=self._tiers.arena_bytes_used,
@@ -211,7 +198,7 @@ class Engine:
 
     def load(self) -> EngineLoad:
         """What the engine does now."""
-        return engine_load(list(self._submitted), self._scheduler, self._cache, self._tiers)
+        return engine_load(self._inbox.submitted, self._scheduler, self._cache, self._tiers)
 
     def news(self) -> EngineNews | None:
         """What has changed since the last call; everything at the first, None if nothing has."""
@@ -223,9 +210,7 @@ class Engine:
 
     def close(self) -> list[Output]:
         """Take no more requests, end those in flight with EngineClosed, stop loading adapters."""
-        with self._lock:
-            was_closed, self._closed = self._closed, True
-        if was_closed:
+        if not self._inbox.close():
             return []
         outputs = self.fail_all(EngineClosed("the engine was closed: send the request again"))
         self._tiers.close()
@@ -240,14 +225,9 @@ class Engine:
         self._scheduler = Scheduler(bounds, self._cache, self._tiers, self.config.step_costs)
 
     def _take_in(self) -> None:
-        with self._lock:
-            submitted, self._submitted = self._submitted, deque()
-            aborted, self._aborted = set(self._aborted), deque()
-        for request in submitted:
-            choices = self._intake.sequences(request)
-            self._deadlines.add(choices)
-            for sequence in choices:
-                self._scheduler.add(sequence)
+        submitted, aborted = self._inbox.take()
+        for sequence in submitted:
+            self._scheduler.add(sequence)
         if aborted:
             dropped = self._scheduler.drop(
                 lambda s: (
@@ -256,16 +236,17 @@ class Engine:
                 )
             )
             for sequence in dropped:
-                self._end(sequence)
+                self._inbox.ended(sequence.request.request_id)
 
     def _launch(self, chunks: list[Chunk], before: "_Flight | None") -> list[Output]:
-        drawn = before.drawn.tensor if before else None
+        drawn = before.draws.tokens if before else None
         timed = self._budget.launched(chunks) if self._budget else None
         try:
             batch = build_batch(chunks, self._settings.page_size, self._device, drawn)
             logits = self._runner.forward(batch)
-            rows = [_sampling_row(chunk.sequence) for chunk in chunks if chunk.completes]
-            self._flight = _Flight(chunks, Download(self._sampler.sample(logits, rows)), timed)
+            sequences = [chunk.sequence for chunk in chunks if chunk.completes]
+            draws = draw(self._sampler, logits, sequences, self._grammars, drawn)
+            self._flight = _Flight(chunks, draws, timed)
         except Exception as error:
             return self._step_failed(chunks, error)
         self._scheduler.launched(chunks)
@@ -273,32 +254,38 @@ class Engine:
 
     def _read(self, flight: "_Flight") -> list[Output]:
         try:
-            drawn = flight.drawn.wait()
+            drawn = flight.draws.wait()
         except Exception as error:
             return self._step_failed(flight.chunks, error)
         if self._budget and flight.timed:
             self._budget.read(flight.timed)
         outputs: list[Output] = []
-        tokens = iter(drawn)
+        rows = itertools.count()
         for chunk in flight.chunks:
-            token = next(tokens) if chunk.completes else None
+            row = next(rows) if chunk.completes else None
             if chunk.sequence.ended:
                 continue
             self._scheduler.written(chunk)
-            if token == NOT_FINITE:
-                outputs += self._fail(_not_finite(chunk.sequence.request))
-            elif token is not None:
-                outputs.append(self._accept(chunk.sequence, token))
+            if row is not None:
+                outputs += self._accept(chunk.sequence, row, drawn)
         return outputs
 
-    def _accept(self, sequence: Sequence, token: int) -> Tokens:
-        finish = sequence.accept(token)
+    def _accept(self, sequence: Sequence, row: int, drawn: Drawn) -> list[Output]:
+        request_id, token = sequence.request.request_id, drawn.tokens[row]
+        try:
+            if error := drawn.errors.get(row):
+                raise error
+            finish = sequence.accept(token)
+        except EngineError as error:
+            return self._fail({request_id: error})
         if finish is not None:
             self._scheduler.finish(sequence)
-            self._end(sequence)
-        kept = () if token in sequence.stop_ids else (token,)
+            self._inbox.ended(request_id)
         course = sequence.course() if finish or sequence.first_s is None else None
-        return Tokens(sequence.request.request_id, sequence.choice, kept, finish, course=course)
+        if token in sequence.stop_ids:
+            return [Tokens(request_id, sequence.choice, (), finish, course=course)]
+        told = (drawn.logprobs[row],) if row in drawn.logprobs else ()
+        return [Tokens(request_id, sequence.choice, (token,), finish, told, course)]
 
     def _step_failed(self, chunks: list[Chunk], error: Exception) -> list[Output]:
         ids = {c.sequence.request.request_id for c in chunks if not c.sequence.ended}
@@ -315,28 +302,9 @@ class Engine:
         except RuntimeError as lost:  # an error of the device stays; any other is over by now
             raise DeviceLost(f"{self._device} failed and stays so: {error}") from lost
 
-    def _end(self, sequence: Sequence) -> None:
-        request_id = sequence.request.request_id
-        with self._lock:
-            self._open[request_id] -= 1
-            if self._open[request_id] == 0:
-                del self._open[request_id]
-
     def _fail(self, errors: Mapping[str, EngineError]) -> list[Output]:
         if errors:
             self._scheduler.drop(lambda s: s.request.request_id in errors)
-            with self._lock:
-                for request_id in errors:
-                    self._open.pop(request_id, None)
+            for request_id in errors:
+                self._inbox.failed(request_id)
         return [Failed(request_id, error) for request_id, error in errors.items()]
-
-
-def _not_finite(request: Request) -> dict[str, EngineError]:
-    who = f"adapter {request.adapter}" if request.adapter else "the base model"
-    return {request.request_id: NotFinite(f"the logits of {who} are not finite: it overflows")}
-
-
-def _sampling_row(sequence: Sequence) -> SamplingRow:
-    params = sequence.request.sampling
-    banned = tuple(sequence.stop_ids) if sequence.made < params.min_tokens else ()
-    return SamplingRow(params, sequence.seed, sequence.made, banned)

@@ -7,6 +7,8 @@ from enum import Enum
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import EngineError, InvalidRequest
 
+MAX_LOGPROBS = 20
+
 
 class FinishReason(Enum):
     """Why a choice ended, in OpenAI's words."""
@@ -55,6 +57,22 @@ class SamplingParams:
         _require(0.0 <= self.temperature <= 2.0, "temperature", self.temperature, "0 to 2")
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0, at most 1")
         _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or a positive integer")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-2.0 <= value <= 2.0, name, value, "-2 to 2")
+        for token, bias in self.logit_bias:
+            _require(-100.0 <= bias <= 100.0, "logit_bias", {token: bias}, "biases of -100 to 100")
+        _require(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            "logprobs",
+            self.logprobs,
+            f"an integer from 0 to {MAX_LOGPROBS}",
+        )
+
+    @property
+    def penalises(self) -> bool:
+        """Whether what the choice has made changes what it may say next."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ class Scheduler:
             active.sort(key=_turn)
         while index < len(active):
             sequence = active[index]
-            if sequence.remaining > 1:
+            if sequence.remaining > 1 or sequence.awaits_token:
                 index += 1
             elif self._grow(sequence):
                 chunks.append(Chunk.of(sequence, 1))

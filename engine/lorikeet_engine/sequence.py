@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.fairness import Account
+from lorikeet_engine.grammar import Matcher
 from lorikeet_engine.kv_cache import PrefixKeys
 from lorikeet_engine.request import Course, FinishReason, Request
 
@@ -30,7 +31,8 @@ class Sequence:
 
     arrival: its number in the order of arrival; arrived_s: when that was, by the monotonic clock.
     max_tokens: the request's, cut to the context.
-    stop_ids: tokens that end it. seed: the choice's own.
+    stop_ids: tokens that end it. seed: the choice's own. matcher: of its grammar, told of every
+    token that is known.
     tokens: a negative one was drawn and is not known yet: −1−i is row i of the step that drew it.
     computed: how many tokens' keys and values a step given to the device has put into `pages`.
     written: how many are there for sure, since that step has been read.
@@ -54,6 +56,7 @@ class Sequence:
         stop_ids: frozenset[int],
         seed: int,
         page_size: int,
+        matcher: Matcher | None = None,
     ) -> None:
         self.request = request
         self.choice = choice
@@ -62,6 +65,7 @@ class Sequence:
         self.max_tokens = max_tokens
         self.stop_ids = stop_ids
         self.seed = seed
+        self.matcher = matcher
         self.tokens = list(request.prompts[choice // request.n])
         self.prompt_length = len(self.tokens)
         self.computed = 0
@@ -109,6 +113,16 @@ class Sequence:
         return len(self.tokens) - self._unknown
 
     @property
+    def holds_on(self) -> bool:
+        """Whether it has yet to make its min_tokens."""
+        return self.made < self.request.sampling.min_tokens
+
+    @property
+    def awaits_token(self) -> bool:
+        """Whether its grammar must hear its last token before the next one can be drawn."""
+        return self.matcher is not None and self._unknown > 0
+
+    @property
     def remaining(self) -> int:
         """Tokens still to be computed before the next can be drawn: 1 means that it decodes."""
         return len(self.tokens) - self.computed
@@ -138,7 +152,10 @@ class Sequence:
         self._unknown += 1
 
     def accept(self, token: int) -> FinishReason | None:
-        """Learn the first unknown token; a stop id ends it and is not kept."""
+        """Learn the first unknown token; a stop id ends it and is not kept.
+
+        Raises InvalidRequest where its grammar cannot be followed on.
+        """
         index = self.known
         if token in self.stop_ids:
             del self.tokens[index:]
@@ -146,6 +163,10 @@ class Sequence:
             return FinishReason.STOP
         self.tokens[index] = token
         self._unknown -= 1
+        if self.matcher is not None:
+            self.matcher.accept(token)
+            if self.matcher.must_end:
+                return FinishReason.STOP
         return FinishReason.LENGTH if self.complete and not self._unknown else None
 
     def course(self) -> Course:
