@@ -71,7 +71,7 @@ def test_a_stop_string_ends_its_choice_and_asks_for_an_abort(tokenizer):
     assert answer.finished
 
 
-def test_a_failure_before_the_first_byte_is_a_refusal(tokenizer):
+def test_a_failure_is_a_refusal(tokenizer):
     answer = Answer(replace(CALL, stream=True), [(1,)], Vocabulary(tokenizer))
     failure = Failed("r1", AdapterLoadFailed("acme/support@1: digest mismatch"))
     assert answer.take([failure]) == [
@@ -80,11 +80,12 @@ def test_a_failure_before_the_first_byte_is_a_refusal(tokenizer):
     assert answer.finished
 
 
-def test_a_failure_after_the_first_byte_is_an_event_of_the_stream(tokenizer):
+def test_a_failure_in_mid_stream_is_one_behind_what_was_made(tokenizer):
     answer = Answer(replace(CALL, stream=True), [(1,)], Vocabulary(tokenizer))
-    answer.take([tokens(tokenizer, "some")])
-    (chunk,) = answer.take([Failed("r1", StepFailed("the step failed"))])
-    assert events([chunk])[0]["error"]["message"] == "the step failed"
+    failure = Failed("r1", StepFailed("the step failed"))
+    chunk, refusal = answer.take([tokens(tokenizer, "some"), failure])
+    assert events([chunk])[-1]["choices"][0]["text"] == "some"
+    assert refusal == Refusal("generation_failed", "the step failed")
 
 
 def test_a_failed_body_is_a_refusal_whenever_it_fails(tokenizer):

@@ -48,6 +48,11 @@ _RETRY_AFTER_S = 1.0
 _ROUNDING = 1e-6
 
 
+def status_of(code: str) -> int:
+    """The HTTP status of an error, by its code."""
+    return _STATUSES.get(code, 500)
+
+
 class Refused(LorikeetError):
     """A replica's Refusal, raised."""
 
@@ -65,7 +70,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 def error_response(error: LorikeetError) -> Response:
     """One of our errors as an answer, with Retry-After where trying again makes sense."""
-    status = _STATUSES.get(error.code, 500)
+    status = status_of(error.code)
     headers = {}
     if status in (429, 503):
         wait_s = math.ceil(error.retry_after_s or _RETRY_AFTER_S)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from lorikeet.api.answers import Choice, EventStream, Usage, failed_event, json_body
+from lorikeet.api.answers import Choice, EventStream, Usage, json_body
 from lorikeet.api.messages import Call, Closing, Refusal, StreamItem
 from lorikeet.serving.choice import ChoiceStream, Said
 from lorikeet.serving.text import TextStream
@@ -11,10 +11,12 @@ from lorikeet.serving.tools import ForcedReader, Syntax, ToolReader
 from lorikeet.serving.vocabulary import Vocabulary
 from lorikeet_engine.errors import (
     AdapterError,
+    AdapterNotReady,
     AdapterTooLarge,
     EngineClosed,
     EngineError,
     InvalidRequest,
+    Overloaded,
 )
 from lorikeet_engine.request import Course, Failed, Output, Tokens
 
@@ -46,7 +48,6 @@ class Answer:
         self._unfinished = len(self._choices)
         self._cached: dict[int, int] = {}
         self._courses: dict[int, Course] = {}
-        self._begun = False
         self.stopped: list[int] = []
         self.finished = False
 
@@ -56,13 +57,13 @@ class Answer:
         for output in outputs:
             if isinstance(output, Failed):
                 self.finished = True
-                return [self._failure(chunk, output.error)]
+                refusal = refusal_of(output.error)
+                return [chunk, refusal] if chunk else [refusal]
             chunk += self._advance(output)
         if self._unfinished == 0:
             self.finished = True
             closing = self._closing()
             return [closing, chunk + self._end(closing)]
-        self._begun = self._begun or bool(chunk)
         return [chunk] if chunk else []
 
     def _advance(self, output: Tokens) -> bytes:
@@ -114,12 +115,6 @@ class Answer:
             logprobs,
         )
 
-    def _failure(self, chunk: bytes, error: EngineError) -> StreamItem:
-        refusal = refusal_of(error)
-        if self._call.stream and (self._begun or chunk):
-            return chunk + failed_event(refusal.code, refusal.message, refusal.param)
-        return refusal
-
 
 def _choice(
     call: Call, index: int, prompt: Sequence[int], vocabulary: Vocabulary, syntax: Syntax | None
@@ -145,6 +140,11 @@ def refusal_of(error: EngineError) -> Refusal:
         return Refusal(code, error.message, error.fields.get("param"))
     if isinstance(error, EngineClosed):
         return Refusal("unavailable", error.message)
+    if isinstance(error, Overloaded):
+        return Refusal("overloaded", error.message, None, error.fields.get("retry_after_s"))
+    if isinstance(error, AdapterNotReady):
+        wait_s = error.fields.get("retry_after_s")
+        return Refusal("adapter_not_ready", error.message, "model", wait_s)
     if isinstance(error, AdapterTooLarge):
         return Refusal("invalid_adapter", error.message, "model")
     if isinstance(error, AdapterError):

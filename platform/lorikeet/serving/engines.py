@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any, cast
 from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from lorikeet.api.messages import Call, Header, Refusal, StreamItem, Trial, TrialResult
+from lorikeet.api.messages import Attempt, Call, Header, Refusal, StreamItem, Trial, TrialResult
 from lorikeet.api.request_scope import log_unexpected
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
 from lorikeet.placement.report import ReplicaReport
@@ -47,20 +48,27 @@ class ServeEngines:
             # An id of its own: a lost replica may still be at work on the attempt before.
             again = replace(call, request_id=f"{call.request_id}-{attempt}") if attempt else call
             begun = False
+            fleet.expect(again.request_id)
+            sent_s = time.monotonic()
             try:
                 async with aclosing(_answer(handle, fleet, again)) as items:
                     async for item in items:
+                        if isinstance(item, Header) and item.load_s is None:
+                            yield _attempt(fleet, again.request_id, sent_s)
                         if attempt + 1 < _ATTEMPTS and _another_has_it(fleet, call, item):
                             raise Unavailable("the replica could not load the adapter")
                         if not begun and isinstance(item, bytes):
                             begun = True
                             fleet.begun(again.request_id)
                         yield item
-            except Unavailable:
-                if begun:
+            except LorikeetError as error:
+                yield _attempt(fleet, again.request_id, sent_s, error.message)
+                if begun or not isinstance(error, Unavailable):
                     raise
             else:
                 return
+            finally:
+                fleet.ended(again.request_id)
         raise Unavailable("no replica could answer", retry_after_s=5)
 
     async def smoke(self, base_model: str, trial: Trial) -> TrialResult | Refusal:
@@ -82,13 +90,12 @@ async def _answer(
 ) -> AsyncGenerator[StreamItem, None]:
     """One replica's answer. Raises Unavailable when it is lost or will not take the call."""
     request_id = call.request_id
-    fleet.expect(request_id)
     response = cast("DeploymentResponseGenerator[StreamItem]", handle.generate.remote(call))
     try:
         async for item in response:
             if isinstance(item, Refusal) and item.code == Unavailable.code:
                 raise Unavailable(item.message)
-            if isinstance(item, Header):
+            if isinstance(item, Header) and item.load_s is None:
                 _learn(fleet, item)
             yield item
     except RayTaskError as error:
@@ -103,7 +110,16 @@ async def _answer(
         raise Unavailable("the replica cancelled this request") from error
     finally:
         response.cancel()  # type: ignore[no-untyped-call]
-        fleet.ended(request_id)
+
+
+def _attempt(fleet: Fleet, request_id: str, sent_s: float, failure: str | None = None) -> Attempt:
+    """What is known of a call that was sent then."""
+    decision, now_s = fleet.decision(request_id), time.monotonic()
+    if decision is None or decision.taken_s is None:
+        weighed = decision.weighed if decision else ()
+        return Attempt(request_id, None, now_s - sent_s, weighed, failure)
+    waited_s = decision.taken_s - sent_s
+    return Attempt(request_id, decision.replica, waited_s, decision.weighed, failure)
 
 
 def _another_has_it(fleet: Fleet, call: Call, item: StreamItem) -> bool:

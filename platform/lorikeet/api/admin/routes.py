@@ -9,18 +9,22 @@ from lorikeet.api.admin.path import check_path
 from lorikeet.api.admin.pin_survey import PinSurvey
 from lorikeet.api.admin.pins import pin_routes
 from lorikeet.api.admin.registration import Registration
+from lorikeet.api.admin.requests import request_routes
 from lorikeet.api.admin.smoke import smoke_routes
 from lorikeet.api.admin.status import status_routes
 from lorikeet.api.admin.tenants import tenant_routes
 from lorikeet.api.admin.upload import upload_routes
 from lorikeet.api.admin.uploads import uploads_routes
+from lorikeet.api.explain import Explanations
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Gate
 from lorikeet.api.services import Services
 from lorikeet.catalog.uploads import Uploads
 
 
-def admin_routes(services: Services, gate: Gate, follower: CatalogFollower) -> APIRouter:
+def admin_routes(
+    services: Services, gate: Gate, follower: CatalogFollower, explanations: Explanations
+) -> APIRouter:
     """Everything under /admin/v1; an admin's key is wanted before anything else is looked at."""
     checks = [Depends(gate.admin), Depends(check_path)]
     router = APIRouter(prefix="/admin/v1", dependencies=checks)
@@ -36,4 +40,5 @@ def admin_routes(services: Services, gate: Gate, follower: CatalogFollower) -> A
     router.include_router(tenant_routes(services.catalog, follower))
     router.include_router(key_routes(services.catalog, follower))
     router.include_router(status_routes(services.engines, follower, pins))
+    router.include_router(request_routes(explanations))
     return router

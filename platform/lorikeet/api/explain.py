@@ -1,0 +1,126 @@
+"""The explanations of a service's requests: kept by each gateway, asked of any.
+
+GET /v1/requests/{id} for a tenant's own, GET /admin/v1/requests/{id} for all.
+"""
+
+import marshal
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from lorikeet.api.explanation import Json, explain
+from lorikeet.api.gate import Gate
+from lorikeet.api.peers import Peers
+from lorikeet.api.trace import Record, Trace
+from lorikeet.errors import NotFound, Unavailable
+
+KEPT_S = 3600.0
+KEPT_BYTES = 64 * 2**20
+"""Of packed records and their place, some 800 bytes a request: an hour of 23 requests a second."""
+_PLACE_BYTES = 300  # an id, a time and the entry of a dict
+_QUESTION = "explain"
+_ID = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{32})(?:-[0-9])?")
+
+
+class Explanations:
+    """The requests of one gateway: those that run, and the last ones that ended. One event loop.
+
+    An ended one is kept for an hour, or until newer ones need its room.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        kept_bytes: int = KEPT_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._peers, self._clock = peers, clock
+        self._kept_bytes = kept_bytes
+        self._running: dict[str, Trace] = {}
+        self._ended: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
+        self._bytes = 0
+        peers.answers(_QUESTION, self._answer)
+
+    @property
+    def kept(self) -> int:
+        """How many that have ended."""
+        return len(self._ended)
+
+    def trace(self, request_id: str) -> Trace:
+        """Of a request that has just come."""
+        return Trace(request_id, self._begin, self._end)
+
+    async def find(self, said_id: str, tenant: str | None = None) -> Json:
+        """What any gateway knows of a request; tenant: only if it is this one's.
+
+        said_id: as x-request-id or as the answer's own id. Raises NotFound, alike for what is
+        unknown and for what is another's, and Unavailable where not all gateways answer.
+        """
+        match = _ID.fullmatch(said_id)
+        if match is not None:
+            own = await self._answer(match[1], tenant)
+            if own is not None:
+                return own
+            answers, silent = await self._peers.poll(_QUESTION, match[1], tenant)
+            for answer in answers:
+                if answer is not None:
+                    found: Json = answer
+                    return found
+            if silent:
+                raise Unavailable(f"{silent} gateways did not answer: ask again", retry_after_s=1)
+        raise NotFound(
+            "no such request is known: it may have ended more than an hour ago, before its gateway "
+            "was started, or before more requests than a gateway keeps",
+            param="request_id",
+        )
+
+    async def _answer(self, request_id: str, tenant: str | None) -> Json | None:
+        record = self._record(request_id)
+        if record is None or tenant not in (None, record.tenant):
+            return None
+        return explain(request_id, record, for_admin=tenant is None)
+
+    def _record(self, request_id: str) -> Record | None:
+        trace = self._running.get(request_id)
+        if trace is not None:
+            return trace.record()
+        ended_s, packed = self._ended.get(request_id, (0.0, b""))
+        if not packed or ended_s < self._clock() - KEPT_S:
+            return None
+        return Record(*marshal.loads(packed))
+
+    def _begin(self, trace: Trace) -> None:
+        self._running[trace.request_id] = trace
+
+    def _end(self, trace: Trace) -> None:
+        self._running.pop(trace.request_id, None)
+        now_s = self._clock()
+        packed = marshal.dumps(trace.record()[:])  # a plain tuple, which marshal wants
+        self._ended[trace.request_id] = now_s, packed
+        self._bytes += len(packed) + _PLACE_BYTES
+        self._forget(now_s - KEPT_S)
+
+    def _forget(self, before_s: float) -> None:
+        """The oldest, while they are too old or too many."""
+        while self._ended:
+            request_id, (ended_s, packed) = next(iter(self._ended.items()))
+            if ended_s >= before_s and self._bytes <= self._kept_bytes:
+                return
+            del self._ended[request_id]
+            self._bytes -= len(packed) + _PLACE_BYTES
+
+
+def explain_routes(gate: Gate, explanations: Explanations) -> APIRouter:
+    """A tenant asks about its own requests."""
+    router = APIRouter(prefix="/v1/requests")
+
+    @router.get("/{request_id}")
+    async def why(request: Request, request_id: str) -> dict[str, Any]:
+        tenant = await gate.tenant(request)
+        return await explanations.find(request_id, tenant.name)
+
+    return router
