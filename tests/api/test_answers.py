@@ -1,14 +1,29 @@
 """The bytes a client gets are OpenAI's, read back with OpenAI's own types."""
 
 import json
-from typing import Any
+from typing import Any, TypeVar
 
+import openai
+import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from lorikeet.api.answers import Choice, EventStream, Usage, failed_event, json_body
+from lorikeet.api.answers import CallPiece, Choice, EventStream, Usage, failed_event, json_body
+from lorikeet.api.logprobs import DrawnToken, LikelyToken
 from lorikeet.api.messages import Call, Endpoint
 from lorikeet_engine.request import FinishReason
+
+T = TypeVar("T", bound=openai.BaseModel)
+CALLS = [
+    CallPiece(0, "", "call00001", "weather"),
+    CallPiece(0, '{"place": '),
+    CallPiece(0, '"Paris"}'),
+    CallPiece(1, "", "call00002", "time"),
+    CallPiece(1, "{}"),
+]
+LIKELY = LikelyToken("a", b"a", -0.5)
+DRAWN = [DrawnToken(LIKELY, (LIKELY, LikelyToken("<|eos|>", None, -1.5)), 0)]
 
 
 def call(endpoint: Endpoint, **fields: Any) -> Call:
@@ -22,11 +37,29 @@ def events(raw: bytes) -> list[Any]:
     return [s if s == "[DONE]" else json.loads(s) for s in (line[6:] for line in lines)]
 
 
+def official(kind: type[T], answer: dict[str, Any]) -> T:
+    """An answer as OpenAI's client has it: every field of a right type, and none that it lacks."""
+    read = kind.model_validate(answer, strict=True)
+    assert read.to_dict() == answer
+    assert_no_extras(read)
+    return read
+
+
+def assert_no_extras(value: Any) -> None:
+    if isinstance(value, list):
+        for item in value:
+            assert_no_extras(item)
+    elif isinstance(value, openai.BaseModel):
+        assert not value.model_extra
+        for name in type(value).model_fields:
+            assert_no_extras(getattr(value, name))
+
+
 def test_a_chat_stream_is_role_then_text_then_finish_then_done() -> None:
     stream = EventStream(call(Endpoint.CHAT, stream=True))
     raw = stream.delta(0, "Hel") + stream.delta(0, "lo", FinishReason.STOP)
-    *chunks, done = events(raw + stream.end(Usage(3, 2)))
-    read = [ChatCompletionChunk.model_validate(chunk) for chunk in chunks]
+    *chunks, _ = events(raw + stream.end(Usage(3, 2)))
+    read = [official(ChatCompletionChunk, chunk) for chunk in chunks]
     assert [c.choices[0].delta.role for c in read] == ["assistant", None, None, None]
     assert [c.choices[0].delta.content for c in read] == ["", "Hel", "lo", None]
     assert [c.choices[0].finish_reason for c in read] == [None, None, None, "stop"]
@@ -60,7 +93,7 @@ def test_usage_comes_last_with_no_choices_and_is_null_before() -> None:
 def test_a_completion_stream_carries_text_and_finish_in_one_event() -> None:
     stream = EventStream(call(Endpoint.COMPLETIONS, stream=True))
     (chunk,) = events(stream.delta(3, "end", FinishReason.LENGTH))
-    read = Completion.model_validate(chunk)
+    read = official(Completion, chunk)
     assert (read.id, read.object) == ("cmpl-r1", "text_completion")
     assert (read.choices[0].index, read.choices[0].text) == (3, "end")
     assert read.choices[0].finish_reason == "length"
@@ -82,7 +115,7 @@ def test_text_that_could_break_an_event_survives() -> None:
 def test_a_body_has_every_choice_in_order() -> None:
     choices = [Choice("one", FinishReason.STOP), Choice("two", FinishReason.LENGTH)]
     chat = json_body(call(Endpoint.CHAT, n=2), choices, Usage(5, 7))
-    read = ChatCompletion.model_validate_json(chat)
+    read = official(ChatCompletion, json.loads(chat))
     assert [(c.index, c.message.content, c.finish_reason) for c in read.choices] == [
         (0, "one", "stop"),
         (1, "two", "length"),
@@ -101,3 +134,60 @@ def test_a_failure_after_the_first_byte_is_one_error_event() -> None:
         "param": None,
         "code": "generation_failed",
     }
+
+
+def test_tool_calls_are_streamed_in_pieces_and_end_the_choice() -> None:
+    stream = EventStream(call(Endpoint.CHAT, stream=True, include_usage=True))
+    raw = stream.delta(0, "", calls=CALLS[:2]) + stream.delta(0, "", FinishReason.STOP, CALLS[2:])
+    state = ChatCompletionStreamState()
+    *chunks, _ = events(raw + stream.end(Usage(3, 2)))
+    for chunk in chunks:
+        state.handle_chunk(official(ChatCompletionChunk, chunk))
+    whole = state.get_final_completion().choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content is None
+    calls = whole.message.tool_calls or []
+    assert [(c.id, c.function.name, c.function.arguments) for c in calls] == [
+        ("call00001", "weather", '{"place": "Paris"}'),
+        ("call00002", "time", "{}"),
+    ]
+
+
+def test_a_body_joins_the_pieces_of_tool_calls() -> None:
+    whole = json.loads(
+        json_body(call(Endpoint.CHAT), [Choice("", FinishReason.STOP, CALLS)], Usage(5, 7))
+    )
+    (choice,) = official(ChatCompletion, whole).choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    assert [c.function.arguments for c in choice.message.tool_calls] == [  # type: ignore[union-attr]
+        '{"place": "Paris"}',
+        "{}",
+    ]
+
+
+def test_calls_that_were_cut_off_say_so() -> None:
+    body = json_body(call(Endpoint.CHAT), [Choice("", FinishReason.LENGTH, CALLS)], Usage(5, 7))
+    assert json.loads(body)["choices"][0]["finish_reason"] == "length"
+
+
+def test_what_is_said_before_a_call_is_its_content() -> None:
+    stream = EventStream(call(Endpoint.CHAT, stream=True))
+    chunks = events(stream.delta(0, "Let me look.", FinishReason.STOP, CALLS))
+    deltas = [official(ChatCompletionChunk, chunk).choices[0].delta for chunk in chunks]
+    assert [delta.content for delta in deltas[:2]] == ["", "Let me look."]
+    assert [bool(delta.tool_calls) for delta in deltas] == [False, False, *[True] * 5, False]
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+def test_logprobs_are_openais_whole_and_streamed(endpoint: Endpoint) -> None:
+    chat = endpoint is Endpoint.CHAT
+    choice = Choice("a", FinishReason.STOP, logprobs=DRAWN)
+    whole = json.loads(json_body(call(endpoint), [choice], Usage(1, 1)))
+    official(ChatCompletion if chat else Completion, whole)
+    stream = EventStream(call(endpoint, stream=True))
+    chunks = events(stream.delta(0, "a", FinishReason.STOP, logprobs=DRAWN))
+    for chunk in chunks:
+        official(ChatCompletionChunk if chat else Completion, chunk)
+    told = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
+    assert told == [whole["choices"][0]["logprobs"]]
