@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any
 
 from lorikeet.api.messages import Call, Header, Refusal, StreamItem, Trial, TrialResult
+from lorikeet.api.request_scope import log_unexpected
 from lorikeet.catalog.store import open_store
-from lorikeet.errors import InvalidInput
+from lorikeet.errors import GenerationFailed, InvalidInput
 from lorikeet.placement import signals
 from lorikeet.placement.orders import Orders
 from lorikeet.placement.plan import Keep
@@ -21,6 +22,7 @@ from lorikeet.serving.answer import Answer, refusal_of
 from lorikeet.serving.bulletin import Bulletin
 from lorikeet.serving.context import answer_room
 from lorikeet.serving.engine_process import build_engine
+from lorikeet.serving.mailbox import Mailbox, pieces_per_s
 from lorikeet.serving.metering import Metering
 from lorikeet.serving.prompts import PromptEncoder
 from lorikeet.serving.trial import run_trial
@@ -43,26 +45,6 @@ _TOLD_S = 90.0  # the controller tells all replicas everything twice a minute
 _MOST_FAILED_STEPS = 5  # in a row: the device or the engine is broken, not a request
 
 
-class Mailbox:
-    """What the engine made for one request and nobody has taken yet. Lives on one event loop."""
-
-    def __init__(self) -> None:
-        self._outputs: list[Output] = []
-        self._filled = asyncio.Event()
-
-    def put(self, output: Output) -> None:
-        """Add an output and wake the taker."""
-        self._outputs.append(output)
-        self._filled.set()
-
-    async def take(self) -> list[Output]:
-        """Everything queued, at least one output."""
-        await self._filled.wait()
-        self._filled.clear()
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
-
 class Replica:
     """Serves one base model and any of its adapters.
 
@@ -75,6 +57,7 @@ class Replica:
         self.name = name
         self._base_model = base_model
         self._mailboxes: dict[str, Mailbox] = {}
+        self._pieces_per_s = pieces_per_s(settings)
         self._kept: dict[str, Keep] = {}
         self._alone: float | None = None
         self._told_s = 0.0
@@ -123,6 +106,9 @@ class Replica:
                     answer.stopped.clear()
         except (EngineError, InvalidInput) as error:
             yield _refuse(error)
+        except Exception as error:  # Serve would log its text, which may quote a prompt
+            log_unexpected("generate_failed", call.request_id, error)
+            raise GenerationFailed("the replica failed this request") from None
 
     async def smoke(self, trial: Trial) -> TrialResult | Refusal:
         """Try an adapter beside the base model."""
@@ -214,6 +200,7 @@ class Replica:
             call.sampling,
             max_tokens=min(call.max_tokens, room) if call.max_tokens else room,
             min_tokens=min(call.min_tokens, room),
+            grammar=self._encoder.grammar(call),
         )
         return Request(
             call.request_id, prompts, sampling, call.n, call.adapter, call.tenant, call.terms
@@ -248,12 +235,16 @@ class Replica:
             raise InvalidRequest(
                 f"request_id={request_id!r} is in flight: want a new one", param="request_id"
             )
-        mailbox = self._mailboxes[request_id] = Mailbox()
+        mailbox = self._mailboxes[request_id] = Mailbox(self._rest_s)
         try:
             yield mailbox
         finally:
             self._engine.abort(request_id)  # what has ended is left alone
             del self._mailboxes[request_id]
+
+    def _rest_s(self) -> float:
+        """Between two pieces of a stream, so that gateways can pass on those of all streams."""
+        return len(self._mailboxes) / self._pieces_per_s
 
     def _deliver(self, outputs: list[Output]) -> None:
         self._event_loop.call_soon_threadsafe(self._sort, outputs)
