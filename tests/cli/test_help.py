@@ -52,6 +52,7 @@ def test_every_promised_command_is_there() -> None:
     promised = """
         init register convert smoke list show promote rollback retire pin unpin pins status
         log restore snapshot gc capacity
+        bench bench/isolation
         tenants tenants/list tenants/create tenants/limit tenants/pin-budget
         tenants/adapter-limits
         keys keys/create keys/list keys/revoke
@@ -59,7 +60,7 @@ def test_every_promised_command_is_there() -> None:
     assert {"/".join(path) for path in COMMANDS if path} == set(promised.split())
 
 
-@pytest.mark.parametrize("path", [(), ("tenants",), ("keys",)], ids=" ".join)
+@pytest.mark.parametrize("path", [(), ("tenants",), ("keys",), ("bench",)], ids=" ".join)
 def test_a_group_alone_shows_its_help_and_is_wrong_usage(path: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, list(path), prog_name="lorikeet")
     assert result.exit_code == 2

@@ -8,6 +8,7 @@ from typer.core import TyperGroup
 
 from lorikeet.cli import (
     adapters,
+    bench,
     capacity,
     catalog,
     convert,
@@ -91,6 +92,7 @@ history.add_to(app)
 catalog.add_to(app)
 garbage.add_to(app)
 capacity.add_to(app)
+bench.add_to(app)
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(keys.app, name="keys")
 
