@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.api.conftest import Gateway
-from tests.api.test_bad_requests import error_of
+from tests.api.conftest import Gateway, chat
+from tests.api.test_bad_requests import CHAT, error_of
 
 
 @pytest.fixture
@@ -159,6 +159,16 @@ def test_a_keys_secret_is_shown_once(gateway: Gateway) -> None:
         assert "key" not in answer.json()["data"][0]
 
 
+def test_requests_go_by_their_tenants_weight_and_their_keys_priority(gateway: Gateway) -> None:
+    gateway.admin("PATCH", "/tenants/acme", {"weight": 2.5}).raise_for_status()
+    made = gateway.admin("POST", "/tenants/acme/keys", {"priority": 3}).json()
+    gateway.admin("PATCH", f"/keys/{made['id']}", {"priority": -3}).raise_for_status()
+    gateway.keys["acme"] = made["key"]
+    assert gateway.post(CHAT, chat()).status_code == 200
+    terms = gateway.engines.last.terms
+    assert (terms.tenant, terms.weight, terms.priority) == ("acme", 2.5, -3)
+
+
 def test_an_admin_makes_another_and_takes_its_key_back(gateway: Gateway) -> None:
     made = gateway.admin("POST", "/keys", {"scopes": ["admin"]}).json()
     assert (made["tenant"], made["scopes"]) == (None, ["admin"])
@@ -247,7 +257,8 @@ def test_status_does_not_wait_for_a_catalog_that_hangs(
         ("PATCH", "/tenants/acme", {"weight": 0}, 400, "weight"),
         ("PATCH", "/tenants/acme", {"weight": "2"}, 400, "weight"),
         ("PATCH", "/tenants/acme", {"burst_s": 0.5}, 400, "burst_s"),
-        ("PATCH", "/tenants/acme", {"priority": 1001}, 400, "priority"),
+        ("POST", "/tenants/acme/keys", {"priority": 1001}, 400, "priority"),
+        ("POST", "/tenants/acme/keys", {"tokens_per_month": 5}, 400, "tokens_per_month"),
         ("PATCH", "/tenants/acme", {"requests_per_hour": 1}, 400, "requests_per_hour"),
         ("PATCH", "/keys/key-none", {"max_context": 1}, 404, "id"),
         ("POST", "/keys/key-none/rotate", {}, 404, "id"),

@@ -13,6 +13,7 @@ from lorikeet.catalog.local import LocalStore
 from lorikeet.catalog.part_format import decode_holdings, key_of
 from lorikeet.catalog.parts import part_from_bytes, part_to_bytes
 from lorikeet.catalog.records import Holdings, KeyRecord, Limits, TenantRecord
+from lorikeet.catalog.terms import KeyTerms
 from lorikeet.errors import Conflict, InvalidInput, StoreError
 
 TERMS: dict[str, Any] = {
@@ -23,7 +24,6 @@ TERMS: dict[str, Any] = {
     "max_context": 8192,
     "tokens_per_month": 10**9,
     "weight": 2.0,
-    "priority": -1,
     "max_adapters": 20,
     "max_total_bytes": 2**31,
     "pin_budget_bytes": 2**30,
@@ -51,8 +51,9 @@ def test_every_term_is_kept_in_log_and_snapshots(
 ) -> None:
     catalog.create_tenant("full", actor="ann", **TERMS)
     limits = {name: value for name, value in TERMS.items() if name in Limits.__slots__}
+    of_key = {name: value for name, value in limits.items() if name != "tokens_per_month"}
     key, _ = catalog.create_key(
-        "full", [Scope.INFER], name="ci", expires=5000.0, actor="ann", **limits
+        "full", [Scope.INFER], name="ci", expires=5000.0, priority=-1, actor="ann", **of_key
     )
     catalog.rotate_key(key.id, 60.0, actor="ann")
     record = catalog.state.tenant("full")
@@ -158,12 +159,11 @@ def test_a_part_of_a_newer_release_is_refused(catalog: AdapterCatalog, tmp_path:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, 0) for name in TERMS if name != "priority"),
+        *((name, 0) for name in TERMS),
         ("max_context", 10**16),
         ("weight", float("inf")),
         ("weight", float("nan")),
         ("burst_s", 1e6),
-        ("priority", -1001),
     ],
 )
 def test_terms_that_make_no_sense_are_refused(
@@ -178,18 +178,18 @@ def test_terms_that_make_no_sense_are_refused(
 def test_a_rotated_key_has_a_successor_like_itself(
     catalog: AdapterCatalog, clock: list[float]
 ) -> None:
-    old, old_secret = catalog.create_key(
-        "acme", [Scope.READ_ONLY], name="ci", max_concurrent=3, expires=3000.0, actor="ann"
-    )
+    terms = KeyTerms(name="ci", max_concurrent=3, priority=2, expires=3000.0)
+    old, old_secret = catalog.create_key("acme", [Scope.READ_ONLY], actor="ann", **terms)
     clock[0] = 1500.0
     before = catalog.state.seq
     new, secret = catalog.rotate_key(old.id, 60.0, actor="ann")
 
     assert catalog.state.seq == before + 1  # one entry: both or neither
-    assert (new.tenant, new.scopes, new.name, new.limits) == (
+    assert (new.tenant, new.scopes, new.name, new.priority, new.limits) == (
         "acme",
         {Scope.READ_ONLY},
         "ci",
+        2,
         Limits(max_concurrent=3),
     )
     assert (new.created, new.expires) == (1500.0, 3500.0)  # 2000 s, as the old one had
@@ -255,6 +255,7 @@ def test_an_admins_key_has_no_limits(catalog: AdapterCatalog) -> None:
 @pytest.mark.parametrize(
     ("terms", "param"),
     [
+        ({"priority": -1001}, "priority"),
         ({"name": "a\x1b[2J"}, "name"),
         ({"name": "x" * 65}, "name"),
         ({"expires": 1000.0}, "expires"),

@@ -15,7 +15,7 @@ from tests.cli.conftest import Lorikeet
 def test_a_tenant_is_made_with_its_limits(lorikeet: Lorikeet) -> None:
     lorikeet.do("tenants", "create", "globex", "--concurrent", "32", "--tokens-per-min", "1.5M")
     rows = [line.split() for line in lorikeet.do("tenants", "list").splitlines()]
-    assert ["globex", "no", "limit", "1.5M", "32", "1", "0"] in [row[:7] for row in rows]
+    assert ["globex", "no", "limit", "1.5M", "32", "no", "limit", "1"] in [row[:8] for row in rows]
     assert tenant(lorikeet, "globex")["tokens_per_min"] == 1_500_000
 
 
@@ -30,7 +30,7 @@ def test_making_a_tenant_again_leaves_its_limits(lorikeet: Lorikeet) -> None:
 EVERY_LIMIT = """
     --requests-per-min 600 --tokens-per-min 1M --burst 30s --concurrent 8 --context 8192
     --tokens-per-month 500M --adapters 20 --bytes 2GiB --pinned-bytes 1GiB --rank 32
-    --adapter-bytes 512MiB --weight 2 --priority -1
+    --adapter-bytes 512MiB --weight 2
 """
 
 
@@ -45,7 +45,6 @@ def test_every_limit_is_set_shown_and_lifted(lorikeet: Lorikeet) -> None:
         "max_context": 8192,
         "tokens_per_month": 500_000_000,
         "weight": 2.0,
-        "priority": -1,
         "max_adapters": 20,
         "max_total_bytes": 2 << 30,
         "pin_budget_bytes": 1 << 30,
@@ -59,9 +58,9 @@ def test_every_limit_is_set_shown_and_lifted(lorikeet: Lorikeet) -> None:
     assert "in use: 0," in shown
 
     liftable = [word for word in EVERY_LIMIT.split() if word.startswith("--")]
-    liftable = [word for word in liftable if word not in ("--burst", "--weight", "--priority")]
+    liftable = [word for word in liftable if word not in ("--burst", "--weight")]
     lorikeet.do("tenants", "limit", "acme", *(word for each in liftable for word in (each, "none")))
-    kept = {"burst_s": 30.0, "weight": 2.0, "priority": -1}
+    kept = {"burst_s": 30.0, "weight": 2.0}
     assert tenant(lorikeet, "acme") == before | kept
 
 
@@ -91,7 +90,6 @@ def test_limits_that_are_not_named_stay(lorikeet: Lorikeet) -> None:
         "--burst none",
         "--weight 0",
         "--weight none",
-        "--priority high",
     ],
     ids=lambda words: words[:24],
 )
@@ -125,11 +123,11 @@ def test_a_key_has_a_name_an_end_and_limits_of_its_own(lorikeet: Lorikeet) -> No
     key = json.loads(lorikeet.do("keys", "create", *words, "--json"))
     assert (key["name"], key["requests_per_min"], key["scopes"]) == ("ci", 60, ["infer"])
     assert key["expires"] == pytest.approx(time.time() + 90 * 86400, abs=60)
-    said = lorikeet.do("keys", "limit", key["id"], "--tokens-per-min", "50k")
+    said = lorikeet.do("keys", "limit", key["id"], "--tokens-per-min", "50k", "--priority", "-1")
     assert "Tokens a minute 50k" in " ".join(said.split())
     lorikeet.do("keys", "limit", key["id"], "--requests-per-min", "none")
     now = key_of(lorikeet, key["id"])
-    assert (now["requests_per_min"], now["tokens_per_min"]) == (None, 50_000)
+    assert (now["requests_per_min"], now["tokens_per_min"], now["priority"]) == (None, 50_000, -1)
     assert " ci " in lorikeet.do("keys", "list")
 
 

@@ -55,7 +55,7 @@ def generate_routes(
         trace.comes_from(tenant.name, key.key_id)
         visit = admission.knock(tenant, key)
         terms = Terms(
-            tenant.name, tenant.weight, tenant.priority, services.max_queue_s, _max_load_s(request)
+            tenant.name, tenant.weight, key.priority, services.max_queue_s, _max_load_s(request)
         )
         body = await read_json(request, schema)
         trace.asks_for(body.model)

@@ -37,18 +37,17 @@ class Limits:
 class TenantRecord:
     """Who is authenticated and limited. created: Unix seconds.
 
-    weight: how much of a busy replica it gets beside others, > 0; 1 is the common one. priority:
-    whose requests begin first; 0 is the common one. max_adapters: of its own that are usable at
-    once; max_total_bytes: of the blobs of all their usable versions. pin_budget_bytes: what the
-    images of its pinned adapters may take on one replica. None is no limit. max_rank,
-    max_adapter_bytes: of one adapter of its own; None is the service's limit, which holds besides.
+    weight: how much of a busy replica it gets beside others, > 0; 1 is the common one.
+    max_adapters: of its own that are usable at once; max_total_bytes: of the blobs of all their
+    usable versions. pin_budget_bytes: what the images of its pinned adapters may take on one
+    replica. None is no limit. max_rank, max_adapter_bytes: of one adapter of its own; None is the
+    service's limit, which holds besides.
     """
 
     name: str
     created: float
     limits: Limits = Limits()
     weight: float = 1.0
-    priority: int = 0
     max_adapters: int | None = None
     max_total_bytes: int | None = None
     pin_budget_bytes: int | None = None
@@ -60,9 +59,10 @@ class TenantRecord:
 class KeyRecord:
     """An API key without its secret, of which only the SHA-256 is kept (64 hex digits).
 
-    tenant None: an administrator's key that belongs to no tenant. limits: hold beside the tenant's.
-    name: what people call it, "" is nothing. expires: Unix seconds, None is never. replaced_by:
-    the id of the key that a rotation put into its place.
+    tenant None: an administrator's key that belongs to no tenant. limits: hold beside the tenant's,
+    and are of one key all but tokens_per_month. priority: of its tenant's requests those of the
+    higher one begin first. name: what people call it, "" is nothing. expires: Unix seconds, None is
+    never. replaced_by: the id of the key that a rotation put into its place.
     """
 
     id: str
@@ -73,6 +73,7 @@ class KeyRecord:
     revoked: bool = False
     name: str = ""
     limits: Limits = Limits()
+    priority: int = 0
     expires: float | None = None
     replaced_by: str | None = None
 

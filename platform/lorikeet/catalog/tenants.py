@@ -9,8 +9,8 @@ from lorikeet.catalog.keys import new_key_id, new_secret, secret_sha256
 from lorikeet.catalog.names import check_name
 from lorikeet.catalog.records import KeyRecord, Scope, TenantRecord
 from lorikeet.catalog.terms import (
+    KeyLimitTerms,
     KeyTerms,
-    LimitTerms,
     TenantTerms,
     check_key_terms,
     check_terms,
@@ -68,7 +68,7 @@ class TenantCatalog(CatalogWriter):
         self._commit(actor, lambda state: rules.create_key(state, change, terms))
         return self.ask(lambda state: state.key(change.id)), secret
 
-    def limit_key(self, key_id: str, *, actor: str, **terms: Unpack[LimitTerms]) -> KeyRecord:
+    def limit_key(self, key_id: str, *, actor: str, **terms: Unpack[KeyLimitTerms]) -> KeyRecord:
         """Change some of a key's own limits; the others stay.
 
         Raises InvalidInput, UnknownKey, and Conflict for a revoked key.

@@ -16,27 +16,26 @@ LONGEST_BURST_S = 86400
 LONGEST_KEY_S = 3650 * 86400
 LONGEST_KEY_NAME = 64  # characters
 HIGHEST_PRIORITY = 1000
-"""And the lowest is as far below 0, which is what a tenant has of which nothing is said."""
+"""And the lowest is as far below 0, which is what a key has of which nothing is said."""
 LIGHTEST, HEAVIEST = 0.001, 1000.0
 _LARGEST = 10**15  # exact as a float too, which some clients read
 
 
 class LimitTerms(TypedDict, total=False):
-    """Some of Limits."""
+    """Some of Limits, of a tenant or of a key."""
 
     requests_per_min: int | None
     tokens_per_min: int | None
     burst_s: float
     max_concurrent: int | None
     max_context: int | None
-    tokens_per_month: int | None
 
 
 class TenantTerms(LimitTerms, total=False):
     """Some of what TenantRecord says beside its name."""
 
+    tokens_per_month: int | None
     weight: float
-    priority: int
     max_adapters: int | None
     max_total_bytes: int | None
     pin_budget_bytes: int | None
@@ -44,8 +43,14 @@ class TenantTerms(LimitTerms, total=False):
     max_adapter_bytes: int | None
 
 
-class KeyTerms(LimitTerms, total=False):
-    """Some of what KeyRecord says. expires: Unix seconds."""
+class KeyLimitTerms(LimitTerms, total=False):
+    """What may change of a key."""
+
+    priority: int
+
+
+class KeyTerms(KeyLimitTerms, total=False):
+    """What a key may begin with. expires: Unix seconds."""
 
     name: str
     expires: float | None
@@ -79,7 +84,7 @@ def check_terms(terms: Mapping[str, Any]) -> None:
 
 def check_limited(tenant: str | None, terms: Mapping[str, Any]) -> None:
     """Whether a key of this tenant may have limits: an admin's has none. Raises InvalidInput."""
-    if tenant is None and (limits := sorted(_OF_LIMITS & terms.keys())):
+    if tenant is None and (limits := sorted(KeyLimitTerms.__annotations__.keys() & terms.keys())):
         raise InvalidInput("limits are for tenants' keys, and this is an admin's", param=limits[0])
 
 

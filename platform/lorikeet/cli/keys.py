@@ -9,7 +9,7 @@ from lorikeet.cli.adapters import Tenant
 from lorikeet.cli.names import parse_duration, parse_key_id, parse_tenant
 from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
 from lorikeet.cli.server import admin
-from lorikeet.cli.terms import LIMITS, NONE, print_terms, takes
+from lorikeet.cli.terms import KEY_TERMS, NONE, print_terms, takes
 
 KeyId = Annotated[str, typer.Argument(parser=parse_key_id, metavar="ID", show_default=False)]
 
@@ -25,7 +25,7 @@ def keys() -> None:
 
 
 @app.command()
-@takes(LIMITS)
+@takes(KEY_TERMS)
 def create(
     ctx: typer.Context,
     terms: dict[str, Any],
@@ -96,7 +96,7 @@ def list_keys(
 
 
 @app.command()
-@takes(LIMITS)
+@takes(KEY_TERMS)
 def limit(
     ctx: typer.Context, key_id: KeyId, terms: dict[str, Any], as_json: AsJson = False
 ) -> None:
@@ -113,7 +113,7 @@ def limit(
         print_json(answer)
         return
     print_line(f"Key [cyan]{key_id}[/cyan] now has, beside its tenant's limits:")
-    print_terms(LIMITS, answer)
+    print_terms(KEY_TERMS, answer)
 
 
 @app.command()

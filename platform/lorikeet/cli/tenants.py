@@ -38,8 +38,8 @@ def list_tenants(ctx: typer.Context, as_json: AsJson = False) -> None:
             "#Requests/min",
             "#Tokens/min",
             "#In flight",
+            "#Tokens/month",
             "#Weight",
-            "#Priority",
             "Since (UTC)",
         ],
         [
@@ -48,8 +48,8 @@ def list_tenants(ctx: typer.Context, as_json: AsJson = False) -> None:
                 amount(tenant["requests_per_min"]),
                 amount(tenant["tokens_per_min"]),
                 amount(tenant["max_concurrent"]),
+                amount(tenant["tokens_per_month"]),
                 f"{tenant['weight']:g}",
-                tenant["priority"],
                 moment(tenant["created"]),
             ]
             for tenant in answer["data"]

@@ -111,17 +111,30 @@ LIMITS = (
         "Context",
         "Tokens of a prompt with its answer.",
     ),
+)
+"""Of tenants, and of keys beside their tenants'."""
+
+KEY_TERMS = (
+    *LIMITS,
+    Term(
+        "priority",
+        "--priority",
+        "P",
+        parse_priority,
+        str,
+        "Priority",
+        "Of its tenant's requests, those of higher ones begin first. At first 0.",
+    ),
+)
+
+TENANT_TERMS = (
+    *LIMITS,
     _amounts(
         "tokens_per_month",
         "--tokens-per-month",
         "Tokens a month",
         "Tokens a calendar month (UTC), such as 500M.",
     ),
-)
-"""Of tenants, and of keys beside their tenants'."""
-
-TENANT_TERMS = (
-    *LIMITS,
     Term(
         "weight",
         "--weight",
@@ -130,15 +143,6 @@ TENANT_TERMS = (
         lambda value: f"{value:g}",
         "Weight",
         "Its part of a busy replica beside others' weights. At first 1.",
-    ),
-    Term(
-        "priority",
-        "--priority",
-        "P",
-        parse_priority,
-        str,
-        "Priority",
-        "Higher ones' requests begin first. At first 0.",
     ),
     _amounts("max_adapters", "--adapters", "Adapters", "Adapters in use at once."),
     Term(

@@ -19,14 +19,15 @@ _REFUSALS = {
 class Principal:
     """The owner of a good key. `tenant` is None for admins, who belong to none.
 
-    limits: the key's own, which hold beside its tenant's; those are in the tenant's record, in the
-    same view of the catalog.
+    limits, priority: the key's own. Its limits hold beside its tenant's; those are in the tenant's
+    record, in the same view of the catalog.
     """
 
     tenant: str | None
     key_id: str
     scopes: frozenset[Scope]
     limits: Limits
+    priority: int = 0
 
 
 def authenticate(
@@ -50,7 +51,7 @@ def authenticate(
     if not of_this_plane or not enough & key.scopes:
         read_only = of_this_plane and Scope.READ_ONLY in key.scopes
         raise Forbidden(_READ_ONLY if read_only else _REFUSALS[scope])
-    return Principal(key.tenant, key.id, key.scopes, key.limits)
+    return Principal(key.tenant, key.id, key.scopes, key.limits, key.priority)
 
 
 def _key(state: CatalogState, authorization: str | None, now: float) -> KeyRecord:

@@ -16,6 +16,7 @@ from lorikeet.catalog.records import (
     TenantRecord,
     VersionRecord,
 )
+from lorikeet.catalog.terms import LimitTerms
 from lorikeet.placement.moves import Moves
 from lorikeet.placement.plan import Shortfall
 from lorikeet.placement.report import ReplicaReport
@@ -26,6 +27,7 @@ from lorikeet_engine.request import AdapterReport
 Json = dict[str, Any]
 
 _ENTRY = TypeAdapter(Entry)
+_LIMITS_OF_KEYS = LimitTerms.__annotations__
 
 
 def list_answer(rows: Iterable[Json], **more: Any) -> Response:
@@ -119,7 +121,6 @@ def tenant_json(tenant: TenantRecord) -> Json:
         "tenant": tenant.name,
         **asdict(tenant.limits),
         "weight": tenant.weight,
-        "priority": tenant.priority,
         "max_adapters": tenant.max_adapters,
         "max_total_bytes": tenant.max_total_bytes,
         "pin_budget_bytes": tenant.pin_budget_bytes,
@@ -136,7 +137,8 @@ def key_json(key: KeyRecord) -> Json:
         "tenant": key.tenant,
         "name": key.name,
         "scopes": sorted(scope.value for scope in key.scopes),
-        **asdict(key.limits),
+        **{name: value for name, value in asdict(key.limits).items() if name in _LIMITS_OF_KEYS},
+        "priority": key.priority,
         "created": key.created,
         "expires": key.expires,
         "replaced_by": key.replaced_by,

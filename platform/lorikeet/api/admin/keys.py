@@ -8,7 +8,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from lorikeet.api.admin.documents import key_json, list_answer
-from lorikeet.api.admin.terms import NewKey, OfLimits
+from lorikeet.api.admin.terms import NewKey, OfKey
 from lorikeet.api.body import Body, json_body
 from lorikeet.api.errors import CREATED
 from lorikeet.api.follower import CatalogFollower
@@ -46,7 +46,7 @@ def key_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRouter:
 
     @router.patch("/{key_id}")
     def limit(
-        key_id: str, wanted: Annotated[OfLimits, json_body(OfLimits)], actor: Actor
+        key_id: str, wanted: Annotated[OfKey, json_body(OfKey)], actor: Actor
     ) -> dict[str, Any]:
         return key_json(catalog.limit_key(key_id, actor=actor, **wanted.terms()))
 

@@ -6,48 +6,53 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from lorikeet.api.body import Body
-from lorikeet.catalog.terms import LONGEST_KEY_S, LimitTerms, TenantTerms
+from lorikeet.catalog.terms import LONGEST_KEY_S, KeyLimitTerms, LimitTerms, TenantTerms
 
 _NEVER_NONE = {"burst_s", "weight", "priority"}
 """Terms that there always are; null is absent, as elsewhere."""
 
 
 class OfLimits(Body):
-    """Limits; see catalog/records.py. null takes one away."""
+    """Limits; see catalog/records.py. null takes one away. named: the fields that are terms."""
 
-    nulls: ClassVar[frozenset[str]] = frozenset(LimitTerms.__annotations__) - _NEVER_NONE
+    named: ClassVar[frozenset[str]] = frozenset(LimitTerms.__annotations__)
+    nulls: ClassVar[frozenset[str]] = named - _NEVER_NONE
 
     requests_per_min: int | None = None
     tokens_per_min: int | None = None
     burst_s: float | None = None
     max_concurrent: int | None = None
     max_context: int | None = None
-    tokens_per_month: int | None = None
 
     def terms(self) -> dict[str, Any]:
         """What it says of them."""
-        return self.model_dump(include=set(LimitTerms.__annotations__), exclude_unset=True)
+        return self.model_dump(include=set(self.named), exclude_unset=True)
 
 
 class OfTenant(OfLimits):
     """A tenant's terms."""
 
-    nulls: ClassVar[frozenset[str]] = frozenset(TenantTerms.__annotations__) - _NEVER_NONE
+    named: ClassVar[frozenset[str]] = frozenset(TenantTerms.__annotations__)
+    nulls: ClassVar[frozenset[str]] = named - _NEVER_NONE
 
+    tokens_per_month: int | None = None
     weight: float | None = None
-    priority: int | None = None
     max_adapters: int | None = None
     max_total_bytes: int | None = None
     pin_budget_bytes: int | None = None
     max_rank: int | None = None
     max_adapter_bytes: int | None = None
 
-    def terms(self) -> dict[str, Any]:
-        """What it says of them."""
-        return self.model_dump(include=set(TenantTerms.__annotations__), exclude_unset=True)
+
+class OfKey(OfLimits):
+    """What may change of a key."""
+
+    named: ClassVar[frozenset[str]] = frozenset(KeyLimitTerms.__annotations__)
+
+    priority: int | None = None
 
 
-class NewKey(OfLimits):
+class NewKey(OfKey):
     """A key to be made. name: what people call it. expires_s: seconds from now; null: never."""
 
     name: str = ""
