@@ -15,6 +15,7 @@ from lorikeet.errors import (
     InvalidSetting,
     UnsupportedParameter,
 )
+from lorikeet.serving.call_grammar import call_grammar
 from lorikeet.serving.tools import Syntax, syntax_of
 from lorikeet.serving.vocabulary import Vocabulary
 
@@ -63,6 +64,13 @@ class PromptEncoder:
             prompt if isinstance(prompt, tuple) else self._tokens(prompt, "prompt")
             for prompt in call.prompts
         )
+
+    def grammar(self, call: Call) -> str | None:
+        """What an encoded call's answers are held to; None: to nothing."""
+        if call.tools is not None and call.tools.forced:
+            assert self.syntax is not None
+            return call_grammar(call.tools, self.syntax, self.vocabulary)
+        return None
 
     def encode_turn(self, text: str) -> tuple[int, ...]:
         """Token ids of what a user says first; without a chat template, of the text as it is."""
