@@ -6,7 +6,7 @@ import time
 from typing import NoReturn
 
 from lorikeet.api.peers import Peers
-from lorikeet.errors import LorikeetError
+from lorikeet.errors import LorikeetError, Unavailable
 from lorikeet.tenancy import Admission, Budget, Shares, Statement
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ class Reconciling:
         self._peers, self._shares = peers, shares
         self._admission, self._budget = admission, budget
         self._failure = ""
+        self._silent = 0
         peers.answers(_QUESTION, self._answer)
 
     async def run(self) -> None:
@@ -37,11 +38,13 @@ class Reconciling:
             statement = self._shares.claim(time.monotonic())
             try:
                 answers, silent = await self._peers.poll(_QUESTION, statement)
-            except LorikeetError as error:
+            except Unavailable:  # as while this application starts, and when it ends
                 answers, silent = (), 1
-                log.info("peers_unreachable", extra={"error": error.message})
             self._shares.agree(answers, complete=not silent, now=time.monotonic())
             self._admission.retune()
+            if silent != self._silent:
+                log.info("peers_silent", extra={"gateways": silent})
+            self._silent = silent
             await asyncio.sleep(ROUND_S)
 
     async def _read(self) -> NoReturn:

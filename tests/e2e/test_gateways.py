@@ -1,0 +1,59 @@
+"""Two gateways of one service enforce one limit together."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import Service
+
+PER_MIN, BURST_S = 240, 3
+BODY = {"model": "lorikeet-demo", "prompt": "a", "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def two_gateways(service: Service) -> Iterator[str]:
+    """The address of a second application: two gateways before the engines of the first."""
+    from ray import serve
+
+    from lorikeet.serving.app import Gateway
+    from lorikeet.serving.engine_settings import adapter_memory
+    from lorikeet.settings import Settings
+
+    settings = Settings.from_env({"LORIKEET_CATALOG": service.catalog, "LORIKEET_GATEWAYS": "2"})
+    handle = serve.get_deployment_handle("engine-lorikeet-demo", "default")
+    deployment = serve.deployment(
+        name="gateway", num_replicas=2, ray_actor_options={"num_cpus": 0.1}
+    )(serve.ingress()(Gateway))
+    application = deployment.bind(
+        settings, adapter_memory(settings), {"lorikeet-demo": handle}, None
+    )
+    serve.run(application, name="two", route_prefix="/two")
+    yield f"{service.url}/two"
+    serve.delete("two")
+
+
+def test_two_gateways_let_through_what_one_would(service: Service, two_gateways: str) -> None:
+    limits = {"requests_per_min": PER_MIN, "burst_s": BURST_S}
+    service.admin("POST", "/tenants", json={"tenant": "limited", **limits}).raise_for_status()
+    made = service.admin("POST", "/tenants/limited/keys", json={}).raise_for_status()
+    headers = {"authorization": f"Bearer {made.json()['key']}"}
+    time.sleep(BURST_S + 1)  # the buckets of new gateways fill
+
+    def ask(_: int) -> httpx.Response:
+        url = f"{two_gateways}/v1/completions"
+        return httpx.post(url, json=BODY, headers=headers, timeout=30)
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(ask, range(60)))
+    took_s = time.monotonic() - began
+    passed = [answer for answer in answers if answer.is_success]
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert len(passed) + len(refused) == len(answers)
+    whole = PER_MIN / 60 * (BURST_S + took_s)
+    assert 0.7 * whole <= len(passed) <= whole + 2
+    assert refused[-1].headers["x-ratelimit-limit-requests"] == str(PER_MIN)
+    assert 1 <= int(refused[-1].headers["retry-after"]) <= 2
