@@ -33,6 +33,11 @@ TENANTS: Mapping[Route, Callable[[str], tuple[str, Any]] | None] = {
         {"model": model, "prompt": "hello"},
     ),
     ("GET", "/v1/models"): None,
+    ("GET", "/v1/requests/{request_id}"): lambda model: (
+        f"/v1/requests/{request_for(model)}",
+        None,
+    ),
+    ("GET", "/v1/usage"): None,
     ("GET", "/v1/models/{model}"): lambda model: (f"/v1/models/{model}", None),
 }
 """How each route of the tenants' plane is asked for a model: path and body. None: it names none."""
@@ -68,6 +73,8 @@ ADMINS: set[Route] = {
     ("POST", "/keys/{key_id}/rotate"),
     ("DELETE", "/keys/{key_id}"),
     ("GET", "/status"),
+    ("GET", "/requests/{request_id}"),
+    ("GET", "/usage"),
 }
 """Under /admin/v1."""
 
@@ -88,6 +95,8 @@ ASKING: Mapping[str, list[str]] = {
     "pins": [],
     "status": [],
     "log": ["--adapter", "acme/support"],
+    "why": ["0" * 32],
+    "usage": ["--tenant", "acme"],
     "snapshot": [],
     "tenants list": [],
     "tenants create": ["initech"],
@@ -103,6 +112,14 @@ ASKING: Mapping[str, list[str]] = {
 
 WITHOUT_ADMINS = {"init", "convert", "gc", "capacity", "bench isolation"}
 """Commands that ask no server, or ask as the tenants whose keys they are given."""
+
+
+ANSWERED: dict[str, str] = {}
+"""The request that acme sent to a model, and nobody to one that is not there."""
+
+
+def request_for(model: str) -> str:
+    return ANSWERED.get(model, "0" * 32)
 
 
 class Keys:
@@ -160,6 +177,9 @@ def ask(unchanged: Gateway) -> Iterator[Ask]:
 def keys(unchanged: Gateway) -> Keys:
     made = Keys(unchanged)
     unchanged.register("acme/support", seed=1)  # a second version
+    for model in ("acme/support", "acme/support@1", "acme/support@prod"):
+        answer = unchanged.post("/v1/chat/completions", chat(model))
+        ANSWERED[model] = answer.headers["x-request-id"]
     return made
 
 
@@ -181,7 +201,9 @@ def commands(group: Any, path: str = "") -> Iterator[str]:
 
 
 def filled(path: str, key_id: str) -> str:
-    return "/admin/v1" + path.format(**FILLED, key_id=key_id)
+    return "/admin/v1" + path.format(
+        **FILLED, key_id=key_id, request_id=request_for("acme/support")
+    )
 
 
 def test_every_route_is_in_the_matrix(unchanged: Gateway) -> None:

@@ -18,6 +18,7 @@ from lorikeet.api.openapi import openapi_routes
 from lorikeet.api.reconciling import Reconciling
 from lorikeet.api.request_scope import RequestScope
 from lorikeet.api.services import BaseModel, EngineClient, Services
+from lorikeet.api.usage import UsageReports, usage_routes
 from lorikeet.tenancy import Admission, Budget, Shares
 
 __all__ = ["BaseModel", "EngineClient", "Services", "create_app"]
@@ -34,6 +35,7 @@ def create_app(services: Services) -> FastAPI:
     budget = Budget(services.written, services.written_s)
     admission = Admission(shares, budget, services.max_generations)
     explanations = Explanations(services.peers)
+    usage = UsageReports(services.catalog.store)
     reconciling = Reconciling(services.peers, shares, admission, budget)
 
     @asynccontextmanager
@@ -56,9 +58,10 @@ def create_app(services: Services) -> FastAPI:
     add_error_handlers(app)
     app.include_router(generate_routes(services, gate, admission, explanations))
     app.include_router(explain_routes(gate, explanations))
+    app.include_router(usage_routes(gate, usage))
     app.include_router(model_routes(services, gate, follower))
     app.include_router(openapi_routes(gate))
-    app.include_router(admin_routes(services, gate, follower, explanations))
+    app.include_router(admin_routes(services, gate, follower, explanations, usage))
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:

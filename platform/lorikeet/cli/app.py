@@ -20,6 +20,8 @@ from lorikeet.cli import (
     smoke,
     status,
     tenants,
+    usage,
+    why,
 )
 from lorikeet.cli.output import print_error
 from lorikeet.cli.server import DEFAULT_SERVER, AdminServer
@@ -88,6 +90,8 @@ convert.add_to(app)
 smoke.add_to(app)
 pins.add_to(app)
 status.add_to(app)
+why.add_to(app)
+usage.add_to(app)
 history.add_to(app)
 catalog.add_to(app)
 garbage.add_to(app)

@@ -1,5 +1,6 @@
 """Garbage collection, which needs no server: only its role need be allowed to delete blobs."""
 
+import time
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ from lorikeet.catalog.collection import GarbageCollector
 from lorikeet.catalog.store import open_store
 from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table, size
 from lorikeet.settings import Settings
+from lorikeet.usage.joining import tidy
 
 _DAY_S = 86400.0
 
@@ -24,14 +26,17 @@ def gc(
     """Delete what the catalog's store holds and nothing needs.
 
     That is blobs of no version (a retired one's go when it was retired longer ago than the grace
-    period, and then cannot be restored), uploads that were given up, and old snapshots. Run it
-    once a day, where LORIKEET_CATALOG says what init was told and objects may be deleted.
+    period, and then cannot be restored), uploads that were given up, and old snapshots. It also
+    joins the usage of each day that is over into one object, and an hour later deletes the many
+    that it was written in. Run it once a day, where LORIKEET_CATALOG says what init was told and
+    objects may be deleted.
 
     Example: `LORIKEET_CATALOG=s3://my-bucket/lorikeet lorikeet gc --dry-run`
     """
     catalog = AdapterCatalog(open_store(Settings.from_env().catalog))
     collector = GarbageCollector(catalog, grace_days * _DAY_S, dry_run=dry_run)
-    found = list(collector.collect())
+    joined = tidy(catalog.store, time.time, dry_run=dry_run)
+    found = [*collector.collect(), *joined]
     total = sum(one.size_bytes for one in found)
     if as_json:
         objects = [

@@ -15,15 +15,21 @@ from lorikeet.api.admin.status import status_routes
 from lorikeet.api.admin.tenants import tenant_routes
 from lorikeet.api.admin.upload import upload_routes
 from lorikeet.api.admin.uploads import uploads_routes
+from lorikeet.api.admin.usage import admin_usage_routes
 from lorikeet.api.explain import Explanations
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Gate
 from lorikeet.api.services import Services
+from lorikeet.api.usage import UsageReports
 from lorikeet.catalog.uploads import Uploads
 
 
 def admin_routes(
-    services: Services, gate: Gate, follower: CatalogFollower, explanations: Explanations
+    services: Services,
+    gate: Gate,
+    follower: CatalogFollower,
+    explanations: Explanations,
+    usage: UsageReports,
 ) -> APIRouter:
     """Everything under /admin/v1; an admin's key is wanted before anything else is looked at."""
     checks = [Depends(gate.admin), Depends(check_path)]
@@ -41,4 +47,5 @@ def admin_routes(
     router.include_router(key_routes(services.catalog, follower))
     router.include_router(status_routes(services.engines, follower, pins))
     router.include_router(request_routes(explanations))
+    router.include_router(admin_usage_routes(usage))
     return router

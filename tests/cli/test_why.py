@@ -1,0 +1,85 @@
+"""why: what became of a request, as a story and as JSON."""
+
+import json
+from collections.abc import AsyncGenerator
+
+import httpx
+import pytest
+
+from lorikeet.api.messages import Attempt, Call, Closing, Header, Refusal, StreamItem
+from lorikeet.catalog.records import Scope
+from lorikeet.routing.choice import Candidate, Cost
+from lorikeet.routing.news import ReplicaNews
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.news import EngineLoad
+from lorikeet_engine.request import Course
+from tests.cli.conftest import Lorikeet
+
+WEIGHED = (
+    Candidate("r7", Residency.GPU, Cost(0.010, 0.002, 0.0, 0.001, 0.0)),
+    Candidate("r3", Residency.GPU, Cost(0.010, 0.040, 0.0, 0.001, 0.0)),
+)
+
+
+async def told(base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
+    yield Attempt(call.request_id, "r3", 0.001, WEIGHED[::-1], "the replica was lost")
+    yield Attempt(f"{call.request_id}-1", "r7", 0.001, WEIGHED)
+    yield Header("r7", None, None, ReplicaNews(1, EngineLoad(running=5, waiting=2)))
+    yield Closing(12, 8, 34, (Course(queued_s=0.5, prefill_s=0.25, decode_s=1.0),))
+    yield b"{}"
+
+
+async def refused(base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
+    yield Attempt(call.request_id, "r7", 0.001, WEIGHED)
+    yield Refusal("overloaded", "no")
+
+
+def send(lorikeet: Lorikeet, **body: object) -> str:
+    _, key = lorikeet.catalog.create_key("acme", {Scope.INFER}, actor="test")
+    answer = httpx.post(
+        f"{lorikeet.url}/v1/completions",
+        headers={"authorization": f"Bearer {key}"},
+        json={"model": "tiny", "prompt": "hello", **body},
+    )
+    return answer.headers["x-request-id"]
+
+
+def test_it_tells_the_story(lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lorikeet.engines, "generate", told)
+    said = lorikeet.do("why", f"cmpl-{send(lorikeet)}-1")
+    lines = said.splitlines()
+    assert any(line.startswith("Finished after ") for line in lines)
+    assert "On r7, where 5 ran and 2 waited" in lines
+    assert "Tokens: 12 in, 8 of them cached, 34 out; 0 preemptions" in lines
+    (queued,) = [line for line in lines if "waited in the engine's queue" in line]
+    assert queued.split()[5] == "500.0"
+    assert "█" in queued
+    assert "which failed: the replica was lost" in said
+    assert ["r7", "13.0", "10.0", "2.0", "0.0", "1.0", "0.0"] in [line.split() for line in lines]
+
+
+def test_a_refusal_names_its_code(lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lorikeet.engines, "generate", refused)
+    assert "Refused (overloaded) after" in lorikeet.do("why", send(lorikeet))
+    request_id = send(lorikeet, model="[red]no/such[/red]")
+    said = lorikeet.do("why", request_id)
+    assert "Asked for [red]no/such[/red]" in said
+    assert "Refused (model_not_found" in said
+
+
+def test_json_is_the_whole_answer(lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lorikeet.engines, "generate", told)
+    request_id = send(lorikeet)
+    said = json.loads(lorikeet.do("why", request_id, "--json"))
+    assert (said["id"], said["outcome"], len(said["attempts"])) == (request_id, "finished", 2)
+
+
+def test_an_unknown_request_says_for_how_long_they_are_known(lorikeet: Lorikeet) -> None:
+    result = lorikeet.run("why", "0" * 32)
+    assert result.exit_code == 1
+    assert "more than an hour ago" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("request_id", ["../keys", "a/b", "é", "a?b"])
+def test_an_id_leads_to_no_other_route(lorikeet: Lorikeet, request_id: str) -> None:
+    assert lorikeet.run("why", request_id).exit_code == 2
