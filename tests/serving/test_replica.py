@@ -25,7 +25,7 @@ from lorikeet.serving.prompts import PromptEncoder
 from lorikeet.serving.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.request import SamplingParams
+from lorikeet_engine.request import SamplingParams, Terms
 from tests.engine import hosted
 from tests.serving.breakable import break_file, breakable_engine
 
@@ -117,6 +117,33 @@ def test_a_header_comes_first_and_says_where_the_adapter_was(settings, ref):
     for items in (cold, warm):
         message = json.loads(items[-1])["choices"][0]["message"]
         assert message["content"] == TASK.example.answer
+
+
+def test_a_second_header_says_how_long_the_adapter_took_to_come(settings, ref):
+    async def scenario(replica):
+        call = replace(CALL, adapter=ref)
+        cold = await items_of(replica, call)
+        again = await items_of(replica, replace(call, request_id="again"))
+        return cold, again
+
+    cold, again = run(settings, scenario)
+    for items, came in ((cold, True), (again, False)):
+        first, second = (item for item in items if isinstance(item, Header))
+        assert first.load_s is None
+        assert (second.replica, second.digest) == (first.replica, first.digest)
+        assert second.residency == first.residency
+        assert (second.load_s > 0) is came
+        assert items.index(second) < min(i for i, item in enumerate(items) if type(item) is bytes)
+
+
+def test_who_will_not_wait_for_an_adapter_is_told_when_it_will_be_there(settings, ref):
+    async def scenario(replica):
+        impatient = replace(CALL, adapter=ref, terms=Terms(TASK.tenant, max_load_s=0.0))
+        return (await items_of(replica, impatient))[-1]
+
+    refusal = run(settings, scenario)
+    assert refusal.code == "adapter_not_ready"
+    assert refusal.retry_after_s > 0
 
 
 def test_closing_an_answer_frees_its_pages_and_lease(settings, ref):

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions and /v1/completions."""
 
+import re
 import time
 from dataclasses import replace
 
@@ -80,7 +81,7 @@ def _max_load_s(request: Request) -> float | None:
     said = request.headers.get(LOAD_HEADER)
     if said is None:
         return None
-    if not (said.isascii() and said.isdigit() and int(said) <= _LONGEST_LOAD_MS):
+    if not re.fullmatch("[0-9]{1,9}", said) or int(said) > _LONGEST_LOAD_MS:
         raise InvalidInput(
             f"{LOAD_HEADER}: want milliseconds, an integer from 0 to {_LONGEST_LOAD_MS}",
             param=LOAD_HEADER,
