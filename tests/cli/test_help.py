@@ -50,7 +50,8 @@ def test_every_command_that_prints_has_json() -> None:
 
 def test_every_promised_command_is_there() -> None:
     promised = """
-        init register convert smoke list show promote rollback retire pin unpin pins status why usage
+        init register convert smoke list show promote rollback retire pin unpin pins status
+        why usage
         log restore snapshot gc capacity
         bench bench/isolation
         tenants tenants/list tenants/create tenants/limit tenants/pin-budget

@@ -23,6 +23,7 @@ from tests.e2e.store_link import StoreLink
 
 ROOT = Path(__file__).parents[2]
 REPLICAS = 3
+USAGE_FLUSH_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def service(
         environ.setenv("LORIKEET_CATALOG", f"{s3_bucket}/e2e")
         environ.setenv("LORIKEET_CACHE_DIR", str(root / "cache"))
         environ.setenv("LORIKEET_REPLICAS", str(REPLICAS))
+        environ.setenv("LORIKEET_USAGE_FLUSH_S", str(USAGE_FLUSH_S))
         environ.setenv(mute.FOLDER, str(tmp_path_factory.mktemp("mute")))
         environ.setattr("lorikeet.serving.app.EngineReplica", mute.MuteReplica)
         environ.setenv("PYTHONPATH", str(ROOT))

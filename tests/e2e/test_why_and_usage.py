@@ -1,0 +1,99 @@
+"""What the running service tells of a request, and what it counts for it."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import USAGE_FLUSH_S, Crowd, Service, eventually
+from tests.e2e.load import Load, Outcome, Target
+from tests.e2e.parts import complete, engine_processes
+
+
+def generate(service: Service, target: Target, **body: Any) -> httpx.Response:
+    answer = httpx.post(
+        f"{service.url}/v1/completions",
+        headers={"Authorization": f"Bearer {target.key}"},
+        json={"model": target.model, "prompt": "once upon a time", **body},
+        timeout=60,
+    )
+    return answer.raise_for_status()
+
+
+def why(service: Service, request_id: str) -> dict[str, Any]:
+    return service.admin("GET", f"/requests/{request_id}").raise_for_status().json()
+
+
+def used(service: Service, target: Target) -> dict[str, Any]:
+    """What was written of an adapter; nothing yet is {}."""
+    rows = service.admin("GET", "/usage").raise_for_status().json()["data"]
+    found = [row for row in rows if row["adapter"] == target.model]
+    return found[0] if found else {}
+
+
+def test_a_request_is_explained_and_counted(service: Service, crowd: Crowd) -> None:
+    (target,) = crowd.adapters(1)
+    sent_s = time.monotonic()
+    answer = generate(service, target, max_tokens=24, n=2, ignore_eos=True, seed=1)
+    took_ms = 1000 * (time.monotonic() - sent_s)
+    told, usage = why(service, answer.headers["x-request-id"]), answer.json()["usage"]
+    assert (told["tenant"], told["outcome"]) == ("crowd", "finished")
+    assert (told["replica"], told["retries"]) == (answer.headers["x-lorikeet-replica"], 0)
+    assert told["residency"] == answer.headers["x-lorikeet-residency"] == "remote"
+    stages = {stage["stage"]: stage["ms"] for stage in told["stages"]}
+    expected = "gateway replica way queue adapter prefill generation"
+    assert list(stages) == expected.split()
+    assert sum(stages.values()) == pytest.approx(told["total_ms"], abs=5)
+    assert took_ms - 100 < told["total_ms"] < took_ms
+    assert stages["adapter"] > 0  # nobody had it
+    assert stages["generation"] > stages["prefill"] > 0
+    (attempt,) = told["attempts"]
+    assert attempt["replica"] == told["replica"]
+    costs = {each["replica"]: each["cost_ms"] for each in attempt["candidates"]}
+    assert costs[told["replica"]] == min(costs.values())
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert told["tokens"] == {
+        "prompt": usage["prompt_tokens"],
+        "cached": cached,
+        "output": usage["completion_tokens"],
+    }
+    assert usage["completion_tokens"] == 48
+
+    def counted() -> bool:
+        row = used(service, target)
+        return bool(row) and row["requests"] == 1 and row["slot_s"] > 0
+
+    assert eventually(counted, within_s=USAGE_FLUSH_S + 5)
+    row = used(service, target)
+    said = (row["prompt_tokens"], row["cached_tokens"], row["output_tokens"])
+    assert said == (usage["prompt_tokens"], cached, 48)
+    assert (row["loads"], row["load_bytes"] > 0) == (1, True)
+    engine_s = sum(stages[name] for name in ("prefill", "generation")) / 1000
+    assert 0.5 * engine_s < row["slot_s"] < told["total_ms"] / 1000
+    own = httpx.get(
+        f"{service.url}/v1/usage", headers={"Authorization": f"Bearer {target.key}"}, timeout=30
+    ).json()["data"]
+    assert {k: v for k, v in row.items() if k != "tenant"} in own
+
+
+@pytest.mark.soak
+def test_a_killed_replica_loses_one_flush_at_most(service: Service, crowd: Crowd) -> None:
+    """Requests of 16 tokens and nothing else, so that what is missing can be told to the token."""
+    targets = crowd.adapters(3)
+    with Load(service.url, targets, streams=6, tokens=16) as load:
+        load.wait_for(100)
+        time.sleep(2 * USAGE_FLUSH_S)
+        killed_s = time.monotonic()
+        os.kill(next(iter(engine_processes(service))), signal.SIGKILL)
+        time.sleep(2 * USAGE_FLUSH_S)
+    whole = [result for result in load.results if result.outcome is Outcome.WHOLE]
+    sent = 16 * len(whole)
+    lately = [r for r in whole if killed_s - USAGE_FLUSH_S - 1.0 < r.ended_s <= killed_s + 0.5]
+    assert complete(service)
+    time.sleep(2 * USAGE_FLUSH_S)
+    counted = sum(used(service, target).get("output_tokens", 0) for target in targets)
+    others = [result for result in load.results if result.outcome is not Outcome.WHOLE]
+    assert sent - 16 * len(lately) <= counted <= sent + 16 * len(others)
