@@ -1,9 +1,13 @@
 import json
 from dataclasses import replace
 
+import pytest
+from tokenizers import Tokenizer
+
 from lorikeet.api.answers import Usage
-from lorikeet.api.messages import Call, Closing, Endpoint, Refusal
+from lorikeet.api.messages import Call, Closing, Endpoint, Refusal, ToolUse
 from lorikeet.serving.answer import Answer
+from lorikeet.serving.tools import HERMES
 from lorikeet.serving.vocabulary import Vocabulary
 from lorikeet_engine.errors import AdapterLoadFailed, StepFailed
 from lorikeet_engine.request import Course, Failed, FinishReason, Tokens
@@ -93,3 +97,82 @@ def test_a_failed_body_is_a_refusal_whenever_it_fails(tokenizer):
     answer.take([tokens(tokenizer, "some")])
     (refusal,) = answer.take([Failed("r1", StepFailed("the step failed"))])
     assert refusal == Refusal("generation_failed", "the step failed")
+
+
+TOOL = {"type": "function", "function": {"name": "time"}}
+NOW = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+
+
+def chat(**fields):
+    return replace(CALL, endpoint=Endpoint.CHAT, **fields)
+
+
+def marked(tokenizer):
+    """The tokenizer with tokens that mark calls, as special ones, and one that means nothing."""
+    own = Tokenizer.from_str(tokenizer.to_str())
+    own.add_special_tokens(["<tool_call>", "</tool_call>", "<|other|>"])
+    return own
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_calls_are_told_apart_from_what_is_said(tokenizer, stream):
+    own = marked(tokenizer)
+    call = chat(tools=ToolUse((TOOL,)), stream=stream)
+    answer = Answer(call, [(1,)], Vocabulary(own), HERMES)
+    items = answer.take([tokens(own, f"Let me look.<|other|>{NOW}\n{NOW}", 0, FinishReason.STOP)])
+    if stream:
+        choices = [event["choices"][0] for event in events(items)[:-1]]
+        said = "".join(choice["delta"].get("content") or "" for choice in choices)
+        calls = [c for choice in choices for c in choice["delta"].get("tool_calls", [])]
+        assert [call["function"]["arguments"] for call in calls] == ["", "{}", "", "{}"]
+        finish = choices[-1]["finish_reason"]
+    else:
+        (choice,) = json.loads(items[-1])["choices"]
+        said = choice["message"]["content"]
+        assert [c["function"]["name"] for c in choice["message"]["tool_calls"]] == ["time"] * 2
+        finish = choice["finish_reason"]
+    assert (said, finish) == ("Let me look.", "tool_calls")
+
+
+def test_without_tools_what_looks_like_a_call_is_text(tokenizer):
+    answer = Answer(chat(), [(1,)], Vocabulary(tokenizer), HERMES)
+    items = answer.take([tokens(tokenizer, NOW, 0, FinishReason.STOP)])
+    message = json.loads(items[-1])["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": NOW, "refusal": None}
+
+
+def test_the_only_call_that_is_wanted_ends_its_choice(tokenizer):
+    call = chat(tools=ToolUse((TOOL,), parallel=False))
+    answer = Answer(call, [(1,)], Vocabulary(tokenizer), HERMES)
+    items = answer.take([tokens(tokenizer, f"{NOW} and more")])
+    assert answer.stopped == [0]
+    (choice,) = json.loads(items[-1])["choices"]
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_forced_calls_stream_their_arguments_as_they_come(tokenizer):
+    call = chat(tools=ToolUse((TOOL,), forced=("time",)), stream=True)
+    answer = Answer(call, [(1,)], Vocabulary(tokenizer), HERMES)
+    text = '<tool_call>\n{"name": "time", "arguments": {"at": 1}}\n</tool_call>'
+    items = [item for letter in text for item in answer.take([tokens(tokenizer, letter)])]
+    items += answer.take([Tokens("r1", 0, (), FinishReason.STOP)])
+    deltas = [event["choices"][0]["delta"] for event in events(items)[:-1]]
+    assert deltas[0] == {"role": "assistant", "content": None, "refusal": None}
+    arguments = [c["function"]["arguments"] for d in deltas for c in d.get("tool_calls", [])]
+    assert arguments == ["", *'{"at": 1}']
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("as_ids", [True, False])
+def test_an_echo_is_the_prompt_before_the_text(tokenizer, stream, as_ids):
+    prompts = [tuple(tokenizer.encode(text).ids) for text in ("one!", "two")]
+    given = tuple(prompts) if as_ids else ("one!", "two")
+    call = replace(CALL, prompts=given, n=2, echo=True, stream=stream, stop=("!",))
+    answer = Answer(call, prompts, Vocabulary(tokenizer))
+    items = answer.take([tokens(tokenizer, f" {i}", i, FinishReason.LENGTH) for i in range(4)])
+    texts = {}
+    for event in events(items)[:-1] if stream else [json.loads(items[-1])]:
+        for choice in event["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    assert texts == {0: "one! 0", 1: "one! 1", 2: "two 2", 3: "two 3"}
