@@ -5,8 +5,8 @@ import logging
 import time
 from typing import NoReturn
 
-from lorikeet.api.peers import Peers
-from lorikeet.errors import LorikeetError, Unavailable
+from lorikeet.api.peers import Peers, Poll
+from lorikeet.errors import Unavailable
 from lorikeet.tenancy import Admission, Budget, Shares, Statement
 
 log = logging.getLogger(__name__)
@@ -23,8 +23,7 @@ class Reconciling:
     def __init__(self, peers: Peers, shares: Shares, admission: Admission, budget: Budget) -> None:
         self._peers, self._shares = peers, shares
         self._admission, self._budget = admission, budget
-        self._failure = ""
-        self._silent = 0
+        self._noted: dict[str, str] = {}
         peers.answers(_QUESTION, self._answer)
 
     async def run(self) -> None:
@@ -36,34 +35,39 @@ class Reconciling:
     async def _agree(self) -> NoReturn:
         while True:
             statement = self._shares.claim(time.monotonic())
-            try:
-                answers, silent = await self._peers.poll(_QUESTION, statement)
-            except Unavailable:  # as while this application starts, and when it ends
-                answers, silent = (), 1
+            answers, silent = await self._ask(statement)
             self._shares.agree(answers, complete=not silent, now=time.monotonic())
             self._admission.retune()
-            if silent != self._silent:
-                log.info("peers_silent", extra={"gateways": silent})
-            self._silent = silent
             await asyncio.sleep(ROUND_S)
+
+    async def _ask(self, statement: Statement) -> Poll:
+        try:
+            poll = await self._peers.poll(_QUESTION, statement)
+        except Exception as error:  # whatever it is, the last shares hold
+            # while the application starts or ends there is nobody to ask
+            self._note("peers_unreachable", "" if isinstance(error, Unavailable) else repr(error))
+            return Poll((), 1)
+        self._note("peers_silent", str(poll.silent) if poll.silent else "")
+        return poll
 
     async def _read(self) -> NoReturn:
         while True:
             began = time.time()
             if self._budget.due(began):
-                await self._read_budget(began)
+                try:
+                    await asyncio.to_thread(self._budget.read)
+                except Exception as error:  # what was read before holds
+                    self._note("usage_unreadable", repr(error))
+                else:
+                    self._budget.was_read(began)
+                    self._note("usage_unreadable", "")
             await asyncio.sleep(ROUND_S)
 
-    async def _read_budget(self, began: float) -> None:
-        try:
-            await asyncio.to_thread(self._budget.read)
-        except LorikeetError as error:
-            if error.message != self._failure:  # once, not every second of an outage
-                log.warning("usage_unreadable", extra={"error": error.message})
-            self._failure = error.message
-        else:
-            self._budget.was_read(began)
-            self._failure = ""
+    def _note(self, event: str, trouble: str) -> None:
+        """Log it once, not every second; "" is none."""
+        if trouble and trouble != self._noted.get(event):
+            log.warning(event, extra={"error": trouble})
+        self._noted[event] = trouble
 
     async def _answer(self, asked: Statement) -> Statement:
         return self._shares.answer(asked, time.monotonic())

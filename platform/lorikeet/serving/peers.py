@@ -4,12 +4,12 @@ import asyncio
 from typing import Any
 
 from ray import serve
-from ray.serve.exceptions import RayServeException
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 from lorikeet.api.peers import Peers, Poll
 from lorikeet.errors import Unavailable
-from lorikeet.serving.handles import poll
+from lorikeet.serving.handles import LOST, poll
 
 _TIMEOUT_S = 1.0
 _START_S = 5.0
@@ -48,6 +48,6 @@ class ServePeers(Peers):
                     *arguments,
                     timeout_s=_TIMEOUT_S,
                 )
-        except (RayServeException, TimeoutError) as error:
+        except (RayError, *LOST, TimeoutError) as error:
             raise Unavailable("the other gateways cannot be asked now") from error
         return Poll([each for answer in answers for each in answer], len(failures))

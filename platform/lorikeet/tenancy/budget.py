@@ -1,6 +1,6 @@
 """What tenants have left of the month's tokens."""
 
-from collections import deque
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
@@ -35,12 +35,12 @@ class Budget:
         self._unseen_s = unseen_s
         self._asked = False
         self._read_at = 0.0
-        self._settled: dict[str, deque[tuple[float, int]]] = {}
+        self._settled: dict[str, Counter[int]] = {}  # by tenant and second
 
     def check(self, tenant: str, tokens_per_month: int, now: float) -> None:
         """Raises InsufficientQuota when the tenant has used that much."""
         self._asked = True
-        used = sum(tokens for _, tokens in self._settled.get(tenant, ()))
+        used = self._settled[tenant].total() if tenant in self._settled else 0
         if self._written is not None:
             used += self._written.of(tenant)
         if used >= tokens_per_month:
@@ -52,7 +52,7 @@ class Budget:
 
     def settle(self, tenant: str, tokens: int, now: float) -> None:
         """A tenant with a budget has used this."""
-        self._settled.setdefault(tenant, deque()).append((now, tokens))
+        self._settled.setdefault(tenant, Counter())[int(now)] += tokens
 
     def due(self, now: float) -> bool:
         """Whether to read again."""
@@ -66,9 +66,10 @@ class Budget:
     def was_read(self, began: float) -> None:
         """A reading that began then is over: it holds what was settled long before."""
         self._asked, self._read_at = False, began
+        seen = int(began - self._unseen_s)
         for tenant, settled in list(self._settled.items()):
-            while settled and settled[0][0] < began - self._unseen_s:
-                settled.popleft()
+            for second in [second for second in settled if second < seen]:
+                del settled[second]
             if not settled:
                 del self._settled[tenant]
 
