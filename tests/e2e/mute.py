@@ -1,4 +1,7 @@
-"""An engine replica whose news tests can lose; the service under test runs these."""
+"""An engine replica whose news tests can lose, and whose own code they can break.
+
+The service under test runs these.
+"""
 
 import asyncio
 import os
@@ -7,8 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lorikeet.api.messages import Call
 from lorikeet.routing.news import ReplicaNews
 from lorikeet.serving.app import EngineReplica
+from lorikeet_engine.request import Request
 
 FOLDER = "TEST_MUTE_FOLDER"
 """The environment variable that names a folder; a file in it loses the channel of its name."""
@@ -16,7 +21,10 @@ FOLDER = "TEST_MUTE_FOLDER"
 
 @contextmanager
 def muted(**channels: str) -> Iterator[None]:
-    """Lose `stats` or `watch` on all replicas: by "raise", or by "hang" until the block ends."""
+    """Lose `stats` or `watch` on all replicas: by "raise", or by "hang" until the block ends.
+
+    tokenizing="raise" breaks every request there, with an exception that quotes it.
+    """
     files = {Path(os.environ[FOLDER]) / channel: how for channel, how in channels.items()}
     for file, how in files.items():
         file.write_text(how)
@@ -38,6 +46,11 @@ class MuteReplica(EngineReplica):
         async for news in super().watch(replica):
             await _lose("watch")
             yield news
+
+    def _request(self, call: Call) -> Request:
+        if (Path(os.environ[FOLDER]) / "tokenizing").exists():
+            raise RuntimeError(f"a test breaks {call}")
+        return super()._request(call)
 
 
 async def _lose(channel: str) -> None:
