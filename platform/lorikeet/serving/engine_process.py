@@ -18,8 +18,10 @@ def build_engine(settings: Settings, base_model: str) -> "Engine":
     """
     # Here, because the replica imports this module to name this function to its host.
     from lorikeet.serving.engine_settings import engine_settings
+    from lorikeet.serving.grammar import ModelGrammars
     from lorikeet_engine.engine import Engine
 
     log_to_stderr()
     source = BlobSource(open_store(settings.catalog))
-    return Engine(engine_settings(settings, base_model), source)
+    grammars = ModelGrammars(settings.base_models[base_model])
+    return Engine(engine_settings(settings, base_model), source, grammars=grammars)

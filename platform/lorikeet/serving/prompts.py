@@ -16,6 +16,7 @@ from lorikeet.errors import (
     UnsupportedParameter,
 )
 from lorikeet.serving.call_grammar import call_grammar
+from lorikeet.serving.grammar import grammar_of
 from lorikeet.serving.tools import Syntax, syntax_of
 from lorikeet.serving.vocabulary import Vocabulary
 
@@ -70,7 +71,7 @@ class PromptEncoder:
         if call.tools is not None and call.tools.forced:
             assert self.syntax is not None
             return call_grammar(call.tools, self.syntax, self.vocabulary)
-        return None
+        return grammar_of(call.format.schema) if call.format is not None else None
 
     def encode_turn(self, text: str) -> tuple[int, ...]:
         """Token ids of what a user says first; without a chat template, of the text as it is."""

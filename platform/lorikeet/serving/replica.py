@@ -22,6 +22,7 @@ from lorikeet.serving.answer import Answer, refusal_of
 from lorikeet.serving.bulletin import Bulletin
 from lorikeet.serving.context import answer_room
 from lorikeet.serving.engine_process import build_engine
+from lorikeet.serving.grammar_trial import GrammarTrial
 from lorikeet.serving.mailbox import Mailbox, pieces_per_s
 from lorikeet.serving.metering import Metering
 from lorikeet.serving.prompts import PromptEncoder
@@ -72,6 +73,7 @@ class Replica:
         self._bulletin = Bulletin(self._engine.config.step_costs)
         context = self._engine.config.max_context
         self._encoder = PromptEncoder(settings.base_models[base_model], context)
+        self._grammars = GrammarTrial(settings.base_models[base_model])
         flush_s = settings.usage_flush_s
         self._metering = Metering(store.result(), self._engine, base_model, flush_s)
 
@@ -82,6 +84,7 @@ class Replica:
         """
         try:
             request = await self._event_loop.run_in_executor(self._encoding, self._request, call)
+            await self._grammars.check(call, request.sampling.grammar)
             with (
                 self._mailbox(call.request_id) as mailbox,
                 self._metering.measured(call, request.prompts) as meter,
@@ -191,6 +194,7 @@ class Replica:
     def close(self) -> None:
         """Write down what was used and stop the engine. Safe to call twice."""
         self._metering.close()
+        self._grammars.close()
         self._engine.close()
 
     def _request(self, call: Call) -> Request:
