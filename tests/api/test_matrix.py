@@ -26,21 +26,22 @@ Route = tuple[str, str]
 
 OPEN: set[Route] = {("GET", "/healthz")}
 
-TENANTS: Mapping[Route, Callable[[str], tuple[str, Any]] | None] = {
-    ("POST", "/v1/chat/completions"): lambda model: ("/v1/chat/completions", chat(model)),
-    ("POST", "/v1/completions"): lambda model: (
+TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
+    ("POST", "/v1/chat/completions"): lambda model, _: ("/v1/chat/completions", chat(model)),
+    ("POST", "/v1/completions"): lambda model, _: (
         "/v1/completions",
         {"model": model, "prompt": "hello"},
     ),
     ("GET", "/v1/models"): None,
-    ("GET", "/v1/requests/{request_id}"): lambda model: (
-        f"/v1/requests/{request_for(model)}",
-        None,
-    ),
+    ("GET", "/v1/models/{model}"): lambda model, _: (f"/v1/models/{model}", None),
+    ("GET", "/v1/requests/{request_id}"): lambda _, asked: (f"/v1/requests/{asked}", None),
     ("GET", "/v1/usage"): None,
-    ("GET", "/v1/models/{model}"): lambda model: (f"/v1/models/{model}", None),
+    ("GET", "/v1/openapi.json"): None,
 }
-"""How each route of the tenants' plane is asked for a model: path and body. None: it names none."""
+"""How each route of the tenants' plane is asked for a model, or for a request that was for it.
+
+Path and body. None: it names nothing.
+"""
 
 ADMINS: set[Route] = {
     ("GET", "/adapters"),
@@ -78,8 +79,11 @@ ADMINS: set[Route] = {
 }
 """Under /admin/v1."""
 
+HIDDEN = ("acme/support", "acme/support@1", "acme/support@prod")
+"""What globex must not find."""
+
 FILLED = {"tenant": "acme", "name": "support", "digest": "0" * 64, "number": "1"}
-"""What stands for a path's parameters; a key's id is a real one."""
+"""What stands for a path's parameters; ids of keys and requests are real ones."""
 
 ASKING: Mapping[str, list[str]] = {
     "register": ["{folder}", "acme/support"],
@@ -114,16 +118,11 @@ WITHOUT_ADMINS = {"init", "convert", "gc", "capacity", "bench isolation"}
 """Commands that ask no server, or ask as the tenants whose keys they are given."""
 
 
-ANSWERED: dict[str, str] = {}
-"""The request that acme sent to a model, and nobody to one that is not there."""
-
-
-def request_for(model: str) -> str:
-    return ANSWERED.get(model, "0" * 32)
+NO_REQUEST = "0" * 32
 
 
 class Keys:
-    """One of every kind that tests/api's gateway can meet; acme's is in gateway.keys."""
+    """One of every kind that a gateway can meet; asked: acme's requests, by their model."""
 
     def __init__(self, gateway: Gateway) -> None:
         catalog = gateway.catalog
@@ -144,6 +143,7 @@ class Keys:
         _, self.others_reading = make("globex", Scope.READ_ONLY)
         _, self.admins_reading = make(None, Scope.READ_ONLY)
         self.infer, self.others_infer = gateway.keys["acme"], gateway.keys["globex"]
+        self.asked: dict[str, str] = {}
 
     def invalid(self) -> list[str | None]:
         """Keys that are nobody's."""
@@ -177,9 +177,9 @@ def ask(unchanged: Gateway) -> Iterator[Ask]:
 def keys(unchanged: Gateway) -> Keys:
     made = Keys(unchanged)
     unchanged.register("acme/support", seed=1)  # a second version
-    for model in ("acme/support", "acme/support@1", "acme/support@prod"):
+    for model in HIDDEN:
         answer = unchanged.post("/v1/chat/completions", chat(model))
-        ANSWERED[model] = answer.headers["x-request-id"]
+        made.asked[model] = answer.headers["x-request-id"]
     return made
 
 
@@ -200,10 +200,9 @@ def commands(group: Any, path: str = "") -> Iterator[str]:
             yield f"{path}{name}"
 
 
-def filled(path: str, key_id: str) -> str:
-    return "/admin/v1" + path.format(
-        **FILLED, key_id=key_id, request_id=request_for("acme/support")
-    )
+def filled(path: str, keys: Keys) -> str:
+    names = FILLED | {"key_id": keys.acme_id, "request_id": keys.asked[HIDDEN[0]]}
+    return "/admin/v1" + path.format(**names)
 
 
 def test_every_route_is_in_the_matrix(unchanged: Gateway) -> None:
@@ -220,11 +219,11 @@ def test_every_command_is_in_the_matrix() -> None:
 def test_the_admins_plane_is_for_admins(
     unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str
 ) -> None:
-    before, at = unchanged.catalog.state.seq, filled(path, keys.acme_id)
+    before, at = unchanged.catalog.state.seq, filled(path, keys)
     for key in keys.invalid():
         assert error_of(ask(method, at, key), 401)["code"] == "invalid_api_key"
     for key in keys.of_tenants():
-        answers = [ask(method, at.replace("support", n), key) for n in ABSENT_TOO]
+        answers = [ask(method, at.replace("support", n), key) for n in ("support", "nothing")]
         assert error_of(answers[0], 403)["code"] == "forbidden"
         assert answers[0].content == answers[1].content
     if method != "GET":
@@ -235,15 +234,12 @@ def test_the_admins_plane_is_for_admins(
         assert ask(method, at, keys.admins_reading).is_success
 
 
-ABSENT_TOO = ("support", "nothing")
-
-
 @pytest.mark.parametrize(("method", "path"), sorted(TENANTS))
 def test_the_tenants_plane_is_for_tenants(
     unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str
 ) -> None:
-    make = TENANTS[method, path] or (lambda _: (path, None))
-    at, body = make("acme/support")
+    make = TENANTS[method, path] or (lambda *_: (path, None))
+    at, body = make("acme/support", keys.asked["acme/support"])
     for key in keys.invalid():
         assert error_of(ask(method, at, key, body), 401)
     for key in (unchanged.admin_key, keys.admins_reading):
@@ -252,7 +248,7 @@ def test_the_tenants_plane_is_for_tenants(
     assert read.status_code == (200 if method == "GET" else 403)
 
 
-@pytest.mark.parametrize("hidden", ["acme/support", "acme/support@1", "acme/support@prod"])
+@pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize(("method", "path"), sorted(r for r, make in TENANTS.items() if make))
 def test_what_is_anothers_looks_like_what_is_not_there(
     unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str, hidden: str
@@ -263,12 +259,12 @@ def test_what_is_anothers_looks_like_what_is_not_there(
     for key in (keys.others_infer, keys.others_reading):
         seen = []
         for name in (hidden, absent):
-            at, body = make(name)
+            at, body = make(name, keys.asked.get(name, NO_REQUEST))
             answer = ask(method, at, key, body)
             seen.append(appearance(answer, name))
         assert seen[0] == seen[1]
         assert seen[0][0] in ((403,) if (method, key) == ("POST", keys.others_reading) else (404,))
-    at, body = make(hidden)
+    at, body = make(hidden, keys.asked[hidden])
     assert ask(method, at, keys.infer, body).is_success
     assert len(unchanged.engines.calls) == asked + (method == "POST")
 

@@ -8,7 +8,7 @@ from time import thread_time
 import pytest
 
 from lorikeet.rendezvous import by_preference
-from lorikeet.routing.choice import Load, Option, Work, choose, expected_cost_s
+from lorikeet.routing.choice import Load, Option, Work, choose, expected_cost, expected_cost_s
 from lorikeet.routing.costs import H200_LLAMA_8B as COSTS
 from lorikeet.routing.handful import HOMES, NEAR, RESIDENTS, Homes, handful
 from lorikeet_engine.adapter import Residency
@@ -161,3 +161,15 @@ def test_one_choice_takes_less_than_0_3_ms():
         choose(WORK, options, COSTS)
         took_s.append(thread_time() - began_s)
     assert sorted(took_s)[3960] <= 0.3e-3
+
+
+@pytest.mark.parametrize("tier", Residency)
+def test_the_wait_and_the_load_overlap_and_all_else_adds_up(tier):
+    option = Option(replica=0, load=load(), tier=tier, lost_uses=2.0)
+    cost = expected_cost(WORK, option, COSTS)
+    assert all(part >= 0 for part in cost)
+    longer_s, shorter_s = max(cost.queue_s, cost.load_s), min(cost.queue_s, cost.load_s)
+    assert cost.total_s == pytest.approx(sum(cost) - shorter_s)
+    assert expected_cost_s(WORK, option, COSTS) == cost.total_s
+    assert (cost.load_s == cost.copy_s == 0) == (tier is Residency.GPU)
+    assert longer_s > 0

@@ -420,3 +420,22 @@ def test_one_choice_takes_less_than_0_3_ms_and_so_does_its_booking():
         gateway.send(gateway.fleet.order(ask)[0], ask)
         took_s.append(thread_time() - began_s)
     assert min(sorted(took_s[at : at + 1000])[990] for at in range(0, 4000, 1000)) <= 0.3e-3
+
+
+def test_a_decision_keeps_what_was_expected_of_whom_until_the_request_ends(gateway):
+    gateway.all_say()
+    gateway.says("r2", moved={REF.digest: Residency.HOST})
+    weighed = gateway.fleet.weigh(ASK)
+    assert weighed[0].replica == "r2"
+    assert weighed[0].tier is Residency.HOST
+    totals = [each.cost.total_s for each in weighed]
+    assert totals == sorted(totals)
+    gateway.fleet.expect("a")
+    assert gateway.fleet.decision("a") is None
+    gateway.fleet.intend("a", "r2", ASK, weighed)
+    assert gateway.fleet.decision("a") == ("r2", None, tuple(weighed))
+    gateway.now_s += 1.5
+    gateway.fleet.accepted("a", "r1")  # which had room
+    assert gateway.fleet.decision("a") == ("r1", gateway.now_s, tuple(weighed))
+    gateway.fleet.ended("a")
+    assert gateway.fleet.decision("a") is None

@@ -10,8 +10,9 @@ the number of the last part that it holds: what it holds counts no more where it
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from datetime import UTC, date, datetime
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from lorikeet.errors import StoreError
@@ -20,7 +21,9 @@ from lorikeet.usage.counts import Account, Counts, Use
 PREFIX = "usage/"
 SCHEMA = 1
 
-_COLUMNS = [*Account._fields, *(field.name for field in fields(Counts))]
+_NUMBERS = tuple(each.name for each in fields(Counts))
+_COLUMNS = (*Account._fields, *_NUMBERS)
+_numbers = attrgetter(*_NUMBERS)  # astuple copies deeply
 _PART = re.compile(r"usage/[0-9-]{10}/[0-9]{6}-([0-9a-f]{16})-([0-9]{6,})\.json")
 _JOINED = re.compile(r"usage/[0-9-]{10}/joined-([0-9]{6,})\.json")
 
@@ -75,7 +78,7 @@ def joined_number(key: str) -> int:
 
 def to_json(content: Content) -> bytes:
     """The object."""
-    rows = [[*account, *astuple(counts)] for account, counts in content.use.items()]
+    rows = [[*account, *_numbers(counts)] for account, counts in content.use.items()]
     return json.dumps(
         {"schema": SCHEMA, "columns": _COLUMNS, "rows": rows, "marks": dict(content.marks)},
         separators=(",", ":"),

@@ -1,0 +1,110 @@
+"""Whose slots are leased for how long, and for whom they are filled."""
+
+import random
+from collections import defaultdict
+
+import pytest
+
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.residency.slot_usage import SlotUsage, Use
+from tests.engine.residency.bench import make
+
+A = AdapterRef("acme", "support", 1, "a" * 64)
+B = AdapterRef("acme", "sales", 1, "b" * 64)
+ACME, GLOBEX = Use("acme", A), Use("globex", A)
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def usage(clock):
+    return SlotUsage(clock)
+
+
+def taken(usage):
+    return {(use.tenant, use.ref): use.leased_s for use in usage.take()}
+
+
+def test_leases_of_one_tenant_that_overlap_count_once(usage, clock):
+    usage.leased(ACME)
+    clock.now_s += 2
+    usage.leased(ACME)
+    clock.now_s += 3
+    usage.ended(ACME)
+    clock.now_s += 4
+    usage.ended(ACME)
+    clock.now_s += 50
+    assert taken(usage) == {ACME: 9.0}
+
+
+def test_tenants_who_share_an_adapter_share_its_time(usage, clock):
+    usage.leased(ACME)
+    clock.now_s += 2
+    usage.leased(GLOBEX)
+    usage.leased(GLOBEX)
+    clock.now_s += 4
+    usage.ended(ACME)
+    clock.now_s += 8
+    usage.ended(GLOBEX)
+    usage.ended(GLOBEX)
+    assert taken(usage) == {ACME: 4.0, GLOBEX: 10.0}
+
+
+def test_what_was_taken_is_not_taken_again_though_it_goes_on(usage, clock):
+    usage.leased(ACME)
+    clock.now_s += 2
+    assert taken(usage) == {ACME: 2.0}
+    clock.now_s += 1
+    usage.ended(ACME)
+    assert taken(usage) == {ACME: 1.0}
+    assert taken(usage) == {}
+
+
+def test_the_parts_of_all_tenants_are_the_time_that_slots_were_leased(usage, clock):
+    rng, open_, leased_s = random.Random(7), [], defaultdict(float)
+    taken_s = 0.0
+    uses = [Use(tenant, ref) for tenant in "xyz" for ref in (A, B)]
+    for _ in range(2000):
+        step_s = rng.random()
+        clock.now_s += step_s
+        for digest in {use.ref.digest for use in open_}:
+            leased_s[digest] += step_s
+        if open_ and rng.random() < 0.5:
+            usage.ended(open_.pop(rng.randrange(len(open_))))
+        else:
+            open_.append(rng.choice(uses))
+            usage.leased(open_[-1])
+        if rng.random() < 0.1:
+            taken_s += sum(taken(usage).values())
+    taken_s += sum(taken(usage).values())
+    assert taken_s == pytest.approx(sum(leased_s.values()))
+
+
+def test_a_load_is_whose_request_wanted_it_first(shelf, bench):
+    b, (ref,) = bench(), make(shelf, "a")
+    b.tiers.want(ref, "acme")
+    b.tiers.want(ref, "globex")
+    b.until(lambda: b.tiers.lease(ref, "globex") is not None)
+    first, second = sorted(b.tiers.take_use(), key=lambda use: use.tenant)
+    assert (first.tenant, first.loads, first.leased_s) == ("acme", 1, 0.0)
+    assert first.load_bytes == b.tiers.arena_bytes_used
+    assert (second.tenant, second.loads) == ("globex", 0)
+    assert second.leased_s > 0
+
+
+def test_what_nobody_asked_for_is_nobodys_load(shelf, bench):
+    b, (ref,) = bench(), make(shelf, "a")
+    b.tiers.prefetch(ref, uses=1.0)
+    b.until(lambda: b.tiers.arena_bytes_used > 0)
+    assert b.tiers.take_use() == []
