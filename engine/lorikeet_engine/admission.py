@@ -85,13 +85,18 @@ class Admission:
             return False
         return not self._shares_soon(sequence)
 
+    def refuses(self, sequence: Sequence) -> bool:
+        """Whether it is known already that its adapter cannot be used."""
+        ref = sequence.request.adapter
+        return ref is not None and (self.promised is not None or ref.digest in self._absent)
+
     def admit(self, sequence: Sequence) -> None:
         """It runs from now on."""
         self._include(sequence)
         sequence.overtaken, sequence.kept_out_at = 0, None
 
     def _leased(self, sequence: Sequence, ref: AdapterRef, admitted: int) -> bool:
-        if self.promised is not None or ref.digest in self._absent:
+        if self.refuses(sequence):
             return False
         crowded = self._crowded(ref)
         if not crowded:

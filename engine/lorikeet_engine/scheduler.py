@@ -3,7 +3,6 @@
 import math
 import time
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -17,7 +16,7 @@ from lorikeet_engine.kv_cache import KVCache
 from lorikeet_engine.pace import Pace
 from lorikeet_engine.request import Terms
 from lorikeet_engine.sequence import Chunk, Sequence
-from lorikeet_engine.waiting import Waiting
+from lorikeet_engine.waiting import Turns, Waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,16 +187,19 @@ class Scheduler:
         """Chunks of prompts that run and of who may begin; whether more were kept out by room."""
         chunks: list[Chunk] = []
         begun: list[Sequence] = []
-        held_up = Counter[Account]()
+        served: set[Account] = set()  # or would be but for room
         full = True
-        for sequence in self._candidates(prompts):
+        turns = self.waiting.turns(prompts, admission.refuses)
+        for sequence in self._candidates(turns):
             if not sequence.pages:
                 if active + len(begun) == self._bounds.sequences:
                     break
                 if sequence.known < len(sequence.tokens):
                     break  # just preempted: the step in flight tells its last token
-                if not admission.allows(sequence, self._admitted):
-                    held_up[sequence.account] += sequence.awaits_adapter
+                allowed = admission.allows(sequence, self._admitted)
+                if not sequence.awaits_adapter:
+                    served.add(sequence.account)
+                if not allowed:
                     continue
                 if not self._seat(sequence, growing=active + len(begun)):
                     break
@@ -210,19 +212,19 @@ class Scheduler:
         else:
             full = False
         self._promised = admission.promised
-        self.waiting.stand_aside(held_up)
+        self.waiting.stand_aside(account for account in turns.over if account not in served)
         for sequence in begun:
             self.waiting.remove(sequence)
         if begun:
             self.running = sorted([*self.running, *begun], key=lambda s: s.arrival)
         return chunks, full
 
-    def _candidates(self, prompts: list[Sequence]) -> Iterator[Sequence]:
-        """Those that wait and the prompts that run, in turn; ahead of all who has been promised."""
+    def _candidates(self, turns: Turns) -> Iterator[Sequence]:
+        """Ahead of all others who has been promised the room."""
         promised = self._promised
         if promised is not None and not promised.ended:
             yield promised
-        for sequence in self.waiting.turns(prompts):
+        for sequence in turns:
             if sequence is not promised:
                 yield sequence
 

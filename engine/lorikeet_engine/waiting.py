@@ -1,8 +1,7 @@
 """The sequences that wait to run, in the order in which they get their turns."""
 
 from bisect import bisect_left, insort
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
 
@@ -45,42 +44,59 @@ class Waiting:
             account.backlog = 0.0
             self._accounts.leave(account)
 
-    def turns(self, begun: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Each once, the next always of the tenant whose counter is the least by then.
+    def turns(self, begun: Iterable[Sequence], refuses: Callable[[Sequence], bool]) -> "Turns":
+        """A look at those that wait; nobody may be added or removed meanwhile.
 
-        begun: that run already and come before others of their tenants. Nobody may be added or
-        removed meanwhile. O(tenants), and O(log tenants) for each that is looked at.
+        begun: that run already and come before others of their tenants. refuses: whether one need
+        not be looked at, for its adapter cannot be used.
         """
-        begun_of = defaultdict[Account, list[Sequence]](list)
+        lines: dict[Account, list[Sequence]] = {}
         for sequence in begun:
-            begun_of[sequence.account].append(sequence)
-        lines = {**begun_of, **self._lines}
-        turns = []
-        for account, line in lines.items():
-            rest = iter(line)
-            if account in begun_of and account in self._lines:
-                rest = chain(begun_of[account], line)
-            head = next(rest)
-            turns.append((account.counter, head.arrival, head, rest))
+            lines.setdefault(sequence.account, []).append(sequence)
+        for account, line in self._lines.items():
+            lines[account] = [*lines[account], *line] if account in lines else line
+        return Turns(lines, refuses)
+
+    def stand_aside(self, accounts: Iterable[Account]) -> None:
+        """None of what waits for them could have been served: they gain no credit by it."""
+        for account in accounts:
+            self._accounts.leave(account)
+
+
+class Turns:
+    """Each once, the next always of the tenant whose counter is the least by then.
+
+    O(tenants), and O(log tenants) for each that is looked at. over: the tenants of whom nobody is
+    left.
+    """
+
+    def __init__(
+        self, lines: Mapping[Account, list[Sequence]], refuses: Callable[[Sequence], bool]
+    ) -> None:
+        self._lines, self._refuses = lines, refuses
+        self.over: list[Account] = []
+
+    def __iter__(self) -> Iterator[Sequence]:
+        rests = [(account, iter(line)) for account, line in self._lines.items()]
+        turns = [_turn(account, next(rest), rest) for account, rest in rests]
         heapify(turns)
         while turns:
-            _, _, head, rest = turns[0]
-            yield head
-            following = next(rest, None)
+            _, _, sequence, rest = turns[0]
+            account = sequence.account
+            yield sequence
+            following = next((s for s in rest if not self._refuses(s)), None)
             if following is None:
                 heappop(turns)
+                self.over.append(account)
             else:
-                turn = following.account.counter, following.arrival, following, rest
-                heapreplace(turns, turn)
+                heapreplace(turns, _turn(account, following, rest))
 
-    def stand_aside(self, held_up: Mapping[Account, int]) -> None:
-        """Tenants of whom all that wait could not have been served: they gain no credit by it.
 
-        held_up: how many of a tenant's could not.
-        """
-        for account, count in held_up.items():
-            if count == len(self._lines[account]):
-                self._accounts.leave(account)
+_Turn = tuple[float, int, Sequence, Iterator[Sequence]]
+
+
+def _turn(account: Account, sequence: Sequence, rest: Iterator[Sequence]) -> _Turn:
+    return account.counter, sequence.arrival, sequence, rest
 
 
 def _place(sequence: Sequence) -> tuple[bool, int, int]:
