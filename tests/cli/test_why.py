@@ -23,7 +23,7 @@ WEIGHED = (
 
 async def told(base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
     yield Attempt(call.request_id, "r3", 0.001, WEIGHED[::-1], "the replica was lost")
-    yield Attempt(f"{call.request_id}-1", "r7", 0.001, WEIGHED)
+    yield Attempt(f"{call.request_id}-1", "r7", 0.001, WEIGHED[::-1])
     yield Header("r7", None, None, ReplicaNews(1, EngineLoad(running=5, waiting=2)))
     yield Closing(12, 8, 34, (Course(queued_s=0.5, prefill_s=0.25, decode_s=1.0),))
     yield b"{}"
@@ -54,7 +54,8 @@ def test_it_tells_the_story(lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch)
     (queued,) = [line for line in lines if "waited in the engine's queue" in line]
     assert queued.split()[5] == "500.0"
     assert "█" in queued
-    assert "which failed: the replica was lost" in said
+    assert "Attempt 1 went to r3, which failed: the replica was lost" in said
+    assert "Attempt 2 went to r7, as the best had no room or did not answer" in said
     assert ["r7", "13.0", "10.0", "2.0", "0.0", "1.0", "0.0"] in [line.split() for line in lines]
 
 

@@ -35,6 +35,21 @@ def two_gateways(service: Service) -> Iterator[str]:
     serve.delete("two")
 
 
+def test_either_gateway_explains_what_one_answered(service: Service, two_gateways: str) -> None:
+    tenant, key = next(iter(service.tenant_keys.items()))
+    asked = httpx.post(
+        f"{two_gateways}/v1/completions",
+        json=BODY,
+        headers={"authorization": f"Bearer {key}"},
+        timeout=30,
+    ).raise_for_status()
+    path = f"requests/{asked.headers['x-request-id']}"
+    for plane, secret in (("admin/v1", service.admin_key), ("v1", key)) * 8:
+        headers = {"authorization": f"Bearer {secret}"}
+        told = httpx.get(f"{two_gateways}/{plane}/{path}", headers=headers, timeout=30)
+        assert (told.status_code, told.json()["tenant"]) == (200, tenant)
+
+
 def test_two_gateways_let_through_what_one_would(service: Service, two_gateways: str) -> None:
     limits = {"requests_per_min": PER_MIN, "burst_s": BURST_S}
     service.admin("POST", "/tenants", json={"tenant": "limited", **limits}).raise_for_status()

@@ -52,8 +52,9 @@ def test_a_request_is_explained_and_counted(service: Service, crowd: Crowd) -> N
     assert stages["generation"] > stages["prefill"] > 0
     (attempt,) = told["attempts"]
     assert attempt["replica"] == told["replica"]
-    costs = {each["replica"]: each["cost_ms"] for each in attempt["candidates"]}
-    assert costs[told["replica"]] == min(costs.values())
+    costs = [each["cost_ms"] for each in attempt["candidates"]]
+    assert costs == sorted(costs)
+    assert costs[0] > 0
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     assert told["tokens"] == {
         "prompt": usage["prompt_tokens"],

@@ -7,7 +7,7 @@ import pytest
 from lorikeet.catalog.local import LocalStore
 from lorikeet.catalog.store import ObjectStore
 from lorikeet.usage.counts import Counts
-from lorikeet.usage.joining import SPARED_S, days_with_usage, join, tidy
+from lorikeet.usage.joining import SPARED_S, days_with_usage, join, join_lately, tidy
 from tests.usage.written import (
     BASE,
     DAY_S,
@@ -189,6 +189,19 @@ def test_of_two_that_join_at_once_one_does(local) -> None:
 
     join(Other(), YESTERDAY)
     assert all_used(local, clock) == USED
+
+
+def test_a_day_can_be_joined_again_and_again_while_it_lasts(store: ObjectStore) -> None:
+    clock = Clock()
+    replica = Replica(store, clock)
+    for hour in range(1, 4):
+        replica.uses(SUPPORT, output_tokens=1)
+        replica.flush()
+        join_lately(store, clock.now)
+        join_lately(store, clock.now)  # with nothing new
+        assert total(store, clock) == {SUPPORT: Counts(output_tokens=hour)}
+        assert objects(store)[-1].endswith(f"joined-{hour:06d}.json")
+        clock.now += 3600
 
 
 def test_a_dry_run_changes_nothing(local) -> None:

@@ -115,8 +115,10 @@ def _timeline(stages: Sequence[Json]) -> Iterator[tuple[str, str, str]]:
 
 def _print_attempt(number: int, attempt: Json, adapted: bool) -> None:
     went = attempt["replica"] or "no replica"
+    best = next((each["replica"] for each in attempt["candidates"]), went)
+    passed = "" if best == went else ", as the best had no room or did not answer"
     failed = "" if attempt["failure"] is None else f", which failed: {_plain(attempt['failure'])}"
-    print_line(f"Attempt {number} went to {went}{failed}; expected costs in ms:")
+    print_line(f"Attempt {number} went to {went}{passed}{failed}; expected costs in ms:")
     tier = ["Adapter"] if adapted else []
     print_table(
         ["Replica", *tier, "#Cost", "#Prompt", "#Queue", "#Load", "#Others", "#Copy"],

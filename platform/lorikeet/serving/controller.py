@@ -16,6 +16,7 @@ from lorikeet.placement.promises import PromiseReader, Promises
 from lorikeet.serving.deployment import EngineDeployment
 from lorikeet.serving.logs import log_to_stderr
 from lorikeet.settings import Settings
+from lorikeet.usage.joining import join_lately
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ TICK_S = 1.0
 SURVEY_S = 3.0
 """So often replicas are asked what they hold, an answer that costs an engine milliseconds."""
 _SNAPSHOT_GAP_S = 10.0
+_JOIN_GAP_S = 3600.0
 _SILENT_S = 120.0  # longer than an object store may hang before its client gives up
 
 
@@ -48,6 +50,7 @@ class Controller:
         loop = asyncio.get_running_loop()
         self._task = loop.create_task(self._run())
         self._snapshots = loop.create_task(self._keep_snapshots())
+        self._joins = loop.create_task(self._join_usage())
 
     def check_health(self) -> None:
         """Raises when the loop has ended or hangs: Ray then starts another controller."""
@@ -123,6 +126,15 @@ class Controller:
                 log.error("snapshot_failed", extra={"error": str(error)})
             else:
                 log.info("snapshot_made", extra={"seq": seq})
+
+    async def _join_usage(self) -> None:
+        """Join what replicas wrote lately: who begins to read usage then has an hour's parts."""
+        while True:
+            await asyncio.sleep(_JOIN_GAP_S)
+            try:
+                await asyncio.to_thread(join_lately, self._catalog.store, time.time())
+            except Exception as error:
+                log.error("usage_not_joined", extra={"error": str(error)})
 
 
 def _log_change(before: Placement | None, after: Placement) -> None:

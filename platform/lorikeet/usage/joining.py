@@ -24,6 +24,7 @@ from lorikeet.usage.files import (
     to_json,
 )
 
+_DAY_S = 86400.0
 SPARED_S = 3600.0
 """So long after parts were joined they stay, for those who listed them before."""
 
@@ -37,6 +38,12 @@ def join(store: ObjectStore, day: date) -> None:
     key = joined_key(day, read.joined + 1)
     with suppress(ObjectExists):  # somebody else joins them too
         store.put_if_absent(key, to_json(Content(use, read.marks)))
+
+
+def join_lately(store: ObjectStore, now: float) -> None:
+    """What was written for today and yesterday, until now, in Unix seconds. Raises StoreError."""
+    for at in (now - _DAY_S, now):
+        join(store, day_of(at))
 
 
 def superfluous(store: ObjectStore, day: date, before: float) -> Iterator[StoredObject]:
