@@ -218,8 +218,6 @@ def test_a_bad_value_of_a_completion_is_named(
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        (CHAT, {"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
-        (CHAT, {"tools": TOOLS, "logprobs": True}, "logprobs"),
         (CHAT, {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].custom"),
         (CHAT, {"messages": [TURN | {"audio": {"id": "a"}}]}, "messages[0].audio"),
@@ -236,7 +234,8 @@ def test_what_is_not_served_together_is_refused_by_name(
     assert (error["code"], error["param"]) == ("unsupported_parameter", param)
 
 
-def test_tools_that_may_not_be_called_forbid_nothing_else(gateway: Gateway) -> None:
-    free = {"tools": TOOLS, "tool_choice": "none"}
-    assert sent(gateway, **free, logprobs=True).sampling.logprobs == 0
-    assert sent(gateway, **free, response_format={"type": "json_object"}).format is not None
+def test_tools_formats_and_logprobs_may_be_asked_for_together(gateway: Gateway) -> None:
+    call = sent(gateway, tools=TOOLS, logprobs=True, response_format={"type": "json_object"})
+    assert call.tools is not None
+    assert call.format is not None
+    assert call.sampling.logprobs == 0

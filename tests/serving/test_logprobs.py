@@ -8,8 +8,9 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence
 from tokenizers.models import BPE
 
-from lorikeet.api.messages import Call, Endpoint
+from lorikeet.api.messages import Call, Endpoint, ToolUse
 from lorikeet.serving.answer import Answer
+from lorikeet.serving.tools import HERMES
 from lorikeet.serving.vocabulary import Vocabulary
 from lorikeet_engine.request import FinishReason, SamplingParams, TokenLogprobs, Tokens
 
@@ -24,9 +25,9 @@ def logprobs_of(tokenizer, text):
     return ids, [TokenLogprobs(-at / 10, ((e, -0.5), (t, -1.5))) for at in range(len(ids))]
 
 
-def items(tokenizer, call, text, step, finish=FinishReason.LENGTH):
+def items(tokenizer, call, text, step, finish=FinishReason.LENGTH, syntax=None):
     """What is sent of a text that comes `step` tokens at a time; finish None: nothing ends it."""
-    answer = Answer(call, [(1,)], Vocabulary(tokenizer))
+    answer = Answer(call, [(1,)], Vocabulary(tokenizer), syntax)
     ids, logprobs = logprobs_of(tokenizer, text)
     sent = []
     for at in range(0, len(ids), step):
@@ -93,6 +94,23 @@ def test_tokens_of_a_stop_string_are_not_told(tokenizer, stream):
     told = choices(sent) if stream else json.loads(sent[0])["choices"]
     tokens = [t for choice in told if choice["logprobs"] for t in choice["logprobs"]["tokens"]]
     assert "".join(tokens) == "".join(choice["text"] for choice in told) == "one EN two "
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 100])
+def test_tokens_of_calls_are_not_told(tokenizer, step):
+    tool = {"type": "function", "function": {"name": "time"}}
+    call = replace(CHAT, stream=True, tools=ToolUse((tool,)))
+    before, after = "zaż 🦜", " end <tool_"
+    text = before + ' <tool_call>{"name": "time", "arguments": {}}</tool_call>' + after
+    told = []
+    for choice in choices(items(tokenizer, call, text, step, syntax=HERMES)):
+        said = choice["delta"].get("content") or ""
+        tokens = (choice["logprobs"] or {"content": []})["content"]
+        assert b"".join(bytes(token["bytes"]) for token in tokens) == said.encode()
+        told += tokens
+    _, logprobs = logprobs_of(tokenizer, text)
+    of_text = logprobs[: len(before.encode())] + logprobs[-len(after.encode()) :]
+    assert [token["logprob"] for token in told] == [known.logprob for known in of_text]
 
 
 def test_without_being_asked_nothing_is_told(tokenizer):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.api.messages import Call, Endpoint, ToolUse
+from lorikeet.api.messages import Call, Endpoint, Format, ToolUse
 from lorikeet.errors import InvalidInput, UnsupportedParameter
 from lorikeet.serving.prompts import PromptEncoder
 from lorikeet.serving.tools import HERMES, LLAMA
@@ -68,7 +68,17 @@ def test_what_a_template_cannot_render_is_the_callers_to_change(
     assert refused.value.param == "messages"
 
 
-def test_only_forced_calls_are_held_to_a_grammar() -> None:
+def test_beside_calls_that_look_like_json_no_json_can_be_asked_for(tmp_path: Path) -> None:
+    llama = encoder(tmp_path, SHOWN + """{{ '"parameters": ' if calls else '' }}""")
+    both = replace(CHAT, tools=ToolUse((TOOL,)), format=Format("{}"))
+    with pytest.raises(UnsupportedParameter, match="plain JSON") as refused:
+        llama.encode(both)
+    assert refused.value.param == "response_format"
+    llama.encode(replace(both, tools=ToolUse((TOOL,), forced=("look",))))
+    PromptEncoder(DEMO, 4096).encode(both)
+
+
+def test_only_forced_calls_and_formats_are_held_to_a_grammar() -> None:
     demo = PromptEncoder(DEMO, 4096)
     assert demo.grammar(CHAT) is None
     assert demo.grammar(replace(CHAT, tools=ToolUse((TOOL,)))) is None

@@ -7,7 +7,7 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from lorikeet.api.messages import ToolUse
+from lorikeet.api.messages import Format, ToolUse
 from lorikeet.serving.call_grammar import call_grammar
 from lorikeet.serving.tools import HERMES, LLAMA, MISTRAL, ForcedReader, ToolReader, syntax_of
 from lorikeet.serving.vocabulary import Vocabulary
@@ -144,18 +144,26 @@ def forced(syntax, *calls):
     return syntax.before + syntax.between.join(written) + syntax.after
 
 
+def allows(demo, grammar):
+    """Whether a text is what a grammar wants, from its first to its last character."""
+    tokenizer = from_tokenizer(demo)
+
+    def allowed(text):
+        matcher = LLMatcher(tokenizer, grammar)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = demo(text, add_special_tokens=False)["input_ids"]
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    return allowed
+
+
 @pytest.mark.parametrize("syntax", [HERMES, MISTRAL, LLAMA], ids=["hermes", "mistral", "llama"])
 def test_a_grammar_allows_calls_of_the_forced_tools_and_nothing_else(demo, syntax):
     grammar = call_grammar(
         ToolUse(TOOLS, forced=("weather", "time")), syntax, Vocabulary(demo.backend_tokenizer)
     )
 
-    def allowed(text):
-        matcher = LLMatcher(from_tokenizer(demo), grammar)
-        assert not matcher.is_error(), matcher.get_error()
-        ids = demo(text, add_special_tokens=False)["input_ids"]
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
+    allowed = allows(demo, grammar)
     assert allowed(forced(syntax, *BOTH))
     assert allowed(forced(syntax, ("weather", {"place": "x", "days": 3})))
     assert not allowed(forced(syntax, ("weather", {"days": 3})))
@@ -163,6 +171,20 @@ def test_a_grammar_allows_calls_of_the_forced_tools_and_nothing_else(demo, synta
     assert not allowed(forced(syntax, ("time", {"place": "x"})))
     assert not allowed("Hello")
     assert not allowed("")
+
+
+@pytest.mark.parametrize("syntax", [HERMES, MISTRAL], ids=["hermes", "mistral"])
+def test_calls_may_be_an_alternative_to_an_answer_in_a_format(demo, syntax):
+    answer = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    vocabulary = Vocabulary(demo.backend_tokenizer)
+    allowed = allows(demo, call_grammar(USE, syntax, vocabulary, Format(json.dumps(answer))))
+    assert allowed('{"n": 3}')
+    assert allowed(forced(syntax, *BOTH))
+    assert not allowed('{"n": "three"}')
+    assert not allowed("Hello")
+    anything = allows(demo, call_grammar(USE, syntax, vocabulary, Format("{}")))
+    assert anything('{"any": ["object"]}')
+    assert not anything("[1]")
 
 
 def test_one_forced_call_is_all(demo):

@@ -23,7 +23,7 @@ from lorikeet.api.fields import (
     TokenId,
 )
 from lorikeet.api.gate import Model
-from lorikeet.api.messages import Call, Endpoint, Format
+from lorikeet.api.messages import Call, Endpoint
 from lorikeet.api.neutral import CHAT, COMPLETIONS, STREAM_OPTIONS, Neutral
 from lorikeet.api.prompt_size import chat_tokens, prompt_tokens
 from lorikeet.api.tools import ResponseFormat, ToolChoice, Tools, tool_use
@@ -31,7 +31,6 @@ from lorikeet.routing.choice import Work
 from lorikeet_engine.request import SamplingParams
 
 MAX_N = 16
-_WITH_TOOLS = ' together with tools: want the tool_choice "none", or no tools'
 _INT64 = 2**63 - 1
 
 Tokens = Annotated[int, Field(ge=1, le=INT32)]
@@ -139,11 +138,7 @@ class ChatRequest(GenerateRequest):
         if self.top_logprobs and not self.logprobs:
             raise misfit("top_logprobs", "want logprobs to be true with it")
         check_answered(self.messages)
-        if tool_use(self.tools, self.tool_choice, self.parallel_tool_calls):
-            if self._format() is not None:
-                raise unsupported("response_format", hint=_WITH_TOOLS)
-            if self.logprobs:
-                raise unsupported("logprobs", hint=_WITH_TOOLS)
+        tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         return self
 
     def output_limit(self) -> int | None:
@@ -166,14 +161,11 @@ class ChatRequest(GenerateRequest):
             tenant,
             adapter=meant.adapter,
             messages=messages,
-            format=self._format(),
+            format=None if self.response_format is None else self.response_format.as_format(),
             tools=tools,
             work=Work(size, meant.rank, meant.image_bytes, self.n),
             **self._common(),
         )
-
-    def _format(self) -> Format | None:
-        return None if self.response_format is None else self.response_format.as_format()
 
 
 class CompletionRequest(GenerateRequest):

@@ -1,4 +1,4 @@
-"""The grammar of an answer that must call tools, in llguidance's dialect of Lark."""
+"""The grammar of an answer that calls tools, in llguidance's dialect of Lark."""
 
 import json
 from collections.abc import Mapping
@@ -6,40 +6,52 @@ from typing import Any
 
 import regex
 
-from lorikeet.api.messages import ToolUse
+from lorikeet.api.messages import Format, ToolUse
+from lorikeet.serving.grammar import LAYOUT
 from lorikeet.serving.tools import Syntax
 from lorikeet.serving.vocabulary import Vocabulary
 
-_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As chat templates write JSON; a model that may write any whitespace may write it for ever."""
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As chat templates write arguments."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def call_grammar(use: ToolUse, syntax: Syntax, vocabulary: Vocabulary) -> str:
-    """Calls of the forced tools, as the syntax writes them, and nothing else."""
+def call_grammar(
+    use: ToolUse, syntax: Syntax, vocabulary: Vocabulary, otherwise: Format | None = None
+) -> str:
+    """Calls of the forced tools, as the syntax writes them, and nothing else.
+
+    Where none is forced: calls of any, or an answer in the format of `otherwise`.
+    """
 
     def literal(text: str) -> str:
         return _literal(text, syntax, vocabulary)
 
     more = f" ({literal(syntax.between)} call)*" if use.parallel else ""
-    functions = [tool["function"] for tool in use.tools if tool["function"]["name"] in use.forced]
+    functions = [tool["function"] for tool in use.tools]
+    if use.forced:
+        functions = [function for function in functions if function["name"] in use.forced]
     names = [f"call_{index}" for index in range(len(functions))]
     rules = [
-        f"start: {literal(syntax.before)} call{more} {literal(syntax.after)}",
+        f"calls: {literal(syntax.before)} call{more} {literal(syntax.after)}",
         f"call: {' | '.join(names)}",
+        "start: calls",
     ]
+    if otherwise is not None and not use.forced:
+        schema = json.loads(otherwise.schema) or {"type": "object"}
+        rules[-1] += f" | %json {json.dumps({**schema, 'x-guidance': LAYOUT})}"
     for name, function in zip(names, functions, strict=True):
         head = literal(f'{{"name": "{function["name"]}", "{syntax.arguments}": ')
         rules += [
             f'{name}: {head} {name}_arguments "}}"',
-            f"{name}_arguments: %json {json.dumps(_schema(function))}",
+            f"{name}_arguments: %json {json.dumps(_parameters(function))}",
         ]
     return "\n".join(rules)
 
 
-def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     parameters = function.get("parameters") or _NO_PARAMETERS
-    return {"type": "object", **parameters, "x-guidance": _LAYOUT}
+    return {"type": "object", **parameters, "x-guidance": {**LAYOUT, **_COMPACT}}
 
 
 def _literal(text: str, syntax: Syntax, vocabulary: Vocabulary) -> str:

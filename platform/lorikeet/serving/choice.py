@@ -1,5 +1,6 @@
 """One choice as it grows: tokens in; out what it says and calls, and how likely that was."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,12 +69,16 @@ class ChoiceStream:
         return Said(piece, calls, self._sent(self._vocabulary))
 
     def _sent(self, vocabulary: Vocabulary) -> list[DrawnToken]:
-        """Of the tokens whose text is sent now, those that are text."""
-        begin, self._told = self._told, self._text.sent_tokens
+        """Of the tokens whose text is sent now, those that are text and of no call."""
+        reader, offsets, begin = self._reader, self._text.offsets, self._told
+        self._told = self._text.sent_tokens
+        if reader is not None and self.finish is None:
+            self._told = bisect_left(offsets, reader.read, begin, self._told)
         return [
             self._describe(vocabulary, at)
             for at in range(begin, self._told)
             if self._drawn[at][0] not in vocabulary.special
+            and (reader is None or reader.says(offsets[at]))
         ]
 
     def _describe(self, vocabulary: Vocabulary, at: int) -> DrawnToken:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _MOST_BYTES = 256 << 10
-_LAYOUT: "JsonCompileOptions" = {
+LAYOUT: "JsonCompileOptions" = {
     # One space, or a new line and its indentation: a model that may write any whitespace may
     # write it for ever.
     "whitespace_pattern": r" |\n[ \t]{0,40}",
@@ -43,7 +43,7 @@ def grammar_of(schema: str) -> str:
     try:
         if json.loads(schema) == {}:
             schema = '{"type": "object"}'
-        return LLMatcher.grammar_from_json_schema(schema, overrides=_LAYOUT)
+        return LLMatcher.grammar_from_json_schema(schema, overrides=LAYOUT)
     except RecursionError as error:
         raise _invalid("the schema is nested too deeply") from error
     except ValueError as error:

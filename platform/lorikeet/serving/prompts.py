@@ -8,7 +8,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from lorikeet.api.messages import Call, Endpoint
+from lorikeet.api.messages import Call, Endpoint, Format, ToolUse
 from lorikeet.errors import (
     ContextLengthExceeded,
     InvalidInput,
@@ -53,12 +53,8 @@ class PromptEncoder:
     def encode(self, call: Call) -> tuple[tuple[int, ...], ...]:
         """Token ids of every prompt of a call. Takes long for long prompts. Raises InvalidInput."""
         if call.endpoint is Endpoint.CHAT:
-            if call.tools is not None and self.syntax is None:
-                raise UnsupportedParameter(
-                    "this base model's chat template shows it no tools, or in a syntax that is "
-                    "not known here: leave tools out, or ask a model that was trained with them",
-                    param="tools",
-                )
+            if call.tools is not None:
+                self._check_tools(call.tools, call.format)
             text = self._render(call.messages, call.tools.tools if call.tools else ())
             return (self._tokens(text, "messages", add_special_tokens=False),)
         return tuple(
@@ -68,9 +64,9 @@ class PromptEncoder:
 
     def grammar(self, call: Call) -> str | None:
         """What an encoded call's answers are held to; None: to nothing."""
-        if call.tools is not None and call.tools.forced:
+        if call.tools is not None and (call.tools.forced or call.format):
             assert self.syntax is not None
-            return call_grammar(call.tools, self.syntax, self.vocabulary)
+            return call_grammar(call.tools, self.syntax, self.vocabulary, call.format)
         return grammar_of(call.format.schema) if call.format is not None else None
 
     def encode_turn(self, text: str) -> tuple[int, ...]:
@@ -99,6 +95,20 @@ class PromptEncoder:
         except InvalidInput:
             return None
         return syntax_of(self._tokenizer.get_chat_template(tools=[_ANY_TOOL]))
+
+    def _check_tools(self, use: ToolUse, answer: Format | None) -> None:
+        if self.syntax is None:
+            raise UnsupportedParameter(
+                "this base model's chat template shows it no tools, or in a syntax that is not "
+                "known here: leave tools out, or ask a model that was trained with them",
+                param="tools",
+            )
+        if answer is not None and not use.forced and not self.syntax.before:
+            raise UnsupportedParameter(
+                "this base model writes calls of tools as plain JSON, as which a JSON answer could "
+                'be read: want the tool_choice "required" or "none", or no response_format',
+                param="response_format",
+            )
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()

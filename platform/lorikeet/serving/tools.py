@@ -15,6 +15,7 @@ from lorikeet.api.answers import CallPiece
 from lorikeet.api.messages import ToolUse
 
 _ID_LENGTH = 9  # Mistral's templates want ids of just so many letters and digits
+_ENDS = frozenset("}]>")  # nothing else ends a call
 _JSON = json.JSONDecoder()
 _Call = tuple[str, dict[str, Any]]
 
@@ -89,7 +90,7 @@ class ToolReader:
 
     What begins like a call is held back until it is one, or is not: then it is text. So is a call
     of a function that nobody offered. Whitespace before a call is dropped. `done` is set once no
-    further call is wanted.
+    further call is wanted; `read` is how many characters are told apart by now.
     """
 
     def __init__(self, syntax: Syntax, use: ToolUse) -> None:
@@ -97,8 +98,10 @@ class ToolReader:
         self._parallel = use.parallel
         self._names = {tool["function"]["name"] for tool in use.tools}
         self._held = ""
-        self._said = False
+        self._said: list[range] = []  # of characters, in order
+        self._calling = False
         self._calls = 0
+        self.read = 0
         self.done = False
 
     def push(self, text: str, *, last: bool = False) -> Read:
@@ -106,17 +109,20 @@ class ToolReader:
         self._held += text
         said = ""
         pieces: list[CallPiece] = []
+        if self._calling and not last and _ENDS.isdisjoint(text):
+            return said, pieces
         while self._held and not self.done:
             opening = self._opening(last)
             said += self._take(len(self._held) if opening is None else opening.start())
             if opening is None or opening.partial:
                 break
             read = self._read(len(opening[0]), last)
+            self._calling = read is None
             if read is None:
                 break
             calls, end = read
             if calls:
-                self._held = self._held[end:]
+                self._drop(end)
                 for name, arguments in calls if self._parallel else calls[:1]:
                     pieces += whole_call(self._calls, name, json.dumps(arguments))
                     self._calls += 1
@@ -124,6 +130,10 @@ class ToolReader:
             else:
                 said += self._take(end)
         return said, pieces
+
+    def says(self, at: int) -> bool:
+        """Whether a character that was read is of what is said."""
+        return any(at in said for said in reversed(self._said))
 
     def _opening(self, last: bool) -> "regex.Match[str] | None":
         """Where the held text may become a call; None: nowhere."""
@@ -158,15 +168,24 @@ class ToolReader:
         return (name, arguments) if name in self._names else None
 
     def _take(self, length: int) -> str:
-        taken, self._held = self._held[:length], self._held[length:]
-        self._said = self._said or bool(taken)
+        taken = self._held[:length]
+        if taken:
+            joins = self._said and self._said[-1].stop == self.read
+            begin = self._said.pop().start if joins else self.read
+            self._said.append(range(begin, self.read + length))
+        self._drop(length)
         return taken
+
+    def _drop(self, length: int) -> None:
+        self._held = self._held[length:]
+        self.read += length
 
 
 class ForcedReader:
     """Reads an answer that a grammar holds to calls: arguments are passed on as they come."""
 
     done = False
+    read = 0
 
     def __init__(self, syntax: Syntax) -> None:
         self._head = regex.compile(rf'\{{"name": "([^"]*)", "{syntax.arguments}": ')
@@ -177,6 +196,7 @@ class ForcedReader:
     def push(self, text: str, *, last: bool = False) -> Read:  # noqa: ARG002
         """Take new text."""
         self._held += text
+        self.read += len(text)
         pieces: list[CallPiece] = []
         while self._held:
             if self._arguments is not None:
@@ -190,15 +210,26 @@ class ForcedReader:
                 break
         return "", pieces
 
+    def says(self, at: int) -> bool:  # noqa: ARG002
+        """Nothing is said."""
+        return False
+
     def _go_on(self, before: str) -> CallPiece:
         so_far = before + self._held
-        try:
-            _, end = _JSON.raw_decode(so_far)
-        except ValueError:
+        end = _end_of_json(so_far) if "}" in self._held else None
+        if end is None:
             piece, self._held, self._arguments = self._held, "", so_far
         else:
             piece, self._held, self._arguments = so_far[len(before) : end], so_far[end:], None
         return CallPiece(self._calls - 1, piece)
+
+
+def _end_of_json(text: str) -> int | None:
+    """Where the JSON ends with which a text begins; None: not yet."""
+    try:
+        return _JSON.raw_decode(text)[1]
+    except ValueError:
+        return None
 
 
 def whole_call(index: int, name: str, arguments: str) -> list[CallPiece]:
