@@ -108,7 +108,7 @@ def isolation(
             show_default=False,
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1, max=86_400, help="Of each run.")] = 15,
+    seconds: Annotated[float, typer.Option(min=0.1, max=86_400, help="Of each run.")] = 15,
     tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 32,
     seed: Annotated[int, typer.Option(min=0, help="The same asks at the same times.")] = 0,
     max_growth: Annotated[
@@ -196,13 +196,19 @@ def _run(server: str, rows: Sequence[Compared], run: Run, *, quiet: bool) -> boo
 
 
 def _print(rows: Sequence[Compared]) -> None:
+    print_table(
+        ["Tenant", "Model", "#Requests alone", "#errors", "#shared", "#errors"],
+        [_counts(row) for row in rows],
+        empty="",
+    )
     for metric in _METRICS:
         print_line(f"[bold]{metric.title}[/bold], ms")
-        print_table(
-            ["Tenant", "#Requests", "#Errors", *_QUANTILES],
-            [_row(row, metric) for row in rows],
-            empty="",
-        )
+        cells = [
+            [cell for share in _SHARES.values() for cell in _figure(row, metric, share).cells()]
+            for row in rows
+        ]
+        named = [[row.tenant.name, *each] for row, each in zip(rows, cells, strict=True)]
+        print_table(["Tenant", *_QUANTILES], named, empty="")
     for line in _remarks(rows):
         print_line(escape(line))
 
@@ -212,14 +218,9 @@ def _figure(row: Compared, metric: _Metric, share: float) -> _Figure:
     return _Figure(alone, shared)
 
 
-def _row(row: Compared, metric: _Metric) -> list[Any]:
-    both = row.alone, row.shared
-    return [
-        row.tenant.name,
-        " + ".join(f"{seen.requests:,}" for seen in both),
-        " + ".join(f"{seen.errors.total():,}" for seen in both),
-        *(cell for share in _SHARES.values() for cell in _figure(row, metric, share).cells()),
-    ]
+def _counts(row: Compared) -> list[Any]:
+    seen = [count for s in (row.alone, row.shared) for count in (s.requests, s.errors.total())]
+    return [row.tenant.name, row.tenant.model, *(f"{count:,}" for count in seen)]
 
 
 def _grown(rows: Sequence[Compared], most: float) -> Iterator[str]:
@@ -234,8 +235,6 @@ def _grown(rows: Sequence[Compared], most: float) -> Iterator[str]:
 
 def _remarks(rows: Sequence[Compared]) -> Iterator[str]:
     """What the tables leave out."""
-    models = ", ".join(sorted({row.tenant.model for row in rows}))
-    yield f"Asked for {models}. Requests and errors: alone + beside the others."
     for row in rows:
         for when, seen in (("alone", row.alone), ("beside the others", row.shared)):
             for error, count in seen.errors.most_common():

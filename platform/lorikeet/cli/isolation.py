@@ -74,7 +74,11 @@ async def find_models(server: str, keys: Mapping[str, str]) -> dict[str, str]:
 
     Raises LorikeetError when the server does not answer or does not take a key.
     """
-    async with _client(server) as client:
+    try:
+        client = _client(server)
+    except httpx.InvalidURL as error:
+        raise LorikeetError(f"cannot ask {server}: {error}") from error
+    async with client:
         return {tenant: await _model_of(client, tenant, key) for tenant, key in keys.items()}
 
 
