@@ -65,13 +65,11 @@ def draw(
     before: the tokens of the step before, on the device; what the sequences' unknown tokens stand
     for. The host waits for nothing.
     """
-    allowed: dict[int, Bits] = {}
-    errors: dict[int, EngineError] = {}
-    if grammars is not None:
-        allowed, errors = _allowed(grammars, sequences, logits.shape[-1])
+    special = {i: sequence for i, sequence in enumerate(sequences) if not sequence.plain}
+    allowed, errors = _allowed(grammars, special, logits.shape[-1])
     rows = [_row(sequence, allowed.get(i)) for i, sequence in enumerate(sequences)]
     wanted = {
-        i: row.params.logprobs for i, row in enumerate(rows) if row.params.logprobs is not None
+        i: most for i, s in special.items() if (most := s.request.sampling.logprobs) is not None
     }
     logprobs = Logprobs(logits, wanted) if wanted else None
     tokens = sampler.sample(logits, rows, before)
@@ -82,17 +80,19 @@ def draw(
 
 def _row(sequence: Sequence, allowed: Bits | None) -> SamplingRow:
     params = sequence.request.sampling
-    banned = tuple(sequence.stop_ids) if allowed is None and sequence.holds_on else ()
+    banned = tuple(sequence.stop_ids) if sequence.holds_on and allowed is None else ()
+    if sequence.plain:
+        return SamplingRow(params, sequence.seed, sequence.made, banned)
     made = sequence.tokens[sequence.prompt_length :] if params.penalises else ()
     return SamplingRow(params, sequence.seed, sequence.made, banned, made, allowed)
 
 
 def _allowed(
-    grammars: Grammars, sequences: list[Sequence], vocab: int
+    grammars: Grammars | None, special: Mapping[int, Sequence], vocab: int
 ) -> tuple[dict[int, Bits], dict[int, EngineError]]:
     """By row, for those under a grammar: what they may say next, or why nothing."""
-    bound = [(i, s, s.matcher) for i, s in enumerate(sequences) if s.matcher is not None]
-    if not bound:
+    bound = [(i, s, s.matcher) for i, s in special.items() if s.matcher is not None]
+    if grammars is None or not bound:
         return {}, {}
     bits = np.zeros((len(bound), -(-vocab // 8)), np.uint8)
     problems = grammars.fill([matcher for _, _, matcher in bound], bits)

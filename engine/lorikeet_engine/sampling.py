@@ -2,8 +2,8 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,7 @@ from lorikeet_engine.request import SamplingParams
 NOT_FINITE = -1  # in place of a token
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """How to draw the next token of one choice.
 
     seed is the choice's own, of any size; step counts the tokens that the choice has made. The

@@ -32,7 +32,7 @@ class Sequence:
     arrival: its number in the order of arrival; arrived_s: when that was, by the monotonic clock.
     max_tokens: the request's, cut to the context.
     stop_ids: tokens that end it. seed: the choice's own. matcher: of its grammar, told of every
-    token that is known.
+    token that is known. plain: it has no grammar, no penalties, and tells no logprobs.
     tokens: a negative one was drawn and is not known yet: −1−i is row i of the step that drew it.
     computed: how many tokens' keys and values a step given to the device has put into `pages`.
     written: how many are there for sure, since that step has been read.
@@ -66,6 +66,8 @@ class Sequence:
         self.stop_ids = stop_ids
         self.seed = seed
         self.matcher = matcher
+        sampling = request.sampling
+        self.plain = matcher is None and sampling.logprobs is None and not sampling.penalises
         self.tokens = list(request.prompts[choice // request.n])
         self.prompt_length = len(self.tokens)
         self.computed = 0

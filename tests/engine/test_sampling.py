@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -201,8 +200,8 @@ class TestPenalties:
         rows = self.rows()
         logits = logits_of(seed=12, rows=len(rows))
         for last in (5, 8):  # made before, and not
-            known = [replace(row, made=(*self.MADE, last)) for row in rows]
-            unknown = [replace(row, made=(*self.MADE, -1 - i)) for i, row in enumerate(rows)]
+            known = [row._replace(made=(*self.MADE, last)) for row in rows]
+            unknown = [row._replace(made=(*self.MADE, -1 - i)) for i, row in enumerate(rows)]
             before = torch.full((len(rows),), last)
             drawn = Sampler().sample(logits.clone(), unknown, before).tolist()
             assert drawn == sample(logits, known)
