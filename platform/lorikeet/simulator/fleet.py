@@ -44,6 +44,8 @@ class Fleet:
         self.prompts: list[int] = requests.prompts.tolist()
         self.answers: list[int] = requests.answers.tolist()
         self.adapter_of: list[int] = requests.adapters.tolist()
+        tenants = requests.tenants
+        self.tenant_of: list[int] = [0] * len(requests) if tenants is None else tenants.tolist()
         self.ranks: list[int] = setup.ranks.tolist()
         self.sizes: list[int] = setup.sizes.tolist()
         self.ttft_s: Floats = np.full(len(requests), math.nan)

@@ -2,8 +2,8 @@
 
 All sequences that decode get one token a step, so they share a clock that counts steps: it runs as
 fast as the batch allows, and a sequence ends when the clock has gone on by its answer. Prompts
-begin with a step, in the order in which their adapters are there, and share it as far as it has
-room. So a request is a handful of events, however many tokens it has.
+begin with a step, in turns of their tenants once their adapters are there, and share it as far as
+it has room. So a request is a handful of events, however many tokens it has.
 """
 
 import math
@@ -14,6 +14,7 @@ from itertools import chain
 
 from lorikeet.routing.choice import Load
 from lorikeet.routing.costs import Costs
+from lorikeet.simulator.line import Line
 from lorikeet.simulator.memory import Arena, ByteLru, Link
 from lorikeet.simulator.world import World
 from lorikeet_engine.adapter import Residency
@@ -25,7 +26,10 @@ _NEARLY = 1e-6
 
 
 class Replica:
-    """load: what the router may know of it. version: of its next step, for the fleet."""
+    """load: what the router may know of it. line: those whose prompt can be computed.
+
+    version: of its next step, for the fleet.
+    """
 
     def __init__(
         self, number: int, world: World, costs: Costs, arena: Arena, host: ByteLru, disk: ByteLru
@@ -40,8 +44,8 @@ class Replica:
         self.outstanding = 0
         self.version = 0
         self._waiting: dict[int, list[int]] = {}  # the requests that wait for each adapter
-        self._line: deque[int] = deque()  # adapters on the host that wait for room
-        self._ready: deque[int] = deque()  # requests whose prompt can be computed
+        self._landed: deque[int] = deque()  # adapters on the host that wait for room
+        self.line = Line()
         self._prompts: dict[int, int] = {}  # requests that have begun → prompt tokens left
         self._boundary_s = math.inf  # of the step with prompts, or before the first of them
         self._computing = False  # whether this step has prompts
@@ -101,7 +105,7 @@ class Replica:
 
     def idle(self) -> bool:
         """Nothing is left that it would do."""
-        queues = (self._waiting, self._line, self._ready, self._ends, self.decoding)
+        queues = (self._waiting, self._landed, self.line, self._ends, self.decoding)
         leased = any(self.arena.leased(adapter) for adapter in self.arena.residents)
         return not self._prompts and not any(queues) and not leased and not self.outstanding
 
@@ -115,7 +119,7 @@ class Replica:
         """Do nothing any more; its requests without a first token, and how many had theirs."""
         self._dead = True
         self.version += 1
-        waiting = [*chain.from_iterable(self._waiting.values()), *self._ready, *self._prompts]
+        waiting = [*chain.from_iterable(self._waiting.values()), *self.line, *self._prompts]
         return sorted(waiting), self.outstanding - len(waiting)
 
     def _bring(self, adapter: int, now_s: float) -> None:
@@ -158,13 +162,13 @@ class Replica:
             self._grant(now_s)
 
     def _queue(self, adapter: int, now_s: float) -> None:
-        self._line.append(adapter)
+        self._landed.append(adapter)
         self._admit(now_s)
 
     def _admit(self, now_s: float) -> None:
         """Place the adapters in line, in their order."""
-        while self._line and self.arena.place(self._line[0], now_s):
-            self._place(self._line.popleft(), now_s)
+        while self._landed and self.arena.place(self._landed[0], now_s):
+            self._place(self._landed.popleft(), now_s)
 
     def _grant(self, now_s: float) -> None:
         """Begin what was wished for, while nothing is brought for requests."""
@@ -180,7 +184,7 @@ class Replica:
 
     def _raise(self, adapter: int, tier: Residency, uses: float, now_s: float) -> None:
         """From the host to the GPU, if that is wished and nothing there is worth more."""
-        if tier is not Residency.GPU or self._line:
+        if tier is not Residency.GPU or self._landed:
             return
         if self.arena.prefetch(adapter, uses, now_s):
             self._place(adapter, now_s)
@@ -207,7 +211,7 @@ class Replica:
         if adapter >= 0:
             self.arena.lease(adapter, now_s)
             self.load.room_bytes = self.arena.room
-        self._ready.append(request)
+        self.line.add(request, self._world.tenant_of[request])
         if self._boundary_s == math.inf and self.load.running < self._steps.max_running:
             self._advance(now_s)
             self._go_on(now_s)
@@ -221,6 +225,7 @@ class Replica:
         if left == 0:
             self._end(adapter, now_s)
             return
+        self.line.begun(self._world.tenant_of[request])
         heappush(self._ends, (self._clock + left, request))
         load.running += 1
         if adapter >= 0:
@@ -231,6 +236,7 @@ class Replica:
 
     def _end_decode(self, request: int, now_s: float) -> None:
         adapter = self._world.adapter_of[request]
+        self.line.ended(self._world.tenant_of[request])
         self.load.running -= 1
         if adapter >= 0:
             self.decoding[adapter] -= 1
@@ -246,7 +252,7 @@ class Replica:
             return
         self.arena.release(adapter)
         self.load.room_bytes = self.arena.room
-        if self._line:
+        if self._landed:
             self._admit(now_s)
 
     def _later(self, at_s: float, act: Callable[[int, float], None], adapter: int) -> None:
@@ -261,6 +267,7 @@ class Replica:
         self._clock += steps
         self._as_of_s = now_s
         if steps:
+            self.line.decoded(steps)
             self._world.gaps[int(1e4 / self._rate)] += steps * self.load.running
 
     def _end_prompts(self, now_s: float) -> None:
@@ -292,15 +299,15 @@ class Replica:
     def _has_prompts(self) -> bool:
         """Whether the next step has, as far as it is known."""
         seats = self._steps.max_running - self.load.running
-        return bool(self._prompts) or bool(self._ready and seats > 0)
+        return bool(self._prompts) or bool(self.line and seats > 0)
 
     def _begin_prompts(self, now_s: float) -> None:
         """A step begins, with as many tokens of prompts as it has room for beside the decodes."""
         load, steps, world = self.load, self._steps, self._world
         room = steps.step_tokens - load.running
         seats = steps.max_running - load.running
-        while self._ready and len(self._prompts) < seats and sum(self._prompts.values()) < room:
-            request = self._ready.popleft()
+        while self.line and len(self._prompts) < seats and sum(self._prompts.values()) < room:
+            request = self.line.next(world.prompts)
             self._prompts[request] = world.prompts[request]
         tokens = 0
         for request, left in self._prompts.items():

@@ -28,12 +28,14 @@ LENGTHS = {"conv": AZURE_CONV, "code": AZURE_CODE}
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """All [requests], in order of time. adapters: −1 for the base model."""
+    """All [requests], in order of time. adapters: −1 for the base model. tenants: by
+    number; None if all are one's."""
 
     times_s: Floats
     adapters: Ints
     prompts: Ints
     answers: Ints
+    tenants: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.times_s)

@@ -9,11 +9,12 @@ if TYPE_CHECKING:
 
 
 class World(Protocol):
-    """What a replica asks of the fleet; by number: requests, adapters, replicas."""
+    """What a replica asks of the fleet; by number: requests, adapters, tenants, replicas."""
 
     prompts: list[int]
     answers: list[int]
     adapter_of: list[int]
+    tenant_of: list[int]
     ranks: list[int]
     sizes: list[int]
     gaps: defaultdict[int, float]

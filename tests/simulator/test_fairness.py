@@ -1,0 +1,87 @@
+"""A noisy tenant in a simulated fleet, beside one that asks for no more than its share, and more."""
+
+import numpy as np
+import pytest
+
+from lorikeet.routing.costs import H200_LLAMA_8B, capacity_per_s
+from lorikeet.simulator.fleet import Fleet
+from lorikeet.simulator.router import LeastCost
+from lorikeet.simulator.setup import Setup
+from lorikeet.simulator.traffic import Requests
+from lorikeet_engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
+from lorikeet_engine.residency.eviction import LeastUsedForItsSize
+
+QUIET, NOISY = 0, 1
+REPLICAS, LASTS_S = 3, 60.0
+PROMPTS, ANSWERS = (100, 900), (50, 350)  # tokens, the least and the most
+STEPS = H200_LLAMA_8B.steps
+CAPACITY = REPLICAS * capacity_per_s(H200_LLAMA_8B, np.mean(PROMPTS), np.mean(ANSWERS), 0)
+BOUND = 2 * max(PROMPT_TOKEN * PROMPTS[1], OUTPUT_TOKEN * STEPS.max_running * sum(PROMPTS))
+
+
+class Run:
+    """A fleet under two tenants' loads, as shares of what it can do.
+
+    spread: the most by which their counters differed on any replica where both waited.
+    """
+
+    def __init__(self, quiet, noisy):
+        times_s, tenants = [], []
+        for tenant, load in ((QUIET, quiet), (NOISY, noisy)):
+            rng = np.random.default_rng(tenant)
+            count = rng.poisson(load * CAPACITY * LASTS_S)
+            times_s.append(rng.uniform(0.0, LASTS_S, count))
+            tenants.append(np.full(count, tenant))
+        times_s, tenants = np.concatenate(times_s), np.concatenate(tenants)
+        order, count, rng = times_s.argsort(), len(times_s), np.random.default_rng(2)
+        requests = Requests(
+            times_s[order],
+            np.full(count, -1),
+            rng.integers(*PROMPTS, count),
+            rng.integers(*ANSWERS, count),
+            tenants[order],
+        )
+        one = np.array([1])
+        setup = Setup(
+            replicas=REPLICAS, ranks=one, sizes=one, gpu_bytes=1, host_bytes=1, disk_bytes=1
+        )
+        self.fleet = Fleet(setup, requests, LeastCost(1), LeastUsedForItsSize())
+        self.tenants, self.spread = requests.tenants, 0.0
+        self.fleet.at(0.0, self.look)
+        self.fleet.run()
+
+    def look(self, now_s):
+        for replica in self.fleet.replicas:
+            counters = [account.counter for account in replica.line.waiting.values()]
+            self.spread = max(self.spread, np.ptp(counters) if counters else 0.0)
+        if now_s < LASTS_S:
+            self.fleet.at(now_s + 0.02, self.look)
+
+    def p99_s(self, tenant):
+        return float(np.quantile(self.fleet.ttft_s[self.tenants == tenant], 0.99))
+
+
+@pytest.fixture(scope="module")
+def alike():
+    """Each sends more than half of what the fleet can do."""
+    return Run(0.7, 0.7)
+
+
+@pytest.fixture(scope="module")
+def one_noisy():
+    return Run(0.7, 7.0)
+
+
+def test_served_tokens_stay_within_the_bound_on_each_replica(one_noisy):
+    assert one_noisy.spread <= BOUND / 2, "so the difference changes by the bound at most"
+    assert one_noisy.p99_s(NOISY) > 60, "it asks for much more than it gets"
+
+
+def test_ten_times_the_load_costs_the_other_tenant_little(alike, one_noisy):
+    assert one_noisy.p99_s(QUIET) < 1.25 * alike.p99_s(QUIET)
+
+
+def test_who_asks_for_less_than_its_share_does_not_wait_for_it():
+    run = Run(0.3, 3.0)
+    assert run.p99_s(QUIET) < 0.3
+    assert run.p99_s(NOISY) > 60
