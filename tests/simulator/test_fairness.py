@@ -1,4 +1,4 @@
-"""A noisy tenant in a simulated fleet, beside one that asks for no more than its share, and more."""
+"""A noisy tenant in a simulated fleet, beside one that asks for no more than its share, or more."""
 
 import numpy as np
 import pytest
