@@ -125,7 +125,7 @@ def test_after_the_first_request_every_one_finds_its_adapter(second, ref):
     second.run(second.ask(a_call("first", ref)))
     rest = [second.run(second.ask(a_call(f"rest {number}", ref))) for number in range(5)]
     assert {header.residency for header in rest} == {Residency.GPU}
-    assert second.fleet.order(ask_of(a_call("more", ref)))[0] in second.holders(ref.digest)
+    assert second.fleet.weigh(ask_of(a_call("more", ref)))[0].replica in second.holders(ref.digest)
     assert not second.fleet._sent
 
 

@@ -47,8 +47,11 @@ class Gateway:
         for name in self.fleet.replicas:
             self.says(name, load)
 
+    def order(self, ask=ASK, *queue):
+        return [candidate.replica for candidate in self.fleet.weigh(ask, *queue)]
+
     def first(self, ask=ASK):
-        return self.fleet.order(ask)[0]
+        return self.order(ask)[0]
 
     def firsts(self, ask=ASK, times=40):
         return {self.first(ask) for _ in range(times)}
@@ -81,13 +84,13 @@ def test_an_adapter_that_is_nowhere_goes_to_its_home(gateway):
 def test_all_in_order_are_different_and_exist(gateway):
     gateway.says("r1", moved={REF.digest: Residency.GPU})
     for _ in range(20):
-        order = gateway.fleet.order(ASK)
+        order = gateway.order(ASK)
         assert len(order) == len(set(order)) >= 2
         assert set(order) <= set(NAMES)
 
 
 def test_no_replicas_no_order():
-    assert Fleet().order(ASK) == Fleet().order(BASE) == []
+    assert Fleet().weigh(ASK) == Fleet().weigh(BASE) == []
 
 
 def test_a_busy_resident_gives_way_and_an_idle_one_does_not(gateway):
@@ -206,8 +209,8 @@ def test_a_lost_replica_is_out_of_the_order_until_it_speaks(gateway):
     gateway.says("r1", moved={REF.digest: Residency.GPU})
     gateway.fleet.lost("r1")
     for _ in range(40):
-        assert "r1" not in gateway.fleet.order(ASK)
-        assert "r1" not in gateway.fleet.order(BASE)
+        assert "r1" not in gateway.order(ASK)
+        assert "r1" not in gateway.order(BASE)
     gateway.says("r1")
     assert gateway.firsts() == {"r1"}
 
@@ -215,9 +218,9 @@ def test_a_lost_replica_is_out_of_the_order_until_it_speaks(gateway):
 def test_a_lost_replica_that_stays_unheard_is_tried_again_after_a_while(gateway):
     gateway.fleet.lost("r1")
     gateway.now_s += LOST_S - 0.1
-    assert "r1" not in {name for _ in range(40) for name in gateway.fleet.order(BASE)}
+    assert "r1" not in {name for _ in range(40) for name in gateway.order(BASE)}
     gateway.now_s += 0.1
-    assert "r1" in {name for _ in range(40) for name in gateway.fleet.order(BASE)}
+    assert "r1" in {name for _ in range(40) for name in gateway.order(BASE)}
 
 
 def test_an_old_word_does_not_bring_a_lost_replica_back(gateway):
@@ -225,7 +228,7 @@ def test_an_old_word_does_not_bring_a_lost_replica_back(gateway):
     gateway.fleet.heard("r1", old)
     gateway.fleet.lost("r1")
     gateway.fleet.heard("r1", old)
-    assert "r1" not in {name for _ in range(40) for name in gateway.fleet.order(BASE)}
+    assert "r1" not in {name for _ in range(40) for name in gateway.order(BASE)}
 
 
 def test_while_nothing_can_be_fetched_a_busy_resident_does_not_give_way(gateway):
@@ -244,7 +247,7 @@ def test_while_nothing_can_be_fetched_a_busy_resident_does_not_give_way(gateway)
 def test_when_all_are_lost_all_are_tried(gateway):
     for name in NAMES:
         gateway.fleet.lost(name)
-    assert {name for _ in range(40) for name in gateway.fleet.order(ASK)} == set(NAMES)
+    assert {name for _ in range(40) for name in gateway.order(ASK)} == set(NAMES)
 
 
 def test_a_lost_homes_adapters_go_to_their_heir(gateway):
@@ -276,13 +279,13 @@ def test_the_whole_replaces_what_was_believed_also_in_parts(gateway):
     assert gateway.firsts() == {"r1"}  # there may be more to come
     gateway.says("r1", moved={OTHER.digest: Residency.GPU}, ends_whole=True)
     assert gateway.firsts() == {by_preference(REF.digest, NAMES)[0]}
-    assert set(gateway.fleet.order(ASK._replace(adapter=OTHER))[:2]) == {"r1", "r3"}
+    assert set(gateway.order(ASK._replace(adapter=OTHER))[:2]) == {"r1", "r3"}
 
 
 def test_with_no_news_at_all_own_counts_and_serves_queues_decide(gateway):
     queues = {"r0": 90, "r1": 60, "r2": 3, "r3": 70}
     for _ in range(20):
-        order = gateway.fleet.order(BASE, queues.get)
+        order = gateway.order(BASE, queues.get)
         assert order == sorted(order, key=queues.__getitem__)
     sent = Counter()
     for _ in range(20):
@@ -386,7 +389,7 @@ def test_two_threads_leave_counts_right():
         for turn in range(2000):
             request_id = f"{number} {turn}"
             gateway.fleet.expect(request_id)
-            gateway.fleet.intend(request_id, gateway.fleet.order(ASK)[0], ASK)
+            gateway.fleet.intend(request_id, gateway.order(ASK)[0], ASK)
             gateway.fleet.begun(request_id)
             gateway.fleet.ended(request_id)
 
@@ -417,7 +420,7 @@ def test_one_choice_takes_less_than_0_3_ms_and_so_does_its_booking():
         text = "a different beginning " + ref.digest + "x" * 8000
         began_s = thread_time()
         ask = ASK._replace(adapter=ref, prefixes=prefix_chain(text, ref.digest))
-        gateway.send(gateway.fleet.order(ask)[0], ask)
+        gateway.send(gateway.order(ask)[0], ask)
         took_s.append(thread_time() - began_s)
     assert min(sorted(took_s[at : at + 1000])[990] for at in range(0, 4000, 1000)) <= 0.3e-3
 

@@ -45,11 +45,6 @@ class Explanations:
         self._bytes = 0
         peers.answers(_QUESTION, self._answer)
 
-    @property
-    def kept(self) -> int:
-        """How many that have ended."""
-        return len(self._ended)
-
     def trace(self, request_id: str) -> Trace:
         """Of a request that has just come."""
         return Trace(request_id, self._begin, self._end)

@@ -8,6 +8,8 @@ from operator import attrgetter
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from starlette.requests import ClientDisconnect
+
 from lorikeet.api.generation import Companion, Headers
 from lorikeet.api.messages import Attempt, Call, Closing, Header, Refusal, StreamItem
 from lorikeet.errors import LorikeetError, Unavailable
@@ -191,7 +193,7 @@ class Trace(Companion):
         self._over_s = self._now_s()
         if isinstance(error, LorikeetError):
             self._code, self._param = error.code, error.param
-        elif isinstance(error, Exception):
+        elif isinstance(error, Exception) and not isinstance(error, ClientDisconnect):
             self._code = LorikeetError.code
         elif self._lost_in_mid_stream():
             self._code = Unavailable.code

@@ -148,14 +148,10 @@ class Fleet:
             tiers = (Residency.GPU, Residency.HOST, Residency.DISK)
             return any(self._of_use(self._residents.at(tier, digest)) for tier in tiers)
 
-    def order(self, ask: Ask, queue: Callable[[str], int | None] = _unknown) -> list[str]:
-        """A few replicas, the one with the least expected cost first; none if there are none."""
-        return [candidate.replica for candidate in self.weigh(ask, queue)]
-
     def weigh(
         self, ask: Ask, queue: Callable[[str], int | None] = _unknown
     ) -> list[Candidate[str]]:
-        """The same with what was expected of each.
+        """A few replicas, the one with the least expected cost first; none if there are none.
 
         queue: the requests at a replica, as far as Serve knows, at once; for those that are silent.
         """

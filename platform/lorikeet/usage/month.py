@@ -8,10 +8,7 @@ from datetime import date
 from lorikeet.catalog.store import ObjectStore
 from lorikeet.usage.counts import day_of
 from lorikeet.usage.day import Day
-from lorikeet.usage.reader import days
-
-_WHOLE_S = 900.0
-"""So often all days are looked at: parts may be late, above all where the store was away."""
+from lorikeet.usage.reader import WHOLE_S, days
 
 
 class MonthTokens:
@@ -39,7 +36,7 @@ class MonthTokens:
             day: self._days.get(day) or Day(self._store, day, key=lambda account: account.tenant)
             for day in month
         }
-        if begun.keys() != self._days.keys() or now >= self._whole_at + _WHOLE_S:
+        if begun.keys() != self._days.keys() or now >= self._whole_at + WHOLE_S:
             for day in begun.values():
                 day.read()
             self._whole_at = now

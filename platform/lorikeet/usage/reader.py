@@ -1,5 +1,6 @@
 """What was used in a period."""
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,9 @@ from lorikeet.usage.counts import Account, Use, day_of
 from lorikeet.usage.day import Day
 
 MOST_DAYS = 400
+WHOLE_S = 900.0
+"""So often days that grow are looked at as a whole: parts may be late, above all where the store
+was away."""
 _AT_ONCE = 8
 _DAY_S = 86400.0
 
@@ -28,12 +32,16 @@ def days(first: date, last: date) -> list[date]:
 
 
 class UsageReader:
-    """Reads days from the store; of those that grow, only what is new. For any thread."""
+    """Reads days from the store; of those that grow, what is new. For any thread.
+
+    A part that was written late is missed for WHOLE_S at most.
+    """
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
         self._store, self._clock = store, clock
         self._lock = Lock()  # guards what follows
         self._growing: dict[date, Day[Account]] = {}
+        self._whole_at: dict[date, float] = {}
 
     def read(self, first: date, last: date) -> dict[date, Use]:
         """Every day of the period that has any. Raises InvalidInput, StoreError."""
@@ -43,15 +51,19 @@ class UsageReader:
         return {day: use for day, use in zip(wanted, found, strict=True) if use}
 
     def _read(self, day: date) -> Use:
-        yesterday = day_of(self._clock() - _DAY_S)
+        now = self._clock()
+        yesterday = day_of(now - _DAY_S)
         if day < yesterday:
             return self._new(day).read()
         with self._lock:
             for over in [each for each in self._growing if each < yesterday]:
-                del self._growing[over]
-            if day not in self._growing:
-                self._growing[day] = self._new(day)
-            return dict(self._growing[day].read())
+                del self._growing[over], self._whole_at[over]
+            if now < self._whole_at.get(day, -math.inf) + WHOLE_S:
+                return dict(self._growing[day].read_new(now))
+            growing = self._growing.setdefault(day, self._new(day))
+            use = dict(growing.read())
+            self._whole_at[day] = now
+            return use
 
     def _new(self, day: date) -> Day[Account]:
         return Day(self._store, day, key=lambda account: account)
