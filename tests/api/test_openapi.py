@@ -33,6 +33,8 @@ OPERATIONS = [
     ("/v1/completions", "POST"),
     ("/v1/models", "GET"),
     ("/v1/models/{model}", "GET"),
+    ("/v1/requests/{request_id}", "GET"),
+    ("/v1/usage", "GET"),
 ]
 
 

@@ -44,6 +44,9 @@ _ERRORS = {
 }
 
 
+_OBJECT = {"application/json": {"schema": {"type": "object"}}}
+
+
 def openapi_routes(gate: Gate) -> APIRouter:
     """The document, for whoever has a key."""
     router = APIRouter(prefix="/v1")
@@ -97,6 +100,34 @@ def document() -> dict[str, Any]:
                     "responses": _answers(_json("Model")),
                 }
             },
+            "/v1/requests/{request_id}": {
+                "get": {
+                    "operationId": "explain_request",
+                    "summary": "Tell what became of a request",
+                    "parameters": [
+                        {
+                            "name": "request_id",
+                            "in": "path",
+                            "required": True,
+                            "description": "x-request-id, or the answer's own id",
+                            "schema": {"type": "string", "minLength": 1},
+                        }
+                    ],
+                    "responses": _answers(_OBJECT),
+                }
+            },
+            "/v1/usage": {
+                "get": {
+                    "operationId": "get_usage",
+                    "summary": "Sum up what was used",
+                    "parameters": [
+                        _query("from", "date", "the first day, UTC; else the month's"),
+                        _query("to", "date", "the last day, included; else today"),
+                        _query("by", "", "adapter, day, or both with a comma between"),
+                    ],
+                    "responses": _answers(_OBJECT),
+                }
+            },
         },
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -113,6 +144,11 @@ def _generate(summary: str, request: str, answer: str, event: str) -> dict[str, 
         "requestBody": {"required": True, "content": _json(request)},
         "responses": _answers(_json(answer) | events),
     }
+
+
+def _query(name: str, form: str, description: str) -> dict[str, Any]:
+    schema = {"type": "string"} | ({"format": form} if form else {})
+    return {"name": name, "in": "query", "description": description, "schema": schema}
 
 
 def _event(model: str) -> dict[str, Any]:
