@@ -11,7 +11,7 @@ export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH ?= lorikeet.serving.proxy:middl
 export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install serve test check soak test-gpu test-ceph bench-catalog bench-download bench-router bench-routing bench-fleet loadtest clean
+.PHONY: help install serve test check soak test-gpu test-ceph bench-catalog bench-download bench-router bench-gateway bench-routing bench-fleet loadtest clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,6 +52,9 @@ bench-routing: $(INSTALLED)  ## routing, simulated: 1,000 replicas for an hour, 
 
 bench-router: $(INSTALLED)  ## what our router adds to a call through Serve
 	@$(BIN)/python -m loadtest.bench_router
+
+bench-gateway: $(INSTALLED)  ## what the gateway adds to a first token, and the tokens it streams
+	@$(BIN)/python -m loadtest.bench_gateway
 
 bench-fleet: $(INSTALLED)  ## the real service under the simulator's traffic, on paced engines
 	@$(BIN)/python -m loadtest.fleet
