@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_hidden_layers": 3},
     "sharded": {"model_type": "llama", "num_key_value_heads": 1, "num_hidden_layers": 3},
 }
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For torch, whose other threads would only spin over small tensors."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

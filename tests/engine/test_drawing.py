@@ -18,6 +18,7 @@ from tests.engine.driving import Answers, greedy, prompt
 from tests.engine.hash_model import predict
 from tests.engine.peft_adapters import BlobShelf
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WAYS = (
     {"temperature": 0.0},
     {"top_p": 0.8, "frequency_penalty": 1.5, "presence_penalty": -0.5},
@@ -25,15 +26,6 @@ WAYS = (
     {"grammar": "below 60, end under 20"},
     {"grammar": "below 64, end under 5", "presence_penalty": 2.0, "logprobs": 2},
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """torch's others would only spin: the tensors have some bytes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

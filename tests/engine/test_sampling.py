@@ -12,6 +12,7 @@ from lorikeet_engine.logprobs import Logprobs
 from lorikeet_engine.request import SamplingParams
 from lorikeet_engine.sampling import NOT_FINITE, Sampler, SamplingRow
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB = 40
 DRAWS = 20_000
 
@@ -93,11 +94,33 @@ def test_a_long_tail_of_rare_tokens_keeps_its_share():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("choice", [{"temperature": 0.0}, {}, {"top_k": 9, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"temperature": 0.0},
+        {},
+        {"top_k": 9, "top_p": 0.9},
+        {"presence_penalty": 1.5, "frequency_penalty": -0.5, "logit_bias": ((3, 2.0), (9, -1.0))},
+    ],
+    ids=str,
+)
 def test_a_gpu_draws_what_the_cpu_draws(choice):
     logits = logits_of(seed=9, rows=64)
-    rows = [SamplingRow(SamplingParams(**choice), seed=2, step=step) for step in range(64)]
-    assert sample(logits.cuda(), rows) == sample(logits, rows)
+    params = SamplingParams(**choice)
+    even = np.packbits(np.arange(VOCAB) % 2 == 0, bitorder="little")
+    rows = [
+        SamplingRow(
+            params,
+            seed=2,
+            step=step,
+            made=(4, 8, 4, -1 - step) if params.penalises else (),
+            allowed=even if step % 3 else None,
+        )
+        for step in range(64)
+    ]
+    before = torch.arange(64) % VOCAB
+    on_gpu = Sampler().sample(logits.cuda(), rows, before.cuda()).tolist()
+    assert on_gpu == Sampler().sample(logits.clone(), rows, before).tolist()
 
 
 @pytest.mark.parametrize("choice", [{}, {"top_p": 0.9}, {"top_k": 20}], ids=str)
@@ -239,9 +262,22 @@ def test_what_cannot_be_is_refused_by_name(param, value):
     assert refused.value.param == param
 
 
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_are_those_of_the_logits_as_they_came(dtype):
-    logits = logits_of(seed=15, rows=6).to(dtype)
+def test_logprobs_are_those_of_the_logits_as_they_came(dtype, device):
+    logits = logits_of(seed=15, rows=6).to(device, dtype)
     want = logits.float().log_softmax(-1)
     params = SamplingParams(top_p=0.5, presence_penalty=2.0, logit_bias=((1, 50.0),))
     likeliest = int(logits[4].argmax())

@@ -136,7 +136,14 @@ def test_traffic_of_all_kinds_compiles_nothing(make, refs, monkeypatch):
     monkeypatch.setattr(JitSpec, "build_and_load", lambda self: compiled.append(self.name))
     answers, dice = Answers(engine), random.Random(5)
     for i in range(120):
-        params = dice.choice([{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}])
+        params = dice.choice(
+            [
+                {},
+                {"temperature": 1.0},
+                {"temperature": 0.7, "top_p": 0.9},
+                {"presence_penalty": 1.0, "logit_bias": ((5, 2.0),), "logprobs": 4},
+            ]
+        )
         tokens, ref = prompt(dice.randint(1, 200), i), dice.choice([None, *refs])
         made = dice.randint(1, 40)
         answers.submit(greedy(f"{i}", tokens, adapter=ref, max_tokens=made, **params))

@@ -127,8 +127,9 @@ class TestEngine:
     def answer(self, tmp_path):
         def answer(requests, overlap):
             torch.set_num_threads(1)
-            sizes = {"kv_bytes": 64 << 20, "max_running": 64, "overlap": overlap}
-            settings = EngineSettings(model=DEMO, cache_dir=tmp_path / "cache", **sizes)
+            sizes = {"kv_bytes": 64 << 20, "max_batch_tokens": 256, "max_running": 64}
+            cache = tmp_path / "cache"
+            settings = EngineSettings(model=DEMO, cache_dir=cache, overlap=overlap, **sizes)
             shelf = Shelf(tmp_path / "blobs")
             answers = Answers(Engine(settings, shelf, grammars=ModelGrammars(DEMO)))
             for request in requests:
@@ -294,6 +295,8 @@ def test_a_replica_answers_in_the_format_that_a_call_asks_for(tmp_path):
         "LORIKEET_BASE_MODELS": f"demo={DEMO}",
         "LORIKEET_CATALOG": str(tmp_path / "catalog"),
         "LORIKEET_CACHE_DIR": str(tmp_path / "cache"),
+        "LORIKEET_MAX_RUNNING": "4",
+        "LORIKEET_MAX_BATCH_TOKENS": "64",
     }
     asked = Call(
         request_id="r",
