@@ -21,7 +21,6 @@ nothing, as in the same authors' "Locality-aware Fair Scheduling" (arXiv 2501.14
 shared between tenants, so whoever finds a prefix has paid for it. Loads no torch.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 PROMPT_TOKEN = 1.0
@@ -112,8 +111,3 @@ class Accounts:
         kept = [a for a in self._accounts.values() if a.open or a.counter > level]
         self._accounts = {account.tenant: account for account in kept}
         self._forget_above = max(_FEW, 2 * len(kept))
-
-
-def least(accounts: Iterable[Account]) -> Account:
-    """Whose turn it is; among equals the first."""
-    return min(accounts, key=lambda account: account.counter)
