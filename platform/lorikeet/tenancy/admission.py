@@ -41,17 +41,8 @@ class Admission:
 
         Raises Overloaded, InsufficientQuota, RateLimited.
         """
-        self.check_room()
-        now = self.clock()
         visit = Visit(self, tenant, key)
-        allowances = self.allowances(tenant, key)
-        for allowance in allowances:
-            allowance.part(now).asked(now)
-        if tenant.limits.tokens_per_month is not None:
-            self.budget.check(tenant.name, tenant.limits.tokens_per_month, self.wall())
-        visit.refuse_over_limits(1, 1)
-        for allowance in allowances:
-            allowance.take(1, 0, now)
+        visit.knock()
         return visit
 
     def retune(self) -> None:
@@ -100,11 +91,24 @@ class Visit:
         self._tokens = 0
         self._entered = 0.0
 
+    def knock(self) -> None:
+        """Count the request. Raises Overloaded, InsufficientQuota, RateLimited."""
+        self._admission.check_room()
+        now = self._admission.clock()
+        for allowance in self._allowances:
+            allowance.part(now).asked(now)
+        budget = self._tenant.limits.tokens_per_month
+        if budget is not None:
+            self._admission.budget.check(self._tenant.name, budget, self._admission.wall())
+        self._refuse_over_limits(1, 1)
+        for allowance in self._allowances:
+            allowance.take(1, 0, now)
+
     def enter(self, tokens: int) -> None:
         """Begin, and reserve so many tokens. Raises Overloaded, RateLimited."""
         self._admission.check_room()
         self._allowances = self._admission.allowances(self._tenant, self._key)
-        self.refuse_over_limits(0, tokens)
+        self._refuse_over_limits(0, tokens)
         self._admission.running += 1
         self._entered = now = self._admission.clock()
         for allowance in self._allowances:
@@ -136,7 +140,7 @@ class Visit:
             tightest[standing.kind] = min(standing, other, key=lambda each: each.remaining)
         return list(tightest.values())
 
-    def refuse_over_limits(self, requests: int, tokens: int) -> None:
+    def _refuse_over_limits(self, requests: int, tokens: int) -> None:
         """Raises the RateLimited that lasts longest where so much may not begin now."""
         now = self._admission.clock()
         refusals = [
