@@ -17,8 +17,8 @@ chunks, and each is a turn: who waits behind a long prompt waits for a chunk of 
 
 Having been away is no credit: a tenant that begins to wait is lifted to the least of those that do,
 or, where nobody waits, to the last that did. Tokens of a prompt that are found in the cache cost
-nothing, as in the same authors' "Locality-aware Fair Scheduling" (arXiv 2501.14312): caches are not
-shared between tenants, so whoever finds a prefix has paid for it. Loads no torch.
+nothing, as in Cao et al., "Locality-aware Fair Scheduling in LLM Serving" (arXiv 2501.14312):
+caches are not shared between tenants, so whoever finds a prefix has paid for it. Loads no torch.
 """
 
 from dataclasses import dataclass

@@ -95,7 +95,8 @@ class Scheduler:
             chunks += taken
             budget -= sum(chunk.length for chunk in taken)
             failed = admission.failed
-            prompts = [s for s in prompts if all(s is not chunk.sequence for chunk in taken)]
+            served = {chunk.sequence for chunk in taken}
+            prompts = [sequence for sequence in prompts if sequence not in served]
         for sequence in prompts:
             if budget > 0:
                 chunks.append(self._charged(Chunk.of(sequence, budget)))
