@@ -174,7 +174,7 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
         "JSON text of an object",
     ),
     (
-        calling(function={"name": "f", "arguments": "[" * 100_000}),
+        calling(function={"name": "f", "arguments": '{"a":' * 500 + "1" + "}" * 500}),
         "messages[1].tool_calls[0].function.arguments",
         "JSON text of an object",
     ),

@@ -215,6 +215,14 @@ def test_forced_calls_are_read_as_they_come(syntax, size):
     assert read(ForcedReader(syntax), forced(syntax, *BOTH), size) == ("", BOTH)
 
 
+def test_what_is_nested_too_deeply_breaks_nothing():
+    deep = '{"a": ' * 5000 + "1" + "}" * 5000
+    text = f'<tool_call>{{"name": "time", "arguments": {deep}}}</tool_call>'
+    assert read(ToolReader(HERMES, USE), text, 10_000) == (text, [])
+    _, pieces = ForcedReader(HERMES).push(text)
+    assert "".join(piece.arguments for piece in pieces).startswith(deep)
+
+
 def test_arguments_of_a_forced_call_come_in_pieces():
     reader = ForcedReader(HERMES)
     _, pieces = reader.push('<tool_call>\n{"name": "weather", "arguments": {"place": "Par')

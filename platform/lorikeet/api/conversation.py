@@ -1,10 +1,10 @@
 """The messages of a chat, as OpenAI's clients send them and as chat templates read them."""
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from lorikeet.api.body import Body, misfit
@@ -43,8 +43,8 @@ def _parse_text(value: object) -> object:
 def _parse_arguments(value: object) -> dict[str, Any]:
     """What a tool was called with: templates want the object, clients send its JSON text."""
     try:
-        arguments = json.loads(value) if isinstance(value, str) else None
-    except (ValueError, RecursionError):
+        arguments = from_json(value, allow_inf_nan=False) if isinstance(value, str) else None
+    except ValueError:  # also where it is nested more deeply than a body may be
         arguments = None
     if not isinstance(arguments, dict):
         raise ValueError("want the JSON text of an object")

@@ -228,7 +228,7 @@ def _end_of_json(text: str) -> int | None:
     """Where the JSON ends with which a text begins; None: not yet."""
     try:
         return _JSON.raw_decode(text)[1]
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
