@@ -17,7 +17,7 @@ ADMIN_ROUTES = [
     ("DELETE", "/pins/acme/support"),
     ("GET", "/tenants"),
     ("POST", "/tenants"),
-    ("PUT", "/tenants/acme"),
+    ("PATCH", "/tenants/acme"),
     ("GET", "/tenants/acme/keys"),
     ("POST", "/tenants/acme/keys"),
     ("GET", "/keys"),
