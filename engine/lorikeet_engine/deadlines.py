@@ -22,18 +22,22 @@ _WaitsFor = Callable[[Request], EngineError | None]
 
 
 class _Deadline(NamedTuple):
-    """choices: weak, for most are over by then."""
+    """choices: a request's; weak, for most requests are over by then."""
 
     at_s: float
     number: int
     waits_for: _WaitsFor
-    request: Request
     choices: "list[weakref.ref[Sequence]]"
 
-    def missed(self) -> bool:
-        """Whether none of the request's choices has begun, or ended."""
-        choices = [choice() for choice in self.choices]
-        return all(c is not None and c.begun_s is None and not c.ended for c in choices)
+    def missed(self) -> Request | None:
+        """The request, if none of its choices has begun, or ended."""
+        request = None
+        for choice in self.choices:
+            sequence = choice()
+            if sequence is None or sequence.ended or sequence.begun_s is not None:
+                return None
+            request = sequence.request
+        return request
 
 
 class Deadlines:
@@ -69,7 +73,7 @@ class Deadlines:
             for bound_s, waits_for in bounds:
                 if bound_s is not None:
                     at_s, number = arrived_s + bound_s, next(self._numbers)
-                    heappush(self._deadlines, _Deadline(at_s, number, waits_for, request, weak))
+                    heappush(self._deadlines, _Deadline(at_s, number, waits_for, weak))
 
     def within_s(self, timeout_s: float | None) -> float | None:
         """How long until the next deadline, timeout_s at most; None is for ever."""
@@ -85,8 +89,13 @@ class Deadlines:
         with self._lock:
             while self._deadlines and self._deadlines[0].at_s <= now_s:
                 over.append(heappop(self._deadlines))
-        errors = ((d.request.request_id, d.waits_for(d.request)) for d in over if d.missed())
-        return {request_id: error for request_id, error in errors if error is not None}
+        errors: dict[str, EngineError] = {}
+        for deadline in over:
+            request = deadline.missed()
+            error = deadline.waits_for(request) if request is not None else None
+            if request is not None and error is not None:
+                errors[request.request_id] = error
+        return errors
 
     def _queued(self, request: Request) -> Overloaded:
         return _overloaded(request.terms, self._wait_s(request.terms))

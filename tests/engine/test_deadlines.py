@@ -160,10 +160,13 @@ def test_deadlines_keep_nobody_in_memory(make):
     answers = make()
     answers.submit(on(Terms(max_queue_s=3600.0), greedy("r", prompt(5))))
     answers.step()
-    (sequence,) = map(weakref.ref, answers.engine._scheduler.running)
+    (running,) = answers.engine._scheduler.running
+    sequence, request = weakref.ref(running), running.request
+    del running
     answers.all()
     gc.collect()
     assert sequence() is None
+    assert gc.get_referrers(request) == [], "nor what it asked"
 
 
 def course_of(answers, request):
