@@ -31,6 +31,7 @@ LAYOUT: "JsonCompileOptions" = {
 }
 _STEP_FUEL = 50_000  # the worst mask takes 0.2 s of a step instead of 1 s; others need far less
 _THREADS = 4
+_LONGEST_REASON = 300  # characters; some quote a whole expression
 
 
 def grammar_of(schema: str) -> str:
@@ -98,7 +99,8 @@ class ModelGrammars:
         limits = LLParserLimits(step_lexer_fuel=_STEP_FUEL, verbose_errors=False)
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
-            raise InvalidRequest(matcher.get_error().split("\n<", 1)[0], param="grammar")
+            reason = matcher.get_error().split("\n<", 1)[0]
+            raise InvalidRequest(reason[:_LONGEST_REASON], param="grammar")
         return matcher
 
 

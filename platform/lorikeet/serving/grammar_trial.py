@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,28 +28,39 @@ _MEMORY_BYTES = 128 << 20
 _STACK_BYTES = 4 << 20  # half of what the engine's thread has
 _WALL_S = 15.0  # for a machine that has no time for it
 _CACHED = 256
-_TOO_COMPLEX = "the schema takes too much time or memory: make it smaller or less nested"
+_TOO_COMPLEX = "it takes too much time or memory: make it smaller or less nested"
 
 
 class GrammarTrial:
-    """Tries grammars of one base model, one after the other; its process starts with the first."""
+    """Tries grammars of one base model, one after the other; its process starts with the first.
+
+    Lives on one event loop.
+    """
 
     def __init__(self, model: Path) -> None:
         self._model = model
         self._process: subprocess.Popen[bytes] | None = None
         # A thread of its own: encoders are for those whose prompts wait.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._known = lru_cache(_CACHED)(self._problem)
+        self._known: dict[str, str | None] = {}  # the problem of a grammar, the last used last
 
     async def check(self, call: Call, grammar: str | None) -> None:
         """Raise InvalidInput for the grammar of a call that no engine should see; None is none."""
         if grammar is None:
             return
-        loop = asyncio.get_running_loop()
-        problem = await loop.run_in_executor(self._thread, self._known, grammar)
+        if grammar in self._known:
+            problem = self._known.pop(grammar)
+        else:
+            loop = asyncio.get_running_loop()
+            problem = await loop.run_in_executor(self._thread, self._problem, grammar)
+        self._known[grammar] = problem
+        if len(self._known) > _CACHED:
+            del self._known[next(iter(self._known))]
         if problem is not None:
             param = "tools" if call.tools is not None and call.tools.forced else "response_format"
-            raise InvalidInput(f"{param}: {problem}", param=param)
+            raise InvalidInput(
+                f"the JSON schema of {param} cannot be followed: {problem}", param=param
+            )
 
     def close(self) -> None:
         """End the process. Safe to call twice."""
