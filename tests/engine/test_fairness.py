@@ -1,6 +1,7 @@
 """Tenants' turns: who is served how much, who pays for what, and that nobody is passed for ever."""
 
 import itertools
+from statistics import quantiles
 
 import pytest
 from hypothesis import given, settings
@@ -43,6 +44,26 @@ def test_two_that_always_wait_are_served_alike_whatever_they_send(overlap, pages
         ahead.append(world.served["a"] - world.served["b"])
     assert spread(ahead) <= bound(world, longest=17)
     assert world.served.total() > 5 * bound(world, longest=17), "else this would prove nothing"
+
+
+def steps_to_first_tokens(noisy_streams):
+    """Of a tenant with 8 clients, one request after the other, beside one with so many."""
+    world, took, streams = World(tokens=64, sequences=16, pages=400), [], {A: 8, B: noisy_streams}
+    since = {}  # request under way → the step in which it came
+    for _ in range(1500):
+        for terms, most in streams.items():
+            for _ in range(most - sum(s.request.terms == terms for s in since)):
+                since[world.add(30 + world.arrivals % 7, max_tokens=4, terms=terms)] = world.steps
+        world.step()
+        took += [world.steps - since[s] for s in since if s.made == 1 and s.request.terms == A]
+        since = {s: step for s, step in since.items() if not s.ended}
+    return took
+
+
+def test_ten_times_as_many_clients_delay_the_others_first_tokens_little():
+    alike, one_noisy = steps_to_first_tokens(8), steps_to_first_tokens(80)
+    assert quantiles(one_noisy, n=100)[98] < 1.25 * quantiles(alike, n=100)[98]
+    assert len(one_noisy) > 0.8 * len(alike)
 
 
 def test_weights_share_in_proportion():
