@@ -51,12 +51,10 @@ def test_every_command_that_prints_has_json() -> None:
 def test_every_promised_command_is_there() -> None:
     promised = """
         init register convert smoke list show promote rollback retire pin unpin pins status
-        why usage
-        log restore snapshot gc capacity
+        why usage log restore snapshot gc capacity
         bench bench/isolation
-        tenants tenants/list tenants/create tenants/limit tenants/pin-budget
-        tenants/adapter-limits
-        keys keys/create keys/list keys/revoke
+        tenants tenants/list tenants/show tenants/create tenants/limit
+        keys keys/create keys/list keys/limit keys/rotate keys/revoke
     """
     assert {"/".join(path) for path in COMMANDS if path} == set(promised.split())
 
