@@ -58,7 +58,7 @@ def assert_no_extras(value: Any) -> None:
 def test_a_chat_stream_is_role_then_text_then_finish_then_done() -> None:
     stream = EventStream(call(Endpoint.CHAT, stream=True))
     raw = stream.delta(0, "Hel") + stream.delta(0, "lo", FinishReason.STOP)
-    *chunks, _ = events(raw + stream.end(Usage(3, 2)))
+    *chunks, done = events(raw + stream.end(Usage(3, 2)))
     read = [official(ChatCompletionChunk, chunk) for chunk in chunks]
     assert [c.choices[0].delta.role for c in read] == ["assistant", None, None, None]
     assert [c.choices[0].delta.content for c in read] == ["", "Hel", "lo", None]
