@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -247,3 +248,29 @@ def test_metrics_and_what_admins_are_told_hold_nothing_that_was_sent(
     assert {
         place: marks for place, data in said.items() if (marks := planted.mark.found_in(data))
     } == {}
+
+
+def test_what_was_computed_for_a_tenant_is_never_found_by_another(service: Service) -> None:
+    """Else answers to guessed prompts would come sooner, and say so. Of one adapter and prompt."""
+    shared = next(task for task in TASKS if task.shared)
+    other = next(tenant for tenant in service.tenant_keys if tenant != shared.tenant)
+    prompt = secrets.token_hex(200)
+
+    def cached(tenant: str) -> tuple[str, int]:
+        answer = service.client(tenant).completions.with_raw_response.create(
+            model=shared.model, prompt=prompt, max_tokens=1
+        )
+        details = answer.parse().usage.prompt_tokens_details
+        return answer.headers["x-lorikeet-replica"], details.cached_tokens
+
+    assert cached(shared.tenant)[1] == 0
+    found: set[str] = set()
+    everywhere = {replica["replica"] for replica in service.replicas()}
+    with ThreadPoolExecutor(24) as pool:
+        for _ in range(10):
+            own = list(pool.map(cached, [shared.tenant] * 24))
+            found |= {replica for replica, tokens in own if tokens > 0}
+            if found == everywhere:
+                break
+    assert found == everywhere, "its own tenant finds it, on whichever replica"
+    assert cached(other)[1] == 0
