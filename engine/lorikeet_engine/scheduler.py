@@ -106,11 +106,11 @@ class Scheduler:
 
     def launched(self, chunks: list[Chunk]) -> None:
         """The device computes them now, in this order: the next plan builds on it."""
-        rows, now_s = count(), time.monotonic()
+        rows = count()
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.computed = chunk.end
-            sequence.stepped(now_s)
+            sequence.steps += 1
             if chunk.completes:
                 sequence.draw(next(rows))
                 sequence.account.charge(OUTPUT_TOKEN)
@@ -247,6 +247,7 @@ class Scheduler:
         self._accounts.wait(sequence.account)  # whoever stood aside is lifted now
         if sequence.begun_s is not None:
             return
+        sequence.begun_s = time.monotonic()
         sequence.cached_tokens = sequence.computed
         if sequence.came_cold and sequence.adapter is not None:
             sequence.loaded_s = self._adapters.here_since_s(sequence.adapter)

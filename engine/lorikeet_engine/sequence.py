@@ -142,12 +142,6 @@ class Sequence:
         """The keys of the full pages that leave it a token to compute logits from."""
         return self._keys.first((self.known - 1) // self._page_size, self.tokens)
 
-    def stepped(self, now_s: float) -> None:
-        """It takes part in the step at hand."""
-        self.steps += 1
-        if self.begun_s is None:
-            self.begun_s = now_s
-
     def draw(self, row: int) -> None:
         """The step at hand draws its next token in this row."""
         self.tokens.append(-1 - row)
