@@ -1,0 +1,191 @@
+"""200 tenants, each with a key and an adapter of its own, ask for more than the service can do.
+
+MANY_TENANTS_S says for how many seconds; ten minutes unless it is set.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import save_file
+
+from lorikeet_engine.adapter_format import write_blob
+from lorikeet_engine.popularity import poisson
+from tests.e2e.conftest import Service, eventually
+from tests.e2e.load import Load, Outcome, Target
+
+TENANTS = 200
+SECONDS = float(os.environ.get("MANY_TENANTS_S", "600"))
+OVERLOAD = 2.0  # times what the service answers
+TOKENS = 16
+STEADY = 0.05  # so far may memory stray from its mean once it is warm
+WARM = 0.3  # of the time
+WARM_RUN_S = 300  # a shorter run has no steady part
+LOOK_S = 2.0
+HIDDEN = 256  # the demo model's
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(SECONDS + 300)]
+
+
+@pytest.fixture(scope="module")
+def tenants(service: Service, tmp_path_factory: pytest.TempPathFactory) -> list[Target]:
+    """Each with its own adapter of random weights."""
+    folder = tmp_path_factory.mktemp("tenants")
+    made = []
+    for number in range(TENANTS):
+        tenant = f"tenant-{number}"
+        service.admin("POST", "/tenants", json={"tenant": tenant}).raise_for_status()
+        key = service.admin("POST", f"/tenants/{tenant}/keys", json={}).raise_for_status()
+        path = f"/adapters/{tenant}/own/versions"
+        service.admin("PUT", path, content=random_blob(folder, number)).raise_for_status()
+        made.append(Target(f"{tenant}/own", key.json()["key"]))
+    return made
+
+
+def random_blob(folder: Path, seed: int) -> bytes:
+    """Of rank 2 to 8, on two linears of the first layer."""
+    dice = np.random.default_rng(seed)
+    rank = int(dice.choice([2, 4, 8]))
+    linears = [f"model.layers.0.self_attn.{name}" for name in ("q_proj", "o_proj")]
+    tensors = {}
+    for linear in linears:
+        for part, shape in (("lora_A", (rank, HIDDEN)), ("lora_B", (HIDDEN, rank))):
+            weights = dice.normal(scale=0.02, size=shape).astype(np.float32)
+            tensors[f"base_model.model.{linear}.{part}.weight"] = weights
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": "lorikeet-demo",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": linears,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    write_blob(folder, folder / "blob")
+    return (folder / "blob").read_bytes()
+
+
+@dataclass
+class Seen:
+    """What became of the requests, by model and status; 200: answered whole."""
+
+    statuses: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    retry_after: list[str | None] = field(default_factory=list)
+
+
+def capacity_per_s(service: Service, tenants: list[Target]) -> float:
+    """Requests that are answered in a second; every adapter is asked for meanwhile."""
+    with Load(service.url, tenants, streams=64, tokens=TOKENS) as load:
+        load.wait_for(len(tenants), within_s=120)  # each has been loaded once
+        before, began_s = load.counts()[Outcome.WHOLE], time.monotonic()
+        time.sleep(10)
+        load.send_no_more()
+        answered = load.counts()[Outcome.WHOLE] - before
+        return answered / (time.monotonic() - began_s)
+
+
+async def send_all(url: str, targets: list[Target], rate_per_s: float, seen: Seen) -> None:
+    """Open loop: each request goes out when it is due. Tenants ask in turn."""
+    due_s = poisson(rate_per_s).times(np.random.default_rng(0), SECONDS).tolist()
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        began_s = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            for at_s, target in zip(due_s, itertools.cycle(targets), strict=False):
+                await asyncio.sleep(began_s + at_s - time.perf_counter())
+                tasks.create_task(ask(client, target, seen))
+
+
+async def ask(client: httpx.AsyncClient, target: Target, seen: Seen) -> None:
+    body = {"model": target.model, "prompt": f"{random.random()}", "max_tokens": TOKENS}
+    body |= {"stream": True, "ignore_eos": True}
+    headers = {"authorization": f"Bearer {target.key}"}
+    try:
+        async with client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+            content = await answer.aread()
+    except httpx.HTTPError as error:
+        seen.statuses[target.model][repr(error)] += 1
+        return
+    status = str(answer.status_code)
+    if status == "200" and not content.endswith(b"data: [DONE]\n\n"):
+        status = f"cut: {content[-200:].decode()}"
+    if status == "503":
+        seen.retry_after.append(answer.headers.get("retry-after"))
+    seen.statuses[target.model][status] += 1
+
+
+class Memory:
+    """Resident bytes of gateway, replicas and engines, each over time."""
+
+    def __init__(self, service: Service) -> None:
+        self.seen: dict[str, list[int]] = defaultdict(list)
+        self._processes = list(self._find(service))
+
+    async def watch(self) -> None:
+        while True:
+            for name, process in self._processes:
+                self.seen[name].append(process.memory_info().rss)
+            await asyncio.sleep(LOOK_S)
+
+    @staticmethod
+    def _find(service: Service) -> Iterator[tuple[str, psutil.Process]]:
+        ours = service.catalog
+        for process in psutil.process_iter():
+            try:
+                title = " ".join(process.cmdline())
+                if process.environ().get("LORIKEET_CATALOG") != ours:
+                    continue
+            except psutil.Error:
+                continue
+            for part in ("gateway", "engine"):
+                if part in title:
+                    yield f"{part} {process.pid}", process
+                    break
+
+
+def test_overload_by_many_tenants_refuses_some_and_breaks_nothing(
+    service: Service, tenants: list[Target]
+) -> None:
+    rate_per_s = OVERLOAD * capacity_per_s(service, tenants)
+    seen, memory = Seen(), Memory(service)
+
+    async def run() -> None:
+        watching = asyncio.create_task(memory.watch())
+        try:
+            await send_all(service.url, tenants, rate_per_s, seen)
+        finally:
+            watching.cancel()
+
+    asyncio.run(run())
+    everything = sum(seen.statuses.values(), Counter())
+    assert set(everything) <= {"200", "429", "503"}
+    assert all(wait is not None and int(wait) >= 1 for wait in seen.retry_after)
+    assert seen.retry_after, "this was no overload"
+    served = {target.model: seen.statuses[target.model]["200"] for target in tenants}
+    assert min(served.values()) >= 0.2 * statistics.median(served.values())
+    assert eventually(lambda: all(map(is_idle, service.replicas())), within_s=30)
+    for name, sizes in memory.seen.items() if SECONDS >= WARM_RUN_S else ():
+        warm = sizes[int(len(sizes) * WARM) :]
+        mean = statistics.fmean(warm)
+        strays = max(mean - min(warm), max(warm) - mean) / mean
+        assert strays <= STEADY, f"{name}: {min(warm)} to {max(warm)} bytes"
+
+
+def is_idle(replica: dict[str, object]) -> bool:
+    """Nothing runs or waits, no page and no lease is held."""
+    adapters = replica["adapters"]
+    assert isinstance(adapters, list)
+    busy = replica["running"] or replica["waiting"] or replica["kv_pages_used"]
+    return not busy and not any(adapter["leases"] for adapter in adapters)
