@@ -37,7 +37,10 @@ class Line:
         self._requests[tenant].append(request)
 
     def next(self, prompts: list[int]) -> int:
-        """Take the request whose turn it is, charged to its first token. prompts: tokens of each."""
+        """Take the request whose turn it is, charged to its first token.
+
+        prompts: tokens of each request's.
+        """
         tenant = min(self.waiting, key=lambda tenant: self.waiting[tenant].counter)
         requests, account = self._requests[tenant], self.waiting[tenant]
         request = requests.popleft()

@@ -29,7 +29,8 @@ LENGTHS = {"conv": AZURE_CONV, "code": AZURE_CODE}
 @dataclass(frozen=True, slots=True)
 class Requests:
     """All [requests], in order of time. adapters: −1 for the base model. tenants: by
-    number; None if all are one's."""
+    number; None if all are one's.
+    """
 
     times_s: Floats
     adapters: Ints
