@@ -66,8 +66,8 @@ def _ministack(folder: Path) -> Iterator[str]:
         _wait_for_port(port, server)
         yield f"http://127.0.0.1:{port}"
     finally:
-        server.terminate()
-        server.wait(timeout=30)
+        server.kill()  # nothing is kept; asked to end, it waits for idle connections
+        server.wait()
 
 
 def _program(name: str) -> str:

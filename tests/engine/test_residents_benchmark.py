@@ -56,7 +56,7 @@ def test_all_adapters_are_there_at_once_and_no_byte_is_left_over(tmp_path, capsy
 
 
 def test_wrong_tokens_are_not_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(Sampler, "sample", lambda self, logits, rows: torch.argmin(logits, -1))
+    monkeypatch.setattr(Sampler, "sample", lambda self, logits, *_: torch.argmin(logits, -1))
     with pytest.raises(AssertionError, match="plain path"):
         tiny(tmp_path)
 

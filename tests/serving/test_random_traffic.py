@@ -9,7 +9,7 @@ import pytest
 
 from demo.fill import fill_catalog
 from demo.tasks import TASKS
-from lorikeet.api.messages import Call, Endpoint, Header
+from lorikeet.api.messages import Call, Closing, Endpoint, Header
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.serving.replica import Replica
@@ -58,7 +58,7 @@ async def answered(replica, call, leave_after):
     chunks = 0
     async with aclosing(replica.generate(call)) as items:
         async for item in items:
-            assert isinstance(item, Header | bytes), item
+            assert isinstance(item, Header | Closing | bytes), item
             chunks += isinstance(item, bytes)
             if leave_after is not None and chunks > leave_after:
                 return False
