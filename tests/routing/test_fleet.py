@@ -118,6 +118,25 @@ def test_what_this_gateway_sends_counts_at_once_and_until_it_is_told(gateway):
     assert gateway.firsts(BASE) == {"r1"}
 
 
+def test_of_another_tenants_queue_only_what_comes_first_counts():
+    gateway = Gateway(("r0", "r1"))
+    gateway.all_say()
+    noisy, quiet = BASE._replace(tenant="noisy"), BASE._replace(tenant="quiet")
+    for _ in range(20):
+        gateway.send("r0", noisy)
+    gateway.send("r1", quiet)
+    gateway.send("r1", quiet)
+    assert gateway.first(noisy) == "r1"
+    assert gateway.first(quiet) == "r0"
+    own = [gateway.send("r0", quiet) for _ in range(2)]
+    (quiet_s,) = (c.cost.queue_s for c in gateway.fleet.weigh(quiet) if c.replica == "r0")
+    (noisy_s,) = (c.cost.queue_s for c in gateway.fleet.weigh(noisy) if c.replica == "r0")
+    assert quiet_s == pytest.approx(4 / 22 * noisy_s)  # two of its own, two of the other's 20
+    for request_id in own:
+        gateway.fleet.ended(request_id)
+    assert gateway.first(quiet) == "r0"
+
+
 def test_news_from_before_a_request_was_sent_does_not_hide_it(gateway):
     gateway.all_say()
     for _ in range(30):

@@ -17,7 +17,7 @@ def ask_of(call: Call) -> Ask:
     """
     digest = call.adapter.digest if call.adapter else None
     chain = prefix_chain(_beginning(call), call.tenant, digest)
-    return Ask(call.work, call.adapter, chain)
+    return Ask(call.work, call.adapter, chain, call.tenant)
 
 
 def _beginning(call: Call) -> str | Sequence[int]:

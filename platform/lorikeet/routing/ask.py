@@ -13,6 +13,7 @@ class Ask(NamedTuple):
     work: Work
     adapter: AdapterRef | None = None
     prefixes: Chain = ()
+    tenant: str = ""
 
     @property
     def digest(self) -> str | None:

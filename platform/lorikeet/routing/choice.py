@@ -45,7 +45,8 @@ class Option(NamedTuple, Generic[R]):
     tier: where it has the adapter. running: whether a sequence of that adapter decodes there.
     lost_uses: how often, of late, was used what it would evict for the adapter. cached_tokens: how
     many of the prompt's it has computed before. arriving: whether the adapter is on its way to its
-    GPU already, its bytes among those of `load`.
+    GPU already, its bytes among those of `load`. turn: what share of all that waits there comes
+    before the request, since tenants take turns.
     """
 
     replica: R
@@ -55,6 +56,7 @@ class Option(NamedTuple, Generic[R]):
     lost_uses: float = 0.0
     cached_tokens: int = 0
     arriving: bool = False
+    turn: float = 1.0
 
 
 class Cost(NamedTuple):
@@ -106,8 +108,10 @@ def expected_cost(work: Work, option: Option[R], costs: Costs) -> Cost:
     step_s = steps.decode_s(load.running, load.ranks)
     tokens = max(1, work.prompt_tokens - option.cached_tokens)
     prefill_s = steps.prefill_s(tokens, work.rank, load.running, load.ranks)
-    wait_s = load.waiting_tokens * steps.prompt_token_s + load.waiting * (step_s - steps.base_s)
-    seats = steps.max_running - load.running - load.waiting
+    ahead = option.turn * load.waiting
+    wait_s = option.turn * load.waiting_tokens * steps.prompt_token_s
+    wait_s += ahead * (step_s - steps.base_s)
+    seats = steps.max_running - load.running - ahead
     missing = work.sequences - seats
     if missing > 0:  # a sequence ends every answer_tokens / max_running steps
         wait_s += missing * step_s * costs.answer_tokens / steps.max_running

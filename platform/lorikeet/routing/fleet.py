@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lorikeet.routing.agreed import agreed_costs
 from lorikeet.routing.ask import Ask
-from lorikeet.routing.choice import Candidate, Load, Option, Work, expected_cost
+from lorikeet.routing.choice import Candidate, Load, Option, expected_cost
 from lorikeet.routing.costs import H200_LLAMA_8B, Costs
 from lorikeet.routing.handful import Homes, handful
 from lorikeet.routing.known import KnownReplica, Sent
@@ -156,15 +156,15 @@ class Fleet:
         queue: the requests at a replica, as far as Serve knows, at once; for those that are silent.
         """
         with self._lock:
-            now_s, work, digest = self._clock(), ask.work, ask.digest
+            now_s, digest = self._clock(), ask.digest
             self._try_again(now_s)
             cached = self._prefixes.cached_tokens(ask.prefixes)
             weighed = []
             for name in self._candidates(digest, cached):
                 known = self._known[name]
                 load = known.load(now_s, queue(name))
-                option = self._option(name, known, load, work, digest, cached.get(name, 0))
-                cost = expected_cost(work, option, known.costs)
+                option = self._option(name, known, load, ask, cached.get(name, 0))
+                cost = expected_cost(ask.work, option, known.costs)
                 weighed.append(Candidate(name, option.tier, cost))
             weighed.sort(key=lambda candidate: candidate.cost.total_s)
             if digest is not None and now_s < self._fetching_from_s:
@@ -287,12 +287,12 @@ class Fleet:
         name: str,
         known: KnownReplica,
         load: Load,
-        work: Work,
-        digest: str | None,
+        ask: Ask,
         cached_tokens: int,
     ) -> Option[str]:
+        digest, turn = ask.digest, known.turn(ask.tenant)
         if digest is None:
-            return Option(name, load, cached_tokens=cached_tokens)
+            return Option(name, load, cached_tokens=cached_tokens, turn=turn)
         tier = self._residents.tier(name, digest)
         arriving = tier is not Residency.GPU and name in self._residents.coming_to(digest)
         return Option(
@@ -300,9 +300,10 @@ class Fleet:
             load,
             tier,
             running=digest in known.streams,
-            lost_uses=known.lost_uses(work.adapter_bytes),
+            lost_uses=known.lost_uses(ask.work.adapter_bytes),
             cached_tokens=cached_tokens,
             arriving=arriving,
+            turn=turn,
         )
 
     def _send(

@@ -53,6 +53,7 @@ class KnownReplica:
         self._unheard: dict[str, Sent] = {}  # of which the load knows nothing yet, oldest first
         self._new = _Sums()  # of those
         self._own = _Sums()  # of all that have no token yet
+        self._queues: Counter[str] = Counter()  # their tokens, by tenant
         self._running = 0
         self._ranks = 0
 
@@ -78,6 +79,7 @@ class KnownReplica:
         self._sent[request_id] = self._unheard[request_id] = sent
         self._new.add(sent)
         self._own.add(sent)
+        self._queues[sent.ask.tenant] += sent.tokens
 
     def begin(self, request_id: str) -> None:
         """Its first bytes have come."""
@@ -119,6 +121,19 @@ class KnownReplica:
             said.room_bytes - new.bytes,
         )
 
+    def turn(self, tenant: str) -> float:
+        """What share of all that waits there comes before one more request of this tenant.
+
+        The engine serves the tenant next that has had the least, so of each other's queue about as
+        much goes before it as waits of its own. What others sent is taken to be like what this
+        gateway did.
+        """
+        waiting = self._own.tokens
+        if not waiting:
+            return 1.0
+        own = self._queues[tenant]
+        return sum(min(tokens, own) for tokens in self._queues.values()) / waiting
+
     def lost_uses(self, adapter_bytes: int) -> float:
         """How often, of late, was used what it would evict for an adapter of this size."""
         said = self._load
@@ -130,6 +145,9 @@ class KnownReplica:
     def _leave_queue(self, request_id: str, sent: Sent) -> None:
         self._told(request_id)
         self._own.take(sent)
+        self._queues[sent.ask.tenant] -= sent.tokens
+        if not self._queues[sent.ask.tenant]:
+            del self._queues[sent.ask.tenant]
 
     def _told(self, request_id: str) -> None:
         sent = self._unheard.pop(request_id, None)
