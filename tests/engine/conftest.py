@@ -48,7 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """For torch, whose other threads would only spin over small tensors."""
     threads = torch.get_num_threads()

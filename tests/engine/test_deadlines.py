@@ -6,7 +6,6 @@ import weakref
 from dataclasses import replace
 
 import pytest
-import torch
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import AdapterNotReady, Overloaded
@@ -14,14 +13,7 @@ from lorikeet_engine.request import Terms
 from tests.engine.driving import PAGE, Answers, build, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """torch's others would only spin: the tensors have some bytes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -5,23 +5,15 @@ prefix, a place in a batch, the tokens of a step in flight.
 """
 
 import pytest
-import torch
 
 from lorikeet_engine.errors import StepFailed
 from lorikeet_engine.request import Request, SamplingParams
 from tests.engine.crowd import ADAPTER_BYTES, BROKEN, GOOD, OTHER, Crowd
 from tests.engine.hash_model import PAGE
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LOAD_EVERY = 3  # steps between two pieces of loading
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """torch's others would only spin: the tensors have some bytes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

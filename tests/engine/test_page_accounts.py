@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -17,6 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from lorikeet_engine.request import SamplingParams
 from tests.engine.crowd import ADAPTER_BYTES, BROKEN, GOOD, OTHER, Crowd
 from tests.engine.hash_model import PAGE
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MOST = 12  # choices in flight, above which nothing more is submitted
 TAILS = ((7,), (8,), (7, 8), (7, 7, 7, 8, 8))
@@ -43,15 +44,6 @@ calls = st.tuples(
         }
     ),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """torch's others would only spin: the tensors have some bytes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Traffic(RuleBasedStateMachine):
