@@ -14,5 +14,8 @@ _fleets: dict[tuple[str, str], Fleet] = {}
 
 def fleet_of(application: str, deployment: str) -> Fleet:
     """The one Fleet of a deployment in this process; any thread may ask."""
+    name = (application, deployment)
     with _lock:
-        return _fleets.setdefault((application, deployment), Fleet())
+        if name not in _fleets:
+            _fleets[name] = Fleet()
+        return _fleets[name]
