@@ -11,7 +11,7 @@ and stays the same while its image may move.
 from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -25,8 +25,8 @@ from lorikeet_engine.residency.packing import PackedLayout
 _MOVE_ELEMENTS = 4 << 20
 
 
-@dataclass(slots=True)
-class _Piece:
+@dataclass(frozen=True, slots=True)
+class Piece:
     """Elements `begin` to `end` of an image, which lie at `offset` of the arena."""
 
     offset: int
@@ -35,17 +35,17 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
+class Placed:
     """An image in the arena."""
 
     layout: PackedLayout
-    pieces: list[_Piece]
+    pieces: tuple[Piece, ...]
 
 
 class SlotPool:
     """Places images, closes holes when they are too small, keeps the table right.
 
-    Belongs to the engine's thread; on a GPU, to the stream that computes.
+    Belongs to the engine's thread, but for `placed`; on a GPU, to the stream that computes.
     moved_elements: how much has been moved to close holes since the start.
     """
 
@@ -54,7 +54,7 @@ class SlotPool:
         self.moved_elements = 0
         self._blocks = FreeList(weights.arena.numel())
         self._free = list(range(weights.table.shape[0]))[::-1]
-        self._placed: dict[int, _Placed] = {}  # by slot
+        self._placed: dict[int, Placed] = {}  # by slot; at no moment do any overlap
 
     @property
     def elements(self) -> int:
@@ -92,14 +92,18 @@ class SlotPool:
             with moving():
                 self._gather(layout.elements)
             ends = [layout.elements]
-        slot = self._free.pop()
-        self._placed[slot] = _Placed(layout, [])
+        slot, pieces = self._free.pop(), list[Piece]()
         for begin, end in pairwise([0, *ends]):
             offset = self._blocks.allocate(end - begin)
             assert offset is not None
-            self._placed[slot].pieces.append(_Piece(offset, begin, end))
+            pieces.append(Piece(offset, begin, end))
+        self._placed[slot] = Placed(layout, tuple(pieces))
         self._write_row(slot)
         return slot
+
+    def placed(self) -> dict[int, Placed]:
+        """All images by slot, as they lie at one moment. For any thread; holds up none."""
+        return self._placed.copy()
 
     def blocks(self, slot: int) -> list[torch.Tensor]:
         """Views of the arena that are the slot's image end to end, valid until the next place."""
@@ -136,14 +140,15 @@ class SlotPool:
             if begin <= piece.offset < end
         ]
         target = begin
-        for piece, _ in sorted(inside, key=lambda item: item[0].offset):
+        for piece, slot in sorted(inside, key=lambda item: item[0].offset):
             self._move(piece, target)
+            self._placed[slot] = _with_moved(self._placed[slot], piece, target)
             target += piece.end - piece.begin
         self._blocks.close_holes(begin, end)
         for slot in {slot for _, slot in inside}:
             self._write_row(slot)
 
-    def _move(self, piece: _Piece, target: int) -> None:
+    def _move(self, piece: Piece, target: int) -> None:
         arena, source, elements = self.weights.arena, piece.offset, piece.end - piece.begin
         self.moved_elements += elements
         gap = source - target
@@ -151,7 +156,6 @@ class SlotPool:
         for done in range(0, elements, step):
             part = arena[source + done : source + min(done + step, elements)]
             arena[target + done :][: part.numel()] = part if part.numel() <= gap else part.clone()
-        piece.offset = target
 
     def _write_row(self, slot: int) -> None:
         placed, table = self._placed[slot], self.weights.table
@@ -159,3 +163,8 @@ class SlotPool:
         holders = [placed.pieces[bisect_right(begins, at) - 1] for at in placed.layout.layers]
         offsets = torch.tensor([piece.offset - piece.begin for piece in holders])
         table[slot].copy_(upload(placed.layout.rows_at(offsets[:, None, None]), table.device))
+
+
+def _with_moved(placed: Placed, moved: Piece, target: int) -> Placed:
+    pieces = (replace(p, offset=target) if p is moved else p for p in placed.pieces)
+    return replace(placed, pieces=tuple(pieces))
