@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -133,7 +132,8 @@ class Engine:
         self._take_in()
         self._tiers.advance()
         outputs = self._fail(self._deadlines.missed())
-        plan = self._scheduler.plan(self._budget.ranks if self._budget else math.inf)
+        bounds = (self._budget.ranks, self._budget.prompt_tokens) if self._budget else ()
+        plan = self._scheduler.plan(*bounds)
         outputs += self._fail({s.request.request_id: error for s, error in plan.failed})
         before, self._flight = self._flight, None
         if plan.chunks:

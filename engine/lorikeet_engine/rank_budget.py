@@ -1,4 +1,4 @@
-"""How large the ranks of a step's adapters may be together, so that tokens come often enough.
+"""What a step may hold beside its decodes' own work, so that tokens come often enough.
 
 A step of decodes reads the weights of each of its adapters once:
 
@@ -10,6 +10,9 @@ contexts, so it follows the steps that run: what they took beyond slope · Σ ra
     allowed Σ rank = (goal_s − base_s) / slope_s = Σ rank of a recent step + what it left / slope_s
 
 and a slope that is somewhat wrong only makes the way to the right sum longer.
+
+Prompts' tokens beside decodes have what is left of the goal, at what one takes in a step that is
+full of them. A small chunk takes less: its step reads the weights for the decodes anyhow.
 """
 
 import time
@@ -22,6 +25,8 @@ from lorikeet_engine.sequence import Chunk
 
 # The median of so many steps: seven hiccups in a row change nothing, a new base counts after eight.
 _STEPS = 15
+# Prompts go on even where decodes alone take longer than the goal.
+_LEAST_PROMPT_TOKENS = 128
 
 
 class TimedStep(NamedTuple):
@@ -38,6 +43,7 @@ class RankBudget:
         """costs: rank_s above 0. Until steps have run, they are taken to be full."""
         self._goal_s = goal_s
         self._slope_s = costs.rank_s
+        self._prompt_token_s = costs.prompt_token_s + costs.lora_token_s
         base_s = costs.decode_s(costs.max_running, 0) + costs.lora_s
         self._bases_s = deque([base_s], maxlen=_STEPS)
         self._read_s = 0.0  # when the last step was
@@ -47,12 +53,15 @@ class RankBudget:
         """The Σ rank with which a step of decodes takes as long as it may; 0 or less: with none."""
         return (self._goal_s - median(self._bases_s)) / self._slope_s
 
+    def prompt_tokens(self, decodes: list[Chunk]) -> int:
+        """How many of prompts fit beside these decodes."""
+        left = self.ranks - _sum_of_ranks(decodes)
+        return max(_LEAST_PROMPT_TOKENS, int(left * self._slope_s / self._prompt_token_s))
+
     def launched(self, chunks: list[Chunk]) -> TimedStep:
         """A step is about to be launched; its sequences have their leases."""
         decodes = all(chunk.length == 1 for chunk in chunks)
-        leases = (chunk.sequence.lease for chunk in chunks)
-        ranks = {lease.slot: lease.rank for lease in leases if lease is not None}
-        return TimedStep(time.perf_counter(), sum(ranks.values()) if decodes else None)
+        return TimedStep(time.perf_counter(), _sum_of_ranks(chunks) if decodes else None)
 
     def read(self, step: TimedStep) -> None:
         """Its tokens are there: it began when it was launched or the step before it was read."""
@@ -61,3 +70,9 @@ class RankBudget:
         self._read_s = now_s
         if step.ranks is not None:
             self._bases_s.append(now_s - began_s - self._slope_s * step.ranks)
+
+
+def _sum_of_ranks(chunks: list[Chunk]) -> int:
+    """Over distinct adapters."""
+    leases = (chunk.sequence.lease for chunk in chunks)
+    return sum({lease.slot: lease.rank for lease in leases if lease is not None}.values())

@@ -76,14 +76,21 @@ class Scheduler:
             return 0.0
         return self._accounts.ahead_of(terms.tenant, terms.weight) / self._pace.per_s
 
-    def plan(self, max_ranks: float = math.inf) -> Plan:
+    def plan(
+        self,
+        max_ranks: float = math.inf,
+        prompt_tokens: Callable[[list[Chunk]], int] | None = None,
+    ) -> Plan:
         """Choose the next step's chunks and give them KV pages; preempts where too few are free.
 
         max_ranks: an adapter may begin that keeps Σ rank of those that run within this.
+        prompt_tokens: how many of prompts there may be beside these decodes.
         """
         active = [sequence for sequence in self.running if not sequence.complete]
         chunks = self._decodes(active)
         budget = self._bounds.tokens - len(chunks)
+        if chunks and prompt_tokens is not None:
+            budget = min(budget, prompt_tokens(chunks))
         prompts = sorted((s for s in active if s.remaining > 1), key=_turn)
         failed: dict[str, AdapterError] = {}
         full = bool(self.waiting)

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from engine.benchmarks.random_model import write_config
@@ -24,7 +25,7 @@ class SlowModel(HashModel):
 
     def __init__(self, config):
         super().__init__(config)
-        self.now_s, self.decodes_s = 0.0, []
+        self.now_s, self.decodes_s, self.mixed_s = 0.0, [], []
 
     def perf_counter(self):
         return self.now_s
@@ -35,6 +36,8 @@ class SlowModel(HashModel):
         step_s = BASE_S + SEQUENCE_S * len(batch.token_ids) + SLOPE_S * ranks
         if len(batch.token_ids) == len(batch.kv_lengths):
             self.decodes_s.append(step_s)
+        elif 1 in np.diff(batch.query_starts):
+            self.mixed_s.append(step_s)
         self.now_s += step_s
         return super().forward(batch, kv, lora, attention)
 
@@ -95,6 +98,23 @@ def test_most_steps_keep_the_goal_and_without_one_few_do(make, refs, overlap):
         kept[goal_s] = sum(within) / len(within)
     assert kept[None] < 0.4
     assert kept[GOAL_S] > 0.95
+
+
+def test_a_long_prompt_beside_decodes_keeps_the_goal_and_without_one_does_not(make):
+    goal_s, longest_s = 2 * GOAL_S, {}
+    for told_s in (None, goal_s):
+        engine, model = make(inter_token_goal_s=told_s)
+        answers = Answers(engine)
+        for i in range(8):
+            answers.submit(greedy(f"{i}", [3, 4, 5 + i], max_tokens=60))
+        answers.until(lambda: len(engine._scheduler.running) == 8)
+        model.mixed_s.clear()
+        answers.submit(greedy("long", [7] * 1900, max_tokens=2))
+        answers.all()
+        assert not answers.errors
+        longest_s[told_s] = max(model.mixed_s)
+    assert longest_s[None] > 2 * goal_s
+    assert longest_s[goal_s] <= 1.05 * goal_s
 
 
 def test_a_goal_out_of_reach_lets_one_adapter_run_at_a_time(make, refs):

@@ -1,6 +1,7 @@
 """The Σ rank that a goal leaves room for, learned from steps of a device whose cost is known."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -113,3 +114,11 @@ def test_a_goal_that_no_step_can_reach_leaves_no_room(device):
     for _ in range(20):
         device.run(one, 16)
     assert one.ranks <= 0
+    assert one.prompt_tokens(chunks(16)) == 128
+
+
+def test_prompts_have_what_the_decodes_beside_them_leave_of_the_goal():
+    costs = StepCosts(BASE_S, 0.0, lora_s=0.0, rank_s=SLOPE_S, prompt_token_s=4e-6)
+    one = RankBudget(GOAL_S, replace(costs, lora_token_s=1e-6))
+    left_s = GOAL_S - BASE_S - SLOPE_S * 500
+    assert one.prompt_tokens(chunks(500)) == pytest.approx(left_s / 5e-6, abs=1)
