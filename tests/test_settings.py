@@ -25,13 +25,28 @@ def test_memory_is_chosen_by_the_device_unless_it_is_given():
 
 
 def test_there_are_as_many_replicas_as_asked_for_unless_there_may_be_more():
-    assert Settings.from_env({"LORIKEET_REPLICAS": "3"}).most_replicas == 3
-    assert Settings.from_env({"LORIKEET_MAX_REPLICAS": "5"}).most_replicas == 5
+    assert Settings.from_env({"LORIKEET_REPLICAS": "3"}).most_replicas("lorikeet-demo") == 3
+    assert Settings.from_env({"LORIKEET_MAX_REPLICAS": "5"}).most_replicas("lorikeet-demo") == 5
 
 
 def test_several_base_models():
     settings = Settings.from_env({"LORIKEET_BASE_MODELS": "llama=/m/llama, qwen=/m/qwen"})
     assert settings.base_models == {"llama": Path("/m/llama"), "qwen": Path("/m/qwen")}
+
+
+def test_each_base_model_may_have_numbers_of_its_own():
+    settings = Settings.from_env(
+        {
+            "LORIKEET_BASE_MODELS": "a=/m/a,b=/m/b,c=/m/c",
+            "LORIKEET_REPLICAS": "a=4, b=1",
+            "LORIKEET_MAX_REPLICAS": "a=6",
+            "LORIKEET_CONTEXT": "8192",
+        }
+    )
+    assert settings.replicas == {"a": 4, "b": 1, "c": 2}
+    assert [settings.most_replicas(name) for name in "abc"] == [6, 1, 2]
+    assert settings.most_engines == 9
+    assert settings.context == {"a": 8192, "b": 8192, "c": 8192}
 
 
 @pytest.mark.parametrize(
@@ -48,6 +63,10 @@ def test_several_base_models():
         ("LORIKEET_KV_MEMORY", "four", "a size such as 512MiB or 2GiB, or a share such as 20%"),
         ("LORIKEET_BASE_MODELS", "llama", "name=folder"),
         ("LORIKEET_BASE_MODELS", "a=/x,a=/y", "twice"),
+        ("LORIKEET_BASE_MODELS", "org/a=/x", "letters"),
+        ("LORIKEET_REPLICAS", "lorikeet-demo=1,llama=2", "llama is no base model: there are"),
+        ("LORIKEET_REPLICAS", "lorikeet-demo=", "name=number"),
+        ("LORIKEET_CONTEXT", "lorikeet-demo=1,lorikeet-demo=2", "each once"),
         ("LORIKEET_IMPORT_FROM", "s3://ok/x,https://example.com", "s3://bucket/prefix"),
         ("LORIKEET_IMPORT_FROM", "s3://", "s3://bucket/prefix"),
         ("LORIKEET_DEVICE", "tpu", "cuda"),

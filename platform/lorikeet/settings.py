@@ -67,9 +67,33 @@ def _parse_models(value: object) -> object:
     pairs = [item.partition("=") for item in value.split(",") if item.strip()]
     if not pairs or not all(name.strip() and path.strip() for name, _, path in pairs):
         raise ValueError("want name=folder, separated by commas")
-    if len({name.strip() for name, _, _ in pairs}) < len(pairs):
+    names = [name.strip() for name, _, _ in pairs]
+    if len(set(names)) < len(names):
         raise ValueError("a name is given twice")
-    return {name.strip(): Path(path.strip()) for name, _, path in pairs}
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):  # of files, handles and labels
+            raise ValueError(f"{name!r}: want a name of letters, digits, '.', '_' and '-'")
+    return {name: Path(path.strip()) for name, (_, _, path) in zip(names, pairs, strict=True)}
+
+
+def _by_model(value: object, given: ValidationInfo) -> object:
+    """A number for every base model, or `a=4,b=1` for some; the others have the default."""
+    models = given.data.get("base_models", {})
+    assert given.field_name is not None
+    default = Settings.model_fields[given.field_name].default
+    if value is None:
+        return {}
+    if isinstance(value, Mapping) or "=" not in str(value):
+        numbers = value if isinstance(value, Mapping) else dict.fromkeys(models, value)
+    else:
+        pairs = [item.partition("=") for item in str(value).split(",") if item.strip()]
+        numbers = {name.strip(): number.strip() for name, _, number in pairs}
+        if len(numbers) < len(pairs) or not all(numbers.values()):
+            raise ValueError("want a number, or name=number of some base models, each once")
+    strangers = sorted(numbers.keys() - models)
+    if strangers:
+        raise ValueError(f"{strangers[0]} is no base model: there are {', '.join(sorted(models))}")
+    return numbers if default is None else {**dict.fromkeys(models, default), **numbers}
 
 
 def _parse_prefixes(value: object) -> object:
@@ -84,6 +108,8 @@ def _parse_prefixes(value: object) -> object:
 Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
 Memory = Annotated[int | float | Literal["auto"], BeforeValidator(_parse_memory)]
 """Bytes as an int, a share of the device's free memory as a float in (0, 1], or auto."""
+ByModel = Annotated[dict[str, Annotated[int, Field(ge=1)]], BeforeValidator(_by_model)]
+"""A number by base model."""
 
 
 class Settings(BaseModel):
@@ -96,9 +122,18 @@ class Settings(BaseModel):
         default={"lorikeet-demo": Path("demo/model")},
         description="name=folder of each base model, separated by commas",
     )
-    replicas: int = Field(2, ge=1, description="engine replicas of each base model, at least")
-    max_replicas: int | None = Field(
-        None, ge=1, description="engine replicas of each base model, at most; default: as many"
+    replicas: ByModel = Field(
+        2,
+        validate_default=True,
+        description="engine replicas of each base model, one GPU each where there are GPUs; or of "
+        "some, `a=4,b=1`",
+    )
+    max_replicas: ByModel = Field(
+        None,
+        validate_default=True,
+        description="up to so many replicas when adapters in use outgrow the slot pools, requests "
+        "wait, or seats or KV pages run out; down again to `LORIKEET_REPLICAS` after minutes "
+        "without; or of some base models, `a=8`",
     )
     gateways: int = Field(1, ge=1, description="gateway replicas")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the engine runs")
@@ -108,8 +143,10 @@ class Settings(BaseModel):
     adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of adapters on the device; auto: the base model's"
     )
-    context: int | None = Field(
-        None, ge=1, description="longest prompt plus output, tokens; default: the model's own"
+    context: ByModel = Field(
+        None,
+        validate_default=True,
+        description="longest prompt plus output, tokens; or of some base models, `a=8192`",
     )
     kv_memory: Memory = Field(
         "auto",
@@ -157,17 +194,22 @@ class Settings(BaseModel):
     )
     max_ongoing_requests: int = Field(512, ge=1, description="requests one replica takes at once")
 
+    def most_replicas(self, base_model: str) -> int:
+        """To which the replicas of one base model may grow."""
+        return self.max_replicas.get(base_model, self.replicas[base_model])
+
     @property
-    def most_replicas(self) -> int:
-        """Of one base model."""
-        return self.replicas if self.max_replicas is None else self.max_replicas
+    def most_engines(self) -> int:
+        """Of all base models, when each has as many as it may."""
+        return sum(map(self.most_replicas, self.base_models))
 
     @field_validator("max_replicas")
     @classmethod
-    def _at_least_replicas(cls, value: int | None, given: ValidationInfo) -> int | None:
-        least = given.data.get("replicas", 1)
-        if value is not None and value < least:
-            raise ValueError(f"want at least {_PREFIX}REPLICAS, which is {least}")
+    def _at_least_replicas(cls, value: dict[str, int], given: ValidationInfo) -> dict[str, int]:
+        replicas = given.data.get("replicas", {})
+        for name, most in value.items():
+            if most < replicas.get(name, 1):
+                raise ValueError(f"want at least {_PREFIX}REPLICAS, which is {replicas[name]}")
         return value
 
     @classmethod
@@ -188,7 +230,8 @@ class Settings(BaseModel):
         try:
             return cls.model_validate(given)
         except ValidationError as error:
-            raise InvalidSetting("; ".join(map(_describe, error.errors()))) from error
+            problems = dict.fromkeys(map(_describe, error.errors()))  # one for all base models
+            raise InvalidSetting("; ".join(problems)) from error
 
 
 def _describe(problem: Any) -> str:

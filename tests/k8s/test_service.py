@@ -208,9 +208,8 @@ def test_there_are_pods_for_every_gateway_and_engine(overlay: str) -> None:
     workers = groups(overlay)
     assert workers["gateways"]["replicas"] == parsed.gateways
     if "engines" in workers:
-        models = len(parsed.base_models)
-        assert workers["engines"]["replicas"] == parsed.replicas * models
-        assert workers["engines"]["maxReplicas"] == parsed.most_replicas * models
+        assert workers["engines"]["replicas"] == sum(parsed.replicas.values())
+        assert workers["engines"]["maxReplicas"] == parsed.most_engines
 
 
 @both

@@ -51,7 +51,8 @@ def replicas(monkeypatch: pytest.MonkeyPatch) -> Replicas:
 
 
 def deployment_of(**given: str) -> EngineDeployment:
-    return EngineDeployment(None, Settings.from_env(given))  # type: ignore[arg-type]
+    settings = Settings.from_env(given)
+    return EngineDeployment(None, settings, "lorikeet-demo")  # type: ignore[arg-type]
 
 
 def tick(

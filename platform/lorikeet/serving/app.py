@@ -54,15 +54,15 @@ def engine(settings: Settings, base_model: str) -> Application:
         },
         health_check_period_s=2,
         graceful_shutdown_timeout_s=_LONGEST_GENERATION_S,
-        **_replicas(settings),
+        **_replicas(settings.replicas[base_model], settings.most_replicas(base_model)),
     )(EngineReplica)
     return deployment.bind(base_model, settings)
 
 
-def _replicas(settings: Settings) -> dict[str, Any]:
-    if settings.most_replicas == settings.replicas:
-        return {"num_replicas": settings.replicas}
-    return {"autoscaling_config": autoscaling(settings.replicas, settings.most_replicas)}
+def _replicas(least: int, most: int) -> dict[str, Any]:
+    if most == least:
+        return {"num_replicas": least}
+    return {"autoscaling_config": autoscaling(least, most)}
 
 
 def controller(settings: Settings, engines: Mapping[str, Application]) -> Application:
@@ -170,8 +170,7 @@ class Gateway:
 
 def _most_generations(settings: Settings) -> int:
     """As many requests as a gateway's share of all engines can take, when there are the most."""
-    engines = settings.most_replicas * len(settings.base_models)
-    return max(1, settings.max_ongoing_requests * engines // settings.gateways)
+    return max(1, settings.max_ongoing_requests * settings.most_engines // settings.gateways)
 
 
 @contextmanager

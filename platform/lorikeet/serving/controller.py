@@ -39,7 +39,9 @@ class Controller:
     def __init__(self, settings: Settings, engines: Mapping[str, DeploymentHandle[Any]]) -> None:
         log_to_stderr()
         self._catalog = AdapterCatalog(open_store(settings.catalog))
-        self._deployments = [EngineDeployment(engine, settings) for engine in engines.values()]
+        self._deployments = [
+            EngineDeployment(engine, settings, name) for name, engine in engines.items()
+        ]
         self._reader = PromiseReader()
         self._promises = Promises(until=0.0)
         self._promises_seq = 0

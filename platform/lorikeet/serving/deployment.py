@@ -29,10 +29,11 @@ class EngineDeployment:
     survey and tell belong to the event loop, keep and prefetch to any thread, one at a time.
     """
 
-    def __init__(self, engine: DeploymentHandle[Any], settings: Settings) -> None:
+    def __init__(self, engine: DeploymentHandle[Any], settings: Settings, base_model: str) -> None:
         self.reports: list[ReplicaReport] = []
         self._engine = engine
-        self._least, self._scales = settings.replicas, settings.most_replicas > settings.replicas
+        self._least = settings.replicas[base_model]
+        self._scales = settings.most_replicas(base_model) > self._least
         self._roll_call = RollCall(_PATIENCE_S)
         self._prefetching = Prefetching()
         self._spares = False

@@ -30,7 +30,7 @@ def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
         dtype=_dtype(settings, device),
         adapter_dtype=_adapter_dtype(settings, device),
         kv_bytes=_memory(settings.kv_memory, _DEFAULT_KV[device]),
-        max_context=settings.context,
+        max_context=settings.context.get(base_model),
         max_batch_tokens=settings.max_batch_tokens,
         max_running=settings.max_running,
         max_batch_adapters=settings.max_batch_adapters,

@@ -17,8 +17,7 @@ behind Serve's own proxy.
 
 def pieces_per_s(settings: Settings) -> float:
     """A replica's share of what the gateways pass on."""
-    replicas = settings.most_replicas * len(settings.base_models)
-    return PIECES_PER_S * settings.gateways / replicas
+    return PIECES_PER_S * settings.gateways / settings.most_engines
 
 
 class Mailbox:
