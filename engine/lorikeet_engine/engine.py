@@ -3,6 +3,7 @@
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,8 +13,10 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.assembly import LoadModel, assemble
 from lorikeet_engine.batch_builder import build_batch, by_adapter
 from lorikeet_engine.costs import LoadCosts
+from lorikeet_engine.counts import EngineCounts
 from lorikeet_engine.deadlines import Deadlines
 from lorikeet_engine.drawing import Drawn, Draws, draw
+from lorikeet_engine.engine_counts import engine_counts
 from lorikeet_engine.engine_load import engine_load
 from lorikeet_engine.engine_settings import EngineSettings
 from lorikeet_engine.errors import (
@@ -35,6 +38,7 @@ from lorikeet_engine.sampling import Sampler
 from lorikeet_engine.scheduler import Bounds, Scheduler
 from lorikeet_engine.sequence import Chunk, Sequence
 from lorikeet_engine.slot_use import SlotUse
+from lorikeet_engine.step_counts import Launch, StepCounts
 
 __all__ = ["Engine", "EngineConfig", "EngineSettings"]
 
@@ -47,15 +51,16 @@ class _Flight:
 
     chunks: list[Chunk]
     draws: Draws
+    launch: Launch
     timed: TimedStep | None
 
 
 class Engine:
     """One base model, its adapters, and the requests in flight.
 
-    submit, abort, wake, residency, pin, unpin, prefetch, report, take_use and load may be called
-    from any thread; wait, step, fail_all and close from one alone, for instance EngineLoop's; news
-    from another, for instance Reporter's. changed: set when there may be news.
+    submit, abort, wake, residency, pin, unpin, prefetch, report, take_use, load and counts may be
+    called from any thread; wait, step, fail_all and close from one alone, for instance
+    EngineLoop's; news from another, for instance Reporter's. changed: set when there may be news.
     """
 
     def __init__(
@@ -90,24 +95,32 @@ class Engine:
         self._sampler = Sampler()
         self._flight: _Flight | None = None
         self._budget = parts.rank_budget
+        self._counts = StepCounts()
         self._begin()
         self._idle = True
         self._inbox = Inbox()
         self._deadlines = Deadlines(lambda t: self._scheduler.wait_s(t), self._tiers.load_s)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request) -> Residency | None:
         """Take a request; its tokens come out of the steps that follow.
 
-        max_tokens is cut to what the context leaves after each prompt. The context always fits
-        into the KV cache, so whatever is taken can run. A grammar is compiled here, which may take
-        a second; no step waits for it. Raises InvalidRequest, EngineClosed, and Overloaded where it
-        could not begin in nearly the time that it may wait.
+        Returns where its adapter is now, if it has one. max_tokens is cut to what the context
+        leaves after each prompt. The context always fits into the KV cache, so whatever is taken
+        can run. A grammar is compiled here, which may take a second; no step waits for it. Raises
+        InvalidRequest, EngineClosed, and Overloaded where it could not begin in nearly the time
+        that it may wait.
         """
         self._deadlines.check(request.terms)
         choices = self._intake.sequences(request)
+        found = self._tiers.residency(request.adapter) if request.adapter else None
+        for choice in choices:
+            choice.found = found
         self._inbox.submit(request.request_id, choices)
+        if found is not None:
+            self._counts.lookups.add(found)
         self._deadlines.add(choices)
         self.wake()
+        return found
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """End a request, or one of its choices, without an output; what has ended is left alone."""
@@ -200,6 +213,11 @@ class Engine:
         """What the engine does now."""
         return engine_load(self._inbox.submitted, self._scheduler, self._cache, self._tiers)
 
+    def counts(self) -> EngineCounts:
+        """What the engine has counted since it was started, and holds now."""
+        waiting = self._inbox.submitted
+        return engine_counts(waiting, self._scheduler, self._cache, self._tiers, self._counts)
+
     def news(self) -> EngineNews | None:
         """What has changed since the last call; everything at the first, None if nothing has."""
         moved, told = self._tiers.moved(), (self.load(), self._tiers.load_costs())
@@ -222,7 +240,9 @@ class Engine:
             settings.max_batch_tokens, settings.max_running, settings.max_batch_adapters
         )
         self._cache = KVCache(self._kv_pages, settings.page_size)
-        self._scheduler = Scheduler(bounds, self._cache, self._tiers, self.config.step_costs)
+        self._scheduler = Scheduler(
+            bounds, self._cache, self._tiers, self.config.step_costs, self._counts
+        )
 
     def _take_in(self) -> None:
         submitted, aborted = self._inbox.take()
@@ -241,12 +261,14 @@ class Engine:
     def _launch(self, chunks: list[Chunk], before: "_Flight | None") -> list[Output]:
         drawn = before.draws.tokens if before else None
         timed = self._budget.launched(chunks) if self._budget else None
+        launched_s = time.perf_counter()
         try:
             batch = build_batch(chunks, self._settings.page_size, self._device, drawn)
             logits = self._runner.forward(batch)
             sequences = [chunk.sequence for chunk in chunks if chunk.completes]
             draws = draw(self._sampler, logits, sequences, self._grammars, drawn)
-            self._flight = _Flight(chunks, draws, timed)
+            launch = Launch(launched_s, len(chunks), len(batch.segments or ()))
+            self._flight = _Flight(chunks, draws, launch, timed)
         except Exception as error:
             return self._step_failed(chunks, error)
         self._scheduler.launched(chunks)
@@ -257,6 +279,7 @@ class Engine:
             drawn = flight.draws.wait()
         except Exception as error:
             return self._step_failed(flight.chunks, error)
+        self._counts.read(flight.launch)
         if self._budget and flight.timed:
             self._budget.read(flight.timed)
         outputs: list[Output] = []
@@ -284,6 +307,7 @@ class Engine:
         course = sequence.course() if finish or sequence.first_s is None else None
         if token in sequence.stop_ids:
             return [Tokens(request_id, sequence.choice, (), finish, course=course)]
+        self._counts.told(sequence)
         told = (drawn.logprobs[row],) if row in drawn.logprobs else ()
         return [Tokens(request_id, sequence.choice, (token,), finish, told, course)]
 

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.counts import EngineCounts
 from lorikeet_engine.errors import EngineClosed
 from lorikeet_engine.intake import EngineConfig
 from lorikeet_engine.news import EngineNews
@@ -91,7 +92,7 @@ class EngineHost:
             return time.monotonic() - self._unanswered[0].at_s if self._unanswered else 0.0
 
     def submit(self, request: Request) -> Future[Residency | None]:
-        """Engine.submit; also says where the request's adapter was before, if it has one."""
+        """Engine.submit."""
         return self._call("submit", request)
 
     def abort(self, request_id: str, choice: int | None = None) -> Future[None]:
@@ -119,6 +120,10 @@ class EngineHost:
     def take_use(self) -> Future[list[SlotUse]]:
         """Engine.take_use."""
         return self._call("take_use")
+
+    def counts(self) -> Future[EngineCounts]:
+        """Engine.counts."""
+        return self._call("counts")
 
     def close(self) -> None:
         """Let the engine finish its step, fail what is in flight with EngineClosed, and end."""

@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lorikeet_engine.adapter import Residency
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import EngineError
 from lorikeet_engine.loop import EngineLoop
 from lorikeet_engine.reporter import Reporter
-from lorikeet_engine.request import Request
 from lorikeet_engine.wire import Outbox, Reply, to_rows
 
 _PR_SET_PDEATHSIG = 1
@@ -64,20 +62,15 @@ def _build(calls: Connection) -> tuple[Engine, float]:
     return build(), step_timeout_s
 
 
-def _submit(engine: Engine, request: Request) -> Residency | None:
-    found = engine.residency(request.adapter) if request.adapter else None
-    engine.submit(request)
-    return found
-
-
 _METHODS: Mapping[str, Callable[..., Any]] = {
-    "submit": _submit,
+    "submit": Engine.submit,
     "abort": Engine.abort,
     "pin": Engine.pin,
     "unpin": Engine.unpin,
     "prefetch": Engine.prefetch,
     "report": Engine.report,
     "take_use": Engine.take_use,
+    "counts": Engine.counts,
 }
 
 

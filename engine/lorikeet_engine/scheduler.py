@@ -16,6 +16,7 @@ from lorikeet_engine.kv_cache import KVCache
 from lorikeet_engine.pace import Pace
 from lorikeet_engine.request import Terms
 from lorikeet_engine.sequence import Chunk, Sequence
+from lorikeet_engine.step_counts import StepCounts
 from lorikeet_engine.waiting import Turns, Waiting
 
 
@@ -43,7 +44,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, bounds: Bounds, cache: KVCache, adapters: Adapters, costs: StepCosts
+        self,
+        bounds: Bounds,
+        cache: KVCache,
+        adapters: Adapters,
+        costs: StepCosts,
+        counts: StepCounts,
     ) -> None:
         self._bounds = bounds
         self._cache = cache
@@ -51,6 +57,7 @@ class Scheduler:
         self._prompt_token_s = costs.prompt_token_s
         self._accounts = Accounts()
         self._pace = Pace(costs)
+        self._counts = counts
         self.waiting = Waiting(self._accounts)
         self.running: list[Sequence] = []  # in the order of arrival
         self._admitted = 0  # sequences with adapters, so far
@@ -187,6 +194,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._free(sequence)
         sequence.preemptions += 1
+        self._counts.preemptions += 1
         self.waiting.add(sequence)
 
     def _take_turns(
@@ -256,6 +264,7 @@ class Scheduler:
             return
         sequence.begun_s = time.monotonic()
         sequence.cached_tokens = sequence.computed
+        self._counts.begun(sequence)
         if sequence.came_cold and sequence.adapter is not None:
             sequence.loaded_s = self._adapters.here_since_s(sequence.adapter)
 

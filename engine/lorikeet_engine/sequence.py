@@ -4,7 +4,7 @@ import time
 from array import array
 from typing import NamedTuple, Protocol
 
-from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.fairness import Account
 from lorikeet_engine.grammar import Matcher
 from lorikeet_engine.kv_cache import PrefixKeys
@@ -41,6 +41,7 @@ class Sequence:
     account, worth: its tenant's, and what it is expected to cost; set when it begins to wait.
     paid: so many tokens of its prompt were charged, or found in the cache before them.
     came_cold, loaded_s: whether its adapter was not on the GPU then, and when it came.
+    found: where its adapter was when the request came. told_s: when its last token was told.
     ended: it will never run again.
     """
 
@@ -80,6 +81,8 @@ class Sequence:
         self.paid = 0
         self.came_cold = False
         self.loaded_s: float | None = None
+        self.found: Residency | None = None
+        self.told_s: float | None = None
         self.begun_s: float | None = None
         self.first_s: float | None = None
         self.cached_tokens = self.preemptions = self.steps = 0

@@ -12,6 +12,7 @@ from lorikeet_engine.kv_cache import KVCache
 from lorikeet_engine.request import Request, SamplingParams, Terms
 from lorikeet_engine.scheduler import Bounds, Scheduler
 from lorikeet_engine.sequence import Sequence
+from lorikeet_engine.step_counts import StepCounts
 
 PAGE = 4
 COSTS = StepCosts()
@@ -96,7 +97,7 @@ class World:
         self.cache = KVCache(pages, PAGE)
         self.shelf = Shelf(places)
         self.bounds, self.ranks = Bounds(tokens, sequences, adapters), ranks
-        self.scheduler = Scheduler(self.bounds, self.cache, self.shelf, COSTS)
+        self.scheduler = Scheduler(self.bounds, self.cache, self.shelf, COSTS, StepCounts())
         self.arrivals = 0
         self.finished = {}
         self.failed = []

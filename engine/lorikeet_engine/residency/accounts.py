@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import LoadCosts
+from lorikeet_engine.counts import LOAD_S, Distribution, Histogram
 from lorikeet_engine.request import AdapterReport
 from lorikeet_engine.residency.copying import Copied, Copies
 from lorikeet_engine.residency.known import Known
@@ -44,6 +45,8 @@ class Accounts:
         self._itemsize = pool.weights.arena.itemsize
         self._known = Known()
         self._times = LoadTimes()
+        self._loads = {tier: Histogram(LOAD_S) for tier in Residency if tier is not Residency.GPU}
+        self.failures = 0  # loads that ended with an error
 
     def asked(self, ref: AdapterRef) -> None:
         """Somebody asks for it. On any thread."""
@@ -55,7 +58,11 @@ class Accounts:
 
     def landed(self, landing: Landing) -> None:
         """A load to the host or the disk is over."""
+        self.failures += landing.error is not None
+        if landing.download_s:
+            self._loads[Residency.REMOTE].add(landing.download_s)
         if landing.elements:
+            self._loads[Residency.DISK].add(landing.read_s)
             size_bytes = landing.elements * self._itemsize
             self.seen(landing.ref.digest, landing.elements)
             self._times.reads.add(landing.read_s, size_bytes)
@@ -64,11 +71,16 @@ class Accounts:
 
     def copied(self, copied: Copied) -> None:
         """A copy to the GPU is over."""
+        self._loads[Residency.HOST].add(copied.took_s)
         self._times.copies.add(copied.took_s, copied.elements * self._itemsize)
 
     def costs(self) -> LoadCosts:
         """What loads take, as far as it was measured."""
         return self._times.costs()
+
+    def loads(self) -> dict[Residency, Distribution]:
+        """What loads took, by the tier that they were from."""
+        return {tier: seconds.read() for tier, seconds in self._loads.items()}
 
     def copy_s(self, digest: str) -> float:
         """How long its copy from the host to the GPU takes."""
@@ -96,6 +108,27 @@ class Accounts:
         refs = self._known.refs() | {digest: r.ref for digest, r in residents.items()}
         reports = [self._report(ref, residents.get(digest)) for digest, ref in refs.items()]
         return tuple(r for r in reports if r.residency is not Residency.REMOTE)
+
+    def blocks(self) -> tuple[tuple[object, ...], ...]:
+        """Who lies where in the arena: rows of a MemoryMap. For any thread; holds up none."""
+        # In this order: who is evicted meanwhile has no place any more, or another has it.
+        residents, placed = self._residents.snapshot(), self._pool.placed()
+        size, keeps = self._itemsize, self._residents.keeps
+        return tuple(
+            (
+                resident.ref.tenant,
+                resident.ref.name,
+                resident.ref.version,
+                resident.ref.digest,
+                image.layout.max_rank,
+                resident.leases,
+                keeps(resident.ref.digest),
+                resident.arriving,
+                tuple((p.offset * size, (p.end - p.begin) * size) for p in image.pieces),
+            )
+            for resident in residents
+            if (image := placed.get(resident.slot)) and image.layout is resident.layout
+        )
 
     def _report(self, ref: AdapterRef, resident: Resident | None) -> AdapterReport:
         elements = resident.layout.elements if resident else 0

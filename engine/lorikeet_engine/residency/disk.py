@@ -19,13 +19,14 @@ from typing import Protocol
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import blob_digest
+from lorikeet_engine.counts import TierCounts
 from lorikeet_engine.errors import AdapterLoadFailed
+from lorikeet_engine.residency.disk_stock import FILE, DiskStock
 from lorikeet_engine.residency.journal import Note, unnoted
 
 log = logging.getLogger(__name__)
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_FILE = re.compile(r"[0-9a-f]{64}(\.[0-9a-f]{16})?")
 _PART = ".part"
 _LOCK = ".lock"
 _ABANDONED_S = 3600.0
@@ -69,6 +70,8 @@ class DiskCache:
         self._fingerprint = fingerprint
         self._note = note
         self._listed_ns = 0  # the folder's time when it was last listed; 0 to list it again
+        self._stock = DiskStock(folder, self._usable)
+        self._evictions = 0
         self._pins: dict[str, int] = {}  # digest → descriptor that holds the lock
         self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -91,9 +94,14 @@ class DiskCache:
             # Thousands of names: paths would take many times as long.
             names = os.listdir(self._folder)  # noqa: PTH208
         except FileNotFoundError:
-            return set()
+            names, folder_ns = [], 0
         self._listed_ns = folder_ns if time.time_ns() - folder_ns > _SETTLED_NS else 0
-        return {name[:64] for name in names if _FILE.fullmatch(name) and self._usable(name)}
+        return self._stock.take(names)
+
+    def counts(self) -> TierCounts:
+        """What `changed` saw last, and what this process has evicted."""
+        stock = self._stock
+        return TierCounts(stock.adapters, stock.bytes, self.budget_bytes, self._evictions)
 
     def fetch(self, ref: AdapterRef) -> None:
         """See that the blob is there, fetched and verified.
@@ -250,7 +258,7 @@ class DiskCache:
         for path in self._folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
                 stat = path.stat()
-                if _FILE.fullmatch(path.name):
+                if FILE.fullmatch(path.name):
                     files.append((stat.st_mtime_ns, stat.st_size, path))
         excess = sum(size for _, size, _ in files) - self.budget_bytes
         for _, size, path in sorted(files):
@@ -263,6 +271,7 @@ class DiskCache:
                 path.unlink(missing_ok=True)
                 os.close(descriptor)
                 self._note(path.name[:64])
+                self._evictions += self._usable(path.name) and not self.holds(path.name[:64])
                 excess -= size
                 log.info("disk_file_removed", extra={"file": path.name, "size_bytes": size})
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lorikeet_engine.counts import TierCounts
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.residency.blocks import FreeList
 from lorikeet_engine.residency.journal import Note, unnoted
@@ -42,11 +43,18 @@ class HostArena:
         self._pledges = Pledges(self.elements)
         self._images: dict[str, _Image] = {}  # least recently held first
         self.frees = 0  # grows whenever waiting for room may have become worthwhile
+        self._evictions = 0
 
     @property
     def pinnable_elements(self) -> int:
         """What pins can take in all."""
         return self._pledges.capacity
+
+    def counts(self) -> TierCounts:
+        """What it holds, images being written included, and what it has evicted."""
+        itemsize = self._arena.itemsize
+        used_bytes = (self.elements - self._blocks.free) * itemsize
+        return TierCounts(len(self._images), used_bytes, self.elements * itemsize, self._evictions)
 
     def holds(self, digest: str) -> bool:
         """Whether the image is there, whole."""
@@ -119,6 +127,7 @@ class HostArena:
         }
         if self._blocks.free + sum(evictable.values()) >= elements and evictable:
             self._drop(next(iter(evictable)))
+            self._evictions += 1
             return True
         # Pinned images may lie so that no hole is large enough.
         held = any(image.holders for image in self._images.values())

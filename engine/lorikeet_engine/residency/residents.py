@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.counts import TierCounts
 from lorikeet_engine.residency.eviction import EvictionPolicy, Use, Uses
 from lorikeet_engine.residency.journal import Note, unnoted
 from lorikeet_engine.residency.packing import PackedLayout
@@ -51,6 +52,7 @@ class Residents:
         self._uses = Uses()
         self._pledges = Pledges(pool.elements)
         self._note = note
+        self._evictions = 0
 
     @property
     def pinnable_elements(self) -> int:
@@ -67,6 +69,11 @@ class Residents:
             if digest not in pledges and resident.held_at(now_s)
         )
         return self._pool.elements - pledges.granted - held
+
+    def counts(self, itemsize: int) -> TierCounts:
+        """What is here or being copied here, and what was evicted. itemsize: bytes per element."""
+        used, room = self._pool.used_elements * itemsize, self._pool.elements * itemsize
+        return TierCounts(len(self._residents), used, room, self._evictions)
 
     def victim(self) -> tuple[int, float] | None:
         """Of the one to be evicted first: its elements, and how often it was used of late."""
@@ -268,6 +275,7 @@ class Residents:
 
     def _evict(self, resident: Resident) -> None:
         digest = resident.ref.digest
+        self._evictions += 1
         del self._residents[digest]
         self._held.pop(digest, None)
         self._unrank(resident)

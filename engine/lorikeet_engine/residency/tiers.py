@@ -20,6 +20,7 @@ import torch
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import LINEARS, AdapterLimits, BaseShape
 from lorikeet_engine.costs import LoadCosts
+from lorikeet_engine.counts import Distribution, TierCounts
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.request import AdapterReport
@@ -234,6 +235,23 @@ class Tiers:
         """Let it be evicted again; nothing happens without a pin."""
         self._pins.cancel(digest)
         self._wake()
+
+    def counts(self) -> dict[Residency, TierCounts]:
+        """What each tier holds, and what it evicted."""
+        return {
+            Residency.GPU: self._residents.counts(self.weights.arena.itemsize),
+            Residency.HOST: self._host.counts(),
+            Residency.DISK: self._disk.counts(),
+        }
+
+    def loads(self) -> dict[Residency, Distribution]:
+        """What loads took, by the tier that they were from."""
+        return self._accounts.loads()
+
+    @property
+    def load_failures(self) -> int:
+        """Loads that ended with an error."""
+        return self._accounts.failures
 
     def report(self) -> tuple[AdapterReport, ...]:
         """Every adapter that is nearer than remote, as far as this process has seen it."""
