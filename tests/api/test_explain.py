@@ -261,7 +261,7 @@ def test_it_is_kept_for_an_hour_and_within_its_bytes() -> None:
     explanations = Explanations(Peers(), kept_bytes=20_000, clock=lambda: now[0])
 
     def end(number: int) -> None:
-        with _ended(explanations, f"{number:032x}"):
+        with ended(explanations, f"{number:032x}"):
             pass
 
     def known(number: int) -> bool:
@@ -294,13 +294,13 @@ def test_it_costs_a_request_microseconds() -> None:
 def _seconds(explanations: Explanations, rounds: int) -> float:
     began = time.process_time()
     for number in range(rounds):
-        with _ended(explanations, f"{number:032x}"):
+        with ended(explanations, f"{number:032x}"):
             pass
     return time.process_time() - began
 
 
 @contextmanager
-def _ended(explanations: Explanations, request_id: str) -> Iterator[Trace]:
+def ended(explanations: Explanations, request_id: str) -> Iterator[Trace]:
     """A request with all that can be told of one."""
     trace = explanations.trace(request_id)
     trace.comes_from("acme", "key-1")

@@ -34,7 +34,8 @@ def create_app(services: Services) -> FastAPI:
     shares = Shares(services.name, services.gateways, time.monotonic())
     budget = Budget(services.written, services.written_s)
     admission = Admission(shares, budget, services.max_generations)
-    explanations = Explanations(services.peers)
+    traces = services.traces
+    explanations = Explanations(services.peers, listeners=[traces.ended] if traces else [])
     usage = UsageReports(services.catalog.store)
     reconciling = Reconciling(services.peers, shares, admission, budget)
 
@@ -47,11 +48,15 @@ def create_app(services: Services) -> FastAPI:
         finally:
             for task in tasks:
                 task.cancel()
+            if traces is not None:
+                await traces.close()
 
     app = FastAPI(
         title="Lorikeet",
         lifespan=lifespan,
         openapi_url=None,  # nothing is told to who has no key
+        # Its own would tell what exceptions say, and they may quote prompts: see api/tracing.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
         redirect_slashes=False,
     )
     app.add_middleware(RequestScope)

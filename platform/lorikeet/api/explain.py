@@ -7,7 +7,7 @@ import marshal
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -23,13 +23,15 @@ KEPT_BYTES = 64 * 2**20
 """Of packed records and their place, some 800 bytes a request: an hour of 23 requests a second."""
 _PLACE_BYTES = 300  # an id, a time and the entry of a dict
 _QUESTION = "explain"
+Listener = Callable[[Trace, Record], None]
 _ID = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{32})(?:-[0-9])?")
 
 
 class Explanations:
     """The requests of one gateway: those that run, and the last ones that ended. One event loop.
 
-    An ended one is kept for an hour, or until newer ones need its room.
+    An ended one is kept for an hour, or until newer ones need its room. listeners: told of each
+    request that is over.
     """
 
     def __init__(
@@ -37,17 +39,24 @@ class Explanations:
         peers: Peers,
         kept_bytes: int = KEPT_BYTES,
         clock: Callable[[], float] = time.monotonic,
+        listeners: Sequence[Listener] = (),
     ) -> None:
         self._peers, self._clock = peers, clock
+        self._listeners = listeners
         self._kept_bytes = kept_bytes
         self._running: dict[str, Trace] = {}
         self._ended: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
         self._bytes = 0
         peers.answers(_QUESTION, self._answer)
 
-    def trace(self, request_id: str) -> Trace:
+    def trace(self, request_id: str, path: str = "", traceparent: str | None = None) -> Trace:
         """Of a request that has just come."""
-        return Trace(request_id, self._begin, self._end)
+        return Trace(request_id, self._begin, self._end, path, traceparent)
+
+    @property
+    def open(self) -> int:
+        """How many requests run."""
+        return len(self._running)
 
     async def find(self, said_id: str, tenant: str | None = None) -> Json:
         """What any gateway knows of a request; tenant: only if it is this one's.
@@ -93,9 +102,16 @@ class Explanations:
 
     def _end(self, trace: Trace) -> None:
         self._running.pop(trace.request_id, None)
+        record = trace.record()
+        if trace.tenant:  # nobody could ask about the others
+            self._keep(trace.request_id, record)
+        for listener in self._listeners:
+            listener(trace, record)
+
+    def _keep(self, request_id: str, record: Record) -> None:
         now_s = self._clock()
-        packed = marshal.dumps(trace.record()[:])  # a plain tuple, which marshal wants
-        self._ended[trace.request_id] = now_s, packed
+        packed = marshal.dumps(record[:])  # a plain tuple, which marshal wants
+        self._ended[request_id] = now_s, packed
         self._bytes += len(packed) + _PLACE_BYTES
         self._forget(now_s - KEPT_S)
 

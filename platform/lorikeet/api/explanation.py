@@ -23,7 +23,7 @@ def explain(request_id: str, record: Record, *, for_admin: bool) -> Json:
     stages are told. Only admins are told of other requests: what the router expected, and how many
     ran and waited at the replica.
     """
-    slowest = _slowest(record)
+    slowest = slowest_course(record)
     told = {
         "id": request_id,
         "came": record.came,
@@ -34,11 +34,11 @@ def explain(request_id: str, record: Record, *, for_admin: bool) -> Json:
         "adapter": record.adapter,
         "digest": record.digest,
         "stream": record.stream,
-        "outcome": _outcome(record),
+        "outcome": outcome_of(record),
         "code": record.code,
         "param": record.param,
         "total_ms": _ms(record.until_s),
-        "first_token_ms": _ms(_first_token_s(record, slowest)),
+        "first_token_ms": _ms(first_token_s(record, slowest)),
         "stages": [{"stage": name, "ms": _ms(took_s)} for name, took_s in _stages(record, slowest)],
         "replica": record.replica,
         "residency": None if record.tier is None else str(Residency(record.tier)),
@@ -56,7 +56,8 @@ def explain(request_id: str, record: Record, *, for_admin: bool) -> Json:
     return told
 
 
-def _outcome(record: Record) -> str:
+def outcome_of(record: Record) -> str:
+    """running, finished, refused, failed, or client left."""
     if not record.over:
         return "running"
     if record.code is not None:
@@ -65,12 +66,14 @@ def _outcome(record: Record) -> str:
     return "finished" if record.tokens is not None else "client left"
 
 
-def _slowest(record: Record) -> Course | None:
+def slowest_course(record: Record) -> Course | None:
+    """Of the choices of an answer that was made to its end, what the longest went through."""
     courses = [Course(*each) for each in record.courses]
-    return max(courses, key=_took_s, default=None)
+    return max(courses, key=engine_s, default=None)
 
 
-def _took_s(course: Course) -> float:
+def engine_s(course: Course) -> float:
+    """In the engine, seconds."""
     return course.queued_s + course.prefill_s + course.decode_s
 
 
@@ -86,7 +89,7 @@ def _stages(record: Record, slowest: Course | None) -> list[tuple[str, float]]:
     if slowest is not None:
         return [
             *stages,
-            ("way", max(0.0, end_s - taken_s - _took_s(slowest))),
+            ("way", max(0.0, end_s - taken_s - engine_s(slowest))),
             ("queue", max(0.0, slowest.queued_s - slowest.load_s)),
             ("adapter", slowest.load_s),
             ("prefill", slowest.prefill_s),
@@ -97,7 +100,7 @@ def _stages(record: Record, slowest: Course | None) -> list[tuple[str, float]]:
     return [*stages, ("first bytes", record.first_s - taken_s), ("rest", end_s - record.first_s)]
 
 
-def _first_token_s(record: Record, slowest: Course | None) -> float | None:
+def first_token_s(record: Record, slowest: Course | None) -> float | None:
     """Measured where the answer is a stream; else what was left to generate is taken off."""
     if record.stream or slowest is None:
         return record.first_s if record.stream else None

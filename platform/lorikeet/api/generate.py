@@ -44,7 +44,8 @@ def generate_routes(
         return await generate(request, CompletionRequest)
 
     async def generate(request: Request, schema: type[GenerateRequest]) -> Generation:
-        trace = explanations.trace(request_id_of(request))
+        traceparent = request.headers.get("traceparent")
+        trace = explanations.trace(request_id_of(request), request.url.path, traceparent)
         with trace.asking():
             return await understand(request, schema, trace)
 

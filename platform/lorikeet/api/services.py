@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from lorikeet.api.messages import Call, Refusal, StreamItem, Trial, TrialResult
 from lorikeet.api.peers import Peers
@@ -16,6 +16,9 @@ from lorikeet_engine.adapter_format import (
     AdapterMemory,
     BaseShape,
 )
+
+if TYPE_CHECKING:  # its libraries are wanted only where traces are
+    from lorikeet.api.tracing.export import Traces
 
 
 class EngineClient(Protocol):
@@ -57,6 +60,7 @@ class Services:
     of this gateway. peers: the other gateways. written: what tenants have used, for their
     budgets; what they used in the last written_s seconds may be missing in it.
     max_queue_s: how long a request may wait for its turn on a replica; None: as long as it takes.
+    traces: where requests that are over are told; None: nowhere.
     """
 
     catalog: AdapterCatalog
@@ -74,3 +78,4 @@ class Services:
     written: Written | None = None
     written_s: float = 30.0
     max_queue_s: float | None = None
+    traces: "Traces | None" = None

@@ -21,23 +21,28 @@ _SHOWN_MODEL = 200  # characters of a name that may be nobody's
 
 
 class Try(NamedTuple):
-    """An Attempt. taken_s: as in Record. weighed: name, tier and routing's Cost of each replica."""
+    """An Attempt. weighed: name, tier and routing's Cost of each replica.
+
+    taken_s, failed_s: as Record's times.
+    """
 
     request_id: str
     replica: str | None
     taken_s: float | None
     failure: str | None
     weighed: tuple[tuple[str, int, tuple[float, ...]], ...]
+    failed_s: float | None
 
 
 class Record(NamedTuple):
     """A request as it is kept: plain values alone, which are small and quickly packed.
 
     came: Unix seconds. Other times are seconds from then on: entered_s, when it was understood and
-    sent on; first_s, when the answer's first bytes were there; until_s, when it was over, or if it
-    is not, now. code, param: of the error that ended it. replica, tier, load_s, and running and
-    waiting there: the Header's. tokens, courses: the Closing's, of an answer that was made to its
-    end; tokens are prompt, cached and output. tries, courses: fields of Try and of Course.
+    sent on; found_s, when a replica had handed it to its engine and said so; first_s, when the
+    answer's first bytes were there; until_s, when it was over, or if it is not, now. code, param:
+    of the error that ended it. replica, tier, load_s, and running and waiting there: the Header's.
+    tokens, courses: the Closing's, of an answer that was made to its end; tokens are prompt, cached
+    and output. tries, courses: fields of Try and of Course.
     """
 
     came: float
@@ -49,6 +54,7 @@ class Record(NamedTuple):
     digest: str | None
     stream: bool
     entered_s: float | None
+    found_s: float | None
     first_s: float | None
     until_s: float
     over: bool
@@ -67,20 +73,28 @@ class Record(NamedTuple):
 class Trace(Companion):
     """Follows one request from its first line to its end.
 
-    running: called when its call begins. ended: called when it is over; of what was refused before
-    anybody knew whose it is, nothing is told.
+    running: called when its call begins. ended: called when it is over; what was refused before
+    anybody knew whose it is has no tenant. path, traceparent: of the HTTP request; the latter is
+    what a caller says of a trace of its own.
     """
 
     def __init__(
-        self, request_id: str, running: Callable[["Trace"], None], ended: Callable[["Trace"], None]
+        self,
+        request_id: str,
+        running: Callable[["Trace"], None],
+        ended: Callable[["Trace"], None],
+        path: str = "",
+        traceparent: str | None = None,
     ) -> None:
         self.request_id = request_id
+        self.path, self.traceparent = path, traceparent
         self.tenant = ""
         self._running, self._ended = running, ended
         self._came, self._came_s = time.time(), time.monotonic()
         self._key_id = self._model = self._base_model = ""
         self._call: Call | None = None
         self._entered_s: float | None = None
+        self._found_s: float | None = None
         self._first_s: float | None = None
         self._over_s: float | None = None
         self._sent_s = 0.0  # when the last attempt began
@@ -132,6 +146,8 @@ class Trace(Companion):
             case Attempt():
                 self._tried(item)
             case Header():
+                if item.load_s is None:
+                    self._found_s = self._now_s()
                 self._header = item
                 self._load = item.news.load if item.news else self._load
             case Closing():
@@ -159,6 +175,7 @@ class Trace(Companion):
             adapter.digest if adapter else None,
             call.stream if call else False,
             self._entered_s,
+            self._found_s,
             self._first_s,
             self._now_s() if self._over_s is None else self._over_s,
             self._over_s is not None,
@@ -179,15 +196,17 @@ class Trace(Companion):
     def _tried(self, attempt: Attempt) -> None:
         earlier = self._tries.get(attempt.request_id)
         taken_s = None if attempt.replica is None else self._sent_s + attempt.waited_s
+        failed_s = None if attempt.failure is None else self._now_s()
         self._tries[attempt.request_id] = Try(
             attempt.request_id,
             attempt.replica,
             earlier.taken_s if earlier else taken_s,
             attempt.failure,
             tuple((name, int(tier), tuple(cost)) for name, tier, cost in attempt.weighed),
+            failed_s,
         )
-        if attempt.failure is not None:
-            self._sent_s = self._now_s()
+        if failed_s is not None:
+            self._sent_s = failed_s
 
     def _end(self, error: BaseException | None) -> None:
         self._over_s = self._now_s()
@@ -197,8 +216,7 @@ class Trace(Companion):
             self._code = LorikeetError.code
         elif self._lost_in_mid_stream():
             self._code = Unavailable.code
-        if self.tenant:
-            self._ended(self)
+        self._ended(self)
 
     def _lost_in_mid_stream(self) -> bool:
         last = next(reversed(self._tries.values()), None)

@@ -1,0 +1,200 @@
+"""The spans of one request, made when it is over.
+
+    POST /v1/chat/completions     the gateway's: from the first line to the end
+    ├── understand                key, limits, body, model
+    └── attempt                   one for each replica that was tried
+        ├── route                 until one had room for it
+        └── chat                  that replica's, from then on
+            ├── adapter           until the adapter was there; these four by the engine's clock
+            ├── queue             until the first step
+            ├── prefill           until the first token
+            └── generate
+
+What the last four leave uncovered are prompts becoming tokens, tokens becoming text, and the way
+between processes. Of several choices they show the one that took longest. The engine tells how long
+each took and the gateway notes when it heard that the engine had begun, so they may stand as late
+as a message took. Names are OpenTelemetry's (HTTP and GenAI conventions) where it has any. A record
+holds no prompt, answer or key, so neither do spans.
+"""
+
+from functools import lru_cache
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from lorikeet.api.errors import OK, status_of
+from lorikeet.api.explanation import engine_s, outcome_of, slowest_course
+from lorikeet.api.trace import Record, Trace, Try
+from lorikeet.api.tracing.sampling import Origin
+from lorikeet_engine.adapter import Residency
+
+Attributes = dict[str, str | int | float | bool | None]
+
+_SCOPE = InstrumentationScope("lorikeet")
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_IDS = RandomIdGenerator()
+
+
+def gateway_resource(name: str) -> Resource:
+    """Who makes a gateway's spans; OTEL_RESOURCE_ATTRIBUTES adds to it."""
+    return Resource.create(_service("lorikeet-gateway", name))
+
+
+@lru_cache(maxsize=1024)
+def replica_resource(name: str, base_model: str) -> Resource:
+    """Whose the spans of a replica are, although its gateway makes them."""
+    return Resource(_service("lorikeet-engine", name) | {"lorikeet.base_model": base_model})
+
+
+def spans_of(origin: Origin, trace: Trace, record: Record, gateway: Resource) -> list[ReadableSpan]:
+    """The whole tree; parents come before their children."""
+    spans = _Spans(origin.trace_id, round(record.came * 1e9))
+    operation = _OPERATIONS.get(trace.path, "")
+    failure = record.code if outcome_of(record) == "failed" else None
+    root = spans.add(
+        f"POST {trace.path}",
+        origin.parent,
+        (0.0, record.until_s),
+        gateway,
+        kind=SpanKind.SERVER,
+        attributes=_request(trace, record, operation) | _answer(record),
+        failure=failure,
+    )
+    sent_s = record.until_s if record.entered_s is None else record.entered_s
+    spans.add("understand", root, (0.0, sent_s), gateway)
+    for tried in (Try(*each) for each in record.tries):
+        end_s = record.until_s if tried.failed_s is None else tried.failed_s
+        taken_s = end_s if tried.taken_s is None else min(tried.taken_s, end_s)
+        attempt = spans.add(
+            "attempt",
+            root,
+            (sent_s, end_s),
+            gateway,
+            kind=SpanKind.CLIENT,
+            attributes={"lorikeet.request_id": tried.request_id, "lorikeet.replica": tried.replica},
+            failure=tried.failure,
+        )
+        spans.add("route", attempt, (sent_s, taken_s), gateway)
+        if tried.replica is not None:
+            there = replica_resource(tried.replica, record.base_model)
+            _add_replica(spans, attempt, record, operation, (taken_s, end_s), there)
+        sent_s = end_s
+    return spans.made
+
+
+class _Spans:
+    """The spans of one trace. Times are seconds from `came_ns` on, as a Record's."""
+
+    def __init__(self, trace_id: int, came_ns: int) -> None:
+        self._trace_id, self._came_ns = trace_id, came_ns
+        self.made: list[ReadableSpan] = []
+
+    def add(
+        self,
+        name: str,
+        parent: SpanContext | None,
+        during: tuple[float, float],
+        resource: Resource,
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Attributes | None = None,
+        failure: str | None = None,
+    ) -> SpanContext:
+        """Its context, for its children."""
+        context = SpanContext(self._trace_id, _IDS.generate_span_id(), False, _SAMPLED)
+        begin_s, end_s = during
+        # Not by a tracer: those follow code as it runs, and here everything has happened.
+        span = ReadableSpan(
+            name,
+            context,
+            parent,
+            resource,
+            {key: value for key, value in (attributes or {}).items() if value is not None},
+            kind=kind,
+            status=Status() if failure is None else Status(StatusCode.ERROR, failure),
+            start_time=self._came_ns + round(begin_s * 1e9),
+            end_time=self._came_ns + round(end_s * 1e9),
+            instrumentation_scope=_SCOPE,
+        )
+        self.made.append(span)
+        return context
+
+
+def _add_replica(
+    spans: _Spans,
+    attempt: SpanContext,
+    record: Record,
+    operation: str,
+    during: tuple[float, float],
+    there: Resource,
+) -> None:
+    taken_s, end_s = during
+    course = slowest_course(record) if end_s == record.until_s else None  # none if it failed
+    replica = spans.add(
+        operation,
+        attempt,
+        during,
+        there,
+        kind=SpanKind.SERVER,
+        attributes=_answer(record) if course else None,
+    )
+    if course is None or record.found_s is None:
+        return
+    at_s = max(taken_s, min(record.found_s, end_s - engine_s(course)))
+    for stage, took_s in (
+        ("adapter", course.load_s),
+        ("queue", course.queued_s - course.load_s),
+        ("prefill", course.prefill_s),
+        ("generate", course.decode_s),
+    ):
+        then_s = min(at_s + took_s, end_s)
+        spans.add(stage, replica, (at_s, then_s), there)
+        at_s = then_s
+
+
+def _request(trace: Trace, record: Record, operation: str) -> Attributes:
+    """What was asked, and how it ended."""
+    status = OK if record.first_s is not None else record.code and status_of(record.code)
+    return {
+        "http.request.method": "POST",
+        "http.route": trace.path,
+        "http.response.status_code": status,
+        "error.type": record.code,
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "lorikeet",
+        "gen_ai.request.model": record.model or None,
+        "gen_ai.request.stream": record.stream,
+        "gen_ai.response.model": record.adapter or record.base_model or None,
+        "gen_ai.response.time_to_first_chunk": record.first_s if record.stream else None,
+        "lorikeet.request_id": trace.request_id,
+        "lorikeet.tenant": record.tenant,
+        "lorikeet.outcome": outcome_of(record),
+    }
+
+
+def _answer(record: Record) -> Attributes:
+    """Who answered, with what, and what it took."""
+    prompt, cached, output = record.tokens or (None, None, None)
+    return {
+        "gen_ai.usage.input_tokens": prompt,
+        "gen_ai.usage.cache_read.input_tokens": cached,
+        "gen_ai.usage.output_tokens": output,
+        "lorikeet.base_model": record.base_model or None,
+        "lorikeet.adapter": record.adapter,
+        "lorikeet.digest": record.digest,
+        "lorikeet.residency": None if record.tier is None else str(Residency(record.tier)),
+        "lorikeet.replica": record.replica,
+        "lorikeet.choices": len(record.courses) or None,
+    }
+
+
+def _service(name: str, instance: str) -> dict[str, str]:
+    return {
+        "service.namespace": "lorikeet",
+        "service.name": name,
+        "service.instance.id": instance,
+    }
