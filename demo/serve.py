@@ -16,9 +16,11 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from demo.fill import ADMIN_KEY, DemoKeys, fill_catalog
 from demo.tasks import TASKS
+from lorikeet.cli.server import DEFAULT_SERVER
 from lorikeet.errors import LorikeetError
 from lorikeet.settings import Settings
 
@@ -30,15 +32,17 @@ _STOP_TIMEOUT_S = 60
 
 def main() -> int:
     """Run the demo until Ctrl-C; the exit status is for the shell."""
-    if _port_taken():
-        print(
-            f"Something already answers on {ADDRESS}: stop it first (Ctrl-C where it runs, or "
-            "`.venv/bin/ray stop`).",
-            file=sys.stderr,
-        )
-        return 1
     try:
-        keys = fill_catalog(Settings.from_env(), KEYS)
+        settings = Settings.from_env()
+        admin = f"http://{settings.admin_address}"
+        if taken := next(filter(_answers, (ADDRESS, admin)), None):
+            print(
+                f"Something already answers on {taken}: stop it first (Ctrl-C where it runs, or "
+                "`.venv/bin/ray stop`).",
+                file=sys.stderr,
+            )
+            return 1
+        keys = fill_catalog(settings, KEYS)
     except LorikeetError as error:
         print(error, file=sys.stderr)
         return 1
@@ -51,7 +55,7 @@ def main() -> int:
         signal.signal(ending, lambda *_: _interrupt())
     try:
         if _wait_until_ready(process):
-            _greet(keys)
+            _greet(keys, admin)
             return process.wait()
         print("The service did not start: look for start_failed above.", file=sys.stderr)
         return _stop(process) or 1
@@ -74,9 +78,13 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def _port_taken() -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", 8000)) == 0
+def _answers(address: str) -> bool:
+    url = urlsplit(address)
+    try:
+        socket.create_connection((url.hostname, url.port), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 def _wait_until_ready(process: "subprocess.Popen[bytes]") -> bool:
@@ -106,9 +114,10 @@ def _stop(process: "subprocess.Popen[bytes]") -> int:
     return 0
 
 
-def _greet(keys: DemoKeys) -> None:
+def _greet(keys: DemoKeys, admin: str) -> None:
     first = next(task for task in TASKS if task.model == "kestrel/intake")
-    print(f"\nLorikeet is ready at {ADDRESS}\n\nTenants and their keys:")
+    print(f"\nLorikeet is ready at {ADDRESS}, for administrators at {admin}")
+    print("\nTenants and their keys:")
     for tenant, key in keys.tenants.items():
         print(f"  {tenant:<10} {key}")
     print("\nModels: lorikeet-demo, and the fine-tunes")
@@ -118,6 +127,8 @@ def _greet(keys: DemoKeys) -> None:
     print("\nTry:\n")
     print(_curl(keys.tenants[first.tenant], first.model, first.example.prompt))
     print("\nAs an administrator, in another terminal:\n")
+    if admin != DEFAULT_SERVER:
+        print(f"  export LORIKEET_SERVER={admin}")
     print(f"  export LORIKEET_ADMIN_KEY=$(cat {KEYS / ADMIN_KEY})")
     print("  .venv/bin/lorikeet list\n\nCtrl-C stops the service.", flush=True)
 

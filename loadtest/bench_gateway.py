@@ -32,10 +32,10 @@ import psutil
 from ray import serve
 
 from loadtest.fleet.adapters import fill_catalog, model_name
-from loadtest.fleet.service import ROOT, cluster
+from loadtest.fleet.service import ROOT, cluster, free_port
 from loadtest.replay import TOKEN, Bare, Replay
 from lorikeet.serving.app import controller, engine, gateway
-from lorikeet.settings import Settings
+from lorikeet.settings import Address, Settings
 
 MOST_ADDED_S = 4e-3
 LEAST_TOKENS_PER_S = 20_000
@@ -203,6 +203,7 @@ def measure(proxy: str, given: argparse.Namespace) -> bool:
         settings = Settings(
             catalog=f"{folder}/catalog",
             cache_dir=Path(folder) / "cache",
+            admin_address=Address("127.0.0.1", free_port()),
             base_models={BASE_MODEL: ROOT / "demo/model"},
             replicas=1,
         )

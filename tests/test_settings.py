@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,15 @@ def test_sizes_and_shares_of_memory():
 def test_memory_is_chosen_by_the_device_unless_it_is_given():
     assert Settings.from_env({}).kv_memory == "auto"
     assert Settings.from_env({"LORIKEET_KV_MEMORY": "auto"}).kv_memory == "auto"
+
+
+@pytest.mark.parametrize(
+    ("given", "host"),
+    [("0.0.0.0:80", "0.0.0.0"), ("[::1]:80", "::1"), ("admin.lan:80", "admin.lan")],
+)
+def test_an_address_to_listen_at(given, host):
+    address = Settings.from_env({"LORIKEET_ADMIN_ADDRESS": given}).admin_address
+    assert (address.host, address.port, str(address)) == (host, 80, given)
 
 
 def test_there_are_as_many_replicas_as_asked_for_unless_there_may_be_more():
@@ -70,12 +80,20 @@ def test_each_base_model_may_have_numbers_of_its_own():
         ("LORIKEET_IMPORT_FROM", "s3://ok/x,https://example.com", "s3://bucket/prefix"),
         ("LORIKEET_IMPORT_FROM", "s3://", "s3://bucket/prefix"),
         ("LORIKEET_DEVICE", "tpu", "cuda"),
+        ("LORIKEET_ADMIN_ADDRESS", "8001", "host:port"),
+        ("LORIKEET_ADMIN_ADDRESS", "127.0.0.1", "host:port"),
+        ("LORIKEET_ADMIN_ADDRESS", "127.0.0.1:0", "host:port"),
+        ("LORIKEET_ADMIN_ADDRESS", "127.0.0.1:65536", "host:port"),
+        ("LORIKEET_ADMIN_ADDRESS", "::1:8001", r"\[::1\]:8001"),
+        ("LORIKEET_ADMIN_ADDRESS", "[::1::2]:8001", "permitted"),
+        ("LORIKEET_ADMIN_ADDRESS", "a..b:8001", "host:port"),
+        ("LORIKEET_ADMIN_ADDRESS", "http://localhost:8001", "host:port"),
         ("LORIKEET_INTER_TOKEN_GOAL_MS", "0", "greater than 0"),
         ("LORIKEET_INTER_TOKEN_GOAL_MS", "soon", "number"),
     ],
 )
 def test_a_bad_value_is_named_with_what_is_wanted(name, value, want):
-    with pytest.raises(InvalidSetting, match=f"{name}={value!r}.*{want}") as refused:
+    with pytest.raises(InvalidSetting, match=f"{name}={re.escape(repr(value))}.*{want}") as refused:
         Settings.from_env({name: value})
     assert "Value error" not in refused.value.message
 
@@ -101,4 +119,4 @@ def test_a_variable_that_is_set_but_empty_is_no_default(name, value):
 
 
 def test_the_command_lines_own_variables_are_left_alone():
-    Settings.from_env({"LORIKEET_ADMIN_KEY": "lk_x", "LORIKEET_SERVER": "http://127.0.0.1:8000"})
+    Settings.from_env({"LORIKEET_ADMIN_KEY": "lk_x", "LORIKEET_SERVER": "http://127.0.0.1:8001"})

@@ -9,11 +9,11 @@ import numpy as np
 from loadtest.fleet.adapters import Stock, number_of
 from loadtest.fleet.client import send
 from loadtest.fleet.pacing import Pace
-from loadtest.fleet.service import OURS, ROOT
+from loadtest.fleet.service import OURS, ROOT, free_port
 from loadtest.simulator.baselines import PowerOfTwo
 from loadtest.simulator.trial import measure
 from lorikeet.routing.costs import H200_LLAMA_8B
-from lorikeet.settings import Settings
+from lorikeet.settings import Address, Settings
 from lorikeet.simulator.fleet import Fleet
 from lorikeet.simulator.outcome import Outcome, count
 from lorikeet.simulator.traffic import Requests, Scenario
@@ -44,6 +44,7 @@ def settings_of(scenario: Scenario, folder: Path) -> Settings:
     return Settings(
         catalog=str(folder / "catalog"),
         cache_dir=folder / "cache",
+        admin_address=Address("127.0.0.1", free_port()),
         base_models={"lorikeet-demo": ROOT / "demo/model"},
         replicas=scenario.replicas,
         kv_memory=64 << 20,

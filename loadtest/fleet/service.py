@@ -54,9 +54,7 @@ class UnplannedReplica(PacedReplica):
 @contextmanager
 def cluster() -> Iterator[str]:
     """Ray and Serve on this machine; the address where the service will be."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     os.environ.update(_ENVIRONMENT)
     ray.init(
         "local",
@@ -71,6 +69,14 @@ def cluster() -> Iterator[str]:
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+def free_port() -> int:
+    """One of this machine's that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 @contextmanager

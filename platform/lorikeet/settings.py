@@ -1,11 +1,12 @@
 """Every setting of the service, parsed once from the environment."""
 
 import difflib
+import ipaddress
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
@@ -21,6 +22,7 @@ from lorikeet.errors import InvalidSetting
 
 _PREFIX = "LORIKEET_"
 _CLIENT_VARIABLES = frozenset({"LORIKEET_SERVER", "LORIKEET_ADMIN_KEY"})  # read by the CLI alone
+_LABEL = "[A-Za-z0-9-]{1,63}"  # of a host's name
 _UNITS = {
     "": 1,
     "B": 1,
@@ -105,6 +107,28 @@ def _parse_prefixes(value: object) -> object:
     return prefixes
 
 
+class Address(NamedTuple):
+    """Where to listen. host: a name or an IP address, without the brackets around IPv6."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def _parse_address(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    host = rf"\[([0-9A-Fa-f:.]+)\]|({_LABEL}(?:\.{_LABEL})*)"
+    match = re.fullmatch(rf"(?:{host}):(\d+)", value.strip())
+    if match is None or not 1 <= int(match[3]) <= 65_535:
+        raise ValueError("want host:port such as 127.0.0.1:8001 or [::1]:8001")
+    if match[1] is not None:
+        ipaddress.IPv6Address(match[1])
+    return Address(match[1] or match[2], int(match[3]))
+
+
 Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
 Memory = Annotated[int | float | Literal["auto"], BeforeValidator(_parse_memory)]
 """Bytes as an int, a share of the device's free memory as a float in (0, 1], or auto."""
@@ -142,6 +166,11 @@ class Settings(BaseModel):
     )
     adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of adapters on the device; auto: the base model's"
+    admin_address: Annotated[Address, BeforeValidator(_parse_address)] = Field(
+        Address("127.0.0.1", 8001),
+        description="host:port where each gateway serves its admin API and metrics, beside the "
+        "tenants' API; the gateways of one host share it",
+    )
     )
     context: ByModel = Field(
         None,

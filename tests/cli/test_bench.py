@@ -31,7 +31,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 def command(gateway: Gateway, *options: str) -> list[str]:
     keys = str(gateway.folder / "keys.json")
-    return ["--server", gateway.url, "bench", "isolation", "--keys", keys, *options]
+    return ["bench", "isolation", "--url", gateway.url, "--keys", keys, *options]
 
 
 def run(gateway: Gateway, *options: str) -> Result:

@@ -6,9 +6,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from fastapi import FastAPI
 from typer.testing import CliRunner, Result
 
 from lorikeet.cli import app
+from lorikeet.serving.doors import PublicDoor
+from tests.api.conftest import listening
 from tests.cli.conftest import Lorikeet
 
 
@@ -44,6 +47,13 @@ def test_an_address_that_cannot_be_one_is_said(lorikeet: Lorikeet) -> None:
 def test_a_server_that_is_not_lorikeet_is_recognised(stranger: str) -> None:
     said = sentence(run("--server", stranger, "--key", "lk_x", "list"))
     assert "is that the gateway's address?" in said
+
+
+def test_the_tenants_door_is_told_from_the_admins() -> None:
+    with listening(PublicDoor(FastAPI())) as url:
+        assert f"is {url} the admin door?" in sentence(
+            run("--server", url, "--key", "lk_x", "list")
+        )
 
 
 def test_a_wrong_key_is_said_in_the_servers_words(lorikeet: Lorikeet) -> None:

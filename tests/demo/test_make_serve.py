@@ -75,10 +75,11 @@ def test_one_command_serves_the_line_it_prints_works_and_ctrl_c_ends_it(demo):
     assert ready_s < 60
 
 
-def test_a_taken_port_is_said_and_nothing_is_started(tmp_path):
+@pytest.mark.parametrize("port", [8000, 8001])
+def test_a_taken_port_is_said_and_nothing_is_started(tmp_path, port):
     with socket.socket() as squatter:
         squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        squatter.bind(("127.0.0.1", 8000))
+        squatter.bind(("127.0.0.1", port))
         squatter.listen()
         ended = subprocess.run(
             [sys.executable, "-m", "demo.serve"],
@@ -90,5 +91,5 @@ def test_a_taken_port_is_said_and_nothing_is_started(tmp_path):
             check=False,
         )
     assert ended.returncode == 1
-    assert "127.0.0.1:8000" in ended.stderr
+    assert f"127.0.0.1:{port}" in ended.stderr
     assert not (tmp_path / ".lorikeet").exists()

@@ -28,9 +28,10 @@ USAGE_FLUSH_S = 1.0
 
 @dataclass(frozen=True)
 class Service:
-    """A running service and the keys to it."""
+    """A running service and the keys to it. url: of the public door; admin_url: of the other."""
 
     url: str
+    admin_url: str
     catalog: str
     admin_key: str
     tenant_keys: dict[str, str]
@@ -43,7 +44,7 @@ class Service:
     def admin(self, method: str, path: str, **options: Any) -> httpx.Response:
         return httpx.request(
             method,
-            f"{self.url}/admin/v1{path}",
+            f"{self.admin_url}/admin/v1{path}",
             headers={"Authorization": f"Bearer {self.admin_key}"},
             timeout=30,
             **options,
@@ -78,6 +79,7 @@ def service(
         environ.setenv("LORIKEET_CATALOG", f"{s3_bucket}/e2e")
         environ.setenv("LORIKEET_CACHE_DIR", str(root / "cache"))
         environ.setenv("LORIKEET_REPLICAS", str(REPLICAS))
+        environ.setenv("LORIKEET_ADMIN_ADDRESS", f"127.0.0.1:{free_port()}")
         environ.setenv("LORIKEET_USAGE_FLUSH_S", str(USAGE_FLUSH_S))
         environ.setenv(mute.FOLDER, str(tmp_path_factory.mktemp("mute")))
         environ.setattr("lorikeet.serving.app.EngineReplica", mute.MuteReplica)
@@ -97,17 +99,29 @@ def _run(root: Path) -> Iterator[Service]:
 
     settings = Settings.from_env()
     keys = fill_catalog(settings, root / "keys")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200 * 2**20)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(serve_app.app)
-        yield Service(f"http://127.0.0.1:{port}", settings.catalog, keys.admin, keys.tenants)
+        yield Service(
+            f"http://127.0.0.1:{port}",
+            f"http://{settings.admin_address}",
+            settings.catalog,
+            keys.admin,
+            keys.tenants,
+        )
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+def free_port() -> int:
+    """One of this machine's that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 @pytest.fixture(scope="session")

@@ -3,26 +3,41 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import httpx
 import pytest
 
-from tests.e2e.conftest import Service
+from tests.e2e.conftest import Service, free_port
 
 PER_MIN, BURST_S = 240, 3
 BODY = {"model": "lorikeet-demo", "prompt": "a", "max_tokens": 1}
 
 
+class Doors(NamedTuple):
+    """Where a service is reached by tenants, and where by admins."""
+
+    public: str
+    admin: str
+
+
 @pytest.fixture(scope="module")
-def two_gateways(service: Service) -> Iterator[str]:
-    """The address of a second application: two gateways before the engines of the first."""
+def two_gateways(service: Service) -> Iterator[Doors]:
+    """A second application: two gateways before the engines of the first."""
     from ray import serve
 
     from lorikeet.serving.app import Gateway
     from lorikeet.serving.engine_settings import adapter_memory
     from lorikeet.settings import Settings
 
-    settings = Settings.from_env({"LORIKEET_CATALOG": service.catalog, "LORIKEET_GATEWAYS": "2"})
+    address = f"127.0.0.1:{free_port()}"
+    settings = Settings.from_env(
+        {
+            "LORIKEET_CATALOG": service.catalog,
+            "LORIKEET_GATEWAYS": "2",
+            "LORIKEET_ADMIN_ADDRESS": address,
+        }
+    )
     handle = serve.get_deployment_handle("engine-lorikeet-demo", "default")
     deployment = serve.deployment(
         name="gateway", num_replicas=2, ray_actor_options={"num_cpus": 0.1}
@@ -31,26 +46,27 @@ def two_gateways(service: Service) -> Iterator[str]:
         settings, adapter_memory(settings), {"lorikeet-demo": handle}, None
     )
     serve.run(application, name="two", route_prefix="/two")
-    yield f"{service.url}/two"
+    yield Doors(f"{service.url}/two", f"http://{address}")
     serve.delete("two")
 
 
-def test_either_gateway_explains_what_one_answered(service: Service, two_gateways: str) -> None:
+def test_either_gateway_explains_what_one_answered(service: Service, two_gateways: Doors) -> None:
     tenant, key = next(iter(service.tenant_keys.items()))
     asked = httpx.post(
-        f"{two_gateways}/v1/completions",
+        f"{two_gateways.public}/v1/completions",
         json=BODY,
         headers={"authorization": f"Bearer {key}"},
         timeout=30,
     ).raise_for_status()
     path = f"requests/{asked.headers['x-request-id']}"
-    for plane, secret in (("admin/v1", service.admin_key), ("v1", key)) * 8:
+    admin = f"{two_gateways.admin}/admin/v1"
+    for plane, secret in ((admin, service.admin_key), (f"{two_gateways.public}/v1", key)) * 8:
         headers = {"authorization": f"Bearer {secret}"}
-        told = httpx.get(f"{two_gateways}/{plane}/{path}", headers=headers, timeout=30)
+        told = httpx.get(f"{plane}/{path}", headers=headers, timeout=30)
         assert (told.status_code, told.json()["tenant"]) == (200, tenant)
 
 
-def test_two_gateways_let_through_what_one_would(service: Service, two_gateways: str) -> None:
+def test_two_gateways_let_through_what_one_would(service: Service, two_gateways: Doors) -> None:
     limits = {"requests_per_min": PER_MIN, "burst_s": BURST_S}
     service.admin("POST", "/tenants", json={"tenant": "limited", **limits}).raise_for_status()
     made = service.admin("POST", "/tenants/limited/keys", json={}).raise_for_status()
@@ -58,7 +74,7 @@ def test_two_gateways_let_through_what_one_would(service: Service, two_gateways:
     time.sleep(BURST_S + 1)  # the buckets of new gateways fill
 
     def ask(_: int) -> httpx.Response:
-        url = f"{two_gateways}/v1/completions"
+        url = f"{two_gateways.public}/v1/completions"
         return httpx.post(url, json=BODY, headers=headers, timeout=30)
 
     began = time.monotonic()

@@ -106,8 +106,8 @@ class Planted:
             {"headers": {"authorization": unknown, "x-api-key": unknown}},
             {"params": {"api_key": self.key, "key": unknown}},
         ):
-            for path in ("/v1/models", "/admin/v1/keys"):
-                answer = httpx.get(service.url + path, timeout=30, **where)
+            for url in (f"{service.url}/v1/models", f"{service.admin_url}/admin/v1/keys"):
+                answer = httpx.get(url, timeout=30, **where)
                 assert answer.status_code == 401
                 self.errors.append((answer.text, answer.content))
 

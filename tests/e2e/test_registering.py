@@ -28,7 +28,7 @@ def folder(tmp_path):
 
 
 def run(service, *arguments):
-    environ = {"LORIKEET_SERVER": service.url, "LORIKEET_ADMIN_KEY": service.admin_key}
+    environ = {"LORIKEET_SERVER": service.admin_url, "LORIKEET_ADMIN_KEY": service.admin_key}
     result = CliRunner().invoke(app, arguments, env=environ, prog_name="lorikeet")
     assert result.exit_code == 0, result.stderr
     return json.loads(result.stdout)

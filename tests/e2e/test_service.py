@@ -97,6 +97,16 @@ def test_another_tenants_adapter_looks_like_none_at_all(service):
     )
 
 
+def test_tenants_door_has_nothing_for_admins(service):
+    headers = {"Authorization": f"Bearer {service.admin_key}"}
+    for path in ("/admin/v1/status", "/metrics", "/ui"):
+        refused = httpx.get(service.url + path, headers=headers, timeout=30)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "not_found")
+        assert len(refused.headers.get_list("x-request-id")) == 1
+    assert service.admin("GET", "/status").status_code == 200
+    assert httpx.get(f"{service.admin_url}/healthz", timeout=30).is_success
+
+
 def test_too_long_a_prompt_is_refused_with_the_numbers(service):
     with pytest.raises(openai.BadRequestError) as caught:
         ask(service, TASKS[0].tenant, BASE, "word " * 5000)

@@ -14,9 +14,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from lorikeet.cli.isolation import Compared, Run, Seen, Tenant, compare, find_models, quantile
 from lorikeet.cli.output import NOTHING, AsJson, print_error, print_json, print_line, print_table
-from lorikeet.cli.server import admin
 
 EXIT_INTERRUPTED = 130
+PUBLIC_URL = "http://127.0.0.1:8000"
 _EVERYONE = ""
 _ENOUGH = 100  # fewer answers have no p99 but their slowest
 _LATE_S = 0.05  # more than this, and the command itself was too slow
@@ -88,7 +88,6 @@ def _parse_growth(text: str) -> float:
 
 @app.command()
 def isolation(
-    ctx: typer.Context,
     keys: Annotated[
         Path,
         typer.Option(
@@ -108,6 +107,7 @@ def isolation(
             show_default=False,
         ),
     ] = None,
+    url: Annotated[str, typer.Option(help="Where tenants reach the service.")] = PUBLIC_URL,
     seconds: Annotated[float, typer.Option(min=0.1, max=86_400, help="Of each run.")] = 15,
     tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 32,
     seed: Annotated[int, typer.Option(min=0, help="The same asks at the same times.")] = 0,
@@ -130,12 +130,12 @@ def isolation(
 
     Example: `lorikeet bench isolation --keys tenants.json --rate 2 --rate acme=20`
     """
-    server, secrets = admin(ctx).address, _read_keys(keys)
+    secrets = _read_keys(keys)
     rates = _rates(rate or [], secrets)
-    models = asyncio.run(find_models(server, secrets))
+    models = asyncio.run(find_models(url, secrets))
     tenants = [Tenant(name, key, models[name], rates[name]) for name, key in secrets.items()]
     rows = list(map(Compared, tenants))
-    whole = _run(server, rows, Run(seconds, tokens, seed), quiet=as_json)
+    whole = _run(url, rows, Run(seconds, tokens, seed), quiet=as_json)
     grown = [] if max_growth is None or not whole else list(_grown(rows, max_growth))
     if as_json:
         print_json({"complete": whole, "tenants": list(map(_json, rows)), "grown": grown})
@@ -176,7 +176,7 @@ def _rates(given: Sequence[tuple[str, float]], keys: Mapping[str, str]) -> dict[
     return {tenant: rates.get(tenant, rates[_EVERYONE]) for tenant in keys}
 
 
-def _run(server: str, rows: Sequence[Compared], run: Run, *, quiet: bool) -> bool:
+def _run(url: str, rows: Sequence[Compared], run: Run, *, quiet: bool) -> bool:
     """Send it all; shows what runs where a person watches. Whether it came to its end."""
     console = Console(stderr=True)
     hidden = quiet or not console.is_terminal
@@ -189,7 +189,7 @@ def _run(server: str, rows: Sequence[Compared], run: Run, *, quiet: bool) -> boo
             progress.update(task, description=f"{what}; about {whole_s:.0f} s in all")
 
         try:
-            asyncio.run(compare(server, rows, run, watch))
+            asyncio.run(compare(url, rows, run, watch))
         except KeyboardInterrupt:
             return False
     return True

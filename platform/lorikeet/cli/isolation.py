@@ -69,27 +69,27 @@ class _Failed(Exception):
     """A request without a whole answer; the message is short, so that failures group."""
 
 
-async def find_models(server: str, keys: Mapping[str, str]) -> dict[str, str]:
+async def find_models(url: str, keys: Mapping[str, str]) -> dict[str, str]:
     """The model that each tenant asks for: an adapter of its own, else any that it may use.
 
     Raises LorikeetError when the server does not answer or does not take a key.
     """
     try:
-        client = _client(server)
+        client = _client(url)
     except httpx.InvalidURL as error:
-        raise LorikeetError(f"cannot ask {server}: {error}") from error
+        raise LorikeetError(f"cannot ask {url}: {error}") from error
     async with client:
         return {tenant: await _model_of(client, tenant, key) for tenant, key in keys.items()}
 
 
 async def compare(
-    server: str, rows: Sequence[Compared], run: Run, watch: Callable[[str], None]
+    url: str, rows: Sequence[Compared], run: Run, watch: Callable[[str], None]
 ) -> None:
     """Run each tenant alone, then all; fills the rows as answers come.
 
     Each tenant first asks once, uncounted, so that nobody waits for an adapter to be loaded.
     """
-    async with _client(server) as client:
+    async with _client(url) as client:
         for number, row in enumerate(rows, 1):
             watch(f"{row.tenant.name} alone, {number} of {len(rows)}")
             with suppress(_Failed):  # if it stays so, the requests that count say so
@@ -101,9 +101,9 @@ async def compare(
                 tasks.create_task(_send_all(client, row.tenant, run, "shared", row.shared))
 
 
-def _client(server: str) -> httpx.AsyncClient:
+def _client(url: str) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    return httpx.AsyncClient(base_url=server, timeout=_TIMEOUT, limits=limits)
+    return httpx.AsyncClient(base_url=url, timeout=_TIMEOUT, limits=limits)
 
 
 async def _model_of(client: httpx.AsyncClient, tenant: str, key: str) -> str:
@@ -113,8 +113,8 @@ async def _model_of(client: httpx.AsyncClient, tenant: str, key: str) -> str:
         ranked = sorted(models, key=lambda m: (m["owned_by"] != tenant, m["parent"] is None))
     except httpx.HTTPError as error:
         raise LorikeetError(
-            f"nothing answers at {client.base_url}: start the service, or give its address"
-            " with --server or LORIKEET_SERVER"
+            f"nothing answers at {client.base_url}: start the service, or give the address"
+            " at which tenants reach it with --url"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise LorikeetError(

@@ -7,9 +7,9 @@ from typing import Any, Literal
 import httpx
 import typer
 
-from lorikeet.errors import Conflict, LorikeetError
+from lorikeet.errors import Conflict, LorikeetError, NotFound
 
-DEFAULT_SERVER = "http://127.0.0.1:8000"
+DEFAULT_SERVER = "http://127.0.0.1:8001"
 _PREFIX = "/admin/v1"
 _CONNECT_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 600.0  # an upload is validated and stored before it is answered
@@ -123,8 +123,17 @@ class AdminServer:
                 " is that the gateway's address?"
             ) from error
         if problem is not None:
-            raise _failure(problem)
+            raise self._failure(problem)
         return dict(body)
+
+    def _failure(self, problem: Mapping[str, Any]) -> LorikeetError:
+        code, message = problem.get("code"), str(problem.get("message"))
+        if code == NotFound.code and message.startswith(f"there is no {_PREFIX}"):
+            message += f": is {self.address} the admin door?"
+        kind = Conflict if code == Conflict.code else LorikeetError
+        failure = kind(message, param=problem.get("param"))
+        failure.code = str(code)
+        return failure
 
 
 def admin(ctx: typer.Context) -> AdminServer:
@@ -132,11 +141,3 @@ def admin(ctx: typer.Context) -> AdminServer:
     server = ctx.obj
     assert isinstance(server, AdminServer)
     return server
-
-
-def _failure(problem: Mapping[str, Any]) -> LorikeetError:
-    code = problem.get("code")
-    kind = Conflict if code == Conflict.code else LorikeetError
-    failure = kind(str(problem.get("message")), param=problem.get("param"))
-    failure.code = str(code)
-    return failure

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from fastapi import FastAPI
 from ray import serve
 from ray.serve.deployment import Application
 from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
 
 from lorikeet.api.app import create_app
 from lorikeet.api.base_models import read_base_models
@@ -18,6 +18,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import LorikeetError
 from lorikeet.serving.controller import Controller
+from lorikeet.serving.doors import AdminDoor, PublicDoor
 from lorikeet.serving.engines import ServeEngines
 from lorikeet.serving.logs import log_to_stderr
 from lorikeet.serving.peers import ServePeers
@@ -31,7 +32,7 @@ from lorikeet_engine.errors import EngineClosed, EngineError
 log = logging.getLogger(__name__)
 
 _LONGEST_GENERATION_S = 600  # a replica that is replaced may take this long to finish its streams
-_OTHER_REQUESTS = 256  # room beside the generations: a flood of those must not shut out admins
+_OTHER_REQUESTS = 256  # room beside the generations: a flood of those must not shut the rest out
 _ENGINE_CALLS = 8  # beside each gateway's watch: plans, reports and the like, a replica at once
 _ENGINE_CPUS = 0.2  # a share, so that a laptop's two cores hold engines, gateway and controller
 _GATEWAY_CPUS = 0.2
@@ -163,9 +164,12 @@ class Gateway:
     async def answer_peer(self, asker: str, question: str, *arguments: Any) -> list[Any]:
         """What another gateway wants to know."""
         return await self._peers.answer_peer(asker, question, *arguments)
+            self._admin_door = AdminDoor(settings.admin_address)
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._services)
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        app = create_app(self._services)
+        self._admin_door.open_with(app)
+        return PublicDoor(app)
 
 
 def _most_generations(settings: Settings) -> int:
