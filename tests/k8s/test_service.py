@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from typing import Any
 
 import pytest
 import ray.serve._private.constants
@@ -198,8 +199,69 @@ def test_the_dashboard_answers_the_operator_and_the_cluster_alone(overlay: str) 
         if 8265 in [port["port"] for port in rule.get("ports", [{"port": 8265}])]
     }
     assert doors == {"ray-internal", "dashboard-from-kuberay"}
-    assert not of_kind(overlay, "Service")
+    assert all(
+        port["port"] != 8265
+        for service in of_kind(overlay, "Service")
+        for port in service["spec"]["ports"]
+    )
     assert not of_kind(overlay, "Ingress")
+
+
+def comers(overlay: str, group: str, port: int) -> list[dict[str, Any]]:
+    """Everybody whom policies beside the cluster's own let in at a port of a group's pods."""
+    labels = pods(overlay)[group]["metadata"]["labels"]
+    return [
+        peer
+        for policy in of_kind(overlay, "NetworkPolicy")
+        if selects(policy["spec"]["podSelector"], labels)
+        and policy["metadata"]["name"] != "ray-internal"
+        for rule in policy["spec"].get("ingress", [])
+        if port in [each["port"] for each in rule["ports"]]
+        for peer in rule["from"]
+    ]
+
+
+def namespace(name: str) -> dict[str, Any]:
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
+
+
+@both
+def test_the_ingress_controller_reaches_the_tenants_door_and_no_other(overlay: str) -> None:
+    for group, pod in pods(overlay).items():
+        for port in (port["containerPort"] for c in containers(pod) for port in c.get("ports", [])):
+            expected = port == 8000 and group != "head"
+            assert (namespace("ingress-nginx") in comers(overlay, group, port)) == expected
+    assert comers(overlay, "gateways", 8000) == [namespace("ingress-nginx")]
+
+
+@both
+def test_the_admin_door_is_for_monitoring_and_for_pods_and_namespaces_with_the_label(
+    overlay: str,
+) -> None:
+    label = {"matchLabels": {"lorikeet-admin": "true"}}
+    assert comers(overlay, "gateways", 8001) == [
+        {"namespaceSelector": label, "podSelector": label},
+        namespace("monitoring"),
+    ]
+
+
+@both
+def test_the_admin_service_leads_to_the_gateways_admin_door(overlay: str) -> None:
+    (service,) = of_kind(overlay, "Service")
+    (port,) = service["spec"]["ports"]
+    assert service["spec"]["type"] == "ClusterIP"
+    address = Settings.from_env(settings(overlay)).admin_address
+    assert address.host == "0.0.0.0"  # Prometheus and port-forward come by different addresses
+    for group, pod in pods(overlay).items():
+        found = {
+            each["name"]: each["containerPort"]
+            for container in containers(pod)
+            for each in container.get("ports", [])
+        }
+        assert selects({"matchLabels": service["spec"]["selector"]}, pod["metadata"]["labels"]) == (
+            group == "gateways"
+        )
+        assert found.get(port["targetPort"]) == (address.port if group == "gateways" else None)
 
 
 @both
