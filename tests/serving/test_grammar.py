@@ -284,8 +284,11 @@ class TestRefusals:
         asyncio.run(trial.check(self.CALL, grammar_of(json.dumps(good))))
 
     def test_a_tools_parameters_are_refused_by_their_name(self, trial):
-        call = replace(self.CALL, tools=ToolUse((), ("look",)))
-        assert self.refused(trial, {"type": "nope"}, call).param == "tools"
+        for tools in (ToolUse((), ("look",)), ToolUse(())):
+            call = replace(self.CALL, tools=tools)
+            assert self.refused(trial, {"type": "nope"}, call).param == "tools"
+        call = replace(call, format=Format('{"type": "nope"}'))
+        assert self.refused(trial, {"type": "nope"}, call).param == "response_format"
 
     @pytest.mark.parametrize("text", ["nonsense", "[]", "true", "[" * 5000, '{"a":' * 200 + "1"])
     def test_a_text_that_is_no_schema_is_refused(self, text):

@@ -78,10 +78,14 @@ def test_beside_calls_that_look_like_json_no_json_can_be_asked_for(tmp_path: Pat
     PromptEncoder(DEMO, 4096).encode(both)
 
 
-def test_only_forced_calls_and_formats_are_held_to_a_grammar() -> None:
+def test_only_forced_calls_strict_tools_and_formats_are_held_to_a_grammar() -> None:
     demo = PromptEncoder(DEMO, 4096)
     assert demo.grammar(CHAT) is None
     assert demo.grammar(replace(CHAT, tools=ToolUse((TOOL,)))) is None
     forced = demo.grammar(replace(CHAT, tools=ToolUse((TOOL,), forced=("look",))))
     assert forced is not None
     assert "look" in forced
+    strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+    held = demo.grammar(replace(CHAT, tools=ToolUse((TOOL, strict))))
+    assert held is not None
+    assert "TEXT" in held

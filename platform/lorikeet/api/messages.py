@@ -38,6 +38,11 @@ class ToolUse:
     forced: tuple[str, ...] = ()
     parallel: bool = True
 
+    @property
+    def strict(self) -> bool:
+        """Whether calls of some of them must have arguments that its schema allows."""
+        return any(tool["function"].get("strict") for tool in self.tools)
+
 
 @dataclass(frozen=True, slots=True)
 class Call:

@@ -57,7 +57,8 @@ class GrammarTrial:
         if len(self._known) > _CACHED:
             del self._known[next(iter(self._known))]
         if problem is not None:
-            param = "tools" if call.tools is not None and call.tools.forced else "response_format"
+            of_tools = call.tools is not None and (call.tools.forced or call.format is None)
+            param = "tools" if of_tools else "response_format"
             raise InvalidInput(
                 f"the JSON schema of {param} cannot be followed: {problem}", param=param
             )

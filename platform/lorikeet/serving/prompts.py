@@ -15,7 +15,7 @@ from lorikeet.errors import (
     InvalidSetting,
     UnsupportedParameter,
 )
-from lorikeet.serving.call_grammar import call_grammar
+from lorikeet.serving.call_grammar import call_grammar, text_grammar
 from lorikeet.serving.grammar import grammar_of
 from lorikeet.serving.tools import Syntax, syntax_of
 from lorikeet.serving.vocabulary import Vocabulary
@@ -64,9 +64,11 @@ class PromptEncoder:
 
     def grammar(self, call: Call) -> str | None:
         """What an encoded call's answers are held to; None: to nothing."""
-        if call.tools is not None and (call.tools.forced or call.format):
+        if (use := call.tools) is not None:
             assert self.syntax is not None
-            return call_grammar(call.tools, self.syntax, self.vocabulary, call.format)
+            if use.forced or call.format is not None:
+                return call_grammar(use, self.syntax, self.vocabulary, call.format)
+            return text_grammar(use, self.syntax, self.vocabulary) if use.strict else None
         return grammar_of(call.format.schema) if call.format is not None else None
 
     def encode_turn(self, text: str) -> tuple[int, ...]:

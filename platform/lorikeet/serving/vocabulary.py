@@ -15,13 +15,14 @@ _BYTE = regex.compile("<0x([0-9A-F]{2})>")  # in SentencePiece's vocabularies
 
 
 class Vocabulary:
-    """The tokens of one tokenizer."""
+    """The tokens of one tokenizer. added: its own tokens for whole words, special or text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._added = tokenizer.get_added_tokens_decoder()
         self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self.special = frozenset(i for i, token in self._added.items() if token.special)
+        self.added = {str(token.content): i for i, token in self._added.items()}
 
     def special_but(self, shown: Iterable[str]) -> frozenset[int]:
         """The special tokens but these."""
