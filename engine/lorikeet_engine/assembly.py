@@ -27,7 +27,7 @@ from lorikeet_engine.rank_budget import RankBudget
 from lorikeet_engine.residency.disk import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.runner import Runner
-from lorikeet_engine.start_up import StartUp
+from lorikeet_engine.start_up import DeviceRoom, StartUp
 from lorikeet_engine.step_graphs import StepGraphs, StepLimits
 from lorikeet_engine.warm_up import every_kind_of_step, largest_step
 
@@ -122,21 +122,21 @@ def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
     return max(at_least, elements // (4 * shape.layers * sum((*q, *v))))
 
 
-def count_pages(config: ModelConfig, settings: EngineSettings, start: StartUp) -> int:
+def count_pages(config: ModelConfig, settings: EngineSettings, room: DeviceRoom) -> int:
     """The KV pages that the settings and what is free have room for.
 
     Raises SettingsError when that is too little for one sequence, or more than is free.
     """
     page_bytes = allocate_kv(config, settings, 1, torch.device("meta")).nbytes
-    kv_bytes = resolve(settings.kv_bytes, start.free)
+    kv_bytes = resolve(settings.kv_bytes, room.free)
     pages, context = kv_bytes // page_bytes, settings.max_context or settings.page_size
     needed = -(-context // settings.page_size)
-    if pages >= needed and kv_bytes <= start.free:
+    if pages >= needed and kv_bytes <= room.free:
         return pages
     raise SettingsError(
         f"kv_bytes={settings.kv_bytes}: room for {pages * settings.page_size} tokens in "
         f"{gib(kv_bytes)}, and one sequence of {context} needs {gib(needed * page_bytes)}; "
-        f"{start}: lower max_context, adapter_gpu_bytes or max_batch_tokens, or change kv_bytes"
+        f"{room}: lower max_context, adapter_gpu_bytes or max_batch_tokens, or change kv_bytes"
     )
 
 

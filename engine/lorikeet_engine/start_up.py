@@ -10,16 +10,32 @@ from lorikeet_engine.device_memory import free_bytes, gib
 from lorikeet_engine.errors import SettingsError
 
 
-class StartUp:
+class DeviceRoom:
+    """What is free on a device, and what took the rest. bytes: by what took them."""
+
+    def __init__(self, free: int) -> None:
+        self.free = self._free_at_first = free
+        self.bytes: dict[str, int] = {}
+
+    def take(self, name: str, size: int) -> None:
+        """So many bytes fewer are free."""
+        self.bytes[name] = size
+        self.free -= size
+
+    def __str__(self) -> str:
+        taken = "".join(f", {gib(size)} for the {name}" for name, size in self.bytes.items())
+        return f"of {gib(self._free_at_first)} free at first{taken}, {gib(self.free)} are left"
+
+
+class StartUp(DeviceRoom):
     """Measures the stages of one start. bytes, seconds: of each stage that is over.
 
     free: what is free on the device for the next one. Other processes' memory counts as used.
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(free_bytes(device))
         self.device = device
-        self.free = self._free_at_first = free_bytes(device)
-        self.bytes: dict[str, int] = {}
         self.seconds: dict[str, float] = {}
 
     @contextmanager
@@ -38,9 +54,7 @@ class StartUp:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds[name] = time.perf_counter() - began_s
-        free = free_bytes(self.device)
-        self.bytes[name] = self.free - free
-        self.free = free
+        self.take(name, self.free - free_bytes(self.device))
 
     @property
     def facts(self) -> dict[str, float]:
@@ -49,7 +63,3 @@ class StartUp:
         sizes = {f"{names[stage]}_bytes": size for stage, size in self.bytes.items()}
         times = {f"{names[stage]}_s": round(s, 3) for stage, s in self.seconds.items()}
         return {**sizes, **times, "free_bytes": self.free}
-
-    def __str__(self) -> str:
-        taken = "".join(f", {gib(size)} for the {name}" for name, size in self.bytes.items())
-        return f"of {gib(self._free_at_first)} free at first{taken}, {gib(self.free)} are left"

@@ -80,8 +80,25 @@ def load_model(
     """
     config = ModelConfig.from_folder(folder, max_context)
     with Checkpoint(folder, device, dtype) as checkpoint:
-        model = Model(config, checkpoint)
-        checkpoint.check_all_read(["lm_head.weight"] if config.tied_embeddings else [])
+        return _read(config, checkpoint)
+
+
+def rehearse_load(
+    folder: Path, dtype: torch.dtype, max_context: int | None = None
+) -> tuple[ModelConfig, int]:
+    """What load_model would find, by the files' headers: the config, and the weights in bytes.
+
+    Takes no memory and little time. Raises ModelError as load_model does.
+    """
+    config = ModelConfig.from_folder(folder, max_context)
+    with Checkpoint(folder, torch.device("meta"), dtype) as checkpoint:
+        _read(config, checkpoint)
+        return config, checkpoint.nbytes
+
+
+def _read(config: ModelConfig, checkpoint: Checkpoint) -> Model:
+    model = Model(config, checkpoint)
+    checkpoint.check_all_read(["lm_head.weight"] if config.tied_embeddings else [])
     return model
 
 

@@ -33,7 +33,8 @@ class Checkpoint:
     """A folder's tensors by name, cast to one dtype on one device.
 
     Beside the tensors, host memory holds Staging's buffers alone. Use it as a context manager:
-    the tensors are whole once it is left without an exception.
+    the tensors are whole once it is left without an exception. On the meta device of the files
+    only the headers are read: a rehearsal, which finds all that is wrong but the values.
     """
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
@@ -47,8 +48,16 @@ class Checkpoint:
         self.dtype = dtype
         self._stored = self._find_tensors()
         self._unread = set(self._stored)
-        self._check_room()
-        self._staging = Staging(device)
+        rehearsed = device.type == "meta"
+        if not rehearsed:
+            self._check_room()
+        self._staging = None if rehearsed else Staging(device)
+
+    @property
+    def nbytes(self) -> int:
+        """What all tensors take in the dtype."""
+        elements = sum(math.prod(stored.shape) for stored in self._stored.values())
+        return elements * self.dtype.itemsize
 
     def read(self, names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
         """One tensor [sum(rows), *tail], the named ones on top of one another.
@@ -81,6 +90,8 @@ class Checkpoint:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._staging is None:
+            return
         try:
             if kind is None:
                 self._staging.finish()
@@ -97,7 +108,8 @@ class Checkpoint:
                 f"want {list(out.shape)} in one of {', '.join(DTYPES)}",
                 field=name,
             )
-        self._staging.copy(Span(stored.file, stored.begin, DTYPES[stored.dtype]), out)
+        if self._staging is not None:
+            self._staging.copy(Span(stored.file, stored.begin, DTYPES[stored.dtype]), out)
         self._unread.discard(name)
 
     def _find_tensors(self) -> dict[str, _Stored]:
@@ -114,8 +126,7 @@ class Checkpoint:
         return {name: found[name] for name in file_of if name in found}
 
     def _check_room(self) -> None:
-        elements = sum(math.prod(stored.shape) for stored in self._stored.values())
-        needed, free = elements * self.dtype.itemsize, free_bytes(self.device)
+        needed, free = self.nbytes, free_bytes(self.device)
         if needed > free:
             raise SettingsError(
                 f"{self.folder}: its weights take {gib(needed)} in {self.dtype}, and {gib(free)} "
