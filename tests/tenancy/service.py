@@ -1,6 +1,7 @@
 """Gateways of one service on a clock of their own."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from lorikeet.catalog.records import Limits, TenantRecord
 from lorikeet.tenancy import Admission, Budget, Principal, Shares, Visit
@@ -24,10 +25,11 @@ class Door:
         gateways: int = 1,
         most: int | None = None,
         budget: Budget | None = None,
+        **line: Any,
     ) -> None:
         self.clock = clock
         self.shares = Shares(name, gateways, clock())
-        self.admission = Admission(self.shares, budget or Budget(None), most, clock, clock)
+        self.admission = Admission(self.shares, budget or Budget(None), most, clock, clock, **line)
 
     def knock(
         self, limits: Limits, tenant: str = "acme", key_id: str = "k1", of_key: Limits | None = None
@@ -38,7 +40,7 @@ class Door:
 
     def enter(self, limits: Limits, tokens: int = 1, **who: object) -> Visit:
         visit = self.knock(limits, **who)  # type: ignore[arg-type]
-        visit.enter(tokens)
+        visit.enter(tokens, "base")
         return visit
 
 

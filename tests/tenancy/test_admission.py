@@ -140,9 +140,9 @@ def test_who_waits_for_a_place_is_told_by_how_long_requests_take(door: Door, clo
 def test_a_place_is_taken_when_it_is_entered_and_not_before(door: Door) -> None:
     limits = Limits(max_concurrent=1)
     first, second = door.knock(limits), door.knock(limits)
-    first.enter(1)
+    first.enter(1, "base")
     with pytest.raises(RateLimited):
-        second.enter(1)
+        second.enter(1, "base")
 
 
 def test_without_limits_everything_passes(door: Door) -> None:

@@ -70,7 +70,7 @@ def generate_routes(
         return Generation(
             call,
             services.engines.generate(meant.base_model, call),
-            [trace, Place(visit, call)],
+            [trace, Place(visit, call, meant.base_model)],
             services.first_item_timeout_s,
         )
 

@@ -4,7 +4,7 @@ from types import TracebackType
 
 from lorikeet.api.errors import limit_headers
 from lorikeet.api.generation import Companion, Headers
-from lorikeet.api.messages import Call, Closing, StreamItem
+from lorikeet.api.messages import Call, Closing, Header, StreamItem
 from lorikeet.tenancy import Visit
 
 TYPICAL_ANSWER_TOKENS = 256
@@ -19,14 +19,15 @@ class Place(Companion):
     it took: what was reserved counts.
     """
 
-    def __init__(self, visit: Visit, call: Call) -> None:
+    def __init__(self, visit: Visit, call: Call, base_model: str) -> None:
         self._visit = visit
+        self._base_model = base_model
         self._tokens = expected_tokens(call)
         self._begun = False
 
     def __enter__(self) -> None:
         """Take the place. Raises RateLimited, Overloaded."""
-        self._visit.enter(self._tokens)
+        self._visit.enter(self._tokens, self._base_model)
 
     def __exit__(
         self,
@@ -40,13 +41,17 @@ class Place(Companion):
         self._visit.leave()
 
     def heard(self, item: StreamItem) -> None:
-        """The replica says what the call took."""
-        if isinstance(item, Closing):
-            self._visit.settle(item.prompt_tokens + item.completion_tokens)
+        """The replica says that the call has begun, or what it took."""
+        match item:
+            case Header() if item.load_s is not None:
+                self._visit.begin()
+            case Closing():
+                self._visit.settle(item.prompt_tokens + item.completion_tokens)
 
     def headers(self) -> Headers:
         """How the limits stand."""
         self._begun = True
+        self._visit.begin()
         headers = limit_headers(self._visit.standings())
         return [(name.encode(), value.encode()) for name, value in headers.items()]
 

@@ -8,6 +8,7 @@ from lorikeet.errors import Overloaded, Standing
 from lorikeet.tenancy.allowance import Allowance
 from lorikeet.tenancy.authentication import Principal
 from lorikeet.tenancy.budget import Budget
+from lorikeet.tenancy.line import Line
 from lorikeet.tenancy.shares import Shares, Subject
 
 _FULL_S = 1.0
@@ -18,7 +19,7 @@ class Admission:
     """The limits of one gateway. For one event loop.
 
     most: requests that it carries at once, whosever they are; None: no bound. clock: seconds,
-    wall: Unix seconds.
+    wall: Unix seconds. seats, max_queue_s: of each base model's Line.
     """
 
     def __init__(
@@ -28,6 +29,9 @@ class Admission:
         most: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        *,
+        seats: int | None = None,
+        max_queue_s: float | None = None,
     ) -> None:
         self.clock, self.wall = clock, wall
         self.budget = budget
@@ -35,6 +39,8 @@ class Admission:
         self._shares = shares
         self._most = most
         self._allowances: dict[Subject, Allowance] = {}
+        self._seats, self._max_queue_s = seats, max_queue_s
+        self._lines: dict[str, Line] = {}
 
     def knock(self, tenant: TenantRecord, key: Principal) -> "Visit":
         """Count a request of which is known only whose it is; refuse it where that is enough.
@@ -58,6 +64,14 @@ class Admission:
         """Of the tenant and of the key, where they have limits."""
         owners = (((tenant.name, ""), tenant.limits), ((tenant.name, key.key_id), key.limits))
         return [self._allowance(*owner) for owner in owners if _any_limit(owner[1])]
+
+    def line(self, base_model: str) -> Line:
+        """Where requests for this base model wait."""
+        line = self._lines.get(base_model)
+        if line is None:
+            line = Line(self._seats, self._max_queue_s, self.clock())
+            self._lines[base_model] = line
+        return line
 
     def check_room(self) -> None:
         """Raises Overloaded when this gateway carries as much as it can."""
@@ -90,6 +104,7 @@ class Visit:
         self._allowances = admission.allowances(tenant, key)
         self._tokens = 0
         self._entered = 0.0
+        self._begun = False
 
     def knock(self) -> None:
         """Count the request. Raises Overloaded, InsufficientQuota, RateLimited."""
@@ -104,17 +119,26 @@ class Visit:
         for allowance in self._allowances:
             allowance.take(1, 0, now)
 
-    def enter(self, tokens: int) -> None:
-        """Begin, and reserve so many tokens. Raises Overloaded, RateLimited."""
+    def enter(self, tokens: int, base_model: str) -> None:
+        """Begin to wait in line, and reserve so many tokens. Raises Overloaded, RateLimited."""
         self._admission.check_room()
         self._allowances = self._admission.allowances(self._tenant, self._key)
         self._refuse_over_limits(0, tokens)
-        self._admission.running += 1
         self._entered = now = self._admission.clock()
+        self._line = self._admission.line(base_model)
+        self._line.check(self._tenant.name, self._tenant.weight, now)
+        self._line.enter(self._tenant.name, self._tenant.weight, now)
+        self._admission.running += 1
         for allowance in self._allowances:
             allowance.take(0, tokens, now)
             allowance.part(now).running += 1
         self._tokens = tokens
+
+    def begin(self) -> None:
+        """Its first token is there. A second time does nothing."""
+        if not self._begun:
+            self._begun = True
+            self._line.begin(self._tenant.name, self._admission.clock())
 
     def settle(self, tokens: int) -> None:
         """So many it was."""
@@ -126,6 +150,7 @@ class Visit:
         """It has ended, and what it took counts against the budget."""
         now = self._admission.clock()
         self._admission.running -= 1
+        self._line.leave(self._tenant.name, now, begun=self._begun)
         for allowance in self._allowances:
             allowance.end(now - self._entered, now)
         if self._tenant.limits.tokens_per_month is not None:

@@ -1,0 +1,94 @@
+"""How long requests wait for their first token, as one gateway sees it."""
+
+import math
+
+from lorikeet.errors import Overloaded
+
+_SPAN_S = 30.0
+"""So far back first tokens count, with a weight that fades."""
+_ENOUGH_S = 5.0
+"""What was seen of a shorter time says nothing."""
+_SOONEST_S = 1.0  # nobody is told to come back sooner
+
+
+class Line:
+    """The requests for one base model that a gateway has let in. For one event loop.
+
+    Those without a first token, divided by the first tokens of a second, are how long one more
+    would wait (Little, Operations Research 9, 1961). Engines give tenants their turns by weight,
+    so a tenant's wait no longer than they would alone at its part of that rate: who floods the
+    service lengthens nobody's line but its own. The rate is counted while as many requests are
+    under way as there are seats. With fewer it tells what is asked and not what is possible, and
+    nobody is refused.
+
+    seats: requests that the engines may run at once, this gateway's part of them; None: no bound.
+    """
+
+    def __init__(self, seats: int | None, max_queue_s: float | None, now: float) -> None:
+        self._seats = math.inf if seats is None else seats
+        self._max_queue_s = math.inf if max_queue_s is None else max_queue_s
+        self._under_way = 0
+        self._waiting: dict[str, int] = {}  # by tenant, who has one that waits
+        self._weights: dict[str, float] = {}  # of the same
+        self._first_tokens = self._full_s = 0.0
+        self._now = now
+
+    def check(self, tenant: str, weight: float, now: float) -> None:
+        """Raise Overloaded where one more of this tenant would wait for too long."""
+        wait_s = self._wait_s(tenant, weight, now)
+        if wait_s > self._max_queue_s:
+            # Until then all that waits now has begun, or waited for too long itself.
+            retry_after_s = min(wait_s - self._max_queue_s, self._max_queue_s)
+            retry_after_s = max(retry_after_s, _SOONEST_S)
+            raise Overloaded(
+                f"the request could not begin within the {self._max_queue_s:g} s that it may "
+                f"wait: send it again in {math.ceil(retry_after_s)} s",
+                retry_after_s=retry_after_s,
+            )
+
+    def enter(self, tenant: str, weight: float, now: float) -> None:
+        """A request of this tenant begins to wait."""
+        self._pass_until(now)
+        self._under_way += 1
+        self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
+        self._weights[tenant] = weight
+
+    def begin(self, tenant: str, now: float) -> None:
+        """The first token of one that waits is there."""
+        self._pass_until(now)
+        self._first_tokens += self._full
+        self._wait_no_more(tenant)
+
+    def leave(self, tenant: str, now: float, *, begun: bool) -> None:
+        """One has ended."""
+        self._pass_until(now)
+        self._under_way -= 1
+        if not begun:
+            self._wait_no_more(tenant)
+
+    @property
+    def _full(self) -> bool:
+        return self._under_way >= self._seats
+
+    def _wait_s(self, tenant: str, weight: float, now: float) -> float:
+        """How long one more of this tenant would wait, as far as that is known."""
+        self._pass_until(now)
+        if not self._full or self._full_s < _ENOUGH_S:
+            return 0.0
+        everybodys, own = sum(self._waiting.values()) + 1, self._waiting.get(tenant, 0) + 1
+        weights = sum(self._weights.values()) - self._weights.get(tenant, 0.0) + weight
+        per_s = (self._first_tokens + 1) / self._full_s
+        return min(everybodys, own * weights / weight) / per_s
+
+    def _wait_no_more(self, tenant: str) -> None:
+        self._waiting[tenant] -= 1
+        if not self._waiting[tenant]:
+            del self._waiting[tenant], self._weights[tenant]
+
+    def _pass_until(self, now: float) -> None:
+        fade = math.exp((self._now - now) / _SPAN_S)
+        self._first_tokens *= fade
+        self._full_s *= fade
+        if self._full:
+            self._full_s += _SPAN_S * (1 - fade)
+        self._now = now
