@@ -88,6 +88,8 @@ def test_each_base_model_may_have_numbers_of_its_own():
         ("LORIKEET_ADMIN_ADDRESS", "[::1::2]:8001", "permitted"),
         ("LORIKEET_ADMIN_ADDRESS", "a..b:8001", "host:port"),
         ("LORIKEET_ADMIN_ADDRESS", "http://localhost:8001", "host:port"),
+        ("LORIKEET_TRACES", "collector:4318", "http://collector:4318"),
+        ("LORIKEET_TRACES_SHARE", "1.5", "less than or equal to 1"),
         ("LORIKEET_INTER_TOKEN_GOAL_MS", "0", "greater than 0"),
         ("LORIKEET_INTER_TOKEN_GOAL_MS", "soon", "number"),
     ],

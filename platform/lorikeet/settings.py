@@ -129,6 +129,12 @@ def _parse_address(value: object) -> object:
     return Address(match[1] or match[2], int(match[3]))
 
 
+def _parse_collector(value: object) -> object:
+    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", str(value)):
+        raise ValueError("want an address such as http://collector:4318")
+    return value
+
+
 Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
 Memory = Annotated[int | float | Literal["auto"], BeforeValidator(_parse_memory)]
 """Bytes as an int, a share of the device's free memory as a float in (0, 1], or auto."""
@@ -160,17 +166,17 @@ class Settings(BaseModel):
         "without; or of some base models, `a=8`",
     )
     gateways: int = Field(1, ge=1, description="gateway replicas")
+    admin_address: Annotated[Address, BeforeValidator(_parse_address)] = Field(
+        Address("127.0.0.1", 8001),
+        description="host:port where each gateway serves its admin API and metrics, beside the "
+        "tenants' API; the gateways of one host share it",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the engine runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of the base model; auto: bfloat16 on cuda, float32 on cpu"
     )
     adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of adapters on the device; auto: the base model's"
-    admin_address: Annotated[Address, BeforeValidator(_parse_address)] = Field(
-        Address("127.0.0.1", 8001),
-        description="host:port where each gateway serves its admin API and metrics, beside the "
-        "tenants' API; the gateways of one host share it",
-    )
     )
     context: ByModel = Field(
         None,
@@ -222,6 +228,16 @@ class Settings(BaseModel):
         "longer is refused",
     )
     max_ongoing_requests: int = Field(512, ge=1, description="requests one replica takes at once")
+    traces: Annotated[str | None, BeforeValidator(_parse_collector)] = Field(
+        None, description="OpenTelemetry collector that hears of requests by OTLP/HTTP, an address"
+    )
+    traces_share: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="share of the requests told there; a caller's traceparent decides for itself",
+    )
 
     def most_replicas(self, base_model: str) -> int:
         """To which the replicas of one base model may grow."""
