@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ray import serve
 from ray.serve.deployment import Application
@@ -28,6 +28,9 @@ from lorikeet.settings import Settings
 from lorikeet.usage.month import MonthTokens
 from lorikeet_engine.adapter_format import AdapterLimits, AdapterMemory
 from lorikeet_engine.errors import EngineClosed, EngineError
+
+if TYPE_CHECKING:  # its libraries are wanted only where traces are
+    from lorikeet.api.tracing.export import Traces
 
 log = logging.getLogger(__name__)
 
@@ -159,17 +162,26 @@ class Gateway:
                 written=MonthTokens(store),
                 written_s=_WRITTEN_FLUSHES * settings.usage_flush_s,
                 max_queue_s=settings.max_queue_s,
+                traces=_traces(settings, name),
             )
+            self._admin_door = AdminDoor(settings.admin_address)
 
     async def answer_peer(self, asker: str, question: str, *arguments: Any) -> list[Any]:
         """What another gateway wants to know."""
         return await self._peers.answer_peer(asker, question, *arguments)
-            self._admin_door = AdminDoor(settings.admin_address)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         app = create_app(self._services)
         self._admin_door.open_with(app)
         return PublicDoor(app)
+
+
+def _traces(settings: Settings, gateway: str) -> "Traces | None":
+    if settings.traces is None:
+        return None
+    from lorikeet.api.tracing.export import Traces
+
+    return Traces(settings.traces, settings.traces_share, gateway)
 
 
 def _most_generations(settings: Settings) -> int:
