@@ -211,7 +211,7 @@ class Settings(BaseModel):
         gt=0,
         allow_inf_nan=False,
         description="milliseconds between two tokens, for which the ranks of a step's adapters "
-        "are bounded; default: no bound",
+        "and the tokens of prompts beside decodes are bounded; default: no bound",
     )
     usage_flush_s: float = Field(
         15.0,
