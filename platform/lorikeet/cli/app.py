@@ -12,6 +12,7 @@ from lorikeet.cli import (
     capacity,
     catalog,
     convert,
+    doctor,
     garbage,
     history,
     keys,
@@ -96,6 +97,7 @@ history.add_to(app)
 catalog.add_to(app)
 garbage.add_to(app)
 capacity.add_to(app)
+doctor.add_to(app)
 bench.add_to(app)
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(keys.app, name="keys")

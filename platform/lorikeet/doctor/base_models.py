@@ -1,0 +1,81 @@
+"""Base model folders: all that engines and replicas will read of them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from lorikeet.api.messages import Call, Endpoint
+from lorikeet.doctor.finding import Finding, ok, problem, warning
+from lorikeet.doctor.site import Site
+from lorikeet.errors import InvalidInput
+from lorikeet_engine.errors import ModelError
+
+_POINTER = b"version https://git-lfs"
+
+
+def check_base_models(site: Site) -> Iterator[Finding]:
+    """Each folder: config, weights, tokenizer, chat template."""
+    for name, folder in site.settings.base_models.items():
+        check, plan = f"base model {name}", site.plans[name]
+        if isinstance(plan, ModelError):
+            yield problem(check, plan.message, _cure(folder, str(plan.fields.get("field"))))
+        else:
+            yield _check_dtype(check, folder, site.engine_settings(name).dtype)
+        if folder.is_dir():
+            yield _check_text(check, folder)
+
+
+def _cure(folder: Path, fault: str) -> str:
+    """fault: the config key, file or tensor."""
+    download = f"`hf download ORGANISATION/NAME --local-dir {folder}`"
+    if not folder.is_dir():
+        return f"correct the folder in LORIKEET_BASE_MODELS, or {download}"
+    if fault == "max_context":
+        return "lower LORIKEET_CONTEXT, or unset it"
+    if fault == "sliding_window":
+        return "set LORIKEET_CONTEXT to the window"
+    if fault.endswith(".safetensors") and _is_pointer(folder / fault):
+        return f"Git LFS has left a note in place of the file: `git -C {folder} lfs pull`"
+    if not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin")):
+        return "the weights are pickled: load them with transformers and save_pretrained them"
+    if "." in fault:  # a file or a tensor, and not a key of config.json
+        return f"the folder is not whole: {download}"
+    return "choose a Llama, Mistral, Qwen 2.5 or Qwen 3 that is not quantised"
+
+
+def _is_pointer(file: Path) -> bool:
+    return file.exists() and file.read_bytes()[: len(_POINTER)] == _POINTER
+
+
+def _check_dtype(check: str, folder: Path, served: str) -> Finding:
+    """Of weights that are there."""
+    config = json.loads((folder / "config.json").read_text())
+    stored = config.get("dtype") or config.get("torch_dtype") or "unknown"
+    found = f"{folder}: {config['model_type']}, its weights {stored}, served as {served}"
+    if (stored, served) == ("bfloat16", "float16"):
+        return warning(check, f"{found}, which cannot hold all", "LORIKEET_DTYPE=bfloat16")
+    return ok(check, found)
+
+
+def _check_text(check: str, folder: Path) -> Finding:
+    from lorikeet.serving.prompts import PromptEncoder  # transformers
+
+    save = f"save the base model's tokenizer into {folder} with its save_pretrained"
+    try:
+        encoder = PromptEncoder(folder, max_context=4096)
+    except Exception as error:  # whatever tokenizers and transformers stumble on
+        return problem(check, f"no tokenizer: {error}", save)
+    hello = {"role": "user", "content": "Hello"}
+    call = Call("doctor", Endpoint.CHAT, 0, "doctor", "doctor", None, messages=(hello,))
+    try:
+        (ids,) = encoder.encode(call)
+    except InvalidInput as error:
+        cure = f"put the model's chat_template.jinja into {folder}"
+        return warning(check, error.message, cure)
+    vocabulary = json.loads((folder / "config.json").read_text()).get("vocab_size", 0)
+    tokens = encoder.backend.get_vocab_size()
+    if tokens > vocabulary:
+        found = f"the tokenizer has {tokens} tokens, the model {vocabulary}: not its own"
+        return problem(check, found, save)
+    tools = "and calls tools" if encoder.syntax else "shows no tools"
+    return ok(check, f"its chat template makes {len(ids)} tokens of a Hello, {tools}")

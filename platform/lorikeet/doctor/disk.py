@@ -1,0 +1,44 @@
+"""The disk cache's folder."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from lorikeet.doctor.finding import Finding, ok, problem
+from lorikeet.doctor.site import Site
+from lorikeet.doctor.sizes import shown
+
+
+def check_disk(site: Site) -> Iterator[Finding]:
+    """Whether it can be written to, and has room for what the cache may take."""
+    folder, wanted = site.settings.cache_dir, site.settings.adapter_disk
+    there = _existing(folder)
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        yield problem(
+            "disk cache",
+            f"{folder} cannot be written: {there} is {_whose(there)}",
+            f"`chown {os.getuid()} {there}`, or set LORIKEET_CACHE_DIR to another folder",
+        )
+        return
+    free, used = shutil.disk_usage(there).free, _used(folder)
+    found = f"{folder}: {shown(wanted)} wanted, {shown(used)} used and {shown(free)} free"
+    if free + used < wanted:
+        most = (free + used) * 9 // 10 >> 20
+        cure = f"LORIKEET_ADAPTER_DISK={most}MiB, or LORIKEET_CACHE_DIR on a larger disk"
+        yield problem("disk cache", found, cure)
+    else:
+        yield ok("disk cache", found)
+
+
+def _existing(folder: Path) -> Path:
+    """It, or the nearest folder above it that there is."""
+    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+
+
+def _whose(path: Path) -> str:
+    return f"user {path.stat().st_uid}'s" if path.is_dir() else "no folder"
+
+
+def _used(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

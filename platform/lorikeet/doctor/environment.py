@@ -1,0 +1,62 @@
+"""The variables: Lorikeet's own, and those that Ray reads when its processes start."""
+
+from collections.abc import Iterator
+
+from lorikeet.doctor.finding import Finding, ok, problem, warning
+from lorikeet.doctor.site import Site
+from lorikeet.errors import InvalidSetting
+from lorikeet.settings import Settings
+from lorikeet_engine.errors import SettingsError
+
+CALLBACK = "lorikeet.serving.proxy:middlewares"
+LARGEST_CALL = 16 * 2**20
+"""Twice the JSON that a gateway takes."""
+
+
+def check_settings(site: Site) -> Iterator[Finding]:
+    """Whether they parse, and do not contradict one another."""
+    try:
+        settings = site.settings
+        for base_model in settings.base_models:
+            site.engine_settings(base_model)
+    except InvalidSetting as error:
+        cure = "correct it; `lorikeet settings` lists them all. What needs them was not looked at"
+        yield problem("settings", error.message, cure)
+    except SettingsError as error:
+        yield problem("settings", error.message, "correct the LORIKEET_ variable of that name")
+    else:
+        given, all_of_them = len(settings.model_fields_set), len(Settings.model_fields)
+        yield ok("settings", f"{given} of {all_of_them} are given, the others have their defaults")
+
+
+def check_ray_variables(site: Site) -> Iterator[Finding]:
+    """Whether they are set outside of serve_app, where it would be too late."""
+    wanted = {
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": ("1", "streams are several times slower"),
+        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": (
+            str(LARGEST_CALL),
+            "requests above 4 MiB fail",
+        ),
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": (
+            CALLBACK,
+            "clients choose their requests' ids",
+        ),
+    }
+    missing = [
+        (name, value, harm)
+        for name, (value, harm) in wanted.items()
+        if not _does(site.environ.get(name, ""), value)
+    ]
+    for name, value, harm in missing:
+        there = site.environ.get(name)
+        found = f"{name} is {'not set' if there is None else f'{there!r}'}: {harm}"
+        yield warning("ray variables", found, f"export {name}={value}")
+    if not missing:
+        yield ok("ray variables", f"all {len(wanted)} are set")
+
+
+def _does(given: str, wanted: str) -> bool:
+    """A number may be larger."""
+    if wanted.isdecimal() and given.isdecimal():
+        return int(given) >= int(wanted)
+    return given == wanted

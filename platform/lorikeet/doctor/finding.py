@@ -1,0 +1,37 @@
+"""What a check says."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Verdict(Enum):
+    """WARNING: it starts, and something will be missed. PROBLEM: it will not start, or not work."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """check: what was looked at. cure: a command or a setting; "" where nothing is to be done."""
+
+    check: str
+    verdict: Verdict
+    found: str
+    cure: str = ""
+
+
+def ok(check: str, found: str) -> Finding:
+    """All is well."""
+    return Finding(check, Verdict.OK, found)
+
+
+def warning(check: str, found: str, cure: str) -> Finding:
+    """It works, but worse than it could."""
+    return Finding(check, Verdict.WARNING, found, cure)
+
+
+def problem(check: str, found: str, cure: str) -> Finding:
+    """It does not work so."""
+    return Finding(check, Verdict.PROBLEM, found, cure)

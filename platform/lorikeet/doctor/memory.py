@@ -1,0 +1,87 @@
+"""Whether engines fit: each on its device, and all of them in the machine's memory."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from lorikeet.doctor.finding import Finding, ok, problem, warning
+from lorikeet.doctor.site import Site
+from lorikeet.doctor.sizes import shown
+from lorikeet_engine.errors import EngineError, ModelError
+
+if TYPE_CHECKING:
+    from lorikeet_engine.memory_plan import MemoryPlan
+
+_PROCESS_BYTES = {"cpu": 1 << 29, "cuda": 3 << 30}  # of an engine and its replica, with torch
+_GATEWAY_BYTES = 1 << 29
+_TIGHT = 0.9
+
+
+def check_device_memory(site: Site) -> Iterator[Finding]:
+    """Weights, slot pool, steps and KV pages on the device of one engine."""
+    if site.device_free is None:
+        yield warning(
+            "memory",
+            "there is no GPU here, so whether the models fit is not known",
+            "say what the GPUs have: lorikeet doctor --gpu-memory 80GiB",
+        )
+        return
+    for name, plan in site.plans.items():
+        check = f"memory of {name}"
+        if not isinstance(plan, EngineError):
+            yield _judge(check, plan, site.device)
+        elif not isinstance(plan, ModelError):  # which the base models' check tells
+            yield problem(check, plan.message, _cure(site.device))
+
+
+def _judge(check: str, plan: "MemoryPlan", device: str) -> Finding:
+    found = (
+        f"on each {device}: weights {shown(plan.weights)}, slot pool {shown(plan.slot_pool)}, "
+        f"steps about {shown(plan.steps)}, KV {shown(plan.kv)} for {plan.kv_tokens:,} tokens: "
+        f"{plan.kv_tokens / plan.max_context:.1f} requests of the full {plan.max_context:,}"
+    )
+    if plan.kv_tokens < plan.max_context:
+        return warning(
+            check,
+            found,
+            f"LORIKEET_CONTEXT={plan.kv_tokens} says what can be asked for; or give adapters less "
+            "(LORIKEET_ADAPTER_GPU_MEMORY)",
+        )
+    return ok(check, found)
+
+
+def _cure(device: str) -> str:
+    less = (
+        "set LORIKEET_CONTEXT lower, LORIKEET_ADAPTER_GPU_MEMORY or LORIKEET_KV_MEMORY to a share "
+        "such as 10% or 90%"
+    )
+    larger = "a GPU with more memory" if device == "cuda" else "more memory"
+    return f"{less}; or LORIKEET_DTYPE=bfloat16, a smaller model, or {larger}"
+
+
+def check_host_memory(site: Site) -> Iterator[Finding]:
+    """Host arenas and processes of all engines, and on CPU the models too."""
+    settings, host, engines = site.settings, site.host, site.engines
+    arenas = engines * settings.adapter_host_memory
+    processes = engines * _PROCESS_BYTES[site.device] + settings.gateways * _GATEWAY_BYTES
+    needed, models = arenas + processes, 0
+    if site.device == "cpu":
+        models = sum(
+            settings.replicas[name] * plan.total
+            for name, plan in site.plans.items()
+            if not isinstance(plan, EngineError)
+        )
+        needed += models
+    found = (
+        f"{engines} engines: host arenas {shown(arenas)}, processes about {shown(processes)}"
+        + (f", models {shown(models)}" if models else "")
+        + f"; {shown(host.available)} of {shown(host.memory)} are available"
+    )
+    room = (host.available - needed + arenas) // engines
+    lower = f"LORIKEET_ADAPTER_HOST_MEMORY={room >> 20}MiB" if room > 2**26 else "fewer replicas"
+    cure = f"{lower}, or a machine with more memory"
+    if needed > host.available:
+        yield problem("host memory", found, cure)
+    elif needed > _TIGHT * host.available:
+        yield warning("host memory", found, cure)
+    else:
+        yield ok("host memory", found)

@@ -1,0 +1,42 @@
+"""The ports that the service listens on, and Ray's."""
+
+import socket
+from collections.abc import Iterator
+
+from lorikeet.doctor.finding import Finding, ok, problem, warning
+from lorikeet.doctor.site import Site
+
+_RAY = {6379: "ray start", 8265: "Ray's dashboard"}
+
+
+def check_ports(site: Site) -> Iterator[Finding]:
+    """Whether they are free."""
+    admin = site.settings.admin_address
+    wanted = {site.http_port: "the tenants' API", admin.port: "the admin API"}
+    taken = {port: what for port, what in wanted.items() if not _free(port)}
+    for port, what in taken.items():
+        cure = f"stop what listens there (`ss -ltnp 'sport = :{port}'`; `ray stop` ends a service)"
+        if port == admin.port:
+            cure += ", or set LORIKEET_ADMIN_ADDRESS to another port"
+        yield problem("ports", f"{port} is taken, for {what}", cure)
+    ray = [port for port in _RAY if not _free(port)]
+    for port in ray:
+        yield warning(
+            "ports",
+            f"{port} is taken: Ray may be running already, and `serve run` would join it, with "
+            "the environment that it was started in",
+            "`ray stop`, unless that is wanted",
+        )
+    if not taken and not ray:
+        yield ok("ports", f"{', '.join(map(str, (*wanted, *_RAY)))} are free")
+
+
+def _free(port: int) -> bool:
+    """Whether nobody listens there, on any address of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,44 @@
+"""doctor says what it found, for people and for programs, and its exit status is the verdict."""
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from lorikeet.cli import app
+
+
+def doctor(environment: dict[str, str], *options: str) -> Result:
+    given = {"LORIKEET_ADMIN_KEY": "", "LORIKEET_SERVER": "", "COLUMNS": "100"} | environment
+    return CliRunner().invoke(app, ["doctor", *options], env=given, prog_name="lorikeet")
+
+
+def test_with_a_problem_it_cannot_start(tmp_path: Path) -> None:
+    missing = {"LORIKEET_CATALOG": str(tmp_path / "catalog")}
+    said = doctor(missing)
+    assert said.exit_code == 1
+    assert f"problem  store: there is no folder {tmp_path}/catalog" in said.stdout
+    assert "→ lorikeet init" in said.stdout
+    assert "It cannot start so: " in said.stdout
+    answer = json.loads(doctor(missing, "--json").stdout)
+    assert answer["can_start"] is False
+    assert {
+        "check": "store",
+        "verdict": "problem",
+        "found": f"there is no folder {tmp_path}/catalog",
+        "cure": "lorikeet init",
+    } in answer["findings"]
+
+
+def test_a_misspelt_setting_is_a_finding_and_no_error() -> None:
+    said = doctor({"LORIKEET_KV_MEMROY": "1GiB"})
+    assert (said.exit_code, said.stderr) == (1, "")
+    assert "did you mean LORIKEET_KV_MEMORY?" in said.stdout
+
+
+def test_it_plans_for_gpus_that_are_not_here() -> None:
+    said = doctor({"LORIKEET_DTYPE": "bfloat16"}, "--gpu-memory", "80GiB")
+    assert "memory of lorikeet-demo: on each cuda: weights 4." in said.stdout
+    wrong = doctor({}, "--gpu-memory", "much")
+    assert wrong.exit_code == 2
+    assert "80GiB" in wrong.stderr

@@ -1,0 +1,95 @@
+"""A site where all is well: the demo's model, a catalog on S3, and machines as one likes them."""
+
+import os
+import shutil
+import socket
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from demo.fill import fill_catalog
+from lorikeet.doctor.cuda import Cuda, Gpu
+from lorikeet.doctor.examination import CHECKS, examine
+from lorikeet.doctor.finding import Finding, Verdict
+from lorikeet.doctor.host import Host
+from lorikeet.doctor.site import Site
+from lorikeet.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+GIB = 1 << 30
+HOST = Host(cpus=8, memory=64 * GIB, available=60 * GIB, shm=32 * GIB, open_files=65536)
+NO_CUDA = Cuda()
+H100 = Gpu("NVIDIA H100", 80 * GIB, 79 * GIB)
+FLAGS = {
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": "16777216",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "lorikeet.serving.proxy:middlewares",
+}
+
+
+@dataclass(frozen=True)
+class Patient:
+    """What a start would find. examined() is the doctor's word on it with some things changed."""
+
+    environ: Mapping[str, str]
+    model: Path
+    http_port: int
+    cuda: Cuda = NO_CUDA
+    host: Host = HOST
+    gpu_memory: int | None = None
+    wait_s: float = 60.0
+    more: Mapping[str, str] = field(default_factory=dict)
+
+    def examined(self, *names: str, **changes: object) -> list[Finding]:
+        """names: of the checks; none: all. changes: fields of this."""
+        it = replace(self, **changes)  # type: ignore[arg-type]
+        site = Site(
+            {name: value for name, value in {**it.environ, **it.more}.items() if value},
+            it.gpu_memory,
+            it.http_port,
+            look=lambda: it.cuda,
+            find_host=lambda: it.host,
+        )
+        checks = [check for check in CHECKS if not names or check.name in names]
+        return examine(site, [replace(check, within_s=it.wait_s) for check in checks])
+
+
+def faults(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.verdict is not Verdict.OK]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="session")
+def filled(s3_bucket: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The url of a catalog with the demo's adapters, and an admin's key."""
+    url = f"{s3_bucket}/doctor-{uuid.uuid4().hex}"
+    settings = Settings.from_env({"LORIKEET_CATALOG": url, "LORIKEET_BASE_MODELS": _models()})
+    fill_catalog(settings, tmp_path_factory.mktemp("keys"))
+    return url
+
+
+@pytest.fixture
+def patient(filled: str, tmp_path: Path) -> Patient:
+    model = shutil.copytree(ROOT / "demo" / "model", tmp_path / "model")
+    environ = FLAGS | {
+        "PATH": os.environ["PATH"],
+        "LORIKEET_CATALOG": filled,
+        "LORIKEET_BASE_MODELS": f"lorikeet-demo={model}",
+        "LORIKEET_CACHE_DIR": str(tmp_path / "cache"),
+        "LORIKEET_ADAPTER_DISK": "1MiB",
+        "LORIKEET_ADMIN_ADDRESS": f"127.0.0.1:{free_port()}",
+    }
+    return Patient(environ, model, free_port())
+
+
+def _models() -> str:
+    return f"lorikeet-demo={ROOT / 'demo' / 'model'}"

@@ -1,0 +1,377 @@
+"""Each planted fault is found, alone, and its cure is named; without one there is no problem."""
+
+import json
+import re
+import socket
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import NamedTuple
+
+import boto3
+import pytest
+
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.store import open_store
+from lorikeet.doctor.cuda import Cuda
+from lorikeet.doctor.finding import Verdict
+from tests.doctor.conftest import GIB, H100, HOST, Patient, faults
+from tests.s3_proxy import proxied
+
+OK, WARNING, PROBLEM = Verdict.OK, Verdict.WARNING, Verdict.PROBLEM
+
+
+def keys_of(url: str) -> set[str]:
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    listed = boto3.session.Session().client("s3").list_objects_v2(Bucket=bucket, Prefix=prefix)
+    return {found["Key"] for found in listed["Contents"]}
+
+
+def test_where_all_is_well_nothing_is_wrong_and_nothing_is_left(patient: Patient) -> None:
+    before = keys_of(patient.environ["LORIKEET_CATALOG"])
+    findings = patient.examined()
+    assert [finding for finding in findings if finding.verdict is PROBLEM] == []
+    # a developer's machine may have a Ray of its own running
+    assert [finding for finding in faults(findings) if finding.check != "ports"] == []
+    assert len({finding.check for finding in findings}) >= 14
+    assert keys_of(patient.environ["LORIKEET_CATALOG"]) == before
+    assert not Path(patient.environ["LORIKEET_CACHE_DIR"]).exists()
+
+
+class Fault(NamedTuple):
+    """What is planted, the checks that are run, and what they must say.
+
+    change: fields of the patient; in `more` an empty value unsets a variable.
+    """
+
+    checks: str
+    change: Mapping[str, object]
+    verdict: Verdict
+    found: str
+    cure: str
+
+
+def variable(name: str, value: str) -> dict[str, object]:
+    return {"more": {f"LORIKEET_{name}": value}}
+
+
+def gpus(count: int, **more: str) -> dict[str, object]:
+    environ = {f"LORIKEET_{name.upper()}": value for name, value in more.items()}
+    return {"cuda": Cuda((H100,) * count, (13, 0), (13, 0)), "more": environ}
+
+
+PLANTED = {
+    "a misspelt variable": Fault(
+        "settings", variable("KV_MEMROY", "1GiB"), PROBLEM, "KV_MEMROY is not a", "KV_MEMORY"
+    ),
+    "a bad value": Fault(
+        "settings", variable("REPLICAS", "many"), PROBLEM, "REPLICAS='many'", "correct it"
+    ),
+    "settings that contradict": Fault(
+        "settings",
+        variable("MAX_BATCH_TOKENS", "8"),
+        PROBLEM,
+        "want at least max_running",
+        "LORIKEET_",
+    ),
+    "Ray not told to stream fast": Fault(
+        "ray variables",
+        {"more": {"RAY_SERVE_THROUGHPUT_OPTIMIZED": ""}},
+        WARNING,
+        "is not set",
+        "export RAY_SERVE_THROUGHPUT_OPTIMIZED=1",
+    ),
+    "Ray's messages too small": Fault(
+        "ray variables",
+        {"more": {"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": "4194304"}},
+        WARNING,
+        "'4194304'",
+        "=16777216",
+    ),
+    "no such model folder": Fault(
+        "base models",
+        variable("BASE_MODELS", "lorikeet-demo=/nowhere"),
+        PROBLEM,
+        "/nowhere/config.json does not exist",
+        "LORIKEET_BASE_MODELS, or `hf download",
+    ),
+    "a context longer than the model's": Fault(
+        "base models",
+        variable("CONTEXT", "1000000"),
+        PROBLEM,
+        "max_position_embeddings",
+        "lower LORIKEET_CONTEXT",
+    ),
+    "bfloat16 weights as float16": Fault(
+        "base models", variable("DTYPE", "float16"), WARNING, "bfloat16", "LORIKEET_DTYPE=bfloat16"
+    ),
+    "a model larger than the GPU": Fault(
+        "memory", {"gpu_memory": GIB}, PROBLEM, "no room for the steps", "more memory"
+    ),
+    "KV pages too few for one request": Fault(
+        "memory",
+        {"more": {"LORIKEET_KV_MEMORY": "256KiB", "LORIKEET_CONTEXT": "1024"}},
+        PROBLEM,
+        "one sequence of 1024 needs",
+        "LORIKEET_CONTEXT",
+    ),
+    "KV pages for less than the model's context": Fault(
+        "memory", variable("KV_MEMORY", "1MiB"), WARNING, "of the full 1,024", "LORIKEET_CONTEXT="
+    ),
+    "no GPU to plan for": Fault(
+        "memory", variable("DEVICE", "cuda"), WARNING, "no GPU here", "--gpu-memory 80GiB"
+    ),
+    "a host arena larger than the memory": Fault(
+        "host memory",
+        variable("ADAPTER_HOST_MEMORY", "40GiB"),
+        PROBLEM,
+        "host arenas 80.0 GiB",
+        r"LORIKEET_ADAPTER_HOST_MEMORY=2\d{4}MiB",
+    ),
+    "a disk cache larger than the disk": Fault(
+        "disk cache",
+        variable("ADAPTER_DISK", "900000GiB"),
+        PROBLEM,
+        "free",
+        r"LORIKEET_ADAPTER_DISK=\d+MiB",
+    ),
+    "a cache folder below a file": Fault(
+        "disk cache",
+        variable("CACHE_DIR", f"{__file__}/cache"),
+        PROBLEM,
+        "no folder",
+        "LORIKEET_CACHE_DIR",
+    ),
+    "fewer GPUs than engines": Fault(
+        "gpus", gpus(1), PROBLEM, "1 .NVIDIA H100. for 2 engines", "LORIKEET_REPLICAS=1"
+    ),
+    "fewer GPUs than there may be engines": Fault(
+        "gpus", gpus(2, max_replicas="4"), WARNING, "there may be 4", "LORIKEET_MAX_REPLICAS=2"
+    ),
+    "an old driver": Fault(
+        "gpus",
+        {"cuda": Cuda((), (13, 0), (12, 4)), "more": {"LORIKEET_DEVICE": "cuda"}},
+        PROBLEM,
+        r"the driver knows CUDA 12\.4, torch was built for 13\.0",
+        "update the NVIDIA driver",
+    ),
+    "a GPU, and torch for the CPU": Fault(
+        "gpus", {"cuda": Cuda((), None, (13, 0))}, PROBLEM, "built for the CPU", "build for CUDA"
+    ),
+    "no attention kernels": Fault(
+        "kernels", gpus(2), PROBLEM, "flashinfer-python is not installed", r"\.\[cuda\]"
+    ),
+    "too little shared memory": Fault(
+        "limits",
+        {"host": replace(HOST, shm=64 << 20)},
+        WARNING,
+        r"64\.0 MiB",
+        r"--shm-size=11g",
+    ),
+    "too few open files": Fault(
+        "limits", {"host": replace(HOST, open_files=1024)}, WARNING, "1024 a process", "ulimit -Hn"
+    ),
+    "an arena smaller than an adapter": Fault(
+        "adapters",
+        variable("ADAPTER_HOST_MEMORY", "16KiB"),
+        PROBLEM,
+        "the host arena has",
+        r"LORIKEET_ADAPTER_HOST_MEMORY=\d+MiB",
+    ),
+    "a rank that is not allowed": Fault(
+        "adapters", variable("MAX_RANK", "2"), PROBLEM, "one has rank", "LORIKEET_MAX_RANK="
+    ),
+    "a base model that was renamed": Fault(
+        "adapters",
+        variable("BASE_MODELS", "other=demo/model"),
+        WARNING,
+        "of lorikeet-demo, which is not served",
+        "LORIKEET_BASE_MODELS",
+    ),
+    "a stranger's admin key": Fault(
+        "catalog", variable("ADMIN_KEY", "lk_x"), WARNING, "LORIKEET_ADMIN_KEY", "lorikeet init"
+    ),
+    "a store that is not there": Fault(
+        "store",
+        variable("CATALOG", "s3://no-such-bucket-here/x"),
+        PROBLEM,
+        "'no-such-bucket-here' does not exist",
+        "LORIKEET_CATALOG",
+    ),
+    "no catalog folder": Fault(
+        "store", variable("CATALOG", "/nowhere/catalog"), PROBLEM, "no folder", "lorikeet init"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_it_is_found_and_its_cure_named(patient: Patient, name: str) -> None:
+    planted = PLANTED[name]
+    (fault,) = faults(patient.examined(planted.checks, **planted.change))
+    assert fault.verdict is planted.verdict
+    assert re.search(planted.found, fault.found), fault
+    assert re.search(planted.cure, f"{fault.found} {fault.cure}"), fault
+
+
+def cut(file: Path) -> None:
+    with file.open("r+b") as weights:
+        weights.truncate(file.stat().st_size // 2)
+
+
+def leave_a_note(file: Path) -> None:
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4883952\n")
+
+
+def another_family(file: Path) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "gemma"}))
+
+
+@pytest.mark.parametrize(
+    ("file", "plant", "verdict", "found", "cure"),
+    [
+        ("model.safetensors", Path.unlink, PROBLEM, "does not exist", "not whole: `hf download"),
+        ("model.safetensors", cut, PROBLEM, "no whole safetensors", "not whole: `hf download"),
+        ("model.safetensors", leave_a_note, PROBLEM, "no whole safetensors", "lfs pull"),
+        ("config.json", another_family, PROBLEM, "model_type='gemma'", "Llama, Mistral"),
+        ("tokenizer.json", Path.unlink, PROBLEM, "no tokenizer.json", "save_pretrained"),
+        ("chat_template.jinja", Path.unlink, WARNING, "no chat template", r"chat_template\.jinja"),
+    ],
+)
+def test_a_folder_that_is_not_whole(
+    patient: Patient,
+    file: str,
+    plant: Callable[[Path], None],
+    verdict: Verdict,
+    found: str,
+    cure: str,
+) -> None:
+    plant(patient.model / file)
+    (fault,) = faults(patient.examined("base models"))
+    assert fault.verdict is verdict
+    assert found in fault.found
+    assert re.search(cure, fault.cure), fault
+
+
+def test_packages_that_are_too_old_or_not_there(
+    patient: Patient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = {"ray": "2.59.0", "torch": None}
+    from lorikeet.doctor import versions
+
+    known = versions._version
+    monkeypatch.setattr(versions, "_version", lambda name: installed.get(name, known(name)))
+    (fault,) = faults(patient.examined("versions"))
+    assert fault.verdict is PROBLEM
+    assert "ray is 2.59.0: want ==2.60.*" in fault.found
+    assert "torch is not installed" in fault.found
+    assert "pip install" in fault.cure
+
+
+@pytest.mark.parametrize("door", ["tenants", "admin"])
+def test_a_port_that_is_taken(patient: Patient, door: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        if door == "admin":
+            change = variable("ADMIN_ADDRESS", f"127.0.0.1:{port}")
+        else:
+            change = {"http_port": port}
+        found = [f for f in faults(patient.examined("ports", **change)) if f.verdict is PROBLEM]
+    (fault,) = found
+    assert f"{port} is taken" in fault.found
+    assert ("LORIKEET_ADMIN_ADDRESS" in fault.cure) is (door == "admin")
+    assert f":{port}" in fault.cure
+
+
+@pytest.fixture
+def new_url(s3_bucket: str) -> str:
+    return f"{s3_bucket}/{uuid.uuid4().hex}"
+
+
+def test_a_bucket_without_a_catalog(patient: Patient, new_url: str) -> None:
+    (fault,) = faults(patient.examined("store", "catalog", **variable("CATALOG", new_url)))
+    assert (fault.verdict, fault.cure) == (PROBLEM, "lorikeet init")
+
+
+def test_a_catalog_without_an_admin(patient: Patient, new_url: str) -> None:
+    AdapterCatalog.init(open_store(new_url))
+    (fault,) = faults(patient.examined("catalog", **variable("CATALOG", new_url)))
+    assert fault.verdict is PROBLEM
+    assert "no admin's key" in fault.found
+    assert "lorikeet init" in fault.cure
+
+
+def forget_the_condition(request: BaseHTTPRequestHandler) -> bool:
+    del request.headers["If-None-Match"]
+    return False
+
+
+def forbid_writing(request: BaseHTTPRequestHandler) -> bool:
+    return request.command == "PUT" and _answer(request, 403, "AccessDenied")
+
+
+def live_in_the_past(request: BaseHTTPRequestHandler) -> bool:
+    if request.command != "HEAD":
+        return False
+    request.send_response(200)
+    request.send_header("Last-Modified", "Sun, 01 Nov 2026 00:00:00 GMT")
+    request.send_header("Content-Length", "0")
+    request.end_headers()
+    return True
+
+
+def _answer(request: BaseHTTPRequestHandler, status: int, code: str) -> bool:
+    body = f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode()
+    request.send_response(status)
+    request.send_header("Content-Length", str(len(body)))
+    request.end_headers()
+    request.wfile.write(body)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("trouble", "check", "found", "cure"),
+    [
+        (forget_the_condition, "conditional writes", "ignores If-None-Match", "radosgw"),
+        (forbid_writing, "store", "cannot be written: .*s3:PutObject", "credentials"),
+        (live_in_the_past, "clock", r"differ by \d+ s", "NTP"),
+    ],
+)
+def test_a_store_that_cannot_be_relied_on(
+    patient: Patient,
+    trouble: Callable[[BaseHTTPRequestHandler], bool],
+    check: str,
+    found: str,
+    cure: str,
+) -> None:
+    before = keys_of(patient.environ["LORIKEET_CATALOG"])
+    with proxied(trouble):
+        (fault,) = faults(patient.examined("store"))
+    assert (fault.check, fault.verdict) == (check, PROBLEM)
+    assert re.search(found, fault.found), fault
+    assert cure in fault.cure
+    assert keys_of(patient.environ["LORIKEET_CATALOG"]) == before
+
+
+def test_a_dead_endpoint_holds_up_nothing(
+    patient: Patient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, answers nothing
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        fault, *others = faults(patient.examined("store", "limits", "disk cache", wait_s=1.0))
+    assert fault.verdict is PROBLEM
+    assert "no answer within 1 s" in fault.found
+    assert "AWS_ENDPOINT_URL_S3" in fault.cure
+    assert others == []
+
+
+def test_a_check_that_breaks_stops_no_other(patient: Patient) -> None:
+    findings = patient.examined("host memory", "limits", "versions", host=None)
+    assert [finding.verdict for finding in findings] == [OK, PROBLEM, PROBLEM]
+    assert "could not be looked at" in findings[1].found
+
+
+def test_a_bad_setting_leaves_what_needs_none(patient: Patient) -> None:
+    findings = patient.examined(**variable("REPLICAS", "0"))
+    assert {finding.check for finding in findings} == {"settings", "ray variables", "versions"}
