@@ -33,7 +33,13 @@ def create_app(services: Services) -> FastAPI:
     gate = Gate(services, follower)
     shares = Shares(services.name, services.gateways, time.monotonic())
     budget = Budget(services.written, services.written_s)
-    admission = Admission(shares, budget, services.max_generations)
+    admission = Admission(
+        shares,
+        budget,
+        services.max_generations,
+        seats=services.seats,
+        max_queue_s=services.max_queue_s,
+    )
     traces = services.traces
     explanations = Explanations(services.peers, listeners=[traces.ended] if traces else [])
     usage = UsageReports(services.catalog.store)

@@ -60,6 +60,7 @@ class Services:
     of this gateway. peers: the other gateways. written: what tenants have used, for their
     budgets; what they used in the last written_s seconds may be missing in it.
     max_queue_s: how long a request may wait for its turn on a replica; None: as long as it takes.
+    seats: requests that the replicas of a base model run at once, this gateway's part of them.
     traces: where requests that are over are told; None: nowhere.
     """
 
@@ -78,4 +79,5 @@ class Services:
     written: Written | None = None
     written_s: float = 30.0
     max_queue_s: float | None = None
+    seats: int | None = None
     traces: "Traces | None" = None

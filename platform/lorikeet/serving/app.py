@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ray import serve
+from ray.serve.config import BackpressureConfig
 from ray.serve.deployment import Application
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
@@ -40,6 +41,7 @@ _ENGINE_CALLS = 8  # beside each gateway's watch: plans, reports and the like, a
 _ENGINE_CPUS = 0.2  # a share, so that a laptop's two cores hold engines, gateway and controller
 _GATEWAY_CPUS = 0.2
 _CONTROLLER_CPUS = 0.05
+_PROXY_RETRY_S = 5  # a proxy knows no rate; so many requests have passed it some seconds later
 _WRITTEN_FLUSHES = 2  # after so many, what was used is written down where the store can be reached
 
 
@@ -91,6 +93,9 @@ def gateway(
         num_replicas=settings.gateways,
         max_surge_percent=100,  # a new one answers before an old one drains: there may be only one
         max_ongoing_requests=_most_generations(settings) + _OTHER_REQUESTS,
+        # At a proxy as many may wait as all gateways take: a burst passes, a flood is refused.
+        max_queued_requests=_most_generations(settings) * settings.gateways,
+        backpressure_config=BackpressureConfig(retry_after_s=_PROXY_RETRY_S),
         ray_actor_options={"num_cpus": _GATEWAY_CPUS},
         graceful_shutdown_timeout_s=_LONGEST_GENERATION_S,
     )(serve.ingress()(Gateway))
@@ -162,6 +167,7 @@ class Gateway:
                 written=MonthTokens(store),
                 written_s=_WRITTEN_FLUSHES * settings.usage_flush_s,
                 max_queue_s=settings.max_queue_s,
+                seats=max(1, settings.max_running * settings.most_replicas // settings.gateways),
                 traces=_traces(settings, name),
             )
             self._admin_door = AdminDoor(settings.admin_address)

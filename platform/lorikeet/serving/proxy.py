@@ -3,15 +3,19 @@
 Serve imports it when RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=lorikeet.serving.proxy:middlewares.
 """
 
+from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lorikeet.api.errors import error_response
+from lorikeet.errors import Unavailable
 
 _HEADER = b"x-request-id"
 
 
 def middlewares() -> list[Middleware]:
     """Serve puts these around its own."""
-    return [Middleware(OneRequestId)]
+    return [Middleware(OneRequestId), Middleware(OurRefusals)]
 
 
 class OneRequestId:
@@ -39,3 +43,38 @@ class OneRequestId:
             await send(message)
 
         await self._app({**scope, "headers": sent}, receive, send_with_one_id)
+
+
+class OurRefusals:
+    """Says in the API's words that Serve has nobody who could take a request.
+
+    Serve answers 503 in plain text where too many wait for a gateway already, and where there is
+    none.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, and the answer, if it is no such refusal."""
+        refused = False
+
+        async def send_or_refuse(message: Message) -> None:
+            nonlocal refused
+            if message["type"] == "http.response.start" and message["status"] == 503:
+                headers = MutableHeaders(raw=list(message["headers"]))
+                if headers.get("content-type") != "application/json":
+                    refused = True
+                    await _refuse(headers, scope, receive, send)
+            if not refused:
+                await send(message)
+
+        await self._app(scope, receive, send_or_refuse)
+
+
+async def _refuse(theirs: MutableHeaders, scope: Scope, receive: Receive, send: Send) -> None:
+    answer = error_response(Unavailable("no gateway can take this request: send it again"))
+    for name in ("retry-after", "x-request-id"):
+        if name in theirs:
+            answer.headers[name] = theirs[name]
+    await answer(scope, receive, send)

@@ -1,0 +1,68 @@
+"""What clients see of Serve's own answers."""
+
+import asyncio
+
+import httpx
+import pytest
+from ray.serve._private.http_util import convert_object_to_asgi_messages
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lorikeet.serving.proxy import middlewares
+
+
+def answer(app: ASGIApp) -> httpx.Response:
+    """Of an application in a proxy."""
+    for middleware in reversed(middlewares()):
+        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as client:
+            return await client.get("/v1/models", headers={"x-request-id": "mine"})
+
+    return asyncio.run(ask())
+
+
+def serve_says(status: int, text: str, *headers: tuple[bytes, bytes]) -> ASGIApp:
+    async def say(scope: Scope, receive: Receive, send: Send) -> None:
+        for message in convert_object_to_asgi_messages(text, status, list(headers)):
+            await send(message)
+
+    return say
+
+
+@pytest.mark.parametrize(("told", "said"), [([(b"retry-after", b"5")], "5"), ([], "1")])
+def test_serves_own_refusals_are_in_our_words(told: list[tuple[bytes, bytes]], said: str) -> None:
+    refused = answer(serve_says(503, "Request dropped …", *told, (b"x-request-id", b"theirs")))
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == said
+    assert refused.headers["x-request-id"] == "theirs"
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "unavailable")
+    assert "send it again" in error["message"]
+    assert int(refused.headers["content-length"]) == len(refused.content)
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        JSONResponse({"error": {"code": "overloaded"}}, 503, {"retry-after": "7"}),
+        Response("fine", media_type="text/plain"),
+        Response("Not found", 404, media_type="text/plain"),
+        StreamingResponse(iter([b"data: 1\n\n", b"data: 2\n\n"]), media_type="text/event-stream"),
+    ],
+    ids=["our refusal", "plain", "not found", "stream"],
+)
+def test_other_answers_pass_as_they_are(ours: Response) -> None:
+    passed = answer(ours)
+    assert passed.status_code == ours.status_code
+    assert passed.headers.get("retry-after") == ours.headers.get("retry-after")
+    streamed = isinstance(ours, StreamingResponse)
+    assert passed.content == (b"data: 1\n\ndata: 2\n\n" if streamed else ours.body)
+
+
+def test_the_gateways_request_id_is_the_only_one() -> None:
+    ids = [(b"x-request-id", b"ours"), (b"x-request-id", b"serves")]
+    passed = answer(serve_says(200, "fine", *ids))
+    assert passed.headers.get_list("x-request-id") == ["ours"]
