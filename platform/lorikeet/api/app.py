@@ -13,6 +13,7 @@ from lorikeet.api.explain import Explanations, explain_routes
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Gate
 from lorikeet.api.generate import generate_routes
+from lorikeet.api.metrics import Scrape, counting, metrics_routes, show
 from lorikeet.api.models import model_routes
 from lorikeet.api.openapi import openapi_routes
 from lorikeet.api.reconciling import Reconciling
@@ -41,7 +42,9 @@ def create_app(services: Services) -> FastAPI:
         max_queue_s=services.max_queue_s,
     )
     traces = services.traces
-    explanations = Explanations(services.peers, listeners=[traces.ended] if traces else [])
+    listeners = [counting(services.metrics), *([traces.ended] if traces else [])]
+    explanations = Explanations(services.peers, listeners=listeners)
+    show(services, explanations, follower)
     usage = UsageReports(services.catalog.store)
     reconciling = Reconciling(services.peers, shares, admission, budget)
 
@@ -73,6 +76,8 @@ def create_app(services: Services) -> FastAPI:
     app.include_router(model_routes(services, gate, follower))
     app.include_router(openapi_routes(gate))
     app.include_router(admin_routes(services, gate, follower, explanations, usage))
+
+    app.include_router(metrics_routes(gate, Scrape(services)))
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:

@@ -37,6 +37,7 @@ class CatalogFollower:
         self._refreshing = asyncio.Lock()
         self._begun_s = -MIN_GAP_S
         self._failing = False
+        self._answered_s = time.monotonic()  # whoever made the catalog has read it
         self._parts: dict[int, asyncio.Task[None]] = {}
         # threads of their own: a store that hangs must not keep refreshes from theirs
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="catalog-part")
@@ -46,6 +47,11 @@ class CatalogFollower:
     def state(self) -> CatalogState:
         """The last view; never blocks."""
         return self._catalog.state
+
+    @property
+    def age_s(self) -> float:
+        """How long ago the store last said whether there is anything new."""
+        return time.monotonic() - self._answered_s
 
     async def ask(self, question: Callable[[CatalogState], T]) -> T:
         """The last view's answer; parts that it needs are read first, off the event loop.
@@ -135,4 +141,5 @@ class CatalogFollower:
             if self._failing:
                 log.info("catalog_reachable", extra={"seq": self.state.seq})
             self._failing = False
+            self._answered_s = time.monotonic()
             return True

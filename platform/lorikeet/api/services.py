@@ -1,6 +1,6 @@
 """What the API is built from."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -8,6 +8,8 @@ from lorikeet.api.messages import Call, Refusal, StreamItem, Trial, TrialResult
 from lorikeet.api.peers import Peers
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.uploads import PART_BYTES
+from lorikeet.metrics.gateway import GatewayMetrics
+from lorikeet.metrics.page import Page
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.tenancy.budget import Written
 from lorikeet_engine.adapter_format import (
@@ -40,6 +42,11 @@ class EngineClient(Protocol):
         ...
 
 
+async def no_pages() -> Sequence[Page]:
+    """Where this gateway is the whole service."""
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class BaseModel:
     """A base model that is served. aliases: what adapters may call it, e.g. its Hub name."""
@@ -61,7 +68,8 @@ class Services:
     budgets; what they used in the last written_s seconds may be missing in it.
     max_queue_s: how long a request may wait for its turn on a replica; None: as long as it takes.
     seats: requests that the replicas of a base model run at once, this gateway's part of them.
-    traces: where requests that are over are told; None: nowhere.
+    traces: where requests that are over are told; None: nowhere. metrics: this gateway's. pages:
+    what replicas and the controller measure.
     """
 
     catalog: AdapterCatalog
@@ -81,3 +89,5 @@ class Services:
     max_queue_s: float | None = None
     seats: int | None = None
     traces: "Traces | None" = None
+    metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
+    pages: Callable[[], Awaitable[Sequence[Page]]] = no_pages

@@ -7,6 +7,8 @@ loaded: whoever computes a plan, and whenever, gets the same one.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
 
 from lorikeet.catalog.pinned import PinnedVersion
 from lorikeet.catalog.records import PinRecord
@@ -28,12 +30,30 @@ Plan = Mapping[str, Mapping[str, Keep]]
 """replica → digest → what to keep. By digest: two names may share one adapter's weights."""
 
 
+class Cause(Enum):
+    """Why a pin does not hold, in short."""
+
+    NO_VERSION = "no_version"
+    BUDGET = "budget"
+    NO_REPLICA = "no_replica"
+    TOO_FEW_REPLICAS = "too_few_replicas"
+    NO_ROOM = "no_room"
+
+
+class Why(NamedTuple):
+    """The same in a sentence, with its numbers."""
+
+    cause: Cause
+    reason: str
+
+
 @dataclass(frozen=True, slots=True)
 class Shortfall:
     """A pin that does not fully hold, and why: of one of its versions, or of all (ref None)."""
 
     pin: PinRecord
     ref: AdapterRef | None
+    cause: Cause
     reason: str
 
 
@@ -88,33 +108,35 @@ class _Draft:
     def keep(self, promise: Promise) -> Iterator[Shortfall]:
         """Keep what fits, and say what does not."""
         if not promise.versions and promise.pin.name is not None:
-            yield Shortfall(promise.pin, None, "it names no version that can be used")
+            none = "it names no version that can be used"
+            yield Shortfall(promise.pin, None, Cause.NO_VERSION, none)
         for version in promise.versions:
-            reason = self._charge(version) or self._place(version, promise.pin)
-            if reason:
-                yield Shortfall(promise.pin, version.ref, reason)
+            why = self._charge(version) or self._place(version, promise.pin)
+            if why:
+                yield Shortfall(promise.pin, version.ref, *why)
 
-    def _charge(self, version: PinnedVersion) -> str | None:
+    def _charge(self, version: PinnedVersion) -> Why | None:
         """Charge its tenant; why not, if that is beyond the budget."""
         tenant, image = version.ref.tenant, (version.ref.tenant, version.ref.digest)
         if tenant not in self._budgets or image in self._charged:
             return None
         left = self._budgets_left[tenant]
         if version.image_bytes > left:
-            return (
+            return Why(
+                Cause.BUDGET,
                 f"it takes {version.image_bytes} bytes, and pins before it leave {left} of the "
-                f"tenant's budget of {self._budgets[tenant]}"
+                f"tenant's budget of {self._budgets[tenant]}",
             )
         self._budgets_left[tenant] -= version.image_bytes
         self._charged.add(image)
         return None
 
-    def _place(self, version: PinnedVersion, pin: PinRecord) -> str | None:
+    def _place(self, version: PinnedVersion, pin: PinRecord) -> Why | None:
         """Keep it on as many replicas as promised; why it is on fewer, if it is."""
         serving = self._serving.get(version.base_model, [])
         wanted = len(serving) if pin.replicas is None else pin.replicas
         if not serving:
-            return f"no replica of {version.base_model} reports"
+            return Why(Cause.NO_REPLICA, f"no replica of {version.base_model} reports")
         digest = version.ref.digest
         order = serving if wanted >= len(serving) else preferred(digest, tuple(serving))
         size = self._sizes.get(digest, version.image_bytes)
@@ -124,11 +146,15 @@ class _Draft:
             if kept == wanted:
                 return None
         if kept == len(serving):
-            return f"{wanted} replicas are wanted, and {kept} serve {version.base_model}"
+            return Why(
+                Cause.TOO_FEW_REPLICAS,
+                f"{wanted} replicas are wanted, and {kept} serve {version.base_model}",
+            )
         left = max(self._left[replica].get(pin.tier, 0) for replica in serving)
-        return (
+        return Why(
+            Cause.NO_ROOM,
             f"it takes {size} bytes, and pins before it leave {left} on {pin.tier} at most: kept on"
-            f" {kept} of {wanted} replicas"
+            f" {kept} of {wanted} replicas",
         )
 
     def _keep(self, replica: str, keep: Keep, size: int) -> bool:

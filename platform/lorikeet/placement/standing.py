@@ -7,7 +7,7 @@ from enum import Enum
 
 from lorikeet.catalog.pinned import PinnedVersion, charged_bytes
 from lorikeet.catalog.records import PinRecord
-from lorikeet.placement.plan import Shortfall, place_pins
+from lorikeet.placement.plan import Placement, Shortfall, place_pins
 from lorikeet.placement.promises import Promise, Promises
 from lorikeet.placement.report import ReplicaReport
 from lorikeet_engine.adapter import Residency
@@ -54,11 +54,16 @@ class Residents:
         return sum(tier >= pin.tier for tier in held) >= wanted
 
 
-def standings(promises: Promises, reports: Sequence[ReplicaReport]) -> Iterator[PinStanding]:
-    """How each pin stands, in the promises' order, by the plan that the controller makes."""
+def standings(
+    promises: Promises, reports: Sequence[ReplicaReport], placement: Placement | None = None
+) -> Iterator[PinStanding]:
+    """How each pin stands, in the promises' order, by the plan that the controller makes.
+
+    placement: that plan, where it was made already.
+    """
     residents = Residents(reports)
     short: dict[tuple[str, str], list[Shortfall]] = defaultdict(list)
-    for shortfall in place_pins(promises, reports).shortfalls:
+    for shortfall in (placement or place_pins(promises, reports)).shortfalls:
         short[shortfall.pin.key].append(shortfall)
     for promise in promises.all:
         shortfalls = tuple(short[promise.pin.key])

@@ -1,11 +1,13 @@
 """The deployments: plain classes, wrapped once."""
 
+import asyncio
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from prometheus_client.core import Metric
 from ray import serve
 from ray.serve.config import BackpressureConfig
 from ray.serve.deployment import Application
@@ -18,10 +20,13 @@ from lorikeet.api.services import Services
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import LorikeetError
+from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.serving.controller import Controller
 from lorikeet.serving.doors import AdminDoor, PublicDoor
 from lorikeet.serving.engines import ServeEngines
 from lorikeet.serving.logs import log_to_stderr
+from lorikeet.serving.metrics import ServePages
+from lorikeet.serving.metrics_export import export_forever
 from lorikeet.serving.peers import ServePeers
 from lorikeet.serving.replica import Replica
 from lorikeet.serving.scaling import autoscaling
@@ -113,6 +118,7 @@ class EngineReplica(Replica):
         name = serve.get_replica_context().replica_id.unique_id
         with _failure_logged("engine", base_model):
             super().__init__(name, base_model, settings)
+        self._export = asyncio.create_task(export_forever(self.measured, self.labels))
         log.info("engine_ready", extra={"replica": name, "base_model": base_model})
 
     def check_health(self) -> None:
@@ -144,7 +150,7 @@ class Gateway:
         settings: Settings,
         adapter_memory: AdapterMemory,
         engines: Mapping[str, DeploymentHandle[Any]],
-        _controller: DeploymentHandle[Any],
+        controller: DeploymentHandle[Any],
     ) -> None:
         log_to_stderr()
         here = serve.get_replica_context()
@@ -167,10 +173,18 @@ class Gateway:
                 written=MonthTokens(store),
                 written_s=_WRITTEN_FLUSHES * settings.usage_flush_s,
                 max_queue_s=settings.max_queue_s,
-                seats=max(1, settings.max_running * settings.most_replicas // settings.gateways),
+                seats=_seats(settings),
                 traces=_traces(settings, name),
+                metrics=GatewayMetrics(settings.gateways),
+                pages=ServePages([*engines.values(), controller]),
+            )
+            self._export = asyncio.create_task(
+                export_forever(self._measured, {"gateway": name}),
             )
             self._admin_door = AdminDoor(settings.admin_address)
+
+    async def _measured(self) -> Iterable[Metric]:
+        return self._services.metrics.collect()
 
     async def answer_peer(self, asker: str, question: str, *arguments: Any) -> list[Any]:
         """What another gateway wants to know."""
@@ -193,6 +207,14 @@ def _traces(settings: Settings, gateway: str) -> "Traces | None":
 def _most_generations(settings: Settings) -> int:
     """As many requests as a gateway's share of all engines can take, when there are the most."""
     return max(1, settings.max_ongoing_requests * settings.most_engines // settings.gateways)
+
+
+def _seats(settings: Settings) -> dict[str, int]:
+    """A gateway's part of what the engines of each base model run at once."""
+    return {
+        name: max(1, settings.max_running * settings.most_replicas(name) // settings.gateways)
+        for name in settings.base_models
+    }
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
+from lorikeet.metrics.controller import Replicas
 from lorikeet.placement.orders import Orders
 from lorikeet.placement.plan import Keep, Plan
 from lorikeet.placement.prefetching import Prefetching
@@ -30,6 +31,7 @@ class EngineDeployment:
     """
 
     def __init__(self, engine: DeploymentHandle[Any], settings: Settings, base_model: str) -> None:
+        self.base_model = base_model
         self.reports: list[ReplicaReport] = []
         self._engine = engine
         self._least = settings.replicas[base_model]
@@ -39,6 +41,11 @@ class EngineDeployment:
         self._spares = False
         self._orders: dict[str, Orders] = {}
         self._told: dict[str, tuple[Orders, float]] = {}
+
+    @property
+    def replicas(self) -> Replicas:
+        """How many there are."""
+        return Replicas(self._least, len(self.reports))
 
     async def survey(self) -> None:
         """Ask all replicas what they hold, and how hard they work if that matters."""

@@ -9,10 +9,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from prometheus_client.core import Metric
+
 from lorikeet.api.messages import Call, Header, Refusal, StreamItem, Trial, TrialResult
 from lorikeet.api.request_scope import log_unexpected
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import GenerationFailed, InvalidInput
+from lorikeet.metrics.page import Page, render
+from lorikeet.metrics.replica import replica_metrics
 from lorikeet.placement import signals
 from lorikeet.placement.orders import Orders
 from lorikeet.placement.plan import Keep
@@ -143,6 +147,19 @@ class Replica:
         """What this replica holds and does."""
         report = await asyncio.wrap_future(self._engine.report())
         return ReplicaReport(self.name, self._base_model, report)
+
+    async def measured(self) -> Iterable[Metric]:
+        """What this replica measures. Raises EngineClosed."""
+        return replica_metrics(await asyncio.wrap_future(self._engine.counts()))
+
+    async def metrics(self) -> Page:
+        """The same as its part of the service's page."""
+        return render(await self.measured(), self.labels)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Of all that this replica measures."""
+        return {"base_model": self._base_model, "replica": self.name}
 
     async def watch(self, replica: str) -> AsyncIterator[ReplicaNews]:
         """Where adapters are here and what the engine does, as it changes; for about a minute.

@@ -1,0 +1,1 @@
+"""What each process measures, and how Prometheus reads it; docs/metrics.md lists all of it."""

@@ -1,0 +1,62 @@
+"""Which of very many names have counters of their own: the busiest; all others share one.
+
+A name's counter begins at nothing when the name is chosen, and is dropped when another takes its
+place. Until then and from then on, what it does is counted as OTHER. So everything is counted once,
+where it happens; no counter goes down, but for a name that comes back, which Prometheus takes for a
+restart; and the sum of all rates is the rate of the whole.
+"""
+
+import time
+from collections.abc import Callable
+
+OTHER = "other"
+
+ROUND_S = 60.0
+"""So often names can lose their places."""
+_CLEARLY = 2.0
+"""Who takes a place must have been so many times as busy: near equals do not take turns."""
+_CANDIDATES = 10_000
+"""So many others are watched in a round; the busiest are hardly those that come after."""
+
+
+class Busiest:
+    """Chooses `most` names: the first as they come, then by their uses. For one thread.
+
+    A use counts half as much after each round.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        drop: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """drop: called with each name that loses its place."""
+        self._most, self._drop, self._clock = most, drop, clock
+        self._chosen: dict[str, float] = {}
+        self._others: dict[str, float] = {}
+        self._until_s = clock() + ROUND_S
+
+    def used(self, name: str) -> str:
+        """Count a use of it. Returns the name that it goes under: its own, or OTHER."""
+        if self._clock() >= self._until_s:
+            self._until_s = self._clock() + ROUND_S
+            self._choose()
+        if name in self._chosen or len(self._chosen) < self._most:
+            self._chosen[name] = self._chosen.get(name, 0.0) + 1.0
+            return name
+        if name in self._others or len(self._others) < _CANDIDATES:
+            self._others[name] = self._others.get(name, 0.0) + 1.0
+        return OTHER
+
+    def _choose(self) -> None:
+        challengers = sorted(self._others.items(), key=lambda item: -item[1])
+        defenders = sorted(self._chosen.items(), key=lambda item: item[1])
+        for (name, uses), (chosen, its_uses) in zip(challengers, defenders, strict=False):
+            if uses <= _CLEARLY * its_uses:
+                break
+            del self._chosen[chosen], self._others[name]
+            self._drop(chosen)
+            self._chosen[name] = uses
+        self._chosen = {name: uses / 2 for name, uses in self._chosen.items()}
+        self._others = {name: uses / 2 for name, uses in self._others.items() if uses >= 2}

@@ -1,0 +1,56 @@
+"""What the controller measures: how pins stand, how many replicas there are."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from lorikeet.placement.plan import Cause
+from lorikeet.placement.standing import PinStanding, Standing
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Of one base model: as many as there are to be at least, and that report."""
+
+    wanted: int
+    reporting: int
+
+
+def controller_metrics(
+    pins: Iterable[PinStanding], replicas: Mapping[str, Replicas], survey_s: float
+) -> Iterator[Metric]:
+    """All of them. replicas: by base model; survey_s: what the last survey took."""
+    yield from _pins(list(pins))
+    family = GaugeMetricFamily(
+        "lorikeet_replicas",
+        "Replicas of a base model: those that are to be there at least, and those that report.",
+        labels=["base_model", "state"],
+    )
+    for base_model, count in replicas.items():
+        family.add_metric([base_model, "wanted"], count.wanted)
+        family.add_metric([base_model, "reporting"], count.reporting)
+    yield family
+    yield GaugeMetricFamily(
+        "lorikeet_controller_survey_seconds",
+        "How long the controller's last round of questions to all replicas took.",
+        survey_s,
+    )
+
+
+def _pins(pins: list[PinStanding]) -> Iterator[Metric]:
+    standings = Counter(pin.standing for pin in pins)
+    family = GaugeMetricFamily(
+        "lorikeet_pins", "Pins in force, by how they stand.", labels=["standing"]
+    )
+    for standing in Standing:
+        family.add_metric([standing.value], standings[standing])
+    yield family
+    causes = Counter(cause for pin in pins for cause in {s.cause for s in pin.shortfalls})
+    family = GaugeMetricFamily(
+        "lorikeet_pins_unmet", "Pins that do not fully hold, by why.", labels=["reason"]
+    )
+    for cause in Cause:
+        family.add_metric([cause.value], causes[cause])
+    yield family
