@@ -23,7 +23,7 @@ ENOUGH_S = 0.5
 @pytest.fixture
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
     monkeypatch.setattr(line, "_ENOUGH_S", ENOUGH_S)
-    with serving(tmp_path, seats=SEATS, max_queue_s=MAX_QUEUE_S) as gateway:
+    with serving(tmp_path, seats={"tiny": SEATS}, max_queue_s=MAX_QUEUE_S) as gateway:
         turn = asyncio.Lock()
 
         async def slowly(call: Call) -> Items:

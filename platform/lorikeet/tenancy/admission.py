@@ -1,7 +1,7 @@
 """Lets requests in, as far as the limits of their tenants and keys allow it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from lorikeet.catalog.records import Limits, TenantRecord
 from lorikeet.errors import Overloaded, Standing
@@ -19,7 +19,7 @@ class Admission:
     """The limits of one gateway. For one event loop.
 
     most: requests that it carries at once, whosever they are; None: no bound. clock: seconds,
-    wall: Unix seconds. seats, max_queue_s: of each base model's Line.
+    wall: Unix seconds. seats, by base model, and max_queue_s: of a Line.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         *,
-        seats: int | None = None,
+        seats: Mapping[str, int] = {},
         max_queue_s: float | None = None,
     ) -> None:
         self.clock, self.wall = clock, wall
@@ -69,7 +69,7 @@ class Admission:
         """Where requests for this base model wait."""
         line = self._lines.get(base_model)
         if line is None:
-            line = Line(self._seats, self._max_queue_s, self.clock())
+            line = Line(self._seats.get(base_model), self._max_queue_s, self.clock())
             self._lines[base_model] = line
         return line
 
