@@ -17,7 +17,7 @@ from lorikeet_engine.counts import EngineCounts
 from lorikeet_engine.deadlines import Deadlines
 from lorikeet_engine.drawing import Drawn, Draws, draw
 from lorikeet_engine.engine_counts import engine_counts
-from lorikeet_engine.engine_load import engine_load
+from lorikeet_engine.engine_load import engine_load, memory_map
 from lorikeet_engine.engine_settings import EngineSettings
 from lorikeet_engine.errors import (
     DeviceLost,
@@ -29,6 +29,7 @@ from lorikeet_engine.grammar import Grammars
 from lorikeet_engine.inbox import Inbox
 from lorikeet_engine.intake import EngineConfig, Intake
 from lorikeet_engine.kv_cache import KVCache
+from lorikeet_engine.memory_map import MemoryMap
 from lorikeet_engine.models import load_model
 from lorikeet_engine.news import EngineLoad, EngineNews
 from lorikeet_engine.rank_budget import TimedStep
@@ -204,6 +205,10 @@ class Engine:
             adapters=self._tiers.report(),
             pinnable_bytes=self._tiers.pinnable_bytes,
         )
+
+    def memory_map(self) -> MemoryMap:
+        """What lies where in the engine's memory now."""
+        return memory_map(self._inbox.submitted, self._scheduler, self._cache, self._tiers)
 
     def take_use(self) -> list[SlotUse]:
         """Who used adapters' slots since the call before, which one reader makes."""

@@ -17,6 +17,7 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.counts import EngineCounts
 from lorikeet_engine.errors import EngineClosed
 from lorikeet_engine.intake import EngineConfig
+from lorikeet_engine.memory_map import MemoryMap
 from lorikeet_engine.news import EngineNews
 from lorikeet_engine.request import EngineReport, Output, Request
 from lorikeet_engine.slot_use import SlotUse
@@ -116,6 +117,10 @@ class EngineHost:
     def report(self) -> Future[EngineReport]:
         """Engine.report."""
         return self._call("report")
+
+    def memory_map(self) -> Future[MemoryMap]:
+        """Engine.memory_map."""
+        return self._call("memory_map")
 
     def take_use(self) -> Future[list[SlotUse]]:
         """Engine.take_use."""

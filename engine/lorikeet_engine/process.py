@@ -69,6 +69,7 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
     "unpin": Engine.unpin,
     "prefetch": Engine.prefetch,
     "report": Engine.report,
+    "memory_map": Engine.memory_map,
     "take_use": Engine.take_use,
     "counts": Engine.counts,
 }

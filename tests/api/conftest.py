@@ -34,7 +34,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.local import LocalStore
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store import ObjectStore
-from lorikeet.placement.report import ReplicaReport
+from lorikeet.placement.report import ReplicaMap, ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, write_blob
 from lorikeet_engine.request import AdapterReport, EngineReport, FinishReason
@@ -154,6 +154,7 @@ class ReplayEngines:
         self.replay: Callable[[Call], Items] = repeat
         self.trials: list[tuple[str, Trial]] = []
         self.try_out: Callable[[Trial], TrialResult | Refusal] = all_differ
+        self.maps: list[ReplicaMap] = []
 
     async def generate(self, base_model: str, call: Call) -> Items:
         self.calls.append((base_model, call))
@@ -172,6 +173,9 @@ class ReplayEngines:
     async def reports(self) -> list[ReplicaReport]:
         held = AdapterReport(AdapterRef("acme", "support", 1, "d" * 64), Residency.GPU, 64, 2, True)
         return [ReplicaReport("r0", "tiny", EngineReport(1, 2, 3, 4, 5, 6, (held,)))]
+
+    async def memory_maps(self) -> list[ReplicaMap]:
+        return self.maps
 
     @property
     def last(self) -> Call:

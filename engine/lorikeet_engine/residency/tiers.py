@@ -257,6 +257,10 @@ class Tiers:
         """Every adapter that is nearer than remote, as far as this process has seen it."""
         return self._accounts.report()
 
+    def blocks(self) -> tuple[tuple[object, ...], ...]:
+        """Who lies where in the device's arena: rows of a MemoryMap."""
+        return self._accounts.blocks()
+
     def take_use(self) -> list[SlotUse]:
         """Who used slots since the call before."""
         return self._usage.take()

@@ -10,7 +10,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.uploads import PART_BYTES
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.metrics.page import Page
-from lorikeet.placement.report import ReplicaReport
+from lorikeet.placement.report import ReplicaMap, ReplicaReport
 from lorikeet.tenancy.budget import Written
 from lorikeet_engine.adapter_format import (
     FLOAT32_MEMORY,
@@ -41,6 +41,10 @@ class EngineClient(Protocol):
         """What every replica of every base model holds and does."""
         ...
 
+    async def memory_maps(self) -> Sequence[ReplicaMap]:
+        """What lies where in the memory of every replica of every base model."""
+        ...
+
 
 async def no_pages() -> Sequence[Page]:
     """Where this gateway is the whole service."""
@@ -67,7 +71,7 @@ class Services:
     of this gateway. peers: the other gateways. written: what tenants have used, for their
     budgets; what they used in the last written_s seconds may be missing in it.
     max_queue_s: how long a request may wait for its turn on a replica; None: as long as it takes.
-    seats: requests that the replicas of a base model run at once, this gateway's part of them.
+    seats: requests that the replicas of each base model run at once, this gateway's part of them.
     traces: where requests that are over are told; None: nowhere. metrics: this gateway's. pages:
     what replicas and the controller measure.
     """
@@ -87,7 +91,7 @@ class Services:
     written: Written | None = None
     written_s: float = 30.0
     max_queue_s: float | None = None
-    seats: int | None = None
+    seats: Mapping[str, int] = field(default_factory=dict)
     traces: "Traces | None" = None
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     pages: Callable[[], Awaitable[Sequence[Page]]] = no_pages

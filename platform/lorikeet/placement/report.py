@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from lorikeet_engine.memory_map import MemoryMap
 from lorikeet_engine.request import EngineReport
 
 
@@ -12,3 +13,12 @@ class ReplicaReport:
     replica: str
     base_model: str
     engine: EngineReport
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMap:
+    """What lies where in one replica's memory at one moment."""
+
+    replica: str
+    base_model: str
+    memory: MemoryMap

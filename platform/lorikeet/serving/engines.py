@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from lorikeet.api.messages import Attempt, Call, Header, Refusal, StreamItem, Trial, TrialResult
 from lorikeet.api.request_scope import log_unexpected
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
-from lorikeet.placement.report import ReplicaReport
+from lorikeet.placement.report import ReplicaMap, ReplicaReport
 from lorikeet.routing.fleet import HEADER_AGE_S, Fleet
 from lorikeet.serving.fleets import fleet_of
 from lorikeet.serving.handles import LOST, broadcast, is_own_cancelling
@@ -83,6 +83,11 @@ class ServeEngines:
         """What every replica of every base model holds; one that does not answer is left out."""
         reports = await asyncio.gather(*(broadcast(h, "report") for h in self._handles.values()))
         return [report for some in reports for report in some]
+
+    async def memory_maps(self) -> list[ReplicaMap]:
+        """The same for what lies where in their memory."""
+        maps = await asyncio.gather(*(broadcast(h, "memory_map") for h in self._handles.values()))
+        return [each for some in maps for each in some]
 
 
 async def _answer(

@@ -20,7 +20,7 @@ from lorikeet.metrics.replica import replica_metrics
 from lorikeet.placement import signals
 from lorikeet.placement.orders import Orders
 from lorikeet.placement.plan import Keep
-from lorikeet.placement.report import ReplicaReport
+from lorikeet.placement.report import ReplicaMap, ReplicaReport
 from lorikeet.routing.news import ReplicaNews, to_stats
 from lorikeet.serving.answer import Answer, refusal_of
 from lorikeet.serving.bulletin import Bulletin
@@ -160,6 +160,11 @@ class Replica:
     def labels(self) -> dict[str, str]:
         """Of all that this replica measures."""
         return {"base_model": self._base_model, "replica": self.name}
+
+    async def memory_map(self) -> ReplicaMap:
+        """What lies where in this replica's memory."""
+        memory = await asyncio.wrap_future(self._engine.memory_map())
+        return ReplicaMap(self.name, self._base_model, memory)
 
     async def watch(self, replica: str) -> AsyncIterator[ReplicaNews]:
         """Where adapters are here and what the engine does, as it changes; for about a minute.

@@ -1,0 +1,148 @@
+"""Who lies where on the GPU, as any thread may ask at any time."""
+
+import itertools
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.memory_map import Block
+from lorikeet_engine.residency.packing import PackedLayout
+from lorikeet_engine.residency.slots import Placed, SlotPool
+from tests.engine.blobs import SHAPE, elements, everywhere
+from tests.engine.residency.bench import Bench
+from tests.engine.test_slots import TOTAL, fill, pool_of, whole
+
+ITEMSIZE = torch.float32.itemsize
+Span = tuple[int, int]
+
+
+def blocks(b: Bench) -> dict[str, Block]:
+    return {row[1]: Block(*row) for row in b.tiers.blocks()}
+
+
+def begin_of(b: Bench, slot: int) -> int:
+    """Where the table finds the first matrix of an image, bytes."""
+    rows = b.tiers.weights.table[slot].view(-1, 3)
+    return int(rows[rows[:, 2] > 0, :2].min()) * ITEMSIZE
+
+
+def disjoint(spans: Sequence[Span]) -> bool:
+    return all(one + size <= two for (one, size), (two, _) in itertools.pairwise(sorted(spans)))
+
+
+def test_each_adapter_lies_where_the_table_finds_it(shelf, bench):
+    wide, narrow = shelf.make("wide", everywhere(8)), shelf.make("narrow", {(0, 0): 2, (1, 6): 4})
+    b = bench()
+    with b.lease(wide) as one, b.lease(narrow) as two, b.lease(narrow):
+        found = blocks(b)
+        for ref, lease, leases in ((wide, one, 1), (narrow, two, 2)):
+            block = found[ref.name]
+            assert AdapterRef(*block[:4]) == ref
+            assert (block.rank, block.leases) == (lease.rank, leases)
+            assert (block.pinned, block.arriving) == (False, False)
+            assert [offset for offset, _ in block.pieces] == [begin_of(b, lease.slot)]
+        assert sum(size for _, size in found["wide"].pieces) == elements(everywhere(8)) * ITEMSIZE
+    assert [block.leases for block in blocks(b).values()] == [0, 0]
+
+
+def test_an_image_in_pieces_is_shown_in_pieces(shelf, bench):
+    ranks = {"a": 4, "b": 4, "c": 4, "d": 4}
+    refs = {name: shelf.make(name, everywhere(rank)) for name, rank in ranks.items()}
+    large = shelf.make("large", everywhere(8))
+    b = bench(gpu=4)
+    held = {name: b.lease(ref) for name, ref in refs.items()}
+    for name in "ac":
+        held[name].release()
+    with b.lease(large):
+        pieces = blocks(b)["large"].pieces
+        assert len(pieces) == 2
+        assert sum(size for _, size in pieces) == elements(everywhere(8)) * ITEMSIZE
+        assert disjoint([piece for block in blocks(b).values() for piece in block.pieces])
+
+
+def test_what_may_not_be_evicted_is_shown_as_pinned(shelf, bench):
+    ref = shelf.make("a", everywhere(4))
+    b = bench()
+    b.tiers.pin(ref)
+    b.until(lambda: "a" in blocks(b) and blocks(b)["a"].pinned)
+    b.tiers.unpin(ref.digest)
+    b.until(lambda: not blocks(b)["a"].pinned)
+
+
+@pytest.fixture
+def restless() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@contextmanager
+def watching(look) -> Iterator[list]:
+    """What `look` sees on a thread of its own meanwhile."""
+    seen, over = [], threading.Event()
+
+    def run() -> None:
+        while not over.is_set():
+            seen.append(look())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+
+
+def spans(image: Placed) -> list[Span]:
+    return [(piece.offset, piece.end - piece.begin) for piece in image.pieces]
+
+
+def churn(pool: SlotPool, steps: int) -> None:
+    """Images that cannot be cut come and go, so that others move for them."""
+    chance, live = random.Random(7), []
+    for seed in range(steps):
+        layout = whole(16 * chance.randint(1, 6))
+        while not pool.has_room(layout.elements):
+            pool.evict(live.pop(chance.randrange(len(live))))
+        live.append(fill(pool, layout, seed)[0])
+
+
+def test_at_no_moment_do_two_images_lie_in_one_place(restless):
+    pool = pool_of()
+    with watching(pool.placed) as seen:
+        churn(pool, 200)
+    assert pool.moved_elements > TOTAL
+    assert len(seen) > 20
+    for placed in seen:
+        assert disjoint([span for image in placed.values() for span in spans(image)])
+        for image in placed.values():
+            assert sum(size for _, size in spans(image)) == image.layout.elements
+
+
+def test_while_adapters_come_and_go_each_is_shown_as_itself(shelf, bench, restless):
+    ranks = {f"r{rank}": rank for rank in (1, 2, 3, 5, 8)}
+    refs = [shelf.make(name, everywhere(rank)) for name, rank in ranks.items()]
+    b = bench(gpu=2.5)
+    with watching(lambda: blocks(b)) as seen:
+        for ref in refs * 4:
+            with b.lease(ref):
+                looks = len(seen) + 2  # the first may have begun before
+                while len(seen) < looks:
+                    time.sleep(0.001)
+    assert {name for found in seen for name in found} == set(ranks)
+    for found in seen:
+        assert disjoint([piece for block in found.values() for piece in block.pieces])
+        for name, block in found.items():
+            layout = PackedLayout.of_ranks([[ranks[name]] * 7] * SHAPE.layers, SHAPE)
+            image = layout.elements * ITEMSIZE
+            assert (block.rank, sum(size for _, size in block.pieces)) == (ranks[name], image)
