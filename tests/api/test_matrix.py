@@ -24,7 +24,7 @@ from tests.api.test_bad_requests import error_of
 
 Route = tuple[str, str]
 
-OPEN: set[Route] = {("GET", "/healthz")}
+OPEN: set[Route] = {("GET", "/healthz"), ("GET", "/ui"), ("GET", "/ui/{name}")}
 
 TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
     ("POST", "/v1/chat/completions"): lambda model, _: ("/v1/chat/completions", chat(model)),
@@ -74,6 +74,7 @@ ADMINS: set[Route] = {
     ("POST", "/keys/{key_id}/rotate"),
     ("DELETE", "/keys/{key_id}"),
     ("GET", "/status"),
+    ("GET", "/fleet"),
     ("GET", "/requests/{request_id}"),
     ("GET", "/usage"),
 }

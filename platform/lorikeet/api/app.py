@@ -16,11 +16,14 @@ from lorikeet.api.generate import generate_routes
 from lorikeet.api.metrics import Scrape, counting, metrics_routes, show
 from lorikeet.api.models import model_routes
 from lorikeet.api.openapi import openapi_routes
+from lorikeet.api.pulse import Pulse
+from lorikeet.api.recent import Recent
 from lorikeet.api.reconciling import Reconciling
 from lorikeet.api.request_scope import RequestScope
 from lorikeet.api.services import BaseModel, EngineClient, Services
 from lorikeet.api.usage import UsageReports, usage_routes
 from lorikeet.tenancy import Admission, Budget, Shares
+from lorikeet.ui.routes import ui_routes
 
 __all__ = ["BaseModel", "EngineClient", "Services", "create_app"]
 
@@ -42,7 +45,8 @@ def create_app(services: Services) -> FastAPI:
         max_queue_s=services.max_queue_s,
     )
     traces = services.traces
-    listeners = [counting(services.metrics), *([traces.ended] if traces else [])]
+    recent = Recent()
+    listeners = [recent.ended, counting(services.metrics), *([traces.ended] if traces else [])]
     explanations = Explanations(services.peers, listeners=listeners)
     show(services, explanations, follower)
     usage = UsageReports(services.catalog.store)
@@ -75,7 +79,9 @@ def create_app(services: Services) -> FastAPI:
     app.include_router(usage_routes(gate, usage))
     app.include_router(model_routes(services, gate, follower))
     app.include_router(openapi_routes(gate))
-    app.include_router(admin_routes(services, gate, follower, explanations, usage))
+    pulse = Pulse(services.peers, recent, explanations)
+    app.include_router(admin_routes(services, gate, follower, explanations, usage, pulse))
+    app.include_router(ui_routes())
 
     app.include_router(metrics_routes(gate, Scrape(services)))
 

@@ -82,6 +82,10 @@ class Explanations:
             param="request_id",
         )
 
+    def running(self) -> list[Record]:
+        """What is known now of those that are not over."""
+        return [trace.record() for trace in self._running.values()]
+
     async def _answer(self, request_id: str, tenant: str | None) -> Json | None:
         record = self._record(request_id)
         if record is None or tenant not in (None, record.tenant):

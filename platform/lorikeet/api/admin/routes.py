@@ -3,6 +3,7 @@
 from fastapi import APIRouter, Depends
 
 from lorikeet.api.admin.adapters import adapter_routes
+from lorikeet.api.admin.fleet import Fleet, fleet_routes
 from lorikeet.api.admin.history import history_routes
 from lorikeet.api.admin.keys import key_routes
 from lorikeet.api.admin.path import check_path
@@ -19,6 +20,7 @@ from lorikeet.api.admin.usage import admin_usage_routes
 from lorikeet.api.explain import Explanations
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Gate
+from lorikeet.api.pulse import Pulse
 from lorikeet.api.services import Services
 from lorikeet.api.usage import UsageReports
 from lorikeet.catalog.uploads import Uploads
@@ -30,6 +32,7 @@ def admin_routes(
     follower: CatalogFollower,
     explanations: Explanations,
     usage: UsageReports,
+    pulse: Pulse,
 ) -> APIRouter:
     """Everything under /admin/v1; an admin's key is wanted before anything else is looked at."""
     checks = [Depends(gate.admin), Depends(check_path)]
@@ -46,6 +49,7 @@ def admin_routes(
     router.include_router(tenant_routes(services.catalog, follower))
     router.include_router(key_routes(services.catalog, follower))
     router.include_router(status_routes(services.engines, follower, pins))
+    router.include_router(fleet_routes(Fleet(services.engines, follower, pulse, pins)))
     router.include_router(request_routes(explanations))
     router.include_router(admin_usage_routes(usage))
     return router

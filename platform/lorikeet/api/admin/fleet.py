@@ -1,0 +1,197 @@
+"""Admin route: all that the page at /ui shows."""
+
+import asyncio
+import gzip
+import json
+import time
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from lorikeet.api.admin.pin_survey import PinSurvey
+from lorikeet.api.follower import CatalogFollower
+from lorikeet.api.pulse import Beat, Pulse, lines_of, waiting_of
+from lorikeet.api.services import EngineClient
+from lorikeet.errors import StoreError
+from lorikeet.placement.report import ReplicaMap
+from lorikeet.placement.standing import PinStanding, Standing
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.memory_map import Block
+
+FRESH_S = 0.5
+"""Who asks within so long gets the same answer: ten open pages cost what one does."""
+PINS_FRESH_S = 3.0
+"""How pins stand costs replicas more to say, and changes as often as the controller looks."""
+MOST_ROWS = 50
+"""Of waiting requests and of pins; what is left out is in the sums."""
+_PINS_WAIT_S = 1.0
+_PLAIN_BYTES = 4096
+_QUICK = 1  # gzip's level: a sixth of the size in a quarter of the time that level 9 takes
+_PINNED, _ARRIVING = 1, 2
+
+Json = dict[str, Any]
+
+
+class _Packed(NamedTuple):
+    plain: bytes
+    gzipped: bytes
+
+
+def fleet_routes(fleet: "Fleet") -> APIRouter:
+    """GET /fleet: replicas with what lies in their arenas, lines, who waits, how pins stand.
+
+    Bounded however many adapters there are: what does not lie in an arena is only counted, names
+    come once and are referred to by number. Lists of lists, as follows.
+
+    tenants: names. adapters: [number of the tenant, name, version, rank, digest].
+    replicas[].blocks: [number of the adapter, leases, marks, offset, bytes, offset, bytes, …], a
+    pair for each piece; marks: 1 pinned, 2 arriving, or their sum.
+    replicas[].gpu, host, disk: adapters, used_bytes, total_bytes.
+    lines: of api/pulse.py, a value for each second up to `now`. waiting: rows by tenant and
+    adapter, the longest first. pins: their number by standing, and a row for each that is not met;
+    null while the catalog does not answer. gateways.silent: how many did not answer in time, null
+    if none could be asked.
+    """
+    router = APIRouter()
+
+    @router.get("/fleet")
+    async def show(request: Request) -> Response:
+        packed, headers = await fleet.now(), {"cache-control": "no-store"}
+        zipped = "gzip" in request.headers.get("accept-encoding", "")
+        if len(packed.plain) < _PLAIN_BYTES or not zipped:
+            return Response(packed.plain, headers=headers, media_type="application/json")
+        headers |= {"content-encoding": "gzip", "vary": "accept-encoding"}
+        return Response(packed.gzipped, headers=headers, media_type="application/json")
+
+    return router
+
+
+class Fleet:
+    """Asks replicas, gateways and the catalog, once for all who ask at a time. One event loop."""
+
+    def __init__(
+        self, engines: EngineClient, follower: CatalogFollower, pulse: Pulse, survey: PinSurvey
+    ) -> None:
+        self._engines, self._follower = engines, follower
+        self._pulse, self._survey = pulse, survey
+        self._asked: asyncio.Task[_Packed] | None = None
+        self._asked_s = self._surveyed_s = 0.0
+        self._surveying: asyncio.Task[None] | None = None
+        self._pins: Json | None = None
+
+    async def now(self) -> _Packed:
+        """The answer, no older than FRESH_S when it was asked for."""
+        asked, now_s = self._asked, time.monotonic()
+        if asked is None or (asked.done() and now_s - self._asked_s > FRESH_S):
+            self._asked_s = now_s
+            asked = self._asked = asyncio.create_task(self._ask())
+        return await asyncio.shield(asked)  # one who leaves does not end it for the others
+
+    async def _ask(self) -> _Packed:
+        replicas, beat, pins = await asyncio.gather(
+            self._engines.memory_maps(), self._pulse.beat(), self._how_pins_stand()
+        )
+        head = {"now": time.time(), "catalog_seq": self._follower.state.seq}
+        return await asyncio.to_thread(_pack, head, replicas, beat, pins)
+
+    async def _how_pins_stand(self) -> Json | None:
+        """As it was looked up last; who asks waits for the first time, and not for long."""
+        surveying, now_s = self._surveying, time.monotonic()
+        if surveying is None or (surveying.done() and now_s - self._surveyed_s > PINS_FRESH_S):
+            self._surveyed_s = now_s
+            surveying = self._surveying = asyncio.create_task(self._survey_pins())
+        if self._pins is None:
+            await asyncio.wait({surveying}, timeout=_PINS_WAIT_S)
+        return self._pins
+
+    async def _survey_pins(self) -> None:
+        try:
+            self._pins = _pins_json(await self._survey.standings())
+        except StoreError:
+            self._pins = None
+
+
+def _pack(head: Json, replicas: Sequence[ReplicaMap], beat: Beat, pins: Json | None) -> _Packed:
+    document = head | {
+        "gateways": {"answered": len(beat.words), "silent": beat.silent},
+        **_replicas_json(replicas),
+        "lines": lines_of(beat.words, head["now"]),
+        "waiting": _waiting_json(beat),
+        "pins": pins,
+    }
+    plain = json.dumps(document, separators=(",", ":")).encode()
+    return _Packed(plain, gzip.compress(plain, _QUICK))
+
+
+def _replicas_json(replicas: Sequence[ReplicaMap]) -> Json:
+    adapters = dict[tuple[str, str, int, int, str], int]()
+
+    def block_json(block: Block) -> list[int]:
+        named = block.tenant, block.name, block.version, block.rank, block.digest
+        number = adapters.setdefault(named, len(adapters))
+        marks = _PINNED * block.pinned + _ARRIVING * block.arriving
+        return [number, block.leases, marks, *chain.from_iterable(block.pieces)]
+
+    rows = [
+        {
+            "replica": each.replica,
+            "base_model": each.base_model,
+            "running": each.memory.running,
+            "waiting": each.memory.waiting,
+            "oldest_wait_s": round(each.memory.oldest_wait_s, 3),
+            "kv_pages_used": each.memory.kv_pages_used,
+            "kv_pages_total": each.memory.kv_pages_total,
+            **{str(tier): _tier_json(each, tier) for tier in each.memory.tiers},
+            "blocks": [block_json(block) for block in each.memory.blocks],
+        }
+        for each in sorted(replicas, key=lambda each: (each.base_model, each.replica))
+    ]
+    tenants = {tenant: at for at, tenant in enumerate(sorted({named[0] for named in adapters}))}
+    return {
+        "tenants": list(tenants),
+        "adapters": [[tenants[tenant], *rest] for tenant, *rest in adapters],
+        "replicas": rows,
+    }
+
+
+def _tier_json(replica: ReplicaMap, tier: Residency) -> Json:
+    counts = replica.memory.tiers[tier]
+    return {
+        "adapters": counts.adapters,
+        "used_bytes": counts.used_bytes,
+        "total_bytes": counts.capacity_bytes,
+    }
+
+
+def _waiting_json(beat: Beat) -> Json:
+    rows = waiting_of(beat.words)
+    return {
+        "requests": sum(row.requests for row in rows),
+        "rows": [
+            {
+                "tenant": row.tenant,
+                "adapter": row.adapter,
+                "base_model": row.base_model,
+                "requests": row.requests,
+                "oldest_s": round(row.oldest_s, 3),
+            }
+            for row in rows[:MOST_ROWS]
+        ],
+    }
+
+
+def _pins_json(pins: Iterable[PinStanding]) -> Json:
+    counts, rows = dict.fromkeys(Standing, 0), list[Json]()
+    for found in pins:
+        counts[found.standing] += 1
+        if found.standing is Standing.LOADING:
+            rows.append({"pin": found.pin.label, "standing": "loading"})
+        for short in found.shortfalls:
+            adapter = None if short.ref is None else str(short.ref)
+            more = {"adapter": adapter, "reason": short.reason}
+            rows.append({"pin": found.pin.label, "standing": "unmet", **more})
+    rows.sort(key=lambda row: row["standing"] == "loading")
+    return {**{str(k.value): n for k, n in counts.items()}, "rows": rows[:MOST_ROWS]}

@@ -1,0 +1,35 @@
+// A colour for each tenant: the same everywhere on the page, and as a rule on every visit.
+
+// Hues far apart under common colour blindness; three tones of each differ in lightness as well.
+const HUES = [252, 60, 168, 352, 105, 305, 215, 28];
+const TONES = { light: [[0.58, 0.14], [0.44, 0.11], [0.73, 0.12]], dark: [[0.72, 0.13], [0.56, 0.12], [0.86, 0.09]] };
+const COLOURS = HUES.length * TONES.light.length;
+
+export const darkness = matchMedia("(prefers-color-scheme: dark)");
+
+const numbers = new Map();
+const taken = new Set();
+
+/** Of these tenants those that are new get a colour: the one of their name, or the next that is free. */
+export function introduce(tenants) {
+  for (const tenant of tenants) {
+    if (numbers.has(tenant)) continue;
+    let number = hash(tenant) % COLOURS;
+    if (taken.size < COLOURS) while (taken.has(number)) number = (number + 1) % COLOURS;
+    taken.add(number);
+    numbers.set(tenant, number);
+  }
+}
+
+export function colourOf(tenant) {
+  const number = numbers.get(tenant) ?? hash(tenant) % COLOURS;
+  const [lightness, chroma] = TONES[darkness.matches ? "dark" : "light"][Math.floor(number / HUES.length)];
+  return `oklch(${lightness} ${chroma} ${HUES[number % HUES.length]})`;
+}
+
+/** FNV-1a. */
+function hash(text) {
+  let value = 0x811c9dc5;
+  for (const byte of new TextEncoder().encode(text)) value = Math.imul(value ^ byte, 0x01000193) >>> 0;
+  return (value ^ (value >>> 15)) >>> 0;
+}

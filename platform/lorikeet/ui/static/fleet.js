@@ -1,0 +1,61 @@
+// What the gateway says, and how it is asked.
+
+const TIMEOUT_MS = 8000;
+const PINNED = 1;
+const ARRIVING = 2;
+
+/** Why there is no answer. `locked`: the key will not do, so asking again makes no sense. */
+export class NoAnswer extends Error {
+  constructor(message, locked = false) {
+    super(message);
+    this.locked = locked;
+  }
+}
+
+/** The fleet at this moment. Throws NoAnswer. */
+export async function askFleet(key) {
+  let answer;
+  let body = null;
+  try {
+    answer = await fetch("admin/v1/fleet", {
+      headers: { authorization: `Bearer ${key}` },
+      cache: "no-store",
+      credentials: "omit",
+      redirect: "error",
+      signal: AbortSignal.timeout(TIMEOUT_MS),
+    });
+    body = await answer.json();
+  } catch {
+    if (answer?.ok !== false) throw new NoAnswer("The gateway does not answer.");
+  }
+  if (answer.ok) return decoded(body);
+  const why = body?.error?.message ?? "";
+  if (answer.status === 401) throw new NoAnswer(`The gateway refuses this key: ${why || "it is not known"}.`, true);
+  if (answer.status === 403) throw new NoAnswer("This is a tenant’s key. An admin’s is wanted here: lorikeet keys create --admin --read-only makes one that may only look.", true);
+  throw new NoAnswer(`The gateway answers ${answer.status}${why ? `: ${why}` : "."}`);
+}
+
+/** The document with its numbers replaced by what they stand for. */
+function decoded(fleet) {
+  const adapters = fleet.adapters.map(([tenant, name, version, rank, digest]) => ({
+    tenant: fleet.tenants[tenant],
+    name: `${fleet.tenants[tenant]}/${name}@${version}`,
+    rank,
+    digest,
+  }));
+  const replicas = fleet.replicas.map((replica) => ({
+    ...replica,
+    blocks: replica.blocks.map(([adapter, leases, marks, ...places]) => block(adapters[adapter], leases, marks, places)),
+  }));
+  return { ...fleet, replicas };
+}
+
+function block(adapter, leases, marks, places) {
+  const pieces = [];
+  let size = 0;
+  for (let at = 0; at < places.length; at += 2) {
+    pieces.push({ offset: places[at], size: places[at + 1] });
+    size += places[at + 1];
+  }
+  return { ...adapter, leases, pinned: Boolean(marks & PINNED), arriving: Boolean(marks & ARRIVING), pieces, size };
+}

@@ -1,0 +1,154 @@
+// Who waits, how pins stand, what has moved, whose colours these are.
+
+import { colourOf } from "./colours.js";
+import { make } from "./dom.js";
+import { bytes, clockTime, count, counted, seconds } from "./format.js";
+
+const MOST_MOVES = 60;
+const MOST_TENANTS = 14;
+
+export function showWaiting(home, { requests, rows }) {
+  if (!requests) {
+    home.replaceChildren(make("p", { class: "nothing" }, "Nobody waits."));
+    return;
+  }
+  const body = rows.map((row) =>
+    make(
+      "tr",
+      {},
+      make("td", {}, swatch(row.tenant), row.adapter ?? row.base_model, row.adapter ? null : make("span", { class: "aside" }, ` for ${row.tenant}`)),
+      make("td", { class: "number" }, count(row.requests)),
+      make("td", { class: row.oldest_s > 2 ? "number late" : "number" }, seconds(row.oldest_s)),
+    ),
+  );
+  const shown = rows.reduce((sum, row) => sum + row.requests, 0);
+  if (shown < requests) body.push(make("tr", {}, make("td", { class: "aside" }, "others"), make("td", { class: "number" }, count(requests - shown)), make("td")));
+  home.replaceChildren(
+    make(
+      "table",
+      {},
+      make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "Adapter"), make("th", { scope: "col", class: "number" }, "Requests"), make("th", { scope: "col", class: "number" }, "Oldest"))),
+      make("tbody", {}, ...body),
+    ),
+  );
+}
+
+export function showPins(home, pins) {
+  if (pins === null) {
+    home.replaceChildren(make("p", { class: "nothing" }, "Not known: the catalog does not answer."));
+    return;
+  }
+  const { met, loading, unmet, rows } = pins;
+  const sum = met + loading + unmet;
+  const head = sum ? `${count(met)} of ${counted(sum, "pin")} met${loading ? `, ${count(loading)} loading` : ""}${unmet ? `, ${count(unmet)} unmet` : ""}` : "There are no pins.";
+  const list = rows.map((row) =>
+    make(
+      "li",
+      { class: row.standing },
+      make("b", {}, row.pin),
+      row.standing === "loading" ? " is loading" : make("span", {}, row.adapter && row.adapter !== row.pin ? ` (${row.adapter})` : "", ": ", row.reason),
+    ),
+  );
+  home.replaceChildren(make("p", { class: unmet ? "sum warm" : "sum" }, head), make("ul", { class: "pins" }, ...list));
+}
+
+/** What came to a GPU and what left one, as far as two polls tell. */
+export class Moves {
+  constructor(home) {
+    this.home = home;
+    this.before = null;
+    this.rows = [];
+    this.#show();
+  }
+
+  see(fleet) {
+    const now = new Map(fleet.replicas.map(({ replica, blocks }) => [replica, new Map(blocks.map((block) => [block.digest, block]))]));
+    const rows = [];
+    for (const [replica, blocks] of now) {
+      const before = this.before?.get(replica);
+      if (!before) continue;
+      for (const [digest, block] of blocks) if (!before.has(digest)) rows.push({ at: fleet.now, replica, block, came: true });
+      for (const [digest, block] of before) if (!blocks.has(digest)) rows.push({ at: fleet.now, replica, block, came: false });
+    }
+    // A replica that did not answer this time is compared with what it said last.
+    this.before = new Map([...(this.before ?? []), ...now]);
+    if (!rows.length) return;
+    this.rows = [...rows, ...this.rows].slice(0, MOST_MOVES);
+    this.#show();
+  }
+
+  #show() {
+    if (!this.rows.length) {
+      this.home.replaceChildren(make("p", { class: "nothing" }, "Nothing has moved since you look."));
+      return;
+    }
+    this.home.replaceChildren(
+      make(
+        "ol",
+        { class: "moves" },
+        ...this.rows.map(({ at, replica, block, came }) =>
+          make(
+            "li",
+            { class: came ? "came" : "went" },
+            make("time", {}, clockTime(at)),
+            make("span", { class: "what" }, came ? "loaded" : "evicted"),
+            make("span", { class: "which" }, swatch(block.tenant), block.name),
+            make("span", { class: "aside" }, `${bytes(block.size)} · ${replica}`),
+          ),
+        ),
+      ),
+    );
+  }
+}
+
+/** The tenants with the most bytes on GPUs; one can be pressed, to see its blocks alone. */
+export class Tenants {
+  constructor(home, chosen) {
+    this.home = home;
+    this.chosen = chosen;
+    this.pressed = null;
+    this.buttons = new Map();
+    this.rest = make("li", { class: "aside" });
+  }
+
+  show(fleet) {
+    const held = new Map();
+    for (const { blocks } of fleet.replicas) for (const { tenant, size } of blocks) held.set(tenant, (held.get(tenant) ?? 0) + size);
+    // In the order of their names, so that none jumps about; who is left out has the least.
+    const most = [...held].sort((one, two) => two[1] - one[1]).slice(0, MOST_TENANTS).map(([tenant]) => tenant);
+    if (this.pressed !== null && !most.includes(this.pressed)) most.push(this.pressed);
+    const items = most.sort().map((tenant) => this.#item(tenant, held.get(tenant) ?? 0));
+    const left = held.size - items.length;
+    this.rest.textContent = left > 0 ? `and ${counted(left, "more tenant")}` : "";
+    const wanted = [...items, this.rest];
+    if (wanted.length !== this.home.children.length || wanted.some((item, at) => item !== this.home.children[at])) {
+      const focused = document.activeElement;
+      this.home.replaceChildren(...wanted);
+      if (this.home.contains(focused)) focused.focus();
+    }
+  }
+
+  #item(tenant, size) {
+    if (!this.buttons.has(tenant)) {
+      const amount = make("span", { class: "amount" });
+      const button = make("button", { type: "button", "aria-pressed": "false", click: () => this.#press(tenant) }, swatch(tenant), tenant, amount);
+      this.buttons.set(tenant, { item: make("li", {}, button), button, amount });
+    }
+    const { item, button, amount } = this.buttons.get(tenant);
+    amount.textContent = bytes(size);
+    button.querySelector(".swatch").style.background = colourOf(tenant);
+    return item;
+  }
+
+  #press(tenant) {
+    this.pressed = this.pressed === tenant ? null : tenant;
+    for (const [name, { button }] of this.buttons) button.setAttribute("aria-pressed", `${name === this.pressed}`);
+    this.chosen(this.pressed);
+  }
+}
+
+function swatch(tenant) {
+  const mark = make("i", { class: "swatch" });
+  mark.style.background = colourOf(tenant);
+  return mark;
+}
