@@ -40,10 +40,13 @@ def test_what_needs_no_tensors_loads_no_torch_and_no_ray(module):
     assert ran.stdout.strip() == "set()"
 
 
-def test_the_readme_names_every_setting_and_no_other():
-    table = (ROOT / "README.md").read_text().split("## Serve your own model")[1]
-    named = set(re.findall(r"LORIKEET_[A-Z_]+", table)) - {"LORIKEET_", "LORIKEET_ADMIN_KEY"}
-    assert named == {f"LORIKEET_{field.upper()}" for field in Settings.model_fields}
+def test_documents_name_no_setting_that_there_is_not():
+    known = {f"LORIKEET_{field.upper()}" for field in Settings.model_fields}
+    known |= {"LORIKEET_", "LORIKEET_ADMIN_KEY", "LORIKEET_SERVER"}
+    log = ROOT / "docs" / "log.md"  # tells of what was
+    for document in {ROOT / "README.md", *(ROOT / "docs").glob("*.md")} - {log}:
+        named = set(re.findall(r"LORIKEET_[A-Z_]*", document.read_text()))
+        assert named <= known, document.name
 
 
 def test_every_file_that_the_architecture_names_exists():

@@ -147,23 +147,28 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    catalog: str = Field(".lorikeet/catalog", description="a folder, or s3://bucket/prefix")
+    catalog: str = Field(
+        ".lorikeet/catalog",
+        description="a folder, or s3://bucket/prefix; credentials and endpoint as boto3 reads "
+        "them: AWS_…",
+    )
     base_models: Annotated[dict[str, Path], BeforeValidator(_parse_models)] = Field(
         default={"lorikeet-demo": Path("demo/model")},
-        description="name=folder of each base model, separated by commas",
+        description="name=folder of each base model, separated by commas: Hugging Face folders of "
+        "Llama, Mistral, Qwen 2.5 or Qwen 3",
     )
     replicas: ByModel = Field(
         2,
         validate_default=True,
-        description="engine replicas of each base model, one GPU each where there are GPUs; or of "
-        "some, `a=4,b=1`",
+        description="engine replicas of each base model, one GPU each where there are GPUs; "
+        "a=4,b=1 of some, the others have the default",
     )
     max_replicas: ByModel = Field(
         None,
         validate_default=True,
-        description="up to so many replicas when adapters in use outgrow the slot pools, requests "
-        "wait, or seats or KV pages run out; down again to `LORIKEET_REPLICAS` after minutes "
-        "without; or of some base models, `a=8`",
+        description="up to so many replicas of each base model when adapters in use outgrow the "
+        "slot pools, requests wait, or seats or KV pages run out; down again to LORIKEET_REPLICAS "
+        "after minutes without; a=8 of some; not set: no more than LORIKEET_REPLICAS",
     )
     gateways: int = Field(1, ge=1, description="gateway replicas")
     admin_address: Annotated[Address, BeforeValidator(_parse_address)] = Field(
@@ -171,9 +176,13 @@ class Settings(BaseModel):
         description="host:port where each gateway serves its admin API and metrics, beside the "
         "tenants' API; the gateways of one host share it",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the engine runs")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where engines run, cpu or cuda; auto: cuda where there is a GPU"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="of the base model; auto: bfloat16 on cuda, float32 on cpu"
+        "auto",
+        description="of the base model: float32, bfloat16 or float16; auto: bfloat16 on cuda, "
+        "float32 on cpu",
     )
     adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of adapters on the device; auto: the base model's"
@@ -181,27 +190,35 @@ class Settings(BaseModel):
     context: ByModel = Field(
         None,
         validate_default=True,
-        description="longest prompt plus output, tokens; or of some base models, `a=8192`",
+        description="longest prompt plus output, tokens; a=8192 of some base models; not set: as "
+        "long as the model and the KV cache allow",
     )
     kv_memory: Memory = Field(
         "auto",
-        description="KV cache: bytes, or a share such as 80% of the device memory that all else "
-        "leaves free; auto: 90% on cuda, 256MiB on cpu",
+        description="KV cache of each replica: bytes, or a share such as 80% of the device memory "
+        "that is measured to be free beside weights, slot pool, the largest step and the graphs; "
+        "auto: 90% on cuda, 256MiB on cpu",
     )
     adapter_gpu_memory: Memory = Field(
         "auto",
-        description="slot pool: bytes, or a share such as 20% of the device memory that is free "
-        "beside the weights; auto: 10% on cuda, 64MiB on cpu",
+        description="slot pool, the adapters' room on each replica's device: bytes, or a share "
+        "such as 20% of what is free beside the weights; auto: 10% on cuda, 64MiB on cpu",
     )
-    adapter_host_memory: Bytes = Field(256 * 2**20, description="host arena, bytes")
-    adapter_disk: Bytes = Field(4 * 2**30, description="disk cache, bytes")
-    cache_dir: Path = Field(Path(".lorikeet/cache"), description="disk cache's folder")
+    adapter_host_memory: Bytes = Field(
+        256 * 2**20,
+        description="host arena of each replica; an adapter that takes more is refused when it is "
+        "registered",
+    )
+    adapter_disk: Bytes = Field(
+        4 * 2**30, description="disk cache, shared by the replicas of a machine"
+    )
+    cache_dir: Path = Field(Path(".lorikeet/cache"), description="the disk cache's folder")
     max_rank: int = Field(64, ge=1, description="largest LoRA rank accepted")
     max_adapter_bytes: Bytes = Field(2**30, description="largest adapter upload accepted")
     import_from: Annotated[tuple[str, ...], BeforeValidator(_parse_prefixes)] = Field(
         (),
         description="s3://bucket/prefix of each place that lorikeet register may read adapters "
-        "from, separated by commas",
+        "from, separated by commas; not set: none",
     )
     max_batch_tokens: int = Field(2048, ge=1, description="tokens of one step")
     max_running: int = Field(256, ge=1, description="sequences of one step")
@@ -211,7 +228,8 @@ class Settings(BaseModel):
         gt=0,
         allow_inf_nan=False,
         description="milliseconds between two tokens, for which the ranks of a step's adapters "
-        "and the tokens of prompts beside decodes are bounded; default: no bound",
+        "and the tokens of prompts beside decodes are bounded, though one adapter always runs; "
+        "what they cost is measured at start; not set: no bound",
     )
     usage_flush_s: float = Field(
         15.0,
@@ -225,11 +243,15 @@ class Settings(BaseModel):
         gt=0,
         allow_inf_nan=False,
         description="seconds that a request may wait for its turn on a replica; what would wait "
-        "longer is refused",
+        "longer is refused at once, with Retry-After",
     )
-    max_ongoing_requests: int = Field(512, ge=1, description="requests one replica takes at once")
+    max_ongoing_requests: int = Field(
+        512, ge=1, description="requests that one replica takes at once"
+    )
     traces: Annotated[str | None, BeforeValidator(_parse_collector)] = Field(
-        None, description="OpenTelemetry collector that hears of requests by OTLP/HTTP, an address"
+        None,
+        description="address of an OpenTelemetry collector that hears of requests by OTLP/HTTP, "
+        "such as http://collector:4318; not set: none",
     )
     traces_share: float = Field(
         1.0,

@@ -51,7 +51,7 @@ def test_every_command_that_prints_has_json() -> None:
 def test_every_promised_command_is_there() -> None:
     promised = """
         init register convert smoke list show promote rollback retire pin unpin pins status
-        why usage log restore snapshot gc capacity doctor
+        why usage log restore snapshot gc capacity doctor settings
         bench bench/isolation
         tenants tenants/list tenants/show tenants/create tenants/limit
         keys keys/create keys/list keys/limit keys/rotate keys/revoke

@@ -18,6 +18,7 @@ from lorikeet.cli import (
     keys,
     pins,
     register,
+    settings,
     smoke,
     status,
     tenants,
@@ -98,6 +99,7 @@ catalog.add_to(app)
 garbage.add_to(app)
 capacity.add_to(app)
 doctor.add_to(app)
+settings.add_to(app)
 bench.add_to(app)
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(keys.app, name="keys")

@@ -1,0 +1,115 @@
+"""Settings: what they are, what they are by default, and what they are now."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from pydantic.fields import FieldInfo
+from rich.markup import escape
+
+from lorikeet.cli.output import NOTHING, AsJson, print_json, print_line
+from lorikeet.settings import Bytes, Memory, Settings
+
+_PREFIX = "LORIKEET_"
+_SIZES = {get_args(annotated)[1] for annotated in (Bytes, Memory)}
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+_PAGE = """\
+# Settings
+Everything is an environment variable, read once when the service starts; a name that is not one \
+of these, or a value that cannot be right, stops the start and says what was meant. `lorikeet \
+settings` shows what is in force, and `lorikeet doctor` whether it can work \
+([own-model.md](own-model.md)). Sizes are bytes, `512MiB`, `2GiB` or `80GB`.
+
+| variable | default | meaning |
+|---|---|---|
+{rows}
+
+The `lorikeet` command reads `LORIKEET_SERVER`, the address of the admin door \
+(`http://127.0.0.1:8001`), and `LORIKEET_ADMIN_KEY`.
+
+This page is what `lorikeet settings --markdown` prints.
+"""
+
+
+def settings(
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print docs/settings.md: no values, all defaults.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show every LORIKEET_ setting: its value here, and what it means.
+
+    They are read from the environment, as `serve run serve_app:app` would read them here.
+
+    Example: `LORIKEET_REPLICAS=4 lorikeet settings`
+    """
+    if markdown:
+        typer.echo(page(), nl=False)
+        return
+    parsed = Settings.from_env()
+    rows = [
+        {
+            "variable": _PREFIX + name.upper(),
+            "value": as_written(field, getattr(parsed, name)),
+            "default": as_written(field, field.default),
+            "given": name in parsed.model_fields_set,
+            "meaning": field.description,
+        }
+        for name, field in Settings.model_fields.items()
+    ]
+    if as_json:
+        print_json(rows)
+        return
+    for row in rows:
+        print_line(f"[cyan]{row['variable']}[/]{_shown(row)}\n  {escape(str(row['meaning']))}")
+
+
+def page() -> str:
+    """docs/settings.md."""
+    rows = (
+        f"| `{_PREFIX}{name.upper()}` | {_quoted(as_written(field, field.default))} "
+        f"| {field.description} |"
+        for name, field in Settings.model_fields.items()
+    )
+    return _PAGE.format(rows="\n".join(rows))
+
+
+def as_written(field: FieldInfo, value: Any) -> str | None:
+    """A value as one writes it in the environment; None: it is not set."""
+    if value is None or value == () or value == {}:
+        return None
+    if isinstance(value, Mapping):
+        return _by_name(value)
+    if isinstance(value, float):
+        return f"{value:.2%}".replace(".00", "") if _SIZES & set(field.metadata) else f"{value:g}"
+    if isinstance(value, int) and _SIZES & set(field.metadata):
+        return next(
+            (f"{value // size}{unit}" for unit, size in _UNITS.items() if not value % size),
+            str(value),
+        )
+    return ",".join(value) if type(value) is tuple else str(value)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command of this file."""
+    app.command()(settings)
+
+
+def _by_name(value: Mapping[str, int | Path]) -> str:
+    numbers = set(value.values())
+    if len(numbers) == 1 and isinstance(number := numbers.pop(), int):
+        return str(number)
+    return ",".join(f"{name}={each}" for name, each in value.items())
+
+
+def _shown(row: Mapping[str, Any]) -> str:
+    """What stands behind its name."""
+    if row["value"] is None:
+        return " is not set"
+    default = f"   (default: {row['default'] or 'not set'})" if row["given"] else ""
+    return escape(f"={row['value']}{default}")
+
+
+def _quoted(text: str | None) -> str:
+    return NOTHING if text is None else f"`{text}`"
