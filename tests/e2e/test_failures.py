@@ -48,6 +48,7 @@ def test_of_a_killed_replica_only_streams_end_and_hits_come_back(service, load, 
     assert {r.outcome for r in unfinished} <= {Outcome.ENDED}, unfinished
     assert all("send the request again" in r.error for r in unfinished)
     assert all(r.sent_s < killed_s for r in unfinished)
+    assert len({r.replica for r in unfinished}) <= 1  # its own, and nobody else's
 
 
 @pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.soak)])
