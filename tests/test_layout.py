@@ -34,8 +34,9 @@ def test_platform_is_no_package_or_it_would_shadow_the_standard_librarys():
         "lorikeet.simulator.outcome",
     ],
 )
-def test_what_needs_no_tensors_loads_no_torch_and_no_ray(module):
-    code = f"import sys, {module}; print({{'torch', 'ray'}} & set(sys.modules))"
+def test_what_needs_no_tensors_loads_no_torch_no_ray_and_no_telemetry(module):
+    heavy = {"torch", "ray", "opentelemetry.sdk"}
+    code = f"import sys, {module}; print({heavy} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "set()"
 

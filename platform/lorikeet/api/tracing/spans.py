@@ -12,9 +12,9 @@
 
 What the last four leave uncovered are prompts becoming tokens, tokens becoming text, and the way
 between processes. Of several choices they show the one that took longest. The engine tells how long
-each took and the gateway notes when it heard that the engine had begun, so they may stand as late
-as a message took. Names are OpenTelemetry's (HTTP and GenAI conventions) where it has any. A record
-holds no prompt, answer or key, so neither do spans.
+each took and the gateway notes what it heard and when, so they may stand as late as a message took.
+Names are OpenTelemetry's (HTTP and GenAI conventions) where it has any. A record holds no prompt,
+answer or key, so neither do spans.
 """
 
 from functools import lru_cache
@@ -30,6 +30,7 @@ from lorikeet.api.explanation import engine_s, outcome_of, slowest_course
 from lorikeet.api.trace import Record, Trace, Try
 from lorikeet.api.tracing.sampling import Origin
 from lorikeet_engine.adapter import Residency
+from lorikeet_engine.request import Course
 
 Attributes = dict[str, str | int | float | bool | None]
 
@@ -142,9 +143,9 @@ def _add_replica(
         kind=SpanKind.SERVER,
         attributes=_answer(record) if course else None,
     )
-    if course is None or record.found_s is None:
+    if course is None:
         return
-    at_s = max(taken_s, min(record.found_s, end_s - engine_s(course)))
+    at_s = _begun_s(record, course, taken_s, end_s)
     for stage, took_s in (
         ("adapter", course.load_s),
         ("queue", course.queued_s - course.load_s),
@@ -154,6 +155,16 @@ def _add_replica(
         then_s = min(at_s + took_s, end_s)
         spans.add(stage, replica, (at_s, then_s), there)
         at_s = then_s
+
+
+def _begun_s(record: Record, course: Course, taken_s: float, end_s: float) -> float:
+    """When the engine began, at the latest that agrees with all that the gateway saw."""
+    latest = [end_s - engine_s(course)]
+    if record.found_s is not None:
+        latest.append(record.found_s)
+    if record.stream and record.first_s is not None and len(record.courses) == 1:
+        latest.append(record.first_s - course.queued_s - course.prefill_s)
+    return max(taken_s, min(latest))
 
 
 def _request(trace: Trace, record: Record, operation: str) -> Attributes:
