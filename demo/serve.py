@@ -47,9 +47,11 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     serve = shutil.which("serve", path=str(Path(sys.executable).parent)) or "serve"
-    # Its own session, so that Ctrl-C reaches it once, from here, and not Ray's workers directly.
     process = subprocess.Popen(
-        [serve, "run", "serve_app:app"], start_new_session=True, env=_environment()
+        [serve, "run", "serve_app:app"],
+        start_new_session=True,  # Ctrl-C reaches it once, from here, and not Ray's workers directly
+        umask=0o077,  # Ray's token and its logs are nobody else's
+        env=_environment(),
     )
     for ending in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal ends it as Ctrl-C does
         signal.signal(ending, lambda *_: _interrupt())
@@ -67,6 +69,8 @@ def _environment() -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # or any: Ray's own ports on localhost, no others
         "RAY_SERVE_DEFAULT_HTTP_HOST": "127.0.0.1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # nobody waits behind a balancer
         **os.environ,

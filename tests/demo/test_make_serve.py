@@ -1,5 +1,6 @@
 """What a newcomer sees: one command, a line to paste, an answer, Ctrl-C."""
 
+import contextlib
 import json
 import os
 import re
@@ -9,24 +10,34 @@ import subprocess
 import sys
 import threading
 import time
+from ipaddress import ip_address
 from pathlib import Path
+from typing import NamedTuple
 
+import grpc
+import httpx
+import psutil
 import pytest
+import ray
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def demo(tmp_path):
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
     """`python -m demo.serve` in a folder of its own, and the lines it has printed."""
+    folder = tmp_path_factory.mktemp("demo")
     environ = {
         **os.environ,
+        "HOME": str(folder),  # Ray keeps its token there
         "PYTHONPATH": str(ROOT),
         "LORIKEET_BASE_MODELS": f"lorikeet-demo={ROOT / 'demo' / 'model'}",
     }
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        environ.pop(name, None)
     process = subprocess.Popen(
         [sys.executable, "-m", "demo.serve"],
-        cwd=tmp_path,
+        cwd=folder,
         env=environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -35,15 +46,15 @@ def demo(tmp_path):
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)
     reader.start()
-    yield process, lines
+    yield process, lines, folder
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         process.wait(60)
 
 
-def printed(lines, text, within_s):
+def printed(process, lines, text, within_s):
     deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and process.poll() is None:
         if any(text in line for line in lines):
             return True
         time.sleep(0.1)
@@ -55,24 +66,114 @@ def curl_in(lines):
     return re.search(r"^  (curl .*?\\\n.*?)$", text, re.MULTILINE | re.DOTALL).group(1)
 
 
-def test_one_command_serves_the_line_it_prints_works_and_ctrl_c_ends_it(demo):
-    process, lines = demo
+def test_one_command_serves_and_the_line_it_prints_works(demo):
+    process, lines, _ = demo
     begun = time.monotonic()
-    assert printed(lines, "Ctrl-C stops the service", within_s=120), "".join(lines)
+    assert printed(process, lines, "Ctrl-C stops the service", within_s=120), "".join(lines)
     ready_s = time.monotonic() - begun
     answer = subprocess.run(
         ["bash", "-c", curl_in(lines)], capture_output=True, text=True, check=True, timeout=60
     )
     content = json.loads(answer.stdout)["choices"][0]["message"]["content"]
     assert json.loads(content) == {"name": "Mira", "amount": 12, "city": "Lyon"}
+    assert ready_s < 60
 
+
+def test_nothing_but_what_serve_guards_is_reached_from_outside(demo):
+    """Serve's replicas bind their own server to every address; it asks for the token."""
+    process, _, _ = demo
+    found = listeners(process)
+    assert {(8000, True), (8001, True), (8265, True)} <= {(at.port, at.local) for at in found}
+    outside = [at for at in found if not at.local]
+    assert outside
+    assert all("ray::ServeReplica" in at.owner for at in outside), outside
+    assert all(unguarded(at.port) == {} for at in outside)
+    assert all(asks_for_token(at.port, "/ray.serve.ASGIService/HandleRequest") for at in outside)
+
+
+def test_none_of_rays_doors_opens_without_the_token(demo):
+    process, _, folder = demo
+    token = folder / ".ray" / "auth_token"
+    assert token.stat().st_mode & 0o077 == 0
+    ports = {at.port for at in listeners(process)}
+    assert {port: found for port in ports if (found := unguarded(port))} == {}
+    jobs = "http://127.0.0.1:8265/api/jobs/"
+    assert httpx.get(jobs).status_code == 401
+    assert httpx.post(jobs, json={"entrypoint": "true"}).status_code == 401
+    assert httpx.get(jobs, headers={"authorization": "Bearer no"}).status_code == 403
+    given = {"authorization": f"Bearer {token.read_text()}"}
+    assert httpx.get(jobs, headers=given).status_code == 200
+
+
+def test_ctrl_c_ends_it(demo):
+    process, _, _ = demo
     begun = time.monotonic()
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0
     assert time.monotonic() - begun < 25
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", 8000)) != 0
-    assert ready_s < 60
+    for port in (8000, 8001):
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+class Listener(NamedTuple):
+    port: int
+    local: bool
+    owner: str
+
+
+def listeners(process):
+    """Where anything listens that it started, in whichever session."""
+    found = set()
+    for child in process_tree(process):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            owner = " ".join(child.cmdline())
+            for at in child.net_connections("tcp"):
+                if at.status == psutil.CONN_LISTEN:
+                    address = ip_address(at.laddr.ip)
+                    address = getattr(address, "ipv4_mapped", None) or address
+                    found.add(Listener(at.laddr.port, address.is_loopback, owner))
+    return found
+
+
+def process_tree(process):
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def unguarded(port):
+    """The methods, one of each service that Ray has, that answer here without a token."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        return {
+            method: code for method in SERVICES if (code := call(channel, method)) not in REFUSALS
+        }
+
+
+def asks_for_token(port, method):
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        return call(channel, method) is grpc.StatusCode.UNAUTHENTICATED
+
+
+def call(channel, method):
+    try:
+        channel.unary_unary(method)(b"", timeout=5)
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def services():
+    """A method of each gRPC service in Ray's generated code."""
+    files = Path(ray.__file__).parent.glob("*/generated/*_pb2_grpc.py")
+    methods = {m for f in files for m in re.findall(r"['\"](/ray[.\w]+/\w+)['\"]", f.read_text())}
+    return sorted({method.rpartition("/")[0]: method for method in sorted(methods)}.values())
+
+
+SERVICES = services()
+REFUSALS = {
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNIMPLEMENTED,  # another service's door
+    grpc.StatusCode.UNAVAILABLE,  # no gRPC door
+}
 
 
 @pytest.mark.parametrize("port", [8000, 8001])
