@@ -1,0 +1,213 @@
+"""The dashboard, the alerts and what feeds them."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from k8s.monitoring.dashboard import ROWS, dashboard
+from k8s.monitoring.make import HERE, made
+from lorikeet.api.messages import Call, Refusal
+from lorikeet.metrics.controller import Replicas, controller_metrics
+from lorikeet.metrics.page import Page, render
+from lorikeet.metrics.replica import replica_metrics
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.counts import LOAD_S, SIZES, STEP_S, Distribution, EngineCounts, TierCounts
+from tests.api.conftest import Items, chat, serving
+from tests.api.test_explain import told
+from tests.k8s.manifests import OVERLAYS, Manifest, pods, problems, selects
+from tests.k8s.manifests import render as rendered
+
+RULES = HERE / "rules.yaml"
+_NAME = re.compile(r"\b(lorikeet_\w+)(\{[^}]*\})?")
+_MATCHER = re.compile(r'(\w+)(=~?|!=)"([^"]*)"')
+_GROUPED = re.compile(r"\bby \(([^)]*)\)")
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def alerts() -> list[dict[str, Any]]:
+    return [rule for rule in rules() if "alert" in rule]
+
+
+def shown() -> dict[str, list[str]]:
+    """The queries of each panel, as Prometheus sees them."""
+    return {
+        panel.title: [_plain(curve.query) for curve in panel.curves]
+        for panels in ROWS.values()
+        for panel in panels
+    }
+
+
+def _plain(query: str) -> str:
+    return query.replace("$__rate_interval", "5m").replace("$base_model", ".*")
+
+
+def promtool(*words: str) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool, of Debian's package `prometheus`, is not installed")
+    done = subprocess.run(["promtool", *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_is_made_of_other_files_is_up_to_date() -> None:
+    for name, text in made().items():
+        assert (HERE / name).read_text() == text, "run python -m k8s.monitoring.make"
+
+
+def test_prometheus_takes_the_rules() -> None:
+    promtool("check", "rules", str(RULES))
+
+
+def test_alerts_fire_when_they_should_and_not_otherwise() -> None:
+    promtool("test", "rules", str(Path(__file__).parent / "rules.test.yaml"))
+
+
+def test_prometheus_takes_every_query_of_the_dashboard(tmp_path: Path) -> None:
+    queries = [query for panel in shown().values() for query in panel]
+    records = [{"record": f"shown:{i}", "expr": query} for i, query in enumerate(queries)]
+    file = tmp_path / "shown.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "shown", "rules": records}]}))
+    promtool("check", "rules", str(file))
+
+
+def test_every_alert_has_a_test() -> None:
+    tests = (Path(__file__).parent / "rules.test.yaml").read_text()
+    for alert in alerts():
+        assert alert["alert"] in tests
+
+
+def test_grafana_can_place_every_panel() -> None:
+    built = dashboard()
+    ids = [panel["id"] for panel in built["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken: set[tuple[int, int]] = set()
+    for panel in built["panels"]:
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not taken & cells, panel["title"]
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
+    variables = {variable["name"] for variable in built["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(built["panels"]))) - {"__rate_interval"}
+    assert used == variables
+
+
+def test_what_is_asked_for_is_measured(tmp_path: Path) -> None:
+    """Every name, label and value of rules and dashboard is on a gateway's page of metrics."""
+    series = _series(_scraped(tmp_path))
+    asked = [query for panel in shown().values() for query in panel]
+    asked += [rule["expr"] for rule in rules()]
+    wrong = {query: list(_unknown(query, series)) for query in asked}
+    assert {query: names for query, names in wrong.items() if names} == {}
+
+
+def _unknown(query: str, series: dict[str, dict[str, set[str]]]) -> Iterator[str]:
+    labels: set[str] = set()
+    for name, where in _NAME.findall(query):
+        if name not in series:
+            yield name
+            continue
+        labels |= series[name].keys()
+        for label, operator, value in _MATCHER.findall(where):
+            values = series[name].get(label, set())
+            wanted = value.split("|") if operator == "=~" else [value]
+            if not values or not (set(wanted) <= values or value == ".*"):
+                yield f"{name}{{{label}{operator}{value}}}"
+    for grouped in _GROUPED.findall(query):
+        yield from (f"by {label}" for label in set(re.findall(r"\w+", grouped)) - labels if labels)
+
+
+def _series(page: str) -> dict[str, dict[str, set[str]]]:
+    """By name, the labels of its samples, with their values."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            labels = found.setdefault(sample.name, defaultdict(set))
+            for label, value in sample.labels.items():
+                labels[label].add(value)
+    return found
+
+
+def _scraped(folder: Path) -> str:
+    """A gateway's page after an answer and a refusal, with a replica's and the controller's."""
+
+    async def pages() -> Sequence[Page]:
+        replica = {"base_model": "tiny", "replica": "r0"}
+        control = controller_metrics([], {"tiny": Replicas(2, 1)}, 0.1)
+        return [render(replica_metrics(_COUNTS), replica), render(control, {})]
+
+    async def overloaded(call: Call) -> Items:
+        yield Refusal("overloaded", "later")
+
+    with serving(folder, pages=pages) as gateway:
+        for replay in (told, overloaded):
+            gateway.engines.replay = replay
+            gateway.post("/v1/chat/completions", chat())
+        return gateway.request("GET", "/metrics", gateway.admin_key).text
+
+
+def _some(bounds: Sequence[float]) -> Distribution:
+    return Distribution(tuple(bounds), (1,) * (len(bounds) + 1), 1.0)
+
+
+_HELD = (Residency.GPU, Residency.HOST, Residency.DISK)
+_COUNTS = EngineCounts(
+    tiers={tier: TierCounts(1, 2, 3, 4) for tier in _HELD},
+    lookups=dict.fromkeys(Residency, 1),
+    loads={tier: _some(LOAD_S) for tier in Residency if tier is not Residency.GPU},
+    load_failures=1,
+    running=1,
+    waiting=1,
+    kv_pages_used=1,
+    kv_pages_total=2,
+    preemptions=1,
+    prompt_tokens=1,
+    cached_tokens=1,
+    output_tokens=1,
+    step_s=_some(STEP_S),
+    step_sequences=_some(SIZES),
+    step_adapters=_some(SIZES),
+    inter_token_s={None: _some(STEP_S), Residency.GPU: _some(STEP_S)},
+)
+
+
+def _of_kind(kind: str) -> Manifest:
+    (found,) = [m for m in rendered("../monitoring") if m["kind"] == kind]
+    return found
+
+
+def test_grafana_and_prometheus_get_what_was_made() -> None:
+    config = _of_kind("ConfigMap")
+    assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert json.loads(config["data"]["lorikeet.json"]) == dashboard()
+    assert _of_kind("PrometheusRule")["spec"] == yaml.safe_load(RULES.read_text())
+    assert problems(config) == problems(_of_kind("NetworkPolicy")) == []
+    assert {m["metadata"]["namespace"] for m in rendered("../monitoring")} == {"lorikeet"}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_pod_is_scraped_once_under_our_names(overlay: str) -> None:
+    monitor = _of_kind("PodMonitor")["spec"]
+    for pod in pods(overlay).values():
+        labels = pod["metadata"]["labels"]
+        assert selects(monitor["selector"], labels)
+        assert labels[monitor["jobLabel"]] == "lorikeet"  # which LorikeetNotScraped asks for
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    assert endpoint["port"] == "metrics"
+    (rename,) = endpoint["metricRelabelings"]
+    name = re.fullmatch(rename["regex"], "ray_lorikeet_ttft_seconds_bucket")
+    assert name is not None
+    assert name.expand(rename["replacement"].replace("$", "\\")) == "lorikeet_ttft_seconds_bucket"
+    assert re.fullmatch(rename["regex"], "ray_serve_num_http_requests") is None
