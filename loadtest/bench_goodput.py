@@ -1,0 +1,259 @@
+"""Goodput: the most requests a second that a GPU serves well, over HTTP, with 1,000 adapters.
+
+python -m loadtest.bench_goodput --json goodput.json --folder /tmp/real
+
+An open loop: requests arrive as a Poisson process, whether or not earlier ones are answered, and
+TTFT runs from when one was due. Lengths are those of the Azure conversation trace, cut to a
+context of 2,048 tokens; adapters fall by Zipf's law, s = 1.0, who is popular stays so; ranks 8, 16,
+32 and 64 are dealt round, on the linears that --linears says. Before the first rate every adapter
+is asked for once, the most popular last.
+
+Served well: p99 of TTFT at most 1 s, p99 of the gaps between two pieces of an answer at most 50 ms,
+and every answer whole. A piece is what arrives at once, as a rule one token; several that arrive
+together end one gap. The rate grows by a half until it is too much, then bisects.
+
+Where time goes is asked of the service, `GET /v1/requests/ID`, for the slowest and for some others.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from engine.benchmarks.results import arguments, facts, write
+from loadtest.real.adapters import fill_catalog, model_name
+from loadtest.real.client import Answer, Ask, Line, Server, quantiles_ms, run
+from loadtest.real.models import SHAPES, write_model
+from loadtest.real.service import PROXIES, Cores, service
+from lorikeet.settings import Settings
+from lorikeet_engine.adapter_format import LINEARS
+from lorikeet_engine.popularity import (
+    AZURE_CONV,
+    RANKS,
+    Ints,
+    Zipf,
+    cut_to_context,
+    deal_ranks,
+    poisson,
+)
+
+TTFT_GOAL_MS, ITL_GOAL_MS = 1000.0, 50.0
+_STEP = 1.5
+_EXPLAINED = 200  # requests of each rate, half of them the slowest
+_WARM_STREAMS = 64
+_HEADING = (
+    "  rate  requests   TTFT p50      p99   ITL p50      p99    on GPU   running   tokens/s  "
+    "late p99"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Who asks for what. order: adapters, the most popular first."""
+
+    order: Ints
+    context: int
+
+    def lines(self, rate_per_s: float, seconds: float, seed: int) -> list[Line]:
+        """Requests that arrive at this rate; other ones for each seed."""
+        rng = np.random.default_rng(seed)
+        times_s = poisson(rate_per_s).times(rng, seconds)
+        inputs, outputs = cut_to_context(*AZURE_CONV.draw(rng, len(times_s)), self.context)
+        ranks = Zipf(1.0).draw(rng, len(self.order), len(times_s))
+        seeds = rng.integers(0, 2**62, len(times_s)).tolist()
+        asks = [
+            Ask(model_name(int(self.order[rank])), int(prompt), int(answer), each)
+            for rank, prompt, answer, each in zip(ranks, inputs, outputs, seeds, strict=True)
+        ]
+        return [Line(float(at_s), (ask,)) for at_s, ask in zip(times_s, asks, strict=True)]
+
+    def warm_up(self) -> list[Line]:
+        """Every adapter once, the most popular ones last."""
+        asks = [Ask(model_name(int(a)), 8, 2, int(a)) for a in reversed(self.order)]
+        return [Line(0.0, tuple(asks[at::_WARM_STREAMS])) for at in range(_WARM_STREAMS)]
+
+
+def measure(
+    server: Server, traffic: Traffic, rate_per_s: float, seed: int, given: argparse.Namespace
+) -> dict[str, Any]:
+    """One rate."""
+    lines = traffic.lines(rate_per_s, given.seconds, seed)
+    with Cores() as cores:
+        answers = run(server, lines, given.clients)
+    whole = [answer for answer in answers if not answer.failure]
+    gaps_s = [b - a for answer in whole for a, b in pairwise(answer.pieces_s)]
+    ttft_ms = quantiles_ms([answer.pieces_s[0] - answer.due_s for answer in whole])
+    itl_ms = quantiles_ms(gaps_s)
+    failures = Counter(answer.failure for answer in answers if answer.failure)
+    last_s = max(answer.ended_s for answer in answers)
+    good = not failures and ttft_ms["p99"] <= TTFT_GOAL_MS and itl_ms["p99"] <= ITL_GOAL_MS
+    return {
+        "rate_per_s": rate_per_s,
+        "good": good,
+        "requests": len(answers),
+        "failures": dict(failures.most_common(3)),
+        "ttft_ms": ttft_ms,
+        "itl_ms": itl_ms,
+        "late_ms": quantiles_ms([answer.sent_s - answer.due_s for answer in answers]),
+        "found": dict(Counter(answer.residency for answer in whole)),
+        "ttft_by_tier_ms": _by_tier(whole),
+        "tokens_per_s": sum(answer.ask.output_tokens for answer in whole) / last_s,
+        "prompt_tokens_per_s": sum(answer.ask.prompt_tokens for answer in whole) / last_s,
+        "running": sum(answer.ended_s - answer.due_s for answer in whole) / given.seconds,
+        "stages_ms": _stages(server, whole),
+        "cores": cores.used,
+    }
+
+
+def search(server: Server, traffic: Traffic, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rates until the best is known to a step of a few per cent; prints each as it comes."""
+    rows: list[dict[str, Any]] = []
+    low, high, seeds = 0.0, 0.0, count(1)
+    rate = given.first_rate
+    print(_HEADING, flush=True)
+    while len(rows) < given.points:
+        rows.append(measure(server, traffic, rate, next(seeds), given))
+        print(_line(rows[-1]), flush=True)
+        if rows[-1]["good"]:
+            low = rate
+        else:
+            high = rate
+        rate = _STEP * rate if not high else round((low + high) / 2, 2)
+    return rows
+
+
+def main() -> int:
+    """Measure and print; 1 if no rate was good or a client was late."""
+    given = _arguments()
+    noted, variables = facts(given.commit), _variables(given)
+    ranks = deal_ranks(given.adapters, given.ranks).tolist()
+    stock = fill_catalog(Settings.from_env(variables), ranks, given.linears)
+    order = np.random.default_rng(0).permutation(given.adapters)
+    traffic = Traffic(order, given.context)
+    with service(variables, given.proxy) as running:
+        server = Server(running.url, stock.key, SHAPES[given.shape]["vocab_size"])
+        _check(run(server, traffic.warm_up(), given.clients))
+        rows = search(server, traffic, given)
+    best = max((row["rate_per_s"] for row in rows if row["good"]), default=0.0)
+    print(f"\ngoodput: {best:g} requests a second")
+    _print_stages(rows, best)
+    write(given.json, noted, goodput=rows, best_per_s=best, settings=variables)
+    return 0 if best else 1
+
+
+def _check(answers: Sequence[Answer]) -> None:
+    bad = [answer.failure for answer in answers if answer.failure]
+    if bad:
+        raise RuntimeError(f"{len(bad)} of {len(answers)} answers are bad: {bad[0]}")
+
+
+def _by_tier(answers: Sequence[Answer]) -> dict[str, Any]:
+    """TTFT by where the adapter was found."""
+    tiers = sorted({answer.residency for answer in answers})
+    return {
+        tier: quantiles_ms([a.pieces_s[0] - a.due_s for a in answers if a.residency == tier])
+        for tier in tiers
+    }
+
+
+def _stages(server: Server, answers: Sequence[Answer]) -> dict[str, dict[str, Any]]:
+    """What the service says of the answers that began last after they were due, and of any."""
+    by_ttft = sorted(answers, key=lambda answer: answer.due_s - answer.pieces_s[0])
+    half = _EXPLAINED // 2
+    chosen = {"slowest": by_ttft[:half], "any": answers[:: max(1, len(answers) // half)][:half]}
+    headers = {"Authorization": f"Bearer {server.key}"}
+    told = {}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=30) as client:
+        for name, some in chosen.items():
+            found: dict[str, list[float]] = {}
+            for answer in some:
+                reply = client.get(f"/v1/requests/{answer.request_id}").raise_for_status()
+                for stage in reply.json()["stages"]:
+                    found.setdefault(stage["stage"], []).append(stage["ms"] / 1e3)
+            told[name] = {stage: quantiles_ms(took_s) for stage, took_s in found.items()}
+    return told
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    ttft, itl, found = row["ttft_ms"], row["itl_ms"], row["found"]
+    hits = found.get("gpu", 0) / max(1, sum(found.values()))
+    failed = sum(row["failures"].values())
+    return (
+        f"{row['rate_per_s']:>6g}{row['requests']:>10}{ttft['p50']:>11.1f}{ttft['p99']:>9.1f}"
+        f"{itl['p50']:>10.1f}{itl['p99']:>9.1f}{hits:>10.1%}{row['running']:>10.1f}"
+        f"{row['tokens_per_s']:>11,.0f}{row['late_ms']['p99']:>10.1f}"
+        f"{'' if row['good'] else '  too much'}{f'  {failed} failed' if failed else ''}"
+    )
+
+
+def _print_stages(rows: Sequence[Mapping[str, Any]], best_per_s: float) -> None:
+    """Of the best rate and of the one above it: the stages of a request, and who was busy."""
+    above = min((row["rate_per_s"] for row in rows if row["rate_per_s"] > best_per_s), default=0.0)
+    for row in rows:
+        if row["rate_per_s"] not in (best_per_s, above):
+            continue
+        print(f"\nat {row['rate_per_s']:g} a second, ms (p50, p99):")
+        for name, stages in row["stages_ms"].items():
+            told = (f"{stage} {ms['p50']:.1f}, {ms['p99']:.1f}" for stage, ms in stages.items())
+            print(f"  {name}: " + "; ".join(told))
+        busy = (f"{part} {used:.1f}" for part, used in row["cores"].items() if used >= 0.05)
+        print("  cores: " + ", ".join(busy))
+        for tier, ms in row["ttft_by_tier_ms"].items():
+            print(f"  TTFT, adapter on {tier}: p50 {ms['p50']:.0f}, p99 {ms['p99']:.0f}")
+
+
+def _variables(given: argparse.Namespace) -> dict[str, str]:
+    """The service's settings."""
+    model = write_model(given.folder, given.shape, given.device)
+    return {
+        "LORIKEET_BASE_MODELS": f"{given.shape}={model}",
+        "LORIKEET_CATALOG": str(given.folder / "goodput" / "catalog"),
+        "LORIKEET_CACHE_DIR": str(given.folder / "goodput" / "cache"),
+        "LORIKEET_DEVICE": given.device,
+        "LORIKEET_REPLICAS": "1",
+        "LORIKEET_GATEWAYS": str(given.gateways),
+        "LORIKEET_CONTEXT": str(max(given.context, 16)),
+        "LORIKEET_MAX_BATCH_TOKENS": str(given.batch_tokens),
+        "LORIKEET_MAX_RUNNING": str(min(256, given.batch_tokens)),
+        "LORIKEET_KV_MEMORY": given.kv,
+        "LORIKEET_ADAPTER_GPU_MEMORY": given.gpu,
+        "LORIKEET_ADAPTER_HOST_MEMORY": given.host,
+        "LORIKEET_ADAPTER_DISK": given.disk,
+        **dict(setting.split("=", 1) for setting in given.set),
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    add("--folder", type=Path, required=True, help="for the model, adapters and caches")
+    add("--shape", choices=SHAPES, default="llama-3.1-8b")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--adapters", type=int, default=1000, help="default 1000")
+    add("--ranks", type=int, nargs="+", default=list(RANKS), help="dealt round")
+    add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS[:4]), metavar="LINEAR")
+    add("--context", type=int, default=2048, help="most tokens of prompt and answer; 2048")
+    add("--seconds", type=float, default=30, help="of arrivals at each rate; default 30")
+    add("--first-rate", type=float, default=8, help="requests a second; default 8")
+    add("--points", type=int, default=6, help="rates to try; default 6")
+    add("--gateways", type=int, default=4, help="default 4")
+    add("--clients", type=int, default=4, help="processes that ask; default 4")
+    add("--proxy", choices=PROXIES, default="HAProxy")
+    add("--batch-tokens", type=int, default=1024, help="of one step; default 1024")
+    add("--kv", default="50GiB", help="KV cache; default 50GiB")
+    add("--gpu", default="20GiB", help="memory for adapters on the GPU; default 20GiB")
+    add("--host", default="32GiB", help="and on the host; default 32GiB")
+    add("--disk", default="64GiB", help="and on the disk; default 64GiB")
+    add("--set", nargs="*", default=[], metavar="LORIKEET_X=Y", help="more settings")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

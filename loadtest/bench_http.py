@@ -1,0 +1,160 @@
+"""What engines make through HTTP, as a share of what they make with no service around them.
+
+python -m loadtest.bench_http --json http.json --folder /tmp/real
+
+Adapters of one rank on all linears, dealt round over requests and all on every GPU. For each
+replica --streams at a time, on each --rounds requests one after another, asked for by processes of
+bare sockets. Without a service the same work goes through the product's engine, a process for each
+GPU, all at the same time. An answer counts if it is whole and has as many tokens as were asked for;
+one that is not ends the measurement.
+
+Tokens per second: all tokens of a run over the time until the last answer's end.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from engine.benchmarks.results import arguments, facts, write
+from loadtest.real.adapters import TENANT, Stock, fill_catalog, image_bytes
+from loadtest.real.client import Answer, Server, quantiles_ms, run
+from loadtest.real.models import SHAPES, write_model
+from loadtest.real.offline import Job, run_beside
+from loadtest.real.service import PROXIES, Cores, Running, service
+from loadtest.real.works import Work
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.store import open_store
+from lorikeet.settings import Settings
+from lorikeet_engine.adapter import Residency
+
+GOAL = 0.9
+_UNCOUNTED = 1  # rounds before the others
+
+
+def main() -> int:
+    """Measure and print; 1 if the goal is missed."""
+    given = _arguments()
+    noted, rows = facts(given.commit), list[dict[str, Any]]()
+    variables = _variables(given)
+    stock = _stock(Settings.from_env(variables), given)
+    works = [
+        Work.parse(lengths, streams=given.streams, rounds=given.rounds, adapters=given.adapters)
+        for lengths in given.work
+    ]
+    alone = run_beside(Job(stock.refs, tuple(works)), variables, given.replicas, given.folder)
+    for work in works:
+        print(f"offline {work.label}: {_sum(alone, work):,.0f} tokens/s", flush=True)
+    for proxy in given.proxies:
+        with service(variables, proxy) as running:
+            running.wait_until_resident(stock.admin_key, len(stock.refs), given.replicas)
+            for work in works:
+                row = {"proxy": proxy, **measure(running, stock, work, given)}
+                rows.append(row | {"share": row["tokens_per_s"] / _sum(alone, work)})
+                print(_line(rows[-1]), flush=True)
+                write(given.json, noted, http=rows, offline=alone)
+    return 0 if all(row["share"] >= GOAL for row in rows) else 1
+
+
+def measure(
+    running: Running, stock: Stock, work: Work, given: argparse.Namespace
+) -> dict[str, Any]:
+    """One work, after some of it that is not counted. Raises RuntimeError for a bad answer."""
+    server = Server(running.url, stock.key, SHAPES[given.shape]["vocab_size"])
+    every = replace(work, streams=work.streams * given.replicas)
+    _checked(run(server, replace(every, rounds=_UNCOUNTED).lines(1), given.clients))
+    with Cores() as cores:
+        answers = _checked(run(server, every.lines(2), given.clients))
+    last_s = max(answer.ended_s for answer in answers)
+    gaps_s = [b - a for answer in answers for a, b in pairwise(answer.pieces_s)]
+    return {
+        "work": work.label,
+        "requests": len(answers),
+        "tokens_per_s": sum(answer.ask.output_tokens for answer in answers) / last_s,
+        "pieces_per_s": sum(len(answer.pieces_s) for answer in answers) / last_s,
+        "first_ms": quantiles_ms([answer.pieces_s[0] - answer.due_s for answer in answers]),
+        "between_ms": quantiles_ms(gaps_s),
+        "by_replica": sorted(Counter(answer.replica for answer in answers).values()),
+        "found": dict(Counter(answer.residency for answer in answers)),
+        "cores": cores.used,
+    }
+
+
+def _checked(answers: list[Answer]) -> list[Answer]:
+    bad = [answer for answer in answers if answer.failure]
+    if bad:
+        raise RuntimeError(f"{len(bad)} of {len(answers)} answers are bad: {bad[0].failure}")
+    return answers
+
+
+def _sum(alone: Sequence[Mapping[str, Any]], work: Work) -> float:
+    """Tokens a second of all engines together."""
+    return sum(row["tokens_per_s"] for row in alone if row["label"] == work.label)
+
+
+def _stock(settings: Settings, given: argparse.Namespace) -> Stock:
+    """The model's folder and the catalog, all of whose adapters are pinned to every GPU."""
+    stock = fill_catalog(settings, [given.rank] * given.adapters)
+    catalog = AdapterCatalog(open_store(settings.catalog))
+    catalog.pin(TENANT, None, tier=Residency.GPU, actor=TENANT)
+    return stock
+
+
+def _variables(given: argparse.Namespace) -> dict[str, str]:
+    """The service's settings; the sizes of a step are those of the offline benchmarks."""
+    model = write_model(given.folder, given.shape, given.device)
+    adapter = image_bytes(given.shape, given.rank, given.device)
+    return {
+        "LORIKEET_BASE_MODELS": f"{given.shape}={model}",
+        "LORIKEET_CATALOG": str(given.folder / "http" / "catalog"),
+        "LORIKEET_CACHE_DIR": str(given.folder / "http" / "cache"),
+        "LORIKEET_DEVICE": given.device,
+        "LORIKEET_REPLICAS": str(given.replicas),
+        "LORIKEET_GATEWAYS": str(given.gateways),
+        "LORIKEET_CONTEXT": "2048",
+        "LORIKEET_MAX_BATCH_TOKENS": str(given.batch_tokens),
+        "LORIKEET_MAX_RUNNING": str(max(given.streams, 2)),
+        "LORIKEET_KV_MEMORY": given.kv,
+        "LORIKEET_ADAPTER_GPU_MEMORY": str((given.adapters + 2) * adapter),
+        "LORIKEET_ADAPTER_HOST_MEMORY": str(16 * adapter),
+        "LORIKEET_ADAPTER_DISK": "200GiB",
+    }
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    first, between = row["first_ms"], row["between_ms"]
+    cores = ", ".join(f"{part} {used:.1f}" for part, used in row["cores"].items() if used >= 0.1)
+    return (
+        f"{row['proxy']}, {row['work']}: {row['tokens_per_s']:,.0f} tokens/s, {row['share']:.1%} "
+        f"of offline, in {row['pieces_per_s']:,.0f} pieces/s; first token p50 {first['p50']:,.0f}, "
+        f"p99 {first['p99']:,.0f} ms; between pieces p50 {between['p50']}, p99 {between['p99']} ms;"
+        f" requests of each replica {row['by_replica']}; found {row['found']}; cores: {cores}"
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    add("--folder", type=Path, required=True, help="for the model, adapters and caches")
+    add("--shape", choices=SHAPES, default="llama-3.1-8b")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--replicas", type=int, default=2, help="a GPU each; default 2")
+    add("--gateways", type=int, default=8, help="default 8")
+    add("--clients", type=int, default=8, help="processes that ask; default 8")
+    add("--proxies", nargs="+", choices=PROXIES, default=["HAProxy"])
+    add("--work", nargs="+", default=["256/128", "16/256"], help="tokens in/out")
+    add("--adapters", type=int, default=128, help="default 128")
+    add("--rank", type=int, default=16, help="default 16")
+    add("--streams", type=int, default=256, help="of each replica; default 256")
+    add("--rounds", type=int, default=4, help="requests of each stream; default 4")
+    add("--batch-tokens", type=int, default=8192, help="of one step; default 8192")
+    add("--kv", default="20GiB", help="KV cache of each replica; default 20GiB")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Random adapters in a service's catalog, packed and examined as those of its users are.
+
+All of one rank have the same matrices and another alpha each: each is a blob of its own with a
+digest of its own, to an engine as different as any two, and a thousand are made in seconds.
+"""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from loadtest.real.models import SHAPES
+from lorikeet.api.base_models import read_base_models
+from lorikeet.api.intake import examine
+from lorikeet.catalog.catalog import AdapterCatalog, blob_key
+from lorikeet.catalog.local import LocalStore
+from lorikeet.catalog.records import BlobFacts, Scope
+from lorikeet.catalog.store import open_store
+from lorikeet.serving.engine_settings import adapter_memory
+from lorikeet.settings import Settings
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter_format import (
+    CONFIG_FILE,
+    LINEARS,
+    WEIGHTS_FILE,
+    AdapterLimits,
+    BaseShape,
+    write_blob,
+)
+
+TENANT = "bench"
+_AT_ONCE = 16
+_DELTA = 0.1  # of what a linear says, in the root of the mean square
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """refs: the adapters, by number. key: their tenant's. admin_key: an administrator's."""
+
+    refs: tuple[AdapterRef, ...]
+    key: str
+    admin_key: str
+
+
+def model_name(adapter: int) -> str:
+    """What a request calls an adapter."""
+    return f"{TENANT}/a{adapter}"
+
+
+def fill_catalog(
+    settings: Settings, ranks: Sequence[int], linears: Sequence[str] = LINEARS
+) -> Stock:
+    """Make the catalog of these settings, with one adapter of each of these ranks.
+
+    They are for the one base model. linears: those of each layer that they touch. On a local
+    store blobs are written where they are to lie; they take ranks × the base's widths × 2 bytes.
+    """
+    store = open_store(settings.catalog)
+    catalog = AdapterCatalog.init(store, actor=TENANT)
+    catalog.create_tenant(TENANT, actor=TENANT)
+    _, key = catalog.create_key(TENANT, {Scope.INFER}, actor=TENANT)
+    _, admin_key = catalog.create_key(None, {Scope.ADMIN}, actor=TENANT)
+    local = isinstance(store, LocalStore)
+    refs = []
+    with (
+        tempfile.TemporaryDirectory(dir=store.url if local else None) as name,
+        ThreadPoolExecutor(_AT_ONCE) as threads,
+    ):
+        folder = Path(name)
+        (base,) = read_base_models(settings.base_models).values()
+        for rank in set(ranks):
+            save_matrices(folder / str(rank), base.shape, rank, linears)
+        pack = partial(_pack, folder, settings, linears)
+        for adapter, (blob, facts) in enumerate(threads.map(pack, range(len(ranks)), ranks)):
+            if local:
+                place = Path(store.url, blob_key(facts.digest))
+                place.parent.mkdir(parents=True, exist_ok=True)
+                blob = blob.rename(place)
+            catalog.register(TENANT, f"a{adapter}", blob, facts, actor=TENANT)
+            refs.append(AdapterRef(TENANT, f"a{adapter}", 1, facts.digest))
+    return Stock(tuple(refs), key, admin_key)
+
+
+def save_adapter(
+    folder: Path, shape: BaseShape, rank: int, linears: Sequence[str] = LINEARS, alpha: float = 0.0
+) -> Path:
+    """A folder as PEFT's save_pretrained leaves it. alpha: the rank, if it is 0."""
+    save_matrices(folder, shape, rank, linears)
+    _save_config(folder, rank, linears, alpha or rank)
+    return folder
+
+
+def save_matrices(folder: Path, shape: BaseShape, rank: int, linears: Sequence[str]) -> None:
+    """The weights alone, in bfloat16; the same for the same arguments."""
+    random = torch.Generator().manual_seed(rank)
+    tensors = {}
+    for layer in range(shape.layers):
+        for linear in linears:
+            index = LINEARS.index(linear)
+            d_in, d_out = shape.dims(index)
+            block = "self_attn" if index < 4 else "mlp"
+            path = f"base_model.model.model.layers.{layer}.{block}.{linear}"
+            a = torch.randn(rank, d_in, generator=random) * d_in**-0.5
+            b = torch.randn(d_out, rank, generator=random) * (_DELTA * rank**-0.5)
+            tensors[f"{path}.lora_A.weight"] = a.bfloat16()
+            tensors[f"{path}.lora_B.weight"] = b.bfloat16()
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / WEIGHTS_FILE)
+
+
+def image_bytes(shape: str, rank: int, device: str, linears: Sequence[str] = LINEARS) -> int:
+    """What an adapter takes on the device; a little more where its matrices are padded."""
+    base = BaseShape.from_config(SHAPES[shape])
+    widths = sum(sum(base.dims(LINEARS.index(linear))) for linear in linears)
+    return base.layers * widths * rank * (2 if device == "cuda" else 4)
+
+
+def _pack(
+    folder: Path, settings: Settings, linears: Sequence[str], adapter: int, rank: int
+) -> tuple[Path, BlobFacts]:
+    """The blob of one adapter, and what the door finds out about it."""
+    own = folder / f"a{adapter}"
+    own.mkdir()
+    (own / WEIGHTS_FILE).hardlink_to(folder / str(rank) / WEIGHTS_FILE)
+    _save_config(own, rank, linears, rank * (1 + adapter / 4096))
+    blob = folder / f"a{adapter}.blob"
+    write_blob(own, blob)
+    bases = read_base_models(settings.base_models)
+    limits = AdapterLimits(settings.max_rank, settings.max_adapter_bytes)
+    return blob, examine(blob, bases, limits, next(iter(bases)), adapter_memory(settings))
+
+
+def _save_config(folder: Path, rank: int, linears: Sequence[str], alpha: float) -> None:
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": list(linears),
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(config))

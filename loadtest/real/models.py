@@ -1,0 +1,91 @@
+"""Model folders of given shapes with random weights, whole enough to be served."""
+
+import itertools
+import json
+import string
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from engine.benchmarks.random_checkpoint import write_checkpoint
+from engine.benchmarks.random_model import LLAMA_3_1_8B
+
+QWEN3_0_6B: Mapping[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+TINY: Mapping[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "llama-3.1-8b": LLAMA_3_1_8B,
+    "qwen3-0.6b": QWEN3_0_6B,
+    "tiny": TINY,
+}
+"""By the name under which the model is served."""
+
+END = "<|end|>"
+_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+
+
+def write_model(folder: Path, shape: str, device: str) -> Path:
+    """Write the checkpoint, in bfloat16, its tokenizer and a chat template to folder / shape.
+
+    shape: a name in SHAPES. device: where the numbers are drawn. What is there already is kept.
+    """
+    config = SHAPES[shape]
+    model = write_checkpoint(folder / shape, config, torch.device(device))
+    tokenizer = model / "tokenizer.json"
+    if not tokenizer.exists():
+        vocabulary = random_vocabulary(config["vocab_size"])
+        vocabulary.save(str(tokenizer))
+        told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+        (model / "tokenizer_config.json").write_text(json.dumps(told))
+        (model / "chat_template.jinja").write_text(_TEMPLATE)
+    return model
+
+
+def random_vocabulary(size: int) -> Tokenizer:
+    """A byte-level tokenizer of `size` tokens, each of them another text.
+
+    Texts become a token a byte, since there are no merges; but every id that a model draws is a
+    text: the 256 bytes, words of letters after a space, and last END.
+    """
+    words = itertools.chain(sorted(pre_tokenizers.ByteLevel.alphabet()), _words())
+    named = {word: index for index, word in enumerate(itertools.islice(words, size - 1))}
+    tokenizer = Tokenizer(models.BPE(vocab=named, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    return tokenizer
+
+
+def _words() -> Iterator[str]:
+    """A space as byte-level tokenizers write it, and letters: Ġa, Ġb, …, Ġaa, …."""
+    for length in itertools.count(1):
+        for letters in itertools.product(string.ascii_lowercase, repeat=length):
+            yield "Ġ" + "".join(letters)

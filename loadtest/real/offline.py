@@ -1,0 +1,131 @@
+"""What an engine does with no service around it: what bench_http is held against.
+
+python -m loadtest.real.offline job.json out.json
+
+In a process of its own, on the device that it sees, with LORIKEET_ variables as the service has
+them: the product's own engine with the catalog's adapters, stepped by hand, all requests of a work
+submitted at once. Tokens of a first, untimed run are held against a plain forward pass.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from engine.benchmarks import plain
+from engine.benchmarks.offline import generate
+from loadtest.real.client import Ask, prompt_of
+from loadtest.real.works import Work
+from lorikeet.serving.engine_process import build_engine
+from lorikeet.settings import Settings
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.engine import Engine
+from lorikeet_engine.request import Request, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+_TIMED = (1, 2)
+_LOADED_WITHIN_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """refs: the adapters, by the names that works give them."""
+
+    refs: tuple[AdapterRef, ...]
+    works: tuple[Work, ...]
+
+    def write(self, path: Path) -> None:
+        """For the other process."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> "Job":
+        """What write wrote."""
+        given = json.loads(path.read_text())
+        refs = tuple(AdapterRef(**ref) for ref in given["refs"])
+        return cls(refs, tuple(Work(**work) for work in given["works"]))
+
+
+def measure(engine: Engine, work: Work, refs: Sequence[AdapterRef]) -> dict[str, Any]:
+    """Check, then time. Raises AssertionError where tokens are wrong or too few."""
+    once = _requests(engine, replace(work, rounds=1), refs, 0)
+    shortfall = plain.check(engine, plain.some(generate(engine, once).answers))
+    rates = []
+    for run in _TIMED:
+        done = generate(engine, _requests(engine, work, refs, run))
+        assert all(len(answer.tokens) == work.output_tokens for answer in done.answers)
+        rates.append(done.tokens_per_s)
+    return {"label": work.label, "tokens_per_s": mean(rates), "runs": rates, "short": shortfall}
+
+
+def run_beside(
+    job: Job, variables: Mapping[str, str], processes: int, folder: Path
+) -> list[dict[str, Any]]:
+    """So many engines at the same time, each on a device of its own; all their rows.
+
+    variables: LORIKEET_…, the service's. folder: for files. Raises CalledProcessError.
+    """
+    job.write(folder / "job.json")
+    outs = [folder / f"offline-{index}.json" for index in range(processes)]
+    running = []
+    for index, out in enumerate(outs):
+        command = [
+            sys.executable,
+            "-m",
+            "loadtest.real.offline",
+            str(folder / "job.json"),
+            str(out),
+        ]
+        device = {"CUDA_VISIBLE_DEVICES": str(index)}
+        running.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | variables | device))
+    for process in running:
+        if process.wait():
+            raise subprocess.CalledProcessError(process.returncode, process.args)
+    return [row for out in outs for row in json.loads(out.read_text())]
+
+
+def main() -> None:
+    """Do the job; write one row for each work."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("job", type=Path)
+    parser.add_argument("out", type=Path)
+    given = parser.parse_args()
+    job, settings = Job.read(given.job), Settings.from_env()
+    engine = build_engine(settings, next(iter(settings.base_models)))
+    _load(engine, job.refs)
+    rows = [measure(engine, work, job.refs) for work in job.works]
+    engine.close()
+    given.out.write_text(json.dumps(rows))
+
+
+def _load(engine: Engine, refs: Sequence[AdapterRef]) -> None:
+    deadline = time.monotonic() + _LOADED_WITHIN_S
+    for ref in refs:
+        engine.pin(ref)
+    while any(engine.residency(ref) is not Residency.GPU for ref in refs):
+        assert time.monotonic() < deadline, "not all adapters have come to the device"
+        engine.wait(0.05)
+        engine.step()
+
+
+def _requests(engine: Engine, work: Work, refs: Sequence[AdapterRef], run: int) -> list[Request]:
+    named = {f"{ref.tenant}/{ref.name}": ref for ref in refs}
+    asks = [ask for line in work.lines(run) for ask in line.asks]
+    return [_request(engine, f"{run}.{i}", ask, named[ask.model]) for i, ask in enumerate(asks)]
+
+
+def _request(engine: Engine, name: str, ask: Ask, ref: AdapterRef) -> Request:
+    prompt = tuple(prompt_of(ask, engine.config.vocab_size))
+    sampling = SamplingParams(max_tokens=ask.output_tokens, temperature=0.0, ignore_eos=True)
+    return Request(name, (prompt,), sampling, 1, ref)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The service as `serve run serve_app:app` runs it, on ports of its own."""
+
+import os
+import runpy
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import psutil
+import ray
+import torch
+from ray import serve
+
+from loadtest.fleet.service import free_port
+
+ROOT = Path(__file__).parents[2]
+PROXIES = {"Serve's proxy": "0", "HAProxy": "1"}
+_SETTLING_S = 4.0  # HAProxy begins anew, dropping connections, when an application comes
+_ENVIRONMENT = {  # as the Makefile's
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "lorikeet.serving.proxy:middlewares",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**24),
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # nobody else waits for it
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    # A virtual machine's memory may grow as it is used: what is said to be free tells Ray nothing.
+    "RAY_memory_monitor_refresh_ms": "0",
+}
+_PARTS = {  # by what is in a process's command line
+    "lorikeet_engine.process": "engines",
+    "engine-": "replicas",
+    "gateway": "gateways",
+    "haproxy": "HAProxy",
+    "Proxy": "Serve's proxy",
+    "loadtest.real": "clients",
+    "spawn_main": "clients",
+}
+_RESIDENT_WITHIN_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Where the service is. url: the tenants' door, admin_url: the administrators'."""
+
+    url: str
+    admin_url: str
+
+    def replicas(self, admin_key: str) -> list[dict[str, Any]]:
+        """What every replica holds and does. Raises httpx.HTTPError."""
+        headers = {"Authorization": f"Bearer {admin_key}"}
+        answer = httpx.get(f"{self.admin_url}/admin/v1/status", headers=headers, timeout=30)
+        found: list[dict[str, Any]] = answer.raise_for_status().json()["replicas"]
+        return found
+
+    def wait_until_resident(self, admin_key: str, adapters: int, replicas: int) -> None:
+        """So many adapters on the GPU of each of so many replicas. Raises TimeoutError."""
+        deadline = time.monotonic() + _RESIDENT_WITHIN_S
+        while time.monotonic() < deadline:
+            held = [
+                sum(adapter["residency"] == "gpu" for adapter in replica["adapters"])
+                for replica in self.replicas(admin_key)
+            ]
+            if len(held) == replicas and min(held) >= adapters:
+                return
+            time.sleep(0.5)
+        raise TimeoutError(f"{held} adapters are on GPUs: want {adapters} on {replicas}")
+
+
+@contextmanager
+def service(variables: Mapping[str, str], proxy: str = "HAProxy") -> Iterator[Running]:
+    """Run it until the end of the block. variables: LORIKEET_…; proxy: a name in PROXIES.
+
+    Raises RuntimeError when it does not start; its processes' logs tell why.
+    """
+    public, admin = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    host, port = public.split(":")
+    with tempfile.TemporaryDirectory(prefix="haproxy-") as folder:
+        told = {
+            **_ENVIRONMENT,
+            **variables,
+            **_haproxy(Path(folder)),
+            "RAY_SERVE_ENABLE_HA_PROXY": PROXIES[proxy],
+            "LORIKEET_ADMIN_ADDRESS": admin,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
+        with _environment(told), _cluster():
+            serve.start(http_options={"host": host, "port": int(port)})
+            serve.run(runpy.run_path(str(ROOT / "serve_app.py"))["app"])
+            if proxy == "HAProxy":
+                time.sleep(_SETTLING_S)
+            yield Running(f"http://{public}", f"http://{admin}")
+
+
+class Cores:
+    """A `with` block, and what the processes started here used in it.
+
+    used: cores, of the kinds of process. Those that end within the block are left out.
+    """
+
+    def __init__(self) -> None:
+        self.used: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        self._began_s, self._before_s = time.monotonic(), _spent_s()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        took_s = time.monotonic() - self._began_s
+        for pid, (part, spent_s) in _spent_s().items():
+            before_s = self._before_s.get(pid, (part, 0.0))[1]
+            self.used[part] = self.used.get(part, 0.0) + (spent_s - before_s) / took_s
+
+
+def _spent_s() -> dict[int, tuple[str, float]]:
+    """By process: what it is, and its CPU seconds so far."""
+    spent = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            times = process.cpu_times()
+            spent[process.pid] = _part(" ".join(process.cmdline())), times.user + times.system
+    return spent
+
+
+def _part(title: str) -> str:
+    return next((part for key, part in _PARTS.items() if key in title), "the rest")
+
+
+@contextmanager
+def _cluster() -> Iterator[None]:
+    ray.init(
+        "local",
+        num_cpus=4,  # shares of these, which bind nobody
+        num_gpus=torch.cuda.device_count(),
+        include_dashboard=False,
+        object_store_memory=200 * 2**20,
+        log_to_driver=False,
+    )
+    try:
+        yield
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def _haproxy(folder: Path) -> dict[str, str]:
+    """Its files and ports, which are fixed otherwise."""
+    return {
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(min(8, os.cpu_count() or 1)),
+    }
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """These, and of LORIKEET_ none but these, until the end of the block."""
+    before = dict(os.environ)
+    for name in [name for name in os.environ if name.startswith("LORIKEET_")]:
+        del os.environ[name]
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,51 @@
+"""The work that is done over HTTP and, to compare, by the engine alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loadtest.real.adapters import model_name
+from loadtest.real.client import Ask, Line
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`streams` at a time, `rounds` one after another; adapters are dealt round."""
+
+    prompt_tokens: int
+    output_tokens: int
+    streams: int
+    rounds: int
+    adapters: int
+
+    @classmethod
+    def parse(cls, lengths: str, **sizes: Any) -> "Work":
+        """lengths: 256/128, tokens in and out. Raises ValueError."""
+        prompt, _, output = lengths.partition("/")
+        return cls(int(prompt), int(output), **sizes)
+
+    @property
+    def label(self) -> str:
+        """Its lengths."""
+        return f"{self.prompt_tokens}/{self.output_tokens}"
+
+    @property
+    def requests(self) -> int:
+        """In all."""
+        return self.streams * self.rounds
+
+    def lines(self, seed: int) -> Sequence[Line]:
+        """A line for each stream; other prompts for each seed."""
+        return [
+            Line(0.0, tuple(self._ask(stream + turn * self.streams, seed) for turn in self._turns))
+            for stream in range(self.streams)
+        ]
+
+    @property
+    def _turns(self) -> range:
+        return range(self.rounds)
+
+    def _ask(self, number: int, seed: int) -> Ask:
+        model = model_name(number % self.adapters)
+        prompt_seed = seed * 1_000_003 + number
+        return Ask(model, self.prompt_tokens, self.output_tokens, prompt_seed)

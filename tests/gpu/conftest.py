@@ -1,0 +1,86 @@
+"""One service for the tests of a model: its replicas on as many GPUs as there are, up to two."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from loadtest.real.adapters import save_adapter
+from loadtest.real.models import SHAPES, write_model
+from loadtest.real.service import service
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import Scope
+from lorikeet.catalog.store import open_store
+from lorikeet_engine.adapter_format import LINEARS, BaseShape
+from tests.gpu.fleet import TENANT, Fleet, tokens_by_name
+
+GPUS = torch.cuda.device_count()
+ADAPTERS = {  # rank, linears; large models' largest ones touch the attention alone
+    "qwen3-0.6b": {8: LINEARS, 16: LINEARS, 32: LINEARS, 64: LINEARS},
+    "llama-3.1-8b": {8: LINEARS, 16: LINEARS, 32: LINEARS[:4], 64: LINEARS[:4]},
+    "tiny": {8: LINEARS, 16: LINEARS, 32: LINEARS, 64: LINEARS[:2]},
+}
+_on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a CUDA device")]
+SHAPES_SERVED = [
+    pytest.param("tiny", marks=pytest.mark.soak),
+    pytest.param("qwen3-0.6b", marks=_on_gpu),
+    pytest.param("llama-3.1-8b", marks=_on_gpu),
+]
+
+
+@pytest.fixture(scope="module", params=SHAPES_SERVED)
+def shape(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def device(shape: str) -> str:
+    return "cpu" if shape == "tiny" else "cuda"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """TEST_MODELS keeps the models, which take some time to write, for the next run."""
+    kept = os.environ.get("TEST_MODELS")
+    return Path(kept) if kept else tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def adapters(shape: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """PEFT's folders by name."""
+    root, base = tmp_path_factory.mktemp("adapters"), BaseShape.from_config(SHAPES[shape])
+    return {
+        f"r{rank}": save_adapter(root / f"r{rank}", base, rank, linears, 2 * rank)
+        for rank, linears in ADAPTERS[shape].items()
+    }
+
+
+@pytest.fixture(scope="module")
+def fleet(
+    shape: str, device: str, folder: Path, s3_bucket: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    model, count = write_model(folder, shape, device), min(2, GPUS) if device == "cuda" else 2
+    catalog = f"{s3_bucket}/{shape}"
+    store = AdapterCatalog.init(open_store(catalog))
+    store.create_tenant(TENANT, actor="test")
+    _, key = store.create_key(TENANT, {Scope.INFER}, actor="test")
+    _, admin_key = store.create_key(None, {Scope.ADMIN}, actor="test")
+    sizes = ("4GiB", "2GiB", "2GiB") if device == "cuda" else ("64MiB", "2MiB", "4MiB")
+    told = dict(zip(("KV", "ADAPTER_GPU", "ADAPTER_HOST"), sizes, strict=True))
+    variables = {
+        "LORIKEET_BASE_MODELS": f"{shape}={model}",
+        "LORIKEET_CATALOG": catalog,
+        "LORIKEET_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "LORIKEET_DEVICE": device,
+        "LORIKEET_REPLICAS": str(count),
+        "LORIKEET_GATEWAYS": "2",
+        "LORIKEET_CONTEXT": "2048",
+        **{f"LORIKEET_{name}_MEMORY": size for name, size in told.items()},
+    }
+    if device == "cpu":
+        variables |= {"LORIKEET_MAX_BATCH_TOKENS": "256", "OMP_NUM_THREADS": "1"}
+    with service(variables, "Serve's proxy") as running:
+        names = tokens_by_name(model)
+        yield Fleet(running, shape, model, catalog, count, admin_key, key, names)

@@ -1,0 +1,106 @@
+"""A service of a random model with real shapes, its catalog on S3, and how to talk to it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from tokenizers import Tokenizer
+
+from loadtest.real.models import SHAPES
+from loadtest.real.service import Running
+from lorikeet.serving.vocabulary import Vocabulary
+
+TENANT = "acme"
+
+
+@dataclass(frozen=True)
+class Said:
+    """A greedy answer: its tokens with the logarithm of their probability, and the headers."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    headers: httpx.Headers
+
+    @property
+    def residency(self) -> str | None:
+        return self.headers.get("x-lorikeet-residency")
+
+    @property
+    def replica(self) -> str:
+        return self.headers["x-lorikeet-replica"]
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A running service. catalog: its url, as tests.e2e.parts wants it."""
+
+    running: Running
+    shape: str
+    model: Path
+    catalog: str
+    count: int
+    admin_key: str
+    key: str
+    token_of: Mapping[str, int]
+
+    def lorikeet(self, *arguments: str) -> str:
+        """What an administrator types, and what it prints."""
+        told = {"LORIKEET_SERVER": self.running.admin_url, "LORIKEET_ADMIN_KEY": self.admin_key}
+        command = "import sys; from lorikeet.cli import main; sys.exit(main())"
+        done = subprocess.run(
+            [sys.executable, "-c", command, *arguments],
+            env=os.environ | told,
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def holders(self, adapter: str) -> set[str]:
+        """The replicas that have it on their GPU."""
+        return {
+            replica["replica"]
+            for replica in self.running.replicas(self.admin_key)
+            for held in replica["adapters"]
+            if held["adapter"] == adapter and held["residency"] == "gpu"
+        }
+
+    def ask(self, model: str, prompt: list[int], tokens: int) -> Said:
+        """Greedily, past any end, with the tokens' logprobs."""
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 1,
+        }
+        answer = httpx.post(
+            f"{self.running.url}/v1/completions",
+            json=body,
+            headers={"Authorization": f"Bearer {self.key}"},
+            timeout=120,
+        ).raise_for_status()
+        found: dict[str, Any] = answer.json()["choices"][0]["logprobs"]
+        said = [self.token_of[token] for token in found["tokens"]]
+        assert len(said) == tokens
+        return Said(said, found["token_logprobs"], answer.headers)
+
+    def prompt(self, tokens: int, seed: int) -> list[int]:
+        """Random ids."""
+        vocabulary = SHAPES[self.shape]["vocab_size"]
+        return np.random.default_rng([seed, tokens]).integers(0, vocabulary, tokens).tolist()
+
+
+def tokens_by_name(model: Path) -> dict[str, int]:
+    """Ids by the names that logprobs give them."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    vocabulary = Vocabulary(tokenizer)
+    return {vocabulary.name_of(token): token for token in range(tokenizer.get_vocab_size())}

@@ -1,0 +1,103 @@
+"""The whole service with models of real shapes: register, pin, ask, kill a replica, ask again.
+
+Over HTTP, with the catalog on S3. Its small form runs on a CPU.
+"""
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.e2e.conftest import eventually
+from tests.e2e.load import Load, Outcome, Target
+from tests.e2e.parts import engine_processes
+from tests.engine.faithful import TOLERANCE
+from tests.gpu.fleet import TENANT
+from tests.gpu.peft_model import Reference
+
+pytestmark = pytest.mark.timeout(900)
+TOKENS = 24
+LENGTHS = (5, 300)
+PINNED, COLD = "r64", "r8"
+EXACT = 1e-3  # on a CPU all is float32, and only the order of sums differs
+
+
+@pytest.fixture(scope="module")
+def registered(fleet, adapters):
+    """The adapters' names, all in the catalog and one of them pinned to every replica."""
+    for name, folder in adapters.items():
+        options = ("--base-model", fleet.shape)
+        fleet.lorikeet("register", str(folder), f"{TENANT}/{name}", *options)
+    fleet.lorikeet("pin", f"{TENANT}/{PINNED}", "--reason", "test")
+    return list(adapters)
+
+
+@pytest.fixture(scope="module")
+def reference(fleet, adapters, device):
+    return Reference(fleet.model, adapters, device)
+
+
+def test_a_pinned_adapter_comes_to_every_gpu_and_is_found_there(fleet, registered):
+    pinned = f"{TENANT}/{PINNED}"
+    assert eventually(lambda: len(fleet.holders(pinned)) == fleet.count, within_s=60)
+    assert fleet.ask(pinned, fleet.prompt(5, 1), 4).residency == "gpu"
+
+
+def test_one_that_nobody_pinned_is_fetched_once_and_stays(fleet, registered):
+    cold = f"{TENANT}/{COLD}"
+    first = fleet.ask(cold, fleet.prompt(5, 2), 4)
+    assert first.residency == "remote"
+    assert eventually(lambda: first.replica in fleet.holders(cold), within_s=10)
+    assert eventually(  # as soon as both gateways have heard of it
+        lambda: fleet.ask(cold, fleet.prompt(5, 3), 4).residency == "gpu", within_s=10
+    )
+
+
+def test_greedy_answers_of_all_ranks_at_once_are_pefts(fleet, registered, reference, device):
+    """Each token is judged given those before it, so an early difference is not counted twice."""
+    tolerance = TOLERANCE if device == "cuda" else EXACT
+    asked = [(name, fleet.prompt(length, 4)) for name in (None, *registered) for length in LENGTHS]
+
+    def ask(adapter, prompt):
+        model = fleet.shape if adapter is None else f"{TENANT}/{adapter}"
+        return fleet.ask(model, prompt, TOKENS)
+
+    with ThreadPoolExecutor(len(asked)) as threads:
+        answers = list(threads.map(lambda one: ask(*one), asked))
+    for (adapter, prompt), answer in zip(asked, answers, strict=True):
+        want = reference.logprobs(adapter, prompt, answer.tokens)
+        errors = [
+            abs(told - float(row[token]))
+            for token, told, row in zip(answer.tokens, answer.logprobs, want, strict=True)
+        ]
+        assert max(errors) <= tolerance, f"{adapter}, {len(prompt)} tokens: {errors}"
+        best = want.topk(2).values
+        clear = (best[:, 0] - best[:, 1] > tolerance).tolist()
+        likeliest = want.argmax(-1).tolist()
+        told = zip(answer.tokens, likeliest, clear, strict=True)
+        assert all(token == best for token, best, is_clear in told if is_clear), adapter
+        if adapter is not None:
+            change = want - reference.logprobs(None, prompt, answer.tokens)
+            assert change.square().mean().sqrt() > tolerance / 5, "this adapter does nothing"
+
+
+def test_a_killed_replica_cuts_its_own_streams_alone_and_the_other_goes_on(fleet, registered):
+    if fleet.count < 2:
+        pytest.skip("needs two CUDA devices")
+    pinned = f"{TENANT}/{PINNED}"
+    targets = [Target(f"{TENANT}/{name}", fleet.key) for name in registered]
+    with Load(fleet.running.url, targets, streams=24, tokens=400) as load:
+        load.wait_for(24)
+        before = fleet.holders(pinned)
+        _, replica = next(iter(engine_processes(fleet).items()))
+        os.kill(replica, signal.SIGKILL)
+        load.wait_for(24)
+    unfinished = load.unfinished()
+    assert {result.outcome for result in unfinished} == {Outcome.ENDED}, unfinished
+    assert len({result.replica for result in unfinished}) == 1
+    assert all("send the request again" in result.error for result in unfinished)
+    (left,) = fleet.holders(pinned) & before
+    answer = fleet.ask(pinned, fleet.prompt(5, 5), 4)
+    assert (answer.residency, answer.replica) == ("gpu", left)
+    assert eventually(lambda: len(fleet.holders(pinned)) == fleet.count, within_s=240)
