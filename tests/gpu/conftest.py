@@ -83,4 +83,4 @@ def fleet(
         variables |= {"LORIKEET_MAX_BATCH_TOKENS": "256", "OMP_NUM_THREADS": "1"}
     with service(variables, "Serve's proxy") as running:
         names = tokens_by_name(model)
-        yield Fleet(running, shape, model, catalog, count, admin_key, key, names)
+        yield Fleet(running, shape, model, count, admin_key, key, names)

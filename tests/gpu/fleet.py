@@ -3,13 +3,15 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 from tokenizers import Tokenizer
 
 from loadtest.real.models import SHAPES
@@ -38,12 +40,11 @@ class Said:
 
 @dataclass(frozen=True)
 class Fleet:
-    """A running service. catalog: its url, as tests.e2e.parts wants it."""
+    """A running service of so many replicas. token_of: ids by the names in logprobs."""
 
     running: Running
     shape: str
     model: Path
-    catalog: str
     count: int
     admin_key: str
     key: str
@@ -104,3 +105,19 @@ def tokens_by_name(model: Path) -> dict[str, int]:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     vocabulary = Vocabulary(tokenizer)
     return {vocabulary.name_of(token): token for token in range(tokenizer.get_vocab_size())}
+
+
+def replica_processes() -> list[int]:
+    """Of this process's service: those that have started an engine."""
+    started = psutil.Process().children(recursive=True)
+    return [one.ppid() for one in started if "lorikeet_engine.process" in one.cmdline()]
+
+
+def eventually(holds: Callable[[], bool], within_s: float) -> bool:
+    """Whether `holds` becomes true in time."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if holds():
+            return True
+        time.sleep(0.1)
+    return False

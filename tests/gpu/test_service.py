@@ -9,11 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.conftest import eventually
 from tests.e2e.load import Load, Outcome, Target
-from tests.e2e.parts import engine_processes
 from tests.engine.faithful import TOLERANCE
-from tests.gpu.fleet import TENANT
+from tests.gpu.fleet import TENANT, eventually, replica_processes
 from tests.gpu.peft_model import Reference
 
 pytestmark = pytest.mark.timeout(900)
@@ -90,8 +88,7 @@ def test_a_killed_replica_cuts_its_own_streams_alone_and_the_other_goes_on(fleet
     with Load(fleet.running.url, targets, streams=24, tokens=400) as load:
         load.wait_for(24)
         before = fleet.holders(pinned)
-        _, replica = next(iter(engine_processes(fleet).items()))
-        os.kill(replica, signal.SIGKILL)
+        os.kill(replica_processes()[0], signal.SIGKILL)
         load.wait_for(24)
     unfinished = load.unfinished()
     assert {result.outcome for result in unfinished} == {Outcome.ENDED}, unfinished
