@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -31,6 +32,8 @@ _PINS_WAIT_S = 1.0
 _PLAIN_BYTES = 4096
 _QUICK = 1  # gzip's level: a sixth of the size in a quarter of the time that level 9 takes
 _PINNED, _ARRIVING = 1, 2
+
+log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
@@ -110,7 +113,9 @@ class Fleet:
     async def _survey_pins(self) -> None:
         try:
             self._pins = _pins_json(await self._survey.standings())
-        except StoreError:
+        except Exception as error:
+            if not isinstance(error, StoreError):
+                log.exception("pins_not_surveyed")
             self._pins = None
 
 

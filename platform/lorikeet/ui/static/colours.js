@@ -10,19 +10,23 @@ export const darkness = matchMedia("(prefers-color-scheme: dark)");
 const numbers = new Map();
 const taken = new Set();
 
-/** Of these tenants those that are new get a colour: the one of their name, or the next that is free. */
+/**
+ * Of these tenants those that are new get a colour: of the hues that are used least, the one of
+ * their name or the next. So a few tenants differ in hue, many in tone as well.
+ */
 export function introduce(tenants) {
   for (const tenant of tenants) {
     if (numbers.has(tenant)) continue;
-    let number = hash(tenant) % COLOURS;
-    if (taken.size < COLOURS) while (taken.has(number)) number = (number + 1) % COLOURS;
-    taken.add(number);
-    numbers.set(tenant, number);
+    const tone = Math.floor(numbers.size / HUES.length) % TONES.light.length;
+    let hue = hash(tenant) % HUES.length;
+    while (numbers.size < COLOURS && taken.has(tone * HUES.length + hue)) hue = (hue + 1) % HUES.length;
+    taken.add(tone * HUES.length + hue);
+    numbers.set(tenant, tone * HUES.length + hue);
   }
 }
 
 export function colourOf(tenant) {
-  const number = numbers.get(tenant) ?? hash(tenant) % COLOURS;
+  const number = numbers.get(tenant) ?? 0;
   const [lightness, chroma] = TONES[darkness.matches ? "dark" : "light"][Math.floor(number / HUES.length)];
   return `oklch(${lightness} ${chroma} ${HUES[number % HUES.length]})`;
 }

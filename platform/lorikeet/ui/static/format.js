@@ -19,8 +19,8 @@ export function bytesOf(used, total) {
 
 export function milliseconds(ms) {
   if (ms === null || ms === undefined) return NOTHING;
-  if (ms < 10) return `${ms.toFixed(1)} ms`;
-  return ms < 1000 ? `${ms.toFixed(0)} ms` : `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
+  if (ms < 1000) return `${ms.toFixed(ms < 10 && !Number.isInteger(ms) ? 1 : 0)} ms`;
+  return `${(ms / 1000).toFixed(ms >= 10000 || ms % 1000 === 0 ? 0 : 2)} s`;
 }
 
 export function seconds(s) {
@@ -29,11 +29,14 @@ export function seconds(s) {
 }
 
 export function percent(share) {
-  return share === null || share === undefined ? NOTHING : `${(100 * share).toFixed(share > 0.995 || share < 0.1 ? 1 : 0)}%`;
+  if (share === null || share === undefined) return NOTHING;
+  const digits = (share > 0 && share < 0.1) || (share > 0.99 && share < 1) ? 1 : 0;
+  return `${(100 * share).toFixed(digits)}%`;
 }
 
 export function rate(perSecond) {
-  return perSecond === null || perSecond === undefined ? NOTHING : perSecond.toFixed(perSecond < 10 ? 1 : 0);
+  if (perSecond === null || perSecond === undefined) return NOTHING;
+  return Number.isInteger(perSecond) || perSecond >= 10 ? perSecond.toFixed(0) : perSecond.toFixed(1);
 }
 
 export const count = (number) => number.toLocaleString("en");
