@@ -17,6 +17,7 @@ import pytest
 
 from demo.fill import ADAPTERS
 from lorikeet_engine.adapter_format import write_blob
+from tests.api.collector import Collector, collecting
 from tests.e2e import mute
 from tests.e2e.load import Target
 from tests.e2e.store_link import StoreLink
@@ -70,8 +71,18 @@ def store_link(s3_bucket: str) -> Iterator[StoreLink]:
 
 
 @pytest.fixture(scope="session")
+def collector() -> Iterator[Collector]:
+    """Hears of the requests whose callers want it."""
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
 def service(
-    tmp_path_factory: pytest.TempPathFactory, s3_bucket: str, store_link: StoreLink
+    tmp_path_factory: pytest.TempPathFactory,
+    s3_bucket: str,
+    store_link: StoreLink,
+    collector: Collector,
 ) -> Iterator[Service]:
     with pytest.MonkeyPatch.context() as environ:
         root = tmp_path_factory.mktemp("service")
@@ -81,6 +92,8 @@ def service(
         environ.setenv("LORIKEET_REPLICAS", str(REPLICAS))
         environ.setenv("LORIKEET_ADMIN_ADDRESS", f"127.0.0.1:{free_port()}")
         environ.setenv("LORIKEET_USAGE_FLUSH_S", str(USAGE_FLUSH_S))
+        environ.setenv("LORIKEET_TRACES", collector.url)
+        environ.setenv("LORIKEET_TRACES_SHARE", "0")
         environ.setenv(mute.FOLDER, str(tmp_path_factory.mktemp("mute")))
         environ.setattr("lorikeet.serving.app.EngineReplica", mute.MuteReplica)
         environ.setenv("PYTHONPATH", str(ROOT))
