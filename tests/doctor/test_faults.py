@@ -90,6 +90,13 @@ PLANTED = {
         "'4194304'",
         "=16777216",
     ),
+    "Ray open to everybody": Fault(
+        "ray variables",
+        {"more": {"RAY_AUTH_MODE": "disabled"}},
+        WARNING,
+        "can run code",
+        "RAY_AUTH_MODE=token",
+    ),
     "no such model folder": Fault(
         "base models",
         variable("BASE_MODELS", "lorikeet-demo=/nowhere"),
@@ -145,7 +152,7 @@ PLANTED = {
         "LORIKEET_CACHE_DIR",
     ),
     "fewer GPUs than engines": Fault(
-        "gpus", gpus(1), PROBLEM, "1 .NVIDIA H100. for 2 engines", "LORIKEET_REPLICAS=1"
+        "gpus", gpus(1), PROBLEM, "1 .NVIDIA H100., and 2 are wanted", "LORIKEET_REPLICAS=1"
     ),
     "fewer GPUs than there may be engines": Fault(
         "gpus", gpus(2, max_replicas="4"), WARNING, "there may be 4", "LORIKEET_MAX_REPLICAS=2"
@@ -269,18 +276,18 @@ def test_packages_that_are_too_old_or_not_there(
     assert "pip install" in fault.cure
 
 
-@pytest.mark.parametrize("door", ["tenants", "admin"])
+@pytest.mark.parametrize("door", ["tenants' door", "admin door"])
 def test_a_port_that_is_taken(patient: Patient, door: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        if door == "admin":
+        if door == "admin door":
             change = variable("ADMIN_ADDRESS", f"127.0.0.1:{port}")
         else:
             change = {"http_port": port}
         found = [f for f in faults(patient.examined("ports", **change)) if f.verdict is PROBLEM]
     (fault,) = found
-    assert f"{port} is taken" in fault.found
-    assert ("LORIKEET_ADMIN_ADDRESS" in fault.cure) is (door == "admin")
+    assert f"{port}, for the {door}" in fault.found
+    assert ("LORIKEET_ADMIN_ADDRESS" in fault.cure) is (door == "admin door")
     assert f":{port}" in fault.cure
 
 

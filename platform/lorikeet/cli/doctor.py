@@ -79,4 +79,4 @@ def _summary(findings: Sequence[Finding]) -> str:
         for verdict in (Verdict.PROBLEM, Verdict.WARNING)
     )
     start = "It can start" if can_start(findings) else "It cannot start so"
-    return f"\n{start}: {problems} problems, {warnings} warnings."
+    return f"\n{start}. Problems: {problems}, warnings: {warnings}."

@@ -51,7 +51,10 @@ def check_ray_variables(site: Site) -> Iterator[Finding]:
         there = site.environ.get(name)
         found = f"{name} is {'not set' if there is None else f'{there!r}'}: {harm}"
         yield warning("ray variables", found, f"export {name}={value}")
-    if not missing:
+    if site.environ.get("RAY_AUTH_MODE") == "disabled":
+        found = "RAY_AUTH_MODE is disabled: whoever reaches Ray's ports can run code here"
+        yield warning("ray variables", found, "export RAY_AUTH_MODE=token")
+    elif not missing:
         yield ok("ray variables", f"all {len(wanted)} are set")
 
 

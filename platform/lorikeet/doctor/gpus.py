@@ -94,7 +94,7 @@ def _check_count(site: Site) -> Iterator[Finding]:
     settings, there = site.settings, len(site.cuda.gpus)
     most = sum(map(settings.most_replicas, settings.base_models))
     names = ", ".join(sorted({gpu.name for gpu in site.cuda.gpus})) or "none"
-    found = f"{there} ({names}) for {site.engines} engines of {len(settings.base_models)} models"
+    found = f"{there} ({names}), and {site.engines} are wanted: one for each replica of each model"
     if there < site.engines:
         elsewhere = "RAY_ADDRESS" in site.environ
         fewer = f"LORIKEET_REPLICAS={max(1, there // len(settings.base_models))}"

@@ -40,12 +40,14 @@ def _judge(check: str, plan: "MemoryPlan", device: str) -> Finding:
         f"{plan.kv_tokens / plan.max_context:.1f} requests of the full {plan.max_context:,}"
     )
     if plan.kv_tokens < plan.max_context:
-        return warning(
-            check,
-            found,
-            f"LORIKEET_CONTEXT={plan.kv_tokens} says what can be asked for; or give adapters less "
-            "(LORIKEET_ADAPTER_GPU_MEMORY)",
+        full = plan.kv // plan.kv_tokens * plan.max_context
+        more = (
+            f"LORIKEET_KV_MEMORY={full >> 20}MiB holds one"
+            if device == "cpu"
+            else "give adapters less (LORIKEET_ADAPTER_GPU_MEMORY)"
         )
+        cure = f"LORIKEET_CONTEXT={plan.kv_tokens} says what can be asked for; or {more}"
+        return warning(check, found, cure)
     return ok(check, found)
 
 
@@ -72,7 +74,7 @@ def check_host_memory(site: Site) -> Iterator[Finding]:
         )
         needed += models
     found = (
-        f"{engines} engines: host arenas {shown(arenas)}, processes about {shown(processes)}"
+        f"of {engines} in all: host arenas {shown(arenas)}, processes about {shown(processes)}"
         + (f", models {shown(models)}" if models else "")
         + f"; {shown(host.available)} of {shown(host.memory)} are available"
     )

@@ -12,13 +12,13 @@ _RAY = {6379: "ray start", 8265: "Ray's dashboard"}
 def check_ports(site: Site) -> Iterator[Finding]:
     """Whether they are free."""
     admin = site.settings.admin_address
-    wanted = {site.http_port: "the tenants' API", admin.port: "the admin API"}
+    wanted = {site.http_port: "the tenants' door", admin.port: "the admin door"}
     taken = {port: what for port, what in wanted.items() if not _free(port)}
     for port, what in taken.items():
-        cure = f"stop what listens there (`ss -ltnp 'sport = :{port}'`; `ray stop` ends a service)"
+        cure = f"stop what listens there: `ss -ltnp 'sport = :{port}'`"
         if port == admin.port:
             cure += ", or set LORIKEET_ADMIN_ADDRESS to another port"
-        yield problem("ports", f"{port} is taken, for {what}", cure)
+        yield problem("ports", f"{port}, for {what}, is taken: does the service run already?", cure)
     ray = [port for port in _RAY if not _free(port)]
     for port in ray:
         yield warning(

@@ -1,0 +1,43 @@
+"""The sizes in docs/own-model.md are those that would be planned."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.benchmarks.random_model import LLAMA_3_1_8B, write_config
+from lorikeet.doctor.cuda import Cuda
+from lorikeet.doctor.site import Site
+from lorikeet_engine.adapter_format import LINEARS, BaseShape
+from lorikeet_engine.memory_plan import plan_memory
+from lorikeet_engine.models import ModelConfig
+
+PAGE = Path(__file__).parents[2] / "docs" / "own-model.md"
+GIB = 1 << 30
+GPUS = {"80 GB": 79.6, "141 GB": 140.4}
+WEIGHTS = 16_060_522_496
+
+
+def test_the_table_of_what_fits_is_what_is_planned(tmp_path: Path) -> None:
+    shown = [line for line in PAGE.read_text().splitlines() if line.startswith("| 80 GB | 10%")]
+    assert shown
+    rows = list(table(write_config(tmp_path / "8b", LLAMA_3_1_8B)))
+    assert "\n".join(rows) in PAGE.read_text(), "it should be\n" + "\n".join(rows)
+
+
+def table(model: Path) -> Iterator[str]:
+    shape = BaseShape.from_config(LLAMA_3_1_8B)
+    rank_16 = 2 * 16 * shape.layers * sum(sum(shape.dims(i)) for i in range(len(LINEARS)))
+    config = ModelConfig.from_folder(model)
+    for gpu, size in GPUS.items():
+        for share in ("10%", "20%", "40%"):
+            environ = {
+                "LORIKEET_BASE_MODELS": f"llama={model}",
+                "LORIKEET_ADAPTER_GPU_MEMORY": share,
+            }
+            site = Site(environ, int(size * GIB), look=Cuda)
+            assert site.device_free is not None
+            plan = plan_memory(config, WEIGHTS, site.engine_settings("llama"), site.device_free)
+            yield (
+                f"| {gpu} | {share} | {plan.weights / GIB:.1f} GiB | {plan.slot_pool // rank_16} "
+                f"in {plan.slot_pool / GIB:.1f} GiB | {plan.steps / GIB:.1f} GiB "
+                f"| {plan.kv / GIB:.1f} GiB | {plan.kv_tokens:,} | {plan.kv_tokens // 2048} |"
+            )
