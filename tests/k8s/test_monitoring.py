@@ -23,9 +23,10 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.counts import LOAD_S, SIZES, STEP_S, Distribution, EngineCounts, TierCounts
 from tests.api.conftest import Items, chat, serving
 from tests.api.test_explain import told
-from tests.k8s.manifests import OVERLAYS, Manifest, pods, problems, selects
+from tests.k8s.manifests import OVERLAYS, ROOT, Manifest, pods, problems, selects
 from tests.k8s.manifests import render as rendered
 
+OPERATIONS = ROOT / "docs" / "operations.md"
 RULES = HERE / "rules.yaml"
 _NAME = re.compile(r"\b(lorikeet_\w+)(\{[^}]*\})?")
 _MATCHER = re.compile(r'(\w+)(=~?|!=)"([^"]*)"')
@@ -80,6 +81,16 @@ def test_prometheus_takes_every_query_of_the_dashboard(tmp_path: Path) -> None:
     file = tmp_path / "shown.yaml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "shown", "rules": records}]}))
     promtool("check", "rules", str(file))
+
+
+def test_every_alert_says_what_it_is_and_where_to_read_on() -> None:
+    told_of = set(re.findall(r"^### (\w+)$", OPERATIONS.read_text(), re.MULTILINE))
+    assert told_of >= {alert["alert"] for alert in alerts()}
+    for alert in alerts():
+        assert alert["labels"]["severity"] in ("critical", "warning")
+        assert {"summary", "description", "runbook_url"} == alert["annotations"].keys()
+        anchor = f"docs/operations.md#{alert['alert'].lower()}"
+        assert alert["annotations"]["runbook_url"] == anchor
 
 
 def test_every_alert_has_a_test() -> None:
