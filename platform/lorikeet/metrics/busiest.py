@@ -1,9 +1,10 @@
 """Which of very many names have counters of their own: the busiest; all others share one.
 
-A name's counter begins at nothing when the name is chosen, and is dropped when another takes its
-place. Until then and from then on, what it does is counted as OTHER. So everything is counted once,
-where it happens; no counter goes down, but for a name that comes back, which Prometheus takes for a
-restart; and the sum of all rates is the rate of the whole.
+A name's counter begins at nothing when the name is chosen. When another takes its place it is shown
+for one more round, so that its last uses are seen, and then dropped; what the name does before and
+after is counted as OTHER. So everything is counted once, where it happens; no counter goes down,
+but for a name that comes back, which Prometheus takes for a restart; and the sum of all rates is
+the rate of the whole.
 """
 
 import time
@@ -12,9 +13,11 @@ from collections.abc import Callable
 OTHER = "other"
 
 ROUND_S = 60.0
-"""So often names can lose their places."""
+"""So often names can lose their places; scrapes come more often."""
 _CLEARLY = 2.0
 """Who takes a place must have been so many times as busy: near equals do not take turns."""
+_LEAVE = 0.25
+"""Of all places, those that change hands in a round: so many names more are shown at most."""
 _CANDIDATES = 10_000
 """So many others are watched in a round; the busiest are hardly those that come after."""
 
@@ -31,10 +34,11 @@ class Busiest:
         drop: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """drop: called with each name that loses its place."""
+        """drop: called with each name that is to be shown no more."""
         self._most, self._drop, self._clock = most, drop, clock
         self._chosen: dict[str, float] = {}
         self._others: dict[str, float] = {}
+        self._leaving: set[str] = set()
         self._until_s = clock() + ROUND_S
 
     def used(self, name: str) -> str:
@@ -50,13 +54,17 @@ class Busiest:
         return OTHER
 
     def _choose(self) -> None:
+        left, self._leaving = self._leaving, set()
         challengers = sorted(self._others.items(), key=lambda item: -item[1])
         defenders = sorted(self._chosen.items(), key=lambda item: item[1])
-        for (name, uses), (chosen, its_uses) in zip(challengers, defenders, strict=False):
+        places = defenders[: max(1, int(_LEAVE * self._most))]
+        for (name, uses), (chosen, its_uses) in zip(challengers, places, strict=False):
             if uses <= _CLEARLY * its_uses:
                 break
             del self._chosen[chosen], self._others[name]
-            self._drop(chosen)
             self._chosen[name] = uses
+            self._leaving.add(chosen)
+        for name in left - self._chosen.keys():
+            self._drop(name)
         self._chosen = {name: uses / 2 for name, uses in self._chosen.items()}
         self._others = {name: uses / 2 for name, uses in self._others.items() if uses >= 2}

@@ -1,0 +1,86 @@
+"""What tiers count: loads by where they were from, failures, evictions, what each tier holds."""
+
+from lorikeet_engine.adapter import Residency
+from tests.engine.residency.bench import SIZE, make
+
+IMAGE = 4 * SIZE  # bytes
+DISK, HOST, GPU = Residency.DISK, Residency.HOST, Residency.GPU
+
+
+def loads(bench):
+    return {str(tier): sum(found.counts) for tier, found in bench.tiers.loads().items()}
+
+
+def test_a_cold_adapter_makes_three_loads_and_one_from_the_host_makes_one(bench, shelf):
+    here = bench(gpu=1, host=4)
+    a, b = make(shelf, "ab")
+    here.bring(a)
+    assert loads(here) == {"remote": 1, "disk": 1, "host": 1}
+    here.bring(b)
+    here.bring(a)
+    assert loads(here) == {"remote": 2, "disk": 2, "host": 3}
+    assert all(seconds.total > 0 for seconds in here.tiers.loads().values())
+
+
+def test_what_stays_on_the_disk_is_a_load_from_remote_alone(bench, shelf):
+    here = bench()
+    (a,) = make(shelf, "a")
+    here.tiers.pin(a, DISK)
+    here.until(lambda: loads(here)["remote"] == 1)
+    assert loads(here) == {"remote": 1, "disk": 0, "host": 0}
+
+
+def test_a_load_that_fails_is_counted_as_that_and_as_nothing_else(bench, shelf):
+    here = bench()
+    a, b = make(shelf, "ab")
+    shelf.errors["a"] = OSError("the connection was reset")
+    here.failure(a)
+    here.bring(b)
+    assert here.tiers.load_failures == 1
+    assert loads(here) == {"remote": 1, "disk": 1, "host": 1}
+
+
+def test_each_tier_says_what_it_holds_has_room_for_and_has_evicted(bench, shelf):
+    here = bench(gpu=2, host=3)
+    refs = make(shelf, "abcd")
+    for ref in refs:
+        here.bring(ref)
+    counts = here.tiers.counts()
+    gpu, host = counts[GPU], counts[HOST]
+    assert (gpu.adapters, gpu.used_bytes, gpu.capacity_bytes) == (2, 2 * IMAGE, 2 * IMAGE)
+    assert (host.adapters, host.used_bytes, host.capacity_bytes) == (3, 3 * IMAGE, 3 * IMAGE)
+    assert (gpu.evictions, host.evictions) == (2, 1)
+
+
+def test_the_disk_counts_adapters_once_and_every_files_bytes(bench, shelf):
+    here = bench()
+    refs = make(shelf, "abc")
+    for ref in refs:
+        here.bring(ref)
+        here.image(ref)
+    for name in ("notes.txt", f"{'e' * 64}.part"):
+        (here.folder / name).write_text("neither")
+    (here.folder / f"{'f' * 64}.{'0' * 16}").write_text("of another shape")
+    here.tiers._disk.changed()
+    files = [path for path in here.folder.iterdir() if path.name[:3] not in ("not", "eee")]
+    disk = here.tiers.counts()[DISK]
+    assert disk.adapters == 3
+    assert disk.used_bytes == sum(path.stat().st_size for path in files)
+    (here.folder / refs[0].digest).unlink()
+    (here.folder / here.tiers._disk.image_name(refs[0].digest)).unlink()
+    here.tiers._disk._listed_ns = 0  # perhaps so soon after that the folder's time is the same
+    here.tiers._disk.changed()
+    assert here.tiers.counts()[DISK].adapters == 2
+
+
+def test_an_adapter_leaves_the_disk_with_its_last_file(bench, shelf):
+    refs = make(shelf, "abcd")
+    blob = shelf.blob("a").stat().st_size
+    here = bench(disk_bytes=int(2.5 * blob))
+    for ref in refs:
+        here.bring(ref, to=DISK)
+        here.bring(ref)
+        here.image(ref)
+    gone = sum(not here.tiers._disk.holds(ref.digest) for ref in refs)
+    assert gone
+    assert here.tiers.counts()[DISK].evictions == gone

@@ -1,0 +1,53 @@
+"""A replica's counts as Prometheus reads them."""
+
+from lorikeet.metrics.page import join, render
+from lorikeet.metrics.replica import replica_metrics
+from tests.metrics.given import engine_counts
+from tests.metrics.scraping import Scraped, check_with_promtool
+
+
+def page_of(counts) -> Scraped:
+    text = join([render(replica_metrics(counts), {"base_model": "tiny", "replica": "r0"})])
+    check_with_promtool(text)
+    return Scraped(text.decode())
+
+
+def test_each_number_of_the_engines_is_there_under_its_name() -> None:
+    page = page_of(engine_counts())
+    tiers = {"gpu": (3, 300, 1000, 7), "host": (5, 500, 2000, 8), "disk": (100_000, 9000, 9999, 9)}
+    for tier, numbers in tiers.items():
+        names = ("adapters", "adapter_bytes", "adapter_capacity_bytes", "adapter_evictions_total")
+        found = tuple(page.total(f"lorikeet_{name}", tier=tier) for name in names)
+        assert found == numbers
+    lookups = {"gpu": 40, "host": 30, "disk": 20, "remote": 10}
+    for found, requests in lookups.items():
+        assert page.total("lorikeet_adapter_lookups_total", found=found) == requests
+    assert page.total("lorikeet_adapter_loads_total", source="remote") == 3
+    assert page.total("lorikeet_adapter_load_seconds_count", source="remote") == 3
+    assert page.total("lorikeet_adapter_load_seconds_sum", source="remote") == 1.5
+    assert page.total("lorikeet_adapter_load_failures_total") == 4
+    assert page.total("lorikeet_sequences", state="running") == 11
+    assert page.total("lorikeet_sequences", state="waiting") == 12
+    assert page.total("lorikeet_kv_pages", state="used") == 13
+    assert page.total("lorikeet_kv_pages", state="total") == 14
+    assert page.total("lorikeet_preemptions_total") == 15
+    for kind, tokens in (("prompt", 16), ("cached", 17), ("output", 18)):
+        assert page.total("lorikeet_tokens_total", kind=kind) == tokens
+    for name in ("seconds", "sequences", "adapters"):
+        assert page.total(f"lorikeet_step_{name}_count", replica="r0", base_model="tiny") == 3
+    assert page.total("lorikeet_inter_token_seconds_count", residency="none") == 3
+
+
+def test_a_bucket_counts_those_below_it_too() -> None:
+    page = page_of(engine_counts())
+    buckets = {"0.1": 1, "1.0": 3, "+Inf": 3}
+    for bound, values in buckets.items():
+        assert page.total("lorikeet_step_seconds_bucket", le=bound) == values
+
+
+def test_what_has_no_values_yet_has_counters_but_no_histograms() -> None:
+    page = page_of(engine_counts())
+    assert page.total("lorikeet_adapter_loads_total", source="host") == 0
+    assert page.labels("lorikeet_adapter_loads_total", "source") == {"remote", "disk", "host"}
+    assert page.labels("lorikeet_adapter_load_seconds_count", "source") == {"remote"}
+    assert page.labels("lorikeet_inter_token_seconds_count", "residency") == {"none"}

@@ -1,0 +1,94 @@
+"""What a scrape of a large service weighs and takes: 1,000 tenants, 100,000 adapters."""
+
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from lorikeet.api.peers import Peers, Poll
+from lorikeet.metrics.gateway import OUTCOMES, Ended, GatewayMetrics
+from lorikeet.metrics.page import Page, render
+from lorikeet.metrics.replica import replica_metrics
+from lorikeet_engine.counts import LOAD_S, Distribution
+from tests.api.conftest import Gateway, serving
+from tests.metrics.given import engine_counts
+from tests.metrics.scraping import Scraped, check_with_promtool
+
+GATEWAYS, REPLICAS, TENANTS, ADAPTERS = 2, 8, 1_000, 100_000
+RESIDENCIES = ("gpu", "host", "disk", "remote", "none")
+FULL = Distribution(LOAD_S, (1_234_567,) * (len(LOAD_S) + 1), 1_234_567.890123)
+
+
+class Second(Peers):
+    """The other gateway, as busy as the first."""
+
+    def __init__(self, page: Page) -> None:
+        super().__init__()
+        self.page = page
+
+    async def poll(self, question: str, *arguments: Any) -> Poll:
+        return Poll((self.page,) if question == "metrics" else (), 0)
+
+
+def requests() -> Iterable[Ended]:
+    """Every tenant's, of every outcome, residency and adapter."""
+    endings = itertools.cycle(itertools.product(RESIDENCIES, OUTCOMES))
+    for n, (residency, outcome) in zip(range(ADAPTERS), endings, strict=False):
+        tenant = f"tenant-of-some-length-{(n // 4) % TENANTS:04d}"
+        adapter = None if residency == "none" else f"{tenant}/adapter-{n:06d}"
+        code = f"code_{n % 17}" if outcome in ("refused", "failed") else None
+        tokens = (1_234_567, 123_456, 12_345) if outcome == "finished" else None
+        base_model = ("llama-3.1-8b-instruct", "qwen3-0.6b")[n % 2]
+        yield Ended(
+            outcome, tenant, base_model, adapter, residency, code, 0.1, 0.01, 1.5, n % 2, tokens
+        )
+
+
+def filled() -> GatewayMetrics:
+    metrics = GatewayMetrics(GATEWAYS)
+    for request in requests():
+        metrics.ended(request)
+    return metrics
+
+
+def timed(gateway: Gateway) -> tuple[float, bytes]:
+    """A scrape's processor time in this process, gateway and client alike, and its page."""
+    began_s = time.process_time()
+    answer = gateway.request("GET", "/metrics", gateway.admin_key)
+    took_s = time.process_time() - began_s
+    assert answer.status_code == httpx.codes.OK
+    return took_s, answer.content
+
+
+def test_a_scrape_of_a_large_service_is_small_and_quick(tmp_path: Path) -> None:
+    counts = engine_counts(FULL, FULL)
+    replicas = [
+        render(replica_metrics(counts), {"base_model": "llama-3.1-8b-instruct", "replica": name})
+        for name in (f"replica{n}" for n in range(REPLICAS))
+    ]
+
+    async def pages() -> Sequence[Page]:
+        return replicas
+
+    metrics = filled()
+    second = Second(render(metrics.collect(), {"gateway": "second00"}))
+    with serving(tmp_path, peers=second, pages=pages, metrics=metrics, name="first000") as gateway:
+        took_s, page = min(_scrapes(gateway, 3))
+    assert len(page) < 2e6
+    assert took_s < 0.1
+    scraped = Scraped(page.decode())
+    tenants = scraped.labels("lorikeet_tenant_requests_total", "tenant")
+    assert len(tenants) == TENANTS
+    assert len(scraped.labels("lorikeet_adapter_requests_total", "adapter")) == 101
+    assert scraped.total("lorikeet_adapter_requests_total") == GATEWAYS * 0.8 * ADAPTERS
+    assert scraped.total("lorikeet_tenant_requests_total") == GATEWAYS * ADAPTERS
+    check_with_promtool(page)
+
+
+def _scrapes(gateway: Gateway, times: int) -> Iterable[tuple[float, bytes]]:
+    for _ in range(times):
+        time.sleep(1.1)  # the page before it is no longer good
+        yield timed(gateway)
