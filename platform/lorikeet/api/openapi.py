@@ -152,12 +152,15 @@ def _query(name: str, form: str, description: str) -> dict[str, Any]:
 
 
 def _event(model: str) -> dict[str, Any]:
-    data = {
+    references = [{"$ref": _REF.format(model=name)} for name in (model, "Error")]
+    told = {
         "type": "string",
         "contentMediaType": "application/json",
-        "contentSchema": {"$ref": _REF.format(model=model)},
-        "description": "JSON; [DONE] of the last event; an Error where the stream failed.",
+        "contentSchema": {"anyOf": references},
+        "description": "An Error where the stream failed.",
     }
+    last = {"const": "[DONE]", "description": "The last event."}
+    data = {"anyOf": [last, told]}
     return {"type": "object", "required": ["data"], "properties": {"data": data}}
 
 
