@@ -150,7 +150,7 @@ def _arguments() -> argparse.Namespace:
     add("--adapters", type=int, default=128, help="default 128")
     add("--rank", type=int, default=16, help="default 16")
     add("--streams", type=int, default=256, help="of each replica; default 256")
-    add("--rounds", type=int, default=4, help="requests of each stream; default 4")
+    add("--rounds", type=int, default=3, help="requests of each stream; default 3")
     add("--batch-tokens", type=int, default=8192, help="of one step; default 8192")
     add("--kv", default="20GiB", help="KV cache of each replica; default 20GiB")
     return parser.parse_args()
