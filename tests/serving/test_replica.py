@@ -106,14 +106,17 @@ def test_a_header_comes_first_and_says_where_the_adapter_was(settings, ref):
         )
         cold = await items_of(replica, call)
         warm = await items_of(replica, call)
-        return cold, warm
+        return cold, warm, await replica.memory_map()
 
-    cold, warm = run(settings, scenario)
+    cold, warm, there = run(settings, scenario)
     assert isinstance(cold[0], Header)
     assert cold[0].residency < Residency.GPU
     assert (warm[0].replica, warm[0].digest) == ("r0", ref.digest)
     assert warm[0].residency is Residency.GPU
     assert warm[0].news.seq > cold[0].news.seq
+    (block,) = there.memory.blocks
+    assert (there.replica, block.digest) == ("r0", ref.digest)
+    assert sum(size for _, size in block.pieces) == there.memory.tiers[Residency.GPU].used_bytes
     for items in (cold, warm):
         message = json.loads(items[-1])["choices"][0]["message"]
         assert message["content"] == TASK.example.answer

@@ -3,7 +3,7 @@
 import { colourOf } from "./colours.js";
 import { make } from "./dom.js";
 
-const LEAST_BLOCK_PX = 7;
+const LEAST_BLOCK_PX = 10;
 const MOST_LINES = 8;
 const LINE_GAP = 3;
 const HEIGHTS = { 1: 44, 2: 26, 4: 19, 8: 14 };
