@@ -1,0 +1,93 @@
+"""What the running service measures is what it was asked, at its own door and at Ray's."""
+
+import time
+
+import httpx
+import ray
+
+from lorikeet.api.metrics import KEPT_S
+from tests.e2e.conftest import REPLICAS, Crowd, Service, eventually
+from tests.e2e.parts import complete
+from tests.metrics.scraping import Scraped, check_with_promtool
+
+_RAY_S = 30.0  # gauges are set every 5 s, and Ray takes them over every 10
+
+
+def read(service: Service) -> bytes:
+    headers = {"Authorization": f"Bearer {service.admin_key}"}
+    answer = httpx.get(f"{service.admin_url}/metrics", headers=headers, timeout=30)
+    return answer.raise_for_status().content
+
+
+def scrape(service: Service) -> Scraped:
+    return Scraped(read(service).decode())
+
+
+def scrape_ray() -> Scraped:
+    """What Ray's agent on this node serves to Prometheus."""
+    (node,) = ray.nodes()
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    return Scraped(httpx.get(url, timeout=30).raise_for_status().text)
+
+
+def generate(service: Service, key: str, model: str, **body: object) -> dict[str, int]:
+    answer = httpx.post(
+        f"{service.url}/v1/completions",
+        headers={"Authorization": f"Bearer {key}"},
+        json={"model": model, "prompt": "once upon a time", "max_tokens": 8, **body},
+        timeout=60,
+    )
+    usage: dict[str, int] = answer.raise_for_status().json()["usage"]
+    return usage
+
+
+def test_the_page_agrees_with_what_was_asked(service: Service, crowd: Crowd) -> None:
+    assert complete(service)
+    (target,) = crowd.adapters(1)
+    before = scrape(service)
+    usages = [generate(service, target.key, target.model, n=2, ignore_eos=True) for _ in range(3)]
+    usages.append(generate(service, target.key, crowd.base().model, ignore_eos=True))
+    time.sleep(KEPT_S)  # the page before is good for so long
+    page = read(service)
+    check_with_promtool(page)
+    after = Scraped(page.decode())
+
+    def more(name: str, **labels: str) -> float:
+        return after.total(name, **labels) - before.total(name, **labels)
+
+    output = sum(usage["completion_tokens"] for usage in usages)
+    assert output == 3 * 2 * 8 + 8
+    assert more("lorikeet_requests_total", outcome="finished", base_model="lorikeet-demo") == 4
+    assert more("lorikeet_tenant_tokens_total", tenant="crowd", kind="output") == output
+    assert more("lorikeet_adapter_requests_total", adapter=target.model) == 3
+    assert more("lorikeet_tokens_total", kind="output") == output
+    assert more("lorikeet_adapter_lookups_total") == 3
+    assert more("lorikeet_adapter_lookups_total", found="remote") == 1
+    assert more("lorikeet_adapter_loads_total", source="remote") >= 1
+    assert more("lorikeet_inter_token_seconds_count", residency="none") == 7
+    assert more("lorikeet_step_seconds_count") > 0
+    assert len(after.labels("lorikeet_adapters", "replica")) == REPLICAS
+    assert after.total("lorikeet_replicas", base_model="lorikeet-demo", state="wanted") == REPLICAS
+    assert after.labels("lorikeet_pins", "standing") == {"met", "loading", "unmet"}
+
+
+def test_rays_exporter_has_the_same(service: Service, crowd: Crowd) -> None:
+    (target,) = crowd.adapters(1)
+    usage = generate(service, target.key, target.model, ignore_eos=True)
+
+    def arrived() -> bool:
+        page = scrape_ray()
+        return page.total("ray_lorikeet_adapter_requests_total", adapter=target.model) == 1
+
+    assert eventually(arrived, within_s=_RAY_S)
+    ours, rays = scrape(service), scrape_ray()
+    assert {f"ray_{name}" for name in ours.names} == {n for n in rays.names if "lorikeet_" in n}
+    tokens = {"adapter": target.model, "kind": "output"}
+    assert rays.total("ray_lorikeet_adapter_tokens_total", **tokens) == usage["completion_tokens"]
+    for name, label in (
+        ("lorikeet_step_seconds_bucket", "le"),
+        ("lorikeet_step_seconds_bucket", "replica"),
+        ("lorikeet_requests_total", "gateway"),
+        ("lorikeet_pins_unmet", "reason"),
+    ):
+        assert ours.labels(name, label) == rays.labels(f"ray_{name}", label)
