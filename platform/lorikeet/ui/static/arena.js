@@ -92,6 +92,7 @@ export class Arena {
     for (let line = 0; line < this.lines; line += 1) pen.fillRect(0, line * (this.#lineHeight() + LINE_GAP), width, this.#lineHeight());
     const now = performance.now();
     for (const { offset, size, block, at } of this.gone) {
+      if (this.#hides(block)) continue;
       pen.globalAlpha = 0.35 * (1 - (now - at) / NEWS_MS);
       pen.fillStyle = colourOf(block.tenant);
       for (const box of this.#boxes(offset, size, width)) pen.fillRect(...box);
@@ -109,7 +110,6 @@ export class Arena {
 
   #fill(pen, { offset, size, block }, width, ground, now) {
     const colour = colourOf(block.tenant);
-    const others = this.tenant !== null && block.tenant !== this.tenant;
     const fresh = this.news.has(block.digest) ? 1 - (now - this.news.get(block.digest)) / NEWS_MS : 0;
     for (const [x, y, w, h] of this.#boxes(offset, size, width)) {
       const inner = w > 4 ? w - 1 : w;
@@ -117,7 +117,7 @@ export class Arena {
       pen.globalAlpha = 1;
       pen.fillRect(x, y, inner, h);
       pen.fillStyle = colour;
-      pen.globalAlpha = others ? 0.1 : Math.min(1, (block.leases ? 1 : block.arriving ? 0.2 : 0.45) + 0.4 * Math.max(0, fresh));
+      pen.globalAlpha = this.#hides(block) ? 0.1 : Math.min(1, (block.leases ? 1 : block.arriving ? 0.2 : 0.45) + 0.4 * Math.max(0, fresh));
       pen.fillRect(x, y, inner, h);
     }
     pen.globalAlpha = 1;
@@ -125,7 +125,7 @@ export class Arena {
 
   /** What goes over the fills: the glow of those in use, the pinned ones' band, dashes, names. */
   #mark(pen, { offset, size, block }, width, ink, ground, now) {
-    if (this.tenant !== null && block.tenant !== this.tenant) return;
+    if (this.#hides(block)) return;
     const colour = colourOf(block.tenant);
     for (const [x, y, w, h] of this.#boxes(offset, size, width)) {
       const inner = w > 4 ? w - 1 : w;
@@ -141,6 +141,10 @@ export class Arena {
         pen.globalAlpha = 1;
       }
     }
+  }
+
+  #hides(block) {
+    return this.tenant !== null && block.tenant !== this.tenant;
   }
 
   /** [x, y, width, height] of a stretch of the arena, one for each line that it lies in. */
@@ -258,6 +262,6 @@ function caption(pen, x, y, w, h, block, ink, ground) {
   pen.font = "600 11px system-ui, sans-serif";
   pen.textBaseline = "middle";
   pen.fillStyle = block.leases ? ground : ink;
-  pen.fillText(block.name, x + 6, y + h / 2 + (block.pinned ? 2 : 0));
+  pen.fillText(block.short, x + 6, y + h / 2 + (block.pinned ? 2 : 0));
   pen.restore();
 }

@@ -19,6 +19,16 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+const shown = new WeakMap();
+
+/** Fill a place anew if it has to show something else: what stays can be read and selected. */
+export function fill(home, what, children) {
+  const text = JSON.stringify(what);
+  if (shown.get(home) === text) return;
+  shown.set(home, text);
+  home.replaceChildren(...children());
+}
+
 function filled(element, properties, children) {
   for (const [name, value] of Object.entries(properties)) {
     if (typeof value === "function") element.addEventListener(name, value);

@@ -1,6 +1,7 @@
 // What the gateway says, and how it is asked.
 
 const TIMEOUT_MS = 8000;
+const KEY = /^[\w-]+$/;
 const PINNED = 1;
 const ARRIVING = 2;
 
@@ -14,6 +15,7 @@ export class NoAnswer extends Error {
 
 /** The fleet at this moment. Throws NoAnswer. */
 export async function askFleet(key) {
+  if (!KEY.test(key)) throw new NoAnswer("This is no key: one has letters, digits, - and _ alone.", true);
   let answer;
   let body = null;
   try {
@@ -40,6 +42,7 @@ function decoded(fleet) {
   const adapters = fleet.adapters.map(([tenant, name, version, rank, digest]) => ({
     tenant: fleet.tenants[tenant],
     name: `${fleet.tenants[tenant]}/${name}@${version}`,
+    short: `${name}@${version}`,
     rank,
     digest,
   }));

@@ -1,55 +1,46 @@
 // Who waits, how pins stand, what has moved, whose colours these are.
 
-import { colourOf } from "./colours.js";
-import { make } from "./dom.js";
+import { colourOf, darkness } from "./colours.js";
+import { fill, make } from "./dom.js";
 import { bytes, clockTime, count, counted, seconds } from "./format.js";
 
 const MOST_MOVES = 60;
 const MOST_TENANTS = 14;
+const LATE_S = 2;
 
-export function showWaiting(home, { requests, rows }) {
-  if (!requests) {
-    home.replaceChildren(make("p", { class: "nothing" }, "Nobody waits."));
-    return;
-  }
+export function showWaiting(home, waiting) {
+  fill(home, [waiting, darkness.matches], () => [waiting.requests ? waitingTable(waiting) : make("p", { class: "nothing" }, "Nobody waits.")]);
+}
+
+export function showPins(home, pins) {
+  fill(home, pins, () => (pins ? pinList(pins) : [make("p", { class: "nothing" }, "Not known: the catalog does not answer.")]));
+}
+
+function waitingTable({ requests, rows }) {
   const body = rows.map((row) =>
     make(
       "tr",
       {},
       make("td", {}, swatch(row.tenant), row.adapter ?? row.base_model, row.adapter ? null : make("span", { class: "aside" }, ` for ${row.tenant}`)),
       make("td", { class: "number" }, count(row.requests)),
-      make("td", { class: row.oldest_s > 2 ? "number late" : "number" }, seconds(row.oldest_s)),
+      make("td", { class: row.oldest_s > LATE_S ? "number late" : "number" }, seconds(row.oldest_s)),
     ),
   );
-  const shown = rows.reduce((sum, row) => sum + row.requests, 0);
-  if (shown < requests) body.push(make("tr", {}, make("td", { class: "aside" }, "others"), make("td", { class: "number" }, count(requests - shown)), make("td")));
-  home.replaceChildren(
-    make(
-      "table",
-      {},
-      make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "Adapter"), make("th", { scope: "col", class: "number" }, "Requests"), make("th", { scope: "col", class: "number" }, "Oldest"))),
-      make("tbody", {}, ...body),
-    ),
-  );
+  const others = requests - rows.reduce((sum, row) => sum + row.requests, 0);
+  if (others) body.push(make("tr", {}, make("td", { class: "aside" }, "others"), make("td", { class: "number" }, count(others)), make("td")));
+  const heads = ["Adapter", "Requests", "Oldest"].map((name, at) => make("th", { scope: "col", class: at ? "number" : "" }, name));
+  return make("table", {}, make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...body));
 }
 
-export function showPins(home, pins) {
-  if (pins === null) {
-    home.replaceChildren(make("p", { class: "nothing" }, "Not known: the catalog does not answer."));
-    return;
-  }
-  const { met, loading, unmet, rows } = pins;
+function pinList({ met, loading, unmet, rows }) {
   const sum = met + loading + unmet;
-  const head = sum ? `${count(met)} of ${counted(sum, "pin")} met${loading ? `, ${count(loading)} loading` : ""}${unmet ? `, ${count(unmet)} unmet` : ""}` : "There are no pins.";
-  const list = rows.map((row) =>
-    make(
-      "li",
-      { class: row.standing },
-      make("b", {}, row.pin),
-      row.standing === "loading" ? " is loading" : make("span", {}, row.adapter && row.adapter !== row.pin ? ` (${row.adapter})` : "", ": ", row.reason),
-    ),
+  const parts = [`${count(met)} of ${counted(sum, "pin")} met`];
+  if (loading) parts.push(`${count(loading)} loading`);
+  if (unmet) parts.push(`${count(unmet)} unmet`);
+  const list = rows.map(({ pin, standing, adapter, reason }) =>
+    make("li", { class: standing }, make("b", {}, pin), standing === "loading" ? " is loading" : `${adapter ? ` (${adapter})` : ""}: ${reason}`),
   );
-  home.replaceChildren(make("p", { class: unmet ? "sum warm" : "sum" }, head), make("ul", { class: "pins" }, ...list));
+  return [make("p", { class: unmet ? "sum warm" : "sum" }, sum ? parts.join(", ") : "There are no pins."), make("ul", { class: "pins" }, ...list)];
 }
 
 /** What came to a GPU and what left one, as far as two polls tell. */
@@ -58,7 +49,7 @@ export class Moves {
     this.home = home;
     this.before = null;
     this.rows = [];
-    this.#show();
+    this.show();
   }
 
   see(fleet) {
@@ -74,31 +65,24 @@ export class Moves {
     this.before = new Map([...(this.before ?? []), ...now]);
     if (!rows.length) return;
     this.rows = [...rows, ...this.rows].slice(0, MOST_MOVES);
-    this.#show();
+    this.show();
   }
 
-  #show() {
-    if (!this.rows.length) {
-      this.home.replaceChildren(make("p", { class: "nothing" }, "Nothing has moved since you look."));
-      return;
-    }
-    this.home.replaceChildren(
-      make(
-        "ol",
-        { class: "moves" },
-        ...this.rows.map(({ at, replica, block, came }) =>
-          make(
-            "li",
-            { class: came ? "came" : "went" },
-            make("time", {}, clockTime(at)),
-            make("span", { class: "what" }, came ? "loaded" : "evicted"),
-            make("span", { class: "which" }, swatch(block.tenant), block.name),
-            make("span", { class: "aside" }, `${bytes(block.size)} · ${replica}`),
-          ),
-        ),
-      ),
-    );
+  show() {
+    const list = make("ol", { class: "moves" }, ...this.rows.map(move));
+    this.home.replaceChildren(this.rows.length ? list : make("p", { class: "nothing" }, "Nothing has moved since you opened this page."));
   }
+}
+
+function move({ at, replica, block, came }) {
+  return make(
+    "li",
+    { class: came ? "came" : "went" },
+    make("time", {}, clockTime(at)),
+    make("span", { class: "what" }, came ? "loaded" : "evicted"),
+    make("span", { class: "which" }, swatch(block.tenant), block.name),
+    make("span", { class: "aside" }, `${bytes(block.size)} · ${replica}`),
+  );
 }
 
 /** The tenants with the most bytes on GPUs; one can be pressed, to see its blocks alone. */

@@ -1,7 +1,7 @@
 // The page: asks every second while it is looked at, and says when what it shows is old.
 
 import { darkness, introduce } from "./colours.js";
-import { byId, make, say } from "./dom.js";
+import { byId, fill, make, say } from "./dom.js";
 import { NoAnswer, askFleet } from "./fleet.js";
 import { count, seconds } from "./format.js";
 import { Lines } from "./lines.js";
@@ -30,7 +30,7 @@ function start() {
     if (document.hidden) clearTimeout(timer);
     else if (key) ask();
   });
-  darkness.addEventListener("change", () => page?.fleet && show(page.fleet));
+  darkness.addEventListener("change", repaint);
   setInterval(sayHowOld, LOOK_MS);
   if (key) open();
   else logOut("");
@@ -122,6 +122,15 @@ function show(fleet) {
   sayHowOld();
 }
 
+/** The same in other colours. */
+function repaint() {
+  if (!page?.fleet) return;
+  page.replicas.redraw();
+  page.tenants.show(page.fleet);
+  page.moves.show();
+  showWaiting(byId("waiting"), page.fleet.waiting);
+}
+
 function showTotals({ replicas, waiting, gateways, catalog_seq: seq }) {
   const running = replicas.reduce((sum, replica) => sum + replica.running, 0);
   const onGpu = new Set(replicas.flatMap(({ blocks }) => blocks.map(({ digest }) => digest))).size;
@@ -134,7 +143,7 @@ function showTotals({ replicas, waiting, gateways, catalog_seq: seq }) {
     ["Waiting", count(waiting.requests)],
     ["Catalog entry", count(seq)],
   ];
-  byId("totals").replaceChildren(...totals.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+  fill(byId("totals"), totals, () => totals.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
 }
 
 function sayHowOld() {

@@ -2,7 +2,7 @@
 
 import { Arena } from "./arena.js";
 import { colourOf } from "./colours.js";
-import { make, say } from "./dom.js";
+import { fill, make, say } from "./dom.js";
 import { bytes, bytesOf, count, counted, seconds } from "./format.js";
 
 const REMEMBERED_MS = 20000;
@@ -129,7 +129,8 @@ export class Details {
   show(replica, span, place) {
     this.element.hidden = span === null;
     if (span === null) return;
-    this.element.replaceChildren(...(span.block ? aboutBlock(replica, span.block) : aboutHole(span)));
+    const what = span.block ? [replica.replica, span.block] : span;
+    fill(this.element, what, () => (span.block ? aboutBlock(replica, span.block) : aboutHole(span)));
     const { width, height } = this.element.getBoundingClientRect();
     const left = Math.max(8, Math.min(innerWidth - width - 8, place.x - width / 2));
     const below = place.bottom + 8 + height < innerHeight;
