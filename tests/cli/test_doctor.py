@@ -17,15 +17,15 @@ def test_with_a_problem_it_cannot_start(tmp_path: Path) -> None:
     missing = {"LORIKEET_CATALOG": str(tmp_path / "catalog")}
     said = doctor(missing)
     assert said.exit_code == 1
-    assert f"problem  store: there is no folder {tmp_path}/catalog" in said.stdout
+    assert f"problem  catalog: there is no catalog at {tmp_path}/catalog" in said.stdout
     assert "→ lorikeet init" in said.stdout
     assert "It cannot start so. Problems: " in said.stdout
     answer = json.loads(doctor(missing, "--json").stdout)
     assert answer["can_start"] is False
     assert {
-        "check": "store",
+        "check": "catalog",
         "verdict": "problem",
-        "found": f"there is no folder {tmp_path}/catalog",
+        "found": f"there is no catalog at {tmp_path}/catalog",
         "cure": "lorikeet init",
     } in answer["findings"]
 

@@ -20,7 +20,7 @@ from lorikeet.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
-HOST = Host(cpus=8, memory=64 * GIB, available=60 * GIB, shm=32 * GIB, open_files=65536)
+HOST = Host(memory=64 * GIB, available=60 * GIB, shm=32 * GIB, open_files=65536)
 NO_CUDA = Cuda()
 H100 = Gpu("NVIDIA H100", 80 * GIB, 79 * GIB)
 FLAGS = {

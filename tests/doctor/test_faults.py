@@ -181,17 +181,17 @@ PLANTED = {
         "limits", {"host": replace(HOST, open_files=1024)}, WARNING, "1024 a process", "ulimit -Hn"
     ),
     "an arena smaller than an adapter": Fault(
-        "adapters",
+        "catalog",
         variable("ADAPTER_HOST_MEMORY", "16KiB"),
         PROBLEM,
         "the host arena has",
         r"LORIKEET_ADAPTER_HOST_MEMORY=\d+MiB",
     ),
     "a rank that is not allowed": Fault(
-        "adapters", variable("MAX_RANK", "2"), PROBLEM, "one has rank", "LORIKEET_MAX_RANK="
+        "catalog", variable("MAX_RANK", "2"), PROBLEM, "one has rank", "LORIKEET_MAX_RANK="
     ),
     "a base model that was renamed": Fault(
-        "adapters",
+        "catalog",
         variable("BASE_MODELS", "other=demo/model"),
         WARNING,
         "of lorikeet-demo, which is not served",
@@ -201,14 +201,14 @@ PLANTED = {
         "catalog", variable("ADMIN_KEY", "lk_x"), WARNING, "LORIKEET_ADMIN_KEY", "lorikeet init"
     ),
     "a store that is not there": Fault(
-        "store",
+        "catalog",
         variable("CATALOG", "s3://no-such-bucket-here/x"),
         PROBLEM,
         "'no-such-bucket-here' does not exist",
         "LORIKEET_CATALOG",
     ),
     "no catalog folder": Fault(
-        "store", variable("CATALOG", "/nowhere/catalog"), PROBLEM, "no folder", "lorikeet init"
+        "catalog", variable("CATALOG", "/nowhere/catalog"), PROBLEM, "no catalog", "lorikeet init"
     ),
 }
 
@@ -297,7 +297,7 @@ def new_url(s3_bucket: str) -> str:
 
 
 def test_a_bucket_without_a_catalog(patient: Patient, new_url: str) -> None:
-    (fault,) = faults(patient.examined("store", "catalog", **variable("CATALOG", new_url)))
+    (fault,) = faults(patient.examined("catalog", **variable("CATALOG", new_url)))
     assert (fault.verdict, fault.cure) == (PROBLEM, "lorikeet init")
 
 
@@ -341,7 +341,7 @@ def _answer(request: BaseHTTPRequestHandler, status: int, code: str) -> bool:
     ("trouble", "check", "found", "cure"),
     [
         (forget_the_condition, "conditional writes", "ignores If-None-Match", "radosgw"),
-        (forbid_writing, "store", "cannot be written: .*s3:PutObject", "credentials"),
+        (forbid_writing, "store", "PutObject is not allowed: .*s3:PutObject", "credentials"),
         (live_in_the_past, "clock", r"differ by \d+ s", "NTP"),
     ],
 )
@@ -354,7 +354,7 @@ def test_a_store_that_cannot_be_relied_on(
 ) -> None:
     before = keys_of(patient.environ["LORIKEET_CATALOG"])
     with proxied(trouble):
-        (fault,) = faults(patient.examined("store"))
+        (fault,) = faults(patient.examined("catalog"))
     assert (fault.check, fault.verdict) == (check, PROBLEM)
     assert re.search(found, fault.found), fault
     assert cure in fault.cure
@@ -366,7 +366,7 @@ def test_a_dead_endpoint_holds_up_nothing(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, answers nothing
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        fault, *others = faults(patient.examined("store", "limits", "disk cache", wait_s=1.0))
+        fault, *others = faults(patient.examined("catalog", "limits", "disk cache", wait_s=1.0))
     assert fault.verdict is PROBLEM
     assert "no answer within 1 s" in fault.found
     assert "AWS_ENDPOINT_URL_S3" in fault.cure

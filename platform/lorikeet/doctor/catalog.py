@@ -1,100 +1,67 @@
-"""The catalog's store: reachable, writable, and as conditional writes and clocks must be."""
+"""The catalog: its store, whether there is one, who may change it, and whether it can be served."""
 
-import os
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from lorikeet.catalog.store import ObjectStore, open_store
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import Scope
+from lorikeet.catalog.state import CatalogState
+from lorikeet.catalog.store import open_store
+from lorikeet.doctor.adapters import check_adapters
 from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.doctor.site import Site
-from lorikeet.errors import InvalidSetting, ObjectExists, StoreError
-
-_SKEW_S = 5.0
-"""Keys and pins expire by the gateways' clocks; garbage is collected by the store's."""
-_MOST_SKEW_S = 300.0
-_OTHER_STORE = (
-    "use a store that honours If-None-Match: * on PUT: Amazon S3, Ceph's radosgw, MinIO, or a "
-    "folder for one machine; and no proxy before it that drops the header"
-)
+from lorikeet.doctor.store import check_writes, unusable
+from lorikeet.errors import InvalidSetting, LorikeetError, StoreError
+from lorikeet.tenancy import authenticate
 
 
-def check_store(site: Site) -> Iterator[Finding]:
-    """What every writer relies on. A test object is written, and removed."""
+def check_catalog(site: Site) -> Iterator[Finding]:
+    """From its store to its adapters, as far as the way is open."""
     url = site.settings.catalog
-    if "://" not in url and not Path(url).is_dir():
-        yield problem("store", f"there is no folder {url}", "lorikeet init")
+    missing = problem("catalog", f"there is no catalog at {url}", "lorikeet init")
+    if "://" not in url and not Path(url).exists():
+        yield missing
         return
     try:
         store = open_store(url)
-        store.first("log/")
-    except (StoreError, InvalidSetting) as error:
-        yield problem("store", f"{url} cannot be read: {error.message}", _cure(url))
+        empty = store.first("log/") is None
+    except InvalidSetting as error:
+        yield problem("store", error.message, "correct LORIKEET_CATALOG")
         return
-    key = f"doctor-{uuid.uuid4().hex}"
-    try:
-        yield from _check_writes(store, url, key)
-    finally:
-        yield from _remove(store, url, key)
-
-
-def _check_writes(store: ObjectStore, url: str, key: str) -> Iterator[Finding]:
-    written = key.encode()
-    try:
-        before = time.time()
-        store.put_if_absent(key, written)
-        skew_s = _skew_s(store.modified(key), before, time.time())
-        if store.get(key) != written:
-            yield problem("store", f"{url} gives other bytes than it was given", _OTHER_STORE)
-            return
     except StoreError as error:
-        yield problem("store", f"{url} cannot be written: {error.message}", _cure(url))
+        yield unusable(url, error)
         return
-    yield ok("store", f"{url} can be read and written")
-    yield _check_conditional(store, url, key)
-    yield _check_clock(skew_s)
+    yield from check_writes(store)
+    if empty:
+        yield missing
+        return
+    catalog = AdapterCatalog(store)
+    yield ok("catalog", f"at entry {catalog.refresh().seq}")
+    yield catalog.ask(lambda state: _check_keys(state, url))
+    secret = site.environ.get("LORIKEET_ADMIN_KEY")
+    if secret:
+        yield catalog.ask(lambda state: _check_secret(state, secret))
+    yield from check_adapters(site, catalog)
 
 
-def _remove(store: ObjectStore, url: str, key: str) -> Iterator[Finding]:
-    try:
-        store.delete(key)
-    except StoreError as error:
-        found = f"{key} stays in {url}: {error.message}"
-        yield warning("store", found, "allow s3:DeleteObject; `lorikeet gc` needs it too")
-
-
-def _check_conditional(store: ObjectStore, url: str, key: str) -> Finding:
-    try:
-        store.put_if_absent(key, b"again")
-    except ObjectExists:
-        return ok("conditional writes", "the second of two was refused, as it must be")
-    except StoreError as error:
-        return problem("conditional writes", error.message, _OTHER_STORE)
+def _check_keys(state: CatalogState, url: str) -> Finding:
+    if state.admin_keys():
+        return ok("admin key", f"there are {len(state.admin_keys())} that never expire")
     return problem(
-        "conditional writes",
-        f"{url} ignores If-None-Match: two writers would lose each other's changes",
-        _OTHER_STORE,
+        "admin key",
+        "no admin's key works: nobody could change anything",
+        f"an init was broken off: remove {url} and run `lorikeet init`",
     )
 
 
-def _check_clock(skew_s: float) -> Finding:
-    found = f"this machine's clock and the store's differ by {abs(skew_s):.0f} s"
-    cure = "set the clock by NTP: `timedatectl set-ntp true`, or chrony"
-    if abs(skew_s) > _MOST_SKEW_S:
-        return problem("clock", found, cure)
-    return warning("clock", found, cure) if abs(skew_s) > _SKEW_S else ok("clock", found)
-
-
-def _skew_s(stored: float, before: float, after: float) -> float:
-    """How far the store's clock is ahead, at least. S3 counts whole seconds."""
-    return max(0.0, stored - after) - max(0.0, before - 1 - stored)
-
-
-def _cure(url: str) -> str:
-    if "://" not in url:
-        return f"check the folder's owner, mode and space; you are user {os.getuid()}"
-    return (
-        "check LORIKEET_CATALOG, AWS_ENDPOINT_URL_S3, AWS_REGION, the network, and that these "
-        "credentials may list, get, put and delete: `aws s3 ls BUCKET`"
-    )
+def _check_secret(state: CatalogState, secret: str) -> Finding:
+    try:
+        authenticate(state, f"Bearer {secret}", Scope.ADMIN, time.time(), reading=False)
+    except LorikeetError as error:
+        return warning(
+            "admin key",
+            f"LORIKEET_ADMIN_KEY: {error.message}",
+            "export LORIKEET_ADMIN_KEY=lk_…, as `lorikeet init` printed it for this catalog",
+        )
+    return ok("admin key", "LORIKEET_ADMIN_KEY is one")

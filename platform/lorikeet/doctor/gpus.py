@@ -96,18 +96,23 @@ def _check_count(site: Site) -> Iterator[Finding]:
     names = ", ".join(sorted({gpu.name for gpu in site.cuda.gpus})) or "none"
     found = f"{there} ({names}), and {site.engines} are wanted: one for each replica of each model"
     if there < site.engines:
-        elsewhere = "RAY_ADDRESS" in site.environ
-        fewer = f"LORIKEET_REPLICAS={max(1, there // len(settings.base_models))}"
-        cure = f"{fewer}, or more GPUs: engines without one wait for ever"
-        if elsewhere:
+        if "RAY_ADDRESS" in site.environ:
             yield warning("gpus", found, "count those of the other nodes: `ray status`")
         else:
-            yield problem("gpus", found, cure)
+            yield problem("gpus", found, _cure(there, len(settings.base_models)))
     elif there < most:
         found += f", of which there may be {most}"
         yield warning("gpus", found, f"LORIKEET_MAX_REPLICAS={there}, or more GPUs")
     else:
         yield ok("gpus", found)
+
+
+def _cure(gpus: int, models: int) -> str:
+    if not gpus:
+        return "check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or set LORIKEET_DEVICE=cpu"
+    if gpus < models:
+        return "name fewer in LORIKEET_BASE_MODELS, or add GPUs: engines without one wait for ever"
+    return f"LORIKEET_REPLICAS={gpus // models}, or more GPUs: engines without one wait for ever"
 
 
 def _prebuilt(site: Site) -> bool:

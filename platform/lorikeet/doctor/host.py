@@ -19,7 +19,6 @@ class Host:
     open_files: how many a process may have at once; Ray raises its own limit to this one.
     """
 
-    cpus: int
     memory: int
     available: int
     shm: int | None
@@ -32,7 +31,6 @@ def this_host() -> Host:
     _, open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = open_files == resource.RLIM_INFINITY
     return Host(
-        cpus=os.cpu_count() or 1,
         memory=memory,
         available=available,
         shm=shutil.disk_usage(_SHM).free if _SHM.is_dir() else None,

@@ -1,0 +1,91 @@
+"""The catalog's store: writable, and as conditional writes and clocks must be."""
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+
+from lorikeet.catalog.store import ObjectStore
+from lorikeet.doctor.finding import Finding, ok, problem, warning
+from lorikeet.errors import ObjectExists, StoreError
+
+_SKEW_S = 5.0
+"""Keys and pins expire by the gateways' clocks; garbage is collected by the store's."""
+_MOST_SKEW_S = 300.0
+_OTHER_STORE = (
+    "use a store that honours If-None-Match: * on PUT: Amazon S3, Ceph's radosgw, MinIO, or a "
+    "folder for one machine; and no proxy before it that drops the header"
+)
+
+
+def check_writes(store: ObjectStore) -> Iterator[Finding]:
+    """What every writer relies on. A test object is written, and removed."""
+    key = f"doctor-{uuid.uuid4().hex}"
+    try:
+        yield from _write(store, key)
+    finally:
+        yield from _remove(store, key)
+
+
+def unusable(url: str, error: StoreError) -> Finding:
+    """A store that does not let itself be read or written."""
+    cure = (
+        "check LORIKEET_CATALOG, AWS_ENDPOINT_URL_S3, AWS_REGION, the network, and that these "
+        "credentials may list, get, put and delete: `aws s3 ls BUCKET`"
+        if "://" in url
+        else f"check the folder's owner, mode and space; you are user {os.getuid()}"
+    )
+    return problem("store", error.message, cure)
+
+
+def _write(store: ObjectStore, key: str) -> Iterator[Finding]:
+    written = key.encode()
+    try:
+        before = time.time()
+        store.put_if_absent(key, written)
+        skew_s = _skew_s(store.modified(key), before, time.time())
+        read = store.get(key)
+    except StoreError as error:
+        yield unusable(store.url, error)
+        return
+    if read != written:
+        yield problem("store", f"{store.url} gives other bytes than it was given", _OTHER_STORE)
+        return
+    yield ok("store", f"{store.url} can be read and written")
+    yield _check_conditional(store, key)
+    yield _check_clock(skew_s)
+
+
+def _check_conditional(store: ObjectStore, key: str) -> Finding:
+    try:
+        store.put_if_absent(key, b"again")
+    except ObjectExists:
+        return ok("conditional writes", "the second of two was refused, as it must be")
+    except StoreError as error:
+        return problem("conditional writes", error.message, _OTHER_STORE)
+    return problem(
+        "conditional writes",
+        f"{store.url} ignores If-None-Match: two writers would lose each other's changes",
+        _OTHER_STORE,
+    )
+
+
+def _skew_s(stored: float, before: float, after: float) -> float:
+    """How far the store's clock is ahead, at least. S3 counts whole seconds."""
+    return max(0.0, stored - after) - max(0.0, before - 1 - stored)
+
+
+def _check_clock(skew_s: float) -> Finding:
+    found = f"this machine's clock and the store's differ by {abs(skew_s):.0f} s"
+    cure = "set the clock by NTP: `timedatectl set-ntp true`, or chrony"
+    if abs(skew_s) > _MOST_SKEW_S:
+        return problem("clock", found, cure)
+    return warning("clock", found, cure) if abs(skew_s) > _SKEW_S else ok("clock", found)
+
+
+def _remove(store: ObjectStore, key: str) -> Iterator[Finding]:
+    try:
+        store.delete(key)
+    except StoreError as error:
+        found = f"{key} stays in {store.url}: {error.message}"
+        yield warning("store", found, "allow s3:DeleteObject; `lorikeet gc` needs it too")
