@@ -41,7 +41,7 @@ def url(s3_bucket: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "seconds", [4, pytest.param(60, marks=[pytest.mark.soak, pytest.mark.timeout(300)])]
+    "seconds", [2, pytest.param(60, marks=[pytest.mark.soak, pytest.mark.timeout(300)])]
 )
 def test_sixteen_writers_lose_nothing(url: str, tmp_path: Path, seconds: float) -> None:
     said, seen = run(url, tmp_path, writers=16, seconds=seconds, kills=0)
@@ -56,7 +56,7 @@ def test_sixteen_writers_lose_nothing(url: str, tmp_path: Path, seconds: float) 
 
 
 @pytest.mark.parametrize(
-    "seconds", [8, pytest.param(60, marks=[pytest.mark.soak, pytest.mark.timeout(300)])]
+    "seconds", [4, pytest.param(60, marks=[pytest.mark.soak, pytest.mark.timeout(300)])]
 )
 def test_fifty_writers_killed_at_random_points(url: str, tmp_path: Path, seconds: float) -> None:
     said, seen = run(url, tmp_path, writers=5, seconds=seconds, kills=50)

@@ -140,8 +140,8 @@ def test_many_make_snapshots_at_once(
         own.create_tenant(f"t{number}", actor="ann")
         return own.snapshot()
 
-    with ThreadPoolExecutor(6) as threads:
-        made = list(threads.map(work, range(6)))
+    with ThreadPoolExecutor(3) as threads:
+        made = list(threads.map(work, range(3)))
 
     assert max(made) <= catalog.refresh().seq
     assert contents(AdapterCatalog(store)) == contents(catalog)

@@ -14,12 +14,12 @@ import pytest
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def run_in_interpreter(file: str) -> None:
-    """Every test of the file must pass there; over there, this one is skipped."""
+def run_in_interpreter(file: str, marks: str = "") -> None:
+    """Every test of the file with these marks must pass there; over there, this one is skipped."""
     if INTERPRETED:
         pytest.skip("this is the interpreter's process")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", "-m", "", file],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", "-m", marks, file],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

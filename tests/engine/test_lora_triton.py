@@ -32,6 +32,13 @@ else:
     BFLOAT = pytest.param(("cuda", torch.bfloat16), marks=on_gpu)
     kinds = pytest.mark.parametrize("kind", [FLOAT, BFLOAT])
 both_kinds = pytest.mark.parametrize("kind", [FLOAT, BFLOAT])
+
+
+def slow(*values: object) -> list[object]:
+    """What takes the interpreter long, and the GPU no longer than the rest."""
+    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
+
+
 LAYERS, LINEARS, LAYER = 3, 7, 1
 QKV = LoraGroup((0, 1, 2), d_in=96, d_outs=(80, 16, 24))
 WIDE = LoraGroup((4, 5), d_in=200, d_outs=(130, 67))
@@ -43,8 +50,9 @@ MIXED_RANKS = [4, 64, 12, 1, 16]
 MIXED_RUNS = [(3, 2), (0, 40), (4, 17), (1, 1), (2, 63)]
 
 
-def test_every_case_holds_in_tritons_interpreter() -> None:
-    run_in_interpreter(__file__)
+@pytest.mark.parametrize("marks", ["not soak", pytest.param("soak", marks=pytest.mark.soak)])
+def test_every_case_holds_in_tritons_interpreter(marks: str) -> None:
+    run_in_interpreter(__file__, marks)
 
 
 @dataclass(frozen=True)
@@ -199,14 +207,14 @@ def cut_into(tokens: int, runs: list[tuple[int, int]]) -> list[tuple[int, int, i
 
 
 @kinds
-@pytest.mark.parametrize("rank", [1, 4, 8, 12, 16, 24, 64, 128, 256])
+@pytest.mark.parametrize("rank", [1, 4, 8, 12, 16, 24, 64, *slow(128, 256)])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_one_adapter_of_any_rank(kind: Kind, rank: int, tokens: int) -> None:
     check(make_step(kind, DOWN, [rank], [(0, tokens)]))
 
 
 @kinds
-@pytest.mark.parametrize("tokens", [1, 2, 63, 133])
+@pytest.mark.parametrize("tokens", [1, 2, 63, *slow(133)])
 @pytest.mark.parametrize("group", [QKV, WIDE, DOWN])
 def test_any_number_of_tokens_of_one_adapter(kind: Kind, tokens: int, group: LoraGroup) -> None:
     check(make_step(kind, group, [8], [(0, tokens)]))
@@ -228,7 +236,7 @@ def test_a_prefill(kind: Kind, ranks: list[int]) -> None:
 
 
 @both_kinds
-@pytest.mark.parametrize("ranks", [[8], [64, 4]])
+@pytest.mark.parametrize("ranks", [[8], *slow([64, 4])])
 def test_many_adapters_of_a_token_or_two_each(kind: Kind, ranks: list[int]) -> None:
     runs = [(slot, 1 + slot % FEW_TOKENS) for slot in reversed(range(5))]
     step = make_step(kind, SMALL, (ranks * 5)[:5], runs)
@@ -337,7 +345,7 @@ def test_a_delta_of_another_shape_is_refused(kind: Kind) -> None:
 
 
 @both_kinds
-@pytest.mark.parametrize("ranks", [[8], [4, 0, 100]])
+@pytest.mark.parametrize("ranks", [[8], [4, 0, 12], *slow([4, 0, 100])])
 def test_a_prefills_gate_expands_by_itself(kind: Kind, ranks: list[int]) -> None:
     tokens = PREFILL_TOKENS // len(ranks)
     runs = [(slot, tokens) for slot in range(len(ranks))]
