@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+TEST := $(BIN)/pytest -m "not soak and not gpu"
+# What starts the whole service, or measures time, wants the machine for itself.
+ALONE := tests/loadtest tests/demo tests/e2e
 
 # Ray Serve reads these when its processes start, so they cannot be set inside serve_app.py.
 export RAY_SERVE_THROUGHPUT_OPTIMIZED ?= 1
@@ -11,7 +14,7 @@ export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH ?= lorikeet.serving.proxy:middl
 export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install serve test check soak test-gpu test-ceph bench-catalog bench-download bench-router bench-gateway bench-routing bench-fleet loadtest clean
+.PHONY: help install serve test test-engine test-platform check soak test-gpu test-ceph bench-catalog bench-download bench-router bench-gateway bench-routing bench-fleet loadtest clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,7 +40,15 @@ check: $(INSTALLED)  ## lint, types, import directions
 	$(BIN)/lint-imports
 
 test: check  ## everything that must hold, on CPU
-	$(BIN)/pytest -m "not soak and not gpu"
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-engine test-platform
+	$(TEST) $(ALONE)
+
+# Each keeps one core busy; they print when they end.
+test-engine:
+	$(TEST) tests/engine
+
+test-platform:
+	$(TEST) tests $(addprefix --ignore=,tests/engine $(ALONE))
 
 soak: $(INSTALLED)  ## the long versions of the tests
 	$(BIN)/pytest -m soak --timeout 3600
