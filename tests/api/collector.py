@@ -35,6 +35,7 @@ class Told:
 @dataclass
 class Collector:
     url: str
+    status: int = 200
     spans: list[Told] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
 
@@ -62,7 +63,7 @@ def collecting() -> Iterator[Collector]:
         def do_POST(self) -> None:
             assert self.path == "/v1/traces"
             collector.take(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(200)
+            self.send_response(collector.status)
             self.send_header("content-length", "0")
             self.end_headers()
 

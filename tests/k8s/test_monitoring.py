@@ -215,6 +215,8 @@ def test_every_pod_is_scraped_once_under_our_names(overlay: str) -> None:
         labels = pod["metadata"]["labels"]
         assert selects(monitor["selector"], labels)
         assert labels[monitor["jobLabel"]] == "lorikeet"  # which LorikeetNotScraped asks for
+    collectors = _of_kind("NetworkPolicy")["spec"]["podSelector"]
+    assert selects(collectors, pods(overlay)["gateways"]["metadata"]["labels"])
     (endpoint,) = monitor["podMetricsEndpoints"]
     assert endpoint["port"] == "metrics"
     (rename,) = endpoint["metricRelabelings"]

@@ -1,14 +1,19 @@
 """The way of spans to the collector: gathered, and sent by a thread of their own."""
 
 import asyncio
+import logging
 import threading
+from collections.abc import Sequence
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from lorikeet.api.trace import Record, Trace
 from lorikeet.api.tracing.sampling import origin_of
 from lorikeet.api.tracing.spans import gateway_resource, spans_of
+
+log = logging.getLogger(__name__)
 
 _SEND_S = 5
 _LAST_S = 2  # for what is left at the end
@@ -28,8 +33,8 @@ class Traces:
     def __init__(self, endpoint: str, share: float, gateway: str) -> None:
         self._share = share
         self._gateway = gateway_resource(gateway)
-        exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=_SEND_S)
-        self._queue = BatchSpanProcessor(exporter, _QUEUE, _GATHER_MS, _BATCH)
+        sender = _Sender(f"{endpoint.rstrip('/')}/v1/traces")
+        self._queue = BatchSpanProcessor(sender, _QUEUE, _GATHER_MS, _BATCH)
 
     def ended(self, trace: Trace, record: Record) -> None:
         """A request is over."""
@@ -46,3 +51,26 @@ class Traces:
         last = threading.Thread(target=self._queue.shutdown, daemon=True)
         last.start()
         await asyncio.to_thread(last.join, _LAST_S)
+
+
+class _Sender(SpanExporter):
+    """The collector. That it does not take spans is logged once, and so is the end of that."""
+
+    def __init__(self, url: str) -> None:
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it says so again and again
+        self._url = url
+        self._exporter = OTLPSpanExporter(url, timeout=_SEND_S)
+        self._failing = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._exporter.export(spans)
+        failed = result is not SpanExportResult.SUCCESS
+        if failed and not self._failing:
+            log.warning("collector_unreachable", extra={"collector": self._url})
+        elif self._failing and not failed:
+            log.info("collector_reachable", extra={"collector": self._url})
+        self._failing = failed
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]
