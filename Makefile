@@ -5,6 +5,8 @@ INSTALLED := .venv/.installed
 TEST := $(BIN)/pytest -m "not soak and not gpu"
 # What starts the whole service, or measures time, wants the machine for itself.
 ALONE := tests/loadtest tests/demo tests/e2e
+# Where benchmarks on GPUs keep models and adapters, some 100 GB: in memory if there is as much.
+MODELS ?= /tmp/lorikeet-models
 
 # Ray Serve reads these when its processes start, so they cannot be set inside serve_app.py.
 export RAY_SERVE_THROUGHPUT_OPTIMIZED ?= 1
@@ -14,7 +16,7 @@ export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH ?= lorikeet.serving.proxy:middl
 export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install serve test test-engine test-platform check soak test-gpu test-ceph bench-catalog bench-download bench-router bench-gateway bench-routing bench-fleet loadtest clean
+.PHONY: help install serve test test-engine test-platform check soak test-gpu test-ceph bench-catalog bench-download bench-router bench-gateway bench-routing bench-fleet bench-http bench-goodput loadtest clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -69,6 +71,12 @@ bench-gateway: $(INSTALLED)  ## what the gateway adds to a first token, and the 
 
 bench-fleet: $(INSTALLED)  ## the real service under the simulator's traffic, on paced engines
 	@$(BIN)/python -m loadtest.fleet
+
+bench-http: $(INSTALLED)  ## two GPUs through HTTP, beside what they do without a service
+	@$(BIN)/python -m loadtest.bench_http --folder $(MODELS) --json $(MODELS)/http.json
+
+bench-goodput: $(INSTALLED)  ## the most requests a second that a GPU serves well
+	@$(BIN)/python -m loadtest.bench_goodput --folder $(MODELS) --json $(MODELS)/goodput.json
 
 bench-catalog: $(INSTALLED)  ## what a catalog of a million adapters costs
 	@$(BIN)/python -m loadtest.bench_catalog

@@ -16,9 +16,11 @@ Where time goes is asked of the service, `GET /v1/requests/ID`, for the slowest 
 """
 
 import argparse
+import math
+import shutil
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
@@ -44,7 +46,10 @@ from lorikeet_engine.popularity import (
     poisson,
 )
 
+Row = dict[str, Any]
+
 TTFT_GOAL_MS, ITL_GOAL_MS = 1000.0, 50.0
+_OWN = "goodput"  # what is made anew each time
 _STEP = 1.5
 _EXPLAINED = 200  # requests of each rate, half of them the slowest
 _WARM_STREAMS = 64
@@ -82,7 +87,7 @@ class Traffic:
 
 def measure(
     server: Server, traffic: Traffic, rate_per_s: float, seed: int, given: argparse.Namespace
-) -> dict[str, Any]:
+) -> Row:
     """One rate."""
     lines = traffic.lines(rate_per_s, given.seconds, seed)
     with Cores() as cores:
@@ -112,26 +117,21 @@ def measure(
     }
 
 
-def search(server: Server, traffic: Traffic, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rates until the best is known to a step of a few per cent; prints each as it comes."""
-    rows: list[dict[str, Any]] = []
-    low, high, seeds = 0.0, 0.0, count(1)
-    rate = given.first_rate
-    print(_HEADING, flush=True)
-    while len(rows) < given.points:
-        rows.append(measure(server, traffic, rate, next(seeds), given))
-        print(_line(rows[-1]), flush=True)
-        if rows[-1]["good"]:
-            low = rate
-        else:
-            high = rate
-        rate = _STEP * rate if not high else round((low + high) / 2, 2)
+def search(measured: Callable[[float], Row], first_rate: float, points: int) -> list[Row]:
+    """So many rates: growing until one is too much, then between the best and the least bad."""
+    rows: list[Row] = []
+    low, high, rate = 0.0, math.inf, first_rate
+    while len(rows) < points:
+        rows.append(measured(rate))
+        low, high = (rate, high) if rows[-1]["good"] else (low, rate)
+        rate = _STEP * rate if high == math.inf else round((low + high) / 2, 2)
     return rows
 
 
 def main() -> int:
     """Measure and print; 1 if no rate was good or a client was late."""
     given = _arguments()
+    shutil.rmtree(given.folder / _OWN, ignore_errors=True)
     noted, variables = facts(given.commit), _variables(given)
     ranks = deal_ranks(given.adapters, given.ranks).tolist()
     stock = fill_catalog(Settings.from_env(variables), ranks, given.linears)
@@ -140,7 +140,15 @@ def main() -> int:
     with service(variables, given.proxy) as running:
         server = Server(running.url, stock.key, SHAPES[given.shape]["vocab_size"])
         _check(run(server, traffic.warm_up(), given.clients))
-        rows = search(server, traffic, given)
+        seeds = count(1)
+
+        def measured(rate_per_s: float) -> Row:
+            row = measure(server, traffic, rate_per_s, next(seeds), given)
+            print(_line(row), flush=True)
+            return row
+
+        print(_HEADING, flush=True)
+        rows = search(measured, given.first_rate, given.points)
     best = max((row["rate_per_s"] for row in rows if row["good"]), default=0.0)
     print(f"\ngoodput: {best:g} requests a second")
     _print_stages(rows, best)
@@ -214,19 +222,19 @@ def _variables(given: argparse.Namespace) -> dict[str, str]:
     model = write_model(given.folder, given.shape, given.device)
     return {
         "LORIKEET_BASE_MODELS": f"{given.shape}={model}",
-        "LORIKEET_CATALOG": str(given.folder / "goodput" / "catalog"),
-        "LORIKEET_CACHE_DIR": str(given.folder / "goodput" / "cache"),
+        "LORIKEET_CATALOG": str(given.folder / _OWN / "catalog"),
+        "LORIKEET_CACHE_DIR": str(given.folder / _OWN / "cache"),
         "LORIKEET_DEVICE": given.device,
         "LORIKEET_REPLICAS": "1",
         "LORIKEET_GATEWAYS": str(given.gateways),
-        "LORIKEET_CONTEXT": str(max(given.context, 16)),
+        "LORIKEET_CONTEXT": str(given.context),
         "LORIKEET_MAX_BATCH_TOKENS": str(given.batch_tokens),
         "LORIKEET_MAX_RUNNING": str(min(256, given.batch_tokens)),
         "LORIKEET_KV_MEMORY": given.kv,
         "LORIKEET_ADAPTER_GPU_MEMORY": given.gpu,
         "LORIKEET_ADAPTER_HOST_MEMORY": given.host,
         "LORIKEET_ADAPTER_DISK": given.disk,
-        **dict(setting.split("=", 1) for setting in given.set),
+        "LORIKEET_INTER_TOKEN_GOAL_MS": given.goal_ms,
     }
 
 
@@ -246,12 +254,12 @@ def _arguments() -> argparse.Namespace:
     add("--gateways", type=int, default=4, help="default 4")
     add("--clients", type=int, default=4, help="processes that ask; default 4")
     add("--proxy", choices=PROXIES, default="HAProxy")
-    add("--batch-tokens", type=int, default=1024, help="of one step; default 1024")
-    add("--kv", default="50GiB", help="KV cache; default 50GiB")
-    add("--gpu", default="20GiB", help="memory for adapters on the GPU; default 20GiB")
-    add("--host", default="32GiB", help="and on the host; default 32GiB")
-    add("--disk", default="64GiB", help="and on the disk; default 64GiB")
-    add("--set", nargs="*", default=[], metavar="LORIKEET_X=Y", help="more settings")
+    add("--batch-tokens", type=int, default=2048, help="of one step; default 2048")
+    add("--goal-ms", default="40", help="the service's inter-token goal; default 40")
+    add("--kv", default="40GiB", help="KV cache; default 40GiB")
+    add("--gpu", default="12GiB", help="memory for adapters on the GPU; default 12GiB")
+    add("--host", default="24GiB", help="and on the host; default 24GiB")
+    add("--disk", default="48GiB", help="and on the disk; default 48GiB")
     return parser.parse_args()
 
 

@@ -1,0 +1,99 @@
+"""Clients of the benchmarks on GPUs note when pieces come, and let no bad answer count."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from loadtest.real.client import Ask, Line, Server, prompt_of, run
+
+FIRST_S, GAP_S = 0.2, 0.05
+PROMPT, TOKENS = 5, 4
+
+
+def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
+    """As api/answers.py writes it: no spaces."""
+    return (
+        b"data: "
+        + json.dumps({"choices": choices, **more}, separators=(",", ":")).encode()
+        + b"\n\n"
+    )
+
+
+async def answer(body: dict[str, Any]) -> AsyncIterator[bytes]:
+    model, tokens = body["model"], body["max_tokens"]
+    made = tokens - 1 if model == "short" else tokens
+    for token in range(made):
+        await asyncio.sleep(GAP_S if token else FIRST_S)
+        last = token == made - 1
+        yield event([{"text": " x", "finish_reason": "length" if last else None}])
+        if model == "broken":
+            return
+    yield event([], usage={"prompt_tokens": len(body["prompt"]), "completion_tokens": made})
+    yield b"data: [DONE]\n\n"
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, Any]]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def server(seen: list[dict[str, Any]]) -> Iterator[Server]:
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = await request.json()
+        seen.append(body | {"at_s": time.monotonic()})
+        if body["model"] == "refused":
+            return JSONResponse({"error": {"code": "overloaded"}}, 503)
+        headers = {"x-lorikeet-residency": "host", "x-request-id": "1f", "x-lorikeet-replica": "r"}
+        return StreamingResponse(answer(body), media_type="text/event-stream", headers=headers)
+
+    running = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    thread = threading.Thread(target=running.run)
+    thread.start()
+    while not running.started:
+        time.sleep(0.01)
+    port = running.servers[0].sockets[0].getsockname()[1]
+    yield Server(f"http://127.0.0.1:{port}", "lk_x", vocabulary=100)
+    running.should_exit = True
+    thread.join()
+
+
+def ask(model: str, seed: int = 0) -> Ask:
+    return Ask(model, PROMPT, TOKENS, seed)
+
+
+def test_answers_are_timed_from_when_they_were_due_and_only_whole_ones_count(server, seen):
+    lines = [
+        Line(0.0, (ask("whole", 1), ask("whole", 2))),
+        Line(0.5, (ask("late"),)),
+        *(Line(0.0, (ask(model),)) for model in ("short", "broken", "refused")),
+    ]
+    answers = run(server, lines, processes=2)
+    found = {(one.ask.model, one.ask.seed): one for one in answers}
+    assert len(answers) == 6
+    first, second, late = found["whole", 1], found["whole", 2], found["late", 0]
+    for one in (first, second, late):
+        assert one.failure == ""
+        assert (one.residency, one.request_id, one.replica) == ("host", "1f", "r")
+        assert len(one.pieces_s) == TOKENS
+        assert FIRST_S <= one.pieces_s[0] - one.due_s < FIRST_S + 0.5
+        assert one.pieces_s[-1] - one.pieces_s[0] >= 0.9 * GAP_S * (TOKENS - 1)
+    assert second.due_s >= first.ended_s
+    assert late.due_s == 0.5 <= late.sent_s
+    assert "not 4 tokens" in found["short", 0].failure
+    assert "cut off" in found["broken", 0].failure
+    assert "503" in found["refused", 0].failure
+    (asked,) = (body for body in seen if body["model"] == "late")
+    assert asked["prompt"] == prompt_of(ask("late"), 100)
+    assert asked["max_tokens"] == TOKENS

@@ -1,0 +1,41 @@
+"""Random models and adapters are whole enough for the product, and no two adapters alike."""
+
+import pytest
+from tokenizers import Tokenizer
+
+from loadtest.real.adapters import TENANT, fill_catalog, image_bytes
+from loadtest.real.models import END, TINY, write_model
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.store import open_store
+from lorikeet.settings import Settings
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models"), "tiny", "cpu")
+
+
+def test_every_token_but_the_end_is_another_text(model):
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == TINY["vocab_size"]
+    words = [tokenizer.decode([token]) for token in range(256, TINY["vocab_size"] - 1)]
+    assert len(set(words)) == len(words)
+    assert all(words)
+    assert tokenizer.token_to_id(END) == TINY["vocab_size"] - 1
+    assert tokenizer.decode(tokenizer.encode("café at 9").ids) == "café at 9"
+
+
+def test_the_catalog_has_an_adapter_of_each_rank_and_no_two_alike(model, tmp_path):
+    settings = Settings(
+        catalog=str(tmp_path / "catalog"), base_models={"tiny": model}, device="cpu"
+    )
+    ranks, linears = [8, 16, 8, 16], ["q_proj", "v_proj"]
+    stock = fill_catalog(settings, ranks, linears)
+    catalog = AdapterCatalog(open_store(settings.catalog))
+    catalog.refresh()
+    kept = [catalog.ask(lambda state, n=n: state.adapter(TENANT, f"a{n}")) for n in range(4)]
+    assert [record.versions[0].max_rank for record in kept] == ranks
+    assert [record.versions[0].digest for record in kept] == [ref.digest for ref in stock.refs]
+    assert len({ref.digest for ref in stock.refs}) == 4
+    assert kept[1].versions[0].image_bytes == image_bytes("tiny", 16, "cpu", linears)
+    assert catalog.store.size(f"blobs/{stock.refs[0].digest[:2]}/{stock.refs[0].digest}") > 0
