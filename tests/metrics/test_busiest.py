@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 from lorikeet.metrics.busiest import OTHER, ROUND_S, Busiest
-from lorikeet.metrics.many import ManyCounter
+from lorikeet.metrics.names import NamedCounter
 
 
 class Watched:
@@ -12,7 +12,7 @@ class Watched:
 
     def __init__(self, most: int) -> None:
         self.now = 0.0
-        self.counter = ManyCounter("requests_total", "Requests.", ("name",))
+        self.counter = NamedCounter("requests_total", "Requests.", ("name",))
         self.busiest = Busiest(most, self.counter.drop, lambda: self.now)
         self.increase: Counter[str] = Counter()
         self.last: dict[str, float] = {}
@@ -23,7 +23,7 @@ class Watched:
         return shown
 
     def scrape(self) -> dict[str, float]:
-        (family,) = self.counter.collect()
+        family = self.counter.collect()
         values = {sample.labels["name"]: sample.value for sample in family.samples}
         for name, value in values.items():
             before = self.last.get(name, 0)

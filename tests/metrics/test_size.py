@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from lorikeet.api.peers import Peers, Poll
-from lorikeet.metrics.gateway import OUTCOMES, Ended, GatewayMetrics
+from lorikeet.metrics.busiest import MORE
+from lorikeet.metrics.ended import OUTCOMES, Ended
+from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.metrics.page import Page, render
 from lorikeet.metrics.replica import replica_metrics
 from lorikeet_engine.counts import LOAD_S, Distribution
@@ -86,6 +89,19 @@ def test_a_scrape_of_a_large_service_is_small_and_quick(tmp_path: Path) -> None:
     assert scraped.total("lorikeet_adapter_requests_total") == GATEWAYS * 0.8 * ADAPTERS
     assert scraped.total("lorikeet_tenant_requests_total") == GATEWAYS * ADAPTERS
     check_with_promtool(page)
+
+
+@pytest.mark.parametrize("gateways", [1, 3])
+def test_rays_exporter_can_show_all_series_that_the_gateways_of_a_node_have(gateways: int) -> None:
+    metrics = GatewayMetrics(gateways)
+    for n, outcome in itertools.product(range(TENANTS), OUTCOMES):
+        tenant, tokens = f"t{n}", (1, 2, 3) if outcome == "finished" else None
+        metrics.ended(Ended(outcome, tenant, "tiny", f"{tenant}/a", "gpu", tokens=tokens))
+    counted = {metric.name: len(metric.samples) for metric in metrics.collect_for_ray()}
+    assert 1_500 <= gateways * counted["lorikeet_tenant_requests"] <= 2_000 / MORE
+    assert gateways * max(counted.values()) <= 2_000 / MORE
+    (requests,) = (m for m in metrics.collect_for_ray() if m.name == "lorikeet_tenant_requests")
+    assert sum(sample.value for sample in requests.samples) == TENANTS * len(OUTCOMES)
 
 
 def _scrapes(gateway: Gateway, times: int) -> Iterable[tuple[float, bytes]]:

@@ -11,7 +11,8 @@ from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Gate
 from lorikeet.api.services import Services
 from lorikeet.api.trace import Record, Trace, Try
-from lorikeet.metrics.gateway import NO_ADAPTER, Ended, GatewayMetrics
+from lorikeet.metrics.ended import NO_ADAPTER, Ended
+from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.metrics.page import CONTENT_TYPE, Page, join, render
 from lorikeet_engine.adapter import Residency
 

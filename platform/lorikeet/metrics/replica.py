@@ -11,7 +11,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.utils import floatToGoString
 
-from lorikeet.metrics.gateway import NO_ADAPTER
+from lorikeet.metrics.ended import NO_ADAPTER
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.counts import Distribution, EngineCounts
 

@@ -184,7 +184,7 @@ class Gateway:
             self._admin_door = AdminDoor(settings.admin_address)
 
     async def _measured(self) -> Iterable[Metric]:
-        return self._services.metrics.collect()
+        return self._services.metrics.collect_for_ray()
 
     async def answer_peer(self, asker: str, question: str, *arguments: Any) -> list[Any]:
         """What another gateway wants to know."""
