@@ -276,6 +276,23 @@ def test_packages_that_are_too_old_or_not_there(
     assert "pip install" in fault.cure
 
 
+def test_nothing_to_compile_kernels_with(
+    patient: Patient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.doctor.gpus.lacks", lambda requirement: None)
+    bare = {"PATH": str(tmp_path), "HOME": str(tmp_path), "CC": "", "CXX": ""}
+    on_gpus = gpus(2) | {"more": bare}
+    (fault,) = faults(patient.examined("kernels", **on_gpus))
+    assert fault.verdict is PROBLEM
+    assert "no C compiler, no C++ compiler" in fault.found
+    assert "g++" in fault.cure
+    kernel = tmp_path / ".cache" / "flashinfer" / "0.6" / "90a" / "cached_ops" / "k" / "k.so"
+    kernel.parent.mkdir(parents=True)
+    kernel.touch()
+    (fault,) = faults(patient.examined("kernels", **on_gpus))
+    assert fault.found.endswith("no C compiler")
+
+
 @pytest.mark.parametrize("door", ["tenants' door", "admin door"])
 def test_a_port_that_is_taken(patient: Patient, door: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -12,7 +12,6 @@ from lorikeet.doctor.versions import lacks, requirement_of_extra
 
 _FLASHINFER = "flashinfer-python"
 _PREBUILT = "flashinfer_jit_cache"
-_COMPILERS = ("cc", "gcc", "clang")
 
 
 def check_gpus(site: Site) -> Iterator[Finding]:
@@ -38,24 +37,23 @@ def check_gpus(site: Site) -> Iterator[Finding]:
 
 
 def check_kernels(site: Site) -> Iterator[Finding]:
-    """FlashInfer and the compilers it and Triton need, where engines run on CUDA here."""
+    """FlashInfer, and what it and Triton compile with, where engines run on CUDA here."""
     if site.device == "cpu" or site.gpu_memory:
         return
-    path = site.environ.get("PATH")
     wanted = requirement_of_extra(_FLASHINFER, "cuda")
     lack = lacks(wanted) if wanted else None
     if lack is not None:
         yield problem("kernels", lack, "pip install --editable '.[cuda]'")
-    elif not _prebuilt(site) and not _nvcc(site):
+        return
+    missing = list(_missing_tools(site))
+    if missing:
         yield problem(
             "kernels",
-            "FlashInfer compiles its kernels at its first start, and there is no nvcc",
-            "install CUDA's toolkit and set CUDA_HOME, or `pip install flashinfer-jit-cache`",
+            f"they are compiled at the first start, and there is no {', no '.join(missing)}",
+            "apt-get install g++, and CUDA's toolkit with CUDA_HOME set to its folder",
         )
     else:
-        yield ok("kernels", "FlashInfer is there, with its kernels or nvcc")
-    if not any(shutil.which(name, path=path) for name in (*_COMPILERS, site.environ.get("CC", ""))):
-        yield problem("kernels", "Triton needs a C compiler", "apt-get install gcc libc6-dev")
+        yield ok("kernels", "FlashInfer is there, and what kernels are compiled with")
 
 
 def _check_unused(cuda: Cuda, *, asked: bool) -> Iterator[Finding]:
@@ -115,19 +113,30 @@ def _cure(gpus: int, models: int) -> str:
     return f"LORIKEET_REPLICAS={gpus // models}, or more GPUs: engines without one wait for ever"
 
 
+def _missing_tools(site: Site) -> Iterator[str]:
+    """Triton needs a C compiler; FlashInfer more, unless its kernels are there."""
+    if not _finds(site, site.environ.get("CC", ""), "cc", "gcc", "clang"):
+        yield "C compiler"
+    if _prebuilt(site):
+        return
+    if not _finds(site, site.environ.get("CXX", ""), "c++", "g++", "clang++"):
+        yield "C++ compiler"
+    homes = [site.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
+    folders = (Path(home) for home in (*homes, "/usr/local/cuda") if home)
+    if not _finds(site, "nvcc", *(str(folder / "bin" / "nvcc") for folder in folders)):
+        yield "nvcc"
+
+
+def _finds(site: Site, *programs: str) -> bool:
+    path = site.environ.get("PATH")
+    return any(shutil.which(program, path=path) for program in programs if program)
+
+
 def _prebuilt(site: Site) -> bool:
-    """Whether kernels are there, from a package or from an earlier start."""
-    if importlib.util.find_spec(_PREBUILT):
-        return True
+    """Whether FlashInfer's kernels are there, from a package or from an earlier start."""
     home = site.environ.get("FLASHINFER_WORKSPACE_BASE") or site.environ.get("HOME", "/")
-    return any((Path(home) / ".cache" / "flashinfer").glob("*/*/cached_ops/**/*.so"))
-
-
-def _nvcc(site: Site) -> bool:
-    homes = [site.environ.get("CUDA_HOME", ""), site.environ.get("CUDA_PATH", "")]
-    places = [Path(home) / "bin" / "nvcc" for home in (*homes, "/usr/local/cuda") if home]
-    found = shutil.which("nvcc", path=site.environ.get("PATH"))
-    return found is not None or any(place.exists() for place in places)
+    built = (Path(home) / ".cache" / "flashinfer").rglob("*.so")
+    return importlib.util.find_spec(_PREBUILT) is not None or any(built)
 
 
 def _shown(version: Version) -> str:
