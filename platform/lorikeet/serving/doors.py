@@ -22,7 +22,7 @@ from lorikeet.settings import Address
 
 log = logging.getLogger(__name__)
 
-_LAST_REQUESTS_S = 30  # what runs when the gateway ends may take so long to finish
+_LAST_REQUESTS_S = 20  # what runs when the gateway ends may take so long to finish
 
 
 class PublicDoor:
