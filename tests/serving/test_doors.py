@@ -18,6 +18,8 @@ from lorikeet.serving.doors import AdminDoor, PublicDoor
 from lorikeet.settings import Address
 from tests.api.conftest import listening
 
+# Each request comes on a connection of its own, or would stay with the gateway it met first.
+CLIENT = httpx.Client(headers={"connection": "close"}, timeout=30)
 PUBLIC = ("/healthz", "/v1/models", "/v1/a/b")
 NOT_PUBLIC = (
     "/", "/v1", "/v1x", "/admin", "/admin/v1/status", "/metrics", "/ui", "/docs", "/openapi.json",
@@ -60,7 +62,7 @@ def gateway(name: str, address: Address) -> Iterator[str]:
 @pytest.mark.parametrize("path", PUBLIC)
 def test_tenants_reach_their_api(path: str, address: Address) -> None:
     with gateway("a", address) as public:
-        assert httpx.get(public + path).json()["name"] == "a"
+        assert CLIENT.get(public + path).json()["name"] == "a"
 
 
 def test_tenants_reach_nothing_else(address: Address) -> None:
@@ -83,7 +85,7 @@ def raw_get(url: str, path: str) -> tuple[int, bytes, list[str]]:
 def test_the_admin_door_serves_everything(address: Address) -> None:
     with gateway("a", address):
         for path in (*PUBLIC, "/admin/v1/status", "/metrics", "/ui"):
-            answer = httpx.get(f"http://{address}{path}")
+            answer = CLIENT.get(f"http://{address}{path}")
             assert answer.json()["name"] == "a"
             assert len(answer.headers.get_list("x-request-id")) == 1
 
@@ -101,13 +103,13 @@ def test_a_path_below_a_prefix_is_judged_without_it(address: Address) -> None:
 def test_nobody_is_let_in_before_the_start_or_after_the_end(address: Address) -> None:
     door = AdminDoor(address)
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"http://{address}/")
+        CLIENT.get(f"http://{address}/")
     app = application("a")
     door.open_with(app)
     with listening(PublicDoor(app)):
-        assert httpx.get(f"http://{address}/").is_success
+        assert CLIENT.get(f"http://{address}/").is_success
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"http://{address}/")
+        CLIENT.get(f"http://{address}/")
 
 
 def test_a_taken_address_says_what_to_change(address: Address) -> None:
@@ -120,13 +122,13 @@ def test_a_taken_address_says_what_to_change(address: Address) -> None:
 
 def test_an_address_of_another_machine_is_refused(address: Address) -> None:
     with pytest.raises(InvalidSetting, match="another address of this machine"):
-        AdminDoor(Address("192.0.2.1", address.port))
+        AdminDoor(Address("198.51.100.1", address.port))
 
 
 def test_gateways_of_one_host_share_the_address(address: Address) -> None:
     with ExitStack() as second, gateway("a", address):
         second.enter_context(gateway("b", address))
-        names = {httpx.get(f"http://{address}/").json()["name"] for _ in range(24)}
+        names = {CLIENT.get(f"http://{address}/").json()["name"] for _ in range(24)}
         assert names == {"a", "b"}
 
 
@@ -136,13 +138,13 @@ def test_what_a_gateway_has_begun_it_ends_and_its_successor_takes_the_rest(
     url, ended = f"http://{address}/?wait_s=1", []
     with ExitStack() as second:
         with gateway("a", address):
-            asked = threading.Thread(target=lambda: ended.append(httpx.get(url).json()["name"]))
+            asked = threading.Thread(target=lambda: ended.append(CLIENT.get(url).json()["name"]))
             asked.start()
             until_connected(address)
             second.enter_context(gateway("b", address))
         asked.join()
         assert ended == ["a"]
-        assert {httpx.get(f"http://{address}/").json()["name"] for _ in range(16)} == {"b"}
+        assert {CLIENT.get(f"http://{address}/").json()["name"] for _ in range(16)} == {"b"}
 
 
 def until_connected(address: Address) -> None:
@@ -158,7 +160,7 @@ def until_connected(address: Address) -> None:
 
 def test_large_bodies_come_through(address: Address) -> None:
     with gateway("a", address):
-        answer = httpx.put(f"http://{address}/admin/v1/upload", content=bytes(16 << 20))
+        answer = CLIENT.put(f"http://{address}/admin/v1/upload", content=bytes(16 << 20))
     assert answer.json()["bytes"] == 16 << 20
 
 
@@ -169,4 +171,4 @@ def test_an_address_may_be_of_ipv6(address: Address) -> None:
     except OSError:
         pytest.skip("this machine has no IPv6")
     with gateway("a", six):
-        assert httpx.get(f"http://{six}/metrics").json()["name"] == "a"
+        assert CLIENT.get(f"http://{six}/metrics").json()["name"] == "a"
