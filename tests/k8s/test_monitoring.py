@@ -13,8 +13,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from k8s.monitoring.dashboard import ROWS, dashboard
+from k8s.monitoring.dashboard import dashboard
 from k8s.monitoring.make import HERE, made
+from k8s.monitoring.panels import ROWS
 from lorikeet.api.messages import Call, Refusal
 from lorikeet.metrics.controller import Replicas, controller_metrics
 from lorikeet.metrics.page import Page, render

@@ -1,0 +1,244 @@
+"""What the dashboard shows: rows of panels, a panel's curves, a curve's query.
+
+Units are Grafana's. $base_model and $__rate_interval are filled in by Grafana.
+"""
+
+from typing import NamedTuple
+
+_MODEL = 'base_model=~"$base_model"'
+
+
+class Curve(NamedTuple):
+    """A query and the legend of each series that it finds."""
+
+    query: str
+    legend: str
+
+
+class Panel(NamedTuple):
+    """Curves over time. stacked: their sum means something. top: of the unit, if it has one."""
+
+    title: str
+    unit: str
+    curves: tuple[Curve, ...]
+    told: str = ""
+    stacked: bool = False
+    top: float | None = None
+
+
+def rate(metric: str, by: str, where: str = _MODEL) -> str:
+    """A second, summed."""
+    return f"sum by ({by}) (rate({metric}{{{where}}}[$__rate_interval]))"
+
+
+def quantile(share: float, metric: str, by: str = "") -> str:
+    """Of a histogram."""
+    labels = ", ".join(filter(None, ("le", by)))
+    return f"histogram_quantile({share}, {rate(f'{metric}_bucket', labels)})"
+
+
+def mean(metric: str) -> str:
+    """Of a histogram."""
+    return f"{rate(f'{metric}_sum', 'base_model')} / {rate(f'{metric}_count', 'base_model')}"
+
+
+def gauge(metric: str, by: str, where: str = _MODEL) -> str:
+    """Now, summed."""
+    return f"sum by ({by}) ({metric}{{{where}}})"
+
+
+def both(metric: str, by: str = "") -> tuple[Curve, ...]:
+    """p50 and p99 of a histogram."""
+    legend = f" {{{{{by}}}}}" if by else ""
+    return tuple(
+        Curve(quantile(share, metric, by), f"p{round(100 * share)}{legend}")
+        for share in (0.5, 0.99)
+    )
+
+
+def top(metric: str, name: str) -> tuple[Curve, ...]:
+    """The ten that have most of it."""
+    return (Curve(f"topk(10, {rate(metric, name, '')})", f"{{{{{name}}}}}"),)
+
+
+ROWS: dict[str, tuple[Panel, ...]] = {
+    "What clients see": (
+        Panel(
+            "Time to first token, by where the adapter was",
+            "s",
+            both("lorikeet_ttft_seconds", "residency"),
+            "Goal: 99% within 1 s.",
+        ),
+        Panel(
+            "Time between tokens, by where the adapter was",
+            "s",
+            both("lorikeet_inter_token_seconds", "residency"),
+            "Goal: 99% within 50 ms.",
+        ),
+        Panel(
+            "Wait for a turn, by where the adapter was",
+            "s",
+            both("lorikeet_queue_seconds", "residency"),
+            "In the engine, its adapter's coming aside.",
+        ),
+        Panel(
+            "Requests",
+            "reqps",
+            (Curve(rate("lorikeet_requests_total", "outcome"), "{{outcome}}"),),
+            stacked=True,
+        ),
+        Panel(
+            "Tokens",
+            "tokens/s",
+            (Curve(rate("lorikeet_tokens_total", "kind"), "{{kind}}"),),
+            "Of prompts; those of them that were found in the KV cache; made.",
+        ),
+        Panel(
+            "Refusals and failures, by code",
+            "reqps",
+            (Curve(rate("lorikeet_refusals_total", "code"), "{{code}}"),),
+            stacked=True,
+        ),
+    ),
+    "Adapters": (
+        Panel(
+            "Found where they were wanted",
+            "percentunit",
+            (
+                Curve(
+                    rate("lorikeet_adapter_lookups_total", "found")
+                    + " / ignoring (found) group_left "
+                    + f"sum(rate(lorikeet_adapter_lookups_total{{{_MODEL}}}[$__rate_interval]))",
+                    "{{found}}",
+                ),
+            ),
+            "gpu is the hit rate.",
+            stacked=True,
+            top=1,
+        ),
+        Panel(
+            "Resident",
+            "short",
+            (Curve(gauge("lorikeet_adapters", "tier"), "{{tier}}"),),
+            "Of all replicas together; a disk that several share counts for each.",
+        ),
+        Panel(
+            "Room in use",
+            "percentunit",
+            (
+                Curve(
+                    gauge("lorikeet_adapter_bytes", "tier")
+                    + " / "
+                    + gauge("lorikeet_adapter_capacity_bytes", "tier"),
+                    "{{tier}}",
+                ),
+            ),
+            top=1,
+        ),
+        Panel(
+            "Loads, by where from",
+            "ops",
+            (
+                Curve(rate("lorikeet_adapter_loads_total", "source"), "{{source}}"),
+                Curve(rate("lorikeet_adapter_load_failures_total", "base_model"), "failed"),
+            ),
+            stacked=True,
+        ),
+        Panel(
+            "A load's time, by where from",
+            "s",
+            both("lorikeet_adapter_load_seconds", "source"),
+        ),
+        Panel(
+            "Evictions, by tier",
+            "ops",
+            (Curve(rate("lorikeet_adapter_evictions_total", "tier"), "{{tier}}"),),
+            stacked=True,
+        ),
+    ),
+    "Engines": (
+        Panel(
+            "Sequences of a step",
+            "short",
+            (*both("lorikeet_step_sequences"), Curve(mean("lorikeet_step_sequences"), "mean")),
+        ),
+        Panel(
+            "Distinct adapters of a step",
+            "short",
+            (*both("lorikeet_step_adapters"), Curve(mean("lorikeet_step_adapters"), "mean")),
+        ),
+        Panel("A step's time", "s", both("lorikeet_step_seconds")),
+        Panel(
+            "KV pages in use, by replica",
+            "percentunit",
+            (
+                Curve(
+                    gauge("lorikeet_kv_pages", "replica", f'state="used", {_MODEL}')
+                    + " / "
+                    + gauge("lorikeet_kv_pages", "replica", f'state="total", {_MODEL}'),
+                    "{{replica}}",
+                ),
+            ),
+            top=1,
+        ),
+        Panel(
+            "Preemptions, by replica",
+            "ops",
+            (Curve(rate("lorikeet_preemptions_total", "replica"), "{{replica}}"),),
+            "Sequences that gave up their KV pages and are computed anew.",
+        ),
+        Panel(
+            "Sequences",
+            "short",
+            (Curve(gauge("lorikeet_sequences", "state"), "{{state}}"),),
+            stacked=True,
+        ),
+    ),
+    "Who": (
+        Panel("Requests of tenants", "reqps", top("lorikeet_tenant_requests_total", "tenant")),
+        Panel("Tokens of tenants", "tokens/s", top("lorikeet_tenant_tokens_total", "tenant")),
+        Panel("Requests for adapters", "reqps", top("lorikeet_adapter_requests_total", "adapter")),
+    ),
+    "Control": (
+        Panel(
+            "Replicas",
+            "short",
+            (
+                Curve(
+                    f"max by (base_model, state) (lorikeet_replicas{{{_MODEL}}})",
+                    "{{base_model}} {{state}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Pins",
+            "short",
+            (
+                Curve(gauge("lorikeet_pins", "standing", ""), "{{standing}}"),
+                Curve(gauge("lorikeet_pins_unmet", "reason", ""), "unmet: {{reason}}"),
+            ),
+        ),
+        Panel(
+            "Age of the catalog",
+            "s",
+            (Curve("max by (gateway) (lorikeet_catalog_age_seconds)", "{{gateway}}"),),
+            "Since the store last answered.",
+        ),
+        Panel(
+            "Open requests, by gateway",
+            "short",
+            (Curve(gauge("lorikeet_open_requests", "gateway", ""), "{{gateway}}"),),
+            stacked=True,
+        ),
+        Panel(
+            "Requests that were sent to another replica",
+            "reqps",
+            (Curve(rate("lorikeet_retries_total", "gateway", ""), "{{gateway}}"),),
+        ),
+        Panel(
+            "The controller's survey of replicas",
+            "s",
+            (Curve("max(lorikeet_controller_survey_seconds)", "last"),),
+        ),
+    ),
+}
