@@ -255,13 +255,10 @@ function dashes(pen, x, y, w, h, colour) {
 }
 
 function caption(pen, x, y, w, h, block, ink, ground) {
-  pen.save();
-  pen.beginPath();
-  pen.rect(x, y, w, h);
-  pen.clip();
   pen.font = "600 11px system-ui, sans-serif";
   pen.textBaseline = "middle";
   pen.fillStyle = block.leases ? ground : ink;
-  pen.fillText(block.short, x + 6, y + h / 2 + (block.pinned ? 2 : 0));
-  pen.restore();
+  let name = block.short;
+  while (name.length > 2 && pen.measureText(name).width > w - 10) name = `${name.slice(0, -2)}…`;
+  pen.fillText(name, x + 5, y + h / 2 + (block.pinned ? 2 : 0));
 }
