@@ -57,6 +57,7 @@ def proxied(trouble: Trouble) -> Iterator[None]:
     upstream = os.environ["AWS_ENDPOINT_URL_S3"].removeprefix("http://")
     handler = type("Handler", (Proxy,), {"upstream": upstream, "trouble": staticmethod(trouble)})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True  # clients may keep their connections open
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:

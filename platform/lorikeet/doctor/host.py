@@ -39,17 +39,18 @@ def this_host() -> Host:
 
 
 def _memory() -> tuple[int, int]:
-    total = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if _MEMINFO.exists():
-        found = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text())
-        available = int(found[1]) << 10 if found else total
-    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    kib = _number(_MEMINFO, r"MemAvailable:\s+(\d+)")
+    available = total if kib is None else kib << 10
+    limit = _number(_CGROUP / "memory.max", r"(\d+)")
     if limit is None or limit >= total:
         return total, available
-    return limit, min(available, limit - (used or 0))
+    used = _number(_CGROUP / "memory.current", r"(\d+)") or 0
+    cached = _number(_CGROUP / "memory.stat", r"inactive_file (\d+)") or 0  # given back when asked
+    return limit, min(available, limit - used + cached)
 
 
-def _number(file: Path) -> int | None:
-    """None where there is no such file or no number in it: no limit."""
-    text = file.read_text().strip() if file.exists() else ""
-    return int(text) if text.isdecimal() else None
+def _number(file: Path, pattern: str) -> int | None:
+    """None where there is no such file or no such number in it."""
+    found = re.search(pattern, file.read_text()) if file.exists() else None
+    return int(found[1]) if found else None
