@@ -80,6 +80,9 @@ ADMINS: set[Route] = {
 }
 """Under /admin/v1."""
 
+SCRAPED: set[Route] = {("GET", "/metrics")}
+"""For admins' keys too; tests/metrics asks it with every kind."""
+
 HIDDEN = ("acme/support", "acme/support@1", "acme/support@prod")
 """What globex must not find."""
 
@@ -209,7 +212,7 @@ def filled(path: str, keys: Keys) -> str:
 def test_every_route_is_in_the_matrix(unchanged: Gateway) -> None:
     there = routes_of(Services(unchanged.catalog, {}, LIMITS, ReplayEngines()))
     admins = {(method, f"/admin/v1{path}") for method, path in ADMINS}
-    assert there == OPEN | TENANTS.keys() | admins
+    assert there == OPEN | TENANTS.keys() | admins | SCRAPED
 
 
 def test_every_command_is_in_the_matrix() -> None:
