@@ -13,8 +13,10 @@ from typing import NamedTuple
 import boto3
 import pytest
 
+from lorikeet.api.body import MAX_JSON_BYTES
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
+from lorikeet.doctor import environment, versions
 from lorikeet.doctor.cuda import Cuda
 from lorikeet.doctor.finding import Verdict
 from tests.doctor.conftest import GIB, H100, HOST, Patient, faults
@@ -265,8 +267,6 @@ def test_packages_that_are_too_old_or_not_there(
     patient: Patient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = {"ray": "2.59.0", "torch": None}
-    from lorikeet.doctor import versions
-
     known = versions._version
     monkeypatch.setattr(versions, "_version", lambda name: installed.get(name, known(name)))
     (fault,) = faults(patient.examined("versions"))
@@ -394,6 +394,16 @@ def test_a_check_that_breaks_stops_no_other(patient: Patient) -> None:
     findings = patient.examined("host memory", "limits", "versions", host=None)
     assert [finding.verdict for finding in findings] == [OK, PROBLEM, PROBLEM]
     assert "could not be looked at" in findings[1].found
+
+
+def test_settings_that_contradict_are_told_once(patient: Patient) -> None:
+    names = ("settings", "base models", "memory", "host memory", "catalog")
+    found = faults(patient.examined(*names, **variable("MAX_BATCH_TOKENS", "8")))
+    assert [fault.check for fault in found] == ["settings"]
+
+
+def test_ray_is_told_to_carry_the_largest_request() -> None:
+    assert environment.LARGEST_CALL == 2 * MAX_JSON_BYTES
 
 
 def test_a_bad_setting_leaves_what_needs_none(patient: Patient) -> None:

@@ -43,13 +43,13 @@ def _check_sizes(site: Site, versions: list[VersionRecord]) -> Iterator[Finding]
         name = version.base_model
         largest[name] = max(largest.get(name, 0), version.image_bytes)
     for name, size in largest.items():
-        plan, arena = site.plans[name], site.settings.adapter_host_memory
-        found = f"the largest adapter of {name} takes {shown(size)}"
+        plan, arena = site.plans.get(name), site.settings.adapter_host_memory
+        found, wanted = f"the largest adapter of {name} takes {shown(size)}", (size >> 18) + 1
         if size > arena:
-            cure = f"LORIKEET_ADAPTER_HOST_MEMORY={4 * size >> 20}MiB"
+            cure = f"LORIKEET_ADAPTER_HOST_MEMORY={wanted}MiB holds four such"
             yield problem("adapters", f"{found}, the host arena has {shown(arena)}", cure)
-        if not isinstance(plan, EngineError) and size > plan.slot_pool:
-            cure = f"LORIKEET_ADAPTER_GPU_MEMORY={4 * size >> 20}MiB"
+        if plan and not isinstance(plan, EngineError) and size > plan.slot_pool:
+            cure = f"LORIKEET_ADAPTER_GPU_MEMORY={wanted}MiB holds four such"
             yield problem("adapters", f"{found}, the slot pool has {shown(plan.slot_pool)}", cure)
 
 

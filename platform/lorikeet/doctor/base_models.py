@@ -16,10 +16,10 @@ _POINTER = b"version https://git-lfs"
 def check_base_models(site: Site) -> Iterator[Finding]:
     """Each folder: config, weights, tokenizer, chat template."""
     for name, folder in site.settings.base_models.items():
-        check, plan = f"base model {name}", site.plans[name]
+        check, plan = f"base model {name}", site.plans.get(name)
         if isinstance(plan, ModelError):
             yield problem(check, plan.message, _cure(folder, str(plan.fields.get("field"))))
-        else:
+        elif plan is not None:
             yield _check_dtype(check, folder, site.engine_settings(name).dtype)
         if folder.is_dir():
             yield _check_text(check, folder)

@@ -10,7 +10,7 @@ from lorikeet_engine.errors import SettingsError
 
 CALLBACK = "lorikeet.serving.proxy:middlewares"
 LARGEST_CALL = 16 * 2**20
-"""Twice the JSON that a gateway takes."""
+"""Bytes: twice the JSON that a gateway takes."""
 
 
 def check_settings(site: Site) -> Iterator[Finding]:

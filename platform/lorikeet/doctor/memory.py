@@ -52,12 +52,12 @@ def _judge(check: str, plan: "MemoryPlan", device: str) -> Finding:
 
 
 def _cure(device: str) -> str:
-    less = (
-        "set LORIKEET_CONTEXT lower, LORIKEET_ADAPTER_GPU_MEMORY or LORIKEET_KV_MEMORY to a share "
-        "such as 10% or 90%"
+    larger = "a GPU with more memory" if device == "cuda" else "a machine with more memory"
+    return (
+        "give adapters and KV shares (LORIKEET_ADAPTER_GPU_MEMORY=10%, LORIKEET_KV_MEMORY=90%), "
+        "lower LORIKEET_CONTEXT or LORIKEET_MAX_BATCH_TOKENS, set LORIKEET_DTYPE=bfloat16, or use "
+        f"a smaller model or {larger}"
     )
-    larger = "a GPU with more memory" if device == "cuda" else "more memory"
-    return f"{less}; or LORIKEET_DTYPE=bfloat16, a smaller model, or {larger}"
 
 
 def check_host_memory(site: Site) -> Iterator[Finding]:

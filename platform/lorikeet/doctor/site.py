@@ -1,6 +1,7 @@
 """What is about to be started, and where."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from lorikeet.doctor.cuda import Cuda, find_cuda
 from lorikeet.doctor.host import Host, this_host
 from lorikeet.errors import InvalidSetting
 from lorikeet.settings import Settings
-from lorikeet_engine.errors import EngineError
+from lorikeet_engine.errors import EngineError, SettingsError
 
 if TYPE_CHECKING:
     from lorikeet_engine.engine_settings import EngineSettings
@@ -83,15 +84,21 @@ class Site:
 
     @cached_property
     def plans(self) -> Mapping[str, "MemoryPlan | EngineError"]:
-        """What engines would take of their device, by base model, or why they would not start."""
-        return {name: self._plan(name) for name in self.settings.base_models}
+        """What engines would take of their device, by base model, or why they would not start.
 
-    def _plan(self, base_model: str) -> "MemoryPlan | EngineError":
+        A base model whose settings contradict one another is left out.
+        """
+        found: dict[str, MemoryPlan | EngineError] = {}
+        for name in self.settings.base_models:
+            with suppress(SettingsError):
+                found[name] = self._plan(self.engine_settings(name))
+        return found
+
+    def _plan(self, settings: "EngineSettings") -> "MemoryPlan | EngineError":
         from lorikeet_engine.memory_plan import plan_memory
         from lorikeet_engine.models import rehearse_load
 
         try:
-            settings = self.engine_settings(base_model)
             config, weights = rehearse_load(
                 settings.model, settings.torch_dtype, settings.max_context
             )
