@@ -9,10 +9,11 @@ export function bytes(count) {
   return `${unit === 0 || count >= 100 ? count.toFixed(0) : count.toFixed(1)} ${UNITS[unit]}`;
 }
 
-/** "5.1 of 8.0 GiB": both in the larger one's unit. */
+/** "5.1 of 8.0 GiB": both in the larger one's unit, unless that makes the other too small. */
 export function bytesOf(used, total) {
   const unit = Math.max(0, Math.min(4, Math.floor(Math.log2(Math.max(1, total)) / 10)));
   const [few, all] = [used, total].map((count) => count / 1024 ** unit);
+  if (used && few < 1) return `${bytes(used)} of ${bytes(total)}`;
   const digits = all >= 100 || unit === 0 ? 0 : 1;
   return `${few.toFixed(digits)} of ${all.toFixed(digits)} ${UNITS[unit]}`;
 }
