@@ -11,11 +11,9 @@ FILE = re.compile(r"[0-9a-f]{64}(\.[0-9a-f]{16})?")
 
 
 class DiskStock:
-    """The files of the last listing. Nobody writes to a file that has its name, so each is measured
-    once: a folder of 100,000 costs a listing, not 100,000 questions.
+    """The files of the last listing, each measured once: nobody writes to one that has its name.
 
-    For one thread; adapters and bytes may be read by any. adapters: with a usable file. bytes: of
-    all files.
+    For one thread; adapters, which have a usable file, and bytes, of all files, are for any.
     """
 
     def __init__(self, folder: Path, usable: Callable[[str], bool]) -> None:

@@ -50,4 +50,6 @@ async def export_forever(
             if repr(error) != failure:
                 log.warning("metrics_not_exported", extra={"error": repr(error)})
             failure = repr(error)
+        else:
+            failure = ""
         await asyncio.sleep(EXPORT_S)

@@ -1,0 +1,53 @@
+"""Pins by how they stand, those that do not hold by why, and replicas."""
+
+from lorikeet.metrics.controller import Replicas, controller_metrics
+from lorikeet.metrics.page import join, render
+from lorikeet.placement.plan import place_pins
+from lorikeet.placement.promises import Promise, Promises
+from lorikeet.placement.standing import standings
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.request import AdapterReport
+from tests.metrics.scraping import Scraped, check_with_promtool
+from tests.placement.given import promise, ref, report
+
+HELD, COMING = ref("held"), ref("coming")
+REPORTS = [
+    report("r0", gpu=30, adapters=(AdapterReport(HELD, Residency.GPU, 10, 0, pinned=True),)),
+    report("r1", gpu=30),
+]
+
+
+def test_pins_are_counted_by_how_they_stand_and_why_not_all_hold() -> None:
+    nothing = promise(ref("nothing"))
+    pins = (
+        promise(HELD, replicas=1),
+        promise(COMING, created=1.0),
+        Promise(nothing.pin, ()),
+        promise(ref("poor", "globex"), created=2.0),
+        promise(ref("many"), created=3.0, replicas=3),
+        # the last two have the same reason twice, and two reasons
+        promise(ref("large"), ref("larger"), created=4.0, size=1000),
+        promise(ref("a", "initech"), ref("b", "initech"), created=5.0, size=50),
+    )
+    promises = Promises(pins, {"globex": 9, "initech": 50})
+    placement = place_pins(promises, REPORTS)
+    found = list(standings(promises, REPORTS, placement))
+    assert found == list(standings(promises, REPORTS))
+    replicas = {"tiny": Replicas(wanted=3, reporting=2), "wide": Replicas(1, 0)}
+    text = join([render(controller_metrics(found, replicas, 0.25), {})])
+    check_with_promtool(text)
+    page = Scraped(text.decode())
+    for standing, count in {"met": 1, "loading": 1, "unmet": 5}.items():
+        assert page.total("lorikeet_pins", standing=standing) == count
+    unmet = {"no_version": 1, "budget": 2, "too_few_replicas": 1, "no_room": 2, "no_replica": 0}
+    assert {why: page.total("lorikeet_pins_unmet", reason=why) for why in unmet} == unmet
+    assert page.labels("lorikeet_pins_unmet", "reason") == unmet.keys()
+    assert page.total("lorikeet_replicas", base_model="tiny", state="wanted") == 3
+    assert page.total("lorikeet_replicas", base_model="wide", state="reporting") == 0
+    assert page.total("lorikeet_controller_survey_seconds") == 0.25
+
+
+def test_without_replicas_every_pin_says_so() -> None:
+    found = standings(Promises((promise(HELD),)), [])
+    page = Scraped(join([render(controller_metrics(found, {}, 0.0), {})]).decode())
+    assert page.total("lorikeet_pins_unmet", reason="no_replica") == 1
