@@ -231,15 +231,20 @@ def trial_result(base: Sequence[Sequence[int]], adapted: Sequence[Sequence[int]]
 
 
 def make_peft(
-    folder: Path, *, seed: int = 0, config: dict[str, Any] | None = None, rank: int = 2
+    folder: Path,
+    *,
+    seed: int = 0,
+    config: dict[str, Any] | None = None,
+    rank: int = 2,
+    width: int = SHAPE.hidden,
 ) -> Path:
     """A PEFT folder of one adapted linear, as save_pretrained would write it."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers = np.random.default_rng(seed)
     at = "base_model.model.model.layers.0.self_attn.q_proj"
     tensors = {
-        f"{at}.lora_A.weight": numbers.standard_normal((rank, 8), dtype=np.float32),
-        f"{at}.lora_B.weight": numbers.standard_normal((8, rank), dtype=np.float32),
+        f"{at}.lora_A.weight": numbers.standard_normal((rank, width), dtype=np.float32),
+        f"{at}.lora_B.weight": numbers.standard_normal((width, rank), dtype=np.float32),
     }
     save_file(tensors, folder / "adapter_model.safetensors")
     words = {
