@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet.api.messages import Call
+from lorikeet.metrics.page import Page
 from lorikeet.routing.news import ReplicaNews
 from lorikeet.serving.app import EngineReplica
 from lorikeet_engine.request import Request
@@ -21,9 +22,9 @@ FOLDER = "TEST_MUTE_FOLDER"
 
 @contextmanager
 def muted(**channels: str) -> Iterator[None]:
-    """Lose `stats` or `watch` on all replicas: by "raise", or by "hang" until the block ends.
+    """Lose `stats`, `watch` or `metrics` on all replicas.
 
-    tokenizing="raise" breaks every request there, with an exception that quotes it.
+    By "raise", or by "hang" until the block ends. tokenizing="raise" breaks every request there, with an exception that quotes it.
     """
     files = {Path(os.environ[FOLDER]) / channel: how for channel, how in channels.items()}
     for file, how in files.items():
@@ -46,6 +47,10 @@ class MuteReplica(EngineReplica):
         async for news in super().watch(replica):
             await _lose("watch")
             yield news
+
+    async def metrics(self) -> Page:
+        await _lose("metrics")
+        return await super().metrics()
 
     def _request(self, call: Call) -> Request:
         if (Path(os.environ[FOLDER]) / "tokenizing").exists():

@@ -3,10 +3,12 @@
 import time
 
 import httpx
+import pytest
 import ray
 
 from lorikeet.api.metrics import KEPT_S
 from tests.e2e.conftest import REPLICAS, Crowd, Service, eventually
+from tests.e2e.mute import muted
 from tests.e2e.parts import complete
 from tests.metrics.scraping import Scraped, check_with_promtool
 
@@ -69,6 +71,18 @@ def test_the_page_agrees_with_what_was_asked(service: Service, crowd: Crowd) -> 
     assert len(after.labels("lorikeet_adapters", "replica")) == REPLICAS
     assert after.total("lorikeet_replicas", base_model="lorikeet-demo", state="wanted") == REPLICAS
     assert after.labels("lorikeet_pins", "standing") == {"met", "loading", "unmet"}
+
+
+@pytest.mark.parametrize("how", ["raise", "hang"])
+def test_a_replica_that_says_nothing_is_left_out(service: Service, how: str) -> None:
+    assert complete(service)
+    with muted(metrics=how):
+        time.sleep(KEPT_S)
+        page = scrape(service)
+        assert "lorikeet_adapters" not in page.names
+        assert {"lorikeet_requests_total", "lorikeet_pins"} <= page.names
+    time.sleep(KEPT_S)
+    assert len(scrape(service).labels("lorikeet_adapters", "replica")) == REPLICAS
 
 
 def test_rays_exporter_has_the_same(service: Service, crowd: Crowd) -> None:
