@@ -58,6 +58,13 @@ def test_ray_carries_the_largest_request(overlay: str) -> None:
 
 
 @both
+def test_a_haproxy_that_is_replaced_ends_its_streams(overlay: str) -> None:
+    flag = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
+    assert hasattr(ray.serve._private.constants, flag)
+    assert int(settings(overlay)[flag]) >= 600
+
+
+@both
 def test_a_worker_that_leaves_has_time_for_its_streams(overlay: str) -> None:
     for name, pod in pods(overlay).items():
         if name != "head":
