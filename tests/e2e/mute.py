@@ -24,7 +24,8 @@ FOLDER = "TEST_MUTE_FOLDER"
 def muted(**channels: str) -> Iterator[None]:
     """Lose `stats`, `watch` or `metrics` on all replicas.
 
-    By "raise", or by "hang" until the block ends. tokenizing="raise" breaks every request there, with an exception that quotes it.
+    By "raise", or by "hang" until the block ends. tokenizing="raise" breaks every request there,
+    with an exception that quotes it.
     """
     files = {Path(os.environ[FOLDER]) / channel: how for channel, how in channels.items()}
     for file, how in files.items():

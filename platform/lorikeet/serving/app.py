@@ -178,9 +178,8 @@ class Gateway:
                 metrics=GatewayMetrics(settings.gateways),
                 pages=ServePages([*engines.values(), controller]),
             )
-            self._export = asyncio.create_task(
-                export_forever(self._measured, {"gateway": name}),
-            )
+            export = export_forever(self._measured, {"gateway": name})
+            self._export = asyncio.create_task(export)
             self._admin_door = AdminDoor(settings.admin_address)
 
     async def _measured(self) -> Iterable[Metric]:
