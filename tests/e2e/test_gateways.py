@@ -66,6 +66,24 @@ def test_either_gateway_explains_what_one_answered(service: Service, two_gateway
         assert (told.status_code, told.json()["tenant"]) == (200, tenant)
 
 
+def test_either_gateway_shows_the_whole_fleet(service: Service, two_gateways: Doors) -> None:
+    tenant, model = "kestrel", "kestrel/intake"
+    httpx.post(
+        f"{two_gateways.public}/v1/completions",
+        json=BODY | {"model": model},
+        headers={"authorization": f"Bearer {service.tenant_keys[tenant]}"},
+        timeout=30,
+    ).raise_for_status()
+    headers = {"authorization": f"Bearer {service.admin_key}"}
+    for _ in range(4):
+        time.sleep(1.1)  # until the second of the request is over, and the answer is a new one
+        told = httpx.get(f"{two_gateways.admin}/admin/v1/fleet", headers=headers, timeout=30).json()
+        assert told["gateways"] == {"answered": 2, "silent": 0}
+        shown = {told["adapters"][at][1] for each in told["replicas"] for at, *_ in each["blocks"]}
+        assert "intake" in shown
+        assert sum(told["lines"]["requests"]) > 0
+
+
 def test_two_gateways_let_through_what_one_would(service: Service, two_gateways: Doors) -> None:
     limits = {"requests_per_min": PER_MIN, "burst_s": BURST_S}
     service.admin("POST", "/tenants", json={"tenant": "limited", **limits}).raise_for_status()
