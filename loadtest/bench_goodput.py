@@ -26,12 +26,12 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 
 from engine.benchmarks.results import arguments, facts, write
 from loadtest.real.adapters import fill_catalog, model_name
 from loadtest.real.client import Answer, Ask, Line, Server, quantiles_ms, run
+from loadtest.real.explained import stage_lines, stages_ms
 from loadtest.real.models import SHAPES, write_model
 from loadtest.real.service import PROXIES, Cores, service
 from lorikeet.settings import Settings
@@ -51,7 +51,6 @@ Row = dict[str, Any]
 TTFT_GOAL_MS, ITL_GOAL_MS = 1000.0, 50.0
 _OWN = "goodput"  # what is made anew each time
 _STEP = 1.5
-_EXPLAINED = 200  # requests of each rate, half of them the slowest
 _WARM_STREAMS = 64
 _HEADING = (
     "  rate  requests   TTFT p50      p99   ITL p50      p99    on GPU   running   tokens/s  "
@@ -112,8 +111,8 @@ def measure(
         "tokens_per_s": sum(answer.ask.output_tokens for answer in whole) / last_s,
         "prompt_tokens_per_s": sum(answer.ask.prompt_tokens for answer in whole) / last_s,
         "running": sum(answer.ended_s - answer.due_s for answer in whole) / given.seconds,
-        "stages_ms": _stages(server, whole),
-        "cores": cores.used,
+        "stages_ms": stages_ms(server, whole),
+        "cores": cores.used(last_s),
     }
 
 
@@ -171,24 +170,6 @@ def _by_tier(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def _stages(server: Server, answers: Sequence[Answer]) -> dict[str, dict[str, Any]]:
-    """What the service says of the answers that began last after they were due, and of any."""
-    by_ttft = sorted(answers, key=lambda answer: answer.due_s - answer.pieces_s[0])
-    half = _EXPLAINED // 2
-    chosen = {"slowest": by_ttft[:half], "any": answers[:: max(1, len(answers) // half)][:half]}
-    headers = {"Authorization": f"Bearer {server.key}"}
-    told = {}
-    with httpx.Client(base_url=server.url, headers=headers, timeout=30) as client:
-        for name, some in chosen.items():
-            found: dict[str, list[float]] = {}
-            for answer in some:
-                reply = client.get(f"/v1/requests/{answer.request_id}").raise_for_status()
-                for stage in reply.json()["stages"]:
-                    found.setdefault(stage["stage"], []).append(stage["ms"] / 1e3)
-            told[name] = {stage: quantiles_ms(took_s) for stage, took_s in found.items()}
-    return told
-
-
 def _line(row: Mapping[str, Any]) -> str:
     ttft, itl, found = row["ttft_ms"], row["itl_ms"], row["found"]
     hits = found.get("gpu", 0) / max(1, sum(found.values()))
@@ -207,10 +188,7 @@ def _print_stages(rows: Sequence[Mapping[str, Any]], best_per_s: float) -> None:
     for row in rows:
         if row["rate_per_s"] not in (best_per_s, above):
             continue
-        print(f"\nat {row['rate_per_s']:g} a second, ms (p50, p99):")
-        for name, stages in row["stages_ms"].items():
-            told = (f"{stage} {ms['p50']:.1f}, {ms['p99']:.1f}" for stage, ms in stages.items())
-            print(f"  {name}: " + "; ".join(told))
+        print(f"\nat {row['rate_per_s']:g} a second", *stage_lines(row["stages_ms"]), sep="\n")
         busy = (f"{part} {used:.1f}" for part, used in row["cores"].items() if used >= 0.05)
         print("  cores: " + ", ".join(busy))
         for tier, ms in row["ttft_by_tier_ms"].items():

@@ -24,6 +24,7 @@ from typing import Any
 from engine.benchmarks.results import arguments, facts, write
 from loadtest.real.adapters import TENANT, Stock, fill_catalog, image_bytes
 from loadtest.real.client import Answer, Server, quantiles_ms, run
+from loadtest.real.explained import stage_lines, stages_ms
 from loadtest.real.models import SHAPES, write_model
 from loadtest.real.offline import Job, run_beside
 from loadtest.real.service import PROXIES, Cores, Running, service
@@ -58,7 +59,7 @@ def main() -> int:
             for work in works:
                 row = {"proxy": proxy, **measure(running, stock, work, given)}
                 rows.append(row | {"share": row["tokens_per_s"] / _sum(alone, work)})
-                print(_line(rows[-1]), flush=True)
+                print(_line(rows[-1]), *stage_lines(rows[-1]["stages_ms"]), sep="\n", flush=True)
                 write(given.json, noted, http=rows, offline=alone)
     return 0 if all(row["share"] >= GOAL for row in rows) else 1
 
@@ -83,7 +84,9 @@ def measure(
         "between_ms": quantiles_ms(gaps_s),
         "by_replica": sorted(Counter(answer.replica for answer in answers).values()),
         "found": dict(Counter(answer.residency for answer in answers)),
-        "cores": cores.used,
+        "streams": sum(answer.ended_s - answer.pieces_s[0] for answer in answers) / last_s,
+        "stages_ms": stages_ms(server, answers),
+        "cores": cores.used(last_s),
     }
 
 
@@ -135,7 +138,8 @@ def _line(row: Mapping[str, Any]) -> str:
         f"{row['proxy']}, {row['work']}: {row['tokens_per_s']:,.0f} tokens/s, {row['share']:.1%} "
         f"of offline, in {row['pieces_per_s']:,.0f} pieces/s; first token p50 {first['p50']:,.0f}, "
         f"p99 {first['p99']:,.0f} ms; between pieces p50 {between['p50']}, p99 {between['p99']} ms;"
-        f" requests of each replica {row['by_replica']}; found {row['found']}; cores: {cores}"
+        f" {row['streams']:.0f} streams at a time; requests of each replica {row['by_replica']}; "
+        f"found {row['found']}; cores: {cores}"
     )
 
 

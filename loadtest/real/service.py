@@ -4,6 +4,7 @@ import os
 import runpy
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -97,23 +98,25 @@ def service(variables: Mapping[str, str], proxy: str = "HAProxy") -> Iterator[Ru
 
 
 class Cores:
-    """A `with` block, and what the processes started here used in it.
+    """A `with` block, and the CPU time that the service's processes spent in it, by what they are.
 
-    used: cores, of the kinds of process. Those that end within the block are left out.
+    Those that end within the block are left out.
     """
 
     def __init__(self) -> None:
-        self.used: dict[str, float] = {}
+        self._spent: Counter[str] = Counter()
 
     def __enter__(self) -> Self:
-        self._began_s, self._before_s = time.monotonic(), _spent_s()
+        self._before = _spent_s()
         return self
 
     def __exit__(self, *_: object) -> None:
-        took_s = time.monotonic() - self._began_s
         for pid, (part, spent_s) in _spent_s().items():
-            before_s = self._before_s.get(pid, (part, 0.0))[1]
-            self.used[part] = self.used.get(part, 0.0) + (spent_s - before_s) / took_s
+            self._spent[part] += spent_s - self._before.get(pid, (part, 0.0))[1]
+
+    def used(self, seconds: float) -> dict[str, float]:
+        """Cores, if that took so long."""
+        return {part: round(spent_s / seconds, 2) for part, spent_s in self._spent.items()}
 
 
 def _spent_s() -> dict[int, tuple[str, float]]:
