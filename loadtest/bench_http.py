@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,13 @@ def main() -> int:
     alone = run_beside(Job(stock.refs, tuple(works)), variables, given.replicas, given.folder)
     for work in works:
         print(f"offline {work.label}: {_sum(alone, work):,.0f} tokens/s", flush=True)
-    for proxy in given.proxies:
-        with service(variables, proxy) as running:
+    for proxy, gateways in product(given.proxies, given.gateways):
+        told = variables | {"LORIKEET_GATEWAYS": str(gateways)}
+        with service(told, proxy) as running:
             running.wait_until_resident(stock.admin_key, len(stock.refs), given.replicas)
             for work in works:
-                row = {"proxy": proxy, **measure(running, stock, work, given)}
+                row = {"proxy": proxy, "gateways": gateways}
+                row |= measure(running, stock, work, given)
                 rows.append(row | {"share": row["tokens_per_s"] / _sum(alone, work)})
                 print(_line(rows[-1]), *stage_lines(rows[-1]["stages_ms"]), sep="\n", flush=True)
                 write(given.json, noted, http=rows, offline=alone)
@@ -120,7 +122,6 @@ def _variables(given: argparse.Namespace) -> dict[str, str]:
         "LORIKEET_CACHE_DIR": str(given.folder / _OWN / "cache"),
         "LORIKEET_DEVICE": given.device,
         "LORIKEET_REPLICAS": str(given.replicas),
-        "LORIKEET_GATEWAYS": str(given.gateways),
         "LORIKEET_CONTEXT": "2048",
         "LORIKEET_MAX_BATCH_TOKENS": str(given.batch_tokens),
         "LORIKEET_MAX_RUNNING": str(max(given.streams, 2)),
@@ -135,8 +136,8 @@ def _line(row: Mapping[str, Any]) -> str:
     first, between = row["first_ms"], row["between_ms"]
     cores = ", ".join(f"{part} {used:.1f}" for part, used in row["cores"].items() if used >= 0.1)
     return (
-        f"{row['proxy']}, {row['work']}: {row['tokens_per_s']:,.0f} tokens/s, {row['share']:.1%} "
-        f"of offline, in {row['pieces_per_s']:,.0f} pieces/s; first token p50 {first['p50']:,.0f}, "
+        f"{row['proxy']}, {row['gateways']} gateways, {row['work']}: "
+        f"{row['tokens_per_s']:,.0f} tokens/s, {row['share']:.1%} of offline, in {row['pieces_per_s']:,.0f} pieces/s; first token p50 {first['p50']:,.0f}, "
         f"p99 {first['p99']:,.0f} ms; between pieces p50 {between['p50']}, p99 {between['p99']} ms;"
         f" {row['streams']:.0f} streams at a time; requests of each replica {row['by_replica']}; "
         f"found {row['found']}; cores: {cores}"
@@ -150,7 +151,7 @@ def _arguments() -> argparse.Namespace:
     add("--shape", choices=SHAPES, default="llama-3.1-8b")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--replicas", type=int, default=2, help="a GPU each; default 2")
-    add("--gateways", type=int, default=8, help="default 8")
+    add("--gateways", type=int, nargs="+", default=[8], help="one service after another; 8")
     add("--clients", type=int, default=8, help="processes that ask; default 8")
     add("--proxies", nargs="+", choices=PROXIES, default=["HAProxy"])
     add("--work", nargs="+", default=["256/128", "16/256"], help="tokens in/out")
