@@ -137,7 +137,8 @@ def _line(row: Mapping[str, Any]) -> str:
     cores = ", ".join(f"{part} {used:.1f}" for part, used in row["cores"].items() if used >= 0.1)
     return (
         f"{row['proxy']}, {row['gateways']} gateways, {row['work']}: "
-        f"{row['tokens_per_s']:,.0f} tokens/s, {row['share']:.1%} of offline, in {row['pieces_per_s']:,.0f} pieces/s; first token p50 {first['p50']:,.0f}, "
+        f"{row['tokens_per_s']:,.0f} tokens/s, {row['share']:.1%} of offline, in "
+        f"{row['pieces_per_s']:,.0f} pieces/s; first token p50 {first['p50']:,.0f}, "
         f"p99 {first['p99']:,.0f} ms; between pieces p50 {between['p50']}, p99 {between['p99']} ms;"
         f" {row['streams']:.0f} streams at a time; requests of each replica {row['by_replica']}; "
         f"found {row['found']}; cores: {cores}"
