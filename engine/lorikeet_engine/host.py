@@ -21,7 +21,7 @@ from lorikeet_engine.memory_map import MemoryMap
 from lorikeet_engine.news import EngineNews
 from lorikeet_engine.request import EngineReport, Output, Request
 from lorikeet_engine.slot_use import SlotUse
-from lorikeet_engine.wire import Outbox, Reply, from_rows
+from lorikeet_engine.wire import Outbox, Reply, from_rows, receive
 
 if TYPE_CHECKING:
     from lorikeet_engine.engine import Engine
@@ -155,7 +155,8 @@ class EngineHost:
             process = _start(calls, messages)
             try:
                 while True:
-                    self._receive(from_engine.recv())
+                    for message in receive(from_engine):
+                        self._receive(message)
             except EOFError:
                 status = process.wait()
         finally:

@@ -15,15 +15,18 @@ from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import EngineError
 from lorikeet_engine.loop import EngineLoop
 from lorikeet_engine.reporter import Reporter
-from lorikeet_engine.wire import Outbox, Reply, to_rows
+from lorikeet_engine.wire import Outbox, Reply, receive, to_rows
 
 _PR_SET_PDEATHSIG = 1
+_SWITCH_S = 0.5e-3
+"""So long a call waits for the interpreter while a step holds it; 5 ms by default."""
 
 
 def main() -> None:
     """Serve one host to its end. Arguments: the descriptors of calls in and messages out."""
     if sys.platform == "linux":  # elsewhere the host's end is seen when no step hangs
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    sys.setswitchinterval(_SWITCH_S)
     calls_fd, messages_fd = map(int, sys.argv[1:])
     for fd in (calls_fd, messages_fd):
         os.set_inheritable(fd, False)
@@ -39,7 +42,7 @@ def _serve(calls: Connection, outbox: Outbox) -> None:
     built = _reply(_build, calls)
     if built.error is not None:
         outbox.send(built)
-        calls.recv()  # until the host closes us
+        calls.recv_bytes()  # until the host closes us
     engine, step_timeout_s = built.result
     gc.collect()
     gc.freeze()  # what exists now stays: no collection walks through it in the middle of a step
@@ -50,15 +53,15 @@ def _serve(calls: Connection, outbox: Outbox) -> None:
     reporter.start()
     try:
         while True:
-            method, *arguments = calls.recv()
-            outbox.send(_reply(_METHODS[method], engine, *arguments))
+            for method, *arguments in receive(calls):
+                outbox.send(_reply(_METHODS[method], engine, *arguments))
     finally:
         reporter.close()
         loop.close()
 
 
 def _build(calls: Connection) -> tuple[Engine, float]:
-    build, step_timeout_s = calls.recv()
+    ((build, step_timeout_s),) = receive(calls)  # the host calls nothing else before our answer
     return build(), step_timeout_s
 
 

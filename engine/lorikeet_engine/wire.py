@@ -1,12 +1,15 @@
 """What crosses the pipes between an engine's process and its host.
 
-Calls go one way; the other way come Replies to them, the Rows of each step, and EngineNews.
+Calls go one way; the other way come Replies to them, the Rows of each step, and EngineNews. What
+has queued up goes as one delivery: at each the reader waits for its turn with the interpreter,
+which the thread that steps gives up every few milliseconds only.
 """
 
+import io
 import pickle
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -31,6 +34,7 @@ class Outbox:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._pickled: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._last = False  # whether nothing follows
         self._thread = threading.Thread(target=self._run, name="lorikeet-outbox", daemon=True)
         self._thread.start()
 
@@ -45,11 +49,29 @@ class Outbox:
 
     def _run(self) -> None:
         with self._connection:
-            while (pickled := self._pickled.get()) is not None:
+            while delivery := self._queued():
                 try:
-                    self._connection.send_bytes(pickled)
+                    self._connection.send_bytes(b"".join(delivery))
                 except OSError:  # the reader is gone, as the end of its own outbox says
                     return
+
+    def _queued(self) -> list[bytes]:
+        """At least one message, unless it is closed and all are sent."""
+        if self._last:
+            return []
+        delivery = [self._pickled.get()]
+        while not self._pickled.empty():  # nobody else takes from it
+            delivery.append(self._pickled.get())
+        self._last = delivery[-1] is None
+        return [pickled for pickled in delivery if pickled is not None]
+
+
+def receive(connection: Connection) -> Iterator[Any]:
+    """The messages of the next delivery. Raises EOFError when there is none to come."""
+    delivery = connection.recv_bytes()
+    stream = io.BytesIO(delivery)
+    while stream.tell() < len(delivery):
+        yield pickle.load(stream)
 
 
 def to_rows(outputs: Iterable[Output]) -> Rows:
