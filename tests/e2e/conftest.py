@@ -27,6 +27,11 @@ REPLICAS = 3
 USAGE_FLUSH_S = 1.0
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """These come last: the service that they share goes on until all tests have ended."""
+    items.sort(key=lambda item: Path(__file__).parent in item.path.parents)
+
+
 @dataclass(frozen=True)
 class Service:
     """A running service and the keys to it. url: of the public door; admin_url: of the other."""
@@ -125,8 +130,7 @@ def _run(root: Path) -> Iterator[Service]:
             keys.tenants,
         )
     finally:
-        serve.shutdown()
-        ray.shutdown()
+        ray.shutdown()  # at once: stopping in good order takes half a minute; demo tests do it
 
 
 def free_port() -> int:

@@ -10,8 +10,8 @@ from tests.e2e.load import Load, hit_rate
 from tests.e2e.mute import muted
 from tests.e2e.parts import complete
 
-ADAPTERS = 18
-EACH = 6  # requests for an adapter
+ADAPTERS = 12
+EACH = 5  # requests for an adapter
 FORGOTTEN_S = 4.0  # by then a gateway no longer believes what it heard last
 
 

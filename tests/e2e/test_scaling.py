@@ -11,6 +11,7 @@ from tests.e2e.conftest import Service, eventually
 
 IDLE = {"working_bytes": 0, "arena_bytes": 100, "oldest_wait_s": 0, "seats": 0, "kv": 0, "alone": 0}
 NAME = "scaled"
+CALM_S = 2.0
 
 
 class Puppet:
@@ -33,7 +34,7 @@ def puppets(service: Service, tmp_path: Path) -> Iterator[Path]:
     file.write_text(json.dumps(IDLE))
     deployment = serve.deployment(
         name=NAME,
-        autoscaling_config=autoscaling(1, 3, pressed_s=1.0, calm_s=4.0, moving_s=600.0),
+        autoscaling_config=autoscaling(1, 3, pressed_s=1.0, calm_s=CALM_S, moving_s=600.0),
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_wait_loop_s=0.1,
     )(Puppet)
@@ -52,6 +53,6 @@ def test_serve_grows_under_pressure_and_shrinks_once_adapters_have_moved(puppets
     puppets.write_text(json.dumps(IDLE | {"working_bytes": 250}))
     assert eventually(lambda: running() == 3, within_s=60)
     puppets.write_text(json.dumps(IDLE | {"alone": 0.2}))
-    assert not eventually(lambda: running() < 3, within_s=10)
+    assert not eventually(lambda: running() < 3, within_s=2.5 * CALM_S)
     puppets.write_text(json.dumps(IDLE))
     assert eventually(lambda: running() == 1, within_s=60)
