@@ -1,0 +1,69 @@
+"""The benchmarks that are run on GPUs, small, on a CPU: the whole service, every answer whole."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TINY = ("--shape=tiny", "--device=cpu", "--kv=64MiB", "--batch-tokens=256", "--clients=1")
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(400)]
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """Runs one of them; what it printed and wrote."""
+
+    def bench(module, *options):
+        out = tmp_path / "out.json"
+        command = [sys.executable, "-m", module, "--folder", str(tmp_path), "--json", str(out)]
+        done = subprocess.run(
+            [*command, *TINY, *options],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode in (0, 1), done.stderr  # 1: a CPU is not as fast as wanted
+        return done.stdout, json.loads(out.read_text())
+
+    return bench
+
+
+def test_engines_are_compared_with_and_without_the_service(bench):
+    sizes = ("--adapters=4", "--rank=8", "--streams=4", "--rounds=2", "--work", "16/16")
+    printed, wrote = bench(
+        "loadtest.bench_http",
+        "--replicas=1",
+        "--gateways",
+        "1",
+        "--proxies",
+        "Serve's proxy",
+        *sizes,
+    )
+    (row,) = wrote["http"]
+    (alone,) = wrote["offline"]
+    assert row["requests"] == 8
+    assert row["found"] == {"gpu": 8}
+    assert row["share"] == pytest.approx(row["tokens_per_s"] / alone["tokens_per_s"])
+    assert alone["shortfall"] < 1e-4
+    assert set(row["stages_ms"]["any"]) >= {"gateway", "queue", "prefill", "generation"}
+    assert "Serve's proxy, 1 gateways, 16/16" in printed
+
+
+def test_the_goodput_of_a_small_model_is_found_and_explained(bench):
+    sizes = ("--adapters=12", "--context=64", "--gpu=256KiB", "--host=512KiB", "--disk=64MiB")
+    rates = ("--seconds=5", "--first-rate=2", "--points=2", "--goal-ms=1000")
+    printed, wrote = bench(
+        "loadtest.bench_goodput", "--gateways=1", "--proxy", "Serve's proxy", *sizes, *rates
+    )
+    rows = wrote["goodput"]
+    assert [row["failures"] for row in rows] == [{}, {}]
+    assert all(sum(row["found"].values()) == row["requests"] > 0 for row in rows)
+    assert all(set(row["stages_ms"]) == {"slowest", "any"} for row in rows)
+    assert wrote["best_per_s"] == max((r["rate_per_s"] for r in rows if r["good"]), default=0)
+    assert f"goodput: {wrote['best_per_s']:g} requests a second" in printed
