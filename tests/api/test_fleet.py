@@ -58,8 +58,8 @@ def test_what_lies_in_arenas_is_told_with_names_once(gateway: Gateway) -> None:
     said = fleet(gateway)
     assert said["tenants"] == ["acme", "globex"]
     assert said["adapters"] == [
-        [0, "support", 1, 8, shared.digest],
-        [1, "triage", 1, 16, cut.digest],
+        [0, "support", 1, 8, shared.digest[:16]],
+        [1, "triage", 1, 16, cut.digest[:16]],
     ]
     first, second = said["replicas"]
     assert (first["replica"], second["replica"]) == ("r0", "r1")
@@ -81,8 +81,7 @@ def test_thousands_of_adapters_take_a_few_hundred_kilobytes(gateway: Gateway) ->
     answer = gateway.admin("GET", "/fleet")
     assert answer.headers["content-encoding"] == "gzip"
     assert len(answer.json()["replicas"]) == 4
-    assert len(answer.content) < 600_000
-    assert len(gzip.compress(answer.content, 1)) < 200_000
+    assert len(gzip.compress(answer.content, 1)) < 150_000
 
 
 # Lines.
@@ -245,8 +244,8 @@ def test_who_asks_at_the_same_time_asks_once(gateway: Gateway) -> None:
 # The shell.
 
 
-def test_the_shell_tells_nothing_and_takes_nothing_from_elsewhere(gateway: Gateway) -> None:
-    page = gateway.request("GET", "/ui", None)
+def test_the_shell_tells_nothing_and_takes_nothing_from_elsewhere(unchanged: Gateway) -> None:
+    page = unchanged.request("GET", "/ui", None)
     assert page.is_success
     policy = dict(
         part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";")
@@ -257,11 +256,11 @@ def test_the_shell_tells_nothing_and_takes_nothing_from_elsewhere(gateway: Gatew
     }
     assert "<script>" not in page.text
     assert "style=" not in page.text
-    assert gateway.keys["acme"] not in page.text
+    assert unchanged.keys["acme"] not in page.text
     assert "acme" not in page.text
     static = Path(__file__).parents[2] / "platform" / "lorikeet" / "ui" / "static"
     for file in static.iterdir():
-        answer = gateway.request("GET", f"/ui/{file.name}", None)
+        answer = unchanged.request("GET", f"/ui/{file.name}", None)
         assert answer.content == file.read_bytes()
         assert answer.headers["content-security-policy"] == page.headers["content-security-policy"]
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")  # a name, not an address
@@ -269,11 +268,11 @@ def test_the_shell_tells_nothing_and_takes_nothing_from_elsewhere(gateway: Gatew
         assert "https://" not in text
 
 
-def test_a_file_that_has_not_changed_is_not_sent_again(gateway: Gateway) -> None:
-    first = gateway.request("GET", "/ui/page.js", None)
+def test_a_file_that_has_not_changed_is_not_sent_again(unchanged: Gateway) -> None:
+    first = unchanged.request("GET", "/ui/page.js", None)
     assert first.headers["content-type"].startswith("text/javascript")
     headers = {"if-none-match": first.headers["etag"]}
-    again = httpx.get(f"{gateway.url}/ui/page.js", headers=headers)
+    again = httpx.get(f"{unchanged.url}/ui/page.js", headers=headers)
     assert (again.status_code, again.content) == (304, b"")
 
 

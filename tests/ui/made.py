@@ -1,5 +1,6 @@
 """Replicas whose memory is as a test wants it."""
 
+import hashlib
 from collections.abc import Sequence
 
 from lorikeet.placement.report import ReplicaMap
@@ -21,7 +22,7 @@ def block(
 ) -> Block:
     """Pieces: where they lie and how large they are, MiB."""
     places = tuple((offset * MIB, size * MIB) for offset, size in pieces)
-    digest = name.encode().hex().ljust(64, "0")[:64]
+    digest = hashlib.sha256(name.encode()).hexdigest()
     return Block(tenant, name, 1, digest, rank, leases, pinned, False, places)
 
 

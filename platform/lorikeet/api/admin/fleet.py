@@ -30,7 +30,8 @@ MOST_ROWS = 50
 """Of waiting requests and of pins; what is left out is in the sums."""
 _PINS_WAIT_S = 1.0
 _PLAIN_BYTES = 4096
-_QUICK = 1  # gzip's level: a sixth of the size in a quarter of the time that level 9 takes
+_DIGEST = 16  # digits of it: enough to tell adapters apart, and what compresses least
+_QUICK = 1  # gzip's level: an eighth of the time that 9 takes, for 7% more bytes
 _PINNED, _ARRIVING = 1, 2
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def fleet_routes(fleet: "Fleet") -> APIRouter:
     Bounded however many adapters there are: what does not lie in an arena is only counted, names
     come once and are referred to by number. Lists of lists, as follows.
 
-    tenants: names. adapters: [number of the tenant, name, version, rank, digest].
+    tenants: names. adapters: [number of the tenant, name, version, rank, digest's first digits].
     replicas[].blocks: [number of the adapter, leases, marks, offset, bytes, offset, bytes, …], a
     pair for each piece; marks: 1 pinned, 2 arriving, or their sum.
     replicas[].gpu, host, disk: adapters, used_bytes, total_bytes.
@@ -135,7 +136,7 @@ def _replicas_json(replicas: Sequence[ReplicaMap]) -> Json:
     adapters = dict[tuple[str, str, int, int, str], int]()
 
     def block_json(block: Block) -> list[int]:
-        named = block.tenant, block.name, block.version, block.rank, block.digest
+        named = block.tenant, block.name, block.version, block.rank, block.digest[:_DIGEST]
         number = adapters.setdefault(named, len(adapters))
         marks = _PINNED * block.pinned + _ARRIVING * block.arriving
         return [number, block.leases, marks, *chain.from_iterable(block.pieces)]

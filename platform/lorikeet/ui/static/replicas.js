@@ -154,7 +154,7 @@ function aboutBlock(replica, block) {
       ...pair("Size", bytes(block.size)),
       ...pair("Now", marks.join(", ")),
       ...pair(places.length > 1 ? `${places.length} pieces` : "Lies", shown.join("; ")),
-      ...pair("Digest", block.digest.slice(0, 12)),
+      ...pair("Digest", block.digest),
       ...pair("Replica", replica.replica),
     ),
   ];
