@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import httpx
 import pytest
 import ray
 
@@ -71,9 +72,17 @@ def test_a_killed_gateway_is_replaced_and_leaves_nothing_behind(service, load):
         load.send_no_more()
         ray.kill(actor_named("#gateway#"), no_restart=False)
     assert {Outcome.CUT} <= load.counts().keys() <= {Outcome.CUT, Outcome.REFUSED}
-    replicas = service.replicas()  # waits for the new gateway
+    assert eventually(lambda: has_gateway(service), within_s=60)
+    replicas = service.replicas()
     assert {r["replica"] for r in replicas} >= {r.replica for r in load.results if r.replica}
     assert eventually(lambda: all(map(idle, service.replicas())), within_s=3)
+
+
+def has_gateway(service):
+    try:
+        return service.admin("GET", "/status").is_success
+    except httpx.ConnectError:
+        return False
 
 
 def idle(replica):
