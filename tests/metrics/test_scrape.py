@@ -213,7 +213,7 @@ def test_the_page_is_the_whole_services_and_kept_for_a_second(tmp_path: Path) ->
         assert page.labels("lorikeet_requests_total", "gateway") == {"gateway", "another"}
         assert page.total("lorikeet_preemptions_total") == 3
         asked = others.asked
-        began = asyncio.run(_many_read(gateway, 20))
+        began = asyncio.run(_many_read(gateway, 8))
         assert others.asked - asked <= 1 + began / KEPT_S
 
 
