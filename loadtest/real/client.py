@@ -101,9 +101,8 @@ def run(server: Server, lines: Sequence[Line], processes: int) -> list[Answer]:
 
 def prompt_of(ask: Ask, vocabulary: int) -> list[int]:
     """Token ids at random; nobody has computed them before."""
-    ids: list[int] = (
-        np.random.default_rng(ask.seed).integers(0, vocabulary, ask.prompt_tokens).tolist()
-    )
+    rng = np.random.default_rng([ask.seed, ask.prompt_tokens])
+    ids: list[int] = rng.integers(0, vocabulary, ask.prompt_tokens).tolist()
     return ids
 
 

@@ -38,8 +38,6 @@ _PARTS = {  # by what is in a process's command line
     "gateway": "gateways",
     "haproxy": "HAProxy",
     "Proxy": "Serve's proxy",
-    "loadtest.real": "clients",
-    "spawn_main": "clients",
 }
 _RESIDENT_WITHIN_S = 300.0
 

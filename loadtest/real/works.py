@@ -29,21 +29,13 @@ class Work:
         """Its lengths."""
         return f"{self.prompt_tokens}/{self.output_tokens}"
 
-    @property
-    def requests(self) -> int:
-        """In all."""
-        return self.streams * self.rounds
-
     def lines(self, seed: int) -> Sequence[Line]:
         """A line for each stream; other prompts for each seed."""
+        numbers = range(self.streams * self.rounds)
         return [
-            Line(0.0, tuple(self._ask(stream + turn * self.streams, seed) for turn in self._turns))
+            Line(0.0, tuple(self._ask(number, seed) for number in numbers[stream :: self.streams]))
             for stream in range(self.streams)
         ]
-
-    @property
-    def _turns(self) -> range:
-        return range(self.rounds)
 
     def _ask(self, number: int, seed: int) -> Ask:
         model = model_name(number % self.adapters)
