@@ -16,8 +16,8 @@ class Line:
 
     Those without a first token, divided by the first tokens of a second, are how long one more
     would wait (Little, Operations Research 9, 1961). Engines give tenants their turns by weight,
-    so a tenant's wait no longer than they would alone at its part of that rate: who floods the
-    service lengthens nobody's line but its own. The rate is counted while as many requests are
+    so those of one tenant wait no longer than they would alone at its part of that rate: who floods
+    the service lengthens nobody's line but its own. The rate is counted while as many requests are
     under way as there are seats. With fewer it tells what is asked and not what is possible, and
     nobody is refused.
 
@@ -37,7 +37,7 @@ class Line:
         """Raise Overloaded where one more of this tenant would wait for too long."""
         wait_s = self._wait_s(tenant, weight, now)
         if wait_s > self._max_queue_s:
-            # Until then all that waits now has begun, or waited for too long itself.
+            # By max_queue_s from now all that waits has begun, or has waited for too long itself.
             retry_after_s = min(wait_s - self._max_queue_s, self._max_queue_s)
             retry_after_s = max(retry_after_s, _SOONEST_S)
             raise Overloaded(
