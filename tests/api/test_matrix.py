@@ -118,7 +118,7 @@ ASKING: Mapping[str, list[str]] = {
 }
 """How each command that asks the admins' plane is called."""
 
-WITHOUT_ADMINS = {"init", "convert", "gc", "capacity", "bench isolation"}
+WITHOUT_ADMINS = {"init", "convert", "gc", "capacity", "bench isolation", "doctor", "settings"}
 """Commands that ask no server, or ask as the tenants whose keys they are given."""
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lorikeet.api.admin import fleet
 from lorikeet.catalog.records import Scope
 from tests.api.conftest import Gateway, eventually, serving
 from tests.ui.chromium import Tab, chromium
@@ -23,7 +24,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with serving(tmp_path_factory.mktemp("gateway")) as running:
+    with pytest.MonkeyPatch.context() as patch, serving(tmp_path_factory.mktemp("g")) as running:
+        patch.setattr(fleet, "PINS_FRESH_S", 0.0)
         yield running
 
 
