@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
@@ -48,11 +47,6 @@ _SUBMIT_S = 5.0
 _DEAD_S = 60.0
 """An engine that owes an answer for so long will not give it."""
 _TOLD_S = 90.0  # the controller tells all replicas everything twice a minute
-_SORTED_AT_ONCE = 16
-"""Streams that are woken in one turn of the event loop.
-
-gRPC takes one new call a turn. With all streams of a step in one, that was every 20 ms.
-"""
 _MOST_FAILED_STEPS = 5  # in a row: the device or the engine is broken, not a request
 
 
@@ -68,7 +62,6 @@ class Replica:
         self.name = name
         self._base_model = base_model
         self._mailboxes: dict[str, Mailbox] = {}
-        self._unsorted: deque[Output] = deque()
         self._pieces_per_s = pieces_per_s(settings)
         self._kept: dict[str, Keep] = {}
         self._alone: float | None = None
@@ -293,23 +286,14 @@ class Replica:
             mailbox.put(Failed(request_id, error))
 
     def _sort(self, outputs: list[Output]) -> None:
-        idle = not self._unsorted
-        self._unsorted.extend(outputs)
-        if idle:
-            self._sort_some()
+        for output in outputs:
+            mailbox = self._mailboxes.get(output.request_id)
+            if mailbox is not None:
+                mailbox.put(output)
         if any(isinstance(output, Tokens) for output in outputs):
             self._failed_steps = 0
         elif any(isinstance(o, Failed) and isinstance(o.error, StepFailed) for o in outputs):
             self._failed_steps += 1
-
-    def _sort_some(self) -> None:
-        for _ in range(min(_SORTED_AT_ONCE, len(self._unsorted))):
-            output = self._unsorted.popleft()
-            mailbox = self._mailboxes.get(output.request_id)
-            if mailbox is not None:
-                mailbox.put(output)
-        if self._unsorted:
-            self._event_loop.call_soon(self._sort_some)
 
 
 def _load_s(outputs: Iterable[Output]) -> float | None:
