@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from lorikeet.serving.mailbox import PIECES_PER_S, REPLICA_PIECES_PER_S, Mailbox, pieces_per_s
+from lorikeet.serving.mailbox import PIECES_PER_S, Mailbox, pieces_per_s
 from lorikeet.settings import Settings
 from lorikeet_engine.errors import EngineClosed
 from lorikeet_engine.request import Failed, FinishReason, Output, Tokens
@@ -68,7 +68,3 @@ def test_the_end_does_not_wait(end: Output) -> None:
 
 def test_replicas_share_what_gateways_pass_on() -> None:
     assert pieces_per_s(Settings(gateways=3, replicas=2, max_replicas=6)) == PIECES_PER_S / 2
-
-
-def test_however_many_gateways_there_are_a_replica_sends_what_it_can() -> None:
-    assert pieces_per_s(Settings(gateways=8, replicas=2)) == REPLICA_PIECES_PER_S

@@ -14,18 +14,10 @@ From `make bench-gateway`: a piece takes 0.18 ms of CPU from replica to client b
 behind Serve's own proxy.
 """
 
-REPLICA_PIECES_PER_S = 6_000
-"""And so many one replica can send and still take requests at once.
-
-A piece takes some 70 µs of its event loop, most of it Serve's: at 13,500 pieces/s that did nothing
-else, and requests waited for seconds before it took them (`python -m loadtest.bench_http`, H200).
-"""
-
 
 def pieces_per_s(settings: Settings) -> float:
-    """What a replica can send, and its share of what the gateways pass on: the lesser of both."""
-    passed_on = PIECES_PER_S * settings.gateways / settings.most_engines
-    return min(passed_on, REPLICA_PIECES_PER_S)
+    """A replica's share of what the gateways pass on."""
+    return PIECES_PER_S * settings.gateways / settings.most_engines
 
 
 class Mailbox:
