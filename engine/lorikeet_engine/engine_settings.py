@@ -22,8 +22,9 @@ class EngineSettings:
     page_size: tokens of a KV page. max_context: prompt plus output in tokens; None for as many as
     the model and the KV cache allow. max_batch_tokens, max_running, max_batch_adapters: tokens,
     sequences and distinct adapters of one step. cache_dir: the adapters' disk cache.
-    inter_token_goal_s: how long a step of decodes may take, for which the ranks of its adapters are
-    bounded; never below one adapter. None for no bound.
+    inter_token_goal_s: how long a step with decodes may take, for which the ranks of its adapters
+    and the tokens of prompts beside the decodes are bounded; never below one adapter and 128 such
+    tokens. None for no bound.
     overlap: launch a step before the tokens of the one before it are read, so that a GPU need not
     wait for the host; a CPU gains nothing by it and makes each token wait for one more step.
     """
