@@ -75,7 +75,7 @@ def assemble(
         raise
     log.info("engine_assembled", extra=start.facts | {"kv_tokens": kv_pages * settings.page_size})
     goal_s = settings.inter_token_goal_s
-    rank_budget = RankBudget(goal_s, step_costs) if goal_s is not None else None
+    rank_budget = RankBudget(goal_s, step_costs, runner.sizes) if goal_s is not None else None
     return Assembly(runner, tiers, kv_pages, step_costs, rank_budget)
 
 

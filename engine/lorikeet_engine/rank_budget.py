@@ -12,11 +12,15 @@ contexts, so it follows the steps that run: what they took beyond slope · Σ ra
 and a slope that is somewhat wrong only makes the way to the right sum longer.
 
 Prompts' tokens beside decodes have what is left of the goal, at what one takes in a step that is
-full of them. A small chunk takes less: its step reads the weights for the decodes anyhow.
+full of them. A small chunk takes less: its step reads the weights for the decodes anyhow. Where
+passes are captured for some numbers of tokens, a step takes as long as the next larger one, so it
+is filled up to one that fits.
 """
 
 import time
+from bisect import bisect
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -39,9 +43,13 @@ class TimedStep(NamedTuple):
 class RankBudget:
     """Follows the steps of one engine; belongs to its thread."""
 
-    def __init__(self, goal_s: float, costs: StepCosts) -> None:
-        """costs: rank_s above 0. Until steps have run, they are taken to be full."""
+    def __init__(self, goal_s: float, costs: StepCosts, sizes: Sequence[int] = ()) -> None:
+        """costs: rank_s above 0. Until steps have run, they are taken to be full.
+
+        sizes: tokens of the passes that are captured, in order.
+        """
         self._goal_s = goal_s
+        self._sizes = sizes
         self._slope_s = costs.rank_s
         self._prompt_token_s = costs.prompt_token_s + costs.lora_token_s
         base_s = costs.decode_s(costs.max_running, 0) + costs.lora_s
@@ -56,7 +64,10 @@ class RankBudget:
     def prompt_tokens(self, decodes: list[Chunk]) -> int:
         """How many of prompts fit beside these decodes."""
         left = self.ranks - _sum_of_ranks(decodes)
-        return max(_LEAST_PROMPT_TOKENS, int(left * self._slope_s / self._prompt_token_s))
+        tokens = len(decodes) + int(left * self._slope_s / self._prompt_token_s)
+        if smaller := bisect(self._sizes, tokens):
+            tokens = self._sizes[smaller - 1] if smaller < len(self._sizes) else tokens
+        return max(_LEAST_PROMPT_TOKENS, tokens - len(decodes))
 
     def launched(self, chunks: list[Chunk]) -> TimedStep:
         """A step is about to be launched; its sequences have their leases."""

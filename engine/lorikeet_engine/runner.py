@@ -32,6 +32,11 @@ class Runner:
         self._kv = kv
         self._graphs = graphs
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens for which passes are captured, from small to large."""
+        return () if self._graphs is None else self._graphs.sizes
+
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [rows, vocab] of batch.logit_rows, in the model's dtype; keys and values are kept.

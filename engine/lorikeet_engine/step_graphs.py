@@ -92,6 +92,11 @@ class StepGraphs:
         self._whole = self._capture_whole(small, attention)
         self._pieces = self._capture_pieces(large, attention)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of the passes, from small to large."""
+        return tuple(sorted(self._whole.keys() | self._pieces.keys()))
+
     def fit(self, batch: Batch) -> bool:
         """Whether a pass was captured for batches like this one."""
         return len(batch.token_ids) <= max(self._pieces) or self._is_small(batch)

@@ -122,3 +122,19 @@ def test_prompts_have_what_the_decodes_beside_them_leave_of_the_goal():
     one = RankBudget(GOAL_S, replace(costs, lora_token_s=1e-6))
     left_s = GOAL_S - BASE_S - SLOPE_S * 500
     assert one.prompt_tokens(chunks(500)) == pytest.approx(left_s / 5e-6, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens"),
+    [
+        ((512, 1024, 2048), 1024),  # the next pass, of 2,048 tokens, takes longer than the goal
+        ((512, 1024), 1203),  # what is larger than all of them takes as long as it is
+        ((2048,), 1203),
+        ((), 1203),
+    ],
+)
+def test_prompts_fill_the_largest_pass_that_fits_the_goal(sizes, tokens):
+    costs = StepCosts(0.0, 0.0, lora_s=0.0, rank_s=SLOPE_S, prompt_token_s=GOAL_S / 1200)
+    one, decodes = RankBudget(GOAL_S, replace(costs, lora_token_s=0.0), sizes), chunks(0)
+    assert len(decodes) == 3
+    assert len(decodes) + one.prompt_tokens(decodes) == pytest.approx(tokens, abs=1)
