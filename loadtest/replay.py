@@ -2,24 +2,35 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
 from starlette.types import Receive, Scope, Send
 
 from lorikeet.api.answers import DONE, EventStream
-from lorikeet.api.messages import Call, Header, StreamItem
+from lorikeet.api.messages import Call, Header
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.routing.news import ReplicaNews, to_stats
 from lorikeet.serving.bulletin import Bulletin
-from lorikeet.serving.mailbox import Mailbox, pieces_per_s
+from lorikeet.serving.channel import Channel, Channels, Delivery
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import StepCosts
-from lorikeet_engine.request import EngineReport, Tokens
+from lorikeet_engine.request import EngineReport
 
 TOKEN = b"~"
 """Once in the event of every token, and nowhere else in an answer."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """An answer that goes on. left: tokens."""
+
+    channel: Channel
+    token: bytes
+    left: int
+    ended: asyncio.Future[None]
 
 
 class Replay:
@@ -28,30 +39,37 @@ class Replay:
     Between its steps and Serve it does what a Replica does.
     """
 
-    def __init__(self, base_model: str, settings: Settings, pace: float) -> None:
+    def __init__(self, base_model: str, _: Settings, pace: float) -> None:
         self._name = serve.get_replica_context().replica_id.unique_id
         self._base_model = base_model
         self._bulletin = Bulletin(StepCosts())
-        self._pieces_per_s = pieces_per_s(settings)
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._channels = Channels()
+        self._streams: dict[str, _Stream] = {}
         self._stepping = asyncio.get_running_loop().create_task(self._step(1 / pace))
 
-    async def generate(self, call: Call) -> AsyncIterator[StreamItem]:
+    async def generate(self, call: Call, gateway: str) -> None:
         """max_tokens tokens, the first at once."""
+        channel = await self._channels.to(gateway)
         digest = call.adapter.digest if call.adapter else None
-        yield Header(self._name, digest, Residency.GPU, self._bulletin.word())
+        header = Header(self._name, digest, Residency.GPU, self._bulletin.word())
         events = EventStream(call)
-        yield events.delta(0, TOKEN.decode())
+        channel.put(call.request_id, (header, events.delta(0, TOKEN.decode())))
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         token, left = events.delta(0, TOKEN.decode()), (call.max_tokens or 1) - 1
-        mailbox = self._mailboxes[call.request_id] = Mailbox(self._rest_s)
+        self._streams[call.request_id] = _Stream(channel, token, left, ended)
         try:
-            while left:
-                made = min(left, len(await mailbox.take()))
-                left -= made
-                yield token * made
+            if left:
+                await channel.carry(ended)
         finally:
-            del self._mailboxes[call.request_id]
-        yield DONE
+            del self._streams[call.request_id]
+        channel.put(call.request_id, (DONE,), ended=True)
+
+    async def deliveries(self, replica: str, gateway: str) -> AsyncIterator[list[Delivery]]:
+        """As a replica's."""
+        assert replica == self._name
+        with self._channels.opened(gateway) as channel:
+            while not channel.closed.done():
+                yield await channel.take()
 
     async def _step(self, step_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -59,11 +77,12 @@ class Replay:
         while True:
             next_s += step_s
             await asyncio.sleep(next_s - loop.time())
-            for request_id, mailbox in self._mailboxes.items():
-                mailbox.put(Tokens(request_id, 0, (0,)))
-
-    def _rest_s(self) -> float:
-        return len(self._mailboxes) / self._pieces_per_s
+            for request_id, stream in self._streams.items():
+                if stream.left:
+                    stream.channel.put(request_id, (stream.token,))
+                    stream.left -= 1
+                    if not stream.left:
+                        stream.ended.set_result(None)
 
     async def watch(self, replica: str) -> AsyncIterator[ReplicaNews]:
         """As a replica's."""

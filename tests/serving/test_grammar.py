@@ -23,6 +23,7 @@ from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.request import FinishReason, Request, SamplingParams
 from tests.engine.blobs import Shelf
 from tests.engine.driving import Answers
+from tests.serving.local_gateway import answer_of
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 EOS = 1
@@ -326,7 +327,7 @@ def test_a_replica_answers_in_the_format_that_a_call_asks_for(tmp_path):
         replica = Replica("r0", "demo", Settings.from_env(given))
         try:
             bad = replace(asked, request_id="bad", format=Format('{"type": "nope"}'))
-            return [[i async for i in replica.generate(call)] for call in (asked, bad)]
+            return [[i async for i in answer_of(replica, call)] for call in (asked, bad)]
         finally:
             replica.close()
 

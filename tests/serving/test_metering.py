@@ -19,6 +19,7 @@ from lorikeet.usage.counts import Account, Counts, add_to
 from lorikeet.usage.reader import UsageReader
 from lorikeet_engine.errors import StepFailed
 from lorikeet_engine.request import Course, Failed, SamplingParams, Terms, Tokens
+from tests.serving.local_gateway import answer_of
 
 BASE = "lorikeet-demo"
 TASK = TASKS[0]
@@ -109,18 +110,18 @@ def test_a_replica_writes_what_was_used_and_the_rest_when_it_is_closed(settings)
     async def scenario() -> Closing:
         replica = Replica("r0", BASE, settings)
         try:
-            items = [item async for item in replica.generate(adapted)]
+            items = [item async for item in answer_of(replica, adapted)]
             closing = next(item for item in items if isinstance(item, Closing))
             async with asyncio.timeout(30):
                 while support not in used(settings) or not used(settings)[support].requests:
                     await asyncio.sleep(0.05)
             endless = replace(CALL, request_id="s", n=1, max_tokens=1000, stream=True)
-            async with aclosing(replica.generate(endless)) as left:
+            async with aclosing(answer_of(replica, endless)) as left:
                 async for item in left:
                     if isinstance(item, bytes):
                         break
             too_long = replace(CALL, request_id="t", prompts=(tuple([1] * 100_000),))
-            assert isinstance([item async for item in replica.generate(too_long)][-1], Refusal)
+            assert isinstance([item async for item in answer_of(replica, too_long)][-1], Refusal)
         finally:
             replica.close()
         return closing

@@ -15,6 +15,7 @@ from lorikeet.catalog.store import open_store
 from lorikeet.serving.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet_engine.request import SamplingParams
+from tests.serving.local_gateway import local_gateway
 
 CALLERS = 12
 
@@ -53,10 +54,10 @@ def random_call(rng, number, refs):
     )
 
 
-async def answered(replica, call, leave_after):
+async def answered(gateway, call, leave_after):
     """Whether the call was answered to its end; left after some chunks unless that is None."""
     chunks = 0
-    async with aclosing(replica.generate(call)) as items:
+    async with aclosing(gateway.generate(call)) as items:
         async for item in items:
             assert isinstance(item, Header | Closing | bytes), item
             chunks += isinstance(item, bytes)
@@ -76,14 +77,15 @@ def test_every_call_ends_and_everything_comes_back(settings, seconds):
         refs = [state.resolve(task.model, task.tenant) for task in TASKS]
         deadline, numbers, ended = time.monotonic() + seconds, iter(range(10**9)), []
 
-        async def caller(rng):
+        async def caller(gateway, rng):
             while time.monotonic() < deadline:
                 call = random_call(rng, next(numbers), refs)
                 leave_after = rng.randint(0, 3) if rng.random() < 0.4 else None
-                ended.append(await asyncio.wait_for(answered(replica, call, leave_after), 60))
+                ended.append(await asyncio.wait_for(answered(gateway, call, leave_after), 60))
 
         try:
-            await asyncio.gather(*(caller(Random(seed)) for seed in range(CALLERS)))
+            async with local_gateway(replica) as gateway:
+                await asyncio.gather(*(caller(gateway, Random(seed)) for seed in range(CALLERS)))
             await asyncio.sleep(0.5)
             report = (await replica.report()).engine
             replica.check_health()

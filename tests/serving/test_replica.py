@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 
 import pytest
@@ -20,6 +20,7 @@ from lorikeet.catalog.store import open_store
 from lorikeet.errors import InvalidSetting
 from lorikeet.placement.orders import Bring, Orders
 from lorikeet.placement.plan import Keep
+from lorikeet.serving import channel as channel_module
 from lorikeet.serving import replica as replica_module
 from lorikeet.serving.prompts import PromptEncoder
 from lorikeet.serving.replica import Replica
@@ -28,6 +29,7 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.request import SamplingParams, Terms
 from tests.engine import hosted
 from tests.serving.breakable import break_file, breakable_engine
+from tests.serving.local_gateway import answer_of, local_gateway
 
 BASE = "lorikeet-demo"
 TASK = TASKS[0]
@@ -73,7 +75,11 @@ def run(settings, scenario):
 
 
 async def items_of(replica, call):
-    return [item async for item in replica.generate(call)]
+    return await rest_of(answer_of(replica, call))
+
+
+async def rest_of(answer):
+    return [item async for item in answer]
 
 
 def kill_engine(how=signal.SIGKILL):
@@ -152,7 +158,7 @@ def test_who_will_not_wait_for_an_adapter_is_told_when_it_will_be_there(settings
 def test_closing_an_answer_frees_its_pages_and_lease(settings, ref):
     async def scenario(replica):
         call = replace(CALL, adapter=ref, max_tokens=900, stream=True)
-        async with aclosing(replica.generate(call)) as items:
+        async with aclosing(answer_of(replica, call)) as items:
             async for item in items:
                 if isinstance(item, bytes):
                     break
@@ -161,6 +167,38 @@ def test_closing_an_answer_frees_its_pages_and_lease(settings, ref):
         assert held.leases == 0
 
     run(settings, scenario)
+
+
+def test_answers_that_cannot_reach_their_gateway_are_given_up(settings, ref):
+    async def scenario(replica):
+        endless = replace(CALL, adapter=ref, max_tokens=900, stream=True)
+        calls = [replace(endless, request_id=str(n)) for n in range(3)]
+        async with local_gateway(replica, "lost") as lost, local_gateway(replica, "well") as well:
+            bodies = asyncio.create_task(rest_of(well.generate(replace(CALL, max_tokens=200))))
+            async with AsyncExitStack() as stack:
+                streams = [
+                    await stack.enter_async_context(aclosing(lost.generate(c))) for c in calls
+                ]
+                for stream in streams:
+                    assert isinstance(await anext(stream), Header)
+                async with local_gateway(replica, "lost"):  # the same one, after a broken line
+                    for stream in streams:
+                        assert (await rest_of(stream))[-1].code == "unavailable"
+            whole = await bodies
+        await until(lambda engine: engine.kv_pages_used == 0, replica)
+        return whole
+
+    whole = run(settings, scenario)
+    assert json.loads(whole[-1])["usage"]["completion_tokens"] == 200
+
+
+def test_a_gateway_that_does_not_listen_is_told_to_go_elsewhere(settings, monkeypatch):
+    monkeypatch.setattr(channel_module, "_OPENING_S", 0.1)
+
+    async def scenario(replica):
+        return await replica.generate(CALL, "deaf")
+
+    assert run(settings, scenario).code == "unavailable"
 
 
 def test_a_request_id_in_flight_is_refused_and_the_first_goes_on(settings):
@@ -261,7 +299,7 @@ def test_when_the_engines_process_dies_streams_end_with_an_error_and_no_call_is_
     async def scenario(replica):
         call = replace(CALL, max_tokens=900, stream=True)
         items = []
-        async for item in replica.generate(call):
+        async for item in answer_of(replica, call):
             items.append(item)
             if len(items) == 3:
                 kill_engine()

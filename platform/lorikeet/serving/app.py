@@ -42,7 +42,9 @@ log = logging.getLogger(__name__)
 
 _LONGEST_GENERATION_S = 600  # a replica that is replaced may take this long to finish its streams
 _OTHER_REQUESTS = 256  # room beside the generations: a flood of those must not shut the rest out
-_ENGINE_CALLS = 8  # beside each gateway's watch: plans, reports and the like, a replica at once
+_ENGINE_CALLS = (
+    8  # beside each gateway's two streams: plans, reports and the like, a replica at once
+)
 _ENGINE_CPUS = 0.2  # a share, so that a laptop's two cores hold engines, gateway and controller
 _GATEWAY_CPUS = 0.2
 _CONTROLLER_CPUS = 0.05
@@ -57,7 +59,7 @@ def engine(settings: Settings, base_model: str) -> Application:
     gpus = 1 if device_of(settings) == "cuda" else 0
     deployment = serve.deployment(
         name=f"engine-{base_model}",
-        max_ongoing_requests=settings.max_ongoing_requests + settings.gateways + _ENGINE_CALLS,
+        max_ongoing_requests=settings.max_ongoing_requests + 2 * settings.gateways + _ENGINE_CALLS,
         ray_actor_options={"num_cpus": _ENGINE_CPUS, "num_gpus": gpus},
         request_router_config={
             "request_router_class": "lorikeet.serving.router.AdapterRouter",
@@ -164,7 +166,7 @@ class Gateway:
                 catalog=catalog,
                 base_models=read_base_models(settings.base_models),
                 limits=AdapterLimits(settings.max_rank, settings.max_adapter_bytes),
-                engines=ServeEngines(engines),
+                engines=ServeEngines(engines, name),
                 gateways=settings.gateways,
                 max_generations=_most_generations(settings),
                 adapter_memory=adapter_memory,

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
@@ -16,24 +16,33 @@ from lorikeet.api.request_scope import log_unexpected
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
 from lorikeet.placement.report import ReplicaMap, ReplicaReport
 from lorikeet.routing.fleet import HEADER_AGE_S, Fleet
+from lorikeet.serving.channel import Delivery
 from lorikeet.serving.fleets import fleet_of
 from lorikeet.serving.handles import LOST, broadcast, is_own_cancelling
+from lorikeet.serving.inbox import Inbox, Inboxes
+from lorikeet.serving.replica_streams import ReplicaStreams
 from lorikeet.serving.watching import Watching
 
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 _LOAD_FAILED = "adapter_load_failed"
+_LATE_S = 10.0
+"""When a replica's call has ended, the rest of its answer is on its way: it takes no longer."""
 
 
 class ServeEngines:
-    """Implements api's EngineClient: one handle for each base model. Build it on the event loop."""
+    """Implements api's EngineClient: one handle for each base model. Build it on the event loop.
 
-    def __init__(self, handles: Mapping[str, DeploymentHandle[Any]]) -> None:
+    gateway: this one's name, by which replicas know where answers go.
+    """
+
+    def __init__(self, handles: Mapping[str, DeploymentHandle[Any]], gateway: str) -> None:
         self._handles = handles
-        watching = [Watching(handle, _fleet(handle)) for handle in handles.values()]
+        self._gateway = gateway
+        self._inboxes = Inboxes()
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(each.run()) for each in watching]
+        self._tasks = {loop.create_task(self._listen(handle)) for handle in handles.values()}
 
     async def generate(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
         """Stream a replica's answer.
@@ -42,7 +51,7 @@ class ServeEngines:
         cannot load the adapter by one that has it. Raises Unavailable when none answers,
         GenerationFailed when the replica's own code broke.
         """
-        handle = self._handles[base_model].options(stream=True)
+        handle = self._handles[base_model]
         fleet = _fleet(handle)
         for attempt in range(_ATTEMPTS):
             # An id of its own: a lost replica may still be at work on the attempt before.
@@ -51,7 +60,7 @@ class ServeEngines:
             fleet.expect(again.request_id)
             sent_s = time.monotonic()
             try:
-                async with aclosing(_answer(handle, fleet, again)) as items:
+                async with aclosing(self._answer(handle, fleet, again)) as items:
                     async for item in items:
                         if isinstance(item, Header) and item.load_s is None:
                             yield _attempt(fleet, again.request_id, sent_s)
@@ -89,32 +98,65 @@ class ServeEngines:
         maps = await asyncio.gather(*(broadcast(h, "memory_map") for h in self._handles.values()))
         return [each for some in maps for each in some]
 
+    async def _answer(
+        self, handle: DeploymentHandle[Any], fleet: Fleet, call: Call
+    ) -> AsyncGenerator[StreamItem, None]:
+        """One replica's answer. Raises Unavailable when it is lost or will not take the call."""
+        request_id = call.request_id
+        with self._inboxes.opened(request_id) as inbox:
+            response: Any = handle.generate.remote(call, self._gateway)
+            asking = asyncio.create_task(_ask(response, inbox))
+            self._tasks.add(asking)
+            asking.add_done_callback(self._tasks.discard)
+            try:
+                while items := await inbox.take():
+                    for item in items:
+                        if isinstance(item, Refusal) and item.code == Unavailable.code:
+                            raise Unavailable(item.message)
+                        if isinstance(item, Header) and item.load_s is None:
+                            _learn(fleet, item)
+                        yield item
+            except RayTaskError as error:
+                raise _lost(error, request_id) from error
+            except (Unavailable, *LOST) as error:
+                fleet.lost(fleet.taker(request_id))
+                raise _lost(error, request_id) from error
+            except asyncio.CancelledError as error:
+                if is_own_cancelling():
+                    raise
+                fleet.lost(fleet.taker(request_id))
+                raise Unavailable("the replica cancelled this request") from error
+            finally:
+                if not inbox.complete:  # else the call is about to end by itself
+                    asking.cancel()
+                    response.cancel()
 
-async def _answer(
-    handle: DeploymentHandle[Any], fleet: Fleet, call: Call
-) -> AsyncGenerator[StreamItem, None]:
-    """One replica's answer. Raises Unavailable when it is lost or will not take the call."""
-    request_id = call.request_id
-    response = cast("DeploymentResponseGenerator[StreamItem]", handle.generate.remote(call))
+    async def _listen(self, handle: DeploymentHandle[Any]) -> None:
+        """Watch the replicas of one deployment, and hear their answers."""
+
+        def opened(replica: str) -> "DeploymentResponseGenerator[list[Delivery]]":
+            streamed = handle.options(stream=True)
+            deliveries = streamed.deliveries.remote(replica=replica, gateway=self._gateway)
+            return cast("DeploymentResponseGenerator[list[Delivery]]", deliveries)
+
+        fleet, inboxes = _fleet(handle), self._inboxes
+        answers = ReplicaStreams(fleet, opened, inboxes.sort, None, needed=inboxes.awaits)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(Watching(handle, fleet).run())
+            tasks.create_task(answers.follow())
+
+
+async def _ask(response: Awaitable[Refusal | None], inbox: Inbox) -> None:
+    """See a call to its end; an answer that does not come to its own soon after fails."""
     try:
-        async for item in response:
-            if isinstance(item, Refusal) and item.code == Unavailable.code:
-                raise Unavailable(item.message)
-            if isinstance(item, Header) and item.load_s is None:
-                _learn(fleet, item)
-            yield item
-    except RayTaskError as error:
-        raise _lost(error, request_id) from error
-    except (Unavailable, *LOST) as error:
-        fleet.lost(fleet.taker(request_id))
-        raise _lost(error, request_id) from error
-    except asyncio.CancelledError as error:
-        if is_own_cancelling():
-            raise
-        fleet.lost(fleet.taker(request_id))
-        raise Unavailable("the replica cancelled this request") from error
-    finally:
-        response.cancel()  # type: ignore[no-untyped-call]
+        refusal = await response
+        if refusal is not None:
+            inbox.put((refusal,), ended=True)
+        if not inbox.complete:
+            await asyncio.sleep(_LATE_S)
+            inbox.fail(Unavailable("the end of the answer was lost: send the request again"))
+    except (Exception, asyncio.CancelledError) as error:
+        inbox.fail(error)
 
 
 def _attempt(fleet: Fleet, request_id: str, sent_s: float, failure: str | None = None) -> Attempt:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from lorikeet.api.messages import Call, Header, Refusal, StreamItem, Trial, TrialResult
+from lorikeet.api.messages import Call, Header, Refusal, Trial, TrialResult
 from lorikeet.api.request_scope import log_unexpected
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import GenerationFailed, InvalidInput
@@ -23,11 +23,12 @@ from lorikeet.placement.plan import Keep
 from lorikeet.placement.report import ReplicaMap, ReplicaReport
 from lorikeet.routing.news import ReplicaNews, to_stats
 from lorikeet.serving.answer import Answer, refusal_of
+from lorikeet.serving.answering import Answering
 from lorikeet.serving.bulletin import Bulletin
+from lorikeet.serving.channel import Channels, Delivery
 from lorikeet.serving.context import answer_room
 from lorikeet.serving.engine_process import build_engine
 from lorikeet.serving.grammar_trial import GrammarTrial
-from lorikeet.serving.mailbox import Mailbox, pieces_per_s
 from lorikeet.serving.metering import Metering
 from lorikeet.serving.prompts import PromptEncoder
 from lorikeet.serving.trial import run_trial
@@ -37,6 +38,9 @@ from lorikeet_engine.errors import EngineClosed, EngineError, InvalidRequest, St
 from lorikeet_engine.host import EngineHost
 from lorikeet_engine.news import EngineNews
 from lorikeet_engine.request import Failed, Output, Request, Tokens
+
+Receiver = Callable[[Output], object]
+"""Takes one request's outputs on the event loop. Raises nothing."""
 
 _ENCODERS = 2
 _LOOK_S = 0.1
@@ -61,8 +65,8 @@ class Replica:
     def __init__(self, name: str, base_model: str, settings: Settings) -> None:
         self.name = name
         self._base_model = base_model
-        self._mailboxes: dict[str, Mailbox] = {}
-        self._pieces_per_s = pieces_per_s(settings)
+        self._channels = Channels()
+        self._receivers: dict[str, Receiver] = {}
         self._kept: dict[str, Keep] = {}
         self._alone: float | None = None
         self._told_s = 0.0
@@ -81,41 +85,43 @@ class Replica:
         flush_s = settings.usage_flush_s
         self._metering = Metering(store.result(), self._engine, base_model, flush_s)
 
-    async def generate(self, call: Call) -> AsyncIterator[StreamItem]:
-        """Answer one call: a Header, then bytes; or a Refusal at any point before the first byte.
+    async def generate(self, call: Call, gateway: str) -> Refusal | None:
+        """Answer one call; its gateway hears the answer among its `deliveries`.
 
-        Closing the iterator aborts what is not finished and frees its KV pages and lease.
+        That is a Header, then bytes; or a Refusal at any point before the first byte. Returns when
+        all is on its way, or the Refusal of a call that the engine did not take, or that can reach
+        its gateway no more. Cancelling it aborts what is not finished and frees its KV pages and
+        lease.
         """
         try:
+            channel = await self._channels.to(gateway)
             request = await self._event_loop.run_in_executor(self._encoding, self._request, call)
             await self._grammars.check(call, request.sampling.grammar)
-            with (
-                self._mailbox(call.request_id) as mailbox,
-                self._metering.measured(call, request.prompts) as meter,
-            ):
-                found = await self._submit(request)
-                digest = call.adapter.digest if call.adapter else None
-                header = Header(self.name, digest, found, self._bulletin.word())
-                yield header
+            with self._metering.measured(call, request.prompts) as meter:
                 encoder = self._encoder
                 answer = Answer(call, request.prompts, encoder.vocabulary, encoder.syntax)
-                while not answer.finished:
-                    outputs = await mailbox.take()
-                    if header.load_s is None and (load_s := _load_s(outputs)) is not None:
-                        header = replace(header, news=None, load_s=load_s)
-                        yield header
-                    meter.made(outputs)
-                    for item in answer.take(outputs):
-                        meter.told(item)
-                        yield item
-                    for choice in answer.stopped:
-                        self._engine.abort(call.request_id, choice)
-                    answer.stopped.clear()
+                answering = Answering(call, answer, meter, channel, self._engine.abort)
+                with self._receiving(call.request_id, answering.take):
+                    found = await self._submit(request)
+                    digest = call.adapter.digest if call.adapter else None
+                    answering.begin(Header(self.name, digest, found, self._bulletin.word()))
+                    await channel.carry(answering.ended)
+            return None
         except (EngineError, InvalidInput) as error:
-            yield _refuse(error)
+            return _refuse(error)
         except Exception as error:  # Serve would log its text, which may quote a prompt
             log_unexpected("generate_failed", call.request_id, error)
             raise GenerationFailed("the replica failed this request") from None
+
+    async def deliveries(self, replica: str, gateway: str) -> AsyncIterator[list[Delivery]]:
+        """What the answers to a gateway's calls say, as it is made; until nobody takes it.
+
+        replica: this one's name, by which the router found it.
+        """
+        assert replica == self.name
+        with self._channels.opened(gateway) as channel:
+            while not channel.closed.done():
+                yield await channel.take()
 
     async def smoke(self, trial: Trial) -> TrialResult | Refusal:
         """Try an adapter beside the base model."""
@@ -244,33 +250,35 @@ class Replica:
         """Where the adapter was found, and the tokens of every choice. Raises EngineError."""
         made: list[list[int]] = [[] for _ in range(len(request.prompts) * request.n)]
         unfinished = len(made)
-        with self._mailbox(request.request_id) as mailbox:
+        outputs = asyncio.Queue[Output]()
+        with self._receiving(request.request_id, outputs.put_nowait):
             found = await self._submit(request)
             while unfinished:
-                for output in await mailbox.take():
-                    if isinstance(output, Failed):
-                        raise output.error
-                    made[output.choice].extend(output.token_ids)
-                    unfinished -= output.finish is not None
+                output = await outputs.get()
+                if isinstance(output, Failed):
+                    raise output.error
+                made[output.choice].extend(output.token_ids)
+                unfinished -= output.finish is not None
         return found, made
 
     @contextmanager
-    def _mailbox(self, request_id: str) -> Iterator[Mailbox]:
-        """The place of a request's outputs; the request is over when it is left."""
-        if request_id in self._mailboxes:
+    def _receiving(self, request_id: str, receive: Receiver) -> Iterator[None]:
+        """Until it is left the engine's outputs for a request go there.
+
+        The request must be over by then; it is aborted if something was raised.
+        """
+        if request_id in self._receivers:
             raise InvalidRequest(
                 f"request_id={request_id!r} is in flight: want a new one", param="request_id"
             )
-        mailbox = self._mailboxes[request_id] = Mailbox(self._rest_s)
+        self._receivers[request_id] = receive
         try:
-            yield mailbox
-        finally:
+            yield
+        except BaseException:
             self._engine.abort(request_id)  # what has ended is left alone
-            del self._mailboxes[request_id]
-
-    def _rest_s(self) -> float:
-        """Between two pieces of a stream, so that gateways can pass on those of all streams."""
-        return len(self._mailboxes) / self._pieces_per_s
+            raise
+        finally:
+            del self._receivers[request_id]
 
     def _deliver(self, outputs: list[Output]) -> None:
         self._event_loop.call_soon_threadsafe(self._sort, outputs)
@@ -282,24 +290,18 @@ class Replica:
         self._bulletin.post(news)
 
     def _fail_all(self, error: EngineClosed) -> None:
-        for request_id, mailbox in self._mailboxes.items():
-            mailbox.put(Failed(request_id, error))
+        for request_id, receive in self._receivers.items():
+            receive(Failed(request_id, error))
 
     def _sort(self, outputs: list[Output]) -> None:
         for output in outputs:
-            mailbox = self._mailboxes.get(output.request_id)
-            if mailbox is not None:
-                mailbox.put(output)
+            receive = self._receivers.get(output.request_id)
+            if receive is not None:
+                receive(output)
         if any(isinstance(output, Tokens) for output in outputs):
             self._failed_steps = 0
         elif any(isinstance(o, Failed) and isinstance(o.error, StepFailed) for o in outputs):
             self._failed_steps += 1
-
-
-def _load_s(outputs: Iterable[Output]) -> float | None:
-    """How long the adapter took to come, once the first tokens are there."""
-    courses = (output.course for output in outputs if isinstance(output, Tokens))
-    return next((course.load_s for course in courses if course is not None), None)
 
 
 def _refuse(error: EngineError | InvalidInput) -> Refusal:

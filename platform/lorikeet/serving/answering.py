@@ -1,0 +1,67 @@
+"""One call while the engine works on it."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from lorikeet.api.messages import Call, Header, StreamItem
+from lorikeet.serving.answer import Answer
+from lorikeet.serving.channel import Channel
+from lorikeet.serving.metering import Meter
+from lorikeet_engine.request import Output, Tokens
+
+Abort = Callable[[str, int], object]
+"""Takes a request's id and a choice."""
+
+
+class Answering:
+    """Turns what the engine makes into what the gateway is told, at once.
+
+    No task of its own waits for that: at thousands of pieces a second turns of the event loop
+    would cost more than the work. `ended` is done when all is said; it fails if our code does.
+    """
+
+    def __init__(
+        self, call: Call, answer: Answer, meter: Meter, channel: Channel, abort: Abort
+    ) -> None:
+        self._request_id = call.request_id
+        self._answer, self._meter, self._channel, self._abort = answer, meter, channel, abort
+        self._header: Header | None = None
+        self._early: list[Output] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def begin(self, header: Header) -> None:
+        """Say the header first, then what was made before it."""
+        self._header = header
+        self._channel.put(self._request_id, (header,))
+        for output in self._early:
+            self.take(output)
+
+    def take(self, output: Output) -> None:
+        """Take what the engine made. Raises nothing."""
+        if self._header is None:
+            self._early.append(output)
+        elif not self.ended.done():
+            try:
+                self._advance(output, self._header)
+            except Exception as error:
+                self.ended.set_exception(error)
+
+    def _advance(self, output: Output, header: Header) -> None:
+        items: list[StreamItem] = []
+        load_s = output.course.load_s if isinstance(output, Tokens) and output.course else None
+        if header.load_s is None and load_s is not None:
+            self._header = replace(header, news=None, load_s=load_s)
+            items.append(self._header)
+        self._meter.made((output,))
+        for item in self._answer.take((output,)):
+            self._meter.told(item)
+            items.append(item)
+        for choice in self._answer.stopped:
+            self._abort(self._request_id, choice)
+        self._answer.stopped.clear()
+        ended = self._answer.finished
+        if items or ended:
+            self._channel.put(self._request_id, items, ended=ended)
+        if ended:
+            self.ended.set_result(None)

@@ -1,0 +1,68 @@
+"""A gateway's end of a replica in the same process: what Ray Serve carries elsewhere."""
+
+import asyncio
+from contextlib import aclosing, asynccontextmanager
+from itertools import count
+
+from lorikeet.serving.inbox import Inboxes
+
+_numbers = count()
+
+
+class LocalGateway:
+    """Makes calls to one replica."""
+
+    def __init__(self, replica, name):
+        self._replica, self._name = replica, name
+        self._inboxes = Inboxes()
+
+    async def listen(self):
+        """Hear the answers, until cancelled."""
+        deliveries = self._replica.deliveries(self._replica.name, self._name)
+        async with aclosing(deliveries) as heard:
+            async for some in heard:
+                self._inboxes.sort(self._replica.name, some)
+
+    async def generate(self, call):
+        """An answer's items. Closing it cancels the call, and waits for that."""
+        with self._inboxes.opened(call.request_id) as inbox:
+            asking = asyncio.create_task(self._ask(call, inbox))
+            try:
+                while items := await inbox.take():
+                    for item in items:
+                        yield item
+                await asking
+            finally:
+                asking.cancel()
+                await asyncio.wait([asking])
+
+    async def _ask(self, call, inbox):
+        try:
+            refusal = await self._replica.generate(call, self._name)
+        except Exception as error:
+            inbox.fail(error)
+        else:
+            if refusal is not None:
+                inbox.put((refusal,), ended=True)
+
+
+@asynccontextmanager
+async def local_gateway(replica, name="g0"):
+    """A gateway that listens."""
+    gateway = LocalGateway(replica, name)
+    listening = asyncio.create_task(gateway.listen())
+    try:
+        yield gateway
+    finally:
+        listening.cancel()
+        await asyncio.wait([listening])
+
+
+async def answer_of(replica, call):
+    """The items of one call, by a gateway of its own."""
+    async with (
+        local_gateway(replica, f"gateway {next(_numbers)}") as gateway,
+        aclosing(gateway.generate(call)) as items,
+    ):
+        async for item in items:
+            yield item

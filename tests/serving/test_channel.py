@@ -1,0 +1,87 @@
+"""All that is new for a gateway goes there as one message, whole and in order."""
+
+import asyncio
+import pickle
+
+import pytest
+
+from lorikeet.api.messages import Closing, Header
+from lorikeet.serving import channel as channel_module
+from lorikeet.serving.channel import Channel, Channels, joined
+from lorikeet_engine.errors import EngineClosed
+
+HEADER, CLOSING = Header("r0", None, None), Closing(1, 0, 2)
+
+
+def test_what_is_put_before_it_is_taken_travels_together() -> None:
+    async def scenario() -> None:
+        channel = Channel()
+        channel.put("a", (HEADER,))
+        channel.put("b", (b"1",))
+        channel.put("b", (b"2",))
+        channel.put("a", (b"3", CLOSING, b"4"), ended=True)
+        message = pickle.loads(pickle.dumps(await channel.take()))
+        assert message == [("a", [HEADER, b"3", CLOSING, b"4"], True), ("b", [b"12"], False)]
+        channel.put("b", (), ended=True)
+        assert await channel.take() == [("b", [], True)]
+        taking = asyncio.create_task(channel.take())
+        await asyncio.sleep(0.01)
+        assert not taking.done()
+        channel.put("c", (b"5",))
+        assert await taking == [("c", [b"5"], False)]
+
+    asyncio.run(scenario())
+
+
+def test_a_message_is_no_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "_MESSAGE_BYTES", 100)
+
+    async def scenario() -> list[int]:
+        channel = Channel()
+        for number in range(10):
+            channel.put(f"{number}", (b"x" * 40,))
+        return [len(await channel.take()) for _ in range(4)]
+
+    assert asyncio.run(scenario()) == [3, 3, 3, 1]
+
+
+def test_an_answer_on_a_channel_that_closes_is_lost_and_others_go_on() -> None:
+    async def scenario() -> None:
+        channels, loop = Channels(), asyncio.get_running_loop()
+        with channels.opened("well"), channels.opened("lost") as before:
+            well = asyncio.create_task((await channels.to("well")).carry(loop.create_future()))
+            lost = asyncio.create_task(before.carry(loop.create_future()))
+            ended = loop.create_future()
+            ended.set_result(None)
+            await before.carry(ended)
+            with channels.opened("lost") as again:
+                with pytest.raises(EngineClosed):
+                    await lost
+                assert await before.take() == []  # so who listened there stops
+                assert await channels.to("lost") is again
+            assert not well.done()
+            well.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_call_waits_a_moment_for_its_gateway_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "_OPENING_S", 0.2)
+
+    async def scenario() -> None:
+        channels = Channels()
+        early = asyncio.create_task(channels.to("g0"))
+        await asyncio.sleep(0.05)
+        with channels.opened("g0") as channel:
+            assert await early is channel
+        with pytest.raises(EngineClosed):
+            await channels.to("g0")
+
+    asyncio.run(scenario())
+
+
+def test_only_bytes_that_follow_each_other_are_joined() -> None:
+    assert joined([b"1", b"2", HEADER, HEADER, b"3", CLOSING, b"4", b"5"]) == (
+        [b"12", HEADER, HEADER, b"3", CLOSING, b"45"]
+    )
+    assert joined([]) == []
