@@ -9,14 +9,16 @@ from ray import serve
 from starlette.types import Receive, Scope, Send
 
 from lorikeet.api.answers import DONE, EventStream
-from lorikeet.api.messages import Call, Header
+from lorikeet.api.messages import Call, Header, Refusal
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.routing.news import ReplicaNews, to_stats
+from lorikeet.serving.answer import refusal_of
 from lorikeet.serving.bulletin import Bulletin
 from lorikeet.serving.channel import Channel, Channels, Delivery
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.errors import EngineClosed
 from lorikeet_engine.request import EngineReport
 
 TOKEN = b"~"
@@ -47,7 +49,7 @@ class Replay:
         self._streams: dict[str, _Stream] = {}
         self._stepping = asyncio.get_running_loop().create_task(self._step(1 / pace))
 
-    async def generate(self, call: Call, gateway: str) -> None:
+    async def generate(self, call: Call, gateway: str) -> AsyncIterator[Refusal]:
         """max_tokens tokens, the first at once."""
         channel = await self._channels.to(gateway)
         digest = call.adapter.digest if call.adapter else None
@@ -60,9 +62,11 @@ class Replay:
         try:
             if left:
                 await channel.carry(ended)
+            channel.put(call.request_id, (DONE,), ended=True)
+        except EngineClosed as error:
+            yield refusal_of(error)
         finally:
             del self._streams[call.request_id]
-        channel.put(call.request_id, (DONE,), ended=True)
 
     async def deliveries(self, replica: str, gateway: str) -> AsyncIterator[list[Delivery]]:
         """As a replica's."""

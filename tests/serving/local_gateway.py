@@ -38,12 +38,11 @@ class LocalGateway:
 
     async def _ask(self, call, inbox):
         try:
-            refusal = await self._replica.generate(call, self._name)
+            async with aclosing(self._replica.generate(call, self._name)) as refusals:
+                async for refusal in refusals:
+                    inbox.put((refusal,), ended=True)
         except Exception as error:
             inbox.fail(error)
-        else:
-            if refusal is not None:
-                inbox.put((refusal,), ended=True)
 
 
 @asynccontextmanager

@@ -196,9 +196,10 @@ def test_a_gateway_that_does_not_listen_is_told_to_go_elsewhere(settings, monkey
     monkeypatch.setattr(channel_module, "_OPENING_S", 0.1)
 
     async def scenario(replica):
-        return await replica.generate(CALL, "deaf")
+        return await rest_of(replica.generate(CALL, "deaf"))
 
-    assert run(settings, scenario).code == "unavailable"
+    (refusal,) = run(settings, scenario)
+    assert refusal.code == "unavailable"
 
 
 def test_a_request_id_in_flight_is_refused_and_the_first_goes_on(settings):

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
@@ -104,7 +104,7 @@ class ServeEngines:
         """One replica's answer. Raises Unavailable when it is lost or will not take the call."""
         request_id = call.request_id
         with self._inboxes.opened(request_id) as inbox:
-            response: Any = handle.generate.remote(call, self._gateway)
+            response: Any = handle.options(stream=True).generate.remote(call, self._gateway)
             asking = asyncio.create_task(_ask(response, inbox))
             self._tasks.add(asking)
             asking.add_done_callback(self._tasks.discard)
@@ -146,11 +146,10 @@ class ServeEngines:
             tasks.create_task(answers.follow())
 
 
-async def _ask(response: Awaitable[Refusal | None], inbox: Inbox) -> None:
+async def _ask(response: AsyncIterable[Refusal], inbox: Inbox) -> None:
     """See a call to its end; an answer that does not come to its own soon after fails."""
     try:
-        refusal = await response
-        if refusal is not None:
+        async for refusal in response:
             inbox.put((refusal,), ended=True)
         if not inbox.complete:
             await asyncio.sleep(_LATE_S)

@@ -85,13 +85,14 @@ class Replica:
         flush_s = settings.usage_flush_s
         self._metering = Metering(store.result(), self._engine, base_model, flush_s)
 
-    async def generate(self, call: Call, gateway: str) -> Refusal | None:
+    async def generate(self, call: Call, gateway: str) -> AsyncIterator[Refusal]:
         """Answer one call; its gateway hears the answer among its `deliveries`.
 
-        That is a Header, then bytes; or a Refusal at any point before the first byte. Returns when
-        all is on its way, or the Refusal of a call that the engine did not take, or that can reach
-        its gateway no more. Cancelling it aborts what is not finished and frees its KV pages and
-        lease.
+        That is a Header, then bytes; or a Refusal at any point before the first byte. This itself
+        yields only the Refusal of a call that the engine did not take, or that can reach its
+        gateway no more, and ends when all is on its way. (A stream: of a single result Serve says
+        only at its end which replica has taken the call.) Cancelling it aborts what is not finished
+        and frees its KV pages and lease.
         """
         try:
             channel = await self._channels.to(gateway)
@@ -106,9 +107,8 @@ class Replica:
                     digest = call.adapter.digest if call.adapter else None
                     answering.begin(Header(self.name, digest, found, self._bulletin.word()))
                     await channel.carry(answering.ended)
-            return None
         except (EngineError, InvalidInput) as error:
-            return _refuse(error)
+            yield _refuse(error)
         except Exception as error:  # Serve would log its text, which may quote a prompt
             log_unexpected("generate_failed", call.request_id, error)
             raise GenerationFailed("the replica failed this request") from None
