@@ -376,6 +376,15 @@ def test_who_took_a_request_is_known_and_who_was_only_asked_did_not(gateway):
     assert gateway.fleet.taker("a") == "r2"
 
 
+def test_a_replica_that_is_gone_is_busy_until_its_requests_have_ended(gateway):
+    request_id = gateway.send("r1")
+    gateway.fleet.exist(["r0"])
+    assert gateway.fleet.busy("r1")
+    assert not gateway.fleet.busy("r0")
+    gateway.fleet.ended(request_id)
+    assert not gateway.fleet.busy("r1")
+
+
 def test_a_request_that_finds_no_place_wants_its_adapter_brought(gateway):
     gateway.all_say()
     gateway.says("r3", moved={OTHER.digest: Residency.GPU})

@@ -208,6 +208,11 @@ class Fleet:
             sent = self._sent.get(request_id)
             return sent.replica if sent is not None and sent.accepted_s is not None else None
 
+    def busy(self, replica: str) -> bool:
+        """Whether a request was sent there that has not ended, though it may exist no more."""
+        with self._lock:
+            return any(sent is not None and sent.replica == replica for sent in self._sent.values())
+
     def decision(self, request_id: str) -> Decision | None:
         """Where a request that has not ended was sent, and why; None while it waits for that."""
         with self._lock:

@@ -139,8 +139,11 @@ class ServeEngines:
             deliveries = streamed.deliveries.remote(replica=replica, gateway=self._gateway)
             return cast("DeploymentResponseGenerator[list[Delivery]]", deliveries)
 
+        def needed(replica: str) -> bool:
+            return fleet.busy(replica) or inboxes.awaits(replica)
+
         fleet, inboxes = _fleet(handle), self._inboxes
-        answers = ReplicaStreams(fleet, opened, inboxes.sort, None, needed=inboxes.awaits)
+        answers = ReplicaStreams(fleet, opened, inboxes.sort, None, needed)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(Watching(handle, fleet).run())
             tasks.create_task(answers.follow())

@@ -1,0 +1,164 @@
+"""A gateway's calls, by handles that are not Serve's: where answers come from, what ends them."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from lorikeet.api.messages import Attempt, Call, Closing, Endpoint, Header, Refusal
+from lorikeet.errors import Unavailable
+from lorikeet.serving import engines as engines_module
+from lorikeet.serving.engines import ServeEngines
+from lorikeet.serving.fleets import fleet_of
+
+BASE, GATEWAY = "tiny", "g0"
+CALL = Call("r", Endpoint.CHAT, 0, "acme", BASE, None)
+HEADER, CLOSING = Header("r0", None, None), Closing(1, 0, 1)
+
+
+class Stream:
+    """Items one by one, until it is told to end or cancelled."""
+
+    def __init__(self):
+        self._items = asyncio.Queue()
+        self.cancelled = False
+
+    def say(self, item):
+        self._items.put_nowait(item)
+
+    def end(self):
+        self._items.put_nowait(StopAsyncIteration())
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        item = await self._items.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def cancel(self):
+        self.cancelled = True
+
+
+class Handle:
+    """Of one replica, `r0`, that does what the test says."""
+
+    app_name, deployment_name = "test", "engine-tiny"
+
+    def __init__(self):
+        self.calls, self.deliveries_opened = [], []
+        self.generate = self.watch = self.deliveries = self
+
+    def options(self, **_):
+        return self
+
+    def remote(self, call=None, gateway=None, replica=None):
+        stream = Stream()
+        if call is not None:
+            assert gateway == GATEWAY
+            self.calls.append((call, stream))
+        elif gateway is not None:
+            self.deliveries_opened.append(stream)
+        return stream
+
+    def broadcast(self, *_):
+        raise RuntimeError("nobody is there")
+
+    def deliver(self, *items, ended=False, attempt=-1):
+        self.deliveries_opened[-1].say([(self.calls[attempt][0].request_id, list(items), ended)])
+
+
+def run(scenario):
+    async def inside():
+        fleet_of(Handle.app_name, Handle.deployment_name).exist(["r0"])
+        handle = Handle()
+        engines = ServeEngines({BASE: handle}, GATEWAY)
+        await until(lambda: handle.deliveries_opened)
+        try:
+            await asyncio.wait_for(scenario(engines, handle), 20)
+        finally:
+            for task in engines._tasks:
+                task.cancel()
+
+    asyncio.run(inside())
+
+
+async def until(holds):
+    while not holds():
+        await asyncio.sleep(0.005)
+
+
+async def items_of(engines):
+    return [item async for item in engines.generate(BASE, CALL)]
+
+
+def test_an_answer_comes_with_the_deliveries_and_its_call_ends_by_itself():
+    async def scenario(engines, handle):
+        asking = asyncio.create_task(items_of(engines))
+        await until(lambda: handle.calls)
+        handle.deliver(HEADER, b"a")
+        handle.deliver(CLOSING, b"b", ended=True)
+        attempt, *items = await asking
+        assert isinstance(attempt, Attempt)
+        assert items == [HEADER, b"a", CLOSING, b"b"]
+        ((_, call),) = handle.calls
+        assert not call.cancelled
+        call.end()
+        await until(lambda: len(engines._tasks) == 1)
+
+    run(scenario)
+
+
+def test_a_client_that_leaves_cancels_the_call():
+    async def scenario(engines, handle):
+        async with aclosing(engines.generate(BASE, CALL)) as items:
+            reading = asyncio.create_task(anext(items))
+            await until(lambda: handle.calls)
+            handle.deliver(HEADER, b"a")
+            await reading
+        assert handle.calls[0][1].cancelled
+
+    run(scenario)
+
+
+def test_a_refusal_of_the_call_itself_is_its_answer():
+    async def scenario(engines, handle):
+        asking = asyncio.create_task(items_of(engines))
+        await until(lambda: handle.calls)
+        refusal = Refusal("invalid_value", "no")
+        handle.calls[0][1].say(refusal)
+        assert await asking == [refusal]
+
+    run(scenario)
+
+
+def test_a_call_that_ended_without_the_end_of_its_answer_is_made_again(monkeypatch):
+    monkeypatch.setattr(engines_module, "_LATE_S", 0.05)
+
+    async def scenario(engines, handle):
+        asking = asyncio.create_task(items_of(engines))
+        await until(lambda: handle.calls)
+        handle.deliver(HEADER)
+        handle.calls[0][1].end()
+        await until(lambda: len(handle.calls) == 2)
+        handle.deliver(HEADER, CLOSING, b"whole", ended=True)
+        handle.deliver(b"too late", attempt=0)
+        assert [item for item in await asking if isinstance(item, bytes)] == [b"whole"]
+
+    run(scenario)
+
+
+def test_an_answer_that_had_begun_fails_when_its_end_is_lost(monkeypatch):
+    monkeypatch.setattr(engines_module, "_LATE_S", 0.05)
+
+    async def scenario(engines, handle):
+        asking = asyncio.create_task(items_of(engines))
+        await until(lambda: handle.calls)
+        handle.deliver(HEADER, b"a")
+        handle.calls[0][1].end()
+        with pytest.raises(Unavailable):
+            await asking
+
+    run(scenario)

@@ -1,0 +1,145 @@
+"""A gateway listens to every replica that exists, and to one that is gone as long as it must."""
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+from ray.exceptions import RayActorError
+
+from lorikeet.routing.fleet import Fleet
+from lorikeet.serving import replica_streams
+from lorikeet.serving.replica_streams import ReplicaStreams
+
+
+class Stream:
+    """What Serve's handle returns: an async iterator with a cancel of its own."""
+
+    def __init__(self, replica):
+        self.replica = replica
+        self.cancelled = False
+        self._said = asyncio.Queue()
+
+    def say(self, word):
+        self._said.put_nowait(word)
+
+    async def __anext__(self):
+        word = await self._said.get()
+        if isinstance(word, Exception):
+            raise word
+        return word
+
+    def cancel(self):
+        self.cancelled = True
+
+
+class Replicas:
+    """Their streams in the order in which they were opened, and what was heard of them."""
+
+    def __init__(self, silence_s):
+        self.fleet = Fleet()
+        self.opened, self.heard, self.needed = [], [], set()
+        self._streams = ReplicaStreams(
+            self.fleet,
+            self._open,
+            lambda replica, word: self.heard.append((replica, word)),
+            silence_s,
+            self.needed.__contains__,
+        )
+
+    def _open(self, replica):
+        self.opened.append(Stream(replica))
+        return self.opened[-1]
+
+    @asynccontextmanager
+    async def followed(self):
+        following = asyncio.create_task(self._streams.follow())
+        try:
+            yield
+        finally:
+            following.cancel()
+            await asyncio.wait([following])
+
+    async def until(self, holds):
+        deadline_s = time.monotonic() + 5
+        while not holds():
+            assert time.monotonic() < deadline_s, "not in time"
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    monkeypatch.setattr(replica_streams, "_LOOK_S", 0.005)
+    monkeypatch.setattr(replica_streams, "_PAUSES_S", (0.01, 0.02))
+
+
+def run(scenario, silence_s=None):
+    async def inside():
+        replicas = Replicas(silence_s)
+        async with replicas.followed():
+            await asyncio.wait_for(scenario(replicas), 20)
+        await asyncio.sleep(0)
+        assert all(stream.cancelled for stream in replicas.opened)
+
+    asyncio.run(inside())
+
+
+def names(replicas):
+    return [stream.replica for stream in replicas.opened]
+
+
+def test_it_hears_every_replica_and_stops_when_one_is_gone():
+    async def scenario(replicas):
+        replicas.fleet.exist(["r0", "r1"])
+        await replicas.until(lambda: set(names(replicas)) == {"r0", "r1"})
+        for stream in replicas.opened:
+            stream.say("hello")
+        await replicas.until(lambda: set(replicas.heard) == {("r0", "hello"), ("r1", "hello")})
+        replicas.fleet.exist(["r1", "r2"])
+        gone = next(stream for stream in replicas.opened if stream.replica == "r0")
+        await replicas.until(lambda: gone.cancelled and "r2" in names(replicas))
+        assert sorted(names(replicas)) == ["r0", "r1", "r2"]
+
+    run(scenario)
+
+
+def test_it_hears_a_replica_that_is_gone_as_long_as_that_is_needed():
+    async def scenario(replicas):
+        replicas.fleet.exist(["r0"])
+        await replicas.until(lambda: replicas.opened)
+        (stream,) = replicas.opened
+        replicas.needed.add("r0")
+        replicas.fleet.exist([])
+        await asyncio.sleep(0.1)
+        stream.say("the end")
+        await replicas.until(lambda: replicas.heard == [("r0", "the end")])
+        assert not stream.cancelled
+        replicas.needed.clear()
+        await replicas.until(lambda: stream.cancelled)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("broken"), RayActorError()])
+def test_a_stream_that_ends_is_opened_again_and_a_lost_replica_is_lost(end):
+    async def scenario(replicas):
+        replicas.fleet.exist(["r0", "r1"])
+        await replicas.until(lambda: len(replicas.opened) == 2)
+        first = next(stream for stream in replicas.opened if stream.replica == "r0")
+        first.say(end)
+        await replicas.until(lambda: names(replicas).count("r0") == 2)
+        assert first.cancelled
+        lost = isinstance(end, RayActorError)
+        assert set(replicas.fleet.usable) == ({"r1"} if lost else {"r0", "r1"})
+        replicas.opened[-1].say("again")
+        await replicas.until(lambda: replicas.heard == [("r0", "again")])
+
+    run(scenario)
+
+
+def test_one_that_must_not_be_silent_is_opened_again():
+    async def scenario(replicas):
+        replicas.fleet.exist(["r0"])
+        await replicas.until(lambda: len(replicas.opened) >= 3)
+
+    run(scenario, silence_s=0.02)
