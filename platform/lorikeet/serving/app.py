@@ -21,6 +21,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import LorikeetError
 from lorikeet.metrics.gateway import GatewayMetrics
+from lorikeet.serving.allocator import give_freed_memory_back
 from lorikeet.serving.controller import Controller
 from lorikeet.serving.doors import AdminDoor, PublicDoor
 from lorikeet.serving.engines import ServeEngines
@@ -182,6 +183,7 @@ class Gateway:
             )
             export = export_forever(self._measured, {"gateway": name})
             self._export = asyncio.create_task(export)
+            self._trim = asyncio.create_task(give_freed_memory_back())
             self._admin_door = AdminDoor(settings.admin_address)
 
     async def _measured(self) -> Iterable[Metric]:
