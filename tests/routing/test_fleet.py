@@ -376,6 +376,14 @@ def test_who_took_a_request_is_known_and_who_was_only_asked_did_not(gateway):
     assert gateway.fleet.taker("a") == "r2"
 
 
+def test_who_says_first_that_a_request_was_taken_is_believed(gateway):
+    request_id = gateway.send("r1")
+    taken = gateway.fleet.decision(request_id)
+    gateway.now_s += 1
+    gateway.fleet.accepted(request_id, "r1")
+    assert gateway.fleet.decision(request_id) == taken
+
+
 def test_a_replica_that_is_gone_is_busy_until_its_requests_have_ended(gateway):
     request_id = gateway.send("r1")
     gateway.fleet.exist(["r0"])

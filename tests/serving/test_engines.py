@@ -7,6 +7,8 @@ import pytest
 
 from lorikeet.api.messages import Attempt, Call, Closing, Endpoint, Header, Refusal
 from lorikeet.errors import Unavailable
+from lorikeet.routing.ask import Ask
+from lorikeet.routing.choice import Work
 from lorikeet.serving import engines as engines_module
 from lorikeet.serving.engines import ServeEngines
 from lorikeet.serving.fleets import fleet_of
@@ -98,10 +100,13 @@ def test_an_answer_comes_with_the_deliveries_and_its_call_ends_by_itself():
     async def scenario(engines, handle):
         asking = asyncio.create_task(items_of(engines))
         await until(lambda: handle.calls)
+        sent, fleet = Ask(Work(prompt_tokens=1)), fleet_of("test", "engine-tiny")
+        fleet.intend("r", "r0", sent)  # as the router does; Serve has not said who took it
         handle.deliver(HEADER, b"a")
         handle.deliver(CLOSING, b"b", ended=True)
         attempt, *items = await asking
         assert isinstance(attempt, Attempt)
+        assert attempt.replica == "r0"
         assert items == [HEADER, b"a", CLOSING, b"b"]
         ((_, call),) = handle.calls
         assert not call.cancelled

@@ -192,9 +192,11 @@ class Fleet:
             self._send(request_id, replica, ask, weighed)
 
     def accepted(self, request_id: str, replica: str) -> None:
-        """The replica that took it."""
+        """The replica that took it, as Serve or its answer says; whoever says it first."""
         with self._lock:
             sent = self._sent.get(request_id)
+            if sent is not None and sent.accepted_s is not None:
+                return
             if sent is not None and sent.replica != replica:
                 self._send(request_id, replica, sent.ask, sent.weighed)
                 sent = self._sent[request_id]

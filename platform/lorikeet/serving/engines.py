@@ -114,7 +114,7 @@ class ServeEngines:
                         if isinstance(item, Refusal) and item.code == Unavailable.code:
                             raise Unavailable(item.message)
                         if isinstance(item, Header) and item.load_s is None:
-                            _learn(fleet, item)
+                            _learn(fleet, request_id, item)
                         yield item
             except RayTaskError as error:
                 raise _lost(error, request_id) from error
@@ -177,8 +177,9 @@ def _another_has_it(fleet: Fleet, call: Call, item: StreamItem) -> bool:
     return failed and call.adapter is not None and fleet.unfetchable(call.adapter.digest)
 
 
-def _learn(fleet: Fleet, header: Header) -> None:
+def _learn(fleet: Fleet, request_id: str, header: Header) -> None:
     """What an answer says of its replica."""
+    fleet.accepted(request_id, header.replica)  # Serve may say so later, on another stream
     if header.news is not None:
         fleet.heard(header.replica, header.news, HEADER_AGE_S)
     if header.digest is not None and header.residency is not None:
