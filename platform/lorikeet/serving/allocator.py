@@ -7,7 +7,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _FIRST_BYTES = 128 * 2**10
 """What glibc begins with, for both."""
 
-TRIM_S = 5.0
+TRIM_S = 2.0
 
 
 async def give_freed_memory_back(trim_s: float = TRIM_S) -> None:
