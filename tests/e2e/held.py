@@ -6,6 +6,7 @@ from ray import serve
 
 from lorikeet.api.messages import Header
 from lorikeet.serving.bulletin import Bulletin
+from lorikeet.serving.channel import Channels
 from lorikeet_engine.costs import StepCosts
 
 
@@ -13,13 +14,22 @@ class Held:
     def __init__(self):
         self._name = serve.get_replica_context().replica_id.unique_id
         self._bulletin = Bulletin(StepCosts())
+        self._channels = Channels()
         self._wanted = {}
 
-    async def generate(self, call):
-        yield Header(self._name, None, None, self._bulletin.word())
+    async def generate(self, call, gateway):
+        channel = await self._channels.to(gateway)
+        channel.put(call.request_id, (Header(self._name, None, None, self._bulletin.word()),))
         if call.request_id.startswith("held"):
             await asyncio.Event().wait()
-        yield b"done"
+        channel.put(call.request_id, (b"done",), ended=True)
+        return
+        yield  # it refuses nothing
+
+    async def deliveries(self, replica, gateway):
+        with self._channels.opened(gateway) as channel:
+            while not channel.closed.done():
+                yield await channel.take()
 
     async def watch(self, replica):
         async for news in self._bulletin.watch():

@@ -68,7 +68,7 @@ class Second:
 
     async def _start(self, application, deployment):
         self.handle = serve.get_deployment_handle(deployment, application)
-        return ServeEngines({BASE: self.handle})
+        return ServeEngines({BASE: self.handle}, "second")
 
 
 @pytest.fixture(scope="module")
@@ -129,17 +129,17 @@ def test_after_the_first_request_every_one_finds_its_adapter(second, ref):
     assert not second.fleet._sent
 
 
-def test_an_adapter_may_come_before_its_request_and_a_watch_delays_no_shutdown(service, ref):
-    serve.run(held_deployment(places=3), name="held", route_prefix=None)
+def test_an_adapter_may_come_before_its_request_and_no_stream_delays_a_shutdown(service, ref):
+    serve.run(held_deployment(places=4), name="held", route_prefix=None)
     gateway = Second("held", "held")
 
     async def scenario():
-        await asyncio.sleep(1.5)  # until the watch is open
+        await asyncio.sleep(1.5)  # until its streams are open
         holding = [asyncio.create_task(gateway.ask(a_call(f"held {i}", ref))) for i in range(2)]
         await until(lambda: all(gateway.fleet.taker(f"held {i}") for i in range(2)), within_s=20)
         waiting = asyncio.create_task(gateway.ask(a_call("waiting", ref)))
         await asyncio.sleep(1.0)
-        assert not waiting.done()  # the watch has the third place
+        assert not waiting.done()  # watch and deliveries have the other places
         holding[0].cancel()
         await waiting
         assert await gateway.handle.told.remote() == {ref: 1}
@@ -148,5 +148,5 @@ def test_an_adapter_may_come_before_its_request_and_a_watch_delays_no_shutdown(s
     gateway.run(scenario())
     began_s = time.monotonic()
     serve.delete("held")
-    assert time.monotonic() - began_s < 30  # a watch lasts a minute
+    assert time.monotonic() - began_s < 30  # a watch lasts a minute, deliveries for ever
     gateway.run(gateway.stop())
