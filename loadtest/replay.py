@@ -49,7 +49,7 @@ class Replay:
         self._streams: dict[str, _Stream] = {}
         self._stepping = asyncio.get_running_loop().create_task(self._step(1 / pace))
 
-    async def generate(self, call: Call, gateway: str) -> AsyncIterator[Refusal]:
+    async def generate(self, call: Call, gateway: str) -> AsyncIterator[Refusal | None]:
         """max_tokens tokens, the first at once."""
         channel = await self._channels.to(gateway)
         digest = call.adapter.digest if call.adapter else None
@@ -63,6 +63,7 @@ class Replay:
             if left:
                 await channel.carry(ended)
             channel.put(call.request_id, (DONE,), ended=True)
+            yield None
         except EngineClosed as error:
             yield refusal_of(error)
         finally:

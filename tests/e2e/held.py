@@ -23,8 +23,7 @@ class Held:
         if call.request_id.startswith("held"):
             await asyncio.Event().wait()
         channel.put(call.request_id, (b"done",), ended=True)
-        return
-        yield  # it refuses nothing
+        yield None
 
     async def deliveries(self, replica, gateway):
         with self._channels.opened(gateway) as channel:

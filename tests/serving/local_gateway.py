@@ -40,7 +40,8 @@ class LocalGateway:
         try:
             async with aclosing(self._replica.generate(call, self._name)) as refusals:
                 async for refusal in refusals:
-                    inbox.put((refusal,), ended=True)
+                    if refusal is not None:
+                        inbox.put((refusal,), ended=True)
         except Exception as error:
             inbox.fail(error)
 

@@ -192,6 +192,16 @@ def test_answers_that_cannot_reach_their_gateway_are_given_up(settings, ref):
     assert json.loads(whole[-1])["usage"]["completion_tokens"] == 200
 
 
+def test_the_call_itself_ends_with_one_item(settings):
+    """Of a stream without any gRPC may lose the word that the replica has taken it."""
+
+    async def scenario(replica):
+        async with local_gateway(replica, "other"):
+            return await rest_of(replica.generate(CALL, "other"))
+
+    assert run(settings, scenario) == [None]
+
+
 def test_a_gateway_that_does_not_listen_is_told_to_go_elsewhere(settings, monkeypatch):
     monkeypatch.setattr(channel_module, "_OPENING_S", 0.1)
 

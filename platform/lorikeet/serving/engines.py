@@ -149,11 +149,12 @@ class ServeEngines:
             tasks.create_task(answers.follow())
 
 
-async def _ask(response: AsyncIterable[Refusal], inbox: Inbox) -> None:
+async def _ask(response: AsyncIterable[Refusal | None], inbox: Inbox) -> None:
     """See a call to its end; an answer that does not come to its own soon after fails."""
     try:
         async for refusal in response:
-            inbox.put((refusal,), ended=True)
+            if refusal is not None:
+                inbox.put((refusal,), ended=True)
         if not inbox.complete:
             await asyncio.sleep(_LATE_S)
             inbox.fail(Unavailable("the end of the answer was lost: send the request again"))

@@ -85,14 +85,16 @@ class Replica:
         flush_s = settings.usage_flush_s
         self._metering = Metering(store.result(), self._engine, base_model, flush_s)
 
-    async def generate(self, call: Call, gateway: str) -> AsyncIterator[Refusal]:
+    async def generate(self, call: Call, gateway: str) -> AsyncIterator[Refusal | None]:
         """Answer one call; its gateway hears the answer among its `deliveries`.
 
         That is a Header, then bytes; or a Refusal at any point before the first byte. This itself
-        yields only the Refusal of a call that the engine did not take, or that can reach its
-        gateway no more, and ends when all is on its way. (A stream: of a single result Serve says
-        only at its end which replica has taken the call.) Cancelling it aborts what is not finished
-        and frees its KV pages and lease.
+        yields one item: None when all is on its way, else the Refusal of a call that the engine did
+        not take, or that can reach its gateway no more. Closing it aborts what is not finished and
+        frees its KV pages and lease.
+
+        A stream of one item: of a plain result Serve says only with it which replica has taken the
+        call, and of a stream with none gRPC may lose that word.
         """
         try:
             channel = await self._channels.to(gateway)
@@ -107,6 +109,7 @@ class Replica:
                     digest = call.adapter.digest if call.adapter else None
                     answering.begin(Header(self.name, digest, found, self._bulletin.word()))
                     await channel.carry(answering.ended)
+            yield None
         except (EngineError, InvalidInput) as error:
             yield _refuse(error)
         except Exception as error:  # Serve would log its text, which may quote a prompt
