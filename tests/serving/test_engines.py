@@ -12,36 +12,11 @@ from lorikeet.routing.choice import Work
 from lorikeet.serving import engines as engines_module
 from lorikeet.serving.engines import ServeEngines
 from lorikeet.serving.fleets import fleet_of
+from tests.serving.fake_stream import FakeStream
 
 BASE, GATEWAY = "tiny", "g0"
 CALL = Call("r", Endpoint.CHAT, 0, "acme", BASE, None)
 HEADER, CLOSING = Header("r0", None, None), Closing(1, 0, 1)
-
-
-class Stream:
-    """Items one by one, until it is told to end or cancelled."""
-
-    def __init__(self):
-        self._items = asyncio.Queue()
-        self.cancelled = False
-
-    def say(self, item):
-        self._items.put_nowait(item)
-
-    def end(self):
-        self._items.put_nowait(StopAsyncIteration())
-
-    def __aiter__(self):
-        return self
-
-    async def __anext__(self):
-        item = await self._items.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    def cancel(self):
-        self.cancelled = True
 
 
 class Handle:
@@ -57,7 +32,7 @@ class Handle:
         return self
 
     def remote(self, call=None, gateway=None, replica=None):
-        stream = Stream()
+        stream = FakeStream()
         if call is not None:
             assert gateway == GATEWAY
             self.calls.append((call, stream))
@@ -92,14 +67,20 @@ async def until(holds):
         await asyncio.sleep(0.005)
 
 
-async def items_of(engines):
-    return [item async for item in engines.generate(BASE, CALL)]
+async def asked(engines, handle):
+    """A call that has reached its replica; its result is the answer's items."""
+
+    async def items():
+        return [item async for item in engines.generate(BASE, CALL)]
+
+    asking = asyncio.create_task(items())
+    await until(lambda: handle.calls)
+    return asking
 
 
 def test_an_answer_comes_with_the_deliveries_and_its_call_ends_by_itself():
     async def scenario(engines, handle):
-        asking = asyncio.create_task(items_of(engines))
-        await until(lambda: handle.calls)
+        asking = await asked(engines, handle)
         sent, fleet = Ask(Work(prompt_tokens=1)), fleet_of("test", "engine-tiny")
         fleet.intend("r", "r0", sent)  # as the router does; Serve has not said who took it
         handle.deliver(HEADER, b"a")
@@ -130,8 +111,7 @@ def test_a_client_that_leaves_cancels_the_call():
 
 def test_a_refusal_of_the_call_itself_is_its_answer():
     async def scenario(engines, handle):
-        asking = asyncio.create_task(items_of(engines))
-        await until(lambda: handle.calls)
+        asking = await asked(engines, handle)
         refusal = Refusal("invalid_value", "no")
         handle.calls[0][1].say(refusal)
         assert await asking == [refusal]
@@ -143,8 +123,7 @@ def test_a_call_that_ended_without_the_end_of_its_answer_is_made_again(monkeypat
     monkeypatch.setattr(engines_module, "_LATE_S", 0.05)
 
     async def scenario(engines, handle):
-        asking = asyncio.create_task(items_of(engines))
-        await until(lambda: handle.calls)
+        asking = await asked(engines, handle)
         handle.deliver(HEADER)
         handle.calls[0][1].end()
         await until(lambda: len(handle.calls) == 2)
@@ -159,8 +138,7 @@ def test_an_answer_that_had_begun_fails_when_its_end_is_lost(monkeypatch):
     monkeypatch.setattr(engines_module, "_LATE_S", 0.05)
 
     async def scenario(engines, handle):
-        asking = asyncio.create_task(items_of(engines))
-        await until(lambda: handle.calls)
+        asking = await asked(engines, handle)
         handle.deliver(HEADER, b"a")
         handle.calls[0][1].end()
         with pytest.raises(Unavailable):

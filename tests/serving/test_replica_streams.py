@@ -10,27 +10,7 @@ from ray.exceptions import RayActorError
 from lorikeet.routing.fleet import Fleet
 from lorikeet.serving import replica_streams
 from lorikeet.serving.replica_streams import ReplicaStreams
-
-
-class Stream:
-    """What Serve's handle returns: an async iterator with a cancel of its own."""
-
-    def __init__(self, replica):
-        self.replica = replica
-        self.cancelled = False
-        self._said = asyncio.Queue()
-
-    def say(self, word):
-        self._said.put_nowait(word)
-
-    async def __anext__(self):
-        word = await self._said.get()
-        if isinstance(word, Exception):
-            raise word
-        return word
-
-    def cancel(self):
-        self.cancelled = True
+from tests.serving.fake_stream import FakeStream
 
 
 class Replicas:
@@ -48,7 +28,7 @@ class Replicas:
         )
 
     def _open(self, replica):
-        self.opened.append(Stream(replica))
+        self.opened.append(FakeStream(replica))
         return self.opened[-1]
 
     @asynccontextmanager

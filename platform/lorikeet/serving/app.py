@@ -43,9 +43,7 @@ log = logging.getLogger(__name__)
 
 _LONGEST_GENERATION_S = 600  # a replica that is replaced may take this long to finish its streams
 _OTHER_REQUESTS = 256  # room beside the generations: a flood of those must not shut the rest out
-_ENGINE_CALLS = (
-    8  # beside each gateway's two streams: plans, reports and the like, a replica at once
-)
+_ENGINE_CALLS = 8  # beside two streams to each gateway: plans, reports and so on at once
 _ENGINE_CPUS = 0.2  # a share, so that a laptop's two cores hold engines, gateway and controller
 _GATEWAY_CPUS = 0.2
 _CONTROLLER_CPUS = 0.05
