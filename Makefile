@@ -10,6 +10,8 @@ MODELS ?= /tmp/lorikeet-models
 
 # Ray Serve reads these when its processes start, so they cannot be set inside serve_app.py.
 export RAY_SERVE_THROUGHPUT_OPTIMIZED ?= 1
+# That makes every call through Serve a gRPC call but the HTTP proxy's.
+export RAY_SERVE_PROXY_USE_GRPC ?= 1
 # Calls above 4 MiB would fail otherwise; the gateway takes bodies of up to 8 MiB.
 export RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH ?= 16777216
 export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH ?= lorikeet.serving.proxy:middlewares

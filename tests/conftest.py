@@ -17,6 +17,7 @@ from tests.ceph import radosgw
 
 # Ray reads these when it is imported: what the tests run is what the Makefile and k8s run.
 os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
+os.environ.setdefault("RAY_SERVE_PROXY_USE_GRPC", "1")
 os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "0")  # as make serve
 os.environ.setdefault("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", str(2**24))
 os.environ.setdefault(

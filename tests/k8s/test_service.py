@@ -46,7 +46,11 @@ def test_every_container_reads_the_same_settings(overlay: str) -> None:
 
 @both
 def test_rays_flags_reach_head_and_workers(overlay: str) -> None:
-    flags = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY": "1"}
+    flags = {
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_PROXY_USE_GRPC": "1",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    }
     assert flags.items() <= settings(overlay).items()
 
 

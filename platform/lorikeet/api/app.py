@@ -74,7 +74,7 @@ def create_app(services: Services) -> FastAPI:
     )
     app.add_middleware(RequestScope)
     add_error_handlers(app)
-    app.include_router(generate_routes(services, gate, admission, explanations))
+    app.router.routes += generate_routes(services, gate, admission, explanations)
     app.include_router(explain_routes(gate, explanations))
     app.include_router(usage_routes(gate, usage))
     app.include_router(model_routes(services, gate, follower))

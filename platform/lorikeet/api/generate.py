@@ -4,7 +4,8 @@ import re
 import time
 from dataclasses import replace
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
+from starlette.routing import Route
 
 from lorikeet.api.body import read_json
 from lorikeet.api.explain import Explanations
@@ -31,21 +32,22 @@ _LONGEST_LOAD_MS = 3_600_000
 
 def generate_routes(
     services: Services, gate: Gate, admission: Admission, explanations: Explanations
-) -> APIRouter:
-    """One request's way: key, what limits say of it unseen, body, model, place, replica."""
-    router = APIRouter(prefix="/v1")
+) -> list[Route]:
+    """One request's way: key, what limits say of it unseen, body, model, place, replica.
 
-    @router.post("/chat/completions", response_model=None)
+    Routes without FastAPI's dependencies, which these have none of: they take as long as all the
+    rest that is done before the body is there.
+    """
+
     async def chat(request: Request) -> Generation:
         return await generate(request, ChatRequest)
 
-    @router.post("/completions", response_model=None)
     async def completions(request: Request) -> Generation:
         return await generate(request, CompletionRequest)
 
     async def generate(request: Request, schema: type[GenerateRequest]) -> Generation:
         traceparent = request.headers.get("traceparent")
-        trace = explanations.trace(request_id_of(request), request.url.path, traceparent)
+        trace = explanations.trace(request_id_of(request), request.scope["path"], traceparent)
         with trace.asking():
             return await understand(request, schema, trace)
 
@@ -74,7 +76,10 @@ def generate_routes(
             services.first_item_timeout_s,
         )
 
-    return router
+    return [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+    ]
 
 
 def _max_load_s(request: Request) -> float | None:

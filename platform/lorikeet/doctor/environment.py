@@ -33,6 +33,7 @@ def check_ray_variables(site: Site) -> Iterator[Finding]:
     """Whether they are set outside of serve_app, where it would be too late."""
     wanted = {
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": ("1", "streams are several times slower"),
+        "RAY_SERVE_PROXY_USE_GRPC": ("1", "Serve's own proxy adds 2 ms to a first token"),
         "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": (
             str(LARGEST_CALL),
             "requests above 4 MiB fail",

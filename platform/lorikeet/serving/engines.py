@@ -18,7 +18,7 @@ from lorikeet.placement.report import ReplicaMap, ReplicaReport
 from lorikeet.routing.fleet import HEADER_AGE_S, Fleet
 from lorikeet.serving.channel import Delivery
 from lorikeet.serving.fleets import fleet_of
-from lorikeet.serving.handles import LOST, broadcast, is_own_cancelling
+from lorikeet.serving.handles import LOST, broadcast, is_own_cancelling, streaming
 from lorikeet.serving.inbox import Inbox, Inboxes
 from lorikeet.serving.replica_streams import ReplicaStreams
 from lorikeet.serving.watching import Watching
@@ -39,6 +39,7 @@ class ServeEngines:
 
     def __init__(self, handles: Mapping[str, DeploymentHandle[Any]], gateway: str) -> None:
         self._handles = handles
+        self._generate = {name: streaming(each).generate for name, each in handles.items()}
         self._gateway = gateway
         self._inboxes = Inboxes()
         loop = asyncio.get_running_loop()
@@ -51,8 +52,8 @@ class ServeEngines:
         cannot load the adapter by one that has it. Raises Unavailable when none answers,
         GenerationFailed when the replica's own code broke.
         """
-        handle = self._handles[base_model]
-        fleet = _fleet(handle)
+        generate = self._generate[base_model]
+        fleet = _fleet(generate)
         for attempt in range(_ATTEMPTS):
             # An id of its own: a lost replica may still be at work on the attempt before.
             again = replace(call, request_id=f"{call.request_id}-{attempt}") if attempt else call
@@ -60,7 +61,7 @@ class ServeEngines:
             fleet.expect(again.request_id)
             sent_s = time.monotonic()
             try:
-                async with aclosing(self._answer(handle, fleet, again)) as items:
+                async with aclosing(self._answer(generate, fleet, again)) as items:
                     async for item in items:
                         if isinstance(item, Header) and item.load_s is None:
                             yield _attempt(fleet, again.request_id, sent_s)
@@ -99,12 +100,12 @@ class ServeEngines:
         return [each for some in maps for each in some]
 
     async def _answer(
-        self, handle: DeploymentHandle[Any], fleet: Fleet, call: Call
+        self, generate: DeploymentHandle[Any], fleet: Fleet, call: Call
     ) -> AsyncGenerator[StreamItem, None]:
         """One replica's answer. Raises Unavailable when it is lost or will not take the call."""
         request_id = call.request_id
         with self._inboxes.opened(request_id) as inbox:
-            response: Any = handle.options(stream=True).generate.remote(call, self._gateway)
+            response: Any = generate.remote(call, self._gateway)
             asking = asyncio.create_task(_ask(response, inbox))
             self._tasks.add(asking)
             asking.add_done_callback(self._tasks.discard)
@@ -135,14 +136,13 @@ class ServeEngines:
         """Watch the replicas of one deployment, and hear their answers."""
 
         def opened(replica: str) -> "DeploymentResponseGenerator[list[Delivery]]":
-            streamed = handle.options(stream=True)
             deliveries = streamed.deliveries.remote(replica=replica, gateway=self._gateway)
             return cast("DeploymentResponseGenerator[list[Delivery]]", deliveries)
 
         def needed(replica: str) -> bool:
             return fleet.busy(replica) or inboxes.awaits(replica)
 
-        fleet, inboxes = _fleet(handle), self._inboxes
+        streamed, fleet, inboxes = streaming(handle), _fleet(handle), self._inboxes
         answers = ReplicaStreams(fleet, opened, inboxes.sort, None, needed)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(Watching(handle, fleet).run())

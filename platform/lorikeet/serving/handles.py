@@ -16,6 +16,18 @@ LOST = (RayActorError, RayServeException, grpc.RpcError)
 _TIMEOUT_S = 2.0
 
 
+def streaming(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
+    """The same handle for methods that stream.
+
+    What goes through it is pickled plainly: Serve's default, cloudpickle, takes twice the time, and
+    is for classes and functions that the other side cannot import. Build it once: Serve makes a new
+    handle, with all its options, each time.
+    """
+    return handle.options(
+        stream=True, request_serialization="pickle", response_serialization="pickle"
+    )
+
+
 async def broadcast(handle: DeploymentHandle[Any], method: str, *arguments: Any) -> list[Any]:
     """Call a method on every replica; the answers of those that give one in time.
 

@@ -9,7 +9,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from lorikeet.routing.fleet import Fleet
 from lorikeet.routing.news import ReplicaNews
-from lorikeet.serving.handles import broadcast, is_own_cancelling
+from lorikeet.serving.handles import broadcast, is_own_cancelling, streaming
 from lorikeet.serving.replica_streams import ReplicaStreams
 from lorikeet_engine.adapter import AdapterRef
 
@@ -25,6 +25,7 @@ class Watching:
 
     def __init__(self, handle: DeploymentHandle[Any], fleet: Fleet) -> None:
         self._handle, self._fleet = handle, fleet
+        self._streamed = streaming(handle)
         self._watches = ReplicaStreams(
             fleet, self._watch, fleet.heard, _SILENCE_S, needed=lambda _replica: False
         )
@@ -54,5 +55,5 @@ class Watching:
             log.warning("prefetch_failed", extra={"error": repr(error)})
 
     def _watch(self, replica: str) -> "DeploymentResponseGenerator[ReplicaNews]":
-        watch = self._handle.options(stream=True).watch.remote(replica=replica)
+        watch = self._streamed.watch.remote(replica=replica)
         return cast("DeploymentResponseGenerator[ReplicaNews]", watch)

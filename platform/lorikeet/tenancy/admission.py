@@ -182,4 +182,4 @@ class Visit:
 def _any_limit(limits: Limits) -> bool:
     """Whether there is one that a gateway counts for."""
     counted = (limits.requests_per_min, limits.tokens_per_min, limits.max_concurrent)
-    return any(limit is not None for limit in counted)
+    return counted != (None, None, None)
