@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
@@ -15,11 +16,13 @@ import pytest
 from demo.fill import fill_catalog
 from demo.tasks import TASKS
 from lorikeet.api.messages import Call, Endpoint, Header, Refusal
+from lorikeet.api.prompt_size import prompt_tokens
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import InvalidSetting
 from lorikeet.placement.orders import Bring, Orders
 from lorikeet.placement.plan import Keep
+from lorikeet.routing.choice import Work
 from lorikeet.serving import channel as channel_module
 from lorikeet.serving import replica as replica_module
 from lorikeet.serving.prompts import PromptEncoder
@@ -226,9 +229,11 @@ def test_a_request_id_in_flight_is_refused_and_the_first_goes_on(settings):
 
 @pytest.mark.parametrize("prompt", ["word " * 300_000, "word " * 1_200], ids=["text", "tokens"])
 def test_a_prompt_that_cannot_fit_is_refused_without_stopping_others(settings, prompt):
+    call = replace(CALL, prompts=(prompt,), work=Work(prompt_tokens(prompt)))
+
     async def scenario(replica):
         gaps, last = [], time.monotonic()
-        refused = asyncio.create_task(items_of(replica, replace(CALL, prompts=(prompt,))))
+        refused = asyncio.create_task(items_of(replica, call))
         while not refused.done():
             await asyncio.sleep(0.005)
             now = time.monotonic()
@@ -239,6 +244,34 @@ def test_a_prompt_that_cannot_fit_is_refused_without_stopping_others(settings, p
     (refusal,), longest_gap_s = run(settings, scenario)
     assert refusal.code == "context_length_exceeded"
     assert longest_gap_s < 0.5
+
+
+def test_a_short_prompt_does_not_wait_until_long_ones_are_encoded(settings, monkeypatch):
+    encode, may_go_on, held = PromptEncoder.encode, threading.Event(), []
+
+    def slow(self, call):
+        if call != CALL:
+            held.append(call)
+            assert may_go_on.wait(30)
+        return encode(self, call)
+
+    monkeypatch.setattr(PromptEncoder, "encode", slow)
+    long = replace(CALL, work=Work(prompt_tokens=1_000))
+
+    async def scenario(replica):
+        calls = [replace(long, request_id=f"long-{i}") for i in range(4)]
+        waiting = [asyncio.create_task(items_of(replica, call)) for call in calls]
+        async with asyncio.timeout(20):
+            while len(held) < replica_module._ENCODERS:
+                await asyncio.sleep(0.01)
+            *_, answer = await items_of(replica, CALL)
+        assert not any(task.done() for task in waiting)
+        may_go_on.set()
+        return answer, await asyncio.gather(*waiting)
+
+    answer, later = run(settings, scenario)
+    assert json.loads(answer)["usage"]["completion_tokens"]
+    assert len(later) == 4
 
 
 def test_orders_bring_adapters_nearer_and_the_autoscaler_hears_how_hard_it_works(settings, ref):

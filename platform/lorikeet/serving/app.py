@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -47,6 +48,7 @@ _ENGINE_CALLS = 8  # beside two streams to each gateway: plans, reports and so o
 _ENGINE_CPUS = 0.2  # a share, so that a laptop's two cores hold engines, gateway and controller
 _GATEWAY_CPUS = 0.2
 _CONTROLLER_CPUS = 0.05
+_SWITCH_S = 0.5e-3  # so long a replica's threads wait for the interpreter; 5 ms by default
 _PROXY_RETRY_S = 5  # a proxy knows no rate; so many requests have passed it some seconds later
 _WRITTEN_FLUSHES = 2  # after so many, what was used is written down where the store can be reached
 
@@ -116,6 +118,7 @@ class EngineReplica(Replica):
 
     def __init__(self, base_model: str, settings: Settings) -> None:
         log_to_stderr()
+        sys.setswitchinterval(_SWITCH_S)
         name = serve.get_replica_context().replica_id.unique_id
         with _failure_logged("engine", base_model):
             super().__init__(name, base_model, settings)

@@ -43,6 +43,8 @@ Receiver = Callable[[Output], object]
 """Takes one request's outputs on the event loop. Raises nothing."""
 
 _ENCODERS = 2
+_SHORT = 256
+"""A prompt of so many tokens, about, is encoded in less time than a busy loop's threads wait."""
 _LOOK_S = 0.1
 _LATE_S = 2.0
 """An engine that owes an answer for so long may hang: gateways hear nothing that sounds well."""
@@ -98,7 +100,7 @@ class Replica:
         """
         try:
             channel = await self._channels.to(gateway)
-            request = await self._event_loop.run_in_executor(self._encoding, self._request, call)
+            request = await self._encoded(call)
             await self._grammars.check(call, request.sampling.grammar)
             with self._metering.measured(call, request.prompts) as meter:
                 encoder = self._encoder
@@ -227,6 +229,12 @@ class Replica:
         self._metering.close()
         self._grammars.close()
         self._engine.close()
+
+    async def _encoded(self, call: Call) -> Request:
+        """What the engine is asked. Raises InvalidInput, InvalidRequest."""
+        if call.work.prompt_tokens <= _SHORT and call.tools is None and call.format is None:
+            return self._request(call)
+        return await self._event_loop.run_in_executor(self._encoding, self._request, call)
 
     def _request(self, call: Call) -> Request:
         prompts = self._encoder.encode(call)
