@@ -51,10 +51,11 @@ class Call:
     model: as the client wrote it, echoed in the answer. Either `messages` (chat) or `prompts`
     (completions: texts or token ids) is set. max_tokens None means as many as the context allows;
     it, min_tokens and the grammar are left at their defaults in `sampling`: the replica adds them.
-    stop: strings that end a choice. created: Unix time, seconds. work: for the router; what the
-    prompts take is an estimate. terms: for the engine's scheduler. key_id: whose request it is.
-    max_context: what a prompt and an answer to it may have together, beside the model's own limit.
-    format, tools: None asks for neither. echo: each text begins with its prompt.
+    stop: strings that end a choice. created: Unix time, seconds. work: for the router, and to tell
+    short prompts from long ones; what they take is an estimate. terms: for the engine's scheduler.
+    key_id: whose request it is. max_context: what a prompt and an answer to it may have together,
+    beside the model's own limit. format, tools: None asks for neither. echo: each text
+    begins with its prompt.
     """
 
     request_id: str

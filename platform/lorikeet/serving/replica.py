@@ -43,8 +43,8 @@ Receiver = Callable[[Output], object]
 """Takes one request's outputs on the event loop. Raises nothing."""
 
 _ENCODERS = 2
-_SHORT = 256
-"""A prompt of so many tokens, about, is encoded in less time than a busy loop's threads wait."""
+_SHORT_PROMPT_TOKENS = 256
+"""So much, about, is encoded in less time than threads wait beside a busy event loop."""
 _LOOK_S = 0.1
 _LATE_S = 2.0
 """An engine that owes an answer for so long may hang: gateways hear nothing that sounds well."""
@@ -232,7 +232,7 @@ class Replica:
 
     async def _encoded(self, call: Call) -> Request:
         """What the engine is asked. Raises InvalidInput, InvalidRequest."""
-        if call.work.prompt_tokens <= _SHORT and call.tools is None and call.format is None:
+        if _is_short(call):
             return self._request(call)
         return await self._event_loop.run_in_executor(self._encoding, self._request, call)
 
@@ -313,6 +313,12 @@ class Replica:
             self._failed_steps = 0
         elif any(isinstance(o, Failed) and isinstance(o.error, StepFailed) for o in outputs):
             self._failed_steps += 1
+
+
+def _is_short(call: Call) -> bool:
+    """Whether it is read in a fraction of a millisecond; schemas may take long."""
+    short = call.work.prompt_tokens <= _SHORT_PROMPT_TOKENS
+    return short and call.tools is None and call.format is None
 
 
 def _refuse(error: EngineError | InvalidInput) -> Refusal:
