@@ -126,15 +126,13 @@ def empty_device(tiers: Tiers) -> None:
     assert evicted, "some adapter is still in use"
 
 
-def random_layout(
-    shape: BaseShape, rank: int, linears: Sequence[int] = range(len(LINEARS))
-) -> PackedLayout:
-    """The image of an adapter that has this rank on these linears of every layer."""
+def random_layout(shape: BaseShape, rank: int) -> PackedLayout:
+    """The image of an adapter that has this rank on all linears of every layer."""
     nowhere = TensorSpan("BF16", (), 0, 0)
     parts = tuple(
         LinearLora(layer, linear, rank, 1.0, nowhere, nowhere)
         for layer in range(shape.layers)
-        for linear in linears
+        for linear in range(len(LINEARS))
     )
     return PackedLayout.of(AdapterSpec("random", parts, rank, 0), shape)
 

@@ -2,8 +2,8 @@
 
 python -m engine.benchmarks.table --json table.json
 
-An engine's start takes longer than most rows: here one start serves throughput, decode, prefill and
-unused_lora in turn. A part that fails is named at the end; the others' numbers are kept.
+An engine's start takes longer than most rows: here one start serves throughput, decode and prefill
+in turn. A part that fails is named at the end; the others' numbers are kept.
 """
 
 import sys
@@ -14,37 +14,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engine.benchmarks import decode, prefill, results, throughput, unused_lora
+from engine.benchmarks import decode, prefill, results, throughput
 from engine.benchmarks.random_engine import random_engine
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import StepFailed
 
 
-def _throughput(engine: Engine, _folder: Path) -> Sequence[Any]:
+def _throughput(engine: Engine) -> Sequence[Any]:
     return throughput.measure_all(engine, throughput.WORKS)
 
 
-def _decode(engine: Engine, _folder: Path) -> Sequence[Any]:
+def _decode(engine: Engine) -> Sequence[Any]:
     return decode.measure_all(engine, decode.WORKS)
 
 
-def _prefill(engine: Engine, _folder: Path) -> Sequence[Any]:
+def _prefill(engine: Engine) -> Sequence[Any]:
     return [prefill.measure(engine._runner.model, *prefill.SIZES)]
 
 
-def _unused_lora(engine: Engine, folder: Path) -> Sequence[Any]:
-    other = unused_lora.engine_without(folder, engine)
-    try:
-        return unused_lora.measure_all(engine, other, unused_lora.WORKS)
-    finally:
-        other.close()
-
-
-PARTS: dict[str, Callable[[Engine, Path], Sequence[Any]]] = {
+PARTS: dict[str, Callable[[Engine], Sequence[Any]]] = {
     "throughput": _throughput,
     "decode": _decode,
     "prefill": _prefill,
-    "unused_lora": _unused_lora,
 }
 
 
@@ -55,12 +46,11 @@ def main() -> None:
     options = parser.parse_args()
     facts = results.facts(options.commit)
     rows: dict[str, list[dict[str, Any]]] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder, room = Path(name), throughput.ROOM
-        engine = random_engine(folder, adapters=room, room=room)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = random_engine(Path(folder), adapters=throughput.ROOM, room=throughput.ROOM)
         for part in options.parts:
             try:
-                rows[part] = [asdict(row) for row in PARTS[part](engine, folder)]
+                rows[part] = [asdict(row) for row in PARTS[part](engine)]
             except Exception:
                 traceback.print_exc()
                 engine.fail_all(StepFailed("the benchmark of this request failed"))

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from engine.benchmarks import decode, prefill, table, throughput, unused_lora
+from engine.benchmarks import decode, prefill, table, throughput
 from engine.benchmarks.offline import Work
 from tests.engine.tiny_engine import tiny_engine
 
@@ -16,15 +16,11 @@ WORKS = (Work("base", 9, 40, requests=4), Work("2 adapters", 9, 40, adapters=2, 
 def run(tmp_path, monkeypatch):
     """Runs the table over a tiny engine; returns its exit status and what it wrote."""
     monkeypatch.setattr(throughput, "ROOM", 2)
-    monkeypatch.setattr(unused_lora, "ADAPTERS", 2)
-    monkeypatch.setattr(unused_lora, "PAIRS", 3)
     monkeypatch.setattr(decode, "STEPS", 5)
     monkeypatch.setattr(prefill, "SIZES", (2, 37, 64))
     for module in (throughput, decode):
         monkeypatch.setattr(module, "WORKS", WORKS)
-    monkeypatch.setattr(unused_lora, "WORKS", WORKS[:1])
-    for module in (table, unused_lora):
-        monkeypatch.setattr(module, "random_engine", tiny_engine)
+    monkeypatch.setattr(table, "random_engine", tiny_engine)
 
     def run(*arguments):
         out = tmp_path / "table.json"
@@ -41,10 +37,7 @@ def test_every_part_has_its_rows(run):
     assert status == 0
     assert {"gpu", "torch", "commit", "date"} < set(written)
     counts = {part: len(written[part]) for part in table.PARTS}
-    assert counts == {"throughput": 2, "decode": 2, "prefill": 1, "unused_lora": 1}
-    (row,) = written["unused_lora"]
-    shares = sorted(a / b for a, b in zip(row["with_adapters"], row["without"], strict=True))
-    assert row["share"] == pytest.approx(shares[1])
+    assert counts == {"throughput": 2, "decode": 2, "prefill": 1}
 
 
 def test_a_part_that_fails_spoils_no_other(run, monkeypatch):

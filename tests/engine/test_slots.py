@@ -239,6 +239,27 @@ def test_what_may_go_goes_rather_than_that_others_move(leased, left, moved):
     assert all(leases)
 
 
+def test_nothing_moves_in_an_arena_of_many_sizes_and_little_of_it_is_empty():
+    """Whoever leaves is drawn at random; adapters of ranks 4 to 256, a quarter on q and v alone."""
+
+    class Chance:
+        def worth(self, _use) -> float:
+            return chance.random()
+
+    layers, per_rank, chance, used = 8, {True: 2, False: 12}, random.Random(5), []
+    pool = pool_of(elements=200_000, count=400, layers=layers)
+    adapters = Residents(pool, Transfer(torch.device("cpu")), Chance(), lambda: 0.0)
+    for load in range(600):
+        size = chance.choice([4, 8, 16, 32, 64, 128, 256]) * per_rank[chance.random() < 0.25]
+        layout = layout_of(*[size] * layers)
+        assert adapters.make_room(layout.elements, insist=True)
+        ref = AdapterRef("acme", str(load), 1, str(load))
+        adapters.place(ref, layout, torch.zeros(layout.elements), wanted=False)
+        used.append(pool.used_elements / pool.elements)
+    assert pool.moved_elements == 0
+    assert sum(used[300:]) / 300 > 0.93
+
+
 @pytest.mark.parametrize("buffer", [1, 7, 16, 4096])
 @pytest.mark.parametrize("gap", [16, 160])
 def test_a_block_that_moves_onto_itself_is_not_torn(gap, buffer, monkeypatch):
