@@ -1,4 +1,4 @@
-"""Every error the platform raises.
+"""Every error the platform raises, and how the API answers it: the tree and the one table.
 
 LorikeetError             `code` names the kind, `message` says what to do
 ├── InvalidSetting        a bad value or an unknown LORIKEET_ variable
@@ -24,11 +24,81 @@ LorikeetError             `code` names the kind, `message` says what to do
     ├── ObjectNotFound
     └── ObjectExists      an if-absent write found the object there
 
-HTTP statuses are in api/errors.py and nowhere else.
+A client sees a code, which ERRORS gives its HTTP status and OpenAI's `type`; docs/openai.md lists
+them. Three codes have no class: a replica's Refusal names two, and Starlette raises the third.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lorikeet_engine import errors as engine
+
+_REQUEST, _SERVER = "invalid_request_error", "server_error"
+
+
+class ErrorKind(NamedTuple):
+    """How the API answers an error. type: OpenAI's word for the kind of it."""
+
+    status: int
+    type: str
+
+
+ERRORS: Mapping[str, ErrorKind] = {
+    "invalid_value": ErrorKind(400, _REQUEST),
+    "unsupported_parameter": ErrorKind(400, _REQUEST),
+    "context_length_exceeded": ErrorKind(400, _REQUEST),
+    "invalid_api_key": ErrorKind(401, "authentication_error"),
+    "forbidden": ErrorKind(403, "permission_error"),
+    "not_found": ErrorKind(404, _REQUEST),
+    "model_not_found": ErrorKind(404, _REQUEST),
+    "tenant_not_found": ErrorKind(404, _REQUEST),
+    "key_not_found": ErrorKind(404, _REQUEST),
+    "method_not_allowed": ErrorKind(405, _REQUEST),
+    "conflict": ErrorKind(409, _REQUEST),
+    "request_too_large": ErrorKind(413, _REQUEST),
+    "invalid_adapter": ErrorKind(422, _REQUEST),
+    "rate_limit_exceeded": ErrorKind(429, "rate_limit_error"),
+    "insufficient_quota": ErrorKind(429, "insufficient_quota"),
+    "internal_error": ErrorKind(500, _SERVER),
+    "invalid_setting": ErrorKind(500, _SERVER),
+    "generation_failed": ErrorKind(500, _SERVER),
+    "unavailable": ErrorKind(503, _SERVER),
+    "overloaded": ErrorKind(503, _SERVER),
+    # The adapter goes on coming; the caller would not wait for it.
+    "adapter_not_ready": ErrorKind(503, _SERVER),
+    # An adapter that was accepted once: its file or the way to it is broken, which may pass.
+    "adapter_load_failed": ErrorKind(503, _SERVER),
+    "store_error": ErrorKind(503, _SERVER),
+}
+"""By code."""
+
+_ENGINE_CODES: Mapping[type, str] = {
+    engine.EngineError: "generation_failed",
+    engine.InvalidRequest: "invalid_value",  # unless the error names a code of its own
+    engine.EngineClosed: "unavailable",
+    engine.Overloaded: "overloaded",
+    engine.AdapterError: "adapter_load_failed",
+    engine.AdapterNotReady: "adapter_not_ready",
+    engine.AdapterTooLarge: "invalid_adapter",
+}
+"""Of the engine's errors and of those derived from them."""
+
+
+def status_of(code: str) -> int:
+    """The HTTP status of an error's code; one that is in no table is the service's own fault."""
+    return ERRORS.get(code, ERRORS[LorikeetError.code]).status
+
+
+def error_body(code: str, message: str, param: str | None = None) -> dict[str, Any]:
+    """{"error": {…}} as OpenAI shapes it: message, type, param and code."""
+    kind = ERRORS.get(code, ERRORS[LorikeetError.code]).type
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def engine_code(error: engine.EngineError) -> str:
+    """The code of an error that the engine raised."""
+    code = next(_ENGINE_CODES[kind] for kind in type(error).__mro__ if kind in _ENGINE_CODES)
+    return str(error.fields.get("code", code))
 
 
 class LorikeetError(Exception):

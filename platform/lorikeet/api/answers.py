@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from lorikeet.api.error_body import error_body
 from lorikeet.api.logprobs import DrawnToken, chat_logprobs, completion_logprobs
 from lorikeet.api.messages import Call, Endpoint
+from lorikeet.errors import error_body
 from lorikeet_engine.request import FinishReason
 
 DONE = b"data: [DONE]\n\n"

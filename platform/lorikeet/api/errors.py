@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: the only place that knows statuses."""
+"""Errors as HTTP answers."""
 
 import math
 from collections.abc import Iterable
@@ -10,47 +10,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from lorikeet.api.body import describe
-from lorikeet.api.error_body import error_body
 from lorikeet.api.messages import Refusal
-from lorikeet.errors import InsufficientQuota, LorikeetError, RateLimited, Standing
-
-_STATUSES = {
-    "invalid_value": 400,
-    "unsupported_parameter": 400,
-    "context_length_exceeded": 400,
-    "invalid_api_key": 401,
-    "forbidden": 403,
-    "not_found": 404,
-    "model_not_found": 404,
-    "tenant_not_found": 404,
-    "key_not_found": 404,
-    "method_not_allowed": 405,
-    "conflict": 409,
-    "request_too_large": 413,
-    "invalid_adapter": 422,
-    "rate_limit_exceeded": 429,
-    "insufficient_quota": 429,
-    "unavailable": 503,
-    "overloaded": 503,
-    # It goes on coming; the caller would not wait for it.
-    "adapter_not_ready": 503,
-    "store_error": 503,
-    # An adapter that was accepted once: its file or the way to it is broken, which may pass.
-    "adapter_load_failed": 503,
-}
-"""By a LorikeetError's or a Refusal's code; any other is the service's own fault, 500."""
+from lorikeet.errors import (
+    InsufficientQuota,
+    LorikeetError,
+    RateLimited,
+    Standing,
+    error_body,
+    status_of,
+)
+from lorikeet.retry_after import whole_seconds
 
 OK = 200
 CREATED = 201
 
 _INTERNAL = "the service failed, not this request: send it again, or give your admin x-request-id"
-_RETRY_AFTER_S = 1.0
 _ROUNDING = 1e-6
-
-
-def status_of(code: str) -> int:
-    """The HTTP status of an error, by its code."""
-    return _STATUSES.get(code, 500)
 
 
 class Refused(LorikeetError):
@@ -73,8 +48,7 @@ def error_response(error: LorikeetError) -> Response:
     status = status_of(error.code)
     headers = {}
     if status in (429, 503):
-        wait_s = math.ceil(error.retry_after_s or _RETRY_AFTER_S)
-        headers["retry-after"] = str(wait_s)
+        headers["retry-after"] = str(whole_seconds(error.retry_after_s))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, RateLimited):

@@ -71,7 +71,7 @@ class Explanations:
                     found: Json = answer
                     return found
             if silent:
-                raise Unavailable(f"{silent} gateways did not answer: ask again", retry_after_s=1)
+                raise Unavailable(f"{silent} gateways did not answer: ask again")
         raise NotFound(
             "no such request is known: it may have ended more than an hour ago, before its gateway "
             "was started, or before more requests than a gateway keeps",

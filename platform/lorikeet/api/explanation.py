@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from lorikeet.api.errors import status_of
 from lorikeet.api.trace import Record, Try
+from lorikeet.errors import status_of
 from lorikeet.routing.choice import Cost
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import Course

@@ -5,19 +5,12 @@ from itertools import chain
 
 from lorikeet.api.answers import Choice, EventStream, Usage, json_body
 from lorikeet.api.messages import Call, Closing, Refusal, StreamItem
+from lorikeet.errors import engine_code
 from lorikeet.serving.choice import ChoiceStream, Said
 from lorikeet.serving.text import TextStream
 from lorikeet.serving.tools import ForcedReader, Syntax, ToolReader
 from lorikeet.serving.vocabulary import Vocabulary
-from lorikeet_engine.errors import (
-    AdapterError,
-    AdapterNotReady,
-    AdapterTooLarge,
-    EngineClosed,
-    EngineError,
-    InvalidRequest,
-    Overloaded,
-)
+from lorikeet_engine.errors import AdapterError, EngineError
 from lorikeet_engine.request import Course, Failed, Output, Tokens
 
 
@@ -135,18 +128,6 @@ def _choice(
 
 def refusal_of(error: EngineError) -> Refusal:
     """An engine's error in the words of the API."""
-    if isinstance(error, InvalidRequest):
-        code = error.fields.get("code", "invalid_value")
-        return Refusal(code, error.message, error.fields.get("param"))
-    if isinstance(error, EngineClosed):
-        return Refusal("unavailable", error.message)
-    if isinstance(error, Overloaded):
-        return Refusal("overloaded", error.message, None, error.fields.get("retry_after_s"))
-    if isinstance(error, AdapterNotReady):
-        wait_s = error.fields.get("retry_after_s")
-        return Refusal("adapter_not_ready", error.message, "model", wait_s)
-    if isinstance(error, AdapterTooLarge):
-        return Refusal("invalid_adapter", error.message, "model")
-    if isinstance(error, AdapterError):
-        return Refusal("adapter_load_failed", error.message, "model")
-    return Refusal("generation_failed", error.message)
+    fields = error.fields
+    param = "model" if isinstance(error, AdapterError) else fields.get("param")
+    return Refusal(engine_code(error), error.message, param, fields.get("retry_after_s"))

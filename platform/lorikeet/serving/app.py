@@ -22,6 +22,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import LorikeetError
 from lorikeet.metrics.gateway import GatewayMetrics
+from lorikeet.retry_after import FULL_PROXY_S
 from lorikeet.serving.allocator import give_freed_memory_back
 from lorikeet.serving.controller import Controller
 from lorikeet.serving.doors import AdminDoor, PublicDoor
@@ -49,7 +50,6 @@ _ENGINE_CPUS = 0.2  # a share, so that a laptop's two cores hold engines, gatewa
 _GATEWAY_CPUS = 0.2
 _CONTROLLER_CPUS = 0.05
 _SWITCH_S = 0.5e-3  # so long a replica's threads wait for the interpreter; 5 ms by default
-_PROXY_RETRY_S = 5  # a proxy knows no rate; so many requests have passed it some seconds later
 _WRITTEN_FLUSHES = 2  # after so many, what was used is written down where the store can be reached
 
 
@@ -103,7 +103,7 @@ def gateway(
         max_ongoing_requests=_most_generations(settings) + _OTHER_REQUESTS,
         # At a proxy as many may wait as all gateways take: a burst passes, a flood is refused.
         max_queued_requests=_most_generations(settings) * settings.gateways,
-        backpressure_config=BackpressureConfig(retry_after_s=_PROXY_RETRY_S),
+        backpressure_config=BackpressureConfig(retry_after_s=FULL_PROXY_S),
         ray_actor_options={"num_cpus": _GATEWAY_CPUS},
         graceful_shutdown_timeout_s=_LONGEST_GENERATION_S,
     )(serve.ingress()(Gateway))

@@ -15,6 +15,7 @@ from lorikeet.api.messages import Attempt, Call, Header, Refusal, StreamItem, Tr
 from lorikeet.api.request_scope import log_unexpected
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
 from lorikeet.placement.report import ReplicaMap, ReplicaReport
+from lorikeet.retry_after import NO_REPLICA_S
 from lorikeet.routing.fleet import HEADER_AGE_S, Fleet
 from lorikeet.serving.channel import Delivery
 from lorikeet.serving.fleets import fleet_of
@@ -79,7 +80,7 @@ class ServeEngines:
                 return
             finally:
                 fleet.ended(again.request_id)
-        raise Unavailable("no replica could answer", retry_after_s=5)
+        raise Unavailable("no replica could answer", retry_after_s=NO_REPLICA_S)
 
     async def smoke(self, base_model: str, trial: Trial) -> TrialResult | Refusal:
         """A replica's trial. Raises Unavailable when it is lost, GenerationFailed if it broke."""

@@ -5,14 +5,12 @@ from collections.abc import Callable, Mapping
 
 from lorikeet.catalog.records import Limits, TenantRecord
 from lorikeet.errors import Overloaded, Standing
+from lorikeet.retry_after import FULL_GATEWAY_S
 from lorikeet.tenancy.allowance import Allowance
 from lorikeet.tenancy.authentication import Principal
 from lorikeet.tenancy.budget import Budget
 from lorikeet.tenancy.line import Line
 from lorikeet.tenancy.shares import Shares, Subject
-
-_FULL_S = 1.0
-"""When a gateway that is full may have room: of so many requests one ends all the time."""
 
 
 class Admission:
@@ -78,7 +76,7 @@ class Admission:
         if self._most is not None and self.running >= self._most:
             raise Overloaded(
                 f"this gateway is full with {self._most} requests: send it again in a moment",
-                retry_after_s=_FULL_S,
+                retry_after_s=FULL_GATEWAY_S,
             )
 
     def _allowance(self, subject: Subject, limits: Limits) -> Allowance:

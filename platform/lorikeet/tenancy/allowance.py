@@ -4,6 +4,7 @@ import math
 
 from lorikeet.catalog.records import Limits
 from lorikeet.errors import RateLimited, Standing
+from lorikeet.retry_after import until_one_ends, whole_seconds
 from lorikeet.tenancy.meter import Meter
 from lorikeet.tenancy.shares import Part, Shares, Subject
 
@@ -84,7 +85,7 @@ class Allowance:
             return None
         return RateLimited(
             f"{meter.per_min} {meter.kind} per minute is this {self._who}'s limit: "
-            f"send it again in {math.ceil(wait_s)} s",
+            f"send it again in {whole_seconds(wait_s)} s",
             retry_after_s=wait_s,
         )
 
@@ -98,7 +99,7 @@ class Allowance:
             return None
         return RateLimited(
             f"{limit} requests at once is this {self._who}'s limit: wait for one to end",
-            retry_after_s=self._usual_s / max(1, part.running),
+            retry_after_s=until_one_ends(self._usual_s, part.running),
         )
 
 

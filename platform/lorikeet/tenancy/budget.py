@@ -1,10 +1,10 @@
 """What tenants have left of the month's tokens."""
 
 from collections import Counter
-from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
 from lorikeet.errors import InsufficientQuota
+from lorikeet.retry_after import until_next_month
 
 READ_S = 30.0
 """So often what was written is read, while tenants with a budget send requests."""
@@ -47,7 +47,7 @@ class Budget:
             raise InsufficientQuota(
                 f"this tenant's budget of {tokens_per_month} tokens a month is used up: "
                 "ask your admin for more",
-                retry_after_s=_month_left_s(now),
+                retry_after_s=until_next_month(now),
             )
 
     def settle(self, tenant: str, tokens: int, now: float) -> None:
@@ -72,10 +72,3 @@ class Budget:
                 del settled[second]
             if not settled:
                 del self._settled[tenant]
-
-
-def _month_left_s(now: float) -> float:
-    at = datetime.fromtimestamp(now, UTC)
-    first = at.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
-    following = (first + timedelta(days=32)).replace(day=1)
-    return (following - at).total_seconds()

@@ -3,12 +3,12 @@
 import math
 
 from lorikeet.errors import Overloaded
+from lorikeet.retry_after import until_queue_is_short, whole_seconds
 
 _SPAN_S = 30.0
 """So far back first tokens count, with a weight that fades."""
 _ENOUGH_S = 5.0
 """What was seen of a shorter time says nothing."""
-_SOONEST_S = 1.0  # nobody is told to come back sooner
 
 
 class Line:
@@ -37,12 +37,10 @@ class Line:
         """Raise Overloaded where one more of this tenant would wait for too long."""
         wait_s = self._wait_s(tenant, weight, now)
         if wait_s > self._max_queue_s:
-            # By max_queue_s from now all that waits has begun, or has waited for too long itself.
-            retry_after_s = min(wait_s - self._max_queue_s, self._max_queue_s)
-            retry_after_s = max(retry_after_s, _SOONEST_S)
+            retry_after_s = until_queue_is_short(wait_s, self._max_queue_s)
             raise Overloaded(
                 f"the request could not begin within the {self._max_queue_s:g} s that it may "
-                f"wait: send it again in {math.ceil(retry_after_s)} s",
+                f"wait: send it again in {whole_seconds(retry_after_s)} s",
                 retry_after_s=retry_after_s,
             )
 

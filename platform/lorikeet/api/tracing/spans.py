@@ -25,10 +25,11 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from lorikeet.api.errors import OK, status_of
+from lorikeet.api.errors import OK
 from lorikeet.api.explanation import engine_s, outcome_of, slowest_course
 from lorikeet.api.trace import Record, Trace, Try
 from lorikeet.api.tracing.sampling import Origin
+from lorikeet.errors import status_of
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import Course
 

@@ -1,0 +1,41 @@
+"""When a client that was refused may send its request again: what every Retry-After says.
+
+A 429 or 503 without a time of its own says 1 s. What an engine refuses comes with the wait that
+its scheduler expects; a limit per minute with the time until its bucket holds what is missing.
+"""
+
+import math
+from datetime import UTC, datetime, timedelta
+
+_SOONEST_S = 1.0
+NO_REPLICA_S = 5.0
+FULL_GATEWAY_S = 1.0
+"""Of as many requests as a gateway holds one ends all the time."""
+FULL_PROXY_S = 5
+"""A proxy knows no rate; as many requests as it holds have passed it some seconds later."""
+
+
+def whole_seconds(wait_s: float | None) -> int:
+    """As the header says it: rounded up, 1 at least, and 1 if nobody knows."""
+    return math.ceil(max(_SOONEST_S, wait_s or 0.0))
+
+
+def until_queue_is_short(wait_s: float, max_queue_s: float) -> float:
+    """Where a request would wait wait_s for its first token, and may wait max_queue_s.
+
+    By max_queue_s from now all that waits has begun, or has waited for too long itself.
+    """
+    return max(_SOONEST_S, min(wait_s - max_queue_s, max_queue_s))
+
+
+def until_one_ends(usual_s: float, running: int) -> float:
+    """Where a limit of requests at once is reached, and one takes usual_s."""
+    return usual_s / max(1, running)
+
+
+def until_next_month(now: float) -> float:
+    """Where the month's budget is used up, now being Unix seconds: the first, UTC."""
+    at = datetime.fromtimestamp(now, UTC)
+    first = at.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+    following = (first + timedelta(days=32)).replace(day=1)
+    return (following - at).total_seconds()

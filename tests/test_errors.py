@@ -1,0 +1,97 @@
+"""One table says how every error is answered, and one module when to come back."""
+
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+from lorikeet import errors
+from lorikeet.api.openapi import document
+from lorikeet.errors import ERRORS, ErrorKind, LorikeetError, engine_code, error_body, status_of
+from lorikeet.retry_after import (
+    until_next_month,
+    until_one_ends,
+    until_queue_is_short,
+    whole_seconds,
+)
+from lorikeet_engine import errors as engine
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "openai.md"
+OF_NO_CLASS = {"method_not_allowed", "adapter_not_ready", "adapter_load_failed"}
+ONLY_ADMINS = {"405", "409"}  # no route of the tenants' answers with these
+ROW = re.compile(r"\| (\d{3}) \| `(\w+)` \| ([^|]+) \|")
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+OURS = [kind for kind in KINDS if issubclass(kind, LorikeetError)]
+ENGINES = [kind for kind in vars(engine).values() if isinstance(kind, type)]
+
+
+def test_every_error_has_its_row_and_every_row_its_error():
+    assert {kind.code for kind in OURS} | OF_NO_CLASS == set(ERRORS)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ENGINES if issubclass(kind, Exception)])
+def test_every_error_of_the_engines_has_a_code_with_a_row(kind):
+    assert engine_code(pickle.loads(pickle.dumps(kind("why")))) in ERRORS
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (engine.InvalidRequest("no"), "invalid_value"),
+        (engine.InvalidRequest("no", code="context_length_exceeded"), "context_length_exceeded"),
+        (engine.EngineClosed("no"), "unavailable"),
+        (engine.Overloaded("no"), "overloaded"),
+        (engine.AdapterNotReady("no"), "adapter_not_ready"),
+        (engine.AdapterTooLarge("no"), "invalid_adapter"),
+        (engine.AdapterRejected("no"), "adapter_load_failed"),
+        (engine.AdapterLoadFailed("no"), "adapter_load_failed"),
+        (engine.StepFailed("no"), "generation_failed"),
+        (engine.NotFinite("no"), "generation_failed"),
+        (engine.DeviceLost("no"), "generation_failed"),
+    ],
+)
+def test_an_error_of_the_engines_has_the_code_of_its_kind(error, code):
+    assert engine_code(error) == code
+
+
+def test_the_openapi_document_lists_the_statuses_of_the_table():
+    statuses = {str(row.status) for row in ERRORS.values()} - ONLY_ADMINS
+    for path in document()["paths"].values():
+        for operation in path.values():
+            assert set(operation["responses"]) == statuses | {"200"}
+
+
+def test_the_documentation_lists_the_table():
+    listed = {
+        code: ErrorKind(int(status), kind)
+        for status, kind, codes in ROW.findall(DOCUMENT.read_text())
+        for code in re.findall(r"`(\w+)`", codes)
+    }
+    assert listed == ERRORS
+
+
+def test_a_code_of_no_row_is_the_services_own_fault():
+    assert status_of("never_heard_of") == 500
+    assert error_body("never_heard_of", "why")["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "said"), [(None, 1), (0.0, 1), (0.2, 1), (1.0, 1), (1.01, 2), (59.5, 60)]
+)
+def test_who_is_refused_comes_back_after_whole_seconds(wait_s, said):
+    assert whole_seconds(wait_s) == said
+
+
+def test_a_long_queue_is_short_again_after_the_longest_wait_that_is_allowed():
+    assert until_queue_is_short(wait_s=70, max_queue_s=60) == 10
+    assert until_queue_is_short(wait_s=500, max_queue_s=60) == 60
+
+
+def test_one_of_many_that_run_ends_soon():
+    assert until_one_ends(usual_s=8.0, running=4) == 2.0
+    assert until_one_ends(usual_s=8.0, running=0) == 8.0
+
+
+def test_a_budget_is_new_on_the_first_of_the_next_month():
+    assert until_next_month(1798761599.0) == 1  # the last second of 2026
