@@ -8,13 +8,13 @@ from typing import Any
 from ray import serve
 from starlette.types import Receive, Scope, Send
 
-from lorikeet.api.answers import DONE, EventStream
+from lorikeet.answer_stream.answer import refusal_of
+from lorikeet.answer_stream.openai_format import DONE, EventStream
+from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStream, ResponseStreams
 from lorikeet.api.messages import Call, Header, Refusal
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.routing.news import ReplicaNews, to_stats
-from lorikeet.serving.answer import refusal_of
 from lorikeet.serving.bulletin import Bulletin
-from lorikeet.serving.channel import Channel, Channels, Delivery
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import StepCosts
@@ -29,7 +29,7 @@ TOKEN = b"~"
 class _Stream:
     """An answer that goes on. left: tokens."""
 
-    channel: Channel
+    responses: ResponseStream
     token: bytes
     left: int
     ended: asyncio.Future[None]
@@ -45,36 +45,36 @@ class Replay:
         self._name = serve.get_replica_context().replica_id.unique_id
         self._base_model = base_model
         self._bulletin = Bulletin(StepCosts())
-        self._channels = Channels()
+        self._response_streams = ResponseStreams()
         self._streams: dict[str, _Stream] = {}
         self._stepping = asyncio.get_running_loop().create_task(self._step(1 / pace))
 
     async def generate(self, call: Call, gateway: str) -> AsyncIterator[Refusal | None]:
         """max_tokens tokens, the first at once."""
-        channel = await self._channels.to(gateway)
+        responses = await self._response_streams.to(gateway)
         digest = call.adapter.digest if call.adapter else None
         header = Header(self._name, digest, Residency.GPU, self._bulletin.word())
         events = EventStream(call)
-        channel.put(call.request_id, (header, events.delta(0, TOKEN.decode())))
+        responses.put(call.request_id, (header, events.delta(0, TOKEN.decode())))
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         token, left = events.delta(0, TOKEN.decode()), (call.max_tokens or 1) - 1
-        self._streams[call.request_id] = _Stream(channel, token, left, ended)
+        self._streams[call.request_id] = _Stream(responses, token, left, ended)
         try:
             if left:
-                await channel.carry(ended)
-            channel.put(call.request_id, (DONE,), ended=True)
+                await responses.carry(ended)
+            responses.put(call.request_id, (DONE,), ended=True)
             yield None
         except EngineClosed as error:
             yield refusal_of(error)
         finally:
             del self._streams[call.request_id]
 
-    async def deliveries(self, replica: str, gateway: str) -> AsyncIterator[list[Delivery]]:
+    async def responses(self, replica: str, gateway: str) -> AsyncIterator[list[DeltaGroup]]:
         """As a replica's."""
         assert replica == self._name
-        with self._channels.opened(gateway) as channel:
-            while not channel.closed.done():
-                yield await channel.take()
+        with self._response_streams.opened(gateway) as responses:
+            while not responses.closed.done():
+                yield await responses.take()
 
     async def _step(self, step_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -84,7 +84,7 @@ class Replay:
             await asyncio.sleep(next_s - loop.time())
             for request_id, stream in self._streams.items():
                 if stream.left:
-                    stream.channel.put(request_id, (stream.token,))
+                    stream.responses.put(request_id, (stream.token,))
                     stream.left -= 1
                     if not stream.left:
                         stream.ended.set_result(None)

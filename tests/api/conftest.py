@@ -18,7 +18,7 @@ import pytest
 import uvicorn
 from safetensors.numpy import save_file
 
-from lorikeet.api.answers import Choice, EventStream, Usage, json_body
+from lorikeet.answer_stream.openai_format import Choice, EventStream, Usage, json_body
 from lorikeet.api.app import BaseModel, Services, create_app
 from lorikeet.api.messages import (
     Call,

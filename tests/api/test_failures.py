@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from lorikeet.api.answers import EventStream
+from lorikeet.answer_stream.openai_format import EventStream
 from lorikeet.api.messages import Call, Refusal
 from lorikeet.errors import GenerationFailed, Unavailable
 from tests.api.conftest import Gateway, Items, chat, endless, eventually, header, repeat, serving

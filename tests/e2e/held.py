@@ -4,9 +4,9 @@ import asyncio
 
 from ray import serve
 
+from lorikeet.answer_stream.response_stream import ResponseStreams
 from lorikeet.api.messages import Header
 from lorikeet.serving.bulletin import Bulletin
-from lorikeet.serving.channel import Channels
 from lorikeet_engine.costs import StepCosts
 
 
@@ -14,21 +14,21 @@ class Held:
     def __init__(self):
         self._name = serve.get_replica_context().replica_id.unique_id
         self._bulletin = Bulletin(StepCosts())
-        self._channels = Channels()
+        self._response_streams = ResponseStreams()
         self._wanted = {}
 
     async def generate(self, call, gateway):
-        channel = await self._channels.to(gateway)
-        channel.put(call.request_id, (Header(self._name, None, None, self._bulletin.word()),))
+        stream = await self._response_streams.to(gateway)
+        stream.put(call.request_id, (Header(self._name, None, None, self._bulletin.word()),))
         if call.request_id.startswith("held"):
             await asyncio.Event().wait()
-        channel.put(call.request_id, (b"done",), ended=True)
+        stream.put(call.request_id, (b"done",), ended=True)
         yield None
 
-    async def deliveries(self, replica, gateway):
-        with self._channels.opened(gateway) as channel:
-            while not channel.closed.done():
-                yield await channel.take()
+    async def responses(self, replica, gateway):
+        with self._response_streams.opened(gateway) as stream:
+            while not stream.closed.done():
+                yield await stream.take()
 
     async def watch(self, replica):
         async for news in self._bulletin.watch():

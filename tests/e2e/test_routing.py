@@ -139,7 +139,7 @@ def test_an_adapter_may_come_before_its_request_and_no_stream_delays_a_shutdown(
         await until(lambda: all(gateway.fleet.taker(f"held {i}") for i in range(2)), within_s=20)
         waiting = asyncio.create_task(gateway.ask(a_call("waiting", ref)))
         await asyncio.sleep(1.0)
-        assert not waiting.done()  # watch and deliveries have the other places
+        assert not waiting.done()  # watch and response stream have the other places
         holding[0].cancel()
         await waiting
         assert await gateway.handle.told.remote() == {ref: 1}
@@ -148,5 +148,5 @@ def test_an_adapter_may_come_before_its_request_and_no_stream_delays_a_shutdown(
     gateway.run(scenario())
     began_s = time.monotonic()
     serve.delete("held")
-    assert time.monotonic() - began_s < 30  # a watch lasts a minute, deliveries for ever
+    assert time.monotonic() - began_s < 30  # a watch lasts a minute, responses for ever
     gateway.run(gateway.stop())

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from loadtest.real.models import SHAPES
 from loadtest.real.service import Running
-from lorikeet.serving.vocabulary import Vocabulary
+from lorikeet.answer_stream.vocabulary import Vocabulary
 
 TENANT = "acme"
 

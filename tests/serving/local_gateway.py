@@ -4,7 +4,7 @@ import asyncio
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
 
-from lorikeet.serving.inbox import Inboxes
+from lorikeet.answer_stream.response_buffer import ResponseBuffers
 
 _numbers = count()
 
@@ -14,21 +14,21 @@ class LocalGateway:
 
     def __init__(self, replica, name):
         self._replica, self._name = replica, name
-        self._inboxes = Inboxes()
+        self._buffers = ResponseBuffers()
 
     async def listen(self):
         """Hear the answers, until cancelled."""
-        deliveries = self._replica.deliveries(self._replica.name, self._name)
-        async with aclosing(deliveries) as heard:
+        responses = self._replica.responses(self._replica.name, self._name)
+        async with aclosing(responses) as heard:
             async for some in heard:
-                self._inboxes.sort(self._replica.name, some)
+                self._buffers.sort(self._replica.name, some)
 
     async def generate(self, call):
         """An answer's items. Closing it cancels the call, and waits for that."""
-        with self._inboxes.opened(call.request_id) as inbox:
-            asking = asyncio.create_task(self._ask(call, inbox))
+        with self._buffers.opened(call.request_id) as buffer:
+            asking = asyncio.create_task(self._ask(call, buffer))
             try:
-                while items := await inbox.take():
+                while items := await buffer.take():
                     for item in items:
                         yield item
                 await asking
@@ -36,14 +36,14 @@ class LocalGateway:
                 asking.cancel()
                 await asyncio.wait([asking])
 
-    async def _ask(self, call, inbox):
+    async def _ask(self, call, buffer):
         try:
             async with aclosing(self._replica.generate(call, self._name)) as refusals:
                 async for refusal in refusals:
                     if refusal is not None:
-                        inbox.put((refusal,), ended=True)
+                        buffer.put((refusal,), ended=True)
         except Exception as error:
-            inbox.fail(error)
+            buffer.fail(error)
 
 
 @asynccontextmanager

@@ -25,8 +25,8 @@ class Handle:
     app_name, deployment_name = "test", "engine-tiny"
 
     def __init__(self):
-        self.calls, self.deliveries_opened = [], []
-        self.generate = self.watch = self.deliveries = self
+        self.calls, self.responses_opened = [], []
+        self.generate = self.watch = self.responses = self
 
     def options(self, **_):
         return self
@@ -37,14 +37,14 @@ class Handle:
             assert gateway == GATEWAY
             self.calls.append((call, stream))
         elif gateway is not None:
-            self.deliveries_opened.append(stream)
+            self.responses_opened.append(stream)
         return stream
 
     def broadcast(self, *_):
         raise RuntimeError("nobody is there")
 
     def deliver(self, *items, ended=False, attempt=-1):
-        self.deliveries_opened[-1].say([(self.calls[attempt][0].request_id, list(items), ended)])
+        self.responses_opened[-1].say([(self.calls[attempt][0].request_id, list(items), ended)])
 
 
 def run(scenario):
@@ -52,7 +52,7 @@ def run(scenario):
         fleet_of(Handle.app_name, Handle.deployment_name).exist(["r0"])
         handle = Handle()
         engines = ServeEngines({BASE: handle}, GATEWAY)
-        await until(lambda: handle.deliveries_opened)
+        await until(lambda: handle.responses_opened)
         try:
             await asyncio.wait_for(scenario(engines, handle), 20)
         finally:
@@ -78,7 +78,7 @@ async def asked(engines, handle):
     return asking
 
 
-def test_an_answer_comes_with_the_deliveries_and_its_call_ends_by_itself():
+def test_an_answer_comes_on_the_response_stream_and_its_call_ends_by_itself():
     async def scenario(engines, handle):
         asking = await asked(engines, handle)
         sent, fleet = Ask(Work(prompt_tokens=1)), fleet_of("test", "engine-tiny")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from lorikeet.answer_stream.tool_calls import HERMES, LLAMA
 from lorikeet.api.messages import Call, Endpoint, Format, ToolUse
 from lorikeet.errors import InvalidInput, UnsupportedParameter
 from lorikeet.serving.prompts import PromptEncoder
-from lorikeet.serving.tools import HERMES, LLAMA
 
 DEMO = Path("demo/model")
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

@@ -15,6 +15,7 @@ import pytest
 
 from demo.fill import fill_catalog
 from demo.tasks import TASKS
+from lorikeet.answer_stream import response_stream as response_stream_module
 from lorikeet.api.messages import Call, Endpoint, Header, Refusal
 from lorikeet.api.prompt_size import prompt_tokens
 from lorikeet.catalog.catalog import AdapterCatalog
@@ -23,7 +24,6 @@ from lorikeet.errors import InvalidSetting
 from lorikeet.placement.orders import Bring, Orders
 from lorikeet.placement.plan import Keep
 from lorikeet.routing.choice import Work
-from lorikeet.serving import channel as channel_module
 from lorikeet.serving import replica as replica_module
 from lorikeet.serving.prompts import PromptEncoder
 from lorikeet.serving.replica import Replica
@@ -206,7 +206,7 @@ def test_the_call_itself_ends_with_one_item(settings):
 
 
 def test_a_gateway_that_does_not_listen_is_told_to_go_elsewhere(settings, monkeypatch):
-    monkeypatch.setattr(channel_module, "_OPENING_S", 0.1)
+    monkeypatch.setattr(response_stream_module, "_OPENING_S", 0.1)
 
     async def scenario(replica):
         return await rest_of(replica.generate(CALL, "deaf"))

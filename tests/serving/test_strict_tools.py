@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from lorikeet.answer_stream.detokenizer import Detokenizer
+from lorikeet.answer_stream.tool_calls import HERMES, LLAMA, MISTRAL, Syntax, ToolReader
+from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.api.messages import ToolUse
 from lorikeet.serving.call_grammar import text_grammar
 from lorikeet.serving.grammar import ModelGrammars, TextMatcher
-from lorikeet.serving.text import TextStream
-from lorikeet.serving.tools import HERMES, LLAMA, MISTRAL, Syntax, ToolReader
-from lorikeet.serving.vocabulary import Vocabulary
 from lorikeet_engine.errors import InvalidRequest
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
@@ -70,7 +70,7 @@ class Model:
     def read(self, tokens: list[int], use: ToolUse = USE) -> tuple[str, list[tuple[str, object]]]:
         """What a client gets of an answer: what is said, and the calls."""
         hidden = Vocabulary(self.tokenizer).special_but(self.syntax.tokens)
-        stream = TextStream(self.tokenizer, (), hidden=hidden)
+        stream = Detokenizer(self.tokenizer, (), hidden=hidden)
         reader = ToolReader(self.syntax, use)
         said, pieces = "", []
         for token in tokens:

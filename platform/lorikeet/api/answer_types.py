@@ -1,6 +1,7 @@
 """What the routes for tenants answer, as types: the OpenAPI document is made of them.
 
-The bytes are formed in answers.py, logprobs.py, models.py and lorikeet/errors.py.
+The bytes are formed in answer_stream/openai_format.py and logprobs.py, models.py and
+lorikeet/errors.py.
 """
 
 from typing import Literal, NotRequired

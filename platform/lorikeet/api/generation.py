@@ -1,6 +1,7 @@
 """The answer to a generate request: a replica's bytes, passed on as they come."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import AbstractContextManager, ExitStack, aclosing
 from typing import Any, Protocol
@@ -8,11 +9,10 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from lorikeet.api.answers import failed_event
 from lorikeet.api.errors import OK, Refused
 from lorikeet.api.messages import Call, Header, Refusal, StreamItem
 from lorikeet.api.request_scope import log_unexpected
-from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
+from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable, error_body
 
 Items = AsyncGenerator[StreamItem, None]
 Headers = Sequence[tuple[bytes, bytes]]
@@ -130,6 +130,12 @@ class Generation(Response):
         for companion in self._companions:
             headers += companion.headers()
         return {"type": "http.response.start", "status": OK, "headers": headers}
+
+
+def failed_event(code: str, message: str, param: str | None = None) -> bytes:
+    """The event that ends a stream which failed after its first byte; no [DONE] follows."""
+    body = json.dumps(error_body(code, message, param), separators=(",", ":"))
+    return b"data: " + body.encode("ascii") + b"\n\n"
 
 
 async def _while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:

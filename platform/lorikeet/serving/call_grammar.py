@@ -7,10 +7,10 @@ from typing import Any
 
 import regex
 
+from lorikeet.answer_stream.tool_calls import Syntax
+from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.api.messages import Format, ToolUse
 from lorikeet.serving.grammar import LAYOUT
-from lorikeet.serving.tools import Syntax
-from lorikeet.serving.vocabulary import Vocabulary
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As chat templates write arguments."""

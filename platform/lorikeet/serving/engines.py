@@ -11,16 +11,16 @@ from typing import Any, cast
 from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
+from lorikeet.answer_stream.response_buffer import ResponseBuffer, ResponseBuffers
+from lorikeet.answer_stream.response_stream import DeltaGroup
 from lorikeet.api.messages import Attempt, Call, Header, Refusal, StreamItem, Trial, TrialResult
 from lorikeet.api.request_scope import log_unexpected
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
 from lorikeet.placement.report import ReplicaMap, ReplicaReport
 from lorikeet.retry_after import NO_REPLICA_S
 from lorikeet.routing.fleet import HEADER_AGE_S, Fleet
-from lorikeet.serving.channel import Delivery
 from lorikeet.serving.fleets import fleet_of
 from lorikeet.serving.handles import LOST, broadcast, is_own_cancelling, streaming
-from lorikeet.serving.inbox import Inbox, Inboxes
 from lorikeet.serving.replica_streams import ReplicaStreams
 from lorikeet.serving.watching import Watching
 
@@ -42,7 +42,7 @@ class ServeEngines:
         self._handles = handles
         self._generate = {name: streaming(each).generate for name, each in handles.items()}
         self._gateway = gateway
-        self._inboxes = Inboxes()
+        self._buffers = ResponseBuffers()
         loop = asyncio.get_running_loop()
         self._tasks = {loop.create_task(self._listen(handle)) for handle in handles.values()}
 
@@ -105,13 +105,13 @@ class ServeEngines:
     ) -> AsyncGenerator[StreamItem, None]:
         """One replica's answer. Raises Unavailable when it is lost or will not take the call."""
         request_id = call.request_id
-        with self._inboxes.opened(request_id) as inbox:
+        with self._buffers.opened(request_id) as buffer:
             response: Any = generate.remote(call, self._gateway)
-            asking = asyncio.create_task(_ask(response, inbox))
+            asking = asyncio.create_task(_ask(response, buffer))
             self._tasks.add(asking)
             asking.add_done_callback(self._tasks.discard)
             try:
-                while items := await inbox.take():
+                while items := await buffer.take():
                     for item in items:
                         if isinstance(item, Refusal) and item.code == Unavailable.code:
                             raise Unavailable(item.message)
@@ -129,38 +129,38 @@ class ServeEngines:
                 fleet.lost(fleet.taker(request_id))
                 raise Unavailable("the replica cancelled this request") from error
             finally:
-                if not inbox.complete:  # else the call is about to end by itself
+                if not buffer.complete:  # else the call is about to end by itself
                     asking.cancel()
                     response.cancel()
 
     async def _listen(self, handle: DeploymentHandle[Any]) -> None:
         """Watch the replicas of one deployment, and hear their answers."""
 
-        def opened(replica: str) -> "DeploymentResponseGenerator[list[Delivery]]":
-            deliveries = streamed.deliveries.remote(replica=replica, gateway=self._gateway)
-            return cast("DeploymentResponseGenerator[list[Delivery]]", deliveries)
+        def opened(replica: str) -> "DeploymentResponseGenerator[list[DeltaGroup]]":
+            groups = streamed.responses.remote(replica=replica, gateway=self._gateway)
+            return cast("DeploymentResponseGenerator[list[DeltaGroup]]", groups)
 
         def needed(replica: str) -> bool:
-            return fleet.busy(replica) or inboxes.awaits(replica)
+            return fleet.busy(replica) or buffers.awaits(replica)
 
-        streamed, fleet, inboxes = streaming(handle), _fleet(handle), self._inboxes
-        answers = ReplicaStreams(fleet, opened, inboxes.sort, None, needed)
+        streamed, fleet, buffers = streaming(handle), _fleet(handle), self._buffers
+        answers = ReplicaStreams(fleet, opened, buffers.sort, None, needed)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(Watching(handle, fleet).run())
             tasks.create_task(answers.follow())
 
 
-async def _ask(response: AsyncIterable[Refusal | None], inbox: Inbox) -> None:
+async def _ask(response: AsyncIterable[Refusal | None], buffer: ResponseBuffer) -> None:
     """See a call to its end; an answer that does not come to its own soon after fails."""
     try:
         async for refusal in response:
             if refusal is not None:
-                inbox.put((refusal,), ended=True)
-        if not inbox.complete:
+                buffer.put((refusal,), ended=True)
+        if not buffer.complete:
             await asyncio.sleep(_LATE_S)
-            inbox.fail(Unavailable("the end of the answer was lost: send the request again"))
+            buffer.fail(Unavailable("the end of the answer was lost: send the request again"))
     except (Exception, asyncio.CancelledError) as error:
-        inbox.fail(error)
+        buffer.fail(error)
 
 
 def _attempt(fleet: Fleet, request_id: str, sent_s: float, failure: str | None = None) -> Attempt:

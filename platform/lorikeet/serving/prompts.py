@@ -8,6 +8,8 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from lorikeet.answer_stream.tool_calls import Syntax, syntax_of
+from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.api.messages import Call, Endpoint, Format, ToolUse
 from lorikeet.errors import (
     ContextLengthExceeded,
@@ -17,8 +19,6 @@ from lorikeet.errors import (
 )
 from lorikeet.serving.call_grammar import call_grammar, text_grammar
 from lorikeet.serving.grammar import grammar_of
-from lorikeet.serving.tools import Syntax, syntax_of
-from lorikeet.serving.vocabulary import Vocabulary
 
 _HELLO = ({"role": "user", "content": "Hello"},)
 _ANY_TOOL = {

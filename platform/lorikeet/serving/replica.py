@@ -11,6 +11,9 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
+from lorikeet.answer_stream.answer import Answer, refusal_of
+from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStreams
+from lorikeet.answer_stream.sender import AnswerSender
 from lorikeet.api.messages import Call, Header, Refusal, Trial, TrialResult
 from lorikeet.api.request_scope import log_unexpected
 from lorikeet.catalog.store import open_store
@@ -22,10 +25,7 @@ from lorikeet.placement.orders import Orders
 from lorikeet.placement.plan import Keep
 from lorikeet.placement.report import ReplicaMap, ReplicaReport
 from lorikeet.routing.news import ReplicaNews, to_stats
-from lorikeet.serving.answer import Answer, refusal_of
-from lorikeet.serving.answering import Answering
 from lorikeet.serving.bulletin import Bulletin
-from lorikeet.serving.channel import Channels, Delivery
 from lorikeet.serving.context import answer_room
 from lorikeet.serving.engine_process import build_engine
 from lorikeet.serving.grammar_trial import GrammarTrial
@@ -67,7 +67,7 @@ class Replica:
     def __init__(self, name: str, base_model: str, settings: Settings) -> None:
         self.name = name
         self._base_model = base_model
-        self._channels = Channels()
+        self._response_streams = ResponseStreams()
         self._receivers: dict[str, Receiver] = {}
         self._kept: dict[str, Keep] = {}
         self._alone: float | None = None
@@ -88,7 +88,7 @@ class Replica:
         self._metering = Metering(store.result(), self._engine, base_model, flush_s)
 
     async def generate(self, call: Call, gateway: str) -> AsyncIterator[Refusal | None]:
-        """Answer one call; its gateway hears the answer among its `deliveries`.
+        """Answer one call; its gateway hears the answer among its `responses`.
 
         That is a Header, then bytes; or a Refusal at any point before the first byte. This itself
         yields one item: None when all is on its way, else the Refusal of a call that the engine did
@@ -99,18 +99,18 @@ class Replica:
         call, and of a stream with none gRPC may lose that word.
         """
         try:
-            channel = await self._channels.to(gateway)
+            stream = await self._response_streams.to(gateway)
             request = await self._encoded(call)
             await self._grammars.check(call, request.sampling.grammar)
             with self._metering.measured(call, request.prompts) as meter:
                 encoder = self._encoder
                 answer = Answer(call, request.prompts, encoder.vocabulary, encoder.syntax)
-                answering = Answering(call, answer, meter, channel, self._engine.abort)
-                with self._receiving(call.request_id, answering.take):
+                sender = AnswerSender(call, answer, meter, stream, self._engine.abort)
+                with self._receiving(call.request_id, sender.take):
                     found = await self._submit(request)
                     digest = call.adapter.digest if call.adapter else None
-                    answering.begin(Header(self.name, digest, found, self._bulletin.word()))
-                    await channel.carry(answering.ended)
+                    sender.begin(Header(self.name, digest, found, self._bulletin.word()))
+                    await stream.carry(sender.ended)
             yield None
         except (EngineError, InvalidInput) as error:
             yield _refuse(error)
@@ -118,15 +118,15 @@ class Replica:
             log_unexpected("generate_failed", call.request_id, error)
             raise GenerationFailed("the replica failed this request") from None
 
-    async def deliveries(self, replica: str, gateway: str) -> AsyncIterator[list[Delivery]]:
+    async def responses(self, replica: str, gateway: str) -> AsyncIterator[list[DeltaGroup]]:
         """What the answers to a gateway's calls say, as it is made; until nobody takes it.
 
         replica: this one's name, by which the router found it.
         """
         assert replica == self.name
-        with self._channels.opened(gateway) as channel:
-            while not channel.closed.done():
-                yield await channel.take()
+        with self._response_streams.opened(gateway) as stream:
+            while not stream.closed.done():
+                yield await stream.take()
 
     async def smoke(self, trial: Trial) -> TrialResult | Refusal:
         """Try an adapter beside the base model."""

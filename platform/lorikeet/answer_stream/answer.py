@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from lorikeet.api.answers import Choice, EventStream, Usage, json_body
+from lorikeet.answer_stream.choice import ChoiceStream, OutputDelta
+from lorikeet.answer_stream.detokenizer import Detokenizer
+from lorikeet.answer_stream.openai_format import Choice, EventStream, Usage, json_body
+from lorikeet.answer_stream.tool_calls import ForcedReader, Syntax, ToolReader
+from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.api.messages import Call, Closing, Refusal, StreamItem
 from lorikeet.errors import engine_code
-from lorikeet.serving.choice import ChoiceStream, Said
-from lorikeet.serving.text import TextStream
-from lorikeet.serving.tools import ForcedReader, Syntax, ToolReader
-from lorikeet.serving.vocabulary import Vocabulary
 from lorikeet_engine.errors import AdapterError, EngineError
 from lorikeet_engine.request import Course, Failed, Output, Tokens
 
@@ -37,7 +37,7 @@ class Answer:
             for index, prompt in enumerate(prompts)
             for _ in range(call.n)
         ]
-        self._said: list[list[Said]] = [[] for _ in self._choices]
+        self._deltas: list[list[OutputDelta]] = [[] for _ in self._choices]
         self._unfinished = len(self._choices)
         self._cached: dict[int, int] = {}
         self._courses: dict[int, Course] = {}
@@ -67,17 +67,17 @@ class Answer:
             self._courses[index] = output.course
         if choice.finish is not None:
             return b""  # made before the engine heard of the abort
-        said = choice.take(output)
+        delta = choice.take(output)
         if choice.finish is not None:
             self._unfinished -= 1
             if output.finish is None:
                 self.stopped.append(index)
         if not self._call.stream:
-            self._said[index].append(said)
+            self._deltas[index].append(delta)
             return b""
-        if not (said.text or said.calls or said.logprobs or choice.finish):
+        if not (delta.text or delta.calls or delta.logprobs or choice.finish):
             return b""
-        return self._events.delta(index, said.text, choice.finish, said.calls, said.logprobs)
+        return self._events.delta(index, delta.text, choice.finish, delta.calls, delta.logprobs)
 
     def _closing(self) -> Closing:
         made = sum(choice.tokens for choice in self._choices)
@@ -96,15 +96,15 @@ class Answer:
         return json_body(self._call, [self._whole(i) for i in range(len(self._choices))], usage)
 
     def _whole(self, index: int) -> Choice:
-        said, finish = self._said[index], self._choices[index].finish
+        deltas, finish = self._deltas[index], self._choices[index].finish
         assert finish is not None
         logprobs = None
         if self._call.sampling.logprobs is not None:
-            logprobs = list(chain.from_iterable(part.logprobs for part in said))
+            logprobs = list(chain.from_iterable(part.logprobs for part in deltas))
         return Choice(
-            "".join(part.text for part in said),
+            "".join(part.text for part in deltas),
             finish,
-            list(chain.from_iterable(part.calls for part in said)),
+            list(chain.from_iterable(part.calls for part in deltas)),
             logprobs,
         )
 
@@ -121,7 +121,7 @@ def _choice(
     if call.echo:
         given = call.prompts[index]
         echo = given if isinstance(given, str) else vocabulary.tokenizer.decode(list(given))
-    text = TextStream(vocabulary.tokenizer, prompt, call.stop, call.min_tokens, hidden)
+    text = Detokenizer(vocabulary.tokenizer, prompt, call.stop, call.min_tokens, hidden)
     told = vocabulary if call.sampling.logprobs is not None else None
     return ChoiceStream(text, reader, told, echo)
 

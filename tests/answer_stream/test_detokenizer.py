@@ -1,6 +1,6 @@
 import pytest
 
-from lorikeet.serving.text import TextStream
+from lorikeet.answer_stream.detokenizer import Detokenizer
 
 
 def run(stream, token_ids):
@@ -14,36 +14,36 @@ def run(stream, token_ids):
 
 @pytest.mark.parametrize("text", ["plain words", "zażółć gęślą", "日本語 and 🦜🦜", ""])
 def test_pieces_join_to_the_whole_text_and_never_break_a_character(tokenizer, text):
-    pieces = run(TextStream(tokenizer, []), tokenizer.encode(text).ids)
+    pieces = run(Detokenizer(tokenizer, []), tokenizer.encode(text).ids)
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
 
 
 def test_text_ends_before_a_stop_string_that_spans_tokens(tokenizer):
     ids = tokenizer.encode("one two END three").ids
-    stream = TextStream(tokenizer, [], stop=("END",))
+    stream = Detokenizer(tokenizer, [], stop=("END",))
     assert "".join(run(stream, ids)) == "one two "
     assert stream.stopped
     assert stream.tokens == len("one two END")
 
 
 def test_the_earliest_of_several_stop_strings_wins(tokenizer):
-    stream = TextStream(tokenizer, [], stop=("three", "two"))
+    stream = Detokenizer(tokenizer, [], stop=("three", "two"))
     assert "".join(run(stream, tokenizer.encode("one two three").ids)) == "one "
 
 
 def test_what_only_began_like_a_stop_string_is_sent_after_all(tokenizer):
-    stream = TextStream(tokenizer, [], stop=("ENDING",))
+    stream = Detokenizer(tokenizer, [], stop=("ENDING",))
     pieces = run(stream, tokenizer.encode("the END").ids)
     assert pieces[:5] == ["t", "h", "e", " ", ""]
     assert "".join(pieces) == "the END"
 
 
 def test_a_stop_string_is_not_looked_for_before_min_tokens(tokenizer):
-    stream = TextStream(tokenizer, [], stop=("b",), min_tokens=3)
+    stream = Detokenizer(tokenizer, [], stop=("b",), min_tokens=3)
     assert "".join(run(stream, tokenizer.encode("abcdbe").ids)) == "abcd"
 
 
 def test_an_unfinished_character_at_the_end_is_shown_as_a_replacement(tokenizer):
     ids = tokenizer.encode("a🦜").ids[:-1]
-    assert "".join(run(TextStream(tokenizer, []), ids)).startswith("a\ufffd")
+    assert "".join(run(Detokenizer(tokenizer, []), ids)).startswith("a\ufffd")

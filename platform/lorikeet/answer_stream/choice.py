@@ -4,16 +4,16 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lorikeet.api.answers import CallPiece
-from lorikeet.api.logprobs import DrawnToken, LikelyToken
-from lorikeet.serving.text import TextStream
-from lorikeet.serving.tools import ForcedReader, ToolReader
-from lorikeet.serving.vocabulary import Vocabulary
+from lorikeet.answer_stream.detokenizer import Detokenizer
+from lorikeet.answer_stream.logprobs import DrawnToken, LikelyToken
+from lorikeet.answer_stream.openai_format import CallPiece
+from lorikeet.answer_stream.tool_calls import ForcedReader, ToolReader
+from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet_engine.request import FinishReason, TokenLogprobs, Tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class OutputDelta:
     """What is new of a choice. logprobs: of the tokens whose text this is, where asked for."""
 
     text: str
@@ -30,7 +30,7 @@ class ChoiceStream:
 
     def __init__(
         self,
-        text: TextStream,
+        text: Detokenizer,
         reader: ToolReader | ForcedReader | None = None,
         vocabulary: Vocabulary | None = None,
         echo: str = "",
@@ -48,7 +48,7 @@ class ChoiceStream:
         """How many it has made."""
         return self._text.tokens
 
-    def take(self, output: Tokens) -> Said:
+    def take(self, output: Tokens) -> OutputDelta:
         """Take new tokens."""
         piece = self._text.push(output.token_ids)
         if self._text.stopped:
@@ -64,9 +64,9 @@ class ChoiceStream:
             if self._reader.done and self.finish is None:
                 self.finish = FinishReason.STOP
         if self._vocabulary is None:
-            return Said(piece, calls)
+            return OutputDelta(piece, calls)
         self._drawn += zip(output.token_ids, output.logprobs, strict=True)
-        return Said(piece, calls, self._sent(self._vocabulary))
+        return OutputDelta(piece, calls, self._sent(self._vocabulary))
 
     def _sent(self, vocabulary: Vocabulary) -> list[DrawnToken]:
         """Of the tokens whose text is sent now, those that are text and of no call."""

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from lorikeet.api.logprobs import DrawnToken, chat_logprobs, completion_logprobs
+from lorikeet.answer_stream.logprobs import DrawnToken, chat_logprobs, completion_logprobs
 from lorikeet.api.messages import Call, Endpoint
-from lorikeet.errors import error_body
 from lorikeet_engine.request import FinishReason
 
 DONE = b"data: [DONE]\n\n"
@@ -68,8 +67,8 @@ class Choice:
 class EventStream:
     """The server-sent events of one streamed call.
 
-    Call `delta` for each piece of text, then `end` once, or send a `failed_event` instead. The
-    chat role chunk goes before a choice's first piece by itself.
+    Call `delta` for each piece of text, then `end` once. The chat role chunk goes before a choice's
+    first piece by itself.
     """
 
     def __init__(self, call: Call) -> None:
@@ -134,11 +133,6 @@ class EventStream:
         reason = _dump(_reason(finish, called=choice in self._called)) if finish else b"null"
         event = b'{"index":%d' % choice, field, delta, b',"logprobs":', logprobs
         return b"".join((self._open, *event, b',"finish_reason":', reason, b"}", self._close))
-
-
-def failed_event(code: str, message: str, param: str | None = None) -> bytes:
-    """The event that ends a stream which failed after its first byte; no [DONE] follows."""
-    return b"data: " + _dump(error_body(code, message, param)) + b"\n\n"
 
 
 def json_body(call: Call, choices: Sequence[Choice], usage: Usage) -> bytes:

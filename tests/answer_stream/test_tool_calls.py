@@ -7,10 +7,17 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from lorikeet.answer_stream.tool_calls import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    ForcedReader,
+    ToolReader,
+    syntax_of,
+)
+from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.api.messages import Format, ToolUse
 from lorikeet.serving.call_grammar import call_grammar
-from lorikeet.serving.tools import HERMES, LLAMA, MISTRAL, ForcedReader, ToolReader, syntax_of
-from lorikeet.serving.vocabulary import Vocabulary
 
 PLACE = {
     "type": "object",

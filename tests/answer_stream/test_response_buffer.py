@@ -5,26 +5,26 @@ from itertools import pairwise
 
 import pytest
 
+from lorikeet.answer_stream.response_buffer import PIECES_PER_S, ResponseBuffer, ResponseBuffers
 from lorikeet.api.messages import Header, StreamItem
 from lorikeet.errors import Unavailable
-from lorikeet.serving.inbox import PIECES_PER_S, Inbox, Inboxes
 
 REST_S = 0.05
 HEADER = Header("r0", None, None)
 
 
-async def fill(inbox: Inbox, pieces: list[bytes], step_s: float) -> None:
+async def fill(buffer: ResponseBuffer, pieces: list[bytes], step_s: float) -> None:
     for piece in pieces:
-        inbox.put((piece,), ended=False)
+        buffer.put((piece,), ended=False)
         await asyncio.sleep(step_s)
-    inbox.put((), ended=True)
+    buffer.put((), ended=True)
 
 
 async def take_all(rest_s: float, pieces: list[bytes], step_s: float) -> list[tuple[float, bytes]]:
     """When each piece was taken, and what was in it."""
-    loop, inbox, taken = asyncio.get_running_loop(), Inbox(lambda: rest_s), []
-    filling = loop.create_task(fill(inbox, pieces, step_s))
-    while items := await inbox.take():
+    loop, buffer, taken = asyncio.get_running_loop(), ResponseBuffer(lambda: rest_s), []
+    filling = loop.create_task(fill(buffer, pieces, step_s))
+    while items := await buffer.take():
         (piece,) = items
         assert isinstance(piece, bytes)
         taken.append((loop.time(), piece))
@@ -51,16 +51,16 @@ def test_what_comes_seldom_enough_is_not_held_back(rest_s: float) -> None:
 
 def test_neither_the_first_bytes_after_a_header_nor_the_end_wait() -> None:
     async def scenario() -> float:
-        loop, inbox = asyncio.get_running_loop(), Inbox(lambda: 60.0)
+        loop, buffer = asyncio.get_running_loop(), ResponseBuffer(lambda: 60.0)
         began_s = loop.time()
-        inbox.put((HEADER,), ended=False)
-        assert await inbox.take() == [HEADER]
-        inbox.put((b"a",), ended=False)
-        assert await inbox.take() == [b"a"]
-        inbox.put((b"b",), ended=False)
-        inbox.put((b"c",), ended=True)
-        assert await inbox.take() == [b"bc"]
-        assert await inbox.take() == []
+        buffer.put((HEADER,), ended=False)
+        assert await buffer.take() == [HEADER]
+        buffer.put((b"a",), ended=False)
+        assert await buffer.take() == [b"a"]
+        buffer.put((b"b",), ended=False)
+        buffer.put((b"c",), ended=True)
+        assert await buffer.take() == [b"bc"]
+        assert await buffer.take() == []
         return loop.time() - began_s
 
     assert asyncio.run(scenario()) < 1
@@ -68,38 +68,38 @@ def test_neither_the_first_bytes_after_a_header_nor_the_end_wait() -> None:
 
 def test_what_came_before_a_failure_is_told_first() -> None:
     async def scenario() -> None:
-        inbox = Inbox(lambda: 60.0)
-        inbox.put((HEADER, b"a"), ended=False)
-        inbox.fail(Unavailable("the replica was lost"))
-        assert not inbox.complete
-        assert await inbox.take() == [HEADER, b"a"]
+        buffer = ResponseBuffer(lambda: 60.0)
+        buffer.put((HEADER, b"a"), ended=False)
+        buffer.fail(Unavailable("the replica was lost"))
+        assert not buffer.complete
+        assert await buffer.take() == [HEADER, b"a"]
         with pytest.raises(Unavailable):
-            await inbox.take()
+            await buffer.take()
 
     asyncio.run(scenario())
 
 
 def test_a_whole_answer_does_not_fail_any_more() -> None:
     async def scenario() -> list[StreamItem]:
-        inbox = Inbox(lambda: 0.0)
-        inbox.put((b"a",), ended=True)
-        inbox.fail(Unavailable("the call was cancelled"))
-        assert inbox.complete
-        return await inbox.take() + await inbox.take()
+        buffer = ResponseBuffer(lambda: 0.0)
+        buffer.put((b"a",), ended=True)
+        buffer.fail(Unavailable("the call was cancelled"))
+        assert buffer.complete
+        return await buffer.take() + await buffer.take()
 
     assert asyncio.run(scenario()) == [b"a"]
 
 
 def test_a_gateway_knows_which_replicas_owe_it_an_answer() -> None:
     async def scenario() -> None:
-        inboxes = Inboxes()
-        with inboxes.opened("a") as inbox:
-            assert not inboxes.awaits("r0")
-            inboxes.sort("r0", [("a", [HEADER], False), ("long gone", [b"x"], True)])
-            assert inboxes.awaits("r0")
-            assert not inboxes.awaits("r1")
-            assert await inbox.take() == [HEADER]
-        assert not inboxes.awaits("r0")
+        buffers = ResponseBuffers()
+        with buffers.opened("a") as buffer:
+            assert not buffers.awaits("r0")
+            buffers.sort("r0", [("a", [HEADER], False), ("long gone", [b"x"], True)])
+            assert buffers.awaits("r0")
+            assert not buffers.awaits("r1")
+            assert await buffer.take() == [HEADER]
+        assert not buffers.awaits("r0")
 
     asyncio.run(scenario())
 
@@ -108,13 +108,13 @@ def test_streams_share_what_a_gateway_passes_on() -> None:
     """So many that each may have four pieces a second; of 40 in a second some eight come."""
 
     async def scenario() -> int:
-        inboxes, taken = Inboxes(), 0
-        others = [inboxes.opened(f"{n}") for n in range(PIECES_PER_S // 4)]
+        buffers, taken = ResponseBuffers(), 0
+        others = [buffers.opened(f"{n}") for n in range(PIECES_PER_S // 4)]
         for other in others:
             other.__enter__()
-        with inboxes.opened("mine") as inbox:
-            filling = asyncio.create_task(fill(inbox, [b"x"] * 40, 0.025))
-            while await inbox.take():
+        with buffers.opened("mine") as buffer:
+            filling = asyncio.create_task(fill(buffer, [b"x"] * 40, 0.025))
+            while await buffer.take():
                 taken += 1
             await filling
         return taken

@@ -8,10 +8,10 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence
 from tokenizers.models import BPE
 
+from lorikeet.answer_stream.answer import Answer
+from lorikeet.answer_stream.tool_calls import HERMES
+from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.api.messages import Call, Endpoint, ToolUse
-from lorikeet.serving.answer import Answer
-from lorikeet.serving.tools import HERMES
-from lorikeet.serving.vocabulary import Vocabulary
 from lorikeet_engine.request import FinishReason, SamplingParams, TokenLogprobs, Tokens
 
 CHAT = Call("r1", Endpoint.CHAT, 0, "acme", "m", None, sampling=SamplingParams(logprobs=2))

@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 
+from lorikeet.answer_stream import response_stream as response_stream_module
+from lorikeet.answer_stream.response_stream import ResponseStream, ResponseStreams, joined
 from lorikeet.api.messages import Closing, Header
-from lorikeet.serving import channel as channel_module
-from lorikeet.serving.channel import Channel, Channels, joined
 from lorikeet_engine.errors import EngineClosed
 
 HEADER, CLOSING = Header("r0", None, None), Closing(1, 0, 2)
@@ -15,50 +15,50 @@ HEADER, CLOSING = Header("r0", None, None), Closing(1, 0, 2)
 
 def test_what_is_put_before_it_is_taken_travels_together() -> None:
     async def scenario() -> None:
-        channel = Channel()
-        channel.put("a", (HEADER,))
-        channel.put("b", (b"1",))
-        channel.put("b", (b"2",))
-        channel.put("a", (b"3", CLOSING, b"4"), ended=True)
-        message = pickle.loads(pickle.dumps(await channel.take()))
+        stream = ResponseStream()
+        stream.put("a", (HEADER,))
+        stream.put("b", (b"1",))
+        stream.put("b", (b"2",))
+        stream.put("a", (b"3", CLOSING, b"4"), ended=True)
+        message = pickle.loads(pickle.dumps(await stream.take()))
         assert message == [("a", [HEADER, b"3", CLOSING, b"4"], True), ("b", [b"12"], False)]
-        channel.put("b", (), ended=True)
-        assert await channel.take() == [("b", [], True)]
-        taking = asyncio.create_task(channel.take())
+        stream.put("b", (), ended=True)
+        assert await stream.take() == [("b", [], True)]
+        taking = asyncio.create_task(stream.take())
         await asyncio.sleep(0.01)
         assert not taking.done()
-        channel.put("c", (b"5",))
+        stream.put("c", (b"5",))
         assert await taking == [("c", [b"5"], False)]
 
     asyncio.run(scenario())
 
 
 def test_a_message_is_no_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_module, "_MESSAGE_BYTES", 100)
+    monkeypatch.setattr(response_stream_module, "_MESSAGE_BYTES", 100)
 
     async def scenario() -> list[int]:
-        channel = Channel()
+        stream = ResponseStream()
         for number in range(10):
-            channel.put(f"{number}", (b"x" * 40,))
-        return [len(await channel.take()) for _ in range(4)]
+            stream.put(f"{number}", (b"x" * 40,))
+        return [len(await stream.take()) for _ in range(4)]
 
     assert asyncio.run(scenario()) == [3, 3, 3, 1]
 
 
-def test_an_answer_on_a_channel_that_closes_is_lost_and_others_go_on() -> None:
+def test_an_answer_on_a_stream_that_closes_is_lost_and_others_go_on() -> None:
     async def scenario() -> None:
-        channels, loop = Channels(), asyncio.get_running_loop()
-        with channels.opened("well"), channels.opened("lost") as before:
-            well = asyncio.create_task((await channels.to("well")).carry(loop.create_future()))
+        streams, loop = ResponseStreams(), asyncio.get_running_loop()
+        with streams.opened("well"), streams.opened("lost") as before:
+            well = asyncio.create_task((await streams.to("well")).carry(loop.create_future()))
             lost = asyncio.create_task(before.carry(loop.create_future()))
             ended = loop.create_future()
             ended.set_result(None)
             await before.carry(ended)
-            with channels.opened("lost") as again:
+            with streams.opened("lost") as again:
                 with pytest.raises(EngineClosed):
                     await lost
                 assert await before.take() == []  # so who listened there stops
-                assert await channels.to("lost") is again
+                assert await streams.to("lost") is again
             assert not well.done()
             well.cancel()
 
@@ -66,16 +66,16 @@ def test_an_answer_on_a_channel_that_closes_is_lost_and_others_go_on() -> None:
 
 
 def test_a_call_waits_a_moment_for_its_gateway_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_module, "_OPENING_S", 0.2)
+    monkeypatch.setattr(response_stream_module, "_OPENING_S", 0.2)
 
     async def scenario() -> None:
-        channels = Channels()
-        early = asyncio.create_task(channels.to("g0"))
+        streams = ResponseStreams()
+        early = asyncio.create_task(streams.to("g0"))
         await asyncio.sleep(0.05)
-        with channels.opened("g0") as channel:
-            assert await early is channel
+        with streams.opened("g0") as stream:
+            assert await early is stream
         with pytest.raises(EngineClosed):
-            await channels.to("g0")
+            await streams.to("g0")
 
     asyncio.run(scenario())
 

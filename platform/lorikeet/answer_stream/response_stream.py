@@ -13,14 +13,14 @@ from itertools import groupby
 from lorikeet.api.messages import StreamItem
 from lorikeet_engine.errors import EngineClosed
 
-Delivery = tuple[str, list[StreamItem], bool]
+DeltaGroup = tuple[str, list[StreamItem], bool]
 """A request's id, what is new of its answer, and whether that was all. Tuples pickle fast."""
 
 _MESSAGE_BYTES = 2**20  # about; a message of more than 16 MiB would not pass
 _OPENING_S = 5.0
 
 
-class Channel:
+class ResponseStream:
     """To one gateway. Lives on one event loop. `closed` is done once nobody takes any more."""
 
     def __init__(self) -> None:
@@ -36,19 +36,19 @@ class Channel:
             self._ended.add(request_id)
         self._ready.set()
 
-    async def take(self) -> list[Delivery]:
-        """All that waits, at least one delivery, as long as the channel is open."""
+    async def take(self) -> list[DeltaGroup]:
+        """All that waits, at least one group, as long as the stream is open."""
         await self._ready.wait()
-        deliveries, size = list[Delivery](), 0
+        groups, size = list[DeltaGroup](), 0
         while self._waiting and size < _MESSAGE_BYTES:
             request_id = next(iter(self._waiting))
             items = self._waiting.pop(request_id)
-            deliveries.append((request_id, joined(items), request_id in self._ended))
+            groups.append((request_id, joined(items), request_id in self._ended))
             self._ended.discard(request_id)
             size += sum(len(item) for item in items if isinstance(item, bytes))
         if not self._waiting:
             self._ready.clear()
-        return deliveries
+        return groups
 
     def close(self) -> None:
         """Wake who takes, and all who wait for `closed`."""
@@ -64,26 +64,26 @@ class Channel:
         ended.result()
 
 
-class Channels:
+class ResponseStreams:
     """One to each gateway that listens."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Channel] = {}
+        self._open: dict[str, ResponseStream] = {}
 
     @contextmanager
-    def opened(self, gateway: str) -> Iterator[Channel]:
-        """A gateway listens. If it did already, that channel is broken and nothing more comes."""
+    def opened(self, gateway: str) -> Iterator[ResponseStream]:
+        """A gateway listens. If it did already, that stream is broken and nothing more comes."""
         if gateway in self._open:
             self._open[gateway].close()
-        channel = self._open[gateway] = Channel()
+        stream = self._open[gateway] = ResponseStream()
         try:
-            yield channel
+            yield stream
         finally:
-            channel.close()
-            if self._open.get(gateway) is channel:
+            stream.close()
+            if self._open.get(gateway) is stream:
                 del self._open[gateway]
 
-    async def to(self, gateway: str) -> Channel:
+    async def to(self, gateway: str) -> ResponseStream:
         """A gateway that has just met this replica is about to listen. Raises EngineClosed."""
         try:
             async with asyncio.timeout(_OPENING_S):

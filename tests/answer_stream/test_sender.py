@@ -1,4 +1,4 @@
-"""One call's outputs become deliveries, and an error of our own ends that call alone."""
+"""One call's outputs become delta groups, and an error of our own ends that call alone."""
 
 import asyncio
 from dataclasses import replace
@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer
 
+from lorikeet.answer_stream.answer import Answer
+from lorikeet.answer_stream.response_stream import ResponseStream
+from lorikeet.answer_stream.sender import AnswerSender
+from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.api.messages import Call, Closing, Endpoint, Header, Refusal
-from lorikeet.serving.answer import Answer
-from lorikeet.serving.answering import Answering
-from lorikeet.serving.channel import Channel
 from lorikeet.serving.metering import Meter
-from lorikeet.serving.vocabulary import Vocabulary
 from lorikeet.usage.counts import Counts
 from lorikeet_engine.errors import StepFailed
 from lorikeet_engine.request import Course, Failed, FinishReason, Tokens
@@ -25,15 +25,15 @@ class Started:
     """An answer on its way, and what would be heard of it."""
 
     def __init__(self, tokenizer: Tokenizer, call: Call = CALL) -> None:
-        self.channel, self.aborted = Channel(), list[tuple[str, int]]()
+        self.stream, self.aborted = ResponseStream(), list[tuple[str, int]]()
         self.meter = Meter(call, [[1]])
         answer = Answer(call, [[1]], Vocabulary(tokenizer))
-        self.answering = Answering(
-            call, answer, self.meter, self.channel, lambda *what: self.aborted.append(what)
+        self.sender = AnswerSender(
+            call, answer, self.meter, self.stream, lambda *what: self.aborted.append(what)
         )
 
     async def heard(self) -> tuple[list[object], bool]:
-        ((request_id, items, ended),) = await self.channel.take()
+        ((request_id, items, ended),) = await self.stream.take()
         assert request_id == "r"
         return list(items), ended
 
@@ -45,9 +45,9 @@ def token(token_id: int, finish: FinishReason | None = None, load_s: float = 0.2
 def test_what_was_made_before_the_header_comes_after_it(tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
         one = Started(tokenizer)
-        one.answering.take(token(A))
-        one.answering.begin(HEADER)
-        one.answering.take(token(B, FinishReason.LENGTH))
+        one.sender.take(token(A))
+        one.sender.begin(HEADER)
+        one.sender.take(token(B, FinishReason.LENGTH))
         (first, second, begun, closing, end), ended = await one.heard()
         assert first == HEADER
         assert isinstance(second, Header)
@@ -57,10 +57,10 @@ def test_what_was_made_before_the_header_comes_after_it(tokenizer: Tokenizer) ->
         assert isinstance(end, bytes)
         assert end.endswith(b"data: [DONE]\n\n")
         assert ended
-        await one.answering.ended
+        await one.sender.ended
         assert one.meter.counts() == Counts(1, 1, 0, 2)
-        one.answering.take(token(C))  # made before the engine heard of the end
-        assert not one.channel._waiting
+        one.sender.take(token(C))  # made before the engine heard of the end
+        assert not one.stream._waiting
 
     asyncio.run(scenario())
 
@@ -68,10 +68,10 @@ def test_what_was_made_before_the_header_comes_after_it(tokenizer: Tokenizer) ->
 def test_a_stop_string_aborts_the_choice_that_the_engine_goes_on_with(tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
         one = Started(tokenizer, replace(CALL, stop=("b",)))
-        one.answering.begin(HEADER)
+        one.sender.begin(HEADER)
         for token_id in (A, B, C):
-            one.answering.take(token(token_id))
-        await one.answering.ended
+            one.sender.take(token(token_id))
+        await one.sender.ended
         assert one.aborted == [("r", 0)]
 
     asyncio.run(scenario())
@@ -80,8 +80,8 @@ def test_a_stop_string_aborts_the_choice_that_the_engine_goes_on_with(tokenizer:
 def test_a_failed_request_ends_with_its_refusal(tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
         one = Started(tokenizer)
-        one.answering.begin(HEADER)
-        one.answering.take(Failed("r", StepFailed("the step of this request failed")))
+        one.sender.begin(HEADER)
+        one.sender.take(Failed("r", StepFailed("the step of this request failed")))
         (_, refusal), ended = await one.heard()
         assert isinstance(refusal, Refusal)
         assert ended
@@ -95,10 +95,10 @@ def test_an_error_of_our_own_is_this_answers_alone(
 ) -> None:
     async def scenario() -> None:
         one = Started(tokenizer)
-        one.answering.begin(HEADER)
+        one.sender.begin(HEADER)
         monkeypatch.setattr(Answer, "take", lambda *_: 1 / 0)
-        one.answering.take(token(A))
+        one.sender.take(token(A))
         with pytest.raises(ZeroDivisionError):
-            await one.channel.carry(one.answering.ended)
+            await one.stream.carry(one.sender.ended)
 
     asyncio.run(scenario())

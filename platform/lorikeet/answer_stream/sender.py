@@ -1,20 +1,32 @@
 """One call while the engine works on it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Protocol
 
+from lorikeet.answer_stream.answer import Answer
+from lorikeet.answer_stream.response_stream import ResponseStream
 from lorikeet.api.messages import Call, Header, StreamItem
-from lorikeet.serving.answer import Answer
-from lorikeet.serving.channel import Channel
-from lorikeet.serving.metering import Meter
 from lorikeet_engine.request import Output, Tokens
 
 Abort = Callable[[str, int], object]
 """Takes a request's id and a choice."""
 
 
-class Answering:
+class TokenMeter(Protocol):
+    """Counts what a call takes, for its bill."""
+
+    def made(self, outputs: Iterable[Output]) -> None:
+        """What the engine made."""
+        ...
+
+    def told(self, item: StreamItem) -> None:
+        """What goes to the gateway."""
+        ...
+
+
+class AnswerSender:
     """Turns what the engine makes into what the gateway is told, at once.
 
     No task of its own waits for that: at thousands of pieces a second turns of the event loop
@@ -22,10 +34,10 @@ class Answering:
     """
 
     def __init__(
-        self, call: Call, answer: Answer, meter: Meter, channel: Channel, abort: Abort
+        self, call: Call, answer: Answer, meter: TokenMeter, stream: ResponseStream, abort: Abort
     ) -> None:
         self._request_id = call.request_id
-        self._answer, self._meter, self._channel, self._abort = answer, meter, channel, abort
+        self._answer, self._meter, self._stream, self._abort = answer, meter, stream, abort
         self._header: Header | None = None
         self._early: list[Output] = []
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -33,7 +45,7 @@ class Answering:
     def begin(self, header: Header) -> None:
         """Say the header first, then what was made before it."""
         self._header = header
-        self._channel.put(self._request_id, (header,))
+        self._stream.put(self._request_id, (header,))
         for output in self._early:
             self.take(output)
 
@@ -62,6 +74,6 @@ class Answering:
         self._answer.stopped.clear()
         ended = self._answer.finished
         if items or ended:
-            self._channel.put(self._request_id, items, ended=ended)
+            self._stream.put(self._request_id, items, ended=ended)
         if ended:
             self.ended.set_result(None)

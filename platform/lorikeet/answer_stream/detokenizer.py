@@ -8,7 +8,7 @@ from tokenizers.decoders import DecodeStream
 _CONTEXT_TOKENS = 8  # enough of the prompt for a decoder that joins words to see what came before
 
 
-class TextStream:
+class Detokenizer:
     """Decodes one choice incrementally and ends it at a stop string.
 
     Text that may still become a stop string, and bytes that are not yet a whole character, are

@@ -4,11 +4,11 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer
 
-from lorikeet.api.answers import Usage
+from lorikeet.answer_stream.answer import Answer
+from lorikeet.answer_stream.openai_format import Usage
+from lorikeet.answer_stream.tool_calls import HERMES
+from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.api.messages import Call, Closing, Endpoint, Refusal, ToolUse
-from lorikeet.serving.answer import Answer
-from lorikeet.serving.tools import HERMES
-from lorikeet.serving.vocabulary import Vocabulary
 from lorikeet_engine.errors import AdapterLoadFailed, StepFailed
 from lorikeet_engine.request import Course, Failed, FinishReason, Tokens
 

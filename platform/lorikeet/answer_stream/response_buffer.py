@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from lorikeet.answer_stream.response_stream import DeltaGroup, joined
 from lorikeet.api.messages import StreamItem
-from lorikeet.serving.channel import Delivery, joined
 
 PIECES_PER_S = 5_000
 """So many pieces of streams one gateway passes on in a second; what is in a piece hardly matters.
@@ -16,7 +16,7 @@ behind Serve's own proxy.
 """
 
 
-class Inbox:
+class ResponseBuffer:
     """Of one call. Lives on one event loop.
 
     Between here and a client nothing holds a piece back, so pieces that come too often for this
@@ -74,32 +74,32 @@ class Inbox:
         return joined(items)
 
 
-class Inboxes:
+class ResponseBuffers:
     """Those of all calls that a gateway has made."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Inbox] = {}
+        self._open: dict[str, ResponseBuffer] = {}
 
     @contextmanager
-    def opened(self, request_id: str) -> Iterator[Inbox]:
+    def opened(self, request_id: str) -> Iterator[ResponseBuffer]:
         """The place of a call's answer."""
-        inbox = self._open[request_id] = Inbox(self._rest_s)
+        buffer = self._open[request_id] = ResponseBuffer(self._rest_s)
         try:
-            yield inbox
+            yield buffer
         finally:
             del self._open[request_id]
 
-    def sort(self, replica: str, deliveries: Iterable[Delivery]) -> None:
+    def sort(self, replica: str, groups: Iterable[DeltaGroup]) -> None:
         """Take what a replica says. What nobody waits for any more is dropped."""
-        for request_id, items, ended in deliveries:
-            inbox = self._open.get(request_id)
-            if inbox is not None:
-                inbox.replica = replica
-                inbox.put(items, ended=ended)
+        for request_id, items, ended in groups:
+            buffer = self._open.get(request_id)
+            if buffer is not None:
+                buffer.replica = replica
+                buffer.put(items, ended=ended)
 
     def awaits(self, replica: str) -> bool:
         """Whether an answer of this replica has begun and not ended."""
-        return any(inbox.replica == replica for inbox in self._open.values())
+        return any(buffer.replica == replica for buffer in self._open.values())
 
     def _rest_s(self) -> float:
         """Between two pieces of a stream, so that this gateway can pass on those of all streams."""

@@ -9,8 +9,9 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from lorikeet.api.answers import CallPiece, Choice, EventStream, Usage, failed_event, json_body
-from lorikeet.api.logprobs import DrawnToken, LikelyToken
+from lorikeet.answer_stream.logprobs import DrawnToken, LikelyToken
+from lorikeet.answer_stream.openai_format import CallPiece, Choice, EventStream, Usage, json_body
+from lorikeet.api.generation import failed_event
 from lorikeet.api.messages import Call, Endpoint
 from lorikeet_engine.request import FinishReason
 

@@ -1,0 +1,28 @@
+"""The way back of an answer: the engine's tokens become the client's bytes and reach its gateway.
+
+    replica                                                     gateway
+    ───────                                                     ───────
+    the engine's outputs, one message a step
+       │
+    AnswerSender        one a call                              api/generation.py ──► client
+       │                                                           ▲ bytes, unread
+    Answer              counts its choices to their end            │
+       ├ ChoiceStream   one a choice:                           ResponseBuffer     one a call
+       │   Detokenizer    ids → text, stop strings                 ▲ joins what comes faster than
+       │   tool_calls     text → calls                             │ the gateway can pass it on
+       │   logprobs                                                │
+       └ openai_format  → the client's bytes                    ResponseBuffers
+       │                                                           ▲ sorts by request
+       ▼            one message: a DeltaGroup of each answer       │
+    ResponseStream ════════════════════════════════════════════════╛
+     one a gateway      kept open by serving/replica_streams.py
+
+The call itself (`Replica.generate`) comes on another way, and says only who has taken it and that
+it is over. A step of the engine adds a piece to every answer; a call of Ray Serve for each piece
+would cost a replica's event loop 70 us, more than all the rest, so all that is new for one gateway
+goes there together.
+
+An answer's items are a Header, a second one before its first bytes, bytes, and before the last of
+them a Closing; or a Refusal in place of what would follow. Answer knows when it has ended; that
+goes along as `ended` of its last DeltaGroup. What has not ended when its call has is lost.
+"""
