@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.benchmarks.results import arguments, facts, write
+from engine.benchmarks.harness import arguments, facts, write
 from loadtest.real.adapters import fill_catalog, model_name
 from loadtest.real.client import Answer, Ask, Line, Server, quantiles_ms, run
 from loadtest.real.explained import stage_lines, stages_ms

@@ -21,7 +21,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-from engine.benchmarks.results import arguments, facts, write
+from engine.benchmarks.harness import arguments, facts, write
 from loadtest.real.adapters import TENANT, Stock, fill_catalog, image_bytes
 from loadtest.real.client import Answer, Server, quantiles_ms, run
 from loadtest.real.explained import stage_lines, stages_ms

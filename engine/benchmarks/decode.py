@@ -6,20 +6,17 @@ The steps are the engine's own, with all its work on the host. A step's time is 
 profiler; the GPU's time is that of other steps.
 """
 
-import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 
 import torch
 
-from engine.benchmarks import plain, results
+from engine.benchmarks import harness
 from engine.benchmarks.gpu_time import GpuTime, gpu_time, watch
-from engine.benchmarks.offline import Work, generate
-from engine.benchmarks.random_engine import random_engine
+from engine.benchmarks.offline import Work
 from lorikeet_engine.engine import Engine
 
 STEPS = 30
@@ -51,8 +48,7 @@ class Row:
 
 def measure(engine: Engine, work: Work) -> Row:
     """Check, then time; raises AssertionError where the engine's tokens are wrong."""
-    answers = generate(engine, work.draw(engine.config.vocab_size, 0)).answers
-    shortfall = plain.check(engine, plain.some(answers))
+    shortfall = harness.check(engine, work)
     requests = work.draw(engine.config.vocab_size, 1)
     for request in requests:
         engine.submit(request)
@@ -74,31 +70,7 @@ def measure(engine: Engine, work: Work) -> Row:
 
 def measure_all(engine: Engine, works: Iterable[Work]) -> list[Row]:
     """Measure in this order; prints each row as it comes."""
-    print("decode                 requests       step   GPU busy   idle  waiting for the host")
-    rows = []
-    for work in works:
-        row = measure(engine, work)
-        print(f"{work.name:<23}{work.requests:>8}{row.step_ms:>8.2f} ms", end="")
-        if row.gpu is not None:
-            waiting = row.gpu.waiting_ms / row.gpu.total_ms
-            print(f"{row.gpu.busy_ms:>8.2f} ms{row.gpu.idle:>7.1%}{waiting:>9.1%}")
-            kinds = sorted(row.gpu.by_kind.items(), key=lambda item: -item[1])
-            print("    " + ", ".join(f"{kind} {ms:.2f}" for kind, ms in kinds), end="")
-        print(flush=True)
-        rows.append(row)
-    return rows
-
-
-def main() -> None:
-    """Measure every row on one engine."""
-    options = results.arguments(__doc__).parse_args()
-    facts = results.facts(options.commit)
-    with tempfile.TemporaryDirectory() as folder:
-        most = max(work.adapters for work in WORKS)
-        engine = random_engine(Path(folder), adapters=most, room=most)
-        rows = measure_all(engine, WORKS)
-        engine.close()
-    results.write(options.json, facts, decode=[asdict(row) for row in rows])
+    return harness.show(measure(engine, work) for work in works)
 
 
 def _step(engine: Engine, count: int) -> list[float]:
@@ -111,4 +83,4 @@ def _step(engine: Engine, count: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(__doc__, "decode", WORKS, measure_all)

@@ -1,12 +1,14 @@
-"""What a GPU did in a stretch of time, from torch.profiler's trace: when it worked, and on what."""
+"""How long some work takes a device, and from torch.profiler's trace what a GPU did meanwhile."""
 
 import json
 import re
 import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -51,6 +53,20 @@ class GpuTime:
     waiting_ms: float
     by_kind: dict[str, float]
     unknown: dict[str, float]
+
+
+def medians_ms(runs: Sequence[Callable[[], object]], times: int) -> list[float]:
+    """Each one's median of so many times, by the GPU's clock where there is one.
+
+    They take turns, so that all see the GPU equally warm.
+    """
+    for _ in range(3):
+        for run in runs:
+            run()
+    took_ms = [[_timed(run) for run in runs] for _ in range(times)]
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return [median(ms() for ms in of_run) for of_run in zip(*took_ms, strict=True)]
 
 
 def watch(work: Callable[[], object]) -> list[Span]:
@@ -106,6 +122,20 @@ def gpu_time(spans: list[Span], steps: int) -> GpuTime:
         by_kind=dict(by_kind),
         unknown=dict(unknown),
     )
+
+
+def _timed(run: Callable[[], object]) -> Callable[[], float]:
+    """Run it; its milliseconds can be asked for once the device is through."""
+    if not torch.cuda.is_available():
+        began_s = time.perf_counter()
+        run()
+        took_ms = 1e3 * (time.perf_counter() - began_s)
+        return lambda: took_ms
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    return lambda: begin.elapsed_time(end)
 
 
 def _kind(name: str) -> str:

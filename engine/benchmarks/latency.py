@@ -12,26 +12,20 @@ before anything is timed; by that all adapters that the GPU has room for are on 
 import secrets
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 
-from engine.benchmarks import results
-from engine.benchmarks.checked_engine import checked_engine
-from engine.benchmarks.offline import Work
+from engine.benchmarks import harness
+from engine.benchmarks.hosted import Client, checked_engine
+from engine.benchmarks.offline import Work, greedy
 from engine.benchmarks.random_adapters import random_refs
 from engine.benchmarks.random_engine import SETTINGS
-from lorikeet_engine.engine import Engine
-from lorikeet_engine.errors import EngineClosed
-from lorikeet_engine.host import EngineHost
 from lorikeet_engine.popularity import AZURE_CONV, Ints, Zipf, cut_to_context, poisson
-from lorikeet_engine.request import Failed, Output, Request, SamplingParams
+from lorikeet_engine.request import Request
 
 ROOM = 128
 _DRAINED_WITHIN_S = 300.0
@@ -54,18 +48,13 @@ class Traffic:
         refs = random_refs(self.adapters)
         ranks = Zipf(1.0).draw(rng, max(1, self.adapters), len(times_s))
         salt = secrets.token_hex(8)  # nothing is in the prefix cache
+        prompts = [rng.integers(0, vocab, length).tolist() for length in inputs]
+        chosen = [refs[rank] if refs else None for rank in ranks]
         return [
-            (
-                float(times_s[i]),
-                Request(
-                    f"{salt} {i}",
-                    (tuple(rng.integers(0, vocab, inputs[i]).tolist()),),
-                    SamplingParams(max_tokens=int(outputs[i]), temperature=0.0, ignore_eos=True),
-                    adapter=refs[ranks[i]] if refs else None,
-                    salt=salt,
-                ),
+            (float(at_s), greedy(f"{salt} {i}", prompt, int(tokens), adapter, salt))
+            for i, (at_s, prompt, tokens, adapter) in enumerate(
+                zip(times_s, prompts, outputs, chosen, strict=True)
             )
-            for i in range(len(times_s))
         ]
 
     def _lengths(self, rng: np.random.Generator, requests: int, context: int) -> tuple[Ints, Ints]:
@@ -92,92 +81,46 @@ class Row:
     tokens_per_s: float
 
 
-class Server:
-    """An engine in a process of its own, and what comes out of it. Use as a context manager."""
-
-    def __init__(self, build: Callable[[], Engine]) -> None:
-        self._came: SimpleQueue[tuple[float, list[Output]] | EngineClosed] = SimpleQueue()
-        self._host = EngineHost(build, self._deliver, self._came.put, news=lambda _news: None)
-
-    def __enter__(self) -> "Server":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._host.close()
-
-    def run(self, traffic: Traffic) -> Row:
-        """Send what arrives when it is due, and wait for all the answers."""
-        config = self._host.config
-        due = traffic.draw(config.vocab_size, config.max_context)
-        taken, late_s = [], []
-        began_s = time.perf_counter()
-        for due_s, request in due:
-            time.sleep(max(0.0, began_s + due_s - time.perf_counter()))
-            late_s.append(time.perf_counter() - began_s - due_s)
-            taken.append(self._host.submit(request))
-        for future in taken:
-            future.result()
-        came_s = self._collect(len(due))
-        for _, request in due:
-            assert len(came_s[request.request_id]) == request.sampling.max_tokens
-        waited_s = [came_s[r.request_id][0] - began_s - due_s for due_s, r in due]
-        gaps_s = [b - a for times_s in came_s.values() for a, b in pairwise(times_s)]
-        last_s = max(times_s[-1] for times_s in came_s.values())
-        return Row(
-            traffic,
-            len(due),
-            ttft_ms=_percentiles(waited_s),
-            itl_ms=_percentiles(gaps_s),
-            late_ms=_percentiles(late_s),
-            tokens_per_s=sum(map(len, came_s.values())) / (last_s - began_s - due[0][0]),
-        )
-
-    def _deliver(self, outputs: list[Output]) -> None:
-        self._came.put((time.perf_counter(), outputs))
-
-    def _collect(self, requests: int) -> dict[str, list[float]]:
-        """When the tokens of each request came; raises what went wrong instead."""
-        came_s: defaultdict[str, list[float]] = defaultdict(list)
-        while requests:
-            came = self._came.get(timeout=_DRAINED_WITHIN_S)
-            if isinstance(came, EngineClosed):
-                raise came
-            now_s, outputs = came
-            for output in outputs:
-                if isinstance(output, Failed):
-                    raise output.error
-                came_s[output.request_id] += [now_s] * len(output.token_ids)
-                requests -= output.finish is not None
-        return came_s
-
-
-def measure_all(server: Server, traffics: Iterable[Traffic]) -> list[Row]:
-    """Measure in this order; prints each row as it comes. Milliseconds."""
-    print("  rate  requests   TTFT p50      p90      p99    ITL p50     p99     tok/s  late p99")
-    rows = []
-    for traffic in traffics:
-        row = server.run(traffic)
-        ttft, itl = row.ttft_ms, row.itl_ms
-        print(
-            f"{traffic.rate_per_s:>6g}{row.requests:>10}{ttft[0]:>11.1f}{ttft[1]:>9.1f}"
-            f"{ttft[2]:>9.1f}{itl[0]:>11.1f}{itl[2]:>8.1f}{row.tokens_per_s:>10,.0f}"
-            f"{row.late_ms[2]:>10.1f}",
-            flush=True,
-        )
-        rows.append(row)
-    return rows
+def measure(client: Client, traffic: Traffic) -> Row:
+    """Send what arrives when it is due, and wait for all the answers."""
+    config = client.host.config
+    due = traffic.draw(config.vocab_size, config.max_context)
+    taken, late_s = [], []
+    began_s = time.perf_counter()
+    for due_s, request in due:
+        time.sleep(max(0.0, began_s + due_s - time.perf_counter()))
+        late_s.append(time.perf_counter() - began_s - due_s)
+        taken.append(client.host.submit(request))
+    for future in taken:
+        future.result()
+    ids = {request.request_id for _, request in due}
+    client.until(lambda: client.ended >= ids, _DRAINED_WITHIN_S)
+    came_s = [client.came_s[request.request_id] for _, request in due]
+    for times_s, (_, request) in zip(came_s, due, strict=True):
+        assert len(times_s) == request.sampling.max_tokens
+    waited_s = [t[0] - began_s - due_s for t, (due_s, _) in zip(came_s, due, strict=True)]
+    gaps_s = [b - a for times_s in came_s for a, b in pairwise(times_s)]
+    last_s = max(times_s[-1] for times_s in came_s)
+    return Row(
+        traffic,
+        len(due),
+        ttft_ms=_percentiles_ms(waited_s),
+        itl_ms=_percentiles_ms(gaps_s),
+        late_ms=_percentiles_ms(late_s),
+        tokens_per_s=sum(map(len, came_s)) / (last_s - began_s - due[0][0]),
+    )
 
 
 def main() -> None:
     """Measure every rate on one engine."""
-    parser = results.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 5, 10, 15, 20])
     parser.add_argument("--seconds", type=float, default=20, help="of arrivals at each rate")
     parser.add_argument("--adapters", type=int, default=ROOM, help="0 for the base model alone")
     parser.add_argument("--lengths", type=int, nargs=2, help="fixed: tokens in, tokens out")
     parser.add_argument("--batch-tokens", type=int, default=2048, help="of one step")
     options = parser.parse_args()
-    facts = results.facts(options.commit)
+    facts = harness.facts(options.commit)
     lengths = tuple(options.lengths) if options.lengths else None
     check = Work("check", 200, 32, options.adapters, max(8, min(ROOM, options.adapters)))
     with tempfile.TemporaryDirectory() as folder:
@@ -189,16 +132,14 @@ def main() -> None:
             room=min(ROOM, options.adapters),
             settings=replace(SETTINGS, max_batch_tokens=options.batch_tokens),
         )
-        with Server(build) as server:
-            rows = measure_all(
-                server,
-                [Traffic(r, options.seconds, options.adapters, lengths) for r in options.rates],
-            )
-    results.write(options.json, facts, latency=[asdict(row) for row in rows])
+        traffics = [Traffic(r, options.seconds, options.adapters, lengths) for r in options.rates]
+        with Client(build) as client:
+            rows = harness.show(measure(client, traffic) for traffic in traffics)
+    harness.write(options.json, facts, latency=rows)
 
 
-def _percentiles(seconds: list[float]) -> list[float]:
-    return [round(float(ms), 2) for ms in np.percentile(seconds, [50, 90, 99]) * 1e3]
+def _percentiles_ms(seconds: list[float]) -> list[float]:
+    return harness.percentiles([1e3 * each for each in seconds], 50, 90, 99)
 
 
 if __name__ == "__main__":

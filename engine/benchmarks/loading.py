@@ -17,26 +17,23 @@ pass before anything is timed.
 import itertools
 import secrets
 import tempfile
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from engine.benchmarks import results
+from engine.benchmarks import harness, hosted
+from engine.benchmarks.offline import greedy
 from engine.benchmarks.tiered_engine import Places, tiered_engine, write_shelf
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.engine import Engine
-from lorikeet_engine.errors import EngineClosed
-from lorikeet_engine.host import EngineHost
 from lorikeet_engine.popularity import Floats
-from lorikeet_engine.request import AdapterReport, Failed, Output, Request, SamplingParams
+from lorikeet_engine.request import AdapterReport, Request
 
 STREAMS = 128
 ROUNDS, AT_A_TIME = 60, 15  # streams begin anew after so many, lest their contexts grow
@@ -79,31 +76,21 @@ class Gaps:
     behind_ms: float
 
 
-class Client:
-    """An engine in a process of its own, and when its tokens came. Use as a context manager."""
+class Client(hosted.Client):
+    """One that asks for adapters that lie in different tiers."""
 
     def __init__(self, build: Callable[[], Engine]) -> None:
-        self._changed = threading.Condition()  # guards the three below
-        self._came_s: defaultdict[str, list[float]] = defaultdict(list)
-        self._ended: set[str] = set()
-        self._error: Exception | None = None
         self._numbers = itertools.count()
         self._random = np.random.default_rng(1)
-        self._host = EngineHost(build, self._deliver, self._fail, news=lambda _news: None)
-
-    def __enter__(self) -> "Client":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._host.close()
+        super().__init__(build)
 
     def first_token_s(self, ref: AdapterRef, found: Residency) -> float:
         """Seconds until a request has its one token; raises where its adapter was not `found`."""
         request, began_s = self._request(ref, 1), time.perf_counter()
-        taken = self._host.submit(request)
-        self._until(lambda: self._came_s[request.request_id])
+        taken = self.host.submit(request)
+        self.until(lambda: self.came_s[request.request_id], _WITHIN_S)
         assert taken.result() is found, f"{ref} was found on {taken.result()}: want {found}"
-        return self._came_s[request.request_id][0] - began_s
+        return self.came_s[request.request_id][0] - began_s
 
     @contextmanager
     def streams(self, refs: Iterator[AdapterRef], count: int) -> Iterator[list[str]]:
@@ -111,19 +98,19 @@ class Client:
         requests = [self._request(next(refs), _STREAM_TOKENS) for _ in range(count)]
         ids = [request.request_id for request in requests]
         for request in requests:
-            self._host.submit(request)
-        self._until(lambda: all(len(self._came_s[i]) >= _WARM_TOKENS for i in ids))
+            self.host.submit(request)
+        self.until(lambda: all(len(self.came_s[i]) >= _WARM_TOKENS for i in ids), _WITHIN_S)
         yield ids
-        self._until(lambda: True)  # raises what went wrong meanwhile
-        assert self._ended.isdisjoint(ids), f"streams ended after {_STREAM_TOKENS} tokens"
+        self.until(lambda: True, _WITHIN_S)  # raises what went wrong meanwhile
+        assert self.ended.isdisjoint(ids), f"streams ended after {_STREAM_TOKENS} tokens"
         for request_id in ids:
-            self._host.abort(request_id)
-        while self._host.report().result().running:
+            self.host.abort(request_id)
+        while self.host.report().result().running:
             time.sleep(0.01)
 
     def gaps_ms(self, ids: Sequence[str], begin_s: float, end_s: float) -> list[float]:
         """All times from one token of a stream to its next between two moments."""
-        within = ([t for t in self._came_s[i] if begin_s <= t <= end_s] for i in ids)
+        within = ([t for t in self.came_s[i] if begin_s <= t <= end_s] for i in ids)
         return [1e3 * (after - before) for times_s in within for before, after in pairwise(times_s)]
 
     def load(self, refs: Iterator[AdapterRef], found: Residency, until_s: float) -> AdapterRef:
@@ -133,8 +120,8 @@ class Client:
             time.sleep(max(0.0, due_s - time.perf_counter()))
             ref = next(refs)
             request = self._request(ref, 1)
-            asked.append((ref, self._host.submit(request)))
-            self._host.abort(request.request_id)
+            asked.append((ref, self.host.submit(request)))
+            self.host.abort(request.request_id)
             due_s += 1 / LOADS_PER_S
         for ref, taken in asked:
             assert taken.result() is found, f"{ref} was found on {taken.result()}: want {found}"
@@ -148,40 +135,12 @@ class Client:
             time.sleep(0.001)
 
     def _request(self, ref: AdapterRef, tokens: int) -> Request:
-        return Request(
-            str(next(self._numbers)),
-            (tuple(self._random.integers(0, self._host.config.vocab_size, _PROMPT).tolist()),),
-            SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True),
-            adapter=ref,
-            salt=secrets.token_hex(8),  # nothing is in the prefix cache
-        )
+        prompt = self._random.integers(0, self.host.config.vocab_size, _PROMPT).tolist()
+        salt = secrets.token_hex(8)  # nothing is in the prefix cache
+        return greedy(str(next(self._numbers)), prompt, tokens, ref, salt)
 
     def _adapters(self) -> Sequence[AdapterReport]:
-        return self._host.report().result().adapters
-
-    def _until(self, holds: Callable[[], object]) -> None:
-        with self._changed:
-            came = self._changed.wait_for(lambda: holds() or self._error, _WITHIN_S)
-            if self._error is not None:
-                raise self._error
-            assert came, f"no answer within {_WITHIN_S:g} s"
-
-    def _deliver(self, outputs: list[Output]) -> None:
-        now_s = time.perf_counter()
-        with self._changed:
-            for output in outputs:
-                if isinstance(output, Failed):
-                    self._error = output.error
-                    continue
-                self._came_s[output.request_id] += [now_s] * len(output.token_ids)
-                if output.finish is not None:
-                    self._ended.add(output.request_id)
-            self._changed.notify_all()
-
-    def _fail(self, error: EngineClosed) -> None:
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
+        return self.host.report().result().adapters
 
 
 def first_tokens(client: Client, adapters: Adapters, streams: int) -> list[FirstToken]:
@@ -192,18 +151,10 @@ def first_tokens(client: Client, adapters: Adapters, streams: int) -> list[First
             for _, tier in itertools.product(range(min(AT_A_TIME, ROUNDS - begun)), _TIERS):
                 time.sleep(_PAUSE_S)
                 took_ms[tier].append(1e3 * client.first_token_s(next(adapters[tier]), tier))
-    rows, warm = [], _percentiles(took_ms[Residency.GPU])
-    for tier in _TIERS:
-        ms = _percentiles(took_ms[tier])
-        added_ms = [round(a - b, 3) for a, b in zip(ms, warm, strict=True)]
-        rows.append(FirstToken(streams, str(tier), ms, added_ms))
-        print(
-            f"first token beside {streams:>3} streams, adapter on the {tier!s:<5}"
-            f"p50 {ms[0]:>7.2f} ms ({added_ms[0]:+.2f})  "
-            f"p99 {ms[1]:>7.2f} ms ({added_ms[1]:+.2f})",
-            flush=True,
-        )
-    return rows
+    warm = _percentiles(took_ms[Residency.GPU])
+    return harness.show(
+        _first_token(streams, tier, _percentiles(took_ms[tier]), warm) for tier in _TIERS
+    )
 
 
 def gaps(client: Client, adapters: Adapters, streams: int) -> list[Gaps]:
@@ -221,33 +172,16 @@ def gaps(client: Client, adapters: Adapters, streams: int) -> list[Gaps]:
             if last:
                 client.arrival_of(last)
                 behind_s[source] = max(behind_s[source], time.perf_counter() - end_s)
-    rows, alone = [], _percentiles(np.concatenate(phases[None]))
-    for source in sources:
-        ms = _percentiles(np.concatenate(phases[source]))
-        rows.append(
-            Gaps(
-                str(source or "nowhere"),
-                ms,
-                [_percentiles(phase) for phase in phases[source]],
-                [a / b - 1 for a, b in zip(ms, alone, strict=True)],
-                1e3 * behind_s[source],
-            )
-        )
-        print(
-            f"{streams} streams' tokens, {LOADS_PER_S:g} loads/s from {rows[-1].loads_from:<8}"
-            f"p50 {ms[0]:>7.2f} ms ({rows[-1].growth[0]:+.1%})  "
-            f"p99 {ms[1]:>7.2f} ms ({rows[-1].growth[1]:+.1%})  "
-            f"p99 of phases {[p99 for _, p99 in rows[-1].phases_ms]}  "
-            f"behind {rows[-1].behind_ms:.0f} ms",
-            flush=True,
-        )
-    return rows
+    alone = _percentiles(np.concatenate(phases[None]))
+    return harness.show(
+        _gaps(source, phases[source], alone, behind_s[source]) for source in sources
+    )
 
 
 def main() -> None:
     """Measure all of it on one engine."""
-    options = results.arguments(__doc__).parse_args()
-    facts = results.facts(options.commit)
+    options = harness.arguments(__doc__).parse_args()
+    facts = harness.facts(options.commit)
     with tempfile.TemporaryDirectory() as name:
         folder, places = Path(name), Places()
         shelf = write_shelf(folder / "blobs", places)
@@ -258,16 +192,25 @@ def main() -> None:
                 row for streams in (0, STREAMS) for row in first_tokens(client, adapters, streams)
             ]
             between = gaps(client, adapters, STREAMS)
-    results.write(
-        options.json,
-        facts,
-        first_tokens=[asdict(row) for row in firsts],
-        gaps=[asdict(row) for row in between],
-    )
+    harness.write(options.json, facts, first_tokens=firsts, gaps=between)
+
+
+def _first_token(streams: int, tier: Residency, ms: list[float], warm: list[float]) -> FirstToken:
+    added_ms = [round(a - b, 3) for a, b in zip(ms, warm, strict=True)]
+    return FirstToken(streams, str(tier), ms, added_ms)
+
+
+def _gaps(
+    source: Residency | None, phases: list[list[float]], alone: list[float], behind_s: float
+) -> Gaps:
+    ms = _percentiles(np.concatenate(phases))
+    growth = [a / b - 1 for a, b in zip(ms, alone, strict=True)]
+    phases_ms = [_percentiles(phase) for phase in phases]
+    return Gaps(str(source or "nowhere"), ms, phases_ms, growth, 1e3 * behind_s)
 
 
 def _percentiles(ms: Sequence[float] | Floats) -> list[float]:
-    return [round(float(value), 3) for value in np.percentile(ms, [50, 99])]
+    return harness.percentiles(ms, 50, 99)
 
 
 if __name__ == "__main__":

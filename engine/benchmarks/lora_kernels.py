@@ -13,17 +13,16 @@ The floor: adapters of their true rank read once, every x read once, every y rea
 at the speed of a device copy. Where it is beaten, LoRA ran beside the base model's products.
 """
 
-import argparse
-import statistics
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from engine.benchmarks import results
+from engine.benchmarks import harness
+from engine.benchmarks.gpu_time import medians_ms
 from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
 from lorikeet_engine.adapter_format import LINEARS, BaseShape
 from lorikeet_engine.batch import Batch
@@ -88,16 +87,13 @@ ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """base_ms: the pass without adapters; lora_ms: what they add."""
+    """base_ms: the pass without adapters; lora_ms: what they add; roofline: floor_ms's share."""
 
     row: Row
     base_ms: float
     lora_ms: float
-
-    @property
-    def roofline(self) -> float:
-        """The floor, as a fraction of the time."""
-        return self.row.floor_ms / self.lora_ms
+    floor_ms: float
+    roofline: float
 
 
 class Pass:
@@ -139,9 +135,10 @@ class Pass:
 
 def measure(row: Row, step: Pass, replays: int = REPLAYS) -> Measured:
     """In turn, so that both see the GPU equally warm."""
-    base, lora = _medians_ms([step.without.replay, step.with_lora.replay], replays)
+    base, lora = medians_ms([step.without.replay, step.with_lora.replay], replays)
     scale = SCALED_TO / LAYERS
-    return Measured(row, base * scale, (lora - base) * scale)
+    lora_ms = (lora - base) * scale
+    return Measured(row, base * scale, lora_ms, row.floor_ms, row.floor_ms / lora_ms)
 
 
 class _NoAttention:
@@ -220,24 +217,6 @@ def _assert_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     assert error <= TOLERANCE, f"{what} is off by {error:.4f}"
 
 
-def _medians_ms(runs: Sequence[Callable[[], None]], replays: int) -> list[float]:
-    events = [[_event_pair() for _ in range(replays)] for _ in runs]
-    for _ in range(3):
-        for run in runs:
-            run()
-    for i in range(replays):
-        for run, pairs in zip(runs, events, strict=True):
-            pairs[i][0].record()
-            run()
-            pairs[i][1].record()
-    torch.cuda.synchronize()
-    return [statistics.median(a.elapsed_time(b) for a, b in pairs) for pairs in events]
-
-
-def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-
 def build_model() -> Model:
     """Eight layers of random weights on the first CUDA device."""
     with tempfile.TemporaryDirectory() as folder:
@@ -247,33 +226,17 @@ def build_model() -> Model:
 
 def run(rows: Sequence[Row]) -> list[Measured]:
     """Measure, printing each row as it comes."""
-    model, measured = build_model(), []
-    print("tokens adapters rank/pool   base ms   LoRA ms   floor  of roofline   reach")
-    for row in rows:
-        m = measure(row, Pass(model, row))
-        print(
-            f"{row.tokens:>6}{row.adapters:>9}{row.rank:>6}/{row.pool_rank:<4}{m.base_ms:>10.2f}"
-            f"{m.lora_ms:>10.2f}{row.floor_ms:>8.2f}{m.roofline:>13.0%}{row.reach_ms:>8.2f}"
-            f"  {'reached' if m.lora_ms <= row.reach_ms else 'missed'}",
-            flush=True,
-        )
-        measured.append(m)
-    return measured
+    model = build_model()
+    return harness.show(measure(row, Pass(model, row)) for row in rows)
 
 
 def main() -> None:
     """Measure on the first CUDA device."""
-    options = _arguments()
-    facts = results.facts(options.commit)
-    measured = run(ROWS[: options.rows])
-    rows = [{**asdict(m), "floor_ms": m.row.floor_ms, "roofline": m.roofline} for m in measured]
-    results.write(options.json, facts, rows=rows)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = results.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--rows", type=int, default=len(ROWS), help="only the first rows")
-    return parser.parse_args()
+    options = parser.parse_args()
+    facts = harness.facts(options.commit)
+    harness.write(options.json, facts, rows=run(ROWS[: options.rows]))
 
 
 if __name__ == "__main__":

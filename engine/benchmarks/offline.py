@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -40,7 +41,6 @@ class Work:
     def draw(self, vocab: int, run: int) -> list[Request]:
         """Requests of random prompts; the prefix cache has nothing for them from earlier draws."""
         rng = np.random.default_rng([*self.label.encode(), run])
-        sampling = SamplingParams(max_tokens=self.output_tokens, temperature=0.0, ignore_eos=True)
         prompts = rng.integers(0, vocab, (self.requests, self.prompt_tokens)).tolist()
         salt = secrets.token_hex(8)
         chosen: list[AdapterRef | None] = [None] * self.requests
@@ -48,7 +48,7 @@ class Work:
             refs = random_refs(self.adapters)
             chosen = [refs[i] for i in self.popularity.draw(rng, self.adapters, self.requests)]
         return [
-            Request(f"{self.label} {run}.{i}", (tuple(prompt),), sampling, 1, adapter, salt)
+            greedy(f"{self.label} {run}.{i}", prompt, self.output_tokens, adapter, salt)
             for i, (prompt, adapter) in enumerate(zip(prompts, chosen, strict=True))
         ]
 
@@ -73,6 +73,14 @@ class Run:
         from tokens to tokens is one step, in a steady state, however deep they overlap.
         """
         return [1e3 * (end - begin) for begin, end in pairwise(self.ticks_s)]
+
+
+def greedy(
+    name: str, prompt: Sequence[int], tokens: int, adapter: AdapterRef | None, salt: str
+) -> Request:
+    """A request for exactly so many tokens. Only requests of one salt share cached prefixes."""
+    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    return Request(name, (tuple(prompt),), sampling, 1, adapter, salt)
 
 
 def generate(engine: Engine, requests: list[Request]) -> Run:

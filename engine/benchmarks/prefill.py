@@ -1,75 +1,67 @@
-"""Prefill: how near a forward pass of 8 × 1,024 tokens comes to the device's matmul rate.
+"""Prefill steps: how near 8 × 1,024 tokens come to the device's matmul rate, and what LoRA adds.
 
 python -m engine.benchmarks.prefill --json prefill.json
 
-The base model alone, as an engine's runner computes it. Counted are the products of the linear
-layers, of the head for one token a sequence, and of attention for what a query can see. They are
-held against one large square matmul of random numbers, measured in the same run.
+The steps are the engine's own, each of all prompts at once. Counted are the base model's products:
+of the linear layers, of the head for one token a sequence, and of attention for what a query can
+see. Their rate is held against one large square matmul of random numbers, measured in the same run.
 """
 
-import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass
 from statistics import median
 
 import torch
 
-from engine.benchmarks import plain, results
-from engine.benchmarks.random_engine import SETTINGS
-from engine.benchmarks.random_model import random_model, write_config
-from lorikeet_engine.batch import Batch
-from lorikeet_engine.kernels.attention import (
-    AttentionBackend,
-    AttentionShape,
-    SdpaAttention,
-    choose_attention,
-)
+from engine.benchmarks import harness
+from engine.benchmarks.gpu_time import GpuTime, gpu_time, medians_ms, watch
+from engine.benchmarks.offline import Run, Work, generate
+from lorikeet_engine.engine import Engine
 from lorikeet_engine.models import Model, ModelConfig
-from lorikeet_engine.runner import Runner
 
-PAGE = 16
-# Sequences, tokens of each, rows and columns of the matmul.
-SIZES = (8, 1024, 8192)
+STEPS = 10
+SQUARE = 8192  # rows and columns of the matmul
+WORKS = (
+    Work("base", 1024, 1, requests=8),
+    Work("8 adapters", 1024, 1, adapters=8, requests=8),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One prefill. tflops: the model's rate; share: of matmul_tflops, the large matmul's.
+    """One Work's step: from its requests to their tokens, the median of STEPS; the GPU's in others.
 
-    difference: from the plain path's logits, as a share of the largest.
+    tflops: the model's rate on the GPU, without one over the whole step; share: of matmul_tflops,
+    the large matmul's. shortfall: the worst of a checked token, as a share of the largest logit.
     """
 
-    sequences: int
-    tokens: int
-    forward_ms: float
+    work: Work
+    step_ms: float
     tflops: float
     matmul_tflops: float
     share: float
-    difference: float
+    shortfall: float
+    gpu: GpuTime | None
 
 
-def measure(model: Model, sequences: int, tokens: int, square: int) -> Row:
-    """Check, then time; raises AssertionError where the logits are wrong. Prints the row."""
-    c = model.config
-    shape = AttentionShape(c.heads, c.kv_heads, c.head_dim, PAGE, model.dtype)
-    batch = _prompts(model, sequences, tokens)
-    runner = _runner(model, choose_attention(shape, model.device), batch)
-    difference = _difference(runner.forward(batch), _runner(model, SdpaAttention(), batch), batch)
-    x = torch.randn(square, square, device=model.device, dtype=model.dtype)
-    matmul_ms = _median_ms(lambda: x @ x, model.device)
-    forward_ms = _median_ms(lambda: runner.forward(batch), model.device)
-    tflops = flops(c, sequences, tokens) / forward_ms / 1e9
-    matmul_tflops = 2 * square**3 / matmul_ms / 1e9
+def measure(engine: Engine, work: Work) -> Row:
+    """Check, then time; raises AssertionError where the engine's tokens are wrong."""
+    shortfall = harness.check(engine, work)
+    runs = [_step(engine, work, run) for run in range(1, 1 + STEPS)]
+    step_ms, gpu = median(1e3 * (run.ticks_s[0] - run.began_s) for run in runs), None
+    if torch.cuda.is_available():
+        watch(lambda: _step(engine, work, 1))  # the profiler's first steps are slow
+        gpu = gpu_time(watch(lambda: _step(engine, work, 2)), 1)
+    model, forward_ms = engine._runner.model, gpu.total_ms if gpu else step_ms
+    tflops = flops(model.config, work.requests, work.prompt_tokens) / forward_ms / 1e9
+    matmul_tflops = _matmul_tflops(model)
     share = tflops / matmul_tflops
-    row = Row(sequences, tokens, forward_ms, tflops, matmul_tflops, share, difference)
-    print(
-        f"prefill {sequences} × {tokens}: {row.forward_ms:.1f} ms, {row.tflops:.0f} TFLOP/s, "
-        f"{row.share:.0%} of {row.matmul_tflops:.0f} of a matmul of {square}",
-        flush=True,
-    )
-    return row
+    return Row(work, step_ms, tflops, matmul_tflops, share, shortfall, gpu)
+
+
+def measure_all(engine: Engine, works: Iterable[Work]) -> list[Row]:
+    """Measure in this order; prints each row as it comes."""
+    return harness.show(measure(engine, work) for work in works)
 
 
 def flops(config: ModelConfig, sequences: int, tokens: int) -> int:
@@ -82,74 +74,17 @@ def flops(config: ModelConfig, sequences: int, tokens: int) -> int:
     return 2 * (c.layers * layer + sequences * c.hidden * c.vocab_size)
 
 
-def main() -> None:
-    """Measure on the first CUDA device."""
-    options = results.arguments(__doc__).parse_args()
-    facts = results.facts(options.commit)
-    with tempfile.TemporaryDirectory() as folder:
-        config = write_config(Path(folder) / "model")
-        device = torch.device(SETTINGS.device)
-        model = random_model(config, device, SETTINGS.torch_dtype, SETTINGS.max_context)
-    results.write(options.json, facts, prefill=[asdict(measure(model, *SIZES))])
+def _step(engine: Engine, work: Work, run: int) -> Run:
+    done = generate(engine, work.draw(engine.config.vocab_size, run))
+    assert len(done.ticks_s) == 1, f"{work.label} took {len(done.ticks_s)} steps"
+    return done
 
 
-def _prompts(model: Model, sequences: int, tokens: int) -> Batch:
-    """Whole random prompts, each in pages of its own; the logits of the last tokens are wanted."""
-    random = torch.Generator().manual_seed(1)
-    ids = torch.randint(model.config.vocab_size, (sequences * tokens,), generator=random)
-    pages = -(-tokens // PAGE)
-    positions = torch.arange(tokens).repeat(sequences)
-    slots = torch.arange(sequences * pages * PAGE).view(sequences, -1)[:, :tokens].flatten()
-    ends = torch.arange(1, sequences + 1) * tokens
-    return Batch(
-        token_ids=ids.to(model.device),
-        positions=positions.to(model.device),
-        kv_slots=slots.to(model.device),
-        query_starts=(0, *ends.tolist()),
-        kv_lengths=(tokens,) * sequences,
-        page_tables=torch.arange(sequences * pages, dtype=torch.int32).view(sequences, pages),
-        logit_rows=(ends - 1).to(model.device),
-        segments=None,
-    )
-
-
-def _runner(model: Model, attention: AttentionBackend, batch: Batch) -> Runner:
-    c = model.config
-    shape = (c.layers, 2, batch.page_tables.numel(), PAGE, c.kv_heads, c.head_dim)
-    kv = torch.zeros(shape, device=model.device, dtype=model.dtype)
-    return Runner(model, attention, None, kv)
-
-
-def _difference(got: torch.Tensor, plain_runner: Runner, batch: Batch) -> float:
-    want = plain_runner.forward(batch).float()
-    difference = float((got.float() - want).abs().max() / want.abs().max())
-    most = plain.tolerance(plain_runner.model.dtype)
-    assert difference <= most, f"logits are {difference:.4f} from the plain path's: want {most:.4f}"
-    return difference
-
-
-def _median_ms(compute: Callable[[], object], device: torch.device) -> float:
-    """Of ten times: by CUDA's events, on a CPU by the clock."""
-    compute()
-    time_ms = _cuda_ms if device.type == "cuda" else _clock_ms
-    return median(time_ms(compute) for _ in range(10))
-
-
-def _cuda_ms(compute: Callable[[], object]) -> float:
-    begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    begin.record()
-    compute()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end))
-
-
-def _clock_ms(compute: Callable[[], object]) -> float:
-    began_s = time.perf_counter()
-    compute()
-    return 1e3 * (time.perf_counter() - began_s)
+def _matmul_tflops(model: Model) -> float:
+    x = torch.randn(SQUARE, SQUARE, device=model.device, dtype=model.dtype)
+    (took_ms,) = medians_ms([lambda: x @ x], STEPS)
+    return 2 * SQUARE**3 / took_ms / 1e9
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(__doc__, "prefill", WORKS, measure_all)

@@ -98,12 +98,12 @@ def stock_host(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) -
         tiers._host.release(ref.digest)
 
 
-def fill_device(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) -> float:
+def fill_device(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) -> None:
     """Bring adapters, all of one layout, to the device, as many at a time as the host has room for.
 
-    The host keeps none of them. Returns the seconds from the host to the device. No request runs.
+    The host keeps none of them. No request runs.
     """
-    at_once, took_s = tiers._host.elements // layout.elements, 0.0
+    at_once = tiers._host.elements // layout.elements
     for first in range(0, len(refs), at_once):
         some = refs[first : first + at_once]
         stock_host(tiers, layout, some)
@@ -114,10 +114,8 @@ def fill_device(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) 
             assert time.perf_counter() - began_s < _LOADED_WITHIN_S, "no room on the device"
             tiers.advance()
             time.sleep(0.001)
-        took_s += time.perf_counter() - began_s
         for ref in some:  # what another kind leaves behind could be in the way of the last ones
             tiers._host.abandon(ref.digest)
-    return took_s
 
 
 def empty_device(tiers: Tiers) -> None:

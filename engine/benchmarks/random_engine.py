@@ -8,7 +8,9 @@ from typing import Any
 from engine.benchmarks.random_adapters import Nowhere, random_layout, random_refs, stock_host
 from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
 from lorikeet_engine.adapter_format import BaseShape
-from lorikeet_engine.engine import Engine, EngineSettings, LoadModel
+from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.residency.disk import AdapterSource
+from lorikeet_engine.residency.packing import PackedLayout
 
 RANK = 16
 # The batch of the comparison with vLLM, and KV pages for all of its sequences.
@@ -32,7 +34,6 @@ def random_engine(
     *,
     adapters: int = 0,
     room: int = 0,
-    load: LoadModel = random_model,
     config: Mapping[str, Any] = LLAMA_3_1_8B,
     settings: EngineSettings = SETTINGS,
 ) -> Engine:
@@ -40,16 +41,28 @@ def random_engine(
 
     folder: for files that nobody needs afterwards. settings: all but folders and adapters.
     """
+    settings = replace(settings, max_batch_adapters=max(1, min(room, settings.max_batch_adapters)))
+    engine, layout = roomy_engine(folder, Nowhere(), room, adapters, config, settings)
+    stock_host(engine._tiers, layout, random_refs(adapters))
+    return engine
+
+
+def roomy_engine(
+    folder: Path,
+    source: AdapterSource,
+    on_gpu: int,
+    on_host: int,
+    config: Mapping[str, Any],
+    settings: EngineSettings,
+) -> tuple[Engine, PackedLayout]:
+    """An engine without adapters, with room for so many of rank RANK; each one's layout."""
     layout = random_layout(BaseShape.from_config(config), RANK)
     adapter_bytes = layout.elements * settings.torch_adapter_dtype.itemsize
     settings = replace(
         settings,
         model=write_config(folder / "model", config),
         cache_dir=folder / "cache",
-        max_batch_adapters=max(1, min(room, settings.max_batch_adapters)),
-        adapter_gpu_bytes=room * adapter_bytes,
-        adapter_host_bytes=adapters * adapter_bytes,
+        adapter_gpu_bytes=on_gpu * adapter_bytes,
+        adapter_host_bytes=on_host * adapter_bytes,
     )
-    engine = Engine(settings, Nowhere(), load)
-    stock_host(engine._tiers, layout, random_refs(adapters))
-    return engine
+    return Engine(settings, source, random_model), layout

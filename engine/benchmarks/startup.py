@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from engine.benchmarks import results
+from engine.benchmarks import harness
+from engine.benchmarks.random_adapters import Nowhere
 from engine.benchmarks.random_checkpoint import write_checkpoint
 from engine.benchmarks.random_model import LLAMA_3_1_8B
-from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.device_memory import Share, gib
 from lorikeet_engine.engine import Engine, EngineSettings
 
@@ -50,7 +50,7 @@ def measure(folder: Path, settings: EngineSettings) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as cache:
         settings = replace(settings, model=folder, cache_dir=Path(cache))
         began_s = time.perf_counter()
-        engine = Engine(settings, _Nowhere())
+        engine = Engine(settings, Nowhere())
         all_s = time.perf_counter() - began_s
         _check(engine, files)
         engine.close()
@@ -80,11 +80,6 @@ class _Started(logging.Handler):
         }
 
 
-class _Nowhere:
-    def fetch(self, ref: AdapterRef, _path: Path) -> None:
-        raise LookupError(f"{ref}: a start loads no adapter")
-
-
 def _read(file: Path) -> None:
     buffer = bytearray(64 << 20)
     with file.open("rb", buffering=0) as stream:
@@ -109,14 +104,14 @@ def _check(engine: Engine, files: list[Path]) -> None:
 
 def main() -> None:
     """Write the checkpoint if there is none, and start one engine."""
-    parser = results.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True, help="the model's folder")
     options = parser.parse_args()
-    facts = results.facts(options.commit)
+    facts = harness.facts(options.commit)
     folder = write_checkpoint(options.checkpoint, LLAMA_3_1_8B, torch.device(SETTINGS.device))
     took = measure(folder, SETTINGS)
     show(took)
-    results.write(options.json, facts, startup=took)
+    harness.write(options.json, facts, startup=took)
 
 
 if __name__ == "__main__":

@@ -7,56 +7,32 @@ in turn. A part that fails is named at the end; the others' numbers are kept.
 """
 
 import sys
-import tempfile
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from engine.benchmarks import decode, prefill, results, throughput
-from engine.benchmarks.random_engine import random_engine
-from lorikeet_engine.engine import Engine
+from engine.benchmarks import decode, harness, prefill, throughput
 from lorikeet_engine.errors import StepFailed
 
-
-def _throughput(engine: Engine) -> Sequence[Any]:
-    return throughput.measure_all(engine, throughput.WORKS)
-
-
-def _decode(engine: Engine) -> Sequence[Any]:
-    return decode.measure_all(engine, decode.WORKS)
-
-
-def _prefill(engine: Engine) -> Sequence[Any]:
-    return [prefill.measure(engine._runner.model, *prefill.SIZES)]
-
-
-PARTS: dict[str, Callable[[Engine], Sequence[Any]]] = {
-    "throughput": _throughput,
-    "decode": _decode,
-    "prefill": _prefill,
-}
+PARTS: dict[str, Any] = {"throughput": throughput, "decode": decode, "prefill": prefill}
+"""Each a module with WORKS and measure_all."""
 
 
 def main() -> None:
     """Measure the parts that are asked for; exits with 1 if one failed."""
-    parser = results.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
-    facts = results.facts(options.commit)
-    rows: dict[str, list[dict[str, Any]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        engine = random_engine(Path(folder), adapters=throughput.ROOM, room=throughput.ROOM)
-        for part in options.parts:
+    facts = harness.facts(options.commit)
+    rows: dict[str, list[Any]] = {}
+    with harness.full_engine(adapters=throughput.ROOM, room=throughput.ROOM) as engine:
+        for name in options.parts:
             try:
-                rows[part] = [asdict(row) for row in PARTS[part](engine)]
+                rows[name] = PARTS[name].measure_all(engine, PARTS[name].WORKS)
             except Exception:
                 traceback.print_exc()
                 engine.fail_all(StepFailed("the benchmark of this request failed"))
-            results.write(options.json, facts, **rows)
-        engine.close()
-    failed = [part for part in options.parts if part not in rows]
+            harness.write(options.json, facts, **rows)
+    failed = [name for name in options.parts if name not in rows]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 

@@ -10,17 +10,14 @@ The Zipf row, which no default includes, has its 1,000 adapters of rank 16 on th
 pinned memory. --population takes fewer where the machine has less.
 """
 
-import tempfile
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from pathlib import Path
 from statistics import median
 
-from engine.benchmarks import plain, results
+from engine.benchmarks import harness, plain
 from engine.benchmarks.offline import Run, Work, generate
 from engine.benchmarks.random_adapters import empty_device
-from engine.benchmarks.random_engine import random_engine
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.popularity import Zipf
 
@@ -48,18 +45,15 @@ def zipf(population: int) -> Work:
 class Row:
     """What one Work gave. tokens_per_s: of each timed run. step_ms: of the first one's second half.
 
-    shortfall: the worst of a checked token, as a share of the largest logit.
+    shortfall: the worst of a checked token, as a share of the largest logit. of_base: the first
+    rate as a share of the base model's at these lengths, None where that was not measured before.
     """
 
     work: Work
     tokens_per_s: tuple[float, ...]
     step_ms: float
     shortfall: float
-
-    @property
-    def spread(self) -> float:
-        """Between the timed runs, as a share of the first."""
-        return (max(self.tokens_per_s) - min(self.tokens_per_s)) / self.tokens_per_s[0]
+    of_base: float | None = None
 
 
 def measure(engine: Engine, work: Work) -> Row:
@@ -78,27 +72,12 @@ def measure(engine: Engine, work: Work) -> Row:
 
 def measure_all(engine: Engine, works: Iterable[Work]) -> list[Row]:
     """Measure in this order; prints each row as it comes."""
-    print("work                  in/out    tok/s  spread  of base       step  shortfall")
-    base: dict[tuple[int, int], float] = {}
-    rows = []
-    for work in works:
-        row = measure(engine, work)
-        lengths, rate = (work.prompt_tokens, work.output_tokens), row.tokens_per_s[0]
-        if not work.adapters:
-            base[lengths] = rate
-        share = f"{rate / base[lengths]:.0%}" if lengths in base else "–"
-        print(
-            f"{work.name:<20}{lengths[0]:>4}/{lengths[1]:<4}{rate:>8,.0f}{row.spread:>8.1%}"
-            f"{share:>9}{row.step_ms:>8.2f} ms{row.shortfall:>11.4f}",
-            flush=True,
-        )
-        rows.append(row)
-    return rows
+    return harness.show(_rows(engine, works))
 
 
 def main() -> None:
     """Measure the rows that are asked for, on one engine."""
-    parser = results.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--rows", nargs="+", help="patterns; without them, all but the Zipf row")
     parser.add_argument("--population", type=int, default=1000, help="adapters of the Zipf row")
     parser.add_argument("--room", type=int, default=ROOM, help="adapters that the GPU holds")
@@ -108,13 +87,21 @@ def main() -> None:
     works = [work for work in every if any(fnmatch(work.label, p) for p in patterns)]
     if not works:
         parser.error(f"no such row: want some of {', '.join(work.label for work in every)}")
-    facts = results.facts(options.commit)
-    with tempfile.TemporaryDirectory() as folder:
-        most = max(work.adapters for work in works)
-        engine = random_engine(Path(folder), adapters=most, room=options.room)
+    facts = harness.facts(options.commit)
+    most = max(work.adapters for work in works)
+    with harness.full_engine(adapters=most, room=options.room) as engine:
         rows = measure_all(engine, works)
-        engine.close()
-    results.write(options.json, facts, throughput=[asdict(row) for row in rows])
+    harness.write(options.json, facts, throughput=rows)
+
+
+def _rows(engine: Engine, works: Iterable[Work]) -> Iterator[Row]:
+    base: dict[tuple[int, int], float] = {}
+    for work in works:
+        row = measure(engine, work)
+        lengths, rate = (work.prompt_tokens, work.output_tokens), row.tokens_per_s[0]
+        if not work.adapters:
+            base[lengths] = rate
+        yield replace(row, of_base=rate / base[lengths] if lengths in base else None)
 
 
 def _run(engine: Engine, work: Work, run: int) -> Run:

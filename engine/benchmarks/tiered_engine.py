@@ -9,15 +9,9 @@ from typing import Any
 
 from engine.benchmarks import plain
 from engine.benchmarks.offline import Work, generate
-from engine.benchmarks.random_adapters import (
-    Shelf,
-    fill_device,
-    random_layout,
-    random_refs,
-    stock_host,
-)
-from engine.benchmarks.random_engine import RANK, SETTINGS
-from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
+from engine.benchmarks.random_adapters import Shelf, fill_device, random_refs, stock_host
+from engine.benchmarks.random_engine import RANK, SETTINGS, roomy_engine
+from engine.benchmarks.random_model import LLAMA_3_1_8B
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
@@ -69,16 +63,8 @@ def tiered_engine(
     Raises AssertionError where tokens made with them are wrong. folder: for the engine's files.
     settings: all but folders and the memory for adapters.
     """
-    layout = random_layout(BaseShape.from_config(config), RANK)
-    adapter_bytes = layout.elements * settings.torch_adapter_dtype.itemsize
-    settings = replace(
-        settings,
-        model=write_config(folder / "model", config),
-        cache_dir=folder / "cache",
-        adapter_gpu_bytes=(places.gpu + places.gpu_spare) * adapter_bytes,
-        adapter_host_bytes=(places.host + places.host_spare) * adapter_bytes,
-    )
-    engine = Engine(settings, shelf, random_model)
+    on_gpu, on_host = places.gpu + places.gpu_spare, places.host + places.host_spare
+    engine, layout = roomy_engine(folder, shelf, on_gpu, on_host, config, settings)
     engine._tiers._residents._policy = LeastRecentlyUsed()
     refs = places.refs(shelf)
     fill_device(engine._tiers, layout, refs[Residency.GPU])

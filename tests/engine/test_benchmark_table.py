@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from engine.benchmarks import decode, prefill, table, throughput
+from engine.benchmarks import decode, harness, prefill, table, throughput
 from engine.benchmarks.offline import Work
 from tests.engine.tiny_engine import tiny_engine
 
@@ -17,10 +17,11 @@ def run(tmp_path, monkeypatch):
     """Runs the table over a tiny engine; returns its exit status and what it wrote."""
     monkeypatch.setattr(throughput, "ROOM", 2)
     monkeypatch.setattr(decode, "STEPS", 5)
-    monkeypatch.setattr(prefill, "SIZES", (2, 37, 64))
+    monkeypatch.setattr(prefill, "SQUARE", 64)
+    monkeypatch.setattr(prefill, "WORKS", (Work("base", 37, 1, requests=2),))
     for module in (throughput, decode):
         monkeypatch.setattr(module, "WORKS", WORKS)
-    monkeypatch.setattr(table, "random_engine", tiny_engine)
+    monkeypatch.setattr(harness, "random_engine", tiny_engine)
 
     def run(*arguments):
         out = tmp_path / "table.json"

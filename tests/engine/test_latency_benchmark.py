@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from engine.benchmarks import latency
-from engine.benchmarks.checked_engine import checked_engine
-from engine.benchmarks.latency import Server, Traffic
+from engine.benchmarks.hosted import Client, checked_engine
+from engine.benchmarks.latency import Traffic
 from engine.benchmarks.offline import Work
 from lorikeet_engine.errors import InvalidRequest
 from tests.engine.tiny_engine import CONFIG, SETTINGS
@@ -45,7 +45,7 @@ def test_the_same_traffic_comes_again_with_nothing_in_the_prefix_cache():
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def client(tmp_path_factory):
     build = partial(
         checked_engine,
         Work("check", 9, 6, adapters=3, requests=8),
@@ -55,13 +55,13 @@ def server(tmp_path_factory):
         config=CONFIG,
         settings=SETTINGS,
     )
-    with Server(build) as server:
-        yield server
+    with Client(build) as client:
+        yield client
 
 
-def test_every_request_is_answered_and_timed(server, capsys):
+def test_every_request_is_answered_and_timed(client):
     traffics = [Traffic(rate, 1, adapters=3, lengths=(20, 6)) for rate in (10, 40)]
-    rows = latency.measure_all(server, traffics)
+    rows = [latency.measure(client, traffic) for traffic in traffics]
     assert [row.traffic for row in rows] == traffics
     for row in rows:
         assert row.requests > row.traffic.rate_per_s / 2
@@ -69,21 +69,20 @@ def test_every_request_is_answered_and_timed(server, capsys):
         assert 0 < row.itl_ms[0] <= row.itl_ms[2]
         took_s = row.requests * 6 / row.tokens_per_s
         assert row.ttft_ms[2] / 1e3 < took_s < 1 + (row.ttft_ms[2] + 6 * row.itl_ms[2]) / 1e3
-    assert "TTFT" in capsys.readouterr().out
 
 
-def test_a_request_that_the_engine_refuses_ends_the_run(server):
+def test_a_request_that_the_engine_refuses_ends_the_run(client):
     with pytest.raises(InvalidRequest):
-        server.run(Traffic(10, 1, adapters=0, lengths=(999, 6)))
+        latency.measure(client, Traffic(10, 1, adapters=0, lengths=(999, 6)))
 
 
-def test_waiting_for_a_place_counts_towards_the_first_token(server):
+def test_waiting_for_a_place_counts_towards_the_first_token(client):
     """More arrive than run at once, so the later ones wait for the earlier ones to end."""
-    row = server.run(Traffic(1000, 0.1, adapters=0, lengths=(20, 20)))
+    row = latency.measure(client, Traffic(1000, 0.1, adapters=0, lengths=(20, 20)))
     assert row.ttft_ms[2] > 100 * row.itl_ms[0]
 
 
-def test_main_writes_what_it_measured(tmp_path, monkeypatch):
+def test_main_prints_and_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     tiny = partial(checked_engine, config=CONFIG)
     monkeypatch.setattr(latency, "checked_engine", tiny)
     monkeypatch.setattr(latency, "SETTINGS", SETTINGS)
@@ -95,3 +94,6 @@ def test_main_writes_what_it_measured(tmp_path, monkeypatch):
     (row,) = json.loads(out.read_text())["latency"]
     assert row["traffic"]["lengths"] == [9, 4]
     assert len(row["ttft_ms"]) == 3
+    _, titles, printed = capsys.readouterr().out.splitlines()
+    assert "ttft_ms" in titles
+    assert f"{row['ttft_ms'][0]:.4g}" in printed

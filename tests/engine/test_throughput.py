@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.benchmarks import throughput
+from engine.benchmarks import harness, throughput
 from engine.benchmarks.offline import Work, generate
 from engine.benchmarks.random_adapters import random_refs
 from lorikeet_engine.adapter import Residency
@@ -32,10 +32,14 @@ def engine(tmp_path):
 def test_every_row_is_checked_and_timed(engine, capsys):
     works = [BASE, WARM, COLD, ZIPF]
     rows = throughput.measure_all(engine, works)
+    base = rows[0].tokens_per_s[0]
     assert [row.work for row in rows] == works
     assert all(len(row.tokens_per_s) == 2 and min(row.tokens_per_s) > 0 for row in rows)
     assert all(row.step_ms > 0 and row.shortfall < 1e-4 for row in rows)
-    assert "3 adapters" in capsys.readouterr().out
+    assert [row.of_base for row in rows] == [row.tokens_per_s[0] / base for row in rows]
+    printed = capsys.readouterr().out
+    assert "3 adapters 20/6" in printed
+    assert f"{rows[1].of_base:.4g}" in printed
 
 
 def test_wrong_tokens_are_not_timed(engine, monkeypatch):
@@ -75,7 +79,7 @@ def test_a_tick_is_one_step_however_they_overlap(tmp_path, overlap):
 
 
 def test_rows_are_chosen_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(throughput, "random_engine", tiny_engine)
+    monkeypatch.setattr(harness, "random_engine", tiny_engine)
     monkeypatch.setattr(throughput, "WORKS", (BASE, WARM))
     out = tmp_path / "out.json"
     argv = ["throughput", "--json", str(out), "--room", "3", "--commit", "abc", "--rows", "3 *"]

@@ -1,0 +1,127 @@
+"""What all benchmarks do alike: arguments, an engine, checked tokens, a table, one JSON file."""
+
+import argparse
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields, is_dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from engine.benchmarks import plain
+from engine.benchmarks.offline import Work, generate
+from engine.benchmarks.random_engine import random_engine
+from lorikeet_engine.engine import Engine
+from lorikeet_engine.popularity import Floats
+
+Row = TypeVar("Row")
+
+
+def run(
+    doc: str,
+    part: str,
+    works: Sequence[Work],
+    measure_all: Callable[[Engine, Sequence[Work]], list[Any]],
+) -> None:
+    """A whole program: measure the works on one engine; write their rows under the part's name."""
+    options = arguments(doc).parse_args()
+    known = facts(options.commit)
+    most = max(work.adapters for work in works)
+    with full_engine(adapters=most, room=most) as engine:
+        rows = measure_all(engine, works)
+    write(options.json, known, **{part: rows})
+
+
+def arguments(doc: str) -> argparse.ArgumentParser:
+    """What every benchmark asks for; doc: the module's."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, help="where the numbers go")
+    parser.add_argument("--commit", default=_commit(), help="what is measured")
+    return parser
+
+
+def facts(commit: str) -> dict[str, str]:
+    """What a number needs beside it; printed as well."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    print(f"{gpu}, torch {torch.__version__}, commit {commit}, {now}", flush=True)
+    return {"gpu": gpu, "torch": torch.__version__, "commit": commit, "date": now}
+
+
+@contextmanager
+def full_engine(adapters: int, room: int) -> Iterator[Engine]:
+    """random_engine's until the end of the block; its files go with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine = random_engine(Path(folder), adapters=adapters, room=room)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+def check(engine: Engine, work: Work) -> float:
+    """Have the work done once: the worst shortfall of a checked token, see plain.check.
+
+    Raises AssertionError where the engine's tokens are wrong.
+    """
+    answers = generate(engine, work.draw(engine.config.vocab_size, 0)).answers
+    return plain.check(engine, plain.some(answers))
+
+
+def percentiles(values: Sequence[float] | Floats, *percents: int) -> list[float]:
+    """The values' percentiles, to three decimals."""
+    return [round(float(value), 3) for value in np.percentile(values, percents)]
+
+
+def show(rows: Iterable[Row]) -> list[Row]:
+    """Print rows, all of one dataclass, as they come, under their fields' names; return them."""
+    shown: list[Row] = []
+    for row in rows:
+        cells = dict(_cells(row))
+        if not shown:
+            widths = [max(8, len(name), len(cell)) for name, cell in cells.items()]
+            print(*map(str.ljust, cells, widths))
+        print(*map(str.ljust, cells.values(), widths), flush=True)
+        shown.append(row)
+    return shown
+
+
+def write(path: Path, facts: dict[str, str], **parts: Any) -> None:
+    """One object: the facts, and each part's rows, dataclasses or what JSON knows, by its name."""
+    path.write_text(json.dumps({**facts, **parts}, indent=1, default=asdict) + "\n")
+
+
+def _cells(row: Any) -> Iterator[tuple[str, str]]:
+    """Name and text of each field; of a field that has fields itself and no label, of these."""
+    for field in fields(row):
+        value = getattr(row, field.name)
+        if is_dataclass(value) and not hasattr(value, "label"):
+            yield from _cells(value)
+        else:
+            yield field.name, _text(value)
+
+
+def _text(value: Any) -> str:
+    match value:
+        case None:
+            return "–"
+        case float():
+            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        case list() | tuple():
+            return " ".join(map(_text, value))
+        case dict():
+            largest_first = sorted(value.items(), key=lambda item: -item[1])
+            return ", ".join(f"{name} {_text(number)}" for name, number in largest_first)
+        case _:
+            return str(getattr(value, "label", value))
+
+
+def _commit() -> str:
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return git.stdout.strip() or "unknown"
