@@ -19,30 +19,11 @@ from pydantic import (
 )
 
 from lorikeet.errors import InvalidSetting
+from lorikeet.sizes import parse_size
 
 _PREFIX = "LORIKEET_"
 _CLIENT_VARIABLES = frozenset({"LORIKEET_SERVER", "LORIKEET_ADMIN_KEY"})  # read by the CLI alone
 _LABEL = "[A-Za-z0-9-]{1,63}"  # of a host's name
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-}
-
-
-def _parse_bytes(value: object) -> object:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(value).strip())
-    if match is None or match[2].upper() not in _UNITS:
-        raise ValueError("want a size such as 512MiB or 2GiB")
-    size = int(float(match[1]) * _UNITS[match[2].upper()])
-    if size < 1:
-        raise ValueError("want at least 1 byte")
-    return size
 
 
 def _parse_memory(value: object) -> object:
@@ -51,7 +32,7 @@ def _parse_memory(value: object) -> object:
         return text
     if not text.endswith("%"):
         try:
-            return _parse_bytes(value)
+            return parse_size(value)
         except ValueError as error:
             raise ValueError(f"{error}, or a share such as 20%") from error
     try:
@@ -135,7 +116,7 @@ def _parse_collector(value: object) -> object:
     return value
 
 
-Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
+Bytes = Annotated[int, BeforeValidator(parse_size)]
 Memory = Annotated[int | float | Literal["auto"], BeforeValidator(_parse_memory)]
 """Bytes as an int, a share of the device's free memory as a float in (0, 1], or auto."""
 ByModel = Annotated[dict[str, Annotated[int, Field(ge=1)]], BeforeValidator(_by_model)]

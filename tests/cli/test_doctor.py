@@ -41,4 +41,4 @@ def test_it_plans_for_gpus_that_are_not_here() -> None:
     assert "memory of lorikeet-demo: on each cuda: weights 4." in said.stdout
     wrong = doctor({}, "--gpu-memory", "much")
     assert wrong.exit_code == 2
-    assert "80GiB" in wrong.stderr
+    assert "want a size such as" in wrong.stderr

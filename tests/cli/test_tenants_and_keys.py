@@ -83,7 +83,7 @@ def test_limits_that_are_not_named_stay(lorikeet: Lorikeet) -> None:
         "--context 1KiB",
         "--tokens-per-min 0.0001k",
         "--requests-per-min " + "9" * 5000,
-        "--bytes 2GB",
+        "--bytes 2PB",
         "--pinned-bytes 0",
         "--rank 1.5",
         "--burst 30",

@@ -14,8 +14,9 @@ from lorikeet.cli.names import (
     parse_tenant,
     parse_version,
 )
-from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table, size
+from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
 from lorikeet.cli.server import admin
+from lorikeet.sizes import show_size
 
 Adapter = Annotated[
     Name, typer.Argument(parser=parse_adapter, metavar="TENANT/NAME", show_default=False)
@@ -165,8 +166,8 @@ def _summary(adapter: dict[str, Any]) -> list[Any]:
         ", ".join(_alias(adapter, alias) for alias in sorted(adapter["aliases"])),
         len(adapter["versions"]),
         newest.get("max_rank"),
-        size(newest.get("size_bytes")),
-        size(newest.get("gpu_bytes") or None),
+        show_size(newest.get("size_bytes")),
+        show_size(newest.get("gpu_bytes") or None),
         newest.get("base_model"),
         _state(adapter),
     ]
@@ -194,8 +195,8 @@ def _version_row(version: dict[str, Any]) -> list[Any]:
         version["version"],
         "retired" if version["retired"] else aliases,
         version["max_rank"],
-        size(version["size_bytes"]),
-        size(version["gpu_bytes"] or None),
+        show_size(version["size_bytes"]),
+        show_size(version["gpu_bytes"] or None),
         version["base_model"],
         moment(version["created"]),
         version["digest"][:12],

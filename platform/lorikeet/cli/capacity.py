@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from lorikeet.cli.capacity_file import parse_needs, read_needs
-from lorikeet.cli.output import NOTHING, AsJson, print_json, print_line, print_table, size
+from lorikeet.cli.output import NOTHING, AsJson, print_json, print_line, print_table
 from lorikeet.simulator.capacity import SEEDS, Capacity, plan_capacity
 from lorikeet.simulator.forecast import Check, Forecast, Needs, Tail
+from lorikeet.sizes import show_size
 
 _Question = Annotated[
     Path | None,
@@ -194,12 +195,12 @@ def _lines(needs: Needs, found: Forecast) -> Iterator[str]:
     p50, p99 = _ms(found.inter_token_p50_s), _ms(found.inter_token_p99_s)
     tiers = ", ".join(f"{tier} {share:.1%}" for tier, share in found.found.items())
     gpu, of_all = needs.memory.gpu_bytes, int(needs.demand.sizes.sum())
-    pinned = f", of which pins take {size(found.pinned_bytes)}" if found.pins else ""
+    pinned = f", of which pins take {show_size(found.pinned_bytes)}" if found.pins else ""
     yield f"Between two tokens: p50 {p50}, p99 {p99}."
     yield f"Adapters are found: {tiers}. Loads onto GPUs: {found.cold_loads_per_min:,.0f} a minute."
     yield (
-        f"GPU memory for adapters: {size(gpu)} on each replica{pinned}; together "
-        f"{size(gpu * found.replicas)}. All adapters take {size(of_all)}."
+        f"GPU memory for adapters: {show_size(gpu)} on each replica{pinned}; together "
+        f"{show_size(gpu * found.replicas)}. All adapters take {show_size(of_all)}."
     )
     yield f"Simulated: {len(SEEDS)} times {needs.counted_s:,.0f} s."
 

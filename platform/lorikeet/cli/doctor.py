@@ -5,23 +5,15 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from pydantic import TypeAdapter, ValidationError
 from rich.markup import escape
 
+from lorikeet.cli.names import parse_bytes
 from lorikeet.cli.output import AsJson, print_json, print_line
 from lorikeet.doctor.examination import can_start, examine
 from lorikeet.doctor.finding import Finding, Verdict
 from lorikeet.doctor.site import Site
-from lorikeet.settings import Bytes
 
 _COLOURS = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.PROBLEM: "bold red"}
-
-
-def _parse_size(text: str) -> int:
-    try:
-        return TypeAdapter[int](Bytes).validate_python(text)
-    except ValidationError as error:
-        raise typer.BadParameter(f"{text!r}: want a size such as 80GiB") from error
 
 
 def doctor(
@@ -29,7 +21,7 @@ def doctor(
         int | None,
         typer.Option(
             metavar="SIZE",
-            parser=_parse_size,
+            parser=parse_bytes,
             help="Plan for GPUs of this size, such as 80GiB, that are not here.",
         ),
     ] = None,

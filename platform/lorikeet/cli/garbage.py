@@ -8,8 +8,9 @@ import typer
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.collection import GarbageCollector
 from lorikeet.catalog.store import open_store
-from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table, size
+from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
 from lorikeet.settings import Settings
+from lorikeet.sizes import show_size
 from lorikeet.usage.joining import tidy
 
 _DAY_S = 86400.0
@@ -45,11 +46,11 @@ def gc(
         ]
         print_json({"deleted": not dry_run, "size_bytes": total, "objects": objects})
         return
-    rows = [(one.key, size(one.size_bytes), moment(one.modified)) for one in found]
+    rows = [(one.key, show_size(one.size_bytes), moment(one.modified)) for one in found]
     print_table(("object", "#size", "written"), rows, empty="There is no garbage.")
     if found:
         verb = "would be deleted" if dry_run else "deleted"
-        print_line(f"{len(found)} {verb}, {size(total)} in all.")
+        print_line(f"{len(found)} {verb}, {show_size(total)} in all.")
 
 
 def add_to(app: typer.Typer) -> None:

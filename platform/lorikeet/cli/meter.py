@@ -13,7 +13,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from lorikeet.cli.output import size
+from lorikeet.sizes import show_size
 
 
 class Meter:
@@ -28,7 +28,7 @@ class Meter:
         self._progress = Progress(
             TextColumn("Uploading"),
             BarColumn(),
-            DownloadColumn(),
+            DownloadColumn(binary_units=True),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
             console=console,
@@ -40,7 +40,7 @@ class Meter:
     @property
     def place(self) -> str:
         """Arrived of total, for people."""
-        return f"{size(self.arrived)} of {size(self._total)}"
+        return f"{show_size(self.arrived)} of {show_size(self._total)}"
 
     def restart(self, missing: int) -> None:
         """Nothing is on its way, and so many bytes are missing."""

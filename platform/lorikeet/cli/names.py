@@ -13,8 +13,8 @@ import typer
 from lorikeet.catalog.names import check_alias, check_name, check_selector
 from lorikeet.catalog.pin_terms import LONGEST_PIN_S
 from lorikeet.errors import InvalidInput
+from lorikeet.sizes import parse_size
 
-_BYTES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -118,23 +118,29 @@ def parse_duration(text: str) -> int:
     return seconds
 
 
-def parse_bytes(text: str, unbounded: str) -> int | None:
-    """4096, 512MiB or 2GiB in bytes, or the word for no bound. Raises typer.BadParameter."""
-    if text == unbounded:
-        return None
-    match = re.fullmatch(r"([1-9][0-9]{0,14})(|KiB|MiB|GiB|TiB)", text)
-    if match is None:
-        raise typer.BadParameter(f"{text!r}: want bytes such as 512MiB or 2GiB, or {unbounded}")
-    return int(match[1]) * _BYTES[match[2]]
+def parse_bytes(text: str) -> int:
+    """4096, 512MiB or 2.5GB in bytes. Raises typer.BadParameter."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: {error}") from error
 
 
-def parse_count(text: str, unbounded: str) -> int | None:
-    """An integer ≥ 1, or the word for no bound, which is None. Raises typer.BadParameter."""
-    if text == unbounded:
-        return None
+def parse_count(text: str) -> int:
+    """An integer ≥ 1. Raises typer.BadParameter."""
     if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
-        raise typer.BadParameter(f"{text!r}: want an integer ≥ 1, or {unbounded}")
+        raise typer.BadParameter(f"{text!r}: want an integer ≥ 1")
     return int(text)
+
+
+def parse_bound(parse: Callable[[str], int], text: str, unbounded: str) -> int | None:
+    """What `parse` makes of a text; None for the word for no bound. Raises typer.BadParameter."""
+    if text == unbounded:
+        return None
+    try:
+        return parse(text)
+    except typer.BadParameter as error:
+        raise typer.BadParameter(f"{error.message}, or {unbounded}") from error
 
 
 def parse_share(text: str) -> float:

@@ -63,17 +63,6 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty:
     Console(highlight=False).print(table)
 
 
-def size(count: int | None) -> str | None:
-    """Bytes for people: 512 B, 13.1 MiB."""
-    if count is None:
-        return None
-    amount, units = float(count), iter(("B", "KiB", "MiB", "GiB", "TiB"))
-    unit = next(units)
-    while amount >= 1024 and unit != "TiB":
-        amount, unit = amount / 1024, next(units)
-    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-
-
 def moment(unix_s: float | None) -> str | None:
     """Unix seconds as UTC, to the minute."""
     if unix_s is None:

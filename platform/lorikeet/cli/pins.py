@@ -8,13 +8,15 @@ import typer
 from lorikeet.catalog.pin_terms import HIGHEST_PRIORITY
 from lorikeet.cli.names import (
     Pinned,
+    parse_bound,
     parse_count,
     parse_duration,
     parse_pinned,
     parse_unpinned,
 )
-from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table, size
+from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
 from lorikeet.cli.server import admin
+from lorikeet.sizes import show_size
 
 
 class Tier(Enum):
@@ -66,7 +68,7 @@ def pin(
         f"/pins/{pinned.path}",
         {
             "selector": pinned.selector or "prod",
-            "replicas": parse_count(replicas, "all"),
+            "replicas": parse_bound(parse_count, replicas, "all"),
             "tier": tier.value,
             "priority": priority,
             "reason": reason,
@@ -139,12 +141,12 @@ def _print_pin(answer: dict[str, Any]) -> None:
 
 def _print_moves(moves: dict[str, Any]) -> None:
     loads = moves["loads"]
-    total = size(sum(load["image_bytes"] for load in loads))
+    total = show_size(sum(load["image_bytes"] for load in loads))
     print_line(f"Would load {len(loads)} images, {total}. Nothing was changed.")
     if loads:
         rows = [
-            [load["replica"], _version(load), load["from"], load["to"], size(load["image_bytes"])]
-            for load in loads
+            [one["replica"], _version(one), one["from"], one["to"], show_size(one["image_bytes"])]
+            for one in loads
         ]
         print_table(["Replica", "Loads", "From", "To", "#Bytes"], rows, empty="")
     if moves["releases"]:
@@ -168,7 +170,7 @@ def _row(pin: dict[str, Any]) -> list[Any]:
         pin["tier"],
         "all" if pin["replicas"] is None else pin["replicas"],
         pin["priority"],
-        size(pin["image_bytes"]),
+        show_size(pin["image_bytes"]),
         moment(pin["expires"]) or "never",
         pin["standing"],
         pin["reason"],

@@ -7,12 +7,13 @@ from typing import Annotated, Any
 import typer
 
 from lorikeet.cli.adapters import Adapter
-from lorikeet.cli.output import AsJson, print_json, print_line, size
+from lorikeet.cli.output import AsJson, print_json, print_line
 from lorikeet.cli.server import admin
 from lorikeet.cli.smoke import print_smoke
 from lorikeet.cli.sources import check_source, open_source
 from lorikeet.cli.transfer import patiently, send_blob
 from lorikeet.errors import InvalidInput, LorikeetError
+from lorikeet.sizes import show_size
 from lorikeet_engine.adapter_format import write_blob
 
 Source = Annotated[
@@ -108,7 +109,7 @@ def _print_version(answer: dict[str, Any], *, is_new: bool) -> None:
     already = "" if is_new else "already is "
     print_line(
         f"[cyan]{answer['adapter']}[/cyan] {already}version {answer['version']}{aliases}:"
-        f" {size(answer['size_bytes'])}, rank {answer['max_rank']},"
-        f" {size(answer['gpu_bytes'])} on a GPU\n"
+        f" {show_size(answer['size_bytes'])}, rank {answer['max_rank']},"
+        f" {show_size(answer['gpu_bytes'])} on a GPU\n"
         f"digest {answer['digest']}"
     )

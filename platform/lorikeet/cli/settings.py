@@ -10,16 +10,17 @@ from rich.markup import escape
 
 from lorikeet.cli.output import NOTHING, AsJson, print_json, print_line
 from lorikeet.settings import Bytes, Memory, Settings
+from lorikeet.sizes import write_size
 
 _PREFIX = "LORIKEET_"
 _SIZES = {get_args(annotated)[1] for annotated in (Bytes, Memory)}
-_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _PAGE = """\
 # Settings
 Everything is an environment variable, read once when the service starts; a name that is not one \
 of these, or a value that cannot be right, stops the start and says what was meant. `lorikeet \
 settings` shows what is in force, and `lorikeet doctor` whether it can work \
-([own-model.md](own-model.md)). Sizes are bytes, `512MiB`, `2GiB` or `80GB`.
+([own-model.md](own-model.md)). Sizes are bytes, \
+`512MiB`, `2.5GiB` or `80GB`; commands and files take the same.
 
 | variable | default | meaning |
 |---|---|---|
@@ -84,10 +85,7 @@ def as_written(field: FieldInfo, value: Any) -> str | None:
     if isinstance(value, float):
         return f"{value:.2%}".replace(".00", "") if _SIZES & set(field.metadata) else f"{value:g}"
     if isinstance(value, int) and _SIZES & set(field.metadata):
-        return next(
-            (f"{value // size}{unit}" for unit, size in _UNITS.items() if not value % size),
-            str(value),
-        )
+        return write_size(value)
     return ",".join(value) if type(value) is tuple else str(value)
 
 

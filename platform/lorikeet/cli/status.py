@@ -5,8 +5,9 @@ from typing import Any
 
 import typer
 
-from lorikeet.cli.output import AsJson, print_json, print_line, print_table, size
+from lorikeet.cli.output import AsJson, print_json, print_line, print_table
 from lorikeet.cli.server import admin
+from lorikeet.sizes import show_size
 
 _TIERS = ("gpu", "host", "disk")
 
@@ -58,7 +59,7 @@ def _replica_row(replica: dict[str, Any]) -> list[Any]:
         replica["running"],
         replica["waiting"],
         f"{replica['kv_pages_used']} of {replica['kv_pages_total']}",
-        f"{size(replica['arena_bytes_used'])} of {size(replica['arena_bytes_total'])}",
+        f"{show_size(replica['arena_bytes_used'])} of {show_size(replica['arena_bytes_total'])}",
     ]
 
 
@@ -71,7 +72,7 @@ def _adapter_rows(replicas: list[dict[str, Any]]) -> list[list[Any]]:
         [
             name,
             *(_holders(places, tier) for tier in _TIERS),
-            size(max(adapter["gpu_bytes"] for _, adapter in places) or None),
+            show_size(max(adapter["gpu_bytes"] for _, adapter in places) or None),
             sum(adapter["leases"] for _, adapter in places),
         ]
         for name, places in sorted(held.items())

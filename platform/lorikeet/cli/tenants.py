@@ -5,9 +5,10 @@ from typing import Annotated, Any
 import typer
 
 from lorikeet.cli.names import parse_tenant
-from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table, size
+from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
 from lorikeet.cli.server import admin
 from lorikeet.cli.terms import TENANT_TERMS, amount, print_terms, takes
+from lorikeet.sizes import show_size
 
 Tenant = Annotated[str, typer.Argument(parser=parse_tenant, metavar="TENANT", show_default=False)]
 
@@ -69,7 +70,7 @@ def show(ctx: typer.Context, tenant: Tenant, as_json: AsJson = False) -> None:
         print_json(answer)
         return
     print_terms(TENANT_TERMS, answer)
-    adapters, taken = answer["adapters"], size(answer["total_bytes"])
+    adapters, taken = answer["adapters"], show_size(answer["total_bytes"])
     print_line(
         f"Adapters of [cyan]{tenant}[/cyan] in use: {adapters}, {taken} together."
         f" It is here since {moment(answer['created'])} UTC."

@@ -9,37 +9,42 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from lorikeet.cli.names import parse_bytes, parse_count, parse_duration
-from lorikeet.cli.output import print_table, size
+from lorikeet.cli.names import parse_bound, parse_bytes, parse_count, parse_duration
+from lorikeet.cli.output import print_table
+from lorikeet.sizes import show_size
 
 T = TypeVar("T")
 
 NONE = "none"
 """What takes a limit away."""
+_NO_LIMIT, _AS_SERVED = "no limit", "as the service"
+_NEW = "Of a new adapter; the service's own limit holds besides."
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One term: its name in the API, its option, and how people write, read and call it."""
+    """One term: its name in the API, its option, and how people write, read and call it.
+
+    absent: how it is shown that there is none, which people write as "none"; None: there is one.
+    """
 
     name: str
     option: str
     metavar: str
     parse: Callable[[str], Any]
-    show: Callable[[Any], str]
+    show: Callable[[Any], str | None]
     title: str
     meaning: str
+    absent: str | None = None
 
 
-def parse_amount(text: str) -> int | None:
-    """600, 1M, 2.5k or none. Raises typer.BadParameter."""
-    if text == NONE:
-        return None
+def parse_amount(text: str) -> int:
+    """600, 1M or 2.5k. Raises typer.BadParameter."""
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)([kMG]?)", text)
     amount = round(float(match[1]) * _UNITS[match[2]]) if match else 0
     if amount < 1:
-        raise typer.BadParameter(f"{text!r}: want a number such as 600, 1.5k or 2M, or {NONE}")
+        raise typer.BadParameter(f"{text!r}: want a number such as 600, 1.5k or 2M")
     return amount
 
 
@@ -62,19 +67,15 @@ def amount(count: int | None) -> str:
     for unit, factor in reversed(_UNITS.items()):
         if count is not None and count >= factor and count * 10 % factor == 0:
             return f"{count / factor:g}{unit}"
-    return "no limit"
-
-
-def _bytes(count: int | None) -> str:
-    return size(count) or "no limit"
-
-
-def _as_served(shown: Callable[[int], str | None]) -> Callable[[int | None], str]:
-    return lambda value: "as the service" if value is None else str(shown(value))
+    return _NO_LIMIT
 
 
 def _amounts(name: str, option: str, title: str, meaning: str) -> Term:
-    return Term(name, option, "N|none", parse_amount, amount, title, meaning)
+    return Term(name, option, "N|none", parse_amount, amount, title, meaning, _NO_LIMIT)
+
+
+def _bytes(name: str, option: str, title: str, meaning: str, absent: str = _NO_LIMIT) -> Term:
+    return Term(name, option, "BYTES|none", parse_bytes, show_size, title, meaning, absent)
 
 
 LIMITS = (
@@ -145,21 +146,10 @@ TENANT_TERMS = (
         "Its part of a busy replica beside others' weights. At first 1.",
     ),
     _amounts("max_adapters", "--adapters", "Adapters", "Adapters in use at once."),
-    Term(
-        "max_total_bytes",
-        "--bytes",
-        "BYTES|none",
-        functools.partial(parse_bytes, unbounded=NONE),
-        _bytes,
-        "Their bytes",
-        "Of all versions in use, such as 2GiB.",
-    ),
-    Term(
+    _bytes("max_total_bytes", "--bytes", "Their bytes", "Of all versions in use, such as 2GiB."),
+    _bytes(
         "pin_budget_bytes",
         "--pinned-bytes",
-        "BYTES|none",
-        functools.partial(parse_bytes, unbounded=NONE),
-        _bytes,
         "Pinned bytes",
         "Of all its pinned adapters, on one replica.",
     ),
@@ -167,20 +157,13 @@ TENANT_TERMS = (
         "max_rank",
         "--rank",
         "RANK|none",
-        functools.partial(parse_count, unbounded=NONE),
-        _as_served(str),
+        parse_count,
+        str,
         "Rank",
-        "Of a new adapter; the service's own limit holds besides.",
+        _NEW,
+        _AS_SERVED,
     ),
-    Term(
-        "max_adapter_bytes",
-        "--adapter-bytes",
-        "BYTES|none",
-        functools.partial(parse_bytes, unbounded=NONE),
-        _as_served(size),
-        "Bytes of an adapter",
-        "Of a new adapter; the service's own limit holds besides.",
-    ),
+    _bytes("max_adapter_bytes", "--adapter-bytes", "Bytes of an adapter", _NEW, _AS_SERVED),
 )
 
 
@@ -212,7 +195,7 @@ def takes(terms: Sequence[Term]) -> Callable[[Callable[..., T]], Callable[..., T
 
 def print_terms(terms: Sequence[Term], record: Mapping[str, Any]) -> None:
     """Each term of a tenant or a key as it holds now."""
-    rows = [[term.title, term.show(record[term.name])] for term in terms]
+    rows = [[term.title, _shown(term, record[term.name])] for term in terms]
     print_table(["Limit", "Now"], rows, empty="")
 
 
@@ -226,8 +209,12 @@ def _parameter(term: Term) -> inspect.Parameter:
     )
 
 
+def _shown(term: Term, value: Any) -> str | None:
+    return term.absent if value is None else term.show(value)
+
+
 def _parsed(term: Term, text: str) -> Any:
     try:
-        return term.parse(text)
+        return term.parse(text) if term.absent is None else parse_bound(term.parse, text, NONE)
     except typer.BadParameter as error:
         raise typer.BadParameter(error.message, param_hint=term.option) from error

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from lorikeet.cli.adapters import Tenant
-from lorikeet.cli.output import AsJson, print_json, print_line, print_table, size
+from lorikeet.cli.output import AsJson, print_json, print_line, print_table
 from lorikeet.cli.server import admin
+from lorikeet.sizes import show_size
 from lorikeet.usage.summary import By
 
 _NUMBERS = {
@@ -113,5 +114,5 @@ def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _numbers(row: Mapping[str, Any]) -> list[Any]:
-    shown = {**row, "slot_s": f"{row['slot_s']:.1f}", "load_bytes": size(row["load_bytes"])}
+    shown = {**row, "slot_s": f"{row['slot_s']:.1f}", "load_bytes": show_size(row["load_bytes"])}
     return [shown[name] for name in _NUMBERS]

@@ -7,7 +7,7 @@ from lorikeet.catalog.records import VersionRecord
 from lorikeet.catalog.state import CatalogState
 from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.doctor.site import Site
-from lorikeet.doctor.sizes import shown
+from lorikeet.sizes import show_size
 from lorikeet_engine.errors import EngineError
 
 
@@ -44,13 +44,14 @@ def _check_sizes(site: Site, versions: list[VersionRecord]) -> Iterator[Finding]
         largest[name] = max(largest.get(name, 0), version.image_bytes)
     for name, size in largest.items():
         plan, arena = site.plans.get(name), site.settings.adapter_host_memory
-        found, wanted = f"the largest adapter of {name} takes {shown(size)}", (size >> 18) + 1
+        found, wanted = f"the largest adapter of {name} takes {show_size(size)}", (size >> 18) + 1
         if size > arena:
             cure = f"LORIKEET_ADAPTER_HOST_MEMORY={wanted}MiB holds four such"
-            yield problem("adapters", f"{found}, the host arena has {shown(arena)}", cure)
+            yield problem("adapters", f"{found}, the host arena has {show_size(arena)}", cure)
         if plan and not isinstance(plan, EngineError) and size > plan.slot_pool:
             cure = f"LORIKEET_ADAPTER_GPU_MEMORY={wanted}MiB holds four such"
-            yield problem("adapters", f"{found}, the slot pool has {shown(plan.slot_pool)}", cure)
+            pool = show_size(plan.slot_pool)
+            yield problem("adapters", f"{found}, the slot pool has {pool}", cure)
 
 
 def _check_ranks(site: Site, versions: list[VersionRecord]) -> Iterator[Finding]:

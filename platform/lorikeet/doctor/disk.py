@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lorikeet.doctor.finding import Finding, ok, problem
 from lorikeet.doctor.site import Site
-from lorikeet.doctor.sizes import shown
+from lorikeet.sizes import show_size
 
 
 def check_disk(site: Site) -> Iterator[Finding]:
@@ -22,7 +22,8 @@ def check_disk(site: Site) -> Iterator[Finding]:
         )
         return
     free, used = shutil.disk_usage(there).free, _used(folder)
-    found = f"{folder}: {shown(wanted)} wanted, {shown(used)} used and {shown(free)} free"
+    found = f"{folder}: {show_size(wanted)} wanted, "
+    found += f"{show_size(used)} used and {show_size(free)} free"
     if free + used < wanted:
         most = (free + used) * 9 // 10 >> 20
         cure = f"LORIKEET_ADAPTER_DISK={most}MiB, or LORIKEET_CACHE_DIR on a larger disk"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from lorikeet.doctor.finding import Finding, ok, warning
 from lorikeet.doctor.site import Site
-from lorikeet.doctor.sizes import shown
+from lorikeet.sizes import show_size
 
 _RAY_SHARE = 0.3  # of the memory, for its object store
 _RAY_MOST = 10**10
@@ -19,7 +19,8 @@ def check_limits(site: Site) -> Iterator[Finding]:
     if host.shm is not None and host.shm < shm:
         yield warning(
             "shared memory",
-            f"/dev/shm has {shown(host.shm)} and Ray wants {shown(shm)}: it will use /tmp, on disk",
+            f"/dev/shm has {show_size(host.shm)} and Ray wants {show_size(shm)}: "
+            "it will use /tmp, on disk",
             f"docker run --shm-size={-(-shm >> 30) + 1}g, or a larger tmpfs",
         )
     else:

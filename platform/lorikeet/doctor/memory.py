@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.doctor.site import Site
-from lorikeet.doctor.sizes import shown
+from lorikeet.sizes import show_size
 from lorikeet_engine.errors import EngineError, ModelError
 
 if TYPE_CHECKING:
@@ -35,8 +35,9 @@ def check_device_memory(site: Site) -> Iterator[Finding]:
 
 def _judge(check: str, plan: "MemoryPlan", device: str) -> Finding:
     found = (
-        f"on each {device}: weights {shown(plan.weights)}, slot pool {shown(plan.slot_pool)}, "
-        f"steps about {shown(plan.steps)}, KV {shown(plan.kv)} for {plan.kv_tokens:,} tokens: "
+        f"on each {device}: weights {show_size(plan.weights)}, slot pool "
+        f"{show_size(plan.slot_pool)}, steps about {show_size(plan.steps)}, "
+        f"KV {show_size(plan.kv)} for {plan.kv_tokens:,} tokens: "
         f"{plan.kv_tokens / plan.max_context:.1f} requests of the full {plan.max_context:,}"
     )
     if plan.kv_tokens < plan.max_context:
@@ -74,9 +75,10 @@ def check_host_memory(site: Site) -> Iterator[Finding]:
         )
         needed += models
     found = (
-        f"of {engines} in all: host arenas {shown(arenas)}, processes about {shown(processes)}"
-        + (f", models {shown(models)}" if models else "")
-        + f"; {shown(host.available)} of {shown(host.memory)} are available"
+        f"of {engines} in all: host arenas {show_size(arenas)}, "
+        f"processes about {show_size(processes)}"
+        + (f", models {show_size(models)}" if models else "")
+        + f"; {show_size(host.available)} of {show_size(host.memory)} are available"
     )
     room = (host.available - needed + arenas) // engines
     lower = f"LORIKEET_ADAPTER_HOST_MEMORY={room >> 20}MiB" if room > 2**26 else "fewer replicas"

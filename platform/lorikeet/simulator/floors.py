@@ -5,6 +5,7 @@ import numpy as np
 from lorikeet.errors import LorikeetError
 from lorikeet.simulator.forecast import Forecast, Needs
 from lorikeet.simulator.traffic import Requests
+from lorikeet.sizes import show_size
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.popularity import Ints, cut_to_context
 
@@ -28,8 +29,8 @@ def check_floors(needs: Needs, sample: Requests, runs: int) -> None:
     largest = int(demand.sizes.max())
     if largest > needs.memory.gpu_bytes:
         raise Unreachable(
-            f"an adapter of {_mib(largest)} does not fit in the {_mib(needs.memory.gpu_bytes)} "
-            "that a GPU has for adapters: give it more"
+            f"an adapter of {show_size(largest)} does not fit in the "
+            f"{show_size(needs.memory.gpu_bytes)} that a GPU has for adapters: give it more"
         )
     if demand.rate_per_s * needs.counted_s < _FEWEST:
         raise Unreachable(
@@ -80,7 +81,3 @@ def _check_prompts(whose: str, goal_s: float, prompts: Ints, steps: StepCosts) -
             f"prompt in a hundred has {tokens:,} tokens or more, and alone on a GPU takes "
             f"{alone_s * 1e3:,.0f} ms"
         )
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:,.0f} MiB"
