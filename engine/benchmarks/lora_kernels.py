@@ -26,6 +26,7 @@ from engine.benchmarks.gpu_time import medians_ms
 from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
 from lorikeet_engine.adapter_format import LINEARS, BaseShape
 from lorikeet_engine.batch import Batch
+from lorikeet_engine.kernels.attention import PageTable
 from lorikeet_engine.kernels.lora import (
     LoraGroup,
     LoraWeights,
@@ -179,14 +180,15 @@ def _segments(row: Row, device: torch.device) -> Segments:
 
 def _batch(row: Row, segments: Segments, device: torch.device) -> Batch:
     index = torch.arange(row.tokens, device=device)
+    each = np.arange(row.tokens + 1, dtype=np.int32)
     return Batch(
         token_ids=index % CONFIG["vocab_size"],
         positions=index % PAGE,
         kv_slots=index,
-        query_starts=tuple(range(row.tokens + 1)),
-        kv_lengths=(1,) * row.tokens,
-        page_tables=torch.zeros(row.tokens, 1, dtype=torch.int32),
         logit_rows=index,
+        query_starts=each,
+        kv_lengths=np.ones(row.tokens, np.int32),
+        page_table=PageTable(each, np.zeros(row.tokens, np.int32)),
         segments=segments,
     )
 

@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 import torch
 
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.batch_builder import build_batch, by_adapter
+from lorikeet_engine.batch_builder import by_adapter, step_input
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.kernels.attention import SdpaAttention
 from lorikeet_engine.models import Model
@@ -96,8 +96,8 @@ def plain_logits(model: Model, tiers: Tiers, answers: Series[Answer]) -> list[to
         dtype=model.dtype,
         device=model.device,
     )
-    chunks = by_adapter([Chunk.of(sequence, len(sequence.tokens)) for sequence in sequences])
-    batch = build_batch(chunks, PAGE, model.device)
+    chunks = by_adapter([Chunk.of(sequence, sequence.length) for sequence in sequences])
+    batch = step_input(chunks, PAGE).upload(model.device)
     rows = [
         torch.arange(start + chunk.sequence.prompt_length - 1, end)
         for chunk, (start, end) in zip(chunks, pairwise(batch.query_starts), strict=True)
@@ -149,8 +149,10 @@ def _sequences(answers: Series[Answer]) -> list[Sequence]:
             seed=0,
             page_size=PAGE,
         )
-        sequence.tokens += answer.tokens[:-1]
-        pages = -(-len(sequence.tokens) // PAGE)
+        for token in answer.tokens[:-1]:
+            sequence.draw(row=0)
+            sequence.accept(token)
+        pages = -(-sequence.length // PAGE)
         sequence.pages = array("i", range(taken, taken + pages))
         taken += pages
         sequences.append(sequence)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from lorikeet_engine.adapter_format import LINEARS, BaseShape, aligned
-from lorikeet_engine.batch_builder import build_batch
+from lorikeet_engine.batch_builder import step_input
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.engine_settings import EngineSettings
 from lorikeet_engine.errors import SettingsError
@@ -114,7 +114,7 @@ class _Steps:
     def _shortest_s(self, chunks: list[Chunk]) -> float:
         """Of a few times: what else the machine does can only make a step longer."""
         device = self._runner.model.device
-        batch = build_batch(chunks, self._settings.page_size, device)
+        batch = step_input(chunks, self._settings.page_size).upload(device)
         taken_s = list[float]()
         while len(taken_s) < _REPEATS and sum(taken_s) < _ENOUGH_S:
             began_s = time.perf_counter()

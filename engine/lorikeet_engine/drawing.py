@@ -25,7 +25,11 @@ class Drawn:
 
 
 class Draws:
-    """What a step draws, on its way to the host. tokens: on the device, [rows] int64."""
+    """What a step draws, on its way to the host.
+
+    drawn: its tokens on the device, [rows] int64; any for a row whose logits are not finite, since
+    its sequence ends.
+    """
 
     def __init__(
         self,
@@ -34,7 +38,7 @@ class Draws:
         logprobs: Logprobs | None,
         errors: Mapping[int, EngineError],
     ) -> None:
-        self.tokens = tokens
+        self.drawn = tokens.clamp(min=0)
         self._sequences = sequences
         self._download = Download(tokens)
         self._logprobs = logprobs
@@ -62,8 +66,8 @@ def draw(
 ) -> Draws:
     """Draw the next token of each sequence from its row of logits [rows, vocab], which may change.
 
-    before: the tokens of the step before, on the device; what the sequences' unknown tokens stand
-    for. The host waits for nothing.
+    before: the tokens of the step before, on the device, among them the sequences' pending ones.
+    The host waits for nothing.
     """
     special = {i: sequence for i, sequence in enumerate(sequences) if not sequence.plain}
     allowed, errors = _allowed(grammars, special, logits.shape[-1])
@@ -83,8 +87,11 @@ def _row(sequence: Sequence, allowed: Bits | None) -> SamplingRow:
     banned = tuple(sequence.stop_ids) if sequence.holds_on and allowed is None else ()
     if sequence.plain:
         return SamplingRow(params, sequence.seed, sequence.made, banned)
-    made = sequence.tokens[sequence.prompt_length :] if params.penalises else ()
-    return SamplingRow(params, sequence.seed, sequence.made, banned, made, allowed)
+    row = SamplingRow(params, sequence.seed, sequence.made, banned, allowed=allowed)
+    if not params.penalises:
+        return row
+    pending = sequence.pending[0] if sequence.pending else None
+    return row._replace(made=sequence.tokens[sequence.prompt_length :], pending=pending)
 
 
 def _allowed(

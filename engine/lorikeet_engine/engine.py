@@ -11,7 +11,7 @@ import torch
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.assembly import LoadModel, assemble
-from lorikeet_engine.batch_builder import build_batch, by_adapter
+from lorikeet_engine.batch_builder import by_adapter, step_input
 from lorikeet_engine.costs import LoadCosts
 from lorikeet_engine.counts import EngineCounts
 from lorikeet_engine.deadlines import Deadlines
@@ -264,11 +264,11 @@ class Engine:
                 self._inbox.ended(sequence.request.request_id)
 
     def _launch(self, chunks: list[Chunk], before: "_Flight | None") -> list[Output]:
-        drawn = before.draws.tokens if before else None
+        drawn = before.draws.drawn if before else None
         timed = self._budget.launched(chunks) if self._budget else None
         launched_s = time.perf_counter()
         try:
-            batch = build_batch(chunks, self._settings.page_size, self._device, drawn)
+            batch = step_input(chunks, self._settings.page_size).upload(self._device, drawn)
             logits = self._runner.forward(batch)
             sequences = [chunk.sequence for chunk in chunks if chunk.completes]
             draws = draw(self._sampler, logits, sequences, self._grammars, drawn)

@@ -21,9 +21,9 @@ class SamplingRow(NamedTuple):
 
     seed is the choice's own, of any size; step counts the tokens that the choice has made. The
     two alone decide which point of the distribution is drawn. made: what the choice has made, if
-    params penalise it; a negative token −1−i was drawn by row i of the step before. banned: ids
-    that may not come at this step, such as the stop ids before min_tokens. allowed: ids that alone
-    may come, as Grammars.fill sets them; None for all.
+    params penalise it, and pending: the row of the step before that drew one more, which is not
+    known yet. banned: ids that may not come at this step, such as the stop ids before min_tokens.
+    allowed: ids that alone may come, as Grammars.fill sets them; None for all.
     """
 
     params: SamplingParams
@@ -31,6 +31,7 @@ class SamplingRow(NamedTuple):
     step: int
     banned: tuple[int, ...] = ()
     made: Sequence[int] = ()
+    pending: int | None = None
     allowed: Bits | None = None
 
 
@@ -87,12 +88,13 @@ def _adjusted(
     logits: torch.Tensor, rows: Sequence[SamplingRow], before: torch.Tensor | None
 ) -> torch.Tensor:
     """With biases and penalties: the logits themselves if no row has any, else a float32 copy."""
-    if not any(row.made or row.params.logit_bias for row in rows):
+    if not any(row.made or row.pending is not None or row.params.logit_bias for row in rows):
         return logits
     logits = logits.to(torch.float32, copy=True)
     params = [row.params for row in rows]
     add_biases(logits, params)
-    subtract_penalties(logits, params, [row.made for row in rows], before)
+    made, pending = [row.made for row in rows], [row.pending for row in rows]
+    subtract_penalties(logits, params, made, pending, before)
     return logits
 
 

@@ -181,7 +181,7 @@ class Scheduler:
         return chunks
 
     def _grow(self, sequence: Sequence) -> bool:
-        missing = self._cache.pages_for(len(sequence.tokens)) - len(sequence.pages)
+        missing = self._cache.pages_for(sequence.length) - len(sequence.pages)
         if not missing:
             return True
         if missing > self._cache.free:
@@ -210,7 +210,7 @@ class Scheduler:
             if not sequence.pages:
                 if active + len(begun) == self._bounds.sequences:
                     break
-                if sequence.known < len(sequence.tokens):
+                if sequence.pending:
                     break  # just preempted: the step in flight tells its last token
                 allowed = admission.allows(sequence, self._admitted)
                 if not sequence.awaits_adapter:
@@ -248,7 +248,7 @@ class Scheduler:
         """Give it pages for all its tokens, if that leaves a page for each of the `growing`."""
         shared = self._cache.find(sequence.shareable_keys())
         self._cache.share(shared)
-        fresh = self._cache.pages_for(len(sequence.tokens)) - len(shared)
+        fresh = self._cache.pages_for(sequence.length) - len(shared)
         if fresh + growing > self._cache.free:
             self._cache.release(shared)
             return False

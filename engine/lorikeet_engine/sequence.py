@@ -33,7 +33,8 @@ class Sequence:
     max_tokens: the request's, cut to the context.
     stop_ids: tokens that end it. seed: the choice's own. matcher: of its grammar, told of every
     token that is known. plain: it has no grammar, no penalties, and tells no logprobs.
-    tokens: a negative one was drawn and is not known yet: −1−i is row i of the step that drew it.
+    tokens: those that are known. pending: of each that was drawn behind them and is not known yet,
+    the row of the step that drew it. length: how many both are.
     computed: how many tokens' keys and values a step given to the device has put into `pages`.
     written: how many are there for sure, since that step has been read.
     overtaken: how many with adapters were admitted while others' adapters kept it out, until it was
@@ -70,10 +71,11 @@ class Sequence:
         sampling = request.sampling
         self.plain = matcher is None and sampling.logprobs is None and not sampling.penalises
         self.tokens = list(request.prompts[choice // request.n])
-        self.prompt_length = len(self.tokens)
+        self.pending: list[int] = []
+        self.prompt_length = self.length = len(self.tokens)
         self.computed = 0
         self.written = 0
-        self.pages: array[int] = array("i")  # not a list: numpy copies it into page tables at once
+        self.pages: array[int] = array("i")  # not a list: page tables are joined bytes
         self.lease: Lease | None = None
         self.overtaken = 0
         self.kept_out_at: int | None = None
@@ -90,7 +92,6 @@ class Sequence:
         digest = request.adapter.digest if request.adapter else ""
         self._page_size = page_size
         self._keys = PrefixKeys(page_size, request.salt, digest)
-        self._unknown = 0  # tokens at the end that are negative
 
     @property
     def adapter(self) -> AdapterRef | None:
@@ -100,7 +101,7 @@ class Sequence:
     @property
     def made(self) -> int:
         """How many tokens have been drawn for it."""
-        return len(self.tokens) - self.prompt_length
+        return self.length - self.prompt_length
 
     @property
     def awaits_adapter(self) -> bool:
@@ -109,13 +110,8 @@ class Sequence:
 
     @property
     def complete(self) -> bool:
-        """Whether all its tokens have been drawn; the last may still be unknown."""
-        return len(self.tokens) - self.prompt_length == self.max_tokens
-
-    @property
-    def known(self) -> int:
-        """How many of its tokens are known."""
-        return len(self.tokens) - self._unknown
+        """Whether all its tokens have been drawn; the last may still be pending."""
+        return self.length - self.prompt_length == self.max_tokens
 
     @property
     def holds_on(self) -> bool:
@@ -125,12 +121,12 @@ class Sequence:
     @property
     def awaits_token(self) -> bool:
         """Whether its grammar must hear its last token before the next one can be drawn."""
-        return self.matcher is not None and self._unknown > 0
+        return self.matcher is not None and bool(self.pending)
 
     @property
     def remaining(self) -> int:
         """Tokens still to be computed before the next can be drawn: 1 means that it decodes."""
-        return len(self.tokens) - self.computed
+        return self.length - self.computed
 
     def full_keys(self) -> list[bytes]:
         """The keys of the pages that its written tokens fill."""
@@ -138,35 +134,34 @@ class Sequence:
 
     def coming_keys(self) -> list[bytes]:
         """The keys of the pages that its known tokens will fill once they are written."""
-        written, known = self.written // self._page_size, self.known // self._page_size
+        written, known = self.written // self._page_size, len(self.tokens) // self._page_size
         return self._keys.first(known, self.tokens)[written:] if written < known else []
 
     def shareable_keys(self) -> list[bytes]:
         """The keys of the full pages that leave it a token to compute logits from."""
-        return self._keys.first((self.known - 1) // self._page_size, self.tokens)
+        return self._keys.first((len(self.tokens) - 1) // self._page_size, self.tokens)
 
     def draw(self, row: int) -> None:
         """The step at hand draws its next token in this row."""
-        self.tokens.append(-1 - row)
-        self._unknown += 1
+        self.pending.append(row)
+        self.length += 1
 
     def accept(self, token: int) -> FinishReason | None:
-        """Learn the first unknown token; a stop id ends it and is not kept.
+        """Learn the first pending token; a stop id ends it and is not kept.
 
         Raises InvalidRequest where its grammar cannot be followed on.
         """
-        index = self.known
         if token in self.stop_ids:
-            del self.tokens[index:]
-            self._unknown = 0
+            self.pending.clear()
+            self.length = len(self.tokens)
             return FinishReason.STOP
-        self.tokens[index] = token
-        self._unknown -= 1
+        del self.pending[0]
+        self.tokens.append(token)
         if self.matcher is not None:
             self.matcher.accept(token)
             if self.matcher.must_end:
                 return FinishReason.STOP
-        return FinishReason.LENGTH if self.complete and not self._unknown else None
+        return FinishReason.LENGTH if self.complete and not self.pending else None
 
     def course(self) -> Course:
         """What it went through until now, when its newest token has become known."""
@@ -203,7 +198,7 @@ class Chunk(NamedTuple):
     @classmethod
     def of(cls, sequence: Sequence, most: int) -> "Chunk":
         """Its next uncomputed tokens, `most` of them at most."""
-        start, total = sequence.computed, len(sequence.tokens)
+        start, total = sequence.computed, sequence.length
         end = start + most
         if end < total:
             return cls(sequence, start, end, False, sequence.pages)

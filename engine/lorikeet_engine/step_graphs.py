@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from lorikeet_engine.batch import Batch
 from lorikeet_engine.graph_pieces import Between, GraphPieces
-from lorikeet_engine.kernels.attention import AttentionBackend, CapturableAttention
+from lorikeet_engine.kernels.attention import AttentionBackend, CapturableAttention, PageTable
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models import Model
 
@@ -162,14 +163,15 @@ class StepGraphs:
         if count:
             slots, starts, lengths = self._segments[:, :count].unbind()
             segments = Segments(slots, starts, lengths, self._limits.rank)
+        each = np.arange(size + 1, dtype=np.int32)
         return Batch(
             token_ids=self._token_ids[:size],
             positions=self._positions[:size],
             kv_slots=self._kv_slots[:size],
-            query_starts=tuple(range(size + 1)),
-            kv_lengths=(1,) * size,
-            page_tables=torch.zeros(size, 1, dtype=torch.int32),
             logit_rows=self._token_ids[:size],
+            query_starts=each,
+            kv_lengths=np.ones(size, np.int32),
+            page_table=PageTable(each, np.zeros(size, np.int32)),
             segments=segments,
         )
 
@@ -202,9 +204,7 @@ def _sizes(ladder: tuple[int, ...], most: int) -> tuple[int, ...]:
 
 def _seen(batch: Batch) -> int:
     """At least as many as _SEEN is about."""
-    begins, ends = batch.query_starts[:-1], batch.query_starts[1:]
-    sequences = zip(begins, ends, batch.kv_lengths, strict=True)
-    return sum((end - begin) * seen for begin, end, seen in sequences)
+    return int((np.diff(batch.query_starts) * batch.kv_lengths.astype(np.int64)).sum())
 
 
 def _segment_counts(most: int) -> tuple[int, ...]:

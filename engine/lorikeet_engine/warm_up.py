@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lorikeet_engine.batch_builder import build_batch
+from lorikeet_engine.batch_builder import step_input
 from lorikeet_engine.engine_settings import EngineSettings
 from lorikeet_engine.logprobs import Logprobs
 from lorikeet_engine.request import MAX_LOGPROBS, Request, SamplingParams
@@ -84,7 +84,7 @@ def _run(
         for i, length in enumerate(lengths)
     ]
     forward = runner.forward if graphs else runner.without_graph
-    logits = forward(build_batch(chunks, settings.page_size, runner.model.device))
+    logits = forward(step_input(chunks, settings.page_size).upload(runner.model.device))
     _sample(logits, [ways[i % len(ways)] for i in range(len(chunks))])
 
 

@@ -91,9 +91,11 @@ class PacedModel:
 
     def _step_s(self, batch: "Batch", lora: Any) -> float:
         """As StepCosts reckon it: decodes pay for their adapters' ranks, prompts for tokens."""
-        chunks = list(zip(pairwise(batch.query_starts), batch.kv_lengths, strict=True))
+        chunks = list(
+            zip(pairwise(batch.query_starts.tolist()), batch.kv_lengths.tolist(), strict=True)
+        )
         decoding = {start for (start, end), seen in chunks if end - start == 1 < seen}
-        prompt_tokens = batch.query_starts[-1] - len(decoding)
+        prompt_tokens = len(batch.token_ids) - len(decoding)
         ranks, adapted = 0, batch.segments is not None
         if batch.segments is not None:
             s = batch.segments

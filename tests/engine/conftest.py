@@ -2,17 +2,20 @@
 
 import json
 import shutil
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from lorikeet_engine.batch import Batch
+from lorikeet_engine.kernels.attention import PageTable
 
 SIZES = {
     "vocab_size": 256,
@@ -107,17 +110,17 @@ class PagedTokens:
                 positions.append(self.lengths.get(name, 0))
                 slots.append(self._next_slot(name))
             starts.append(len(ids))
-        widest = max(len(self.tables[name]) for name in chunks)
-        tables = [self.tables[n] + [0] * (widest - len(self.tables[n])) for n in chunks]
+        kv_lengths = np.array([self.lengths[name] for name in chunks], np.int32)
+        tables = [array("i", self.tables[name]) for name in chunks]
         tensor = partial(torch.tensor, device=self.device)
         return Batch(
             token_ids=tensor(ids),
             positions=tensor(positions),
             kv_slots=tensor(slots),
-            query_starts=tuple(starts),
-            kv_lengths=tuple(self.lengths[name] for name in chunks),
-            page_tables=torch.tensor(tables, dtype=torch.int32),
             logit_rows=torch.arange(len(ids), device=self.device),
+            query_starts=np.array(starts, np.int32),
+            kv_lengths=kv_lengths,
+            page_table=PageTable.of(tables, kv_lengths, self.page_size),
             segments=None,
         )
 

@@ -191,6 +191,5 @@ class Crowd:
 def _content(sequence: Sequence, end: int) -> tuple[object, ...]:
     """All that the keys and values of a page depend on."""
     tokens = tuple(sequence.tokens[:end])
-    assert len(tokens) == end, "a page is shared that is not full"
-    assert min(tokens) >= 0, "a page is shared whose tokens are not known"
+    assert len(tokens) == end, "a page is shared that is not full of known tokens"
     return sequence.request.salt, sequence.request.adapter, tokens

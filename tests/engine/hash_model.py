@@ -64,9 +64,11 @@ class HashModel:
         keys[batch.kv_slots, 1] = batch.positions.float()
         keys[batch.kv_slots, 2] = _marks(batch, lora)
         hidden = torch.full((len(batch.token_ids), 1), torch.nan)
-        for end, length, pages in zip(
-            batch.query_starts[1:], batch.kv_lengths, batch.page_tables.long(), strict=True
+        table = batch.page_table
+        for end, length, first, last in zip(
+            batch.query_starts[1:], batch.kv_lengths, table.starts, table.starts[1:], strict=False
         ):
+            pages = torch.from_numpy(table.pages[first:last]).long()
             at = pages.repeat_interleave(PAGE) * PAGE + torch.arange(PAGE).repeat(len(pages))
             hidden[end - 1] = _hash(keys[at[:length], :3].numpy())
         self.after()

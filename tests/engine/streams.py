@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lorikeet_engine.residency import transfer
+from lorikeet_engine.residency import arena
 
 Clock = Counter[str]
 
@@ -73,14 +73,14 @@ class Streams(TorchDispatchMode):
         self._accesses: list[Access] = []
 
     def stand_in(self, monkeypatch) -> None:
-        """Let every Transfer that is made from now on use these."""
+        """Let every DeviceArena that is made from now on use these."""
         cuda = SimpleNamespace(
             Stream=lambda _device: self.copying,
             Event=lambda blocking=False: Event(self.computing, self.copy_s),
             current_stream=lambda _device: self.current,
             stream=self.use,
         )
-        monkeypatch.setattr(transfer, "torch", SimpleNamespace(cuda=cuda, split=torch.split))
+        monkeypatch.setattr(arena, "torch", SimpleNamespace(cuda=cuda, split=torch.split))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.copy_.default:

@@ -15,8 +15,8 @@ import torch
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
+from lorikeet_engine.residency.arena import DeviceArena
 from lorikeet_engine.residency.packing import PackedLayout
-from lorikeet_engine.residency.transfer import Transfer
 from tests.engine.driving import Answers, greedy, prompt
 from tests.engine.faithful import ALL, TOLERANCE, Draws, World, build, compare
 from tests.engine.streams import Streams
@@ -126,7 +126,7 @@ def watch_streams(engine, monkeypatch):
     advance, forward = tiers.advance, runner.forward
     streams = Streams(tiers.weights.arena, copy_s=0.01)
     streams.stand_in(monkeypatch)
-    tiers._residents._transfer = Transfer(torch.device("cuda"))
+    tiers._residents._arena = DeviceArena(tiers.weights, torch.device("cuda"))
 
     def copy_and_move():
         with streams:
@@ -134,7 +134,7 @@ def watch_streams(engine, monkeypatch):
 
     def read(batch):
         for slot in batch.segments.slots.tolist() if batch.segments else ():
-            for block in tiers._pool.blocks(slot):
+            for block in tiers._arena.blocks(tiers._pool.placed()[slot].pieces):
                 streams.access(block, writes=False)
         return forward(batch)
 
@@ -143,19 +143,19 @@ def watch_streams(engine, monkeypatch):
 
 def begin_late(engine):
     """Let the GPU begin steps and copies later than it could, some of them."""
-    chance, runner, transfer = random.Random(5), engine._runner, engine._tiers._residents._transfer
-    forward, copy = runner.forward, transfer.copy
+    chance, runner, arena = random.Random(5), engine._runner, engine._tiers._arena
+    forward, copy = runner.forward, arena.copy
 
     def forward_late(batch):
         torch.cuda._sleep(chance.choice(LATE))
         return forward(batch)
 
     def copy_late(*arguments):
-        with torch.cuda.stream(transfer._copying):
+        with torch.cuda.stream(arena._copying):
             torch.cuda._sleep(chance.choice(LATE))
         return copy(*arguments)
 
-    runner.forward, transfer.copy = forward_late, copy_late
+    runner.forward, arena.copy = forward_late, copy_late
 
 
 class Churn(Answers):
@@ -211,10 +211,11 @@ class Churn(Answers):
 
     def _images(self):
         """The leases of each adapter on the device and where its image's pieces begin."""
-        pool, residents = self.engine._tiers._pool, self.engine._tiers._residents.snapshot()
+        tiers = self.engine._tiers
+        placed = tiers._pool.placed()
         return {
-            one.ref.name: (one.leases, [block.storage_offset() for block in pool.blocks(one.slot)])
-            for one in residents
+            one.ref.name: (one.leases, [piece.offset for piece in placed[one.slot].pieces])
+            for one in tiers._residents.snapshot()
         }
 
 

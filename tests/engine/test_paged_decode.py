@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lorikeet_engine.batch import Batch
-from lorikeet_engine.kernels.attention import AttentionShape, SdpaAttention
+from lorikeet_engine.kernels.attention import AttentionShape, PageTable, SdpaAttention
 from lorikeet_engine.kernels.attention.paged_decode import (
     SHORTEST_ITEM,
     PagedDecode,
@@ -45,12 +45,11 @@ def step_of(lengths, queries):
     random = torch.Generator().manual_seed(len(lengths))
     counts = [-(-length // PAGE) for length in lengths]
     pages = torch.randperm(sum(counts) + 3, generator=random).int()
-    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
-    for row, dealt in zip(tables, pages[: sum(counts)].split(counts), strict=True):
-        row[: len(dealt)] = dealt
-    nothing = torch.zeros(0, dtype=torch.int64)
-    starts = (0, *np.cumsum(queries).tolist())
-    return Batch(nothing, nothing, nothing, starts, tuple(lengths), tables, nothing, None)
+    owned = np.cumsum([0, *counts], dtype=np.int32)
+    nothing = [torch.zeros(0, dtype=torch.int64)] * 4
+    starts = np.cumsum([0, *queries], dtype=np.int32)
+    table = PageTable(owned, pages[: sum(counts)].numpy())
+    return Batch(*nothing, starts, np.array(lengths, np.int32), table, segments=None)
 
 
 def compare(shape, lengths, device, *, queries=None, room=None, times=1, spare=0):
@@ -66,13 +65,14 @@ def compare(shape, lengths, device, *, queries=None, room=None, times=1, spare=0
     workspace = torch.full((workspace_bytes(shape, room),), 255, dtype=torch.uint8, device=device)
     backend = PagedDecode(shape, room, pages, workspace)
     batch = step_of(lengths, queries)
-    total = int(batch.page_tables.max()) + 4
+    table = batch.page_table
+    total = int(table.pages.max()) + 4
     random = torch.Generator(device).manual_seed(1)
     size = (2, total, PAGE, shape.kv_heads, shape.head_dim)
     kv = torch.randn(size, generator=random, device=device).to(dtype)
-    for row, length in zip(batch.page_tables, lengths, strict=True):
+    for end, length in zip(table.starts[1:], lengths, strict=True):
         if length % PAGE:  # nobody may look behind the end
-            kv[:, row[(length - 1) // PAGE], length % PAGE :] = torch.nan
+            kv[:, table.pages[end - 1], length % PAGE :] = torch.nan
     rows = sum(queries)
     for _ in range(times):
         size = (rows + spare, shape.heads + 2 * shape.kv_heads, shape.head_dim)

@@ -224,7 +224,7 @@ class TestPenalties:
         logits = logits_of(seed=12, rows=len(rows))
         for last in (5, 8):  # made before, and not
             known = [row._replace(made=(*self.MADE, last)) for row in rows]
-            unknown = [row._replace(made=(*self.MADE, -1 - i)) for i, row in enumerate(rows)]
+            unknown = [row._replace(pending=i) for i, row in enumerate(rows)]
             before = torch.full((len(rows),), last)
             drawn = Sampler().sample(logits.clone(), unknown, before).tolist()
             assert drawn == sample(logits, known)

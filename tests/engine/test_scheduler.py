@@ -257,9 +257,9 @@ def test_with_a_step_in_flight_a_sequence_decodes_on_from_a_token_it_does_not_kn
     world = World(overlap=True)
     sequence = world.add(3, max_tokens=3)
     assert world.step() == [(sequence, 3)]
-    assert sequence.tokens[3:] == [-1]
+    assert sequence.pending == [0]
     assert world.step() == [(sequence, 1)]
-    assert (sequence.known, len(sequence.tokens)) == (4, 5)
+    assert (len(sequence.tokens), sequence.length) == (4, 5)
     assert world.step() == [(sequence, 1)]
     assert world.step() == [], "all its tokens are drawn"
     assert sequence in world.finished

@@ -1,9 +1,9 @@
 """The slot pool: images of different sizes in one arena, found through the table, never torn."""
 
 import itertools
+import pickle
 import random
 from collections.abc import Sequence
-from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -12,22 +12,48 @@ from hypothesis import strategies as st
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.kernels.lora import LoraWeights
-from lorikeet_engine.residency import slots
+from lorikeet_engine.residency import arena
+from lorikeet_engine.residency.arena import ClearRow, CloseHoles, DeviceArena, Move, WriteRow
 from lorikeet_engine.residency.blocks import FreeList
 from lorikeet_engine.residency.eviction import LeastRecentlyUsed
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.residents import Residents
 from lorikeet_engine.residency.slots import SlotPool
-from lorikeet_engine.residency.transfer import Transfer
 
 TOTAL = 320
 LAYERS = 4
 LONG = 100_000  # loads
 
 
-def pool_of(elements: int = TOTAL, count: int = 7, layers: int = LAYERS) -> SlotPool:
+class Pool(SlotPool):
+    """A pool, and an arena that does at once what it says."""
+
+    def __init__(self, elements: int, count: int, layers: int) -> None:
+        super().__init__(elements, count)
+        self.arena = arena_of(elements, count, layers)
+        self.weights = self.arena.weights
+
+    def put(self, layout: PackedLayout) -> int:
+        placement = self.place(layout)
+        self.arena.run(*placement.commands)
+        return placement.slot
+
+    def evict(self, slot: int) -> ClearRow:
+        command = super().evict(slot)
+        self.arena.run(command)
+        return command
+
+    def blocks(self, slot: int) -> list[torch.Tensor]:
+        return self.arena.blocks(self.placed()[slot].pieces)
+
+
+def arena_of(elements: int, count: int, layers: int) -> DeviceArena:
     table = torch.zeros(count, layers, 7, 3, dtype=torch.int64)
-    return SlotPool(LoraWeights(torch.zeros(elements), table))
+    return DeviceArena(LoraWeights(torch.zeros(elements), table), torch.device("cpu"))
+
+
+def pool_of(elements: int = TOTAL, count: int = 7, layers: int = LAYERS) -> Pool:
+    return Pool(elements, count, layers)
 
 
 def layout_of(*sizes: int) -> PackedLayout:
@@ -45,8 +71,8 @@ def whole(elements: int) -> PackedLayout:
     return layout_of(elements, *[0] * (LAYERS - 1))
 
 
-def fill(pool: SlotPool, layout: PackedLayout, seed: int) -> tuple[int, torch.Tensor]:
-    slot = pool.place(layout, moving=nullcontext)
+def fill(pool: Pool, layout: PackedLayout, seed: int) -> tuple[int, torch.Tensor]:
+    slot = pool.put(layout)
     image = torch.arange(layout.elements) + 1000.0 * seed
     blocks = pool.blocks(slot)
     for block, part in zip(blocks, image.split([b.numel() for b in blocks]), strict=True):
@@ -54,7 +80,7 @@ def fill(pool: SlotPool, layout: PackedLayout, seed: int) -> tuple[int, torch.Te
     return slot, image
 
 
-def image_of(pool: SlotPool, slot: int) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+def image_of(pool: Pool, slot: int) -> tuple[torch.Tensor, list[tuple[int, int]]]:
     """What the table finds for a slot, layer by layer, and where in the arena it lies."""
     found, spans = [], []
     for a_at, b_at, rank in pool.weights.table[slot, :, 0].tolist():
@@ -64,7 +90,7 @@ def image_of(pool: SlotPool, slot: int) -> tuple[torch.Tensor, list[tuple[int, i
     return torch.cat(found), spans
 
 
-def check(pool: SlotPool, live: dict[int, torch.Tensor]) -> None:
+def check(pool: Pool, live: dict[int, torch.Tensor]) -> None:
     spans = []
     for slot in range(pool.slots):
         if slot not in live:
@@ -199,22 +225,45 @@ def test_an_image_lies_in_one_piece_where_a_hole_takes_it():
 
 
 def test_holes_are_closed_where_that_moves_least_and_only_when_none_takes_a_layer():
-    pool, moved = pool_of(), []
+    pool = pool_of()
     sizes = (32, 64, 48, 32, 48, 64, 32)  # every other one will be a hole
     placed = [fill(pool, whole(size), seed) for seed, size in enumerate(sizes)]
     for slot, _ in placed[::2]:
         pool.evict(slot)
 
-    @contextmanager
-    def moving():
-        moved.append(pool.moved_elements)
-        yield
-        moved.append(pool.moved_elements)
-
-    slot = pool.place(whole(96), moving)
-    assert moved == [0, 32]
-    pool.evict(slot)
+    placement = pool.place(whole(96))
+    close, write = placement.commands
+    assert isinstance(close, CloseHoles)
+    assert close.moves == (Move(source=144, target=96, elements=32),)
+    assert [row.slot for row in close.rows] == [placed[3][0]]
+    assert isinstance(write, WriteRow)
+    pool.arena.run(close, write)
+    pool.evict(placement.slot)
     check(pool, dict(placed[1::2]))
+
+
+def test_an_arena_that_is_told_the_same_lies_the_same():
+    """As other processes' would: what they are told is plain data."""
+    pool, follower = pool_of(count=12), arena_of(TOTAL, 12, LAYERS)
+    chance, live, moved = random.Random(3), [], 0
+
+    def tell(*commands):
+        pool.arena.run(*commands)
+        follower.run(*pickle.loads(pickle.dumps(commands)))
+
+    for number in range(300):
+        layout = layout_of(*[16 * chance.randint(0, 2) for _ in range(LAYERS - 1)], 16)
+        while not pool.has_room(layout.elements):
+            tell(SlotPool.evict(pool, live.pop(chance.randrange(len(live)))))
+        placement = pool.place(layout)
+        tell(*placement.commands)
+        moved += len(placement.commands) > 1
+        live.append(placement.slot)
+        for each in (pool.arena, follower):
+            each.copy(torch.full((layout.elements,), float(number)), placement.pieces)
+        assert torch.equal(pool.weights.arena, follower.weights.arena)
+        assert torch.equal(pool.weights.table, follower.weights.table)
+    assert moved > 10
 
 
 @pytest.mark.parametrize(
@@ -222,8 +271,7 @@ def test_holes_are_closed_where_that_moves_least_and_only_when_none_takes_a_laye
 )
 def test_what_may_go_goes_rather_than_that_others_move(leased, left, moved):
     pool, clock = pool_of(), itertools.count()
-    transfer = Transfer(torch.device("cpu"))
-    adapters = Residents(pool, transfer, LeastRecentlyUsed(), lambda: float(next(clock)))
+    adapters = Residents(pool, pool.arena, LeastRecentlyUsed(), lambda: float(next(clock)))
 
     def place(name: str, elements: int) -> None:
         assert adapters.make_room(elements, insist=True)
@@ -248,7 +296,7 @@ def test_nothing_moves_in_an_arena_of_many_sizes_and_little_of_it_is_empty():
 
     layers, per_rank, chance, used = 8, {True: 2, False: 12}, random.Random(5), []
     pool = pool_of(elements=200_000, count=400, layers=layers)
-    adapters = Residents(pool, Transfer(torch.device("cpu")), Chance(), lambda: 0.0)
+    adapters = Residents(pool, pool.arena, Chance(), lambda: 0.0)
     for load in range(600):
         size = chance.choice([4, 8, 16, 32, 64, 128, 256]) * per_rank[chance.random() < 0.25]
         layout = layout_of(*[size] * layers)
@@ -263,7 +311,7 @@ def test_nothing_moves_in_an_arena_of_many_sizes_and_little_of_it_is_empty():
 @pytest.mark.parametrize("buffer", [1, 7, 16, 4096])
 @pytest.mark.parametrize("gap", [16, 160])
 def test_a_block_that_moves_onto_itself_is_not_torn(gap, buffer, monkeypatch):
-    monkeypatch.setattr(slots, "_MOVE_ELEMENTS", buffer)
+    monkeypatch.setattr(arena, "_MOVE_ELEMENTS", buffer)
     pool = pool_of()
     first, _ = fill(pool, whole(gap), 1)
     slot, image = fill(pool, whole(TOTAL - gap - 16), 2)
@@ -296,7 +344,7 @@ def test_no_memory_is_ever_stranded(loads):
             slot = chance.choice(list(live))
             assert torch.equal(image_of(pool, slot)[0], live.pop(slot))
             pool.evict(slot)
-        slot = pool.place(layout, moving=nullcontext)
+        slot = pool.put(layout)
         live[slot] = image = noise[load:][: layout.elements]
         blocks = pool.blocks(slot)
         for block, part in zip(blocks, image.split([b.numel() for b in blocks]), strict=True):

@@ -1,5 +1,6 @@
 """A small step says the same from a graph as without one, whatever its size and its adapters."""
 
+from array import array
 from dataclasses import replace
 
 import numpy as np
@@ -12,15 +13,13 @@ from lorikeet_engine import step_graphs
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.batch import Batch
 from lorikeet_engine.engine import Engine, EngineSettings
-from lorikeet_engine.kernels.attention import SdpaAttention
-from lorikeet_engine.kernels.attention.page_table import PageTable
+from lorikeet_engine.kernels.attention import PageTable, SdpaAttention
 from lorikeet_engine.kernels.attention.paged_decode import query_rows
 from lorikeet_engine.step_graphs import StepGraphs, StepLimits, _Whole
 from tests.engine.driving import Answers, greedy
 
 PAGE = 16
 _EMPTY = torch.zeros(0, dtype=torch.int64)
-NOTHING = Batch(_EMPTY, _EMPTY, _EMPTY, (0,), (), torch.zeros(0, 1).int(), _EMPTY, None)
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 512,
@@ -44,13 +43,15 @@ class Rows:
         return Rows()
 
     def plan(self, batch):
-        _, lengths = query_rows(PageTable.of(batch, PAGE), batch.query_starts)
-        owner = np.repeat(np.arange(len(batch.kv_lengths)), np.diff(batch.query_starts))
-        self._rows = replace(
-            NOTHING,
-            query_starts=tuple(range(len(lengths) + 1)),
-            kv_lengths=tuple(lengths.tolist()),
-            page_tables=batch.page_tables[torch.from_numpy(owner)],
+        starts, lengths = query_rows(batch)
+        pages = batch.page_table.pages
+        tables = [array("i", pages[start:]) for start in starts]
+        self._rows = Batch(
+            *[_EMPTY] * 4,
+            query_starts=np.arange(len(lengths) + 1, dtype=np.int32),
+            kv_lengths=lengths,
+            page_table=PageTable.of(tables, lengths, PAGE),
+            segments=None,
         )
 
     def attend(self, q, layer_kv, batch):

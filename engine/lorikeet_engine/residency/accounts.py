@@ -34,15 +34,16 @@ class Accounts:
     def __init__(
         self,
         pool: SlotPool,
+        itemsize: int,
         residents: Residents,
         copies: Copies,
         pins: Pins,
         residency: Callable[[str], Residency],
     ) -> None:
-        """residency: where an adapter is, by digest."""
+        """itemsize: bytes per element of an image. residency: where an adapter is, by digest."""
         self._pool, self._residents, self._copies, self._pins = pool, residents, copies, pins
         self._residency = residency
-        self._itemsize = pool.weights.arena.itemsize
+        self._itemsize = itemsize
         self._known = Known()
         self._times = LoadTimes()
         self._loads = {tier: Histogram(LOAD_S) for tier in Residency if tier is not Residency.GPU}

@@ -15,7 +15,7 @@ class Resident:
     """One adapter on the GPU. guarded_until_s: 0 until a request wants it, 0 again once leased.
 
     since_s: when it came.
-    reads: Transfer's, of the steps that may have read it; None until its first lease has ended.
+    reads: DeviceArena's, of the steps that may have read it; None until its first lease has ended.
     """
 
     ref: AdapterRef

@@ -9,13 +9,13 @@ import torch
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.counts import TierCounts
+from lorikeet_engine.residency.arena import DeviceArena
 from lorikeet_engine.residency.eviction import EvictionPolicy, Use, Uses
 from lorikeet_engine.residency.journal import Note, unnoted
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.pledges import Pledges
 from lorikeet_engine.residency.resident import Lease, Resident
 from lorikeet_engine.residency.slots import SlotPool
-from lorikeet_engine.residency.transfer import Transfer
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +38,13 @@ class Residents:
     def __init__(
         self,
         pool: SlotPool,
-        transfer: Transfer,
+        arena: DeviceArena,
         policy: EvictionPolicy,
         clock: Callable[[], float],
         note: Note = unnoted,
     ) -> None:
         """note: called with the digest of what can be used from now on, or no longer."""
-        self._pool, self._transfer, self._policy, self._clock = pool, transfer, policy, clock
+        self._pool, self._arena, self._policy, self._clock = pool, arena, policy, clock
         self._residents: dict[str, Resident] = {}
         self._by_worth: list[tuple[float, str]] = []  # all of them, what to evict first in front
         # Those that perhaps may not be evicted, pinned ones aside: a few even of thousands.
@@ -180,11 +180,12 @@ class Residents:
         digest, now_s = ref.digest, self._clock()
         assert digest not in self._residents
         self._evict_rather_than_move(layout, math.inf if worth is None else worth)
-        slot = self._pool.place(layout, moving=self._transfer.moving)
-        event = self._transfer.copy(image, self._pool.blocks(slot))
+        placement = self._pool.place(layout)
+        self._arena.run(*placement.commands)
+        event = self._arena.copy(image, placement.pieces)
         if worth is None:
             worth = self._worth(digest, layout, now_s)
-        arriving = event is not None
+        slot, arriving = placement.slot, event is not None
         resident = Resident(ref, slot, layout, now_s, worth, arriving=arriving, since_s=now_s)
         self._residents[digest] = resident
         self._rank(resident)
@@ -232,7 +233,7 @@ class Residents:
         resident.leases -= 1
         resident.last_used_s = self._clock()
         if not resident.leases:
-            resident.reads = self._transfer.reads()
+            resident.reads = self._arena.reads()
             self._let_go(resident)
 
     def _let_go(self, resident: Resident) -> None:
@@ -280,7 +281,7 @@ class Residents:
         self._held.pop(digest, None)
         self._unrank(resident)
         self._note(digest)
-        self._transfer.wait_for(resident.reads)
-        self._pool.evict(resident.slot)
+        self._arena.wait_for(resident.reads)
+        self._arena.run(self._pool.evict(resident.slot))
         idle_s = self._clock() - resident.last_used_s
         log.info("adapter_evicted", extra={"adapter": str(resident.ref), "idle_s": idle_s})

@@ -1,7 +1,4 @@
-"""The slot pool: adapters' images in one arena on the device.
-
-    arena  | slot 2, layers 0–31 | slot 5, 0–8 | slot 0, 0–31 | hole | slot 5, 9–31 |    hole    |
-    table  [slot, layer, linear] → where in the arena A and B begin, and the rank
+"""The slot pool: which image lies where in the device's arena, in numbers.
 
 An image lies in one piece where a hole takes it; otherwise it is cut between layers, and its pieces
 fill the largest holes. Images move only where that does not do either. A slot is a row of the table
@@ -9,29 +6,21 @@ and stays the same while its image may move.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
-from lorikeet_engine.copies import upload
-from lorikeet_engine.kernels.lora.types import LoraWeights
+from lorikeet_engine.residency.arena import (
+    ClearRow,
+    CloseHoles,
+    Command,
+    Move,
+    Piece,
+    WriteRow,
+)
 from lorikeet_engine.residency.blocks import FreeList
 from lorikeet_engine.residency.packing import PackedLayout
-
-# An image that moves onto itself goes through a buffer of this many elements.
-_MOVE_ELEMENTS = 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements `begin` to `end` of an image, which lie at `offset` of the arena."""
-
-    offset: int
-    begin: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,34 +31,34 @@ class Placed:
     pieces: tuple[Piece, ...]
 
 
-class SlotPool:
-    """Places images, closes holes when they are too small, keeps the table right.
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A slot for an image, and what makes room for it; then it can be copied to its pieces."""
 
-    Belongs to the engine's thread, but for `placed`; on a GPU, to the stream that computes.
-    moved_elements: how much has been moved to close holes since the start.
+    slot: int
+    pieces: tuple[Piece, ...]
+    commands: tuple[Command, ...]
+
+
+class SlotPool:
+    """Places images and closes holes when they are too small; a DeviceArena does what it says.
+
+    Belongs to the engine's thread, but for `placed`. elements: the arena's size. slots: the
+    table's rows. moved_elements: how much was to be moved to close holes since the start.
     """
 
-    def __init__(self, weights: LoraWeights) -> None:
-        self.weights = weights
+    def __init__(self, elements: int, slots: int) -> None:
+        self.elements = elements
+        self.slots = slots
         self.moved_elements = 0
-        self._blocks = FreeList(weights.arena.numel())
-        self._free = list(range(weights.table.shape[0]))[::-1]
+        self._blocks = FreeList(elements)
+        self._free = list(range(slots))[::-1]
         self._placed: dict[int, Placed] = {}  # by slot; at no moment do any overlap
-
-    @property
-    def elements(self) -> int:
-        """The arena's size."""
-        return self._blocks.total
-
-    @property
-    def slots(self) -> int:
-        """The table's rows."""
-        return self.weights.table.shape[0]
 
     @property
     def used_elements(self) -> int:
         """What placed images occupy."""
-        return self._blocks.total - self._blocks.free
+        return self.elements - self._blocks.free
 
     def has_room(self, elements: int) -> bool:
         """Whether an image of this size can be placed."""
@@ -79,43 +68,31 @@ class SlotPool:
         """Whether place would leave the other images where they are."""
         return bool(self._free) and bool(self._cut(layout))
 
-    def place(
-        self, layout: PackedLayout, moving: Callable[[], AbstractContextManager[None]]
-    ) -> int:
-        """A slot with room for the image and its row in the table; its content is open.
-
-        May move other images, inside of `moving`. Only where has_room says so.
-        """
+    def place(self, layout: PackedLayout) -> Placement:
+        """A slot with room for the image; may move other images. Only where has_room says so."""
         assert self.has_room(layout.elements)
-        ends = self._cut(layout)
+        commands, ends = list[Command](), self._cut(layout)
         if not ends:
-            with moving():
-                self._gather(layout.elements)
+            commands.append(self._gather(layout.elements))
             ends = [layout.elements]
         slot, pieces = self._free.pop(), list[Piece]()
         for begin, end in pairwise([0, *ends]):
             offset = self._blocks.allocate(end - begin)
             assert offset is not None
             pieces.append(Piece(offset, begin, end))
-        self._placed[slot] = Placed(layout, tuple(pieces))
-        self._write_row(slot)
-        return slot
+        placed = self._placed[slot] = Placed(layout, tuple(pieces))
+        return Placement(slot, placed.pieces, (*commands, self._row(slot)))
 
     def placed(self) -> dict[int, Placed]:
         """All images by slot, as they lie at one moment. For any thread; holds up none."""
         return self._placed.copy()
 
-    def blocks(self, slot: int) -> list[torch.Tensor]:
-        """Views of the arena that are the slot's image end to end, valid until the next place."""
-        pieces = self._placed[slot].pieces
-        return [self.weights.arena[p.offset : p.offset + p.end - p.begin] for p in pieces]
-
-    def evict(self, slot: int) -> None:
-        """Free the slot and its blocks; its row says rank 0 everywhere."""
+    def evict(self, slot: int) -> ClearRow:
+        """Free the slot and its blocks."""
         for piece in self._placed.pop(slot).pieces:
             self._blocks.release(piece.offset, piece.end - piece.begin)
         self._free.append(slot)
-        self.weights.table[slot].zero_()
+        return ClearRow(slot)
 
     def _cut(self, layout: PackedLayout) -> list[int]:
         """Where each piece ends, so that they fit into the largest holes; [] if they cannot."""
@@ -130,7 +107,7 @@ class SlotPool:
             begin = end
         return []
 
-    def _gather(self, elements: int) -> None:
+    def _gather(self, elements: int) -> CloseHoles:
         """Slide what lies in one stretch to its front, until there is a hole of this size."""
         begin, end = self._blocks.cheapest_stretch(elements)
         inside = [
@@ -139,30 +116,21 @@ class SlotPool:
             for piece in placed.pieces
             if begin <= piece.offset < end
         ]
-        target = begin
+        target, moves = begin, list[Move]()
         for piece, slot in sorted(inside, key=lambda item: item[0].offset):
-            self._move(piece, target)
+            moves.append(Move(piece.offset, target, piece.end - piece.begin))
             self._placed[slot] = _with_moved(self._placed[slot], piece, target)
             target += piece.end - piece.begin
+        self.moved_elements += target - begin
         self._blocks.close_holes(begin, end)
-        for slot in {slot for _, slot in inside}:
-            self._write_row(slot)
+        return CloseHoles(tuple(moves), tuple(self._row(slot) for slot in {s for _, s in inside}))
 
-    def _move(self, piece: Piece, target: int) -> None:
-        arena, source, elements = self.weights.arena, piece.offset, piece.end - piece.begin
-        self.moved_elements += elements
-        gap = source - target
-        step = max(gap, _MOVE_ELEMENTS)
-        for done in range(0, elements, step):
-            part = arena[source + done : source + min(done + step, elements)]
-            arena[target + done :][: part.numel()] = part if part.numel() <= gap else part.clone()
-
-    def _write_row(self, slot: int) -> None:
-        placed, table = self._placed[slot], self.weights.table
+    def _row(self, slot: int) -> WriteRow:
+        placed = self._placed[slot]
         begins = [piece.begin for piece in placed.pieces]
         holders = [placed.pieces[bisect_right(begins, at) - 1] for at in placed.layout.layers]
         offsets = torch.tensor([piece.offset - piece.begin for piece in holders])
-        table[slot].copy_(upload(placed.layout.rows_at(offsets[:, None, None]), table.device))
+        return WriteRow(slot, placed.layout.rows_at(offsets[:, None, None]).numpy())
 
 
 def _with_moved(placed: Placed, moved: Piece, target: int) -> Placed:

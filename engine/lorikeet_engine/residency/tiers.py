@@ -26,6 +26,7 @@ from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.request import AdapterReport
 from lorikeet_engine.residency.accounts import Accounts, ArenaLoad
 from lorikeet_engine.residency.alarm import Alarm
+from lorikeet_engine.residency.arena import DeviceArena
 from lorikeet_engine.residency.copying import Copied, Copies
 from lorikeet_engine.residency.disk import AdapterSource, DiskCache
 from lorikeet_engine.residency.disk_watch import DiskWatch
@@ -41,7 +42,6 @@ from lorikeet_engine.residency.resident import Lease
 from lorikeet_engine.residency.residents import Residents
 from lorikeet_engine.residency.slot_usage import SlotUsage, Use
 from lorikeet_engine.residency.slots import SlotPool
-from lorikeet_engine.residency.transfer import Transfer
 from lorikeet_engine.slot_use import SlotUse
 
 log = logging.getLogger(__name__)
@@ -83,9 +83,10 @@ class Tiers:
         )
         self._journal = Journal(self.where)
         self.noted, note = self._journal.noted, self._journal.note
-        self._pool = SlotPool(self.weights)
+        self._pool = SlotPool(self.weights.arena.numel(), max_slots)
+        self._arena = DeviceArena(self.weights, device)
         self._residents = Residents(
-            self._pool, Transfer(device), LeastUsedForItsSize(), time.monotonic, note
+            self._pool, self._arena, LeastUsedForItsSize(), time.monotonic, note
         )
         self._host = HostArena(host_bytes, dtype, device.type == "cuda", note)
         kind = fingerprint(shape, limits, dtype)
@@ -94,7 +95,9 @@ class Tiers:
         self._pins = Pins(self._residents, self._host, self._disk, self._loader, self._place)
         self._prefetches = Prefetches(self._residents, self._host, self._loader, self._place_spare)
         self._copies = Copies(wake)
-        self._accounts = Accounts(self._pool, self._residents, self._copies, self._pins, self.where)
+        self._accounts = Accounts(
+            self._pool, dtype.itemsize, self._residents, self._copies, self._pins, self.where
+        )
         self._wake = wake
         self._alarm = Alarm(wake)
         self._usage = SlotUsage(time.monotonic)

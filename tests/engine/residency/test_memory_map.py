@@ -15,10 +15,10 @@ import torch
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.memory_map import Block
 from lorikeet_engine.residency.packing import PackedLayout
-from lorikeet_engine.residency.slots import Placed, SlotPool
+from lorikeet_engine.residency.slots import Placed
 from tests.engine.blobs import SHAPE, elements, everywhere
 from tests.engine.residency.bench import Bench
-from tests.engine.test_slots import TOTAL, fill, pool_of, whole
+from tests.engine.test_slots import TOTAL, Pool, fill, pool_of, whole
 
 ITEMSIZE = torch.float32.itemsize
 Span = tuple[int, int]
@@ -117,7 +117,7 @@ def spans(image: Placed) -> list[Span]:
     return [(piece.offset, piece.end - piece.begin) for piece in image.pieces]
 
 
-def churn(pool: SlotPool, steps: int) -> None:
+def churn(pool: Pool, steps: int) -> None:
     """Images that cannot be cut come and go, so that others move for them."""
     chance, live = random.Random(7), []
     for seed in range(steps):

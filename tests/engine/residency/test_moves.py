@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.residency import disk_watch, residents, tiers
+from lorikeet_engine.residency.arena import DeviceArena
 from lorikeet_engine.residency.packing import PackedLayout
-from lorikeet_engine.residency.transfer import Transfer
 from tests.engine.blobs import SHAPE, Shelf, everywhere
 from tests.engine.residency.bench import SIZE, Bench, make
 
@@ -139,13 +139,13 @@ def test_the_first_moves_name_what_the_disk_holds_at_start(shelf, bench):
     assert bench().tiers.moved() == {a.digest: Residency.DISK, b_.digest: Residency.DISK}
 
 
-class SlowCopies(Transfer):
+class SlowCopies(DeviceArena):
     """Copies that are over when the gate opens, as on a device."""
 
     gate = threading.Event()
 
-    def copy(self, image, blocks):
-        super().copy(image, blocks)
+    def copy(self, image, pieces):
+        super().copy(image, pieces)
         self.gate.clear()
         return self
 
@@ -154,7 +154,7 @@ class SlowCopies(Transfer):
 
 
 def test_an_adapter_that_is_being_copied_is_on_its_way_and_not_there(shelf, bench, monkeypatch):
-    monkeypatch.setattr(tiers, "Transfer", SlowCopies)
+    monkeypatch.setattr(tiers, "DeviceArena", SlowCopies)
     (a,) = make(shelf, "a")
     b = bench()
     mirror = Mirror(b)

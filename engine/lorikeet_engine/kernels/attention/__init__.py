@@ -5,6 +5,7 @@ from importlib import import_module
 import torch
 
 from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.kernels.attention.page_table import PageTable
 from lorikeet_engine.kernels.attention.protocol import (
     AttentionBackend,
     AttentionShape,
@@ -17,6 +18,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionShape",
     "CapturableAttention",
+    "PageTable",
     "PagedSequences",
     "SdpaAttention",
     "choose_attention",

@@ -1,7 +1,7 @@
 """Attention by FlashInfer's paged kernels: CUDA's back end, for prefill and decode in one batch."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import flashinfer
 import numpy as np
@@ -14,15 +14,16 @@ from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequ
 
 # Partial results of sequences that are split over several blocks of the GPU.
 _WORKSPACE_BYTES = 128 << 20
+Int32s = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class _OneToken:
-    """The smallest step there is."""
+class _Sequences:
+    """As PagedSequences."""
 
-    query_starts: tuple[int, ...] = (0, 1)
-    kv_lengths: tuple[int, ...] = (1,)
-    page_tables: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.int32))
+    query_starts: Int32s
+    kv_lengths: Int32s
+    page_table: PageTable
 
 
 class FlashInferAttention:
@@ -45,7 +46,7 @@ class FlashInferAttention:
         )
         self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
         compiler = ThreadPoolExecutor(1, thread_name_prefix="flashinfer")
-        self._compiled = compiler.submit(self._plan, _OneToken())
+        self._compiled = compiler.submit(self._plan, _one_token())
         compiler.shutdown(wait=False)
 
     def plan(self, batch: PagedSequences) -> None:
@@ -55,11 +56,11 @@ class FlashInferAttention:
 
     def _plan(self, batch: PagedSequences) -> None:
         page_size = self._shape.page_size
-        table = PageTable.of(batch, page_size)
-        last_lengths = table.lengths - (np.diff(table.starts) - 1) * page_size
+        table, lengths = batch.page_table, batch.kv_lengths
+        last_lengths = lengths - (np.diff(table.starts) - 1) * page_size
         self._planned.synchronize()  # a plan is copied from a pinned buffer that the next reuses
         self._wrapper.plan(
-            _pinned(np.array(batch.query_starts, np.int32)),
+            _pinned(batch.query_starts),
             _pinned(table.starts),
             _pinned(table.pages),
             _pinned(last_lengths),
@@ -70,7 +71,7 @@ class FlashInferAttention:
             causal=True,
             q_data_type=self._shape.dtype,
             max_token_per_sequence=int(np.diff(batch.query_starts).max()),
-            seq_lens=_pinned(table.lengths),
+            seq_lens=_pinned(lengths),
         )
         self._planned.record()
 
@@ -88,6 +89,12 @@ class FlashInferAttention:
         return PagedDecode(self._shape, tokens, pages, self._workspace)
 
 
-def _pinned(array: npt.NDArray[np.int32]) -> torch.Tensor:
+def _one_token() -> _Sequences:
+    """The smallest step there is."""
+    starts, page = np.array([0, 1], np.int32), np.array([0], np.int32)
+    return _Sequences(starts, np.array([1], np.int32), PageTable(starts, page))
+
+
+def _pinned(array: Int32s) -> torch.Tensor:
     # from pageable memory each copy would wait for the step in flight
     return torch.from_numpy(array).pin_memory()

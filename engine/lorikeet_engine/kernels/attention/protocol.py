@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+from lorikeet_engine.kernels.attention.page_table import PageTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +25,13 @@ class PagedSequences(Protocol):
     """The part of a batch that attention reads; lorikeet_engine.batch says what each field is."""
 
     @property
-    def query_starts(self) -> tuple[int, ...]: ...  # noqa: D102
+    def query_starts(self) -> npt.NDArray[np.int32]: ...  # noqa: D102
 
     @property
-    def kv_lengths(self) -> tuple[int, ...]: ...  # noqa: D102
+    def kv_lengths(self) -> npt.NDArray[np.int32]: ...  # noqa: D102
 
     @property
-    def page_tables(self) -> torch.Tensor: ...  # noqa: D102
+    def page_table(self) -> PageTable: ...  # noqa: D102
 
 
 class AttentionBackend(Protocol):

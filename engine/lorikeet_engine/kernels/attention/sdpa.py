@@ -1,5 +1,7 @@
 """Attention by torch's scaled_dot_product_attention, one sequence at a time: the CPU's back end."""
 
+from itertools import pairwise
+
 import torch
 from torch.nn import functional as F
 
@@ -17,14 +19,15 @@ class SdpaAttention:
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        page_size = layer_kv.shape[2]
-        starts = batch.query_starts
-        for i, length in enumerate(batch.kv_lengths):
-            pages = batch.page_tables[i, : -(-length // page_size)].to(q.device)
+        table = torch.from_numpy(batch.page_table.pages)
+        owned = pairwise(batch.page_table.starts.tolist())
+        asked = pairwise(batch.query_starts.tolist())
+        sequences = zip(owned, asked, batch.kv_lengths.tolist(), strict=True)
+        for (first, last), (begin, end), length in sequences:
+            pages = table[first:last].to(q.device)
             # cut at length: what lies behind it in the last page was never written
             keys, values = layer_kv[:, pages].flatten(1, 2)[:, :length]
-            queries = slice(starts[i], starts[i + 1])
-            out[queries] = _attend_one(q[queries], keys, values)
+            out[begin:end] = _attend_one(q[begin:end], keys, values)
         return out
 
 

@@ -7,10 +7,10 @@ import torch
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.kernels.lora import LoraWeights
+from lorikeet_engine.residency.arena import DeviceArena, Piece
 from lorikeet_engine.residency.eviction import LeastRecentlyUsed
 from lorikeet_engine.residency.residents import Residents
 from lorikeet_engine.residency.slots import SlotPool
-from lorikeet_engine.residency.transfer import Transfer
 from tests.engine.streams import Event, Streams
 from tests.engine.test_slots import layout_of
 
@@ -27,11 +27,12 @@ class Engine:
     def __init__(self, monkeypatch) -> None:
         table = torch.zeros(12, LAYERS, 7, 3, dtype=torch.int64)
         self.weights = LoraWeights(torch.zeros(ARENA), table)
-        self.pool = SlotPool(self.weights)
+        self.pool = SlotPool(ARENA, 12)
         self.streams = streams = Streams(self.weights.arena)
         streams.stand_in(monkeypatch)
+        self.arena = DeviceArena(self.weights, torch.device("cuda"))
         self.residents = Residents(
-            self.pool, Transfer(torch.device("cuda")), LeastRecentlyUsed(), lambda: float(self.now)
+            self.pool, self.arena, LeastRecentlyUsed(), lambda: float(self.now)
         )
         self.now = self.loads = 0
         self.copies: dict[str, Event] = {}
@@ -53,7 +54,7 @@ class Engine:
 
     def step(self) -> None:
         for digest, lease in self.leases.items():
-            for block in self.pool.blocks(lease.slot):
+            for block in self.arena.blocks(self.pool.placed()[lease.slot].pieces):
                 assert block.eq(int(digest)).all()
                 self.streams.access(block, writes=False)
 
@@ -120,14 +121,15 @@ def test_a_copy_waits_for_the_last_of_an_adapters_leases(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_device_a_copy_passes_steps_and_waits_for_reads():
-    transfer, image = Transfer(torch.device("cuda")), torch.arange(1 << 22).pin_memory()
-    arena = torch.zeros(2 << 22, dtype=torch.int64, device="cuda")
+    image, size = torch.arange(1 << 22).pin_memory(), 1 << 22
+    memory = torch.zeros(2 << 22, dtype=torch.int64, device="cuda")
+    arena = DeviceArena(LoraWeights(memory, memory), torch.device("cuda"))
     step = torch.cuda.current_stream()
     torch.cuda.synchronize()
     torch.cuda._sleep(10**9)  # cycles, so about half a second
-    transfer.copy(image, arena.split(1 << 22)[:1]).synchronize()
+    arena.copy(image, [Piece(0, 0, size)]).synchronize()
     assert not step.query(), "the copy is over and the step is not"
-    transfer.wait_for(transfer.reads())
-    transfer.copy(image, arena.split(1 << 22)[1:]).synchronize()
+    arena.wait_for(arena.reads())
+    arena.copy(image, [Piece(size, 0, size)]).synchronize()
     assert step.query(), "the copy began when the step was over"
-    assert torch.equal(arena.cpu(), torch.cat([image, image]))
+    assert torch.equal(memory.cpu(), torch.cat([image, image]))
