@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet.api.messages import Call
-from lorikeet.metrics.page import Page
 from lorikeet.routing.news import ReplicaNews
 from lorikeet.serving.app import EngineReplica
 from lorikeet_engine.request import Request
@@ -49,7 +48,7 @@ class MuteReplica(EngineReplica):
             await _lose("watch")
             yield news
 
-    async def metrics(self) -> Page:
+    async def metrics(self) -> bytes:
         await _lose("metrics")
         return await super().metrics()
 

@@ -1,23 +1,14 @@
-"""What the running service measures is what it was asked, at its own door and at Ray's."""
+"""What the running service measures is what it was asked."""
 
 import time
 
 import httpx
-import ray
 
 from lorikeet.api.metrics import KEPT_S
-from tests.e2e.conftest import REPLICAS, Crowd, Service, eventually
+from tests.e2e.conftest import REPLICAS, Crowd, Service
 from tests.e2e.mute import muted
 from tests.e2e.parts import complete
 from tests.metrics.scraping import Scraped, check_with_promtool
-
-_RAY_S = 45.0  # gauges are set every 5 s, and Ray takes them over every 10
-_LABELS = (
-    ("lorikeet_step_seconds_bucket", "le"),
-    ("lorikeet_step_seconds_bucket", "replica"),
-    ("lorikeet_requests_total", "gateway"),
-    ("lorikeet_pins_unmet", "reason"),
-)
 
 
 def read(service: Service) -> bytes:
@@ -28,13 +19,6 @@ def read(service: Service) -> bytes:
 
 def scrape(service: Service) -> Scraped:
     return Scraped(read(service).decode())
-
-
-def scrape_ray() -> Scraped:
-    """What Ray's agent on this node serves to Prometheus."""
-    (node,) = ray.nodes()
-    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-    return Scraped(httpx.get(url, timeout=30).raise_for_status().text)
 
 
 def generate(service: Service, key: str, model: str, **body: object) -> dict[str, int]:
@@ -87,24 +71,3 @@ def test_a_replica_that_says_nothing_is_left_out(service: Service) -> None:
         assert {"lorikeet_requests_total", "lorikeet_pins"} <= page.names
     time.sleep(KEPT_S)
     assert len(scrape(service).labels("lorikeet_adapters", "replica")) == REPLICAS
-
-
-def test_rays_exporter_has_the_same(service: Service, crowd: Crowd) -> None:
-    assert complete(service)
-    generate(service, crowd.base().key, crowd.base().model)
-
-    def agree() -> bool:  # once what processes said that are no more has been forgotten
-        ours, rays = scrape(service), scrape_ray()
-        return {f"ray_{name}" for name in ours.names} == {
-            name for name in rays.names if "lorikeet_" in name
-        } and all(ours.labels(*of) == rays.labels(f"ray_{of[0]}", of[1]) for of in _LABELS)
-
-    assert eventually(agree, within_s=_RAY_S)
-    ours, rays = scrape(service), scrape_ray()
-    for name, labels in (
-        ("lorikeet_adapter_capacity_bytes", {"tier": "gpu"}),
-        ("lorikeet_kv_pages", {"state": "total"}),
-        ("lorikeet_replicas", {"state": "wanted"}),
-    ):
-        assert rays.total(f"ray_{name}", **labels) == ours.total(name, **labels) > 0
-    assert rays.total("ray_lorikeet_requests_total", outcome="finished") > 0

@@ -20,6 +20,7 @@ from demo.tasks import TASKS
 from lorikeet.catalog.store import open_store
 from tests.e2e.conftest import Service
 from tests.e2e.mute import muted
+from tests.e2e.test_metrics import read
 
 IN_OWN_ERRORS = {"schema's bad type", "schema's bad reference"}
 """What is wrong with a schema is told to who wrote it."""
@@ -241,6 +242,7 @@ def test_metrics_and_what_admins_are_told_hold_nothing_that_was_sent(
     service: Service, planted: Planted
 ) -> None:
     said = {path: service.admin("GET", path).content for path in ("/status", "/log", "/keys")}
+    said["/metrics"] = read(service)
     for node in ray.nodes():
         url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
         said[url] = httpx.get(url, timeout=30).content

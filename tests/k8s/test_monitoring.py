@@ -18,13 +18,13 @@ from k8s.monitoring.make import HERE, made
 from k8s.monitoring.panels import ROWS
 from lorikeet.api.messages import Call, Refusal
 from lorikeet.metrics.controller import Replicas, controller_metrics
-from lorikeet.metrics.page import Page, render
+from lorikeet.metrics.page import render
 from lorikeet.metrics.replica import replica_metrics
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.counts import LOAD_S, SIZES, STEP_S, Distribution, EngineCounts, TierCounts
 from tests.api.conftest import Items, chat, serving
 from tests.api.test_explain import told
-from tests.k8s.manifests import OVERLAYS, ROOT, Manifest, pods, problems, selects
+from tests.k8s.manifests import OVERLAYS, ROOT, Manifest, of_kind, pods, problems, selects
 from tests.k8s.manifests import render as rendered
 
 OPERATIONS = ROOT / "docs" / "operations.md"
@@ -155,7 +155,7 @@ def _series(page: str) -> dict[str, dict[str, set[str]]]:
 def _scraped(folder: Path) -> str:
     """A gateway's page after an answer and a refusal, with a replica's and the controller's."""
 
-    async def pages() -> Sequence[Page]:
+    async def pages() -> Sequence[bytes]:
         replica = {"base_model": "tiny", "replica": "r0"}
         control = controller_metrics([], {"tiny": Replicas(2, 1)}, 0.1)
         return [render(replica_metrics(_COUNTS), replica), render(control, {})]
@@ -210,18 +210,19 @@ def test_grafana_and_prometheus_get_what_was_made() -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_pod_is_scraped_once_under_our_names(overlay: str) -> None:
-    monitor = _of_kind("PodMonitor")["spec"]
-    for pod in pods(overlay).values():
-        labels = pod["metadata"]["labels"]
-        assert selects(monitor["selector"], labels)
-        assert labels[monitor["jobLabel"]] == "lorikeet"  # which LorikeetNotScraped asks for
+def test_one_scrape_of_the_admin_service_with_a_key_of_its_own_has_everything(overlay: str) -> None:
+    scrape = _of_kind("ScrapeConfig")["spec"]
+    (admin,) = (s for s in of_kind(overlay, "Service") if s["metadata"]["name"] == "lorikeet-admin")
+    (port,) = admin["spec"]["ports"]
+    target = f"lorikeet-admin.{admin['metadata']['namespace']}:{port['port']}"
+    job = {"job": "lorikeet"}  # which LorikeetNotScraped asks for
+    assert scrape["staticConfigs"] == [{"targets": [target], "labels": job}]
+    secret = scrape["authorization"]["credentials"]
+    create = f"create secret generic {secret['name']} --from-literal={secret['key']}=lk_"
+    assert create in (ROOT / "k8s" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_gateways_reach_the_collector_of_traces(overlay: str) -> None:
     collectors = _of_kind("NetworkPolicy")["spec"]["podSelector"]
     assert selects(collectors, pods(overlay)["gateways"]["metadata"]["labels"])
-    (endpoint,) = monitor["podMetricsEndpoints"]
-    assert endpoint["port"] == "metrics"
-    (rename,) = endpoint["metricRelabelings"]
-    name = re.fullmatch(rename["regex"], "ray_lorikeet_ttft_seconds_bucket")
-    assert name is not None
-    assert name.expand(rename["replacement"].replace("$", "\\")) == "lorikeet_ttft_seconds_bucket"
-    assert re.fullmatch(rename["regex"], "ray_serve_num_http_requests") is None

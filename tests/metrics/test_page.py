@@ -4,6 +4,7 @@ import math
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -70,3 +71,9 @@ def test_parts_of_several_processes_share_their_heads() -> None:
 
 def test_what_has_no_samples_is_not_mentioned() -> None:
     assert join([render([GaugeMetricFamily("lorikeet_pins", "Pins.", labels=["x"])], {})]) == b""
+
+
+def test_when_counting_began_is_not_told() -> None:
+    registry = CollectorRegistry()
+    Counter("lorikeet_retries_total", "Retries.", registry=registry).inc()
+    assert Scraped(render(registry.collect(), {}).decode()).names == {"lorikeet_retries_total"}

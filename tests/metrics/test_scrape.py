@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.core import CounterMetricFamily
 
 from lorikeet.api.messages import Attempt, Call, Closing, Header, Refusal
 from lorikeet.api.metrics import KEPT_S
@@ -14,7 +15,7 @@ from lorikeet.api.peers import Peers, Poll
 from lorikeet.catalog.records import Scope
 from lorikeet.errors import Unavailable
 from lorikeet.metrics.gateway import GatewayMetrics
-from lorikeet.metrics.page import Family, Page, render
+from lorikeet.metrics.page import render
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import Course
 from tests.api.conftest import Gateway, Items, chat, endless, eventually, repeat, serving
@@ -186,7 +187,7 @@ def test_every_base_model_is_there_before_it_is_asked_for(gateway: Gateway) -> N
 class Others(Peers):
     """Another gateway, whose part a test makes."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: bytes) -> None:
         super().__init__()
         self.page = page
         self.asked = 0
@@ -203,9 +204,10 @@ def test_the_page_is_the_whole_services_and_kept_for_a_second(tmp_path: Path) ->
     other = GatewayMetrics()
     other.serves(["tiny"])
     others = Others(render(other.collect(), {"gateway": "another"}))
-    replica = {"lorikeet_preemptions": Family("", 'lorikeet_preemptions_total{replica="r"} 3\n')}
+    preemptions = CounterMetricFamily("lorikeet_preemptions_total", "Preemptions.", 3)
+    replica = render([preemptions], {"replica": "r"})
 
-    async def pages() -> Sequence[Page]:
+    async def pages() -> Sequence[bytes]:
         return [replica]
 
     with serving(tmp_path, peers=others, pages=pages) as gateway:

@@ -11,9 +11,9 @@ from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Gate
 from lorikeet.api.services import Services
 from lorikeet.api.trace import Record, Trace, Try
-from lorikeet.metrics.ended import NO_ADAPTER, Ended
-from lorikeet.metrics.gateway import GatewayMetrics
-from lorikeet.metrics.page import CONTENT_TYPE, Page, join, render
+from lorikeet.metrics.families import residency_label
+from lorikeet.metrics.gateway import GatewayMetrics, RequestSummary
+from lorikeet.metrics.page import CONTENT_TYPE, join, render
 from lorikeet_engine.adapter import Residency
 
 KEPT_S = 1.0
@@ -30,11 +30,11 @@ def counting(metrics: GatewayMetrics) -> Listener:
     return ended
 
 
-def summary(record: Record) -> Ended:
+def summary(record: Record) -> RequestSummary:
     """What is counted of a request that is over."""
     slowest, outcome = slowest_course(record), outcome_of(record)
     finished = record.tokens is not None and record.code is None
-    return Ended(
+    return RequestSummary(
         outcome="left" if outcome == "client left" else outcome,
         tenant=record.tenant,
         base_model=record.base_model,
@@ -96,10 +96,10 @@ class Scrape:
         self._good_until_s = time.monotonic() + KEPT_S
         return page
 
-    async def _own(self) -> Page:
+    async def _own(self) -> bytes:
         return await asyncio.to_thread(self._render)
 
-    def _render(self) -> Page:
+    def _render(self) -> bytes:
         return render(self._services.metrics.collect(), {"gateway": self._services.name})
 
 
@@ -117,4 +117,4 @@ def metrics_routes(gate: Gate, scrape: Scrape) -> APIRouter:
 def _residency(record: Record) -> str | None:
     if record.replica is None:
         return None
-    return NO_ADAPTER if record.tier is None else str(Residency(record.tier))
+    return residency_label(None if record.tier is None else Residency(record.tier))

@@ -9,7 +9,6 @@ from lorikeet.api.peers import Peers
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.uploads import PART_BYTES
 from lorikeet.metrics.gateway import GatewayMetrics
-from lorikeet.metrics.page import Page
 from lorikeet.placement.report import ReplicaMap, ReplicaReport
 from lorikeet.tenancy.budget import Written
 from lorikeet_engine.adapter_format import (
@@ -46,7 +45,7 @@ class EngineClient(Protocol):
         ...
 
 
-async def no_pages() -> Sequence[Page]:
+async def no_pages() -> Sequence[bytes]:
     """Where this gateway is the whole service."""
     return ()
 
@@ -73,7 +72,7 @@ class Services:
     max_queue_s: how long a request may wait for its turn on a replica; None: as long as it takes.
     seats: requests that the replicas of each base model run at once, this gateway's part of them.
     traces: where requests that are over are told; None: nowhere. metrics: this gateway's. pages:
-    what replicas and the controller measure.
+    what each replica and the controller measure, as parts of the page of metrics.
     """
 
     catalog: AdapterCatalog
@@ -94,4 +93,4 @@ class Services:
     seats: Mapping[str, int] = field(default_factory=dict)
     traces: "Traces | None" = None
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
-    pages: Callable[[], Awaitable[Sequence[Page]]] = no_pages
+    pages: Callable[[], Awaitable[Sequence[bytes]]] = no_pages

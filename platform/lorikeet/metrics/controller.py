@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from lorikeet.metrics.families import gauge
 from lorikeet.placement.plan import Cause
 from lorikeet.placement.standing import PinStanding, Standing
 
@@ -41,16 +42,16 @@ def controller_metrics(
 
 def _pins(pins: list[PinStanding]) -> Iterator[Metric]:
     standings = Counter(pin.standing for pin in pins)
-    family = GaugeMetricFamily(
-        "lorikeet_pins", "Pins in force, by how they stand.", labels=["standing"]
+    yield gauge(
+        "lorikeet_pins",
+        "Pins in force, by how they stand.",
+        "standing",
+        {standing.value: standings[standing] for standing in Standing},
     )
-    for standing in Standing:
-        family.add_metric([standing.value], standings[standing])
-    yield family
     causes = Counter(cause for pin in pins for cause in {s.cause for s in pin.shortfalls})
-    family = GaugeMetricFamily(
-        "lorikeet_pins_unmet", "Pins that do not fully hold, by why.", labels=["reason"]
+    yield gauge(
+        "lorikeet_pins_unmet",
+        "Pins that do not fully hold, by why.",
+        "reason",
+        {cause.value: causes[cause] for cause in Cause},
     )
-    for cause in Cause:
-        family.add_metric([cause.value], causes[cause])
-    yield family

@@ -1,24 +1,45 @@
 """What a gateway measures: requests and their times, tenants, the busiest adapters."""
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 
-from lorikeet.metrics.busiest import MORE
-from lorikeet.metrics.ended import OUTCOMES, TOKENS, Ended
-from lorikeet.metrics.names import NamedCounts
+from lorikeet.metrics.named_counters import NamedCounter, NamedRequests
+
+OUTCOMES = ("finished", "refused", "failed", "left")
 
 _TENANTS, _ADAPTERS = 1_000, 100
 _TENANTS_OF_ALL = 2_000
 """A tenant takes 7 lines of some 90 bytes in each gateway's part of a page: 1.3 MB in all."""
-_RAY_SERIES = 1_900
-"""Of one metric, for a whole node: Ray's exporter throws together what is above 2,000."""
 
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _QUEUE_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSummary:
+    """A request that is over, as far as it is counted.
+
+    tenant, base_model: "" where that was never known. adapter: tenant/name. residency: where its
+    adapter was, as families.residency_label says, None if no replica took it. code: of the error
+    that ended it. first_token_s, queue_s, total_s: None where they say nothing. retries: replicas
+    that lost it. tokens: as named_counters.TOKENS says, of a finished one.
+    """
+
+    outcome: str
+    tenant: str
+    base_model: str
+    adapter: str | None = None
+    residency: str | None = None
+    code: str | None = None
+    first_token_s: float | None = None
+    queue_s: float | None = None
+    total_s: float | None = None
+    retries: int = 0
+    tokens: tuple[int, int, int] | None = None
 
 
 class GatewayMetrics:
@@ -26,56 +47,33 @@ class GatewayMetrics:
 
     def __init__(self, gateways: int = 1) -> None:
         """gateways: how many share the room for names."""
-        registry = self._registry = CollectorRegistry()
-        model = ["base_model"]
-        where = [*model, "residency"]
-        self._requests = Counter(
-            "lorikeet_requests_total",
-            "Requests that are over, by what became of them.",
-            [*model, "outcome"],
-            registry=registry,
+        self._registry = CollectorRegistry()
+        self._requests = self._counter(
+            "lorikeet_requests_total", "Requests that are over, by what became of them.", "outcome"
         )
-        self._refusals = Counter(
-            "lorikeet_refusals_total",
-            "Requests that ended with an error, by its code.",
-            [*model, "code"],
-            registry=registry,
+        self._refusals = self._counter(
+            "lorikeet_refusals_total", "Requests that ended with an error, by its code.", "code"
         )
-        self._retries = Counter(
-            "lorikeet_retries_total",
-            "Attempts that a replica lost and another was given.",
-            model,
-            registry=registry,
+        self._retries = self._counter(
+            "lorikeet_retries_total", "Attempts that a replica lost and another was given."
         )
-        self._first_token = Histogram(
-            "lorikeet_ttft_seconds",
-            "From a request's arrival to its first token.",
-            where,
-            buckets=_FIRST_TOKEN_S,
-            registry=registry,
+        self._first_token = self._histogram(
+            "lorikeet_ttft_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN_S
         )
-        self._queue = Histogram(
+        self._queue = self._histogram(
             "lorikeet_queue_seconds",
             "How long a finished request waited in the engine for its turn, its adapter aside.",
-            where,
-            buckets=_QUEUE_S,
-            registry=registry,
+            _QUEUE_S,
         )
-        self._total = Histogram(
+        self._total = self._histogram(
             "lorikeet_request_seconds",
             "From a finished request's arrival to its end.",
-            where,
-            buckets=_REQUEST_S,
-            registry=registry,
+            _REQUEST_S,
         )
-        self._names = NamedCounts(
-            tenants=min(_TENANTS, _TENANTS_OF_ALL // gateways), adapters=_ADAPTERS
-        )
-        few = _RAY_SERIES // gateways
-        self._few_names = NamedCounts(
-            tenants=min(_TENANTS, int(few / MORE / len(OUTCOMES))),
-            adapters=min(_ADAPTERS, int(few / MORE / len(TOKENS))),
-        )
+        self._tenants = _tenants(min(_TENANTS, _TENANTS_OF_ALL // gateways))
+        self._adapters = _adapters(_ADAPTERS)
+        self._registry.register(self._tenants)
+        self._registry.register(self._adapters)
 
     def serves(self, base_models: Iterable[str]) -> None:
         """Show these from now on, and not only once they are asked for."""
@@ -88,7 +86,7 @@ class GatewayMetrics:
         """A gauge; value: called when it is read, on any thread."""
         Gauge(name, documentation, registry=self._registry).set_function(value)
 
-    def ended(self, request: Ended) -> None:
+    def ended(self, request: RequestSummary) -> None:
         """A request is over."""
         model = request.base_model
         self._requests.labels(model, request.outcome).inc()
@@ -98,21 +96,54 @@ class GatewayMetrics:
             self._retries.labels(model).inc(request.retries)
         if request.residency is not None:
             self._took(request, model, request.residency)
-        self._names.ended(request)
-        self._few_names.ended(request)
+        if request.tenant:
+            self._tenants.count(request.tenant, request.tokens, request.outcome)
+        if request.adapter is not None:
+            self._adapters.count(request.adapter, request.tokens)
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterable[Metric]:
         """All of it, as it is now."""
-        return chain(self._registry.collect(), self._names.collect())
+        return self._registry.collect()
 
-    def collect_for_ray(self) -> Iterator[Metric]:
-        """The same with fewer names, as far as gateways of one node may have together."""
-        return chain(self._registry.collect(), self._few_names.collect())
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        return Counter(name, documentation, ["base_model", *labels], registry=self._registry)
 
-    def _took(self, request: Ended, model: str, residency: str) -> None:
+    def _histogram(self, name: str, documentation: str, bounds: tuple[float, ...]) -> Histogram:
+        labels = ["base_model", "residency"]
+        return Histogram(name, documentation, labels, buckets=bounds, registry=self._registry)
+
+    def _took(self, request: RequestSummary, model: str, residency: str) -> None:
         if request.first_token_s is not None:
             self._first_token.labels(model, residency).observe(request.first_token_s)
         if request.queue_s is not None:
             self._queue.labels(model, residency).observe(request.queue_s)
         if request.total_s is not None:
             self._total.labels(model, residency).observe(request.total_s)
+
+
+def _tenants(most: int) -> NamedRequests:
+    requests = NamedCounter(
+        "lorikeet_tenant_requests_total",
+        "Requests of a tenant that are over, by what became of them.",
+        ("tenant", "outcome"),
+    )
+    tokens = NamedCounter(
+        "lorikeet_tenant_tokens_total",
+        "Tokens of a tenant's finished requests; cached ones are among those of prompts.",
+        ("tenant", "kind"),
+    )
+    return NamedRequests(requests, tokens, max(1, most))
+
+
+def _adapters(most: int) -> NamedRequests:
+    requests = NamedCounter(
+        "lorikeet_adapter_requests_total",
+        "Requests of an adapter that are over; of all but the busiest together, as other.",
+        ("adapter",),
+    )
+    tokens = NamedCounter(
+        "lorikeet_adapter_tokens_total",
+        "Tokens of an adapter's finished requests; cached ones are among those of prompts.",
+        ("adapter", "kind"),
+    )
+    return NamedRequests(requests, tokens, most)

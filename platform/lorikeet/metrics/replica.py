@@ -1,19 +1,11 @@
 """What a replica measures: its engine's counts as Prometheus's metrics."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-from prometheus_client.utils import floatToGoString
+from prometheus_client.core import CounterMetricFamily, Metric
 
-from lorikeet.metrics.ended import NO_ADAPTER
-from lorikeet_engine.adapter import Residency
-from lorikeet_engine.counts import Distribution, EngineCounts
+from lorikeet.metrics.families import counter, gauge, histogram, residency_label
+from lorikeet_engine.counts import EngineCounts
 
 
 def replica_metrics(counts: EngineCounts) -> Iterator[Metric]:
@@ -26,25 +18,25 @@ def replica_metrics(counts: EngineCounts) -> Iterator[Metric]:
 
 def _tiers(counts: EngineCounts) -> Iterator[Metric]:
     tiers = {str(tier): held for tier, held in counts.tiers.items()}
-    yield _gauge(
+    yield gauge(
         "lorikeet_adapters",
         "Adapters that a tier holds; one counts in every tier that holds it.",
         "tier",
         {tier: held.adapters for tier, held in tiers.items()},
     )
-    yield _gauge(
+    yield gauge(
         "lorikeet_adapter_bytes",
         "Bytes that adapters take in a tier.",
         "tier",
         {tier: held.used_bytes for tier, held in tiers.items()},
     )
-    yield _gauge(
+    yield gauge(
         "lorikeet_adapter_capacity_bytes",
         "Bytes that a tier has for adapters.",
         "tier",
         {tier: held.capacity_bytes for tier, held in tiers.items()},
     )
-    yield _counter(
+    yield counter(
         "lorikeet_adapter_evictions_total",
         "Adapters that a tier has let go to make room.",
         "tier",
@@ -53,20 +45,20 @@ def _tiers(counts: EngineCounts) -> Iterator[Metric]:
 
 
 def _loads(counts: EngineCounts) -> Iterator[Metric]:
-    yield _counter(
+    yield counter(
         "lorikeet_adapter_lookups_total",
         "Requests by where their adapter was when they came.",
         "found",
         {str(tier): found for tier, found in counts.lookups.items()},
     )
     loads = {str(tier): seconds for tier, seconds in counts.loads.items()}
-    yield _counter(
+    yield counter(
         "lorikeet_adapter_loads_total",
         "Adapters brought one tier nearer, by the tier they were brought from.",
         "source",
         {source: sum(seconds.counts) for source, seconds in loads.items()},
     )
-    yield _histogram(
+    yield histogram(
         "lorikeet_adapter_load_seconds",
         "How long it took to bring an adapter one tier nearer, by the tier it was brought from.",
         "source",
@@ -78,13 +70,13 @@ def _loads(counts: EngineCounts) -> Iterator[Metric]:
 
 
 def _engine(counts: EngineCounts) -> Iterator[Metric]:
-    yield _gauge(
+    yield gauge(
         "lorikeet_sequences",
         "Sequences that run, and that wait to begin or to go on.",
         "state",
         {"running": counts.running, "waiting": counts.waiting},
     )
-    yield _gauge(
+    yield gauge(
         "lorikeet_kv_pages",
         "Pages of the KV cache that sequences use, and that there are.",
         "state",
@@ -95,7 +87,7 @@ def _engine(counts: EngineCounts) -> Iterator[Metric]:
         "Sequences that lost their KV pages to others and had to begin anew.",
         counts.preemptions,
     )
-    yield _counter(
+    yield counter(
         "lorikeet_tokens_total",
         "Tokens of prompts that were begun, those of them that were found cached, tokens made.",
         "kind",
@@ -108,51 +100,16 @@ def _engine(counts: EngineCounts) -> Iterator[Metric]:
 
 
 def _steps(counts: EngineCounts) -> Iterator[Metric]:
-    yield _histogram("lorikeet_step_seconds", "What a step took.", None, {"": counts.step_s})
-    yield _histogram(
+    yield histogram("lorikeet_step_seconds", "What a step took.", None, {"": counts.step_s})
+    yield histogram(
         "lorikeet_step_sequences", "Sequences of a step.", None, {"": counts.step_sequences}
     )
-    yield _histogram(
+    yield histogram(
         "lorikeet_step_adapters", "Distinct adapters of a step.", None, {"": counts.step_adapters}
     )
-    yield _histogram(
+    yield histogram(
         "lorikeet_inter_token_seconds",
         "Between two tokens of a sequence, by where its adapter was when the request came.",
         "residency",
-        {_residency(found): gaps for found, gaps in counts.inter_token_s.items()},
+        {residency_label(found): gaps for found, gaps in counts.inter_token_s.items()},
     )
-
-
-def _residency(found: Residency | None) -> str:
-    return NO_ADAPTER if found is None else str(found)
-
-
-def _gauge(name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = GaugeMetricFamily(name, documentation, labels=[label])
-    for value, amount in values.items():
-        family.add_metric([value], amount)
-    return family
-
-
-def _counter(name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = CounterMetricFamily(name, documentation, labels=[label])
-    for value, amount in values.items():
-        family.add_metric([value], amount)
-    return family
-
-
-def _histogram(
-    name: str, documentation: str, label: str | None, values: Mapping[str, Distribution]
-) -> Metric:
-    """label: whose values the keys are; without one there is one distribution alone."""
-    family = HistogramMetricFamily(name, documentation, labels=[label] if label else [])
-    for value, distribution in values.items():
-        if any(distribution.counts):
-            family.add_metric([value] if label else [], _buckets(distribution), distribution.total)
-    return family
-
-
-def _buckets(distribution: Distribution) -> Sequence[tuple[str, float]]:
-    """Prometheus's buckets count what is at most their bound, those before them included."""
-    bounds = [*map(floatToGoString, distribution.bounds), "+Inf"]
-    return list(zip(bounds, accumulate(distribution.counts), strict=True))

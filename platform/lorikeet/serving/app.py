@@ -4,11 +4,11 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from prometheus_client.core import Metric
 from ray import serve
 from ray.serve.config import BackpressureConfig
 from ray.serve.deployment import Application
@@ -27,9 +27,8 @@ from lorikeet.serving.allocator import give_freed_memory_back
 from lorikeet.serving.controller import Controller
 from lorikeet.serving.doors import AdminDoor, PublicDoor
 from lorikeet.serving.engines import ServeEngines
+from lorikeet.serving.handles import broadcast_all
 from lorikeet.serving.logs import log_to_stderr
-from lorikeet.serving.metrics import ServePages
-from lorikeet.serving.metrics_export import export_forever
 from lorikeet.serving.peers import ServePeers
 from lorikeet.serving.replica import Replica
 from lorikeet.serving.scaling import autoscaling
@@ -122,7 +121,6 @@ class EngineReplica(Replica):
         name = serve.get_replica_context().replica_id.unique_id
         with _failure_logged("engine", base_model):
             super().__init__(name, base_model, settings)
-        self._export = asyncio.create_task(export_forever(self.measured, self.labels))
         log.info("engine_ready", extra={"replica": name, "base_model": base_model})
 
     def check_health(self) -> None:
@@ -180,15 +178,10 @@ class Gateway:
                 seats=_seats(settings),
                 traces=_traces(settings, name),
                 metrics=GatewayMetrics(settings.gateways),
-                pages=ServePages([*engines.values(), controller]),
+                pages=partial(broadcast_all, [*engines.values(), controller], "metrics"),
             )
-            export = export_forever(self._measured, {"gateway": name})
-            self._export = asyncio.create_task(export)
             self._trim = asyncio.create_task(give_freed_memory_back())
             self._admin_door = AdminDoor(settings.admin_address)
-
-    async def _measured(self) -> Iterable[Metric]:
-        return self._services.metrics.collect_for_ray()
 
     async def answer_peer(self, asker: str, question: str, *arguments: Any) -> list[Any]:
         """What another gateway wants to know."""

@@ -6,21 +6,19 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client.core import Metric
 from ray.serve.handle import DeploymentHandle
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import LorikeetError
 from lorikeet.metrics.controller import controller_metrics
-from lorikeet.metrics.page import Page, render
+from lorikeet.metrics.page import render
 from lorikeet.placement.plan import Placement, place_pins
 from lorikeet.placement.promises import PromiseReader, Promises
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.placement.standing import standings
 from lorikeet.serving.deployment import EngineDeployment
 from lorikeet.serving.logs import log_to_stderr
-from lorikeet.serving.metrics_export import export_forever
 from lorikeet.settings import Settings
 from lorikeet.usage.joining import join_lately
 
@@ -60,11 +58,10 @@ class Controller:
         self._task = loop.create_task(self._run())
         self._snapshots = loop.create_task(self._keep_snapshots())
         self._joins = loop.create_task(self._join_usage())
-        self._export = loop.create_task(export_forever(self._measured, {}))
 
-    async def metrics(self) -> Page:
-        """What it measures, as its part of the service's page."""
-        return render(await self._measured(), {})
+    async def metrics(self) -> bytes:
+        """The controller's part of the page of metrics."""
+        return await asyncio.to_thread(self._measure)
 
     def check_health(self) -> None:
         """Raises when the loop has ended or hangs: Ray then starts another controller."""
@@ -131,13 +128,10 @@ class Controller:
     def _reports(self) -> list[ReplicaReport]:
         return [report for deployment in self._deployments for report in deployment.reports]
 
-    async def _measured(self) -> list[Metric]:
-        return await asyncio.to_thread(self._measure)
-
-    def _measure(self) -> list[Metric]:
+    def _measure(self) -> bytes:
         pins = standings(self._promises, self._reports(), self._placement)
         replicas = {each.base_model: each.replicas for each in self._deployments}
-        return list(controller_metrics(pins, replicas, self._survey_s))
+        return render(controller_metrics(pins, replicas, self._survey_s), {})
 
     async def _keep_snapshots(self) -> None:
         """Make a snapshot whenever one is due; beside the ticks, which it must not delay."""

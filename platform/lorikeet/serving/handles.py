@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import grpc
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
@@ -40,6 +41,23 @@ async def broadcast(handle: DeploymentHandle[Any], method: str, *arguments: Any)
     for error in failures:
         log.warning("replica_silent", extra={"method": method, "error": repr(error)})
     return answers
+
+
+async def broadcast_all(handles: Iterable[DeploymentHandle[Any]], method: str) -> list[Any]:
+    """Call a method on every replica of several deployments; those that do not answer are left out.
+
+    So is a deployment of which Serve cannot say who its replicas are.
+    """
+    answers = await asyncio.gather(*(_broadcast_or_log(handle, method) for handle in handles))
+    return [answer for some in answers for answer in some]
+
+
+async def _broadcast_or_log(handle: DeploymentHandle[Any], method: str) -> list[Any]:
+    try:
+        return await broadcast(handle, method)
+    except (RayError, *LOST) as error:
+        log.warning("deployment_silent", extra={"method": method, "error": repr(error)})
+        return []
 
 
 async def poll(

@@ -2,14 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
-
-from prometheus_client.core import Metric
 
 from lorikeet.answer_stream.answer import Answer, refusal_of
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStreams
@@ -18,7 +16,7 @@ from lorikeet.api.messages import Call, Header, Refusal, Trial, TrialResult
 from lorikeet.api.request_scope import log_unexpected
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import GenerationFailed, InvalidInput
-from lorikeet.metrics.page import Page, render
+from lorikeet.metrics.page import render
 from lorikeet.metrics.replica import replica_metrics
 from lorikeet.placement import signals
 from lorikeet.placement.orders import Orders
@@ -159,18 +157,11 @@ class Replica:
         report = await asyncio.wrap_future(self._engine.report())
         return ReplicaReport(self.name, self._base_model, report)
 
-    async def measured(self) -> Iterable[Metric]:
-        """What this replica measures. Raises EngineClosed."""
-        return replica_metrics(await asyncio.wrap_future(self._engine.counts()))
-
-    async def metrics(self) -> Page:
-        """The same as its part of the service's page."""
-        return render(await self.measured(), self.labels)
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """Of all that this replica measures."""
-        return {"base_model": self._base_model, "replica": self.name}
+    async def metrics(self) -> bytes:
+        """What this replica measures, its part of the page of metrics. Raises EngineClosed."""
+        counts = await asyncio.wrap_future(self._engine.counts())
+        labels = {"base_model": self._base_model, "replica": self.name}
+        return await asyncio.to_thread(render, replica_metrics(counts), labels)
 
     async def memory_map(self) -> ReplicaMap:
         """What lies where in this replica's memory."""

@@ -3,8 +3,8 @@
 import random
 from collections import Counter
 
-from lorikeet.metrics.busiest import OTHER, ROUND_S, Busiest
-from lorikeet.metrics.names import NamedCounter
+from lorikeet.metrics.named_counters import NamedCounter
+from lorikeet.metrics.top_names import OTHER, ROUND_S, TopNames
 
 
 class Watched:
@@ -13,12 +13,12 @@ class Watched:
     def __init__(self, most: int) -> None:
         self.now = 0.0
         self.counter = NamedCounter("requests_total", "Requests.", ("name",))
-        self.busiest = Busiest(most, self.counter.drop, lambda: self.now)
+        self.names = TopNames(most, self.counter.drop, lambda: self.now)
         self.increase: Counter[str] = Counter()
         self.last: dict[str, float] = {}
 
     def use(self, name: str) -> str:
-        shown = self.busiest.used(name)
+        shown = self.names.used(name)
         self.counter.add(1, shown)
         return shown
 
@@ -107,5 +107,5 @@ def test_what_is_remembered_of_the_others_is_bounded() -> None:
     watched = Watched(most=1)
     for n in range(30_000):
         watched.use(f"n{n}")
-    assert len(watched.busiest._others) <= 10_000
+    assert len(watched.names._others) <= 10_000
     assert watched.scrape() == {"n0": 1, OTHER: 29_999}

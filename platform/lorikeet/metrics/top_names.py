@@ -16,13 +16,13 @@ ROUND_S = 60.0
 """So often names can lose their places; scrapes come more often."""
 _CLEARLY = 2.0
 """Who takes a place must have been so many times as busy: near equals do not take turns."""
-MORE = 1.25
+_MORE = 1.25
 """So many times `most` names are shown at most: a quarter of the places may have changed hands."""
 _CANDIDATES = 10_000
 """So many others are watched in a round; the busiest are hardly those that come after."""
 
 
-class Busiest:
+class TopNames:
     """Chooses `most` names: the first as they come, then by their uses. For one thread.
 
     A use counts half as much after each round.
@@ -57,7 +57,7 @@ class Busiest:
         left, self._leaving = self._leaving, set()
         challengers = sorted(self._others.items(), key=lambda item: -item[1])
         defenders = sorted(self._chosen.items(), key=lambda item: item[1])
-        places = defenders[: max(1, int((MORE - 1) * self._most))]
+        places = defenders[: max(1, int((_MORE - 1) * self._most))]
         for (name, uses), (chosen, its_uses) in zip(challengers, places, strict=False):
             if uses <= _CLEARLY * its_uses:
                 break
