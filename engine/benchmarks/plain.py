@@ -90,7 +90,7 @@ def plain_logits(model: Model, tiers: Tiers, answers: Series[Answer]) -> list[to
     for sequence in sequences:
         if sequence.adapter is not None:
             sequence.lease = _lease(tiers, sequence.adapter)
-    pages = sum(len(sequence.pages) for sequence in sequences)
+    pages = sum(len(sequence.kv.pages) for sequence in sequences)
     kv = torch.zeros(
         (config.layers, 2, pages, PAGE, config.kv_heads, config.head_dim),
         dtype=model.dtype,
@@ -153,7 +153,7 @@ def _sequences(answers: Series[Answer]) -> list[Sequence]:
             sequence.draw(row=0)
             sequence.accept(token)
         pages = -(-sequence.length // PAGE)
-        sequence.pages = array("i", range(taken, taken + pages))
+        sequence.kv.pages = array("i", range(taken, taken + pages))
         taken += pages
         sequences.append(sequence)
     return sequences

@@ -19,7 +19,7 @@ from typing import Protocol
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.kv_cache import KVCache
-from lorikeet_engine.sequence import Lease, Sequence
+from lorikeet_engine.sequence import KeptOut, Lease, Sequence
 
 PATIENCE = 32
 
@@ -93,7 +93,7 @@ class Admission:
     def admit(self, sequence: Sequence) -> None:
         """It runs from now on."""
         self._include(sequence)
-        sequence.overtaken, sequence.kept_out_at = 0, None
+        sequence.kept_out = KeptOut()
 
     def _leased(self, sequence: Sequence, ref: AdapterRef, admitted: int) -> bool:
         if self.refuses(sequence):
@@ -123,13 +123,11 @@ class Admission:
         self._adapters.want(ref, sequence.request.terms.tenant)
         # On the host and not further: what keeps it out is leased memory, as a rule.
         if not crowded and self._adapters.residency(ref) is not Residency.HOST:
-            sequence.kept_out_at = None
+            sequence.kept_out.since = None
             return
-        if sequence.kept_out_at is not None:
-            sequence.overtaken += admitted - sequence.kept_out_at
-        sequence.kept_out_at = admitted
+        sequence.kept_out.again(admitted)
         # With no adapter leased there is nobody to wait for, and a promise would help nobody.
-        if sequence.overtaken >= PATIENCE and self._leases:
+        if sequence.kept_out.overtaken >= PATIENCE and self._leases:
             self.promised = sequence
 
     def _include(self, sequence: Sequence) -> None:
@@ -139,9 +137,9 @@ class Admission:
             if not sequence.complete and digest not in self._present:
                 self._present.add(digest)
                 self._ranks += sequence.lease.rank
-        self._computing.update(sequence.coming_keys())
+        self._computing.update(sequence.kv.coming_keys())
 
     def _shares_soon(self, sequence: Sequence) -> bool:
-        keys = sequence.shareable_keys()
+        keys = sequence.kv.shareable_keys()
         found = len(self._cache.find(keys))
         return found < len(keys) and keys[found] in self._computing

@@ -106,9 +106,10 @@ class _Steps:
         """The last token of a sequence, on pages that it shares with nobody if there are enough."""
         context = min(_CONTEXT, self._longest)
         sequence = dummy_chunk(context, self._settings.page_size, lease).sequence
-        pages = len(sequence.pages)
-        sequence.pages = array("i", [(index * pages + i) % self._kv_pages for i in range(pages)])
-        sequence.computed = context - 1
+        kv = sequence.kv
+        pages = len(kv.pages)
+        kv.pages = array("i", [(index * pages + i) % self._kv_pages for i in range(pages)])
+        kv.computed = context - 1
         return Chunk.of(sequence, 1)
 
     def _shortest_s(self, chunks: list[Chunk]) -> float:

@@ -34,7 +34,7 @@ class _Deadline(NamedTuple):
         request = None
         for choice in self.choices:
             sequence = choice()
-            if sequence is None or sequence.ended or sequence.begun_s is not None:
+            if sequence is None or sequence.ended or sequence.progress.begun_s is not None:
                 return None
             request = sequence.request
         return request
@@ -64,7 +64,7 @@ class Deadlines:
 
     def add(self, choices: list[Sequence]) -> None:
         """A request has come, of these choices."""
-        request, arrived_s = choices[0].request, choices[0].arrived_s
+        request, arrived_s = choices[0].request, choices[0].progress.arrived_s
         terms, weak = request.terms, [weakref.ref(choice) for choice in choices]
         bounds: list[tuple[float | None, _WaitsFor]] = [(terms.max_queue_s, self._queued)]
         if request.adapter is not None:

@@ -115,7 +115,7 @@ class Engine:
         choices = self._intake.sequences(request)
         found = self._tiers.residency(request.adapter) if request.adapter else None
         for choice in choices:
-            choice.found = found
+            choice.progress.found = found
         self._inbox.submit(request.request_id, choices)
         if found is not None:
             self._counts.lookups.add(found)
@@ -309,7 +309,8 @@ class Engine:
         if finish is not None:
             self._scheduler.finish(sequence)
             self._inbox.ended(request_id)
-        course = sequence.course() if finish or sequence.first_s is None else None
+        progress = sequence.progress
+        course = progress.course() if finish or progress.first_s is None else None
         if token in sequence.stop_ids:
             return [Tokens(request_id, sequence.choice, (), finish, course=course)]
         self._counts.told(sequence)

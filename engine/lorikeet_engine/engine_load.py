@@ -63,4 +63,4 @@ def _ranks(sequences: Iterable[Sequence]) -> int:
 
 def _oldest_wait_s(sequences: Iterable[Sequence]) -> float:
     now_s = time.monotonic()
-    return now_s - min((s.arrived_s for s in sequences if not s.made), default=now_s)
+    return now_s - min((s.progress.arrived_s for s in sequences if not s.made), default=now_s)

@@ -44,6 +44,28 @@ class Account:
         self.counter += worth / self.weight
 
 
+@dataclass(slots=True, eq=False)
+class Bill:
+    """What one sequence costs its tenant. worth: so much is expected, in tokens' worth.
+
+    paid: so many tokens of its prompt were charged, or found in the cache before them.
+    """
+
+    account: Account
+    worth: float
+    paid: int = 0
+
+    def charge_prompt(self, begin: int, end: int) -> float:
+        """These tokens of the prompt are computed; returns what that is worth.
+
+        What is computed anew after a preemption is not the tenant's to pay.
+        """
+        worth = PROMPT_TOKEN * max(0, end - max(begin, self.paid))
+        self.paid = max(self.paid, end)
+        self.account.charge(worth)
+        return worth
+
+
 class Accounts:
     """Of all tenants that could be ahead of one that comes; the others are forgotten.
 

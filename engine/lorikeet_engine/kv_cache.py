@@ -12,25 +12,47 @@ from collections import OrderedDict
 from collections.abc import Iterable, Reversible
 
 
-class PrefixKeys:
-    """The keys of one sequence's full pages.
+class SequencePages:
+    """The KV pages of one sequence, in the order of its tokens, and what is in them.
 
-    key 0 = H(H(salt, adapter digest), tokens of page 0); key i = H(key i−1, tokens of page i).
-    Equal keys therefore mean equal tokens from the start, under one adapter and one tenant's salt.
+    computed: how many tokens' keys and values a step given to the device has put there.
+    written: how many are there for sure, since that step has been read.
     """
 
-    def __init__(self, page_size: int, salt: str = "", adapter_digest: str = "") -> None:
-        self._page_size = page_size
+    __slots__ = ("_keys", "_page_size", "_root", "_tokens", "computed", "pages", "written")
+
+    def __init__(
+        self, tokens: list[int], page_size: int, salt: str = "", adapter_digest: str | None = None
+    ) -> None:
+        """tokens: those that are known, which only ever grow at their end."""
+        self.pages: array[int] = array("i")  # not a list: page tables are joined bytes
+        self.computed = self.written = 0
+        self._tokens, self._page_size = tokens, page_size
         self._root = _hash(json.dumps([salt, adapter_digest]).encode())
         self._keys: list[bytes] = []
 
-    def first(self, pages: int, tokens: list[int]) -> list[bytes]:
-        """The keys of the first `pages` pages of `tokens`, which only ever grow at their end."""
+    def keys(self, pages: int) -> list[bytes]:
+        """The keys of the first pages, which known tokens must fill.
+
+        key 0 = H(H(salt, adapter digest), tokens of page 0); key i = H(key i−1, tokens of page i).
+        Equal keys therefore mean equal tokens from the start, under one adapter and one tenant's
+        salt.
+        """
+        size = self._page_size
         for page in range(len(self._keys), pages):
             before = self._keys[-1] if self._keys else self._root
-            span = tokens[page * self._page_size : (page + 1) * self._page_size]
+            span = self._tokens[page * size : (page + 1) * size]
             self._keys.append(_hash(before + array("q", span).tobytes()))
         return self._keys[:pages]
+
+    def coming_keys(self) -> list[bytes]:
+        """The keys of the pages that known tokens will fill once they are written."""
+        written, known = self.written // self._page_size, len(self._tokens) // self._page_size
+        return self.keys(known)[written:] if written < known else []
+
+    def shareable_keys(self) -> list[bytes]:
+        """The keys of the full pages that leave a token to compute logits from."""
+        return self.keys((len(self._tokens) - 1) // self._page_size)
 
 
 class KVCache:
@@ -58,6 +80,44 @@ class KVCache:
     def pages_for(self, tokens: int) -> int:
         """How many pages hold that many tokens."""
         return -(-tokens // self.page_size)
+
+    def allocate(self, kv: SequencePages, tokens: int, spare: int) -> bool:
+        """Give a sequence that has none pages for so many tokens, cached ones where there are.
+
+        False, and nothing, where that would leave fewer than `spare` free.
+        """
+        shared = self.find(kv.shareable_keys())
+        self.share(shared)
+        fresh = self.pages_for(tokens) - len(shared)
+        if fresh + spare > self.free:
+            self.release(shared)
+            return False
+        kv.pages = array("i", shared + self.take(fresh))
+        kv.computed = kv.written = len(shared) * self.page_size
+        return True
+
+    def grow(self, kv: SequencePages, tokens: int) -> bool:
+        """Give a sequence what it lacks for so many tokens; False where too few are free."""
+        missing = self.pages_for(tokens) - len(kv.pages)
+        if missing > self.free:
+            return False
+        if missing:
+            kv.pages.extend(self.take(missing))
+        return True
+
+    def publish_written(self, kv: SequencePages, end: int) -> None:
+        """Keys and values up to `end` are in the sequence's pages: let others find full ones."""
+        first, full = kv.written // self.page_size, end // self.page_size
+        kv.written = end
+        if first < full:
+            for page, key in zip(kv.pages[first:full], kv.keys(full)[first:], strict=True):
+                self.publish(page, key)
+
+    def clear(self, kv: SequencePages) -> None:
+        """Take back what a sequence has, if it has any."""
+        self.release(kv.pages)
+        kv.pages = array("i")
+        kv.computed = kv.written = 0
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """The cached pages of the longest run of keys from the first; refers to none of them."""

@@ -2,7 +2,6 @@
 
 import math
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -11,7 +10,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.admission import Adapters, Admission
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.errors import AdapterError
-from lorikeet_engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, Account, Accounts
+from lorikeet_engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, Account, Accounts, Bill
 from lorikeet_engine.kv_cache import KVCache
 from lorikeet_engine.pace import Pace
 from lorikeet_engine.request import Terms
@@ -67,13 +66,14 @@ class Scheduler:
         """Let a sequence wait for its tenant's turn."""
         terms, ref = sequence.request.terms, sequence.adapter
         answer = min(sequence.max_tokens, self._pace.answer_tokens)
-        sequence.account = self._accounts.open(terms.tenant, terms.weight)
-        sequence.worth = PROMPT_TOKEN * sequence.prompt_length + OUTPUT_TOKEN * answer
+        account = self._accounts.open(terms.tenant, terms.weight)
+        worth = PROMPT_TOKEN * sequence.prompt_length + OUTPUT_TOKEN * answer
+        sequence.bill = Bill(account, worth)
         self.waiting.add(sequence)
         if ref is not None and self._adapters.residency(ref) is not Residency.GPU:
-            sequence.came_cold = True
+            sequence.progress.came_cold = True
             copy_s = self._adapters.copy_s(ref)
-            sequence.account.charge(PROMPT_TOKEN * copy_s / self._prompt_token_s)
+            account.charge(PROMPT_TOKEN * copy_s / self._prompt_token_s)
         if ref is not None:
             self._adapters.want(ref, terms.tenant)
 
@@ -123,22 +123,18 @@ class Scheduler:
         rows = count()
         for chunk in chunks:
             sequence = chunk.sequence
-            sequence.computed = chunk.end
-            sequence.steps += 1
+            sequence.kv.computed = chunk.end
+            sequence.progress.steps += 1
             if chunk.completes:
                 sequence.draw(next(rows))
-                sequence.account.charge(OUTPUT_TOKEN)
+                sequence.bill.account.charge(OUTPUT_TOKEN)
         self._pace.did(OUTPUT_TOKEN * next(rows))
 
     def written(self, chunk: Chunk) -> None:
         """The keys and values of a launched chunk are in its pages: let others find full ones."""
-        sequence, size = chunk.sequence, self._cache.page_size
-        if chunk.pages is not sequence.pages:
-            return  # preempted since
-        first, sequence.written = sequence.written // size, chunk.end
-        if first < chunk.end // size:
-            for page, key in enumerate(sequence.full_keys()[first:], first):
-                self._cache.publish(sequence.pages[page], key)
+        kv = chunk.sequence.kv
+        if chunk.pages is kv.pages:  # not preempted since
+            self._cache.publish_written(kv, chunk.end)
 
     def finish(self, sequence: Sequence) -> None:
         """A sequence has made its last token: free what it holds.
@@ -146,7 +142,8 @@ class Scheduler:
         A step in flight may still write to its pages. Whoever gets them next writes in a later
         step, and the device computes one step after the other.
         """
-        (self.running if sequence.pages else self.waiting).remove(sequence)  # it may be preempted
+        preempted = not sequence.kv.pages
+        (self.waiting if preempted else self.running).remove(sequence)
         self._pace.ended(sequence.made)
         self._end(sequence)
 
@@ -173,27 +170,18 @@ class Scheduler:
             sequence = active[index]
             if sequence.remaining > 1 or sequence.awaits_token:
                 index += 1
-            elif self._grow(sequence):
+            elif self._cache.grow(sequence.kv, sequence.length):
                 chunks.append(Chunk.of(sequence, 1))
                 index += 1
             else:  # the youngest of the tenant that is furthest ahead, perhaps this very sequence
                 self._preempt(active.pop())
         return chunks
 
-    def _grow(self, sequence: Sequence) -> bool:
-        missing = self._cache.pages_for(sequence.length) - len(sequence.pages)
-        if not missing:
-            return True
-        if missing > self._cache.free:
-            return False
-        sequence.pages.extend(self._cache.take(missing))
-        return True
-
     def _preempt(self, sequence: Sequence) -> None:
         # It keeps its tokens and later computes them anew, but for pages that are still cached.
         self.running.remove(sequence)
         self._free(sequence)
-        sequence.preemptions += 1
+        sequence.progress.preemptions += 1
         self._counts.preemptions += 1
         self.waiting.add(sequence)
 
@@ -207,17 +195,18 @@ class Scheduler:
         full = True
         turns = self.waiting.turns(prompts, admission.refuses)
         for sequence in self._candidates(turns):
-            if not sequence.pages:
+            if not sequence.kv.pages:
                 if active + len(begun) == self._bounds.sequences:
                     break
                 if sequence.pending:
                     break  # just preempted: the step in flight tells its last token
                 allowed = admission.allows(sequence, self._admitted)
                 if not sequence.awaits_adapter:
-                    served.add(sequence.account)
+                    served.add(sequence.bill.account)
                 if not allowed:
                     continue
-                if not self._seat(sequence, growing=active + len(begun)):
+                # a page is left for each that grows
+                if not self._cache.allocate(sequence.kv, sequence.length, active + len(begun)):
                     break
                 self._begin(sequence, admission)
                 begun.append(sequence)
@@ -244,38 +233,24 @@ class Scheduler:
             if sequence is not promised:
                 yield sequence
 
-    def _seat(self, sequence: Sequence, growing: int) -> bool:
-        """Give it pages for all its tokens, if that leaves a page for each of the `growing`."""
-        shared = self._cache.find(sequence.shareable_keys())
-        self._cache.share(shared)
-        fresh = self._cache.pages_for(sequence.length) - len(shared)
-        if fresh + growing > self._cache.free:
-            self._cache.release(shared)
-            return False
-        sequence.pages = array("i", shared + self._cache.take(fresh))
-        sequence.computed = sequence.written = len(shared) * self._cache.page_size
-        return True
-
     def _begin(self, sequence: Sequence, admission: Admission) -> None:
         admission.admit(sequence)
         self._admitted += sequence.adapter is not None
-        self._accounts.wait(sequence.account)  # whoever stood aside is lifted now
-        if sequence.begun_s is not None:
+        self._accounts.wait(sequence.bill.account)  # whoever stood aside is lifted now
+        progress = sequence.progress
+        if progress.begun_s is not None:
             return
-        sequence.begun_s = time.monotonic()
-        sequence.cached_tokens = sequence.computed
+        progress.begun_s = time.monotonic()
+        progress.cached_tokens = sequence.kv.computed
         self._counts.begun(sequence)
-        if sequence.came_cold and sequence.adapter is not None:
-            sequence.loaded_s = self._adapters.here_since_s(sequence.adapter)
+        if progress.came_cold and sequence.adapter is not None:
+            progress.loaded_s = self._adapters.here_since_s(sequence.adapter)
 
     def _charged(self, chunk: Chunk) -> Chunk:
-        """Of a prompt; what is computed anew after a preemption is not its tenant's to pay."""
+        """A chunk of a prompt, for which its tenant pays."""
         sequence = chunk.sequence
         end = min(chunk.end, sequence.prompt_length)
-        worth = PROMPT_TOKEN * max(0, end - max(chunk.start, sequence.paid))
-        sequence.paid = max(sequence.paid, end)
-        sequence.account.charge(worth)
-        self._pace.did(worth)
+        self._pace.did(sequence.bill.charge_prompt(chunk.start, end))
         return chunk
 
     def _drop_failed(self, errors: dict[str, AdapterError]) -> list[tuple[Sequence, AdapterError]]:
@@ -286,13 +261,11 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         sequence.ended = True
-        sequence.account.open -= 1
+        sequence.bill.account.open -= 1
         self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
-        self._cache.release(sequence.pages)
-        sequence.pages = array("i")
-        sequence.computed = sequence.written = 0
+        self._cache.clear(sequence.kv)
         if sequence.lease is not None:
             sequence.lease.release()
             sequence.lease = None
@@ -300,4 +273,4 @@ class Scheduler:
 
 def _turn(sequence: Sequence) -> tuple[float, int]:
     """Those of tenants that are behind come first, and of each tenant's the oldest."""
-    return sequence.account.counter, sequence.arrival
+    return sequence.bill.account.counter, sequence.arrival

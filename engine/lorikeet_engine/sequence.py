@@ -2,12 +2,13 @@
 
 import time
 from array import array
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.fairness import Account
+from lorikeet_engine.fairness import Bill
 from lorikeet_engine.grammar import Matcher
-from lorikeet_engine.kv_cache import PrefixKeys
+from lorikeet_engine.kv_cache import SequencePages
 from lorikeet_engine.request import Course, FinishReason, Request
 
 
@@ -26,27 +27,78 @@ class Lease(Protocol):
         """Give it back; a second time does nothing."""
 
 
+@dataclass(slots=True)
+class Progress:
+    """What a sequence has gone through so far; times by the monotonic clock.
+
+    found: where its adapter was when the request came. came_cold: whether it was not on the GPU
+    when the sequence began to wait; loaded_s: when it came.
+    begun_s: when its first step was planned; cached_tokens: of its prompt, found computed then.
+    first_s: when its first token was known. told_s: when its last one was, by perf_counter.
+    preemptions: how often it had to begin anew. steps: it took part in.
+    """
+
+    arrived_s: float = field(default_factory=time.monotonic)
+    found: Residency | None = None
+    came_cold: bool = False
+    loaded_s: float | None = None
+    begun_s: float | None = None
+    first_s: float | None = None
+    told_s: float | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+    def course(self) -> Course:
+        """All of it until now, when the sequence's newest token has become known."""
+        now_s = time.monotonic()
+        assert self.begun_s is not None, "a token of no step"
+        if self.first_s is None:
+            self.first_s = now_s
+        load_s = self.loaded_s - self.arrived_s if self.loaded_s is not None else 0.0
+        queued_s = self.begun_s - self.arrived_s
+        return Course(
+            queued_s=queued_s,
+            load_s=min(max(load_s, 0.0), queued_s),
+            prefill_s=self.first_s - self.begun_s,
+            decode_s=now_s - self.first_s,
+            cached_tokens=self.cached_tokens,
+            preemptions=self.preemptions,
+            steps=self.steps,
+        )
+
+
+@dataclass(slots=True)
+class KeptOut:
+    """How many sequences with adapters have begun while others' adapters kept one out.
+
+    overtaken: until it was looked at last. since: of all that ever began had by then; None where
+    it is something else that keeps it out.
+    """
+
+    overtaken: int = 0
+    since: int | None = None
+
+    def again(self, begun: int) -> None:
+        """Others keep it out still. begun: how many with adapters ever have."""
+        if self.since is not None:
+            self.overtaken += begun - self.since
+        self.since = begun
+
+
 class Sequence:
     """The tokens of one choice, prompt and made, and what it holds while it runs.
 
-    arrival: its number in the order of arrival; arrived_s: when that was, by the monotonic clock.
-    max_tokens: the request's, cut to the context.
+    arrival: its number in the order of arrival. max_tokens: the request's, cut to the context.
     stop_ids: tokens that end it. seed: the choice's own. matcher: of its grammar, told of every
     token that is known. plain: it has no grammar, no penalties, and tells no logprobs.
     tokens: those that are known. pending: of each that was drawn behind them and is not known yet,
     the row of the step that drew it. length: how many both are.
-    computed: how many tokens' keys and values a step given to the device has put into `pages`.
-    written: how many are there for sure, since that step has been read.
-    overtaken: how many with adapters were admitted while others' adapters kept it out, until it was
-    looked at last; kept_out_at of all that ever were had been by then.
-    account, worth: its tenant's, and what it is expected to cost; set when it begins to wait.
-    paid: so many tokens of its prompt were charged, or found in the cache before them.
-    came_cold, loaded_s: whether its adapter was not on the GPU then, and when it came.
-    found: where its adapter was when the request came. told_s: when its last token was told.
+    kv: its KV pages. lease: its adapter's. bill: its tenant's, set when it begins to wait.
     ended: it will never run again.
     """
 
-    account: Account
+    bill: Bill
 
     def __init__(
         self,
@@ -63,7 +115,6 @@ class Sequence:
         self.request = request
         self.choice = choice
         self.arrival = arrival
-        self.arrived_s = time.monotonic()
         self.max_tokens = max_tokens
         self.stop_ids = stop_ids
         self.seed = seed
@@ -73,25 +124,12 @@ class Sequence:
         self.tokens = list(request.prompts[choice // request.n])
         self.pending: list[int] = []
         self.prompt_length = self.length = len(self.tokens)
-        self.computed = 0
-        self.written = 0
-        self.pages: array[int] = array("i")  # not a list: page tables are joined bytes
+        digest = request.adapter.digest if request.adapter else None
+        self.kv = SequencePages(self.tokens, page_size, request.salt, digest)
         self.lease: Lease | None = None
-        self.overtaken = 0
-        self.kept_out_at: int | None = None
-        self.worth = 0.0
-        self.paid = 0
-        self.came_cold = False
-        self.loaded_s: float | None = None
-        self.found: Residency | None = None
-        self.told_s: float | None = None
-        self.begun_s: float | None = None
-        self.first_s: float | None = None
-        self.cached_tokens = self.preemptions = self.steps = 0
+        self.kept_out = KeptOut()
+        self.progress = Progress()
         self.ended = False
-        digest = request.adapter.digest if request.adapter else ""
-        self._page_size = page_size
-        self._keys = PrefixKeys(page_size, request.salt, digest)
 
     @property
     def adapter(self) -> AdapterRef | None:
@@ -126,20 +164,7 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Tokens still to be computed before the next can be drawn: 1 means that it decodes."""
-        return self.length - self.computed
-
-    def full_keys(self) -> list[bytes]:
-        """The keys of the pages that its written tokens fill."""
-        return self._keys.first(self.written // self._page_size, self.tokens)
-
-    def coming_keys(self) -> list[bytes]:
-        """The keys of the pages that its known tokens will fill once they are written."""
-        written, known = self.written // self._page_size, len(self.tokens) // self._page_size
-        return self._keys.first(known, self.tokens)[written:] if written < known else []
-
-    def shareable_keys(self) -> list[bytes]:
-        """The keys of the full pages that leave it a token to compute logits from."""
-        return self._keys.first((len(self.tokens) - 1) // self._page_size, self.tokens)
+        return self.length - self.kv.computed
 
     def draw(self, row: int) -> None:
         """The step at hand draws its next token in this row."""
@@ -163,24 +188,6 @@ class Sequence:
                 return FinishReason.STOP
         return FinishReason.LENGTH if self.complete and not self.pending else None
 
-    def course(self) -> Course:
-        """What it went through until now, when its newest token has become known."""
-        now_s = time.monotonic()
-        assert self.begun_s is not None, "a token of no step"
-        if self.first_s is None:
-            self.first_s = now_s
-        load_s = self.loaded_s - self.arrived_s if self.loaded_s is not None else 0.0
-        queued_s = self.begun_s - self.arrived_s
-        return Course(
-            queued_s=queued_s,
-            load_s=min(max(load_s, 0.0), queued_s),
-            prefill_s=self.first_s - self.begun_s,
-            decode_s=now_s - self.first_s,
-            cached_tokens=self.cached_tokens,
-            preemptions=self.preemptions,
-            steps=self.steps,
-        )
-
 
 class Chunk(NamedTuple):
     """Tokens `start` to `end` of a sequence: its share of one step.
@@ -198,11 +205,11 @@ class Chunk(NamedTuple):
     @classmethod
     def of(cls, sequence: Sequence, most: int) -> "Chunk":
         """Its next uncomputed tokens, `most` of them at most."""
-        start, total = sequence.computed, sequence.length
-        end = start + most
+        kv, total = sequence.kv, sequence.length
+        end = kv.computed + most
         if end < total:
-            return cls(sequence, start, end, False, sequence.pages)
-        return cls(sequence, start, total, True, sequence.pages)
+            return cls(sequence, kv.computed, end, False, kv.pages)
+        return cls(sequence, kv.computed, total, True, kv.pages)
 
     @property
     def length(self) -> int:

@@ -29,7 +29,7 @@ class StepCounts:
     def begun(self, sequence: Sequence) -> None:
         """A choice takes part in its first step."""
         self.prompt_tokens += sequence.prompt_length
-        self.cached_tokens += sequence.cached_tokens
+        self.cached_tokens += sequence.progress.cached_tokens
 
     def read(self, launch: Launch) -> None:
         """A step's tokens are there."""
@@ -42,6 +42,7 @@ class StepCounts:
     def told(self, sequence: Sequence) -> None:
         """A token of the step that was read last goes to its caller."""
         self.output_tokens += 1
-        if sequence.told_s is not None:
-            self.gaps[sequence.found].add(self._read_s - sequence.told_s)
-        sequence.told_s = self._read_s
+        progress = sequence.progress
+        if progress.told_s is not None:
+            self.gaps[progress.found].add(self._read_s - progress.told_s)
+        progress.told_s = self._read_s

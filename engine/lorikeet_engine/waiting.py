@@ -28,17 +28,17 @@ class Waiting:
 
     def add(self, sequence: Sequence) -> None:
         """It waits from now on, and its tenant for a turn."""
-        account = sequence.account
+        account = sequence.bill.account
         self._accounts.wait(account)
         insort(self._lines.setdefault(account, []), sequence, key=_place)
-        account.backlog += sequence.worth
+        account.backlog += sequence.bill.worth
 
     def remove(self, sequence: Sequence) -> None:
         """It waits no longer."""
-        account = sequence.account
+        account = sequence.bill.account
         line = self._lines[account]
         del line[bisect_left(line, _place(sequence), key=_place)]
-        account.backlog -= sequence.worth
+        account.backlog -= sequence.bill.worth
         if not line:
             del self._lines[account]
             account.backlog = 0.0
@@ -52,7 +52,7 @@ class Waiting:
         """
         lines: dict[Account, list[Sequence]] = {}
         for sequence in begun:
-            lines.setdefault(sequence.account, []).append(sequence)
+            lines.setdefault(sequence.bill.account, []).append(sequence)
         for account, line in self._lines.items():
             lines[account] = [*lines[account], *line] if account in lines else line
         return Turns(lines, refuses)
@@ -82,7 +82,7 @@ class Turns:
         heapify(turns)
         while turns:
             _, _, sequence, rest = turns[0]
-            account = sequence.account
+            account = sequence.bill.account
             yield sequence
             following = next((s for s in rest if not self._refuses(s)), None)
             if following is None:
@@ -100,4 +100,4 @@ def _turn(account: Account, sequence: Sequence, rest: Iterator[Sequence]) -> _Tu
 
 
 def _place(sequence: Sequence) -> tuple[bool, int, int]:
-    return not sequence.preemptions, -sequence.request.terms.priority, sequence.arrival
+    return not sequence.progress.preemptions, -sequence.request.terms.priority, sequence.arrival

@@ -115,7 +115,7 @@ def dummy_chunk(length: int, page_size: int, lease: DummyLease | None) -> Chunk:
         seed=0,
         page_size=page_size,
     )
-    sequence.pages = array("i", [0] * -(-length // page_size))
+    sequence.kv.pages = array("i", [0] * -(-length // page_size))
     sequence.lease = lease
     return Chunk.of(sequence, length)
 

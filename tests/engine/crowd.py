@@ -161,7 +161,7 @@ class Crowd:
         for page in written:
             assert cache._references[page] == 1, "a page is written to that is shared or nobody's"
             assert cache._keys[page] is None, "a page is written to that others can find"
-        self._batch = {s.request.request_id for s in running if written & set(s.pages)}
+        self._batch = {s.request.request_id for s in running if written & set(s.kv.pages)}
         self._break("before")
 
     def _break(self, when: str) -> None:
@@ -174,14 +174,14 @@ class Crowd:
         cache, scheduler = self.engine._cache, self.engine._scheduler
         holders = defaultdict(list)
         for sequence in scheduler.running:
-            for index, page in enumerate(sequence.pages):
+            for index, page in enumerate(sequence.kv.pages):
                 holders[page].append((sequence, (index + 1) * PAGE))
         references = {page: count for page, count in enumerate(cache._references) if count}
         assert {page: len(held) for page, held in holders.items()} == references
         assert cache.used == len(holders)
         for shared in (held for held in holders.values() if len(held) > 1):
             assert len({_content(sequence, end) for sequence, end in shared}) == 1
-        assert not any(sequence.pages for sequence in scheduler.waiting)
+        assert not any(sequence.kv.pages for sequence in scheduler.waiting)
         everybody = (*scheduler.running, *scheduler.waiting)
         leases = Counter(s.adapter.digest for s in everybody if s.adapter and s.lease)
         assert leases == {a.ref.digest: a.leases for a in self.engine.report().adapters if a.leases}

@@ -172,10 +172,10 @@ def test_what_is_found_in_the_cache_is_not_charged():
     world.run()
     again = world.add(list(range(5 * PAGE + 1)), max_tokens=1, terms=A)
     world.run()
-    assert again.account is first.account
-    assert again.cached_tokens == 5 * PAGE
+    assert again.bill.account is first.bill.account
+    assert again.progress.cached_tokens == 5 * PAGE
     whole = PROMPT_TOKEN * (5 * PAGE + 1) + OUTPUT_TOKEN
-    assert first.account.counter == whole + PROMPT_TOKEN + OUTPUT_TOKEN
+    assert first.bill.account.counter == whole + PROMPT_TOKEN + OUTPUT_TOKEN
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -183,8 +183,8 @@ def test_what_a_preempted_sequence_computes_anew_is_not_charged(overlap):
     world = World(pages=7, overlap=overlap)
     made = [world.add(9, max_tokens=16, terms=A) for _ in range(5)]
     world.run()
-    assert any(sequence.preemptions for sequence in made)
-    assert made[0].account.counter == 5 * (9 * PROMPT_TOKEN + 16 * OUTPUT_TOKEN)
+    assert any(sequence.progress.preemptions for sequence in made)
+    assert made[0].bill.account.counter == 5 * (9 * PROMPT_TOKEN + 16 * OUTPUT_TOKEN)
 
 
 def test_what_an_aborted_request_has_made_is_charged():
@@ -193,7 +193,7 @@ def test_what_an_aborted_request_has_made_is_charged():
     for _ in range(10):
         world.step()
     world.scheduler.drop(lambda s: s is doomed)
-    assert doomed.account.counter == 5 * PROMPT_TOKEN + 10 * OUTPUT_TOKEN
+    assert doomed.bill.account.counter == 5 * PROMPT_TOKEN + 10 * OUTPUT_TOKEN
 
 
 def test_within_a_tenant_the_higher_priority_goes_first_then_the_older():
@@ -238,9 +238,9 @@ def test_who_is_preempted_is_the_youngest_of_the_tenant_furthest_ahead():
     ahead = [world.add(7, max_tokens=14, terms=A) for _ in range(2)]
     world.step()
     behind = world.add(7, max_tokens=14, terms=B)
-    while not any(s.preemptions for s in (*ahead, behind)):
+    while not any(s.progress.preemptions for s in (*ahead, behind)):
         world.step()
-    assert [s.preemptions for s in (*ahead, behind)] == [0, 1, 0]
+    assert [s.progress.preemptions for s in (*ahead, behind)] == [0, 1, 0]
     world.run()
 
 
@@ -251,7 +251,7 @@ def test_an_adapter_that_is_kept_out_comes_although_it_is_passed_in_others_turns
     def begin():
         keep_waiting(world, A, 8, prompt=3, max_tokens=next(lengths))
         keep_waiting(world, B, 8, prompt=3, max_tokens=next(lengths), adapter="x")
-        return sum(s.steps == 1 and s.adapter is not None for s, _ in world.step())
+        return sum(s.progress.steps == 1 and s.adapter is not None for s, _ in world.step())
 
     for _ in range(60):
         begin()
@@ -274,5 +274,5 @@ def test_tenants_that_are_gone_are_forgotten_and_gain_nothing_by_it():
     world.run()
     level = accounts.level
     back = world.add(3, terms=Terms("t0"))
-    assert back.account is not hog.account, "it was forgotten"
-    assert back.account.counter >= level >= hog.account.counter
+    assert back.bill.account is not hog.bill.account, "it was forgotten"
+    assert back.bill.account.counter >= level >= hog.bill.account.counter

@@ -5,17 +5,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lorikeet_engine.kv_cache import KVCache, PrefixKeys
+from lorikeet_engine.kv_cache import KVCache, SequencePages
 
 PAGE = 4
 
 
-def keys_of(tokens, salt="", digest="", pages=None):
+def keys_of(tokens, salt="", digest=None, pages=None):
     full = len(tokens) // PAGE if pages is None else pages
-    return PrefixKeys(PAGE, salt, digest).first(full, list(tokens))
+    return SequencePages(list(tokens), PAGE, salt, digest).keys(full)
 
 
-def cache_tokens(cache, tokens, salt="", digest=""):
+def cache_tokens(cache, tokens, salt="", digest=None):
     """As a sequence does that computes all its tokens and ends; returns the pages it had."""
     pages = cache.take(cache.pages_for(len(tokens)))
     for page, key in zip(pages, keys_of(tokens, salt, digest), strict=False):
@@ -45,7 +45,7 @@ def test_a_partial_page_is_never_shared():
 
 
 @pytest.mark.parametrize(
-    ("salt", "digest"), [("globex", "a" * 64), ("acme", "b" * 64), ("acme", ""), ("", "a" * 64)]
+    ("salt", "digest"), [("globex", "a" * 64), ("acme", "b" * 64), ("acme", None), ("", "a" * 64)]
 )
 def test_another_salt_or_adapter_never_finds_the_pages(salt, digest):
     cache = KVCache(8, PAGE)
@@ -59,12 +59,12 @@ def test_salt_and_digest_cannot_be_shifted_into_one_another():
 
 
 def test_keys_grow_with_the_tokens_and_stay_what_they_were():
-    keys = PrefixKeys(PAGE)
     tokens = list(range(9))
-    before = keys.first(2, tokens)
+    kv = SequencePages(tokens, PAGE)
+    before = kv.keys(2)
     tokens += [9, 10, 11]
-    assert keys.first(3, tokens)[:2] == before
-    assert keys.first(3, tokens) == keys_of(range(12))
+    assert kv.keys(3)[:2] == before
+    assert kv.keys(3) == keys_of(range(12))
 
 
 def test_cached_pages_are_given_out_last_and_the_least_recently_used_first():

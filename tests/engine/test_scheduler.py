@@ -161,7 +161,7 @@ def test_a_reservation_does_not_stop_requests_without_an_adapter():
     world = World(adapters=1)
     world.add(3, "a", max_tokens=30)
     world.step()
-    world.add(3, "c").overtaken = PATIENCE
+    world.add(3, "c").kept_out.overtaken = PATIENCE
     held_back, base = world.add(3, "a"), world.add(3)
     started = [s for s, _ in world.step()]
     assert base in started
@@ -173,7 +173,7 @@ def test_pins_that_leave_no_room_do_not_turn_a_reservation_into_a_deadlock():
     world.add(3, "pinned")
     world.step()
     world.shelf.leases["pinned"] += 1  # never released
-    world.add(3, "c").overtaken = PATIENCE
+    world.add(3, "c").kept_out.overtaken = PATIENCE
     later = world.add(3, "pinned")
     for _ in range(20):
         world.step()

@@ -25,14 +25,14 @@ def sequence_of(prompt, pages, lease=None):
         seed=0,
         page_size=PAGE,
     )
-    sequence.pages, sequence.lease = array("i", pages), lease
+    sequence.kv.pages, sequence.lease = array("i", pages), lease
     return sequence
 
 
 def decoding(prompt, pages, row, lease=None):
     """A sequence that decodes on from the token that this row of the step before drew."""
     sequence = sequence_of(prompt, pages, lease)
-    sequence.computed = len(prompt)
+    sequence.kv.computed = len(prompt)
     sequence.draw(row)
     return sequence
 
@@ -49,7 +49,7 @@ def test_a_token_that_the_host_does_not_know_comes_from_the_row_that_drew_it():
 
 def test_a_chunk_reads_and_writes_the_pages_that_its_tokens_are_in():
     long, short = sequence_of(range(10), [7, 3, 9]), decoding([1] * 4, [5, 2], row=0)
-    long.computed = 2
+    long.kv.computed = 2
     batch = step_input([Chunk.of(long, 4), Chunk.of(short, 1)], PAGE).upload(CPU, torch.tensor([1]))
     assert batch.positions.tolist() == [2, 3, 4, 5, 4]
     assert batch.kv_slots.tolist() == [30, 31, 12, 13, 8]

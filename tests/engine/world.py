@@ -186,7 +186,7 @@ class World:
         for chunk in chunks:
             assert chunk.length >= 1, "nothing to compute, so no logits"
             assert chunk.sequence in running
-            assert chunk.pages is chunk.sequence.pages
+            assert chunk.pages is chunk.sequence.kv.pages
             assert len(chunk.pages) * PAGE >= chunk.end
             written.update(chunk.pages[chunk.start // PAGE : -(-chunk.end // PAGE)])
         assert all(count == 1 for count in written.values()), "two sequences write one page"
