@@ -306,10 +306,10 @@ def ended(explanations: Explanations, request_id: str) -> Iterator[Trace]:
     trace.comes_from("acme", "key-1")
     trace.asks_for("acme/support")
     with trace:
-        trace.heard(Attempt(request_id, "replica-7", 0.001, WEIGHED * 3))
-        trace.heard(Header("replica-7", "d" * 64, Residency.GPU, ReplicaNews(1, EngineLoad())))
-        trace.headers()
-        trace.heard(Closing(12, 8, 34, (SLOW,)))
+        trace.on_item(Attempt(request_id, "replica-7", 0.001, WEIGHED * 3))
+        trace.on_item(Header("replica-7", "d" * 64, Residency.GPU, ReplicaNews(1, EngineLoad())))
+        trace.on_first_bytes()
+        trace.on_item(Closing(12, 8, 34, (SLOW,)))
         yield trace
 
 

@@ -30,8 +30,8 @@ class Gateway:
     def share(self) -> float:
         return self.shares.part(("acme", ""), time.monotonic()).share
 
-    def knock(self, **limits: Any) -> None:
-        self.admission.knock(TenantRecord("acme", 0.0, Limits(**limits)), KEY)
+    def check(self, **limits: Any) -> None:
+        self.admission.check(TenantRecord("acme", 0.0, Limits(**limits)), KEY)
 
 
 class DirectPeers(Peers):
@@ -76,12 +76,12 @@ def test_gateways_agree_and_go_on_after_trouble(caplog: pytest.LogCaptureFixture
 
     async def scenario() -> None:
         for _ in range(100):
-            first.knock(max_concurrent=1)
+            first.check(max_concurrent=1)
         await until(lambda: first.share() > 0.8 and second.share() < 0.2)
         first.peers.trouble = ZeroDivisionError("a bug, a lost controller, anything")
         await until(lambda: caplog.records)
         for _ in range(10000):
-            second.knock(max_concurrent=1)
+            second.check(max_concurrent=1)
         await asyncio.sleep(0.1)
         assert first.share() > 0.8  # the last share holds
         first.peers.trouble = None
@@ -110,11 +110,11 @@ def test_a_budget_is_read_as_soon_as_the_store_answers(caplog: pytest.LogCapture
     gateway = Gateway("g0", [], Written())
 
     async def scenario() -> None:
-        gateway.knock(tokens_per_month=100)  # nothing is known yet
+        gateway.check(tokens_per_month=100)  # nothing is known yet
 
         def exhausted() -> bool:
             try:
-                gateway.knock(tokens_per_month=100)
+                gateway.check(tokens_per_month=100)
             except InsufficientQuota:
                 return True
             return False

@@ -17,7 +17,7 @@ from demo.fill import fill_catalog
 from demo.tasks import TASKS
 from lorikeet.answer_stream import response_stream as response_stream_module
 from lorikeet.api.messages import Call, Endpoint, Header, Refusal
-from lorikeet.api.prompt_size import prompt_tokens
+from lorikeet.api.openai import prompt_tokens
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import InvalidSetting

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lorikeet.catalog.records import Limits, TenantRecord
-from lorikeet.tenancy import Admission, Budget, Principal, Shares, Visit
+from lorikeet.tenancy import Admission, Budget, Principal, RateLimitHold, Shares
 
 
 class Clock:
@@ -31,17 +31,17 @@ class Door:
         self.shares = Shares(name, gateways, clock())
         self.admission = Admission(self.shares, budget or Budget(None), most, clock, clock, **line)
 
-    def knock(
+    def check(
         self, limits: Limits, tenant: str = "acme", key_id: str = "k1", of_key: Limits | None = None
-    ) -> Visit:
+    ) -> RateLimitHold:
         record = TenantRecord(tenant, 0.0, limits)
         principal = Principal(tenant, key_id, frozenset(), of_key or Limits())
-        return self.admission.knock(record, principal)
+        return self.admission.check(record, principal)
 
-    def enter(self, limits: Limits, tokens: int = 1, **who: object) -> Visit:
-        visit = self.knock(limits, **who)  # type: ignore[arg-type]
-        visit.enter(tokens, "base")
-        return visit
+    def enter(self, limits: Limits, tokens: int = 1, **who: object) -> RateLimitHold:
+        hold = self.check(limits, **who)  # type: ignore[arg-type]
+        hold.take(tokens, "base")
+        return hold
 
 
 def settled(clock: Clock, **options: object) -> Door:

@@ -229,7 +229,7 @@ def passed(doors: list[Door], clock: Clock, limits: Limits, seconds: int, seed: 
             busy = chance.choice(doors)
         for door in [busy] * 8 + doors:
             try:
-                door.enter(limits, 1).leave()
+                door.enter(limits, 1).release()
             except RateLimited:
                 continue
             times.append(clock.now)

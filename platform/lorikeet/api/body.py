@@ -8,18 +8,23 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
-from lorikeet.api.neutral import Neutral, is_neutral
 from lorikeet.errors import InvalidInput, RequestTooLarge, UnsupportedParameter
 
 MAX_JSON_BYTES = 8 * 2**20
 _NAMES_QUOTED = 5
 _NAME_LENGTH = 64
 
+NoOps = Mapping[str, Sequence[Any]]
+"""OpenAI's fields that are not served, with the values of them that ask for nothing.
+
+Clients send such defaults unasked. They are taken as absent; any other value is refused by name.
+"""
+
 
 class Body(BaseModel):
     """A JSON object: null means absent, unknown fields are refused, types are not converted.
 
-    nulls: fields of which null says more. neutral: unknown fields' values that mean absent too.
+    nulls: fields of which null says more. no_ops: unknown fields' values that mean absent too.
     hints: what to do about unknown fields.
     """
 
@@ -30,7 +35,7 @@ class Body(BaseModel):
         json_schema_extra={"additionalProperties": False},
     )
     nulls: ClassVar[Collection[str]] = ()
-    neutral: ClassVar[Neutral] = {}
+    no_ops: ClassVar[NoOps] = {}
     hints: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
@@ -42,7 +47,7 @@ class Body(BaseModel):
             name: value
             for name, value in data.items()
             if (value is not None or name in cls.nulls)
-            and not (name in cls.neutral and is_neutral(value, cls.neutral[name]))
+            and not _among(value, cls.no_ops.get(name, ()))
         }
         fields = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = [name for name in given if name not in fields]
@@ -112,6 +117,13 @@ def unsupported(*names: str, hint: str = "") -> PydanticCustomError:
 def misfit(param: str, message: str) -> PydanticCustomError:
     """What a schema raises when `param` does not fit its other fields."""
     return PydanticCustomError("misfit", message, {"param": param})
+
+
+def _among(value: object, others: Sequence[Any]) -> bool:
+    """Whether the value is one of these; false is not 0, and 1 is not true."""
+    return any(
+        value == other and isinstance(value, bool) == isinstance(other, bool) for other in others
+    )
 
 
 def _path(loc: Sequence[str | int]) -> str:

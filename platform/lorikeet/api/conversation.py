@@ -7,8 +7,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from pydantic_core import from_json
 from typing_extensions import TypedDict
 
-from lorikeet.api.body import Body, misfit
-from lorikeet.api.neutral import MESSAGE, Neutral
+from lorikeet.api.body import Body, NoOps, misfit
 
 MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 128
@@ -72,7 +71,7 @@ class PastCall(Body):
 class Message(Body):
     """One turn of a conversation."""
 
-    neutral: ClassVar[Neutral] = MESSAGE
+    no_ops: ClassVar[NoOps] = {"tool_calls": ([],), "annotations": ([],)}
 
     role: Annotated[
         Literal["system", "user", "assistant", "tool"],

@@ -10,7 +10,7 @@ from typing import TypeVar
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.parts import NotRead
 from lorikeet.catalog.state import CatalogState
-from lorikeet.errors import Unavailable
+from lorikeet.errors import EndedKey, InvalidKey, Unavailable, UnknownModel
 
 log = logging.getLogger(__name__)
 
@@ -18,8 +18,13 @@ MIN_GAP_S = 0.1
 """Refreshes begin at most this often, however many unknown names clients ask for."""
 LONGEST_WAIT_S = 2.0
 """A store that hangs delays the answer to an unknown name by this much and nothing else."""
+MISSING_S = 1.0
+"""For so long a name that was just looked up in vain is refused without looking again."""
+_MOST_MISSING = 4096
 _READERS = 8
 
+Name = tuple[str, str]
+"""A tenant and the model that it asks for."""
 A = TypeVar("A")
 T = TypeVar("T")
 
@@ -39,6 +44,7 @@ class CatalogFollower:
         self._failing = False
         self._answered_s = time.monotonic()  # whoever made the catalog has read it
         self._parts: dict[int, asyncio.Task[None]] = {}
+        self._missing = _NegativeCache()
         # threads of their own: a store that hangs must not keep refreshes from theirs
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="catalog-part")
         self._surveyors = ThreadPoolExecutor(_READERS, thread_name_prefix="catalog-survey")
@@ -63,6 +69,26 @@ class CatalogFollower:
                 return question(self.state)
             except NotRead as missing:
                 await self._read_parts(missing.numbers)
+
+    async def find(self, question: Callable[[CatalogState], T], name: Name | None = None) -> T:
+        """The last view's answer; where it knows no such key or model, that of a newer view.
+
+        name: a model that the newer view lacks too is taken to be missing for MISSING_S. Raises
+        InvalidKey and UnknownModel, and Unavailable where there may be something newer that cannot
+        be read.
+        """
+        try:
+            return await self.ask(question)
+        except (InvalidKey, UnknownModel) as error:
+            if isinstance(error, EndedKey) or self._missing.holds(name):
+                raise
+        await self.looked_again()
+        try:
+            return await self.ask(question)
+        except UnknownModel:
+            if name is not None:
+                self._missing.add(name)
+            raise
 
     async def survey(self, question: Callable[[CatalogState], T]) -> T:
         """The answer of a view as from `refreshed`, worked out in a thread: for long lists.
@@ -143,3 +169,18 @@ class CatalogFollower:
             self._failing = False
             self._answered_s = time.monotonic()
             return True
+
+
+class _NegativeCache:
+    """Names that were looked up in vain, for MISSING_S, and few of them."""
+
+    def __init__(self) -> None:
+        self._until: dict[Name, float] = {}
+
+    def add(self, name: Name) -> None:
+        if len(self._until) >= _MOST_MISSING:
+            self._until.clear()
+        self._until[name] = time.monotonic() + MISSING_S
+
+    def holds(self, name: Name | None) -> bool:
+        return name is not None and self._until.get(name, 0.0) > time.monotonic()

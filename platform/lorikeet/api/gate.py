@@ -6,17 +6,13 @@ from typing import Annotated, NamedTuple
 from fastapi import Depends
 from starlette.requests import Request
 
-from lorikeet.api.absent import Absent
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.services import Services
 from lorikeet.catalog.records import Scope, TenantRecord
 from lorikeet.catalog.state import CatalogState
-from lorikeet.errors import EndedKey, InvalidKey, Unavailable, UnknownModel
+from lorikeet.errors import Unavailable
 from lorikeet.tenancy import Principal, authenticate
 from lorikeet_engine.adapter import AdapterRef
-
-ABSENT_S = 1.0
-"""For so long a name that was just looked up in vain is refused without looking again."""
 
 
 class Model(NamedTuple):
@@ -50,7 +46,6 @@ class Gate:
     def __init__(self, services: Services, follower: CatalogFollower) -> None:
         self._base_models = services.base_models
         self._follower = follower
-        self._absent = Absent(ABSENT_S)
 
     async def caller(self, request: Request) -> Caller:
         """Who asks for an answer. Raises InvalidKey, Forbidden, Unavailable."""
@@ -61,9 +56,7 @@ class Gate:
 
     async def tenant(self, request: Request) -> TenantRecord:
         """The tenant whose key this is. Raises InvalidKey, Forbidden, Unavailable."""
-        tenant = (await self._authenticate(request, Scope.INFER)).tenant
-        assert tenant is not None
-        return await self._follower.ask(lambda state: state.tenant(tenant))
+        return (await self.caller(request)).tenant
 
     async def admin(self, request: Request) -> None:
         """A dependency of every admin route. Raises InvalidKey, Forbidden, Unavailable."""
@@ -85,17 +78,7 @@ class Gate:
             version = state.version_of(ref)
             return Model(version.base_model, ref, version.max_rank, version.image_bytes)
 
-        try:
-            meant = await self._follower.ask(find)
-        except UnknownModel:
-            if self._absent.holds((tenant, model)):
-                raise
-            await self._follower.looked_again()
-            try:
-                meant = await self._follower.ask(find)
-            except UnknownModel:
-                self._absent.add((tenant, model))
-                raise
+        meant = await self._follower.find(find, (tenant, model))
         if meant.base_model not in self._base_models:
             raise Unavailable(
                 f"{meant.adapter} needs the base model {meant.base_model!r}, "
@@ -110,15 +93,9 @@ class Gate:
         def check(state: CatalogState) -> Principal:
             return authenticate(state, authorization, scope, time.time(), reading=reading)
 
-        try:
-            return await self._follower.ask(check)
-        except EndedKey:
-            raise
-        except InvalidKey:
-            if authorization is None:
-                raise
-        await self._follower.looked_again()
-        return await self._follower.ask(check)
+        if authorization is None:
+            return await self._follower.ask(check)  # no other view has a key for it
+        return await self._follower.find(check)
 
 
 async def actor_of(request: Request) -> str:

@@ -1,18 +1,18 @@
-"""POST /v1/chat/completions and /v1/completions."""
+"""POST /v1/chat/completions and /v1/completions: a request's walk through its gateway."""
 
 import re
 import time
-from dataclasses import replace
+from collections.abc import Mapping
 
 from starlette.requests import Request
 from starlette.routing import Route
 
 from lorikeet.api.body import read_json
 from lorikeet.api.explain import Explanations
-from lorikeet.api.gate import Gate
-from lorikeet.api.generation import Generation
+from lorikeet.api.gate import Caller, Gate
 from lorikeet.api.openai import ChatRequest, CompletionRequest, GenerateRequest
-from lorikeet.api.place import Place
+from lorikeet.api.rate_limits import RateLimitObserver
+from lorikeet.api.replica_response import ReplicaResponse
 from lorikeet.api.request_scope import request_id_of
 from lorikeet.api.services import Services
 from lorikeet.api.trace import Trace
@@ -20,11 +20,15 @@ from lorikeet.errors import InvalidInput
 from lorikeet.tenancy import Admission
 from lorikeet_engine.request import Terms
 
+KINDS: Mapping[str, type[GenerateRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+}
+"""What is asked for at which path. A kind is a schema that becomes a Call."""
+
 SESSION_HEADER = "x-lorikeet-session"
 """Whose request this is, where an alias shares its requests between two versions; else the body's
 `user`; a request without either may get either version."""
-
-
 LOAD_HEADER = "x-lorikeet-max-adapter-wait-ms"
 """How long the caller waits for an adapter that is not there."""
 _LONGEST_LOAD_MS = 3_600_000
@@ -33,63 +37,77 @@ _LONGEST_LOAD_MS = 3_600_000
 def generate_routes(
     services: Services, gate: Gate, admission: Admission, explanations: Explanations
 ) -> list[Route]:
-    """One request's way: key, what limits say of it unseen, body, model, place, replica.
+    """One for each kind, without FastAPI's dependencies.
 
-    Routes without FastAPI's dependencies: these have none, and to find that out at each request
-    takes a quarter of the gateway's own time.
+    These have none, and to find that out at each request takes a quarter of the gateway's own time.
     """
-
-    async def chat(request: Request) -> Generation:
-        return await generate(request, ChatRequest)
-
-    async def completions(request: Request) -> Generation:
-        return await generate(request, CompletionRequest)
-
-    async def generate(request: Request, schema: type[GenerateRequest]) -> Generation:
-        traceparent = request.headers.get("traceparent")
-        trace = explanations.trace(request_id_of(request), request.scope["path"], traceparent)
-        with trace.asking():
-            return await understand(request, schema, trace)
-
-    async def understand(
-        request: Request, schema: type[GenerateRequest], trace: Trace
-    ) -> Generation:
-        caller = await gate.caller(request)
-        tenant, key = caller.tenant, caller.key
-        trace.comes_from(tenant.name, key.key_id)
-        visit = admission.knock(tenant, key)
-        terms = Terms(
-            tenant.name, tenant.weight, key.priority, services.max_queue_s, _max_load_s(request)
-        )
-        body = await read_json(request, schema)
-        trace.asks_for(body.model)
-        request_id = request_id_of(request)
-        session = request.headers.get(SESSION_HEADER) or body.user or request_id
-        meant = await gate.resolve(body.model, tenant.name, session)
-        call = body.to_call(request_id, int(time.time()), tenant.name, meant)
-        call = replace(call, terms=terms, key_id=key.key_id, max_context=caller.max_context)
-        trace.becomes(call, meant.base_model)
-        return Generation(
-            call,
-            services.engines.generate(meant.base_model, call),
-            [trace, Place(visit, call, meant.base_model)],
-            services.first_item_timeout_s,
-        )
-
     return [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", completions, methods=["POST"]),
+        Route(
+            path,
+            GenerateEndpoint(kind, services, gate, admission, explanations).answer,
+            methods=["POST"],
+        )
+        for path, kind in KINDS.items()
     ]
 
 
-def _max_load_s(request: Request) -> float | None:
+class GenerateEndpoint:
+    """Answers generate requests of one kind."""
+
+    def __init__(
+        self,
+        kind: type[GenerateRequest],
+        services: Services,
+        gate: Gate,
+        admission: Admission,
+        explanations: Explanations,
+    ) -> None:
+        self._kind, self._services = kind, services
+        self._gate, self._admission, self._explanations = gate, admission, explanations
+
+    async def answer(self, request: Request) -> ReplicaResponse:
+        """Read and check a request; the response that is returned calls a replica as it is sent.
+
+        Raises LorikeetError.
+        """
+        traceparent = request.headers.get("traceparent")
+        trace = self._explanations.trace(request_id_of(request), request.scope["path"], traceparent)
+        with trace.asking():
+            return await self._walk(request, trace)
+
+    async def _walk(self, request: Request, trace: Trace) -> ReplicaResponse:
+        caller = await self._gate.caller(request)
+        trace.comes_from(caller.tenant.name, caller.key.key_id)
+        hold = self._admission.check(caller.tenant, caller.key)
+        terms = self._terms(request, caller)  # what is wrong with a header costs no parse
+        body = await read_json(request, self._kind)
+        trace.asks_for(body.model)
+        request_id = request_id_of(request)
+        session = request.headers.get(SESSION_HEADER) or body.user or request_id
+        model = await self._gate.resolve(body.model, caller.tenant.name, session)
+        call = body.to_call(request_id, int(time.time()), caller, terms, model)
+        trace.becomes(call, model.base_model)
+        return ReplicaResponse(
+            call,
+            self._services.engines.generate(model.base_model, call),
+            [trace, RateLimitObserver(hold, call, model.base_model)],
+            self._services.first_item_timeout_s,
+        )
+
+    def _terms(self, request: Request, caller: Caller) -> Terms:
+        """What the engine's scheduler is to know. Raises InvalidInput."""
+        tenant, max_queue_s = caller.tenant, self._services.max_queue_s
+        max_load_s = _max_load_s(request.headers.get(LOAD_HEADER))
+        return Terms(tenant.name, tenant.weight, caller.key.priority, max_queue_s, max_load_s)
+
+
+def _max_load_s(header: str | None) -> float | None:
     """Raises InvalidInput."""
-    said = request.headers.get(LOAD_HEADER)
-    if said is None:
+    if header is None:
         return None
-    if not re.fullmatch("[0-9]{1,9}", said) or int(said) > _LONGEST_LOAD_MS:
+    if not re.fullmatch("[0-9]{1,9}", header) or int(header) > _LONGEST_LOAD_MS:
         raise InvalidInput(
             f"{LOAD_HEADER}: want milliseconds, an integer from 0 to {_LONGEST_LOAD_MS}",
             param=LOAD_HEADER,
         )
-    return int(said) / 1000
+    return int(header) / 1000

@@ -1,17 +1,19 @@
 """The requests that tenants send, in OpenAI's words, and the Call each becomes.
 
 Every field that is served is here; any other is refused by name, unless its value asks for
-nothing (neutral.py). `metadata` is accepted and has no effect; `user` keeps a session with one
+nothing (`no_ops`). `metadata` is accepted and has no effect; `user` keeps a session with one
 version where an alias shares its requests between two. Beyond OpenAI's own there are top_k,
 min_tokens, stop_token_ids and ignore_eos.
 """
 
+import json
 from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from lorikeet.api.body import Body, misfit, unsupported
+from lorikeet.api.body import Body, NoOps, misfit, unsupported
 from lorikeet.api.conversation import MAX_MESSAGES, Message, check_answered
 from lorikeet.api.fields import (
     INT32,
@@ -22,16 +24,16 @@ from lorikeet.api.fields import (
     Stop,
     TokenId,
 )
-from lorikeet.api.gate import Model
+from lorikeet.api.gate import Caller, Model
 from lorikeet.api.messages import Call, Endpoint
-from lorikeet.api.neutral import CHAT, COMPLETIONS, STREAM_OPTIONS, Neutral
-from lorikeet.api.prompt_size import chat_tokens, prompt_tokens
 from lorikeet.api.tools import ResponseFormat, ToolChoice, Tools, tool_use
 from lorikeet.routing.choice import Work
-from lorikeet_engine.request import SamplingParams
+from lorikeet.routing.prefixes import CHARACTERS_PER_TOKEN
+from lorikeet_engine.request import SamplingParams, Terms
 
 MAX_N = 16
 _INT64 = 2**63 - 1
+_TEMPLATE_TOKENS = 5  # what chat templates put around each message, roughly
 
 Tokens = Annotated[int, Field(ge=1, le=INT32)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -40,7 +42,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 class StreamOptions(Body):
     """How to stream."""
 
-    neutral: ClassVar[Neutral] = STREAM_OPTIONS
+    no_ops: ClassVar[NoOps] = {"include_obfuscation": (False,)}
 
     include_usage: bool = False
 
@@ -81,14 +83,16 @@ class GenerateRequest(Body):
         return self.max_tokens
 
     @abstractmethod
-    def to_call(self, request_id: str, created: int, tenant: str, meant: Model) -> Call:
+    def to_call(
+        self, request_id: str, created: int, caller: Caller, terms: Terms, model: Model
+    ) -> Call:
         """The Call that a replica gets."""
 
     @abstractmethod
     def alternatives(self) -> int | None:
         """How many of the most likely tokens to tell of at each step; None: of none."""
 
-    def _common(self) -> dict[str, Any]:
+    def _common(self, caller: Caller, terms: Terms) -> dict[str, Any]:
         return {
             "model": self.model,
             "max_tokens": self.output_limit(),
@@ -109,13 +113,24 @@ class GenerateRequest(Body):
             "n": self.n,
             "stream": self.stream,
             "include_usage": self.stream_options.include_usage,
+            "terms": terms,
+            "key_id": caller.key.key_id,
+            "max_context": caller.max_context,
         }
 
 
 class ChatRequest(GenerateRequest):
     """POST /v1/chat/completions. Without max_tokens an answer may fill the context."""
 
-    neutral: ClassVar[Neutral] = CHAT
+    no_ops: ClassVar[NoOps] = {
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "reasoning_effort": ("none",),
+        "verbosity": ("medium",),
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+    }
     hints: ClassVar[dict[str, str]] = {
         "prompt": ": send messages, or ask /v1/completions",
         "functions": ": send tools",
@@ -149,7 +164,9 @@ class ChatRequest(GenerateRequest):
         """top_logprobs, if logprobs are asked for."""
         return self.top_logprobs if self.logprobs else None
 
-    def to_call(self, request_id: str, created: int, tenant: str, meant: Model) -> Call:
+    def to_call(
+        self, request_id: str, created: int, caller: Caller, terms: Terms, model: Model
+    ) -> Call:
         """The Call that a replica gets."""
         messages = tuple(message.for_template() for message in self.messages)
         tools = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
@@ -158,20 +175,20 @@ class ChatRequest(GenerateRequest):
             request_id,
             Endpoint.CHAT,
             created,
-            tenant,
-            adapter=meant.adapter,
+            caller.tenant.name,
+            adapter=model.adapter,
             messages=messages,
             format=None if self.response_format is None else self.response_format.as_format(),
             tools=tools,
-            work=Work(size, meant.rank, meant.image_bytes, self.n),
-            **self._common(),
+            work=Work(size, model.rank, model.image_bytes, self.n),
+            **self._common(caller, terms),
         )
 
 
 class CompletionRequest(GenerateRequest):
     """POST /v1/completions. Without max_tokens an answer has at most 16 tokens, as OpenAI's."""
 
-    neutral: ClassVar[Neutral] = COMPLETIONS
+    no_ops: ClassVar[NoOps] = {"suffix": ("",)}
     hints: ClassVar[dict[str, str]] = {
         "messages": ": send prompt, or ask /v1/chat/completions",
         "max_completion_tokens": ": it is called max_tokens here",
@@ -199,21 +216,42 @@ class CompletionRequest(GenerateRequest):
         """As many as logprobs says."""
         return self.logprobs
 
-    def to_call(self, request_id: str, created: int, tenant: str, meant: Model) -> Call:
+    def to_call(
+        self, request_id: str, created: int, caller: Caller, terms: Terms, model: Model
+    ) -> Call:
         """The Call that a replica gets."""
         return Call(
             request_id,
             Endpoint.COMPLETIONS,
             created,
-            tenant,
-            adapter=meant.adapter,
+            caller.tenant.name,
+            adapter=model.adapter,
             prompts=self.prompt,
             echo=self.echo,
             work=Work(
                 sum(map(prompt_tokens, self.prompt)),
-                meant.rank,
-                meant.image_bytes,
+                model.rank,
+                model.image_bytes,
                 len(self.prompt) * self.n,
             ),
-            **self._common(),
+            **self._common(caller, terms),
         )
+
+
+def prompt_tokens(prompt: str | Sequence[int]) -> int:
+    """How long a prompt is: token ids exactly, a text about, for a gateway has no tokenizer."""
+    if isinstance(prompt, str):
+        return 1 + len(prompt) // CHARACTERS_PER_TOKEN
+    return len(prompt)
+
+
+def chat_tokens(
+    messages: Iterable[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+) -> int:
+    """How long a conversation is, about."""
+    size = prompt_tokens(json.dumps(tools)) if tools else 0
+    for message in messages:
+        size += _TEMPLATE_TOKENS + prompt_tokens(message["content"])
+        if calls := message.get("tool_calls"):
+            size += prompt_tokens(json.dumps(calls))
+    return size

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from starlette.requests import ClientDisconnect
 
-from lorikeet.api.generation import Companion, Headers
 from lorikeet.api.messages import Attempt, Call, Closing, Header, Refusal, StreamItem
+from lorikeet.api.replica_response import Headers, RequestObserver
 from lorikeet.errors import LorikeetError, Unavailable
 from lorikeet_engine.news import EngineLoad
 from lorikeet_engine.request import Course
@@ -70,7 +70,7 @@ class Record(NamedTuple):
     courses: tuple[tuple[Any, ...], ...]
 
 
-class Trace(Companion):
+class Trace(RequestObserver):
     """Follows one request from its first line to its end.
 
     running: called when its call begins. ended: called when it is over; what was refused before
@@ -140,7 +140,7 @@ class Trace(Companion):
         """It is over."""
         self._end(error)
 
-    def heard(self, item: StreamItem) -> None:
+    def on_item(self, item: StreamItem) -> None:
         """What is said of it."""
         match item:
             case Attempt():
@@ -155,8 +155,8 @@ class Trace(Companion):
             case Refusal():
                 self._code, self._param = item.code, item.param
 
-    def headers(self) -> Headers:
-        """None; but the first bytes are there."""
+    def on_first_bytes(self) -> Headers:
+        """Note when; a trace adds no headers."""
         self._first_s = self._now_s()
         return ()
 

@@ -1,8 +1,16 @@
 """Who may do what, and how much of it at once."""
 
-from lorikeet.tenancy.admission import Admission, Visit
+from lorikeet.tenancy.admission import Admission, RateLimitHold
 from lorikeet.tenancy.authentication import Principal, authenticate
 from lorikeet.tenancy.budget import Budget
 from lorikeet.tenancy.shares import Shares, Statement
 
-__all__ = ["Admission", "Budget", "Principal", "Shares", "Statement", "Visit", "authenticate"]
+__all__ = [
+    "Admission",
+    "Budget",
+    "Principal",
+    "RateLimitHold",
+    "Shares",
+    "Statement",
+    "authenticate",
+]

@@ -9,7 +9,7 @@ from lorikeet.retry_after import FULL_GATEWAY_S
 from lorikeet.tenancy.allowance import Allowance
 from lorikeet.tenancy.authentication import Principal
 from lorikeet.tenancy.budget import Budget
-from lorikeet.tenancy.line import Line
+from lorikeet.tenancy.queue_time import QueueTimeEstimator
 from lorikeet.tenancy.shares import Shares, Subject
 
 
@@ -17,7 +17,8 @@ class Admission:
     """The limits of one gateway. For one event loop.
 
     most: requests that it carries at once, whosever they are; None: no bound. clock: seconds,
-    wall: Unix seconds. seats, by base model, and max_queue_s: of a Line.
+    wall: Unix seconds. seats, by base model, and max_queue_s: as a
+    QueueTimeEstimator takes them.
     """
 
     def __init__(
@@ -38,16 +39,16 @@ class Admission:
         self._most = most
         self._allowances: dict[Subject, Allowance] = {}
         self._seats, self._max_queue_s = seats, max_queue_s
-        self._lines: dict[str, Line] = {}
+        self._queue_times: dict[str, QueueTimeEstimator] = {}
 
-    def knock(self, tenant: TenantRecord, key: Principal) -> "Visit":
-        """Count a request of which is known only whose it is; refuse it where that is enough.
+    def check(self, tenant: TenantRecord, key: Principal) -> "RateLimitHold":
+        """Begin a request's walk through its limits.
 
         Raises Overloaded, InsufficientQuota, RateLimited.
         """
-        visit = Visit(self, tenant, key)
-        visit.knock()
-        return visit
+        hold = RateLimitHold(self, tenant, key)
+        hold.check()
+        return hold
 
     def retune(self) -> None:
         """Take over what the shares have become."""
@@ -63,13 +64,14 @@ class Admission:
         owners = (((tenant.name, ""), tenant.limits), ((tenant.name, key.key_id), key.limits))
         return [self._allowance(*owner) for owner in owners if _any_limit(owner[1])]
 
-    def line(self, base_model: str) -> Line:
-        """Where requests for this base model wait."""
-        line = self._lines.get(base_model)
-        if line is None:
-            line = Line(self._seats.get(base_model), self._max_queue_s, self.clock())
-            self._lines[base_model] = line
-        return line
+    def queue_time(self, base_model: str) -> QueueTimeEstimator:
+        """How long requests for this base model wait."""
+        estimator = self._queue_times.get(base_model)
+        if estimator is None:
+            seats = self._seats.get(base_model)
+            estimator = QueueTimeEstimator(seats, self._max_queue_s, self.clock())
+            self._queue_times[base_model] = estimator
+        return estimator
 
     def check_room(self) -> None:
         """Raises Overloaded when this gateway carries as much as it can."""
@@ -89,11 +91,18 @@ class Admission:
         return allowance
 
 
-class Visit:
-    """One request's way through its limits.
+class RateLimitHold:
+    """One request's walk through its limits; its methods come in this order.
 
-    Who enters must leave. Tokens are reserved by an estimate and settled when it is known what
-    they were; where that never gets known, what was reserved counts.
+        check        before its body is read: the gateway's room, the month's budget, requests
+        take         before a replica is asked: the room and the limits as they are by now, its
+                     tokens, and how long it would wait
+        first_token  it waits no more
+        settle       what it took is known
+        release      it is over: whoever took must release
+
+    Tokens are reserved by an estimate and settled when it is known what they were; where that never
+    gets known, what was reserved counts.
     """
 
     def __init__(self, admission: Admission, tenant: TenantRecord, key: Principal) -> None:
@@ -101,10 +110,10 @@ class Visit:
         self._tenant, self._key = tenant, key
         self._allowances = admission.allowances(tenant, key)
         self._tokens = 0
-        self._entered = 0.0
-        self._begun = False
+        self._taken_s = 0.0
+        self._waits = True
 
-    def knock(self) -> None:
+    def check(self) -> None:
         """Count the request. Raises Overloaded, InsufficientQuota, RateLimited."""
         self._admission.check_room()
         now = self._admission.clock()
@@ -117,40 +126,40 @@ class Visit:
         for allowance in self._allowances:
             allowance.take(1, 0, now)
 
-    def enter(self, tokens: int, base_model: str) -> None:
-        """Begin to wait in line, and reserve so many tokens. Raises Overloaded, RateLimited."""
+    def take(self, tokens: int, base_model: str) -> None:
+        """Begin to wait, and reserve so many tokens. Raises Overloaded, RateLimited."""
         self._admission.check_room()
         self._allowances = self._admission.allowances(self._tenant, self._key)
         self._refuse_over_limits(0, tokens)
-        self._entered = now = self._admission.clock()
-        self._line = self._admission.line(base_model)
-        self._line.check(self._tenant.name, self._tenant.weight, now)
-        self._line.enter(self._tenant.name, self._tenant.weight, now)
+        self._taken_s = now = self._admission.clock()
+        self._queue_time = self._admission.queue_time(base_model)
+        self._queue_time.check(self._tenant.name, self._tenant.weight, now)
+        self._queue_time.enter(self._tenant.name, self._tenant.weight, now)
         self._admission.running += 1
         for allowance in self._allowances:
             allowance.take(0, tokens, now)
             allowance.part(now).running += 1
         self._tokens = tokens
 
-    def begin(self) -> None:
-        """Its first token is there. A second time does nothing."""
-        if not self._begun:
-            self._begun = True
-            self._line.begin(self._tenant.name, self._admission.clock())
+    def first_token(self) -> None:
+        """It waits no more. A second time does nothing."""
+        if self._waits:
+            self._waits = False
+            self._queue_time.begin(self._tenant.name, self._admission.clock())
 
     def settle(self, tokens: int) -> None:
-        """So many it was."""
+        """It took so many."""
         for allowance in self._allowances:
             allowance.take(0, tokens - self._tokens, self._admission.clock())
         self._tokens = tokens
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """It has ended, and what it took counts against the budget."""
         now = self._admission.clock()
         self._admission.running -= 1
-        self._line.leave(self._tenant.name, now, begun=self._begun)
+        self._queue_time.leave(self._tenant.name, now, begun=not self._waits)
         for allowance in self._allowances:
-            allowance.end(now - self._entered, now)
+            allowance.end(now - self._taken_s, now)
         if self._tenant.limits.tokens_per_month is not None:
             self._admission.budget.settle(self._tenant.name, self._tokens, self._admission.wall())
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from lorikeet.errors import Overloaded
-from lorikeet.tenancy.line import Line
+from lorikeet.tenancy.queue_time import QueueTimeEstimator
 
 SEATS = 32
 MAX_QUEUE_S = 60.0
@@ -20,7 +20,7 @@ class Service:
     def __init__(self, answer_s: float, **weights: float) -> None:
         self.answer_s = answer_s
         self.now = 1000.0
-        self.line = Line(SEATS, MAX_QUEUE_S, self.now)
+        self.line = QueueTimeEstimator(SEATS, MAX_QUEUE_S, self.now)
         self.weights = weights or {"acme": 1.0}
         self.waiting: list[tuple[str, float]] = []
         self.running: list[tuple[str, float]] = []
@@ -142,8 +142,10 @@ def test_those_who_leave_wait_no_more() -> None:
     assert service.ask() is None
 
 
-@pytest.mark.parametrize("line", [Line(None, 60.0, 0.0), Line(1, None, 0.0)])
-def test_without_a_bound_everybody_is_let_in(line: Line) -> None:
+@pytest.mark.parametrize(
+    "line", [QueueTimeEstimator(None, 60.0, 0.0), QueueTimeEstimator(1, None, 0.0)]
+)
+def test_without_a_bound_everybody_is_let_in(line: QueueTimeEstimator) -> None:
     for second in range(1000):
         line.check("acme", 1.0, second)
         line.enter("acme", 1.0, second)

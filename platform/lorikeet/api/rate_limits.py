@@ -1,17 +1,17 @@
-"""A call's place under the limits of its tenant and its key."""
+"""A call under the limits of its tenant and its key."""
 
 from types import TracebackType
 
 from lorikeet.api.errors import limit_headers
-from lorikeet.api.generation import Companion, Headers
 from lorikeet.api.messages import Call, Closing, Header, StreamItem
-from lorikeet.tenancy import Visit
+from lorikeet.api.replica_response import Headers, RequestObserver
+from lorikeet.tenancy import RateLimitHold
 
 TYPICAL_ANSWER_TOKENS = 256
 """Reserved for a choice that may fill the context."""
 
 
-class Place(Companion):
+class RateLimitObserver(RequestObserver):
     """Reserves what a call may take while it runs, and settles what it took.
 
     A call that was made to its end says so. One that failed before its first bytes took nothing.
@@ -19,15 +19,15 @@ class Place(Companion):
     it took: what was reserved counts.
     """
 
-    def __init__(self, visit: Visit, call: Call, base_model: str) -> None:
-        self._visit = visit
+    def __init__(self, hold: RateLimitHold, call: Call, base_model: str) -> None:
+        self._hold = hold
         self._base_model = base_model
         self._tokens = expected_tokens(call)
-        self._begun = False
+        self._answered = False
 
     def __enter__(self) -> None:
-        """Take the place. Raises RateLimited, Overloaded."""
-        self._visit.enter(self._tokens, self._base_model)
+        """Reserve. Raises RateLimited, Overloaded."""
+        self._hold.take(self._tokens, self._base_model)
 
     def __exit__(
         self,
@@ -35,24 +35,24 @@ class Place(Companion):
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        """Give it back."""
-        if isinstance(error, Exception) and not self._begun:
-            self._visit.settle(0)
-        self._visit.leave()
+        """Give back what was not taken."""
+        if isinstance(error, Exception) and not self._answered:
+            self._hold.settle(0)
+        self._hold.release()
 
-    def heard(self, item: StreamItem) -> None:
-        """The replica says that the call has begun, or what it took."""
+    def on_item(self, item: StreamItem) -> None:
+        """The replica says that the call has its first token, or what it took."""
         match item:
             case Header() if item.load_s is not None:
-                self._visit.begin()
+                self._hold.first_token()
             case Closing():
-                self._visit.settle(item.prompt_tokens + item.completion_tokens)
+                self._hold.settle(item.prompt_tokens + item.completion_tokens)
 
-    def headers(self) -> Headers:
+    def on_first_bytes(self) -> Headers:
         """How the limits stand."""
-        self._begun = True
-        self._visit.begin()
-        headers = limit_headers(self._visit.standings())
+        self._answered = True
+        self._hold.first_token()
+        headers = limit_headers(self._hold.standings())
         return [(name.encode(), value.encode()) for name, value in headers.items()]
 
 

@@ -1,4 +1,4 @@
-"""The answer to a generate request: a replica's bytes, passed on as they come."""
+"""The response to a generate request: a replica's bytes, passed on as they come."""
 
 import asyncio
 import json
@@ -20,28 +20,28 @@ Headers = Sequence[tuple[bytes, bytes]]
 _SILENT = "the replica ended without an answer: send the request again"
 
 
-class Companion(AbstractContextManager[Any], Protocol):
+class RequestObserver(AbstractContextManager[Any], Protocol):
     """What goes along with a call: entered when it starts, left when it ends, however it ends.
 
-    Entering may refuse the call with a LorikeetError. A call that was made to its end has been
-    heard to say a Closing.
+    Entering may refuse the call with a LorikeetError. A call that was made to its end has shown a
+    Closing.
     """
 
-    def heard(self, item: StreamItem) -> None:
+    def on_item(self, item: StreamItem) -> None:
         """Each item that is not bytes, as it comes; a Refusal may be in mid stream."""
         ...
 
-    def headers(self) -> Headers:
-        """Of the answer. Asked once, when its first bytes are there."""
+    def on_first_bytes(self) -> Headers:
+        """The first bytes are there; what the observer adds to the answer's headers."""
         ...
 
 
-class Generation(Response):
+class ReplicaResponse(Response):
     """Runs one call and sends its answer.
 
     Nothing is sent before the replica's first bytes are there, so whatever fails until then gets
     a status of its own; later failures end a stream with an error event. A client that goes away
-    closes `items` at once. Companions are entered in their order and left in the opposite one.
+    closes `items` at once. Observers are entered in their order and left in the opposite one.
     """
 
     background = None
@@ -50,19 +50,19 @@ class Generation(Response):
         self,
         call: Call,
         items: Items,
-        companions: Sequence[Companion],
+        observers: Sequence[RequestObserver],
         first_item_timeout_s: float,
     ) -> None:
         self._call = call
         self._items = items
-        self._companions = companions
+        self._observers = observers
         self._first_item_timeout_s = first_item_timeout_s
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         """Answer. Raises LorikeetError only while nothing was sent."""
         with ExitStack() as left_at_the_end:
-            for companion in self._companions:
-                left_at_the_end.enter_context(companion)
+            for observer in self._observers:
+                left_at_the_end.enter_context(observer)
             await _while_connected(receive, self._answer(send))
 
     async def _answer(self, send: Send) -> None:
@@ -115,8 +115,8 @@ class Generation(Response):
         """The client's part of an item, which may be none. Raises Refused."""
         if isinstance(item, bytes):
             return item
-        for companion in self._companions:
-            companion.heard(item)
+        for observer in self._observers:
+            observer.on_item(item)
         if isinstance(item, Refusal):
             raise Refused(item)
         return b""
@@ -127,8 +127,8 @@ class Generation(Response):
             headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         else:
             headers.append((b"content-length", b"%d" % length))
-        for companion in self._companions:
-            headers += companion.headers()
+        for observer in self._observers:
+            headers += observer.on_first_bytes()
         return {"type": "http.response.start", "status": OK, "headers": headers}
 
 

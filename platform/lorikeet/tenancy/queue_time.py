@@ -11,13 +11,13 @@ _ENOUGH_S = 5.0
 """What was seen of a shorter time says nothing."""
 
 
-class Line:
+class QueueTimeEstimator:
     """The requests for one base model that a gateway has let in. For one event loop.
 
     Those without a first token, divided by the first tokens of a second, are how long one more
     would wait (Little, Operations Research 9, 1961). Engines give tenants their turns by weight,
     so those of one tenant wait no longer than they would alone at its part of that rate: who floods
-    the service lengthens nobody's line but its own. The rate is counted while as many requests are
+    the service lengthens nobody's wait but its own. The rate is counted while as many requests are
     under way as there are seats. With fewer it tells what is asked and not what is possible, and
     nobody is refused.
 
