@@ -122,3 +122,14 @@ def explain_routes(gate: Gate, explanations: Explanations) -> APIRouter:
         return await explanations.find(request_id, tenant.name)
 
     return router
+
+
+def admin_explain_routes(explanations: Explanations) -> APIRouter:
+    """An admin asks about any."""
+    router = APIRouter(prefix="/requests")
+
+    @router.get("/{request_id}")
+    async def why(request_id: str) -> dict[str, Any]:
+        return await explanations.find(request_id)
+
+    return router

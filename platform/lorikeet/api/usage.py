@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 
 from lorikeet.api.gate import Gate
+from lorikeet.catalog.names import check_name
 from lorikeet.catalog.store import ObjectStore
 from lorikeet.errors import InvalidInput
 from lorikeet.usage.counts import day_of
@@ -69,5 +70,23 @@ def usage_routes(gate: Gate, reports: UsageReports) -> APIRouter:
     ) -> Json:
         tenant = await gate.tenant(request)
         return await reports.report(first, to, parse_by(by, (By.DAY, By.ADAPTER)), tenant.name)
+
+    return router
+
+
+def admin_usage_routes(reports: UsageReports) -> APIRouter:
+    """Any tenant's, and all."""
+    router = APIRouter()
+
+    @router.get("/usage")
+    async def usage(
+        first: First = None,
+        to: date | None = None,
+        by: str = f"{By.TENANT},{By.ADAPTER}",
+        tenant: str | None = None,
+    ) -> Json:
+        if tenant is not None:
+            check_name(tenant, "tenant")
+        return await reports.report(first, to, parse_by(by, tuple(By)), tenant)
 
     return router
