@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,9 @@ def test_hits_times_and_refusals_are_counted_second_by_second(gateway: Gateway) 
 
 def test_quantiles_are_right_to_a_twentieth() -> None:
     recent, explanations = Recent(), Explanations(Peers())
-    record, came = record_of(explanations)._replace(stream=True), int(time.time())
+    record, came = replace(record_of(explanations), stream=True), int(time.time())
     for ms in range(1, 101):
-        recent.ended(None, record._replace(came=came, first_s=ms / 1000))
+        recent.ended(replace(record, came=came, first_s=ms / 1000))
     lines = lines_of(beat(recent, explanations).words, came + 1)
     assert lines["ttft_p50_ms"][-1] == pytest.approx(50, rel=0.05)
     assert lines["ttft_p99_ms"][-1] == pytest.approx(99, rel=0.05)
@@ -125,7 +126,7 @@ def test_what_is_minutes_ago_is_forgotten() -> None:
     recent, explanations = Recent(), Explanations(Peers())
     record, now = record_of(explanations), time.time()
     for ago_s in range(4 * SPAN_S, 0, -1):
-        recent.ended(None, record._replace(came=now - ago_s))
+        recent.ended(replace(record, came=now - ago_s))
     assert len(recent.seconds([])) <= SPAN_S + WINDOW_S + 1
     lines = lines_of(beat(recent, explanations).words, now)
     assert lines["requests"][1:] == [1.0] * (SPAN_S - 1)
@@ -134,7 +135,7 @@ def test_what_is_minutes_ago_is_forgotten() -> None:
 def record_of(explanations: Explanations):
     trace = explanations.trace("a" * 32)
     trace.comes_from("acme", "key-1")
-    return trace.record()._replace(over=True, until_s=0.0)
+    return replace(trace.record(), over=True, until_s=0.0)
 
 
 def beat(recent: Recent, explanations: Explanations, peers: Peers | None = None):
@@ -200,8 +201,8 @@ def test_whichever_gateway_is_asked_all_are_counted() -> None:
     one, two = Explanations(here), Explanations(there)
     recent, others = Recent(), Recent()
     Pulse(there, others, two)
-    recent.ended(None, record_of(one))
-    others.ended(None, record_of(two))
+    recent.ended(record_of(one))
+    others.ended(record_of(two))
     for explanations in (one, two):
         trace = explanations.trace("b" * 32)
         trace.comes_from("acme", "key-1")

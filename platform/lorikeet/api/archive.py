@@ -1,23 +1,34 @@
 """Where the explanations of requests that are over are kept."""
 
-import marshal
+import copyreg
+import io
+import pickle
 import zlib
 from collections import deque
+from collections.abc import Callable
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-Kept = tuple[Any, ...]
-"""Plain values alone, which marshal packs."""
+from lorikeet.api.messages import Closing
+from lorikeet.api.request_record import AttemptRecord, RequestRecord
+from lorikeet.routing.choice import Candidate, Cost
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.request import Course
 
 _TOGETHER = 32
 """So many are packed as one: they share names, digests and replicas. It takes 0.3 ms."""
 _QUICKLY = 1  # of zlib's levels; the best saves 4% more and takes half as long again
 _PLACE_BYTES = 200  # a block's own objects
 
+_Ended = tuple[float, RequestRecord]
+"""When a request was over, and what is kept of it."""
+
 
 class _Block(NamedTuple):
     """ids: of its requests, one after the other. ended_s: when the last was over.
 
-    packed: by id, when each was over and what is kept of it.
+    packed: by id, when each was over and its record.
     """
 
     ids: bytes
@@ -38,24 +49,24 @@ class Archive:
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._newest: dict[bytes, tuple[float, Kept]] = {}  # not packed yet
+        self._newest: dict[bytes, _Ended] = {}  # not packed yet
         self._blocks: deque[_Block] = deque()
         self._bytes = 0
 
-    def keep(self, request_id: str, kept: Kept, now_s: float) -> None:
-        """Of a request that is over now. request_id: 32 hex digits."""
-        self._newest[bytes.fromhex(request_id)] = now_s, kept
+    def keep(self, record: RequestRecord, now_s: float) -> None:
+        """A request that is over now; its id is of 32 hex digits."""
+        self._newest[bytes.fromhex(record.request_id)] = now_s, record
         if len(self._newest) >= _TOGETHER:
             self._pack(now_s)
 
-    def find(self, request_id: str, since_s: float) -> Kept | None:
-        """What is kept of this request, if it was not over before then."""
+    def find(self, request_id: str, since_s: float) -> RequestRecord | None:
+        """The record of this request, if it was not over before then."""
         key = bytes.fromhex(request_id)
-        found = self._newest.get(key) or self._packed(key)
+        found = self._newest.get(key) or self._unpacked(key)
         if found is None:
             return None
-        ended_s, kept = found
-        return kept if ended_s >= since_s else None
+        ended_s, record = found
+        return record if ended_s >= since_s else None
 
     def forget(self, before_s: float) -> None:
         """Drop what was over before then, as far as it takes room."""
@@ -63,8 +74,7 @@ class Archive:
             self._drop()
 
     def _pack(self, now_s: float) -> None:
-        packed = zlib.compress(marshal.dumps(self._newest), _QUICKLY)
-        block = _Block(b"".join(self._newest), now_s, packed)
+        block = _Block(b"".join(self._newest), now_s, _packed(self._newest))
         self._newest = {}
         self._blocks.append(block)
         self._bytes += block.room_bytes
@@ -74,10 +84,31 @@ class Archive:
     def _drop(self) -> None:
         self._bytes -= self._blocks.popleft().room_bytes
 
-    def _packed(self, key: bytes) -> tuple[float, Kept] | None:
+    def _unpacked(self, key: bytes) -> _Ended | None:
         for block in reversed(self._blocks):
             if key in block.ids:
-                kept: dict[bytes, tuple[float, Kept]] = marshal.loads(zlib.decompress(block.packed))
+                kept: dict[bytes, _Ended] = pickle.loads(zlib.decompress(block.packed))
                 if key in kept:  # else it is the end of one id and the beginning of another
                     return kept[key]
         return None
+
+
+def _packed(records: dict[bytes, _Ended]) -> bytes:
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = _PLAIN
+    pickler.dump(records)
+    return zlib.compress(file.getbuffer(), _QUICKLY)
+
+
+def _plain(kind: type[Any]) -> Callable[[Any], Any]:
+    """How to pickle what has these fields: five times as fast as dataclasses do it themselves."""
+    values = attrgetter(*(field.name for field in fields(kind)))
+    return lambda one: (kind, values(one))
+
+
+_PLAIN = (
+    copyreg.dispatch_table
+    | {kind: _plain(kind) for kind in (RequestRecord, AttemptRecord, AdapterRef, Closing, Course)}
+    | {kind: lambda one: (type(one), tuple(one)) for kind in (Candidate, Cost)}
+)

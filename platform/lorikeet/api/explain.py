@@ -14,14 +14,15 @@ from lorikeet.api.archive import Archive
 from lorikeet.api.explanation import Json, explain
 from lorikeet.api.gate import Gate
 from lorikeet.api.peers import Peers
-from lorikeet.api.trace import Record, Trace
+from lorikeet.api.request_record import RequestRecord
+from lorikeet.api.trace import Trace
 from lorikeet.errors import NotFound, Unavailable
 
 KEPT_S = 3600.0
 KEPT_BYTES = 64 * 2**20
 """Some 300 bytes a request: an hour of 60 requests a second."""
 _QUESTION = "explain"
-Listener = Callable[[Trace, Record], None]
+Listener = Callable[[RequestRecord], None]
 _ID = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{32})(?:-[0-9])?")
 
 
@@ -46,7 +47,7 @@ class Explanations:
         peers.answers(_QUESTION, self._answer)
 
     def trace(self, request_id: str, path: str = "", traceparent: str | None = None) -> Trace:
-        """Of a request that has just come."""
+        """Follow a request that has just come."""
         return Trace(request_id, self._begin, self._end, path, traceparent)
 
     @property
@@ -78,7 +79,7 @@ class Explanations:
             param="request_id",
         )
 
-    def running(self) -> list[Record]:
+    def running(self) -> list[RequestRecord]:
         """What is known now of those that are not over."""
         return [trace.record() for trace in self._running.values()]
 
@@ -86,30 +87,26 @@ class Explanations:
         record = self._record(request_id)
         if record is None or tenant not in (None, record.tenant):
             return None
-        return explain(request_id, record, for_admin=tenant is None)
+        return explain(record, for_admin=tenant is None)
 
-    def _record(self, request_id: str) -> Record | None:
+    def _record(self, request_id: str) -> RequestRecord | None:
         trace = self._running.get(request_id)
         if trace is not None:
             return trace.record()
-        kept = self._ended.find(request_id, self._clock() - KEPT_S)
-        return None if kept is None else Record(*kept)
+        return self._ended.find(request_id, self._clock() - KEPT_S)
 
     def _begin(self, trace: Trace) -> None:
         self._running[trace.request_id] = trace
 
-    def _end(self, trace: Trace) -> None:
-        self._running.pop(trace.request_id, None)
-        record = trace.record()
-        if trace.tenant:  # nobody could ask about the others
-            self._keep(trace.request_id, record)
+    def _end(self, record: RequestRecord) -> None:
+        self._running.pop(record.request_id, None)
         for listener in self._listeners:
-            listener(trace, record)
-
-    def _keep(self, request_id: str, record: Record) -> None:
-        now_s = self._clock()
-        self._ended.keep(request_id, record[:], now_s)  # a plain tuple, which marshal wants
-        self._ended.forget(now_s - KEPT_S)
+            listener(record)
+        if record.tenant is not None:  # nobody could ask about the others
+            record.traceparent = None  # which is as long as its caller likes
+            now_s = self._clock()
+            self._ended.keep(record, now_s)
+            self._ended.forget(now_s - KEPT_S)
 
 
 def explain_routes(gate: Gate, explanations: Explanations) -> APIRouter:

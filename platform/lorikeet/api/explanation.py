@@ -2,19 +2,13 @@
 
 from typing import Any
 
-from lorikeet.api.trace import Record, Try
-from lorikeet.errors import status_of
-from lorikeet.routing.choice import Cost
+from lorikeet.api.request_record import AttemptRecord, RequestRecord, engine_s
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.request import Course
 
 Json = dict[str, Any]
 
-_COMPUTED = {"overloaded", "adapter_not_ready"}
-"""503s that say no, and not that something failed."""
 
-
-def explain(request_id: str, record: Record, *, for_admin: bool) -> Json:
+def explain(record: RequestRecord, *, for_admin: bool) -> Json:
     """The whole story of a request; times in milliseconds.
 
     The stages follow on each other and fill the time from its arrival to its end. Where the replica
@@ -23,66 +17,44 @@ def explain(request_id: str, record: Record, *, for_admin: bool) -> Json:
     stages are told. Only admins are told of other requests: what the router expected, and how many
     ran and waited at the replica.
     """
-    slowest = slowest_course(record)
     told = {
-        "id": request_id,
+        "id": record.request_id,
         "came": record.came,
         "tenant": record.tenant,
         "key_id": record.key_id,
-        "model": record.model,
-        "base_model": record.base_model or None,
-        "adapter": record.adapter,
-        "digest": record.digest,
+        "model": record.model or "",
+        "base_model": record.base_model,
+        "adapter": str(record.adapter) if record.adapter else None,
+        "digest": record.adapter.digest if record.adapter else None,
         "stream": record.stream,
-        "outcome": outcome_of(record),
+        "outcome": record.outcome,
         "code": record.code,
         "param": record.param,
         "total_ms": _ms(record.until_s),
-        "first_token_ms": _ms(first_token_s(record, slowest)),
-        "stages": [{"stage": name, "ms": _ms(took_s)} for name, took_s in _stages(record, slowest)],
+        "first_token_ms": _ms(record.first_token_s),
+        "stages": [{"stage": name, "ms": _ms(took_s)} for name, took_s in _stages(record)],
         "replica": record.replica,
-        "residency": None if record.tier is None else str(Residency(record.tier)),
+        "residency": _tier(record.residency),
         "load_ms": _ms(record.load_s),
         "tokens": None,
         "preemptions": None,
-        "retries": sum(Try(*each).failure is not None for each in record.tries),
+        "retries": record.retries,
     }
     if record.tokens is not None:
         told["tokens"] = dict(zip(("prompt", "cached", "output"), record.tokens, strict=True))
-        told["preemptions"] = sum(Course(*each).preemptions for each in record.courses)
+        told["preemptions"] = sum(course.preemptions for course in record.courses)
     if for_admin:
         told["there_then"] = {"running": record.running, "waiting": record.waiting}
-        told["attempts"] = [_attempt(record, Try(*each)) for each in record.tries]
+        told["attempts"] = [_attempt(record, attempt) for attempt in record.attempts]
     return told
 
 
-def outcome_of(record: Record) -> str:
-    """running, finished, refused, failed, or client left."""
-    if not record.over:
-        return "running"
-    if record.code is not None:
-        refused = status_of(record.code) < 500 or record.code in _COMPUTED
-        return "refused" if refused else "failed"
-    return "finished" if record.tokens is not None else "client left"
-
-
-def slowest_course(record: Record) -> Course | None:
-    """Of the choices of an answer that was made to its end, what the longest went through."""
-    courses = [Course(*each) for each in record.courses]
-    return max(courses, key=engine_s, default=None)
-
-
-def engine_s(course: Course) -> float:
-    """In the engine, seconds."""
-    return course.queued_s + course.prefill_s + course.decode_s
-
-
-def _stages(record: Record, slowest: Course | None) -> list[tuple[str, float]]:
-    end_s = record.until_s
+def _stages(record: RequestRecord) -> list[tuple[str, float]]:
+    end_s, slowest = record.until_s, record.slowest
     if record.entered_s is None:
         return [("gateway", end_s)]
     stages = [("gateway", record.entered_s)]
-    taken_s = Try(*record.tries[-1]).taken_s if record.tries else record.entered_s
+    taken_s = record.attempts[-1].taken_s if record.attempts else record.entered_s
     if taken_s is None:
         return [*stages, ("replica", end_s - record.entered_s)]
     stages.append(("replica", taken_s - record.entered_s))
@@ -100,38 +72,31 @@ def _stages(record: Record, slowest: Course | None) -> list[tuple[str, float]]:
     return [*stages, ("first bytes", record.first_s - taken_s), ("rest", end_s - record.first_s)]
 
 
-def first_token_s(record: Record, slowest: Course | None) -> float | None:
-    """Measured where the answer is a stream; else what was left to generate is taken off."""
-    if record.stream or slowest is None:
-        return record.first_s if record.stream else None
-    return max(0.0, record.until_s - slowest.decode_s)
-
-
-def _attempt(record: Record, tried: Try) -> Json:
+def _attempt(record: RequestRecord, attempt: AttemptRecord) -> Json:
     sent_s = record.entered_s or 0.0
     return {
-        "id": tried.request_id,
-        "replica": tried.replica,
-        "taken_ms": None if tried.taken_s is None else _ms(tried.taken_s - sent_s),
-        "failure": tried.failure,
+        "id": attempt.request_id,
+        "replica": attempt.replica,
+        "taken_ms": None if attempt.taken_s is None else _ms(attempt.taken_s - sent_s),
+        "failure": attempt.failure,
         "candidates": [
-            _candidate(name, tier if record.digest else None, Cost(*cost))
-            for name, tier, cost in tried.weighed
+            {
+                "replica": name,
+                "residency": _tier(tier if record.adapter else None),
+                "cost_ms": _ms(cost.total_s),
+                "prefill_ms": _ms(cost.prefill_s),
+                "queue_ms": _ms(cost.queue_s),
+                "load_ms": _ms(cost.load_s),
+                "others_ms": _ms(cost.others_s),
+                "copy_ms": _ms(cost.copy_s),
+            }
+            for name, tier, cost in attempt.weighed
         ],
     }
 
 
-def _candidate(replica: str, tier: int | None, cost: Cost) -> Json:
-    return {
-        "replica": replica,
-        "residency": None if tier is None else str(Residency(tier)),
-        "cost_ms": _ms(cost.total_s),
-        "prefill_ms": _ms(cost.prefill_s),
-        "queue_ms": _ms(cost.queue_s),
-        "load_ms": _ms(cost.load_s),
-        "others_ms": _ms(cost.others_s),
-        "copy_ms": _ms(cost.copy_s),
-    }
+def _tier(residency: Residency | None) -> str | None:
+    return None if residency is None else str(residency)
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -6,15 +6,13 @@ import time
 from fastapi import APIRouter, Depends, Response
 
 from lorikeet.api.explain import Explanations, Listener
-from lorikeet.api.explanation import first_token_s, outcome_of, slowest_course
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Gate
+from lorikeet.api.request_record import RequestRecord
 from lorikeet.api.services import Services
-from lorikeet.api.trace import Record, Trace, Try
 from lorikeet.metrics.families import residency_label
 from lorikeet.metrics.gateway import GatewayMetrics, RequestSummary
 from lorikeet.metrics.page import CONTENT_TYPE, join, render
-from lorikeet_engine.adapter import Residency
 
 KEPT_S = 1.0
 """For so long a page is good: who asks meanwhile gets the same."""
@@ -24,27 +22,27 @@ _QUESTION = "metrics"
 def counting(metrics: GatewayMetrics) -> Listener:
     """Counts each request that is over."""
 
-    def ended(_: Trace, record: Record) -> None:
+    def ended(record: RequestRecord) -> None:
         metrics.ended(summary(record))
 
     return ended
 
 
-def summary(record: Record) -> RequestSummary:
+def summary(record: RequestRecord) -> RequestSummary:
     """What is counted of a request that is over."""
-    slowest, outcome = slowest_course(record), outcome_of(record)
-    finished = record.tokens is not None and record.code is None
+    slowest, outcome, adapter = record.slowest, record.outcome, record.adapter
+    finished = record.closing is not None and record.code is None
     return RequestSummary(
         outcome="left" if outcome == "client left" else outcome,
-        tenant=record.tenant,
-        base_model=record.base_model,
-        adapter=record.adapter.rpartition("@")[0] if record.adapter else None,
+        tenant=record.tenant or "",
+        base_model=record.base_model or "",
+        adapter=f"{adapter.tenant}/{adapter.name}" if adapter else None,
         residency=_residency(record),
         code=record.code,
-        first_token_s=first_token_s(record, slowest),
+        first_token_s=record.first_token_s,
         queue_s=max(0.0, slowest.queued_s - slowest.load_s) if slowest else None,
         total_s=record.until_s if finished else None,
-        retries=sum(Try(*each).failure is not None for each in record.tries),
+        retries=record.retries,
         tokens=record.tokens,
     )
 
@@ -114,7 +112,7 @@ def metrics_routes(gate: Gate, scrape: Scrape) -> APIRouter:
     return router
 
 
-def _residency(record: Record) -> str | None:
+def _residency(record: RequestRecord) -> str | None:
     if record.replica is None:
         return None
-    return residency_label(None if record.tier is None else Residency(record.tier))
+    return residency_label(record.residency)

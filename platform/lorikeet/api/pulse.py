@@ -80,7 +80,8 @@ class Pulse:
         waits: dict[tuple[str, str, str | None], list[float]] = defaultdict(list)
         for record in running:
             if record.first_s is None and record.load_s is None:  # told with the first token
-                at = record.tenant, record.base_model, record.adapter
+                adapter = str(record.adapter) if record.adapter else None
+                at = record.tenant or "", record.base_model or "", adapter
                 waits[at].append(record.until_s)
         waiting = [Waiting(*at, len(waited), max(waited)) for at, waited in waits.items()]
         return Word(self._recent.seconds(running), waiting)

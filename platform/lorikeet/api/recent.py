@@ -5,8 +5,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from lorikeet.api.explanation import first_token_s, outcome_of, slowest_course
-from lorikeet.api.trace import Record, Trace
+from lorikeet.api.request_record import RequestRecord
 from lorikeet_engine.adapter import Residency
 
 SPAN_S = 180
@@ -29,7 +28,7 @@ class Recent:
     def __init__(self) -> None:
         self._seconds: defaultdict[int, Second] = defaultdict(Counter)
 
-    def ended(self, _: Trace, record: Record) -> None:
+    def ended(self, record: RequestRecord) -> None:
         """One is over: a listener of Explanations."""
         _count(record, self._seconds)
         if len(self._seconds) > 2 * (SPAN_S + WINDOW_S):
@@ -37,7 +36,7 @@ class Recent:
             for at in [at for at in self._seconds if at < since]:
                 del self._seconds[at]
 
-    def seconds(self, running: Iterable[Record]) -> dict[int, Second]:
+    def seconds(self, running: Iterable[RequestRecord]) -> dict[int, Second]:
         """By Unix second. running: requests that are not over, which count as far as they are."""
         since = time.time() - SPAN_S - WINDOW_S
         seconds = defaultdict(Counter, {t: s.copy() for t, s in self._seconds.items() if t > since})
@@ -57,22 +56,21 @@ def quantile_s(second: Second, share: float) -> float | None:
     return None
 
 
-def _count(record: Record, seconds: defaultdict[int, Second]) -> None:
+def _count(record: RequestRecord, seconds: defaultdict[int, Second]) -> None:
     """Each thing in the second in which it happened."""
 
     def happened(after_s: float, what: str | int) -> None:
         seconds[int(record.came + after_s)][what] += 1
 
     happened(0.0, CAME)
-    end = outcome_of(record)
+    end = record.outcome
     if end in (REFUSED, FAILED):
         happened(record.until_s, end)
-    if record.tier is not None and record.found_s is not None:
+    if record.residency is not None and record.found_s is not None:
         happened(record.found_s, LOOKED)
-        if record.tier == Residency.GPU:
+        if record.residency is Residency.GPU:
             happened(record.found_s, HIT)
-    first_s = first_token_s(record, slowest_course(record))
-    if first_s is not None:
+    if (first_s := record.first_token_s) is not None:
         happened(first_s, _bucket(first_s))
 
 

@@ -9,7 +9,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
-from lorikeet.api.trace import Record, Trace
+from lorikeet.api.request_record import RequestRecord
 from lorikeet.api.tracing.sampling import origin_of
 from lorikeet.api.tracing.spans import gateway_resource, spans_of
 
@@ -36,13 +36,13 @@ class Traces:
         sender = _Sender(f"{endpoint.rstrip('/')}/v1/traces")
         self._queue = BatchSpanProcessor(sender, _QUEUE, _GATHER_MS, _BATCH)
 
-    def ended(self, trace: Trace, record: Record) -> None:
+    def ended(self, record: RequestRecord) -> None:
         """A request is over."""
-        if not record.tenant:  # anybody can send those
+        if record.tenant is None:  # anybody can send those
             return
-        origin = origin_of(trace.request_id, trace.traceparent, self._share)
+        origin = origin_of(record.request_id, record.traceparent, self._share)
         if origin is not None:
-            for span in spans_of(origin, trace, record, self._gateway):
+            for span in spans_of(origin, record, self._gateway):
                 self._queue.on_end(span)
 
     async def close(self) -> None:

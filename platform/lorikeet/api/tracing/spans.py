@@ -26,11 +26,9 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from lorikeet.api.errors import OK
-from lorikeet.api.explanation import engine_s, outcome_of, slowest_course
-from lorikeet.api.trace import Record, Trace, Try
+from lorikeet.api.request_record import RequestRecord, engine_s
 from lorikeet.api.tracing.sampling import Origin
 from lorikeet.errors import status_of
-from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import Course
 
 Attributes = dict[str, str | int | float | bool | None]
@@ -52,23 +50,23 @@ def replica_resource(name: str, base_model: str) -> Resource:
     return Resource(_service("lorikeet-engine", name) | {"lorikeet.base_model": base_model})
 
 
-def spans_of(origin: Origin, trace: Trace, record: Record, gateway: Resource) -> list[ReadableSpan]:
+def spans_of(origin: Origin, record: RequestRecord, gateway: Resource) -> list[ReadableSpan]:
     """The whole tree; parents come before their children."""
     spans = _Spans(origin.trace_id, round(record.came * 1e9))
-    operation = _OPERATIONS.get(trace.path, "")
-    failure = record.code if outcome_of(record) == "failed" else None
+    operation = _OPERATIONS.get(record.path, "")
+    failure = record.code if record.outcome == "failed" else None
     root = spans.add(
-        f"POST {trace.path}",
+        f"POST {record.path}",
         origin.parent,
         (0.0, record.until_s),
         gateway,
         kind=SpanKind.SERVER,
-        attributes=_request(trace, record, operation) | _answer(record),
+        attributes=_request(record, operation) | _answer(record),
         failure=failure,
     )
     sent_s = record.until_s if record.entered_s is None else record.entered_s
     spans.add("understand", root, (0.0, sent_s), gateway)
-    for tried in (Try(*each) for each in record.tries):
+    for tried in record.attempts:
         end_s = record.until_s if tried.failed_s is None else tried.failed_s
         taken_s = end_s if tried.taken_s is None else min(tried.taken_s, end_s)
         attempt = spans.add(
@@ -82,7 +80,7 @@ def spans_of(origin: Origin, trace: Trace, record: Record, gateway: Resource) ->
         )
         spans.add("route", attempt, (sent_s, taken_s), gateway)
         if tried.replica is not None:
-            there = replica_resource(tried.replica, record.base_model)
+            there = replica_resource(tried.replica, record.base_model or "")
             _add_replica(spans, attempt, record, operation, (taken_s, end_s), there)
         sent_s = end_s
     return spans.made
@@ -129,13 +127,13 @@ class _Spans:
 def _add_replica(
     spans: _Spans,
     attempt: SpanContext,
-    record: Record,
+    record: RequestRecord,
     operation: str,
     during: tuple[float, float],
     there: Resource,
 ) -> None:
     taken_s, end_s = during
-    course = slowest_course(record) if end_s == record.until_s else None  # none if it failed
+    course = record.slowest if end_s == record.until_s else None  # none if it failed
     replica = spans.add(
         operation,
         attempt,
@@ -158,7 +156,7 @@ def _add_replica(
         at_s = then_s
 
 
-def _begun_s(record: Record, course: Course, taken_s: float, end_s: float) -> float:
+def _begun_s(record: RequestRecord, course: Course, taken_s: float, end_s: float) -> float:
     """When the engine began, at the latest that agrees with all that the gateway saw."""
     latest = [end_s - engine_s(course)]
     if record.found_s is not None:
@@ -168,37 +166,38 @@ def _begun_s(record: Record, course: Course, taken_s: float, end_s: float) -> fl
     return max(taken_s, min(latest))
 
 
-def _request(trace: Trace, record: Record, operation: str) -> Attributes:
+def _request(record: RequestRecord, operation: str) -> Attributes:
     """What was asked, and how it ended."""
     status = OK if record.first_s is not None else record.code and status_of(record.code)
     return {
         "http.request.method": "POST",
-        "http.route": trace.path,
+        "http.route": record.path,
         "http.response.status_code": status,
         "error.type": record.code,
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "lorikeet",
-        "gen_ai.request.model": record.model or None,
+        "gen_ai.request.model": record.model,
         "gen_ai.request.stream": record.stream,
-        "gen_ai.response.model": record.adapter or record.base_model or None,
+        "gen_ai.response.model": str(record.adapter) if record.adapter else record.base_model,
         "gen_ai.response.time_to_first_chunk": record.first_s if record.stream else None,
-        "lorikeet.request_id": trace.request_id,
+        "lorikeet.request_id": record.request_id,
         "lorikeet.tenant": record.tenant,
-        "lorikeet.outcome": outcome_of(record),
+        "lorikeet.outcome": record.outcome,
     }
 
 
-def _answer(record: Record) -> Attributes:
+def _answer(record: RequestRecord) -> Attributes:
     """Who answered, with what, and what it took."""
+    adapter = record.adapter
     prompt, cached, output = record.tokens or (None, None, None)
     return {
         "gen_ai.usage.input_tokens": prompt,
         "gen_ai.usage.cache_read.input_tokens": cached,
         "gen_ai.usage.output_tokens": output,
-        "lorikeet.base_model": record.base_model or None,
-        "lorikeet.adapter": record.adapter,
-        "lorikeet.digest": record.digest,
-        "lorikeet.residency": None if record.tier is None else str(Residency(record.tier)),
+        "lorikeet.base_model": record.base_model,
+        "lorikeet.adapter": str(adapter) if adapter else None,
+        "lorikeet.digest": adapter.digest if adapter else None,
+        "lorikeet.residency": None if record.residency is None else str(record.residency),
         "lorikeet.replica": record.replica,
         "lorikeet.choices": len(record.courses) or None,
     }
