@@ -3,8 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 TEST := $(BIN)/pytest -m "not soak and not gpu"
-# What starts the whole service, or measures time, wants the machine for itself.
-ALONE := tests/loadtest tests/demo tests/e2e
+# These start the whole service or measure time, and mostly wait.
+SERVICE_TESTS := tests/e2e tests/demo/test_make_serve.py tests/loadtest/test_loadtest.py
 # Where benchmarks on GPUs keep models and adapters, some 100 GB: in memory if there is as much.
 MODELS ?= /tmp/lorikeet-models
 
@@ -18,7 +18,7 @@ export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH ?= lorikeet.serving.proxy:middl
 export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install serve test test-engine test-platform check soak test-gpu test-ceph bench-catalog bench-download bench-router bench-gateway bench-routing bench-fleet bench-http bench-goodput loadtest clean
+.PHONY: help install serve test test-service test-units check soak test-gpu test-ceph bench-catalog bench-download bench-router bench-gateway bench-routing bench-fleet bench-http bench-goodput loadtest clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,16 +43,16 @@ check: $(INSTALLED)  ## lint, types, import directions
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check  ## everything that must hold, on CPU
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-engine test-platform
-	$(TEST) $(ALONE)
+test: $(INSTALLED)  ## everything that must hold, on CPU
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-service test-units check
 
-# Each keeps one core busy; they print when they end.
-test-engine:
-	$(TEST) tests/engine
+# Each prints when it ends. Ray would give way to the other tests if it were as nice as it is by itself.
+test-service: $(INSTALLED)
+	RAY_worker_niceness=0 $(TEST) $(SERVICE_TESTS)
 
-test-platform:
-	$(TEST) tests $(addprefix --ignore=,tests/engine $(ALONE))
+# What the service's tests leave of the machine's cores is theirs.
+test-units: $(INSTALLED)
+	nice -n 19 $(TEST) --numprocesses 3 --dist loadfile tests $(addprefix --ignore=,$(SERVICE_TESTS))
 
 soak: $(INSTALLED)  ## the long versions of the tests
 	$(BIN)/pytest -m soak --timeout 3600

@@ -15,6 +15,8 @@ import pytest
 
 from tests.ceph import radosgw
 
+# Several tests run at a time: torch's threads would only wait for each other's cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray reads these when it is imported: what the tests run is what the Makefile and k8s run.
 os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
 os.environ.setdefault("RAY_SERVE_PROXY_USE_GRPC", "1")
