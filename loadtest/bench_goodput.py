@@ -32,10 +32,9 @@ from engine.benchmarks.harness import arguments, facts, write
 from loadtest.real.adapters import fill_catalog, model_name
 from loadtest.real.client import Answer, Ask, Line, Server, quantiles_ms, run
 from loadtest.real.explained import stage_lines, stages_ms
-from loadtest.real.models import SHAPES, write_model
+from loadtest.real.models import LINEARS, SHAPES, write_model
 from loadtest.real.service import PROXIES, Cores, service
 from lorikeet.settings import Settings
-from lorikeet_engine.adapter_format import LINEARS
 from lorikeet_engine.popularity import (
     AZURE_CONV,
     RANKS,

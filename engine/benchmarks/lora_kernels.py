@@ -24,7 +24,7 @@ import torch
 from engine.benchmarks import harness
 from engine.benchmarks.gpu_time import medians_ms
 from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
-from lorikeet_engine.adapter_format import LINEARS, BaseShape
+from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.batch import Batch
 from lorikeet_engine.kernels.attention import PageTable
 from lorikeet_engine.kernels.lora import (
@@ -38,7 +38,6 @@ from lorikeet_engine.kernels.lora import (
 )
 from lorikeet_engine.kernels.pointwise import gate
 from lorikeet_engine.models import Model
-from lorikeet_engine.residency.packing import FUSED_GROUPS
 
 LAYERS, SCALED_TO = 8, 32
 CONFIG = {**LLAMA_3_1_8B, "num_hidden_layers": LAYERS, "vocab_size": 1024}
@@ -46,7 +45,6 @@ SHAPE = BaseShape.from_config(CONFIG)
 COPY_BYTES_PER_S = 4.3e12  # of an H200, read plus written
 REPLAYS = 30
 PAGE = 16
-GATE_UP = (4, 5)
 # By the norm; v and the delta are each rounded to bfloat16, and the gate multiplies two of them.
 TOLERANCE = 2 * torch.finfo(torch.bfloat16).eps
 
@@ -64,9 +62,9 @@ class Row:
     @property
     def floor_ms(self) -> float:
         """See the module."""
-        dims = [SHAPE.dims(i) for i in range(len(LINEARS))]
+        dims = [SHAPE.dims(i) for i in range(len(SHAPE.linears))]
         weights = self.adapters * self.rank * sum(d_in + d_out for d_in, d_out in dims)
-        inputs = sum(dims[group[0]][0] for group in FUSED_GROUPS)
+        inputs = sum(dims[group[0]][0] for group in SHAPE.groups.values())
         rows = self.tokens * (inputs + 2 * sum(d_out for _, d_out in dims))
         return SCALED_TO * 2 * (weights + rows) / COPY_BYTES_PER_S * 1e3
 
@@ -154,10 +152,10 @@ class _NoAttention:
 
 def _adapters(row: Row, device: torch.device) -> LoraWeights:
     """One slot for each adapter, packed as the slot pool packs them."""
-    rows = torch.zeros(LAYERS, len(LINEARS), 3, dtype=torch.int64)
+    rows = torch.zeros(LAYERS, len(SHAPE.linears), 3, dtype=torch.int64)
     end = 0
     for layer in range(LAYERS):
-        for group in FUSED_GROUPS:
+        for group in SHAPE.groups.values():
             for side in (0, 1):
                 for i in group:
                     rows[layer, i, side], rows[layer, i, 2] = end, row.rank
@@ -197,7 +195,7 @@ def _check(weights: LoraWeights, segments: Segments, row: Row, device: torch.dev
     """Each fused linear of one layer, over fresh memory full of NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     step, layer = begin_step(weights, segments, row.tokens), LAYERS - 1
-    for members in FUSED_GROUPS:
+    for name, members in SHAPE.groups.items():
         d_in = SHAPE.dims(members[0])[0]
         group = LoraGroup(members, d_in, tuple(SHAPE.dims(i)[1] for i in members))
         x = torch.randn(row.tokens, d_in, device=device).bfloat16()
@@ -207,7 +205,7 @@ def _check(weights: LoraWeights, segments: Segments, row: Row, device: torch.dev
         want = torch.zeros(row.tokens, len(weight), device=device)
         add_lora(want, x, weights, segments, layer, group)
         _assert_close(delta.rows, want, f"{row}, {group}: the delta")
-        if members == GATE_UP:
+        if name == "gate_up":
             gates, values = want.chunk(2, dim=1)
             got = gate(*linear_before_gate(x, weight, None, step, layer, group))
             _assert_close(got, torch.nn.functional.silu(gates) * values, f"{row}: the gate")

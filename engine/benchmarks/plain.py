@@ -85,14 +85,14 @@ def plain_logits(model: Model, tiers: Tiers, answers: Series[Answer]) -> list[to
 
     All at once: their rows must fit into memory. Their adapters, which must fit too, it loads.
     """
-    config = model.config
+    shape = model.config.shape
     sequences = _sequences(answers)
     for sequence in sequences:
         if sequence.adapter is not None:
             sequence.lease = _lease(tiers, sequence.adapter)
     pages = sum(len(sequence.kv.pages) for sequence in sequences)
     kv = torch.zeros(
-        (config.layers, 2, pages, PAGE, config.kv_heads, config.head_dim),
+        (shape.layers, 2, pages, PAGE, shape.kv_heads, shape.head_dim),
         dtype=model.dtype,
         device=model.device,
     )

@@ -66,12 +66,12 @@ def measure_all(engine: Engine, works: Iterable[Work]) -> list[Row]:
 
 def flops(config: ModelConfig, sequences: int, tokens: int) -> int:
     """Of one forward pass of whole prompts, two for each multiply and add."""
-    c = config
+    c = config.shape
     width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
     linears = c.hidden * (2 * width + 2 * kv_width + 3 * c.intermediate)
     seen = tokens * (tokens + 1) // 2  # pairs of a query and a key
     layer = sequences * (tokens * linears + 2 * seen * width)
-    return 2 * (c.layers * layer + sequences * c.hidden * c.vocab_size)
+    return 2 * (c.layers * layer + sequences * c.hidden * config.vocab_size)
 
 
 def _step(engine: Engine, work: Work, run: int) -> Run:

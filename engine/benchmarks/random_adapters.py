@@ -18,11 +18,7 @@ from safetensors.torch import save_file
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import (
-    LINEARS,
-    AdapterSpec,
     BaseShape,
-    LinearLora,
-    TensorSpan,
     write_blob,
 )
 from lorikeet_engine.residency.packing import PackedLayout
@@ -39,6 +35,7 @@ class Shelf:
 
     def __init__(self, folder: Path, shape: BaseShape, count: int, rank: int) -> None:
         self._folder = folder
+        self._linears = [linear.name for linear in shape.linears]
         tensors = _tensors(shape, rank)
         with ThreadPoolExecutor(8) as pool:
             self.refs = list(pool.map(partial(self._write, tensors, rank), range(count)))
@@ -56,7 +53,7 @@ class Shelf:
             "peft_type": "LORA",
             "r": rank,
             "lora_alpha": rank * (1.0 + index / 1024),
-            "target_modules": list(LINEARS),
+            "target_modules": self._linears,
         }
         (folder / "adapter_config.json").write_text(json.dumps(config))
         digest = write_blob(folder, self._folder / name)
@@ -126,13 +123,7 @@ def empty_device(tiers: Tiers) -> None:
 
 def random_layout(shape: BaseShape, rank: int) -> PackedLayout:
     """The image of an adapter that has this rank on all linears of every layer."""
-    nowhere = TensorSpan("BF16", (), 0, 0)
-    parts = tuple(
-        LinearLora(layer, linear, rank, 1.0, nowhere, nowhere)
-        for layer in range(shape.layers)
-        for linear in range(len(LINEARS))
-    )
-    return PackedLayout.of(AdapterSpec("random", parts, rank, 0), shape)
+    return PackedLayout.of_ranks([[rank] * len(shape.linears)] * shape.layers, shape)
 
 
 @lru_cache(1)
@@ -145,10 +136,9 @@ def _tensors(shape: BaseShape, rank: int) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(1)
     tensors = {}
     for layer in range(shape.layers):
-        for index, linear in enumerate(LINEARS):
+        for index, linear in enumerate(shape.linears):
             d_in, d_out = shape.dims(index)
-            block = "self_attn" if index < 4 else "mlp"
-            path = f"base_model.model.model.layers.{layer}.{block}.{linear}"
+            path = f"base_model.model.{linear.path(layer)}"
             a = torch.randn(rank, d_in, generator=random) * d_in**-0.5
             b = torch.randn(d_out, rank, generator=random) * (0.1 * rank**-0.5)
             tensors[f"{path}.lora_A.weight"] = a.bfloat16()

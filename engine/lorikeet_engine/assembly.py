@@ -1,7 +1,6 @@
 """The large parts of an engine, made from its settings: model, adapters, KV pages, runner."""
 
 import gc
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lorikeet_engine.adapter_format import LINEARS, AdapterLimits, BaseShape
+from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
 from lorikeet_engine.calibration import measure_step_costs
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.device_memory import gib, resolve
@@ -63,12 +62,12 @@ def assemble(
     with start.stage("weights"):
         model = load(settings.model, device, settings.torch_dtype, settings.max_context)
     with start.stage("slot pool"):
-        tiers = build_tiers(settings, source, device, wake, start.free)
+        tiers = build_tiers(model.config.shape, settings, source, device, wake, start.free)
     try:
         runner, kv_pages = build_runner(model, tiers.weights, settings, start)
         with start.stage("step costs"):
             step_costs = measure_step_costs(
-                runner, kv_pages, tiers.weights, read_shape(settings), settings
+                runner, kv_pages, tiers.weights, model.config.shape, settings
             )
     except BaseException:
         tiers.close()
@@ -79,12 +78,8 @@ def assemble(
     return Assembly(runner, tiers, kv_pages, step_costs, rank_budget)
 
 
-def read_shape(settings: EngineSettings) -> BaseShape:
-    """The base model's, as adapters see it."""
-    return BaseShape.from_config(json.loads((settings.model / "config.json").read_text()))
-
-
 def build_tiers(
+    shape: BaseShape,
     settings: EngineSettings,
     source: AdapterSource,
     device: torch.device,
@@ -95,7 +90,7 @@ def build_tiers(
 
     free: bytes of the device of which the slot pool may be a share.
     """
-    shape, dtype = read_shape(settings), settings.torch_adapter_dtype
+    dtype = settings.torch_adapter_dtype
     gpu_bytes = resolve(settings.adapter_gpu_bytes, free)
     return Tiers(
         shape,
@@ -115,11 +110,13 @@ def build_tiers(
 def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
     """Rows for the adapters that an arena of so many elements can hold.
 
-    Hardly any adapter is smaller than one of rank 4 on q_proj and v_proj, and the row is small
-    beside that. at_least: the adapters of a step, which have rows in any arena.
+    Hardly any adapter is smaller than one of rank 4 on q_proj and v_proj, the first and the last
+    linear of the first group, and the row is small beside that. at_least: the adapters of a step,
+    which have rows in any arena.
     """
-    q, v = (shape.dims(LINEARS.index(name)) for name in ("q_proj", "v_proj"))
-    return max(at_least, elements // (4 * shape.layers * sum((*q, *v))))
+    qkv = next(iter(shape.groups.values()))
+    widths = sum(sum(shape.dims(linear)) for linear in {qkv[0], qkv[-1]})
+    return max(at_least, elements // (4 * shape.layers * widths))
 
 
 def count_pages(config: ModelConfig, settings: EngineSettings, room: DeviceRoom) -> int:
@@ -144,8 +141,9 @@ def allocate_kv(
     config: ModelConfig, settings: EngineSettings, pages: int, device: torch.device
 ) -> torch.Tensor:
     """[layers, 2, pages, page_size, kv_heads, head_dim]."""
-    shape = (config.layers, 2, pages, settings.page_size, config.kv_heads, config.head_dim)
-    return torch.zeros(shape, dtype=settings.torch_dtype, device=device)
+    shape = config.shape
+    size = (shape.layers, 2, pages, settings.page_size, shape.kv_heads, shape.head_dim)
+    return torch.zeros(size, dtype=settings.torch_dtype, device=device)
 
 
 def build_runner(
@@ -157,12 +155,12 @@ def build_runner(
     with one KV page, and then built again with all the pages that the trial has left room for.
     Graphs cannot be kept, since they hold the address of the KV pages. Raises SettingsError.
     """
-    device, c = model.device, model.config
+    device, c = model.device, model.config.shape
     shape = AttentionShape(c.heads, c.kv_heads, c.head_dim, settings.page_size, model.dtype)
     attention = choose_attention(shape, device)
 
     def build(pages: int) -> Runner:
-        kv = allocate_kv(c, settings, pages, device)
+        kv = allocate_kv(model.config, settings, pages, device)
         return Runner(
             model, attention, weights, kv, _capture(model, attention, weights, kv, settings)
         )
@@ -175,7 +173,7 @@ def build_runner(
         del trial
         gc.collect()
         torch.cuda.empty_cache()
-    pages = count_pages(c, settings, start)
+    pages = count_pages(model.config, settings, start)
     with start.stage("KV cache"):
         runner = build(pages)
         if device.type == "cuda":

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from lorikeet_engine.adapter_format import LINEARS, BaseShape, aligned
+from lorikeet_engine.adapter_format import BaseShape, aligned
 from lorikeet_engine.batch_builder import step_input
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.engine_settings import EngineSettings
@@ -167,7 +167,9 @@ class _Dummies:
 
 def _image(shape: BaseShape, rank: int) -> tuple[torch.Tensor, int]:
     """An adapter's row of the table, [layers, linears, 3], with its weights at 0; its elements."""
-    sizes = [[aligned(rank * d) for d in shape.dims(linear)] for linear in range(len(LINEARS))]
+    sizes = [
+        [aligned(rank * d) for d in shape.dims(linear)] for linear in range(len(shape.linears))
+    ]
     sizes_ = torch.tensor(sizes).repeat(shape.layers, 1, 1)  # [layers, linears, 2]
     ends = sizes_.flatten().cumsum(0).view_as(sizes_)
     ranks = torch.full_like(ends[..., :1], rank)

@@ -64,8 +64,9 @@ def step_bytes(config: ModelConfig, settings: EngineSettings) -> int:
     Llama-3.1-8B with steps of 8,192 tokens: 3.7 GiB here, 3.8 GiB measured (docs/benchmarks.md).
     """
     itemsize = settings.torch_dtype.itemsize
-    qkv = (config.heads + 2 * config.kv_heads) * config.head_dim
-    widths = 6 * config.hidden + qkv + 3 * config.intermediate  # alive at once in a layer
+    shape = config.shape
+    qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    widths = 6 * shape.hidden + qkv + 3 * shape.intermediate  # alive at once in a layer
     activations = settings.max_batch_tokens * widths * itemsize
     # logits, and what sampling with penalties, top-p and logprobs makes of them: six more in float
     logits = settings.max_running * config.vocab_size * (itemsize + 6 * 4)

@@ -145,7 +145,7 @@ class StepGraphs:
         return dict(reversed(ladder.items()))
 
     def _capture_pieces(self, sizes: tuple[int, ...], attention: AttentionBackend) -> _Ladder:
-        c = self._model.config
+        c = self._model.config.shape
         queries, mixed = self._kv.new_zeros(2, sizes[-1], c.heads, c.head_dim)
         between = Between(queries, mixed)
         ladder: _Ladder = {}

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from loadtest.real.models import SHAPES
+from loadtest.real.models import LINEARS, SHAPES
 from lorikeet.api.base_models import read_base_models
 from lorikeet.api.intake import examine
 from lorikeet.catalog.catalog import AdapterCatalog, blob_key
@@ -27,7 +27,6 @@ from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import (
     CONFIG_FILE,
-    LINEARS,
     WEIGHTS_FILE,
     AdapterLimits,
     BaseShape,
@@ -102,10 +101,9 @@ def save_matrices(folder: Path, shape: BaseShape, rank: int, linears: Sequence[s
     tensors = {}
     for layer in range(shape.layers):
         for linear in linears:
-            index = LINEARS.index(linear)
+            index = shape.index(linear)
             d_in, d_out = shape.dims(index)
-            block = "self_attn" if index < 4 else "mlp"
-            path = f"base_model.model.model.layers.{layer}.{block}.{linear}"
+            path = f"base_model.model.{shape.linears[index].path(layer)}"
             a = torch.randn(rank, d_in, generator=random) * d_in**-0.5
             b = torch.randn(d_out, rank, generator=random) * (_DELTA * rank**-0.5)
             tensors[f"{path}.lora_A.weight"] = a.bfloat16()
@@ -117,7 +115,7 @@ def save_matrices(folder: Path, shape: BaseShape, rank: int, linears: Sequence[s
 def image_bytes(shape: str, rank: int, device: str, linears: Sequence[str] = LINEARS) -> int:
     """What an adapter takes on the device; a little more where its matrices are padded."""
     base = BaseShape.from_config(SHAPES[shape])
-    widths = sum(sum(base.dims(LINEARS.index(linear))) for linear in linears)
+    widths = sum(sum(base.dims(base.index(linear))) for linear in linears)
     return base.layers * widths * rank * (2 if device == "cuda" else 4)
 
 

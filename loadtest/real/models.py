@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.benchmarks.random_checkpoint import write_checkpoint
 from engine.benchmarks.random_model import LLAMA_3_1_8B
+from lorikeet_engine.adapter_format import FAMILIES
 
 QWEN3_0_6B: Mapping[str, Any] = {
     "model_type": "qwen3",
@@ -47,6 +48,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "tiny": TINY,
 }
 """By the name under which the model is served."""
+LINEARS = tuple(linear.name for linear in FAMILIES["llama"].linears)
+"""Of each layer of every one of them."""
 
 END = "<|end|>"
 _TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "

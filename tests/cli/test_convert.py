@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from lorikeet.cli import app
-from lorikeet_engine.adapter_format import LINEARS, BaseShape, write_blob
+from lorikeet_engine.adapter_format import BaseShape, write_blob
 
 CONFIG = LlamaConfig(
     hidden_size=32,
@@ -26,7 +26,8 @@ CONFIG = LlamaConfig(
     vocab_size=64,
 )
 SHAPE = BaseShape.from_config(CONFIG.to_dict())
-PLAIN: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": list(LINEARS)}
+LINEARS = [linear.name for linear in SHAPE.linears]
+PLAIN: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": LINEARS}
 MIXED: dict[str, Any] = PLAIN | {
     "use_rslora": True,
     "rank_pattern": {r"layers\.1\..*q_proj": 2, "down_proj": 7},
@@ -338,4 +339,4 @@ def test_a_folder_without_either_is_told_what_is_missing(base: Path, tmp_path: P
 def test_a_base_model_that_is_none_is_told(tmp_path: Path) -> None:
     pair = save_pair(tmp_path / "pair", [Q_ROW])
     said = refusal(pair, tmp_path / "new", "--base-model", pair)
-    assert "config.json cannot be read" in said
+    assert "config.json does not exist" in said

@@ -6,7 +6,7 @@ from pathlib import Path
 from engine.benchmarks.random_model import LLAMA_3_1_8B, write_config
 from lorikeet.doctor.cuda import Cuda
 from lorikeet.doctor.site import Site
-from lorikeet_engine.adapter_format import LINEARS, BaseShape
+from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.memory_plan import plan_memory
 from lorikeet_engine.models import ModelConfig
 
@@ -25,7 +25,7 @@ def test_the_table_of_what_fits_is_what_is_planned(tmp_path: Path) -> None:
 
 def table(model: Path) -> Iterator[str]:
     shape = BaseShape.from_config(LLAMA_3_1_8B)
-    rank_16 = 2 * 16 * shape.layers * sum(sum(shape.dims(i)) for i in range(len(LINEARS)))
+    rank_16 = 2 * 16 * shape.layers * sum(sum(shape.dims(i)) for i in range(len(shape.linears)))
     config = ModelConfig.from_folder(model)
     for gpu, size in GPUS.items():
         for share in ("10%", "20%", "40%"):

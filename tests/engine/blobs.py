@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.adapter_format import LINEARS, BaseShape, write_blob
+from lorikeet_engine.adapter_format import BaseShape, write_blob
 from lorikeet_engine.kernels.lora import LoraWeights
 
 SHAPE = BaseShape("llama", layers=2, hidden=16, intermediate=32, heads=2, kv_heads=1, head_dim=8)
@@ -49,7 +49,7 @@ class Shelf:
             d_in, d_out = shape.dims(linear)
             a = torch.randn(rank, d_in, generator=generator).to(dtype)
             b = torch.randn(d_out, rank, generator=generator).to(dtype)
-            module = module_name(layer, linear)
+            module = shape.linears[linear].path(layer)
             tensors[f"base_model.model.{module}.lora_A.weight"] = a
             tensors[f"base_model.model.{module}.lora_B.weight"] = b
             deltas[layer, linear] = a.float(), b.float() * (alpha / rank)
@@ -59,8 +59,8 @@ class Shelf:
         config = {
             "peft_type": "LORA",
             "lora_alpha": alpha,
-            "rank_pattern": {module_name(*key): rank for key, rank in ranks.items()},
-            "target_modules": [module_name(*key) for key in ranks],
+            "rank_pattern": {shape.linears[n].path(layer): r for (layer, n), r in ranks.items()},
+            "target_modules": [shape.linears[n].path(layer) for layer, n in ranks],
         }
         (folder / "adapter_config.json").write_text(json.dumps(config))
         digest = write_blob(folder, self.blob(name))
@@ -96,11 +96,6 @@ class Shelf:
                     got = weights.arena[at : at + want.numel()].view(want.shape)
                     assert torch.equal(got, want.to(got.dtype)), f"{ref} in slot {slot}"
                 assert rank == a.shape[0]
-
-
-def module_name(layer: int, linear: int) -> str:
-    owner = "self_attn" if linear < 4 else "mlp"
-    return f"model.layers.{layer}.{owner}.{LINEARS[linear]}"
 
 
 def everywhere(rank: int) -> Ranks:

@@ -26,8 +26,8 @@ def build(
     **settings: Any,
 ) -> Engine:
     """An engine of tiny sizes; `settings` are EngineSettings'."""
-    config = ModelConfig.from_folder(checkpoint)
-    page_bytes = 2 * 4 * config.layers * PAGE * config.kv_heads * config.head_dim
+    shape = ModelConfig.from_folder(checkpoint).shape
+    page_bytes = 2 * 4 * shape.layers * PAGE * shape.kv_heads * shape.head_dim
     sizes = {"adapter_gpu_bytes": 4 << 20, "adapter_host_bytes": 8 << 20, **settings}
     sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * page_bytes}
     return Engine(EngineSettings(model=checkpoint, cache_dir=cache_dir, **sizes), source)

@@ -87,7 +87,7 @@ def build(
     config = ModelConfig.from_folder(folder / "model")
     model = HashModel(config)
     sizes = {"adapter_gpu_bytes": 1 << 20, "adapter_host_bytes": 1 << 20, **settings}
-    sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * 2 * 4 * PAGE * config.head_dim}
+    sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * 2 * 4 * PAGE * config.shape.head_dim}
     settings = EngineSettings(model=folder / "model", cache_dir=folder / "cache", **sizes)
     engine = Engine(settings, source, lambda *_: model, DescendingGrammars())
     model.tokens = 0  # the start has computed some, to see what they cost

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lorikeet_engine.adapter_format import LINEARS, AdapterLimits, BaseShape
+from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
 
 SHAPE = BaseShape("llama", 1, 8, 16, 2, 1, 4)
 LIMITS = AdapterLimits(max_rank=4, max_bytes=100_000)
@@ -43,8 +43,8 @@ def tensors(draw: random.Random) -> Tensors:
     """All seven linears at rank 2."""
     numbers = np.random.default_rng(draw.randrange(2**32))
     found: Tensors = {}
-    for index, linear in enumerate(LINEARS):
-        module = f"model.layers.0.{'self_attn' if index < 4 else 'mlp'}.{linear}"
+    for index, linear in enumerate(SHAPE.linears):
+        module = linear.path(0)
         d_in, d_out = SHAPE.dims(index)
         found[tensor("A", module)] = numbers.standard_normal((2, d_in), dtype=np.float32)
         found[tensor("B", module)] = numbers.standard_normal((d_out, 2), dtype=np.float32)
@@ -64,7 +64,7 @@ def blob_config() -> Json:
 
 
 def peft_config() -> Json:
-    return blob_config() | {"target_modules": list(LINEARS)}
+    return blob_config() | {"target_modules": [linear.name for linear in SHAPE.linears]}
 
 
 def header_and_data(given: Tensors, metadata: Any = None) -> tuple[Json, bytes]:

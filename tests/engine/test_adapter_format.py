@@ -15,7 +15,6 @@ from safetensors.numpy import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lorikeet_engine.adapter_format import (
-    LINEARS,
     AdapterLimits,
     BaseShape,
     LinearLora,
@@ -36,6 +35,7 @@ CONFIG = LlamaConfig(
     vocab_size=64,
 )
 SHAPE = BaseShape.from_config(CONFIG.to_dict())
+LINEARS = [linear.name for linear in SHAPE.linears]
 LIMITS = AdapterLimits(max_rank=16, max_bytes=1 << 20)
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
@@ -111,8 +111,8 @@ def raw_file(path: Path, header: Any, data: bytes = b"") -> Path:
         {"r": 4},
         {"r": 6, "use_rslora": True},
         {"target_modules": "all-linear"},
-        {"target_modules": list(LINEARS), "layers_to_transform": [1]},
-        {"target_modules": list(LINEARS), "layers_to_transform": 0, "layers_pattern": "layers"},
+        {"target_modules": LINEARS, "layers_to_transform": [1]},
+        {"target_modules": LINEARS, "layers_to_transform": 0, "layers_pattern": "layers"},
         {"target_modules": "all-linear", "exclude_modules": ["k_proj", "0.mlp.up_proj"]},
         {"target_modules": "all-linear", "exclude_modules": r".*\.0\.mlp\..*|lm_head"},
         {"target_modules": ["1.self_attn.q_proj", "model.layers.0.mlp.down_proj"]},
@@ -222,7 +222,7 @@ def test_the_spans_of_a_spec_hold_the_tensors_bytes(folder):
     for part in spec.linears:
         for side, span in (("A", part.a), ("B", part.b)):
             name = f"base_model.model.model.layers.{part.layer}.self_attn"
-            want = tensors[f"{name}.{LINEARS[part.linear]}.lora_{side}.weight"]
+            want = tensors[f"{name}.{part.name}.lora_{side}.weight"]
             got = np.frombuffer(data[span.begin : span.end], np.float32).reshape(span.shape)
             assert np.array_equal(got, want)
     assert spec.packed_elements() == 2 * (4 * (32 + 32) + 4 * (32 + 16))
@@ -489,9 +489,9 @@ def test_the_shape_of_a_base_model_is_that_of_its_linears(family):
     )
     shape = BaseShape.from_config(config.to_dict())
     layer = transformers.AutoModelForCausalLM.from_config(config).model.layers[0]
-    for index, name in enumerate(LINEARS):
-        linear = getattr(layer.self_attn if index < 4 else layer.mlp, name)
-        assert shape.dims(index) == (linear.in_features, linear.out_features), name
+    for index, linear in enumerate(shape.linears):
+        module = layer.get_submodule(linear.module)
+        assert shape.dims(index) == (module.in_features, module.out_features), linear.name
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,15 @@ from tests.engine.blobs import SHAPE, Shelf, everywhere
 LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 20)
 UNEVEN = {(0, 0): 3, (0, 2): 5, (0, 6): 1, (1, 4): 8, (1, 5): 2}
 NAME = "an image"
+OTHER_SHAPES = {
+    "family": "mistral",
+    "layers": 4,
+    "hidden": 32,
+    "intermediate": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+}
 
 
 @pytest.fixture
@@ -67,11 +76,12 @@ def test_an_image_is_read_to_its_place_among_others(written):
 
 
 def test_all_that_an_image_depends_on_changes_its_fingerprint():
+    assert OTHER_SHAPES.keys() == {field.name for field in dataclasses.fields(SHAPE)}
     base = (SHAPE, LIMITS, torch.float16, WHOLE)
     changes = [
         *(
-            (dataclasses.replace(SHAPE, **{field.name: getattr(SHAPE, field.name) * 2}), *base[1:])
-            for field in dataclasses.fields(SHAPE)
+            (dataclasses.replace(SHAPE, **{field: value}), *base[1:])
+            for field, value in OTHER_SHAPES.items()
         ),
         (SHAPE, dataclasses.replace(LIMITS, max_rank=32), *base[2:]),
         (*base[:2], torch.bfloat16, WHOLE),

@@ -30,8 +30,9 @@ def load(folder):
 
 def test_a_config_tells_the_engine_its_sizes(tiny_checkpoints):
     config = ModelConfig.from_folder(tiny_checkpoints["qwen3"])
-    assert (config.vocab_size, config.max_context, config.hidden) == (256, 512, 64)
-    assert (config.layers, config.heads, config.kv_heads, config.head_dim) == (2, 4, 2, 32)
+    shape = config.shape
+    assert (config.vocab_size, config.max_context, shape.hidden) == (256, 512, 64)
+    assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (2, 4, 2, 32)
 
 
 def test_end_of_sequence_ids_come_from_both_files(edited):

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from lorikeet_engine.adapter_format import LINEARS, BaseShape
+from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.kernels.attention import SdpaAttention
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models import load_model
@@ -47,14 +47,13 @@ def random_adapter(shape, rank):
     """An adapter of every linear, in slot 0 and as changes to the base model's weights."""
     parts, changes, end = [], [], 0
     generator = torch.Generator().manual_seed(5)
-    table = torch.zeros(1, shape.layers, len(LINEARS), 3, dtype=torch.int64)
+    table = torch.zeros(1, shape.layers, len(shape.linears), 3, dtype=torch.int64)
     for layer in range(shape.layers):
-        for i, linear in enumerate(LINEARS):
+        for i, linear in enumerate(shape.linears):
             d_in, d_out = shape.dims(i)
             a = torch.randn(rank, d_in, generator=generator) / 10
             b = torch.randn(d_out, rank, generator=generator) / 10
-            block = "self_attn" if i < 4 else "mlp"
-            changes.append((f"model.layers.{layer}.{block}.{linear}.weight", b @ a))
+            changes.append((f"{linear.path(layer)}.weight", b @ a))
             table[0, layer, i] = torch.tensor([end, end + a.numel(), rank])
             parts += [a.flatten(), b.T.flatten()]
             end += a.numel() + b.numel()
@@ -66,7 +65,7 @@ class Run:
 
     def __init__(self, folder, tokens, dtype=torch.float32, lora=None):
         model = load(folder, tokens.device, dtype)
-        c = model.config
+        c = model.config.shape
         shape = (c.layers, 2, tokens.pages, tokens.page_size, c.kv_heads, c.head_dim)
         kv = torch.full(shape, torch.nan, dtype=dtype, device=tokens.device)
         self.runner = Runner(model, SdpaAttention(), lora, kv)

@@ -10,7 +10,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lorikeet_engine.adapter_format import (
     ALIGNMENT,
-    LINEARS,
     AdapterLimits,
     BaseShape,
     read_spec,
@@ -18,7 +17,7 @@ from lorikeet_engine.adapter_format import (
 )
 from lorikeet_engine.errors import AdapterRejected, SettingsError
 from lorikeet_engine.kernels.lora import LoraGroup, LoraWeights, Segments, add_lora
-from lorikeet_engine.residency.packing import FUSED_GROUPS, PackedLayout, pack
+from lorikeet_engine.residency.packing import PackedLayout, pack
 from lorikeet_engine.residency.shard import WHOLE, Shard
 from tests.engine.blobs import SHAPE, Shelf, everywhere
 
@@ -71,7 +70,7 @@ def test_matrices_are_aligned_do_not_overlap_and_fill_the_image(shelf, ranks):
 def test_the_a_matrices_of_a_fused_group_are_neighbours(shelf):
     shelf.make("x", everywhere(4))
     _, layout, _ = packed(shelf, "x")
-    for group in FUSED_GROUPS:
+    for group in SHAPE.groups.values():
         starts = layout.rows[1, list(group), 0].tolist()
         width = 4 * SHAPE.dims(group[0])[0]
         assert starts == [starts[0] + n * width for n in range(len(group))]
@@ -224,7 +223,7 @@ def test_a_single_value_that_is_no_number_is_refused_by_tensor(shelf, value, dty
     overwrite(shelf.blob("x"), part.a, torch.tensor([value], dtype=torch.bfloat16))
     with pytest.raises(AdapterRejected) as caught:
         packed(shelf, "x", dtype)
-    assert caught.value.field == f"layers.{part.layer}.{LINEARS[part.linear]}.lora_A"
+    assert caught.value.field == part.matrix("A")
 
 
 def test_numbers_whose_sum_overflows_are_taken(shelf):
@@ -252,7 +251,7 @@ def test_a_packed_peft_adapter_adds_what_peft_adds(tmp_path, use_rslora):
         r=6,
         lora_alpha=11,
         use_rslora=use_rslora,
-        target_modules=list(LINEARS),
+        target_modules=[linear.name for linear in SHAPE.linears],
         rank_pattern={"k_proj": 2},
         alpha_pattern={r"layers\.1\..*": 5},
     )
@@ -268,9 +267,8 @@ def test_a_packed_peft_adapter_adds_what_peft_adds(tmp_path, use_rslora):
         torch.tensor([0]), torch.tensor([0]), torch.tensor([5]), max_rank=layout.max_rank
     )
     for index, layer in enumerate(model.base_model.model.model.layers):
-        for group in FUSED_GROUPS:
-            owner = layer.self_attn if group[0] < 4 else layer.mlp
-            linears = [getattr(owner, LINEARS[n]) for n in group]
+        for group in SHAPE.groups.values():
+            linears = [layer.get_submodule(SHAPE.linears[n].module) for n in group]
             x = torch.randn(5, SHAPE.dims(group[0])[0])
             y = torch.zeros(5, sum(SHAPE.dims(n)[1] for n in group))
             widths = tuple(SHAPE.dims(n)[1] for n in group)

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from lorikeet_engine.adapter_format import LINEARS, AdapterLimits, BaseShape, read_spec
+from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
 from lorikeet_engine.kernels.lora import LoraGroup, LoraWeights, Segments
 from lorikeet_engine.kernels.lora.reference import expand, shrink
-from lorikeet_engine.residency.packing import FUSED_GROUPS, PackedLayout, pack
+from lorikeet_engine.residency.packing import PackedLayout, pack
 from lorikeet_engine.residency.shard import Shard
-from tests.engine.blobs import Shelf, module_name
+from tests.engine.blobs import Shelf
 
 WORLD = 2
 ALPHA = 6.0
@@ -28,6 +28,7 @@ SHAPES = {
         "llama", 1, hidden=32, intermediate=48, heads=4, kv_heads=1, head_dim=8
     ),
 }
+LINEARS = [linear.name for linear in SHAPES["one kv head"].linears]
 SCHEMES = {"sharded": False, "fully sharded": True}
 # One batch: ranks below and above the number of processes, odd, mixed, and linears left out.
 ADAPTERS = {
@@ -43,7 +44,7 @@ def base_layer(shape):
     """(x, W) of every linear; those of one fused group share x."""
     random = torch.Generator().manual_seed(5)
     layer = {}
-    for group in FUSED_GROUPS:
+    for group in shape.groups.values():
         x = torch.randn(TOKENS, shape.dims(group[0])[0], generator=random)
         for linear in group:
             layer[linear] = x, torch.randn(*shape.dims(linear)[::-1], generator=random)
@@ -57,7 +58,7 @@ def unsharded(shape, folder):
         tensors = load_file(folder / f"{name}-peft" / "adapter_model.safetensors")
         rows = slice(start, start + length)
         for (layer, linear), rank in ADAPTERS[name].items():
-            module = f"base_model.model.{module_name(layer, linear)}"
+            module = f"base_model.model.{shape.linears[linear].path(layer)}"
             a, b = (tensors[f"{module}.lora_{side}.weight"] for side in "AB")
             x = base_layer(shape)[linear][0]
             outputs[linear][rows] += x[rows] @ a.T @ b.T * (ALPHA / rank)
@@ -81,7 +82,7 @@ class Process:
         self.outputs = {}  # by linear: the columns that this process has in the end
 
     def run(self):
-        for group in FUSED_GROUPS:
+        for group in self.shape.groups.values():
             if group[0] in (3, 6):
                 self._row_parallel(group[0])
             else:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from loadtest.real.adapters import save_adapter
-from loadtest.real.models import SHAPES, write_model
+from loadtest.real.models import LINEARS, SHAPES, write_model
 from loadtest.real.service import service
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store import open_store
-from lorikeet_engine.adapter_format import LINEARS, BaseShape
+from lorikeet_engine.adapter_format import BaseShape
 from tests.gpu.fleet import TENANT, Fleet, tokens_by_name
 
 GPUS = torch.cuda.device_count()

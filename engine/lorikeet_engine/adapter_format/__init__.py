@@ -6,11 +6,13 @@ is the adapter's digest.
 """
 
 from lorikeet_engine.adapter_format.blob import WEIGHTS_FILE, blob_digest, write_blob
+from lorikeet_engine.adapter_format.config_json import read_json
 from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
+from lorikeet_engine.adapter_format.families import FAMILIES, Family, Linear
 from lorikeet_engine.adapter_format.header import TensorSpan
 from lorikeet_engine.adapter_format.image import FLOAT32_MEMORY, AdapterMemory, check_values
 from lorikeet_engine.adapter_format.peft_folder import Tensor, write_peft_folder
-from lorikeet_engine.adapter_format.shape import LINEARS, BaseShape
+from lorikeet_engine.adapter_format.shape import BaseShape
 from lorikeet_engine.adapter_format.spec import (
     ALIGNMENT,
     AdapterLimits,
@@ -24,13 +26,15 @@ from lorikeet_engine.adapter_format.trtllm import has_pair, read_pair
 __all__ = [
     "ALIGNMENT",
     "CONFIG_FILE",
+    "FAMILIES",
     "FLOAT32_MEMORY",
-    "LINEARS",
     "WEIGHTS_FILE",
     "AdapterLimits",
     "AdapterMemory",
     "AdapterSpec",
     "BaseShape",
+    "Family",
+    "Linear",
     "LinearLora",
     "Tensor",
     "TensorSpan",
@@ -38,6 +42,7 @@ __all__ = [
     "blob_digest",
     "check_values",
     "has_pair",
+    "read_json",
     "read_pair",
     "read_spec",
     "write_blob",

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 from lorikeet_engine.adapter_format.header import TensorSpan
-from lorikeet_engine.adapter_format.shape import LINEARS
 from lorikeet_engine.adapter_format.spec import AdapterSpec, LinearLora
 from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
 
@@ -90,5 +89,5 @@ def _pieces(blob: Path, span: TensorSpan, kind: str) -> Iterator[np.ndarray]:
 
 
 def _rejected(part: LinearLora, side: str, fault: str) -> AdapterRejected:
-    name = f"layers.{part.layer}.{LINEARS[part.linear]}.lora_{side}"
+    name = part.matrix(side)
     return AdapterRejected(f"{name} {fault}", field=name)

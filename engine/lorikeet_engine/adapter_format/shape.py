@@ -1,13 +1,12 @@
-"""The widths of a base model's linear layers: what an adapter's matrices must fit."""
+"""A base model's sizes, and the widths of its linears: what an adapter's matrices must fit."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-from lorikeet_engine.errors import ModelError
-
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+from lorikeet_engine.adapter_format.config_json import integer, refusal
+from lorikeet_engine.adapter_format.families import FAMILIES, Linear, Width
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,43 +23,58 @@ class BaseShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "BaseShape":
-        """From a Hugging Face config.json. Raises ModelError for other families."""
+        """From a Hugging Face config.json. Raises ModelError, whose `field` is the key at fault."""
         family = config.get("model_type")
-        if family not in FAMILIES:
-            raise ModelError(f"model_type={family!r}: want one of {', '.join(FAMILIES)}")
-        hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
+        if not isinstance(family, str) or family not in FAMILIES:
+            raise refusal("model_type", family, f"one of {', '.join(FAMILIES)}")
+        hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
         if config.get("head_dim") is None and hidden % heads:
-            raise ModelError(
-                f"hidden_size={hidden} is no multiple of num_attention_heads={heads}: "
-                "config.json must give head_dim"
-            )
+            raise refusal("hidden_size", hidden, f"a multiple of {heads} heads, or head_dim")
+        kv_heads = integer(config, "num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise refusal("num_key_value_heads", kv_heads, f"a divisor of {heads} heads")
+        head_dim = integer(config, "head_dim", hidden // heads)
+        if head_dim % 2:
+            raise refusal("head_dim", head_dim, "an even number")
         return cls(
             family=family,
-            layers=_count(config, "num_hidden_layers"),
+            layers=integer(config, "num_hidden_layers"),
             hidden=hidden,
-            intermediate=_count(config, "intermediate_size"),
+            intermediate=integer(config, "intermediate_size"),
             heads=heads,
-            kv_heads=_count(config, "num_key_value_heads", default=heads),
-            head_dim=_count(config, "head_dim", default=hidden // heads),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
         )
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Those of each layer that adapters can change. Others name them by their index here."""
+        return FAMILIES[self.family].linears
+
+    @property
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """The indices of the linears that are one fused product, by the group's name."""
+        groups = groupby(enumerate(self.linears), key=lambda pair: pair[1].group)
+        return {name: tuple(index for index, _ in members) for name, members in groups}
+
     def dims(self, linear_index: int) -> tuple[int, int]:
-        """(d_in, d_out) of the linear with this index in LINEARS."""
-        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return (
-            (self.hidden, query),
-            (self.hidden, kv),
-            (self.hidden, kv),
-            (query, self.hidden),
-            (self.hidden, self.intermediate),
-            (self.hidden, self.intermediate),
-            (self.intermediate, self.hidden),
-        )[linear_index]
+        """(d_in, d_out) of the linear with this index in `linears`."""
+        linear = self.linears[linear_index]
+        return self._elements(linear.inputs), sum(map(self._elements, linear.outputs))
 
+    def index(self, name: str) -> int:
+        """The index in `linears` of the one with this name. Raises ValueError if there is none."""
+        return [linear.name for linear in self.linears].index(name)
 
-def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{key}={value!r} in config.json: want an integer ≥ 1")
-    return value
+    def pieces(self, width: Width) -> tuple[int, int]:
+        """(how many pieces, elements of each)."""
+        return {
+            Width.HIDDEN: (self.hidden, 1),
+            Width.QUERIES: (self.heads, self.head_dim),
+            Width.KEYS: (self.kv_heads, self.head_dim),
+            Width.INTERMEDIATE: (self.intermediate, 1),
+        }[width]
+
+    def _elements(self, width: Width) -> int:
+        count, each = self.pieces(width)
+        return count * each

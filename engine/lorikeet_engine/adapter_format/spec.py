@@ -36,14 +36,22 @@ class AdapterLimits:
 
 @dataclass(frozen=True, slots=True)
 class LinearLora:
-    """One adapted linear: a [rank, d_in], b [d_out, rank]; `linear` is its index in LINEARS."""
+    """One adapted linear: a [rank, d_in], b [d_out, rank].
+
+    linear: its index in BaseShape.linears; name: what it is called there.
+    """
 
     layer: int
     linear: int
+    name: str
     rank: int
     scaling: float
     a: TensorSpan
     b: TensorSpan
+
+    def matrix(self, side: str) -> str:
+        """What errors call one of its matrices; side: A or B."""
+        return f"layers.{self.layer}.{self.name}.lora_{side}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +149,7 @@ def _linear(
     shape: BaseShape,
     limits: AdapterLimits,
 ) -> LinearLora:
-    layer, linear = locate_module(module)
+    layer, linear = locate_module(module, shape.linears)
     if layer >= shape.layers:
         raise AdapterRejected(
             f"{module}: the base model has {shape.layers} layers; was this trained for another?",
@@ -162,4 +170,5 @@ def _linear(
             "the adapter was trained for another base model",
             field=module,
         )
-    return LinearLora(layer, linear, rank, config.scaling(module), sides["A"], sides["B"])
+    name, scaling = shape.linears[linear].name, config.scaling(module)
+    return LinearLora(layer, linear, name, rank, scaling, sides["A"], sides["B"])

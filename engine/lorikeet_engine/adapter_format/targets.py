@@ -1,12 +1,11 @@
 """Which linears a PEFT config speaks of: its targets and its patterns, resolved as PEFT does."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lorikeet_engine.adapter_format.expressions import MAX_EXPRESSIONS, Expressions, bad_config
-from lorikeet_engine.adapter_format.shape import LINEARS
-from lorikeet_engine.adapter_format.tensor_names import locate_module, module_name
+from lorikeet_engine.adapter_format.tensor_names import linears_of, locate_module
 
 _ALL_LINEAR = "all-linear"
 _MAX_LAYERS = 1_000
@@ -14,18 +13,19 @@ _MAX_LAYERS = 1_000
 Selects = Callable[[str], bool]
 
 
-def check_targets(raw: Mapping[str, Any], modules: Iterable[str], run: Expressions) -> None:
+def check_targets(raw: Mapping[str, Any], modules: Sequence[str], run: Expressions) -> None:
     """The weights are for exactly the linears that the config targets.
 
     Layers after the last one with weights are not looked for: only the base model knows how many
     there are. Without target_modules nothing is said. Raises AdapterRejected.
     """
-    located = {module: locate_module(module)[0] for module in modules}
+    linears = linears_of(modules)
+    located = {module: locate_module(module, linears)[0] for module in modules}
     if raw.get("target_modules") is None:
         return
     targeted = _targeted(raw, run)
     layers = range(min(max(located.values()) + 1, _MAX_LAYERS))
-    every = {module_name(layer, linear) for layer in layers for linear in range(len(LINEARS))}
+    every = {linear.path(layer) for layer in layers for linear in linears}
     for module in sorted(every | set(located)):
         if targeted(module) and module not in located:
             raise bad_config(
@@ -109,7 +109,7 @@ def _layers(raw: Mapping[str, Any], run: Expressions) -> Selects:
     layers = set(wanted)
 
     def selects(module: str) -> bool:
-        layer = str(locate_module(module)[0])
+        layer = module.split(".")[2]  # model.layers.N
         before = module.partition(f".{layer}.")[0]
         known = not patterns or any(run.fullmatch(p, before, "layers_pattern") for p in patterns)
         return known and int(layer) in layers

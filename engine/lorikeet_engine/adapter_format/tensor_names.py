@@ -1,13 +1,13 @@
 """What a PEFT tensor's name says: base_model.model.<module>.lora_A[.default].weight."""
 
 import re
+from collections.abc import Sequence
 
-from lorikeet_engine.adapter_format.shape import LINEARS
+from lorikeet_engine.adapter_format.families import FAMILIES, Linear
 from lorikeet_engine.errors import AdapterRejected
 
 _TENSOR = re.compile(r"base_model\.model\.([\w.]{1,256})\.lora_([AB])(?:\.default)?\.weight")
-_MODULE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,4})\.(?:self_attn|mlp)\.([a-z]+_proj)")
-_ATTENTION = frozenset(LINEARS[:4])
+_MODULE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,4})\.([\w.]+)")
 _REFUSED = {
     "lora_magnitude_vector": "DoRA is not supported; train with use_dora=False",
     "lora_embedding_": "LoRA on embeddings is not supported; leave embed_tokens out",
@@ -36,20 +36,26 @@ def tensor_name(module: str, side: str) -> str:
     return f"base_model.model.{module}.lora_{side}.weight"
 
 
-def module_name(layer: int, linear: int) -> str:
-    """The name of a linear by its layer and its index in LINEARS."""
-    owner = "self_attn" if LINEARS[linear] in _ATTENTION else "mlp"
-    return f"model.layers.{layer}.{owner}.{LINEARS[linear]}"
+def linears_of(modules: Sequence[str]) -> tuple[Linear, ...]:
+    """The linears of the family that these modules are of, where nobody says which base model.
+
+    That is the family which has the most of them.
+    """
+    paths = [match[2] for match in map(_MODULE.fullmatch, modules) if match]
+
+    def known(linears: tuple[Linear, ...]) -> int:
+        return sum(map(paths.count, (linear.module for linear in linears)))
+
+    return max((family.linears for family in FAMILIES.values()), key=known)
 
 
-def locate_module(module: str) -> tuple[int, int]:
-    """(layer, index in LINEARS). Raises AdapterRejected for modules that cannot be adapted."""
+def locate_module(module: str, linears: Sequence[Linear]) -> tuple[int, int]:
+    """(layer, index in linears). Raises AdapterRejected for modules that cannot be adapted."""
     match = _MODULE.fullmatch(module)
-    if match and match[2] in LINEARS:
-        layer, linear = int(match[1]), LINEARS.index(match[2])
-        if module == module_name(layer, linear):
-            return layer, linear
+    for index, linear in enumerate(linears):
+        if match and match[2] == linear.module:
+            return int(match[1]), index
+    names = ", ".join(linear.name for linear in linears)
     raise AdapterRejected(
-        f"module {module} cannot be adapted: want {', '.join(LINEARS)} of a decoder layer",
-        field=module,
+        f"module {module} cannot be adapted: want {names} of a decoder layer", field=module
     )

@@ -14,14 +14,23 @@ import numpy as np
 
 from lorikeet_engine.adapter_format.peft_folder import Tensor
 from lorikeet_engine.adapter_format.shape import BaseShape
-from lorikeet_engine.adapter_format.tensor_names import module_name, tensor_name
+from lorikeet_engine.adapter_format.tensor_names import tensor_name
 from lorikeet_engine.errors import AdapterRejected
 
 PAIR = ("model.lora_weights.npy", "model.lora_config.npy")
 _DTYPES = {"<f4": "F32", "<f2": "F16", "|V2": "BF16"}
-# Module ids and the linears, by index in LINEARS, that one row adapts. TensorRT-LLM's gated MLP
-# activates what it calls h_to_4h, which is Hugging Face's gate_proj, and its "gate" is up_proj.
-_LINEARS = {0: (0, 1, 2), 1: (0,), 2: (1,), 3: (2,), 4: (3,), 5: (4,), 6: (6,), 7: (5,)}
+# Module ids and the linears that one row adapts. TensorRT-LLM's gated MLP activates what it calls
+# h_to_4h, which is Hugging Face's gate_proj, and its "gate" is up_proj.
+_LINEARS = {
+    0: ("q_proj", "k_proj", "v_proj"),
+    1: ("q_proj",),
+    2: ("k_proj",),
+    3: ("v_proj",),
+    4: ("o_proj",),
+    5: ("gate_proj",),
+    6: ("down_proj",),
+    7: ("up_proj",),
+}
 _ELSEWHERE = {
     **dict.fromkeys(range(8, 13), "cross-attention, which the Llama family has not"),
     **dict.fromkeys(range(13, 18), "experts or their router, which are not served yet"),
@@ -84,8 +93,12 @@ def _linears(
             "made for another base model, or is damaged",
             PAIR[1],
         )
-    d_in = shape.dims(_LINEARS[kind][0])[0]
-    widths = [shape.dims(linear)[1] for linear in _LINEARS[kind]]
+    names = {linear.name: index for index, linear in enumerate(shape.linears)}
+    if not names.keys() >= set(_LINEARS[kind]):
+        raise _bad(f"row {row} has the module id {kind}: not of this base model", PAIR[1])
+    linears = [names[name] for name in _LINEARS[kind]]
+    d_in = shape.dims(linears[0])[0]
+    widths = [shape.dims(linear)[1] for linear in linears]
     a_end, end = rank * d_in, rank * (d_in + sum(widths))
     if end > len(values) or values[end:].view(np.uint8).any():
         raise _bad(
@@ -96,8 +109,8 @@ def _linears(
     a = values[:a_end].reshape(rank, d_in)
     b = values[a_end:end].reshape(sum(widths), rank)
     cuts = np.cumsum(widths)[:-1]
-    for linear, part in zip(_LINEARS[kind], np.split(b, cuts), strict=True):
-        yield module_name(layer, linear), a, part
+    for linear, part in zip(linears, np.split(b, cuts), strict=True):
+        yield shape.linears[linear].path(layer), a, part
 
 
 def _config(ranks: dict[str, int], base_model: str, alpha: float | None) -> dict[str, Any]:

@@ -38,16 +38,17 @@ class Model:
         self.config = config
         self.device = checkpoint.device
         self.dtype = checkpoint.dtype
-        size = [config.vocab_size], config.hidden
+        shape = config.shape
+        size = [config.vocab_size], shape.hidden
         self._embeddings = checkpoint.read(["model.embed_tokens.weight"], *size)
-        self._layers = [_Layer(config, checkpoint, i) for i in range(config.layers)]
-        self._norm = RmsNorm(checkpoint, "model.norm", config.hidden, config.norm_eps)
+        self._layers = [_Layer(config, checkpoint, i) for i in range(shape.layers)]
+        self._norm = RmsNorm(checkpoint, "model.norm", shape.hidden, config.norm_eps)
         self._head = (
             self._embeddings
             if config.tied_embeddings
             else checkpoint.read(["lm_head.weight"], *size)
         )
-        self._rotary = Rotary(config.rope, config.head_dim, config.max_context, self.device)
+        self._rotary = Rotary(config.rope, shape.head_dim, config.max_context, self.device)
 
     def forward(
         self, batch: Batch, kv: torch.Tensor, lora: LoraWeights | None, attention: AttentionBackend
@@ -111,7 +112,7 @@ def _lora_step(lora: LoraWeights | None, batch: Batch) -> LoraStep | None:
 
 class _Layer:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
-        path, width, eps = f"model.layers.{layer}", config.hidden, config.norm_eps
+        path, width, eps = f"model.layers.{layer}", config.shape.hidden, config.norm_eps
         self.attention_norm = RmsNorm(checkpoint, f"{path}.input_layernorm", width, eps)
         self.attention = _Attention(config, checkpoint, layer)
         self.mlp_norm = RmsNorm(checkpoint, f"{path}.post_attention_layernorm", width, eps)
@@ -127,26 +128,15 @@ class _Layer:
 
 class _Attention:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
-        self.heads, self.kv_heads = config.heads, config.kv_heads
-        self.head_dim = dim = config.head_dim
-        block, q_width, kv_width = "self_attn", config.heads * dim, config.kv_heads * dim
-        self.qkv = LoraLinear(
-            checkpoint,
-            layer,
-            block,
-            ("q_proj", "k_proj", "v_proj"),
-            config.hidden,
-            (q_width, kv_width, kv_width),
-            bias=config.qkv_bias,
-        )
-        self.o = LoraLinear(
-            checkpoint, layer, block, ("o_proj",), q_width, (config.hidden,), bias=config.o_bias
-        )
+        shape = config.shape
+        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.qkv = LoraLinear(checkpoint, shape, layer, "qkv", bias=config.qkv_bias)
+        self.o = LoraLinear(checkpoint, shape, layer, "o", bias=config.o_bias)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            path = f"model.layers.{layer}.{block}"
-            self.q_norm = RmsNorm(checkpoint, f"{path}.q_norm", dim, config.norm_eps)
-            self.k_norm = RmsNorm(checkpoint, f"{path}.k_norm", dim, config.norm_eps)
+            path, eps = f"model.layers.{layer}.self_attn", config.norm_eps
+            self.q_norm = RmsNorm(checkpoint, f"{path}.q_norm", self.head_dim, eps)
+            self.k_norm = RmsNorm(checkpoint, f"{path}.k_norm", self.head_dim, eps)
 
     def __call__(self, x: torch.Tensor, layer_kv: torch.Tensor, step: _Step) -> _Product:
         y, lora = self.qkv(x, step.lora)
@@ -164,19 +154,9 @@ class _Attention:
 
 class _Mlp:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
-        hidden, inner = config.hidden, config.intermediate
-        self.gate_up = LoraLinear(
-            checkpoint,
-            layer,
-            "mlp",
-            ("gate_proj", "up_proj"),
-            hidden,
-            (inner, inner),
-            bias=config.mlp_bias,
-        )
-        self.down = LoraLinear(
-            checkpoint, layer, "mlp", ("down_proj",), inner, (hidden,), bias=config.mlp_bias
-        )
+        bias = config.mlp_bias
+        self.gate_up = LoraLinear(checkpoint, config.shape, layer, "gate_up", bias=bias)
+        self.down = LoraLinear(checkpoint, config.shape, layer, "down", bias=bias)
 
     def __call__(self, x: torch.Tensor, step: _Step) -> _Product:
         return self.down(gate(*self.gate_up.before_gate(x, step.lora)), step.lora)

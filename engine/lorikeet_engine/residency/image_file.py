@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from lorikeet_engine.adapter_format import ALIGNMENT, LINEARS, AdapterLimits, BaseShape
+from lorikeet_engine.adapter_format import ALIGNMENT, AdapterLimits, BaseShape
 from lorikeet_engine.adapter_format.header import read_header
 from lorikeet_engine.errors import AdapterRejected
-from lorikeet_engine.residency.packing import FUSED_GROUPS, PackedLayout
+from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.shard import WHOLE, Shard
 
 # To be raised by whoever changes what pack or PackedLayout makes of the same blob.
@@ -35,7 +35,7 @@ def fingerprint(
 
     limits: the blob's are checked before it is packed, and not again when its image is read.
     """
-    facts = (_VERSION, ALIGNMENT, FUSED_GROUPS, shape, limits, dtype, shard)
+    facts = (_VERSION, ALIGNMENT, tuple(shape.groups.values()), shape, limits, dtype, shard)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -86,7 +86,7 @@ class ImageFile:
 
 def _table(text: str, shape: BaseShape, path: Path) -> list[list[int]]:
     """ranks[layer][linear]."""
-    ranks, width = text.split(), len(LINEARS)
+    ranks, width = text.split(), len(shape.linears)
     if len(ranks) != shape.layers * width or not all(map(str.isdecimal, ranks)):
         raise _damaged(path)
     return [list(map(int, ranks[at : at + width])) for at in range(0, len(ranks), width)]

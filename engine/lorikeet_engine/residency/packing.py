@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from lorikeet_engine.adapter_format import (
-    LINEARS,
     AdapterSpec,
     BaseShape,
     LinearLora,
@@ -24,7 +23,6 @@ from lorikeet_engine.adapter_format import (
 from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.residency.shard import WHOLE, Cut, Shard
 
-FUSED_GROUPS = ((0, 1, 2), (3,), (4, 5), (6,))
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -34,9 +32,9 @@ class PackedLayout:
 
     rows [layers, linears, 3] int64, on the CPU: element offsets of A and B in the image, and the
     rank; all 0 where the adapter leaves a linear alone. elements: the image's size. cuts: for each
-    of LINEARS, what of its matrices is in the image; the rank is the adapter's, and A may have
-    fewer rows. layers: where in the image each layer begins; one that has nothing there, where the
-    next does.
+    linear of the shape, what of its matrices is in the image; the rank is the adapter's, and A may
+    have fewer rows. layers: where in the image each layer begins; one that has nothing there, where
+    the next does.
     """
 
     rows: torch.Tensor
@@ -51,7 +49,7 @@ class PackedLayout:
 
         Raises SettingsError when the base model cannot be cut so.
         """
-        ranks = [[0] * len(LINEARS) for _ in range(shape.layers)]
+        ranks = [[0] * len(shape.linears) for _ in range(shape.layers)]
         for part in spec.linears:
             ranks[part.layer][part.linear] = part.rank
         return cls.of_ranks(ranks, shape, shard)
@@ -64,12 +62,12 @@ class PackedLayout:
 
         Raises SettingsError when the base model cannot be cut so.
         """
-        cuts = shard.cuts(shape)
+        cuts, groups = shard.cuts(shape), shape.groups.values()
         rows = [[[0, 0, rank] for rank in layer] for layer in ranks]
         layers, end = [], 0
         for layer in rows:
             layers.append(end)
-            for group in FUSED_GROUPS:
+            for group in groups:
                 members = [(n, layer[n][2]) for n in group if layer[n][2]]
                 for side in (0, 1):
                     for n, rank in members:
@@ -158,7 +156,7 @@ def _finite(matrix: torch.Tensor) -> bool:
 
 
 def _overflow(part: LinearLora, side: str, dtype: torch.dtype) -> AdapterRejected:
-    name = f"layers.{part.layer}.{LINEARS[part.linear]}.lora_{side}"
+    name = part.matrix(side)
     return AdapterRejected(
         f"{name} with scaling {part.scaling:g} does not fit {dtype}: serve it in float32 or "
         "bfloat16",

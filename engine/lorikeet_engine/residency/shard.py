@@ -11,9 +11,11 @@ v = A x is short and is exchanged before B: gathered where A is cut by rank, sum
 cut by input; outputs of o and down that B leaves to others arrive with the base product's sum.
 """
 
+import math
 from dataclasses import dataclass
 
-from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.adapter_format import BaseShape, Linear
+from lorikeet_engine.adapter_format.families import Parallel, Width
 from lorikeet_engine.errors import SettingsError
 
 
@@ -53,41 +55,42 @@ class Shard:
         assert 0 <= self.index < self.world
 
     def cuts(self, shape: BaseShape) -> tuple[Cut, ...]:
-        """One for each of LINEARS. Raises SettingsError when the base model cannot be cut so."""
-        query = self._share(shape.heads, "num_attention_heads", shape.head_dim)
-        kv = self._kv_share(shape)
-        middle = self._share(shape.intermediate, "intermediate_size")
-        hidden = range(shape.hidden)
+        """One for each of the shape's linears.
+
+        Raises SettingsError when the base model cannot be cut so.
+        """
+        return tuple(self._cut(linear, shape) for linear in shape.linears)
+
+    def _cut(self, linear: Linear, shape: BaseShape) -> Cut:
+        if linear.parallel is Parallel.ROW:
+            b_shard = self if self.fully else WHOLE
+            inputs = self._share((linear.inputs,), shape)
+            return Cut(inputs, b_shard._share(linear.outputs, shape))
         # Every world-th row of A, not a run of rows: gathered and interleaved, v comes out in
         # order whatever the ranks in a batch are, and a rank need not be a multiple of the world.
         by_rank = (self.index, self.world) if self.fully else (0, 1)
-        back = self._share(shape.hidden, "hidden_size") if self.fully else hidden
-        return (
-            Cut(hidden, query, *by_rank),
-            Cut(hidden, kv, *by_rank),
-            Cut(hidden, kv, *by_rank),
-            Cut(query, back),
-            Cut(hidden, middle, *by_rank),
-            Cut(hidden, middle, *by_rank),
-            Cut(middle, back),
-        )
+        inputs = WHOLE._share((linear.inputs,), shape)
+        return Cut(inputs, self._share(linear.outputs, shape), *by_rank)
 
-    def _share(self, count: int, name: str, width: int = 1) -> range:
-        """The process's elements of `count` pieces, each `width` wide."""
-        if count % self.world:
+    def _share(self, widths: tuple[Width, ...], shape: BaseShape) -> range:
+        """The process's elements of one side of a linear."""
+        if self.world == 1:
+            return range(sum(math.prod(shape.pieces(width)) for width in widths))
+        if len(widths) > 1:
             raise SettingsError(
-                f"{name}={count} cannot be shared evenly by {self.world} processes: choose a "
+                f"{shape.family}: a linear that stores several on top of one another cannot be "
+                "shared by processes: choose one GPU"
+            )
+        count, each = shape.pieces(widths[0])
+        first, last = self.index * count // self.world, (self.index + 1) * count // self.world
+        if widths[0] is Width.KEYS and self.world > count and not self.world % count:
+            last = first + 1  # several processes keep the head that their queries read
+        elif count % self.world:
+            raise SettingsError(
+                f"{widths[0]}={count} cannot be shared evenly by {self.world} processes: choose a "
                 "number of GPUs that divides it"
             )
-        share = count // self.world * width
-        return range(self.index * share, (self.index + 1) * share)
-
-    def _kv_share(self, shape: BaseShape) -> range:
-        """Fewer heads than processes: several processes keep the head that their queries read."""
-        if self.world <= shape.kv_heads or self.world % shape.kv_heads:
-            return self._share(shape.kv_heads, "num_key_value_heads", shape.head_dim)
-        head = self.index * shape.kv_heads // self.world
-        return range(head * shape.head_dim, (head + 1) * shape.head_dim)
+        return range(first * each, last * each)
 
 
 WHOLE = Shard()

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.adapter_format import LINEARS, AdapterLimits, BaseShape
+from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
 from lorikeet_engine.costs import LoadCosts
 from lorikeet_engine.counts import Distribution, TierCounts
 from lorikeet_engine.errors import AdapterError
@@ -78,7 +78,7 @@ class Tiers:
         self.weights = LoraWeights(
             torch.zeros(gpu_bytes // dtype.itemsize, dtype=dtype, device=device),
             torch.zeros(
-                (max_slots, shape.layers, len(LINEARS), 3), dtype=torch.int64, device=device
+                (max_slots, shape.layers, len(shape.linears), 3), dtype=torch.int64, device=device
             ),
         )
         self._journal = Journal(self.where)

@@ -1,12 +1,11 @@
 """What the gateway knows of the base models: their shapes, from their config.json."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from lorikeet.api.services import BaseModel
 from lorikeet.errors import InvalidSetting
-from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.adapter_format import BaseShape, read_json
 from lorikeet_engine.errors import ModelError
 
 
@@ -20,9 +19,9 @@ def read_base_models(folders: Mapping[str, Path]) -> dict[str, BaseModel]:
 
 def _read(folder: Path) -> BaseModel:
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = read_json(folder / "config.json")
         shape = BaseShape.from_config(config)
-    except (OSError, ValueError, ModelError) as error:
+    except ModelError as error:
         raise InvalidSetting(
             f"LORIKEET_BASE_MODELS: {folder} is no Hugging Face model folder that can be served: "
             f"{error}"

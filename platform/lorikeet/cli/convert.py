@@ -1,15 +1,19 @@
 """Older formats, made into a PEFT folder on the admin's machine; no server is asked."""
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from lorikeet.cli.output import AsJson, print_json, print_line
 from lorikeet.cli.pickled import PICKLE, read_pickle
-from lorikeet_engine.adapter_format import BaseShape, has_pair, read_pair, write_peft_folder
-from lorikeet_engine.errors import ModelError
+from lorikeet_engine.adapter_format import (
+    BaseShape,
+    has_pair,
+    read_json,
+    read_pair,
+    write_peft_folder,
+)
 
 Source = Annotated[
     Path,
@@ -79,8 +83,5 @@ def add_to(app: typer.Typer) -> None:
 def _base(path: Path) -> tuple[BaseShape, str]:
     """Its shape, and its name. Raises ModelError."""
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config: dict[str, Any] = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
+    config = read_json(file)
     return BaseShape.from_config(config), config.get("_name_or_path") or file.parent.name

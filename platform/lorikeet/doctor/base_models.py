@@ -1,6 +1,5 @@
 """Base model folders: all that engines and replicas will read of them."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from lorikeet.api.messages import Call, Endpoint
 from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.doctor.site import Site
 from lorikeet.errors import InvalidInput
+from lorikeet_engine.adapter_format import FAMILIES, read_json
 from lorikeet_engine.errors import ModelError
 
 _POINTER = b"version https://git-lfs"
@@ -40,7 +40,8 @@ def _cure(folder: Path, fault: str) -> str:
         return "the weights are pickled: load them with transformers and save_pretrained them"
     if "." in fault:  # a file or a tensor, and not a key of config.json
         return f"the folder is not whole: {download}"
-    return "choose a Llama, Mistral, Qwen 2.5 or Qwen 3 that is not quantised"
+    *names, last = (family.name for family in FAMILIES.values())
+    return f"choose a {', '.join(names)} or {last} that is not quantised"
 
 
 def _is_pointer(file: Path) -> bool:
@@ -49,7 +50,7 @@ def _is_pointer(file: Path) -> bool:
 
 def _check_dtype(check: str, folder: Path, served: str) -> Finding:
     """Of weights that are there."""
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     stored = config.get("dtype") or config.get("torch_dtype") or "unknown"
     found = f"{folder}: {config['model_type']}, its weights {stored}, served as {served}"
     if (stored, served) == ("bfloat16", "float16"):
@@ -72,7 +73,7 @@ def _check_text(check: str, folder: Path) -> Finding:
     except InvalidInput as error:
         cure = f"put the model's chat_template.jinja into {folder}"
         return warning(check, error.message, cure)
-    vocabulary = json.loads((folder / "config.json").read_text()).get("vocab_size", 0)
+    vocabulary = read_json(folder / "config.json").get("vocab_size", 0)
     tokens = encoder.backend.get_vocab_size()
     if tokens > vocabulary:
         found = f"the tokenizer has {tokens} tokens, the model {vocabulary}: not its own"

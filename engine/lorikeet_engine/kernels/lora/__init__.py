@@ -75,8 +75,12 @@ def linear_before_gate(
     layer: int,
     group: LoraGroup,
 ) -> tuple[torch.Tensor, LoraDelta | LoraShare | None]:
-    """As linear; but in a prefill on CUDA the gate, which reads y next, expands the share."""
-    if step is None or step.tiles is None or not step.tiles.gate_expands:
+    """As linear; but in a prefill on CUDA the gate, which reads y next, expands the share.
+
+    A share of one linear that stores gate and up as one is expanded here: the kernel reads two.
+    """
+    fits = step is not None and step.tiles is not None and step.tiles.gate_expands
+    if not fits or len(group.linears) != 2:
         return linear(x, weight, bias, step, layer, group)
     pair: tuple[torch.Tensor, LoraShare] = _cuda("beside").linear_beside_shrink(
         x, weight, bias, step, layer, group

@@ -1,0 +1,46 @@
+"""Reads a base model's config.json: each value is checked where it is asked for."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lorikeet_engine.errors import ModelError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of a base model's folder. Raises ModelError, whose field is the file."""
+    try:
+        raw = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ModelError(
+            f"{path} does not exist: want a folder with a Hugging Face checkpoint", field=path.name
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}", field=path.name) from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} holds no JSON object", field=path.name)
+    return raw
+
+
+def integer(raw: Mapping[str, Any], field: str, absent: int | None = None) -> int:
+    """A positive integer; absent: what it is where the file does not say. Raises ModelError."""
+    value = raw.get(field)
+    value = absent if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise refusal(field, value, "a positive integer")
+    return value
+
+
+def number(raw: Mapping[str, Any], field: str, absent: float | None = None) -> float:
+    """A positive number; absent: what it is where the file does not say. Raises ModelError."""
+    value = raw.get(field)
+    value = absent if value is None else value
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise refusal(field, value, "a positive number")
+    return float(value)
+
+
+def refusal(field: str, value: object, want: str) -> ModelError:
+    """What to raise for a value that cannot be served; its `field` is the key."""
+    return ModelError(f"config.json: {field}={value!r}: want {want}", field=field)

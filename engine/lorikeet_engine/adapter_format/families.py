@@ -1,0 +1,79 @@
+"""The families of base models, and which linear layers each has for adapters to change.
+
+A family with other linears, one whose checkpoints store q, k and v as one, say, needs only another
+tuple of them here: names, widths, images, the table and the model's products all follow from it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Width(StrEnum):
+    """What a linear reads or writes, by the key of config.json that counts its pieces.
+
+    Processes that share a linear cut it between pieces.
+    """
+
+    HIDDEN = "hidden_size"
+    QUERIES = "num_attention_heads"
+    KEYS = "num_key_value_heads"  # and as wide: values
+    INTERMEDIATE = "intermediate_size"
+
+
+class Parallel(StrEnum):
+    """Which side of a linear is cut where several processes share it."""
+
+    COLUMN = "column"  # its outputs
+    ROW = "row"  # its inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A linear that every decoder layer has.
+
+    module: its path in the layer. outputs: several where it stores several linears on top of one
+    another. group: neighbouring linears of one group read one input, and are one fused product.
+    """
+
+    module: str
+    inputs: Width
+    outputs: tuple[Width, ...]
+    group: str
+    parallel: Parallel
+
+    @property
+    def name(self) -> str:
+        """The last part of its path, which people know it by."""
+        return self.module.rpartition(".")[2]
+
+    def path(self, layer: int) -> str:
+        """Its whole name, as in a checkpoint and in PEFT's files."""
+        return f"model.layers.{layer}.{self.module}"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """name: what people call the models. linears: of each decoder layer, in the table's order."""
+
+    name: str
+    linears: tuple[Linear, ...]
+
+
+_SEPARATE = (
+    Linear("self_attn.q_proj", Width.HIDDEN, (Width.QUERIES,), "qkv", Parallel.COLUMN),
+    Linear("self_attn.k_proj", Width.HIDDEN, (Width.KEYS,), "qkv", Parallel.COLUMN),
+    Linear("self_attn.v_proj", Width.HIDDEN, (Width.KEYS,), "qkv", Parallel.COLUMN),
+    Linear("self_attn.o_proj", Width.QUERIES, (Width.HIDDEN,), "o", Parallel.ROW),
+    Linear("mlp.gate_proj", Width.HIDDEN, (Width.INTERMEDIATE,), "gate_up", Parallel.COLUMN),
+    Linear("mlp.up_proj", Width.HIDDEN, (Width.INTERMEDIATE,), "gate_up", Parallel.COLUMN),
+    Linear("mlp.down_proj", Width.INTERMEDIATE, (Width.HIDDEN,), "down", Parallel.ROW),
+)
+
+# By config.json's model_type.
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("Llama", _SEPARATE),
+    "mistral": Family("Mistral", _SEPARATE),
+    "qwen2": Family("Qwen 2.5", _SEPARATE),
+    "qwen3": Family("Qwen 3", _SEPARATE),
+}
