@@ -24,14 +24,13 @@ from ray.serve.handle import DeploymentHandle
 from lorikeet.api.messages import Call, Endpoint, Header
 from lorikeet.routing.choice import Work
 from lorikeet.routing.fleet import Fleet
-from lorikeet.routing.news import ReplicaNews
-from lorikeet.serving.bulletin import Bulletin
+from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.serving.fleets import fleet_of
+from lorikeet.serving.status_feed import StatusFeed
 from lorikeet.serving.watching import Watching
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.costs import StepCosts
-from lorikeet_engine.news import EngineLoad, EngineNews
 from lorikeet_engine.popularity import Zipf
+from lorikeet_engine.status import EngineStatus, LiveStats
 
 PORT = 8017
 REPLICAS = 4
@@ -42,7 +41,7 @@ CALLS = 1_500  # of each router, by each caller
 WARM_UP = 100
 MOST_ADDED_S = 0.5e-3
 _OURS, _SERVES = "ours", "power of two"
-_LOAD = EngineLoad(running=40, ranks=400, free_bytes=1 << 30, room_bytes=1 << 34)
+_LIVE = LiveStats(running=40, decoding=40, ranks=400, free_bytes=1 << 30, room_bytes=1 << 34)
 
 
 class Echo:
@@ -50,19 +49,20 @@ class Echo:
 
     def __init__(self) -> None:
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._bulletin = Bulletin(StepCosts())
+        self._feed = StatusFeed(EngineStatus())
         held = Random(self._name).sample(range(ADAPTERS), ON_GPU)
-        self._bulletin.post(EngineNews(_LOAD, {_digest(i): Residency.GPU for i in held}))
+        moved = {_digest(i): Residency.GPU for i in held}
+        self._feed.post(EngineStatus(_LIVE, moved=moved))
 
     async def generate(self, _: Call) -> AsyncIterator[Header]:
         """A header, as a replica's first item is."""
-        yield Header(self._name, None, None, self._bulletin.word())
+        yield Header(self._name, None, None, self._feed.update())
 
-    async def watch(self, replica: str) -> AsyncIterator[ReplicaNews]:
+    async def watch(self, replica: str) -> AsyncIterator[StatusUpdate]:
         """As a replica's."""
         assert replica == self._name
-        async for news in self._bulletin.watch():
-            yield news
+        async for update in self._feed.follow():
+            yield update
 
     async def prefetch(self, wanted: object) -> None:
         """As a replica's, which has nothing to bring."""

@@ -13,14 +13,14 @@ from lorikeet.answer_stream.openai_format import DONE, EventStream
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStream, ResponseStreams
 from lorikeet.api.messages import Call, Header, Refusal
 from lorikeet.placement.report import ReplicaReport
-from lorikeet.routing.news import ReplicaNews, to_stats
-from lorikeet.serving.bulletin import Bulletin
+from lorikeet.routing.status_update import StatusUpdate, to_stats
+from lorikeet.serving.status_feed import StatusFeed
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.errors import EngineClosed
-from lorikeet_engine.request import EngineReport
+from lorikeet_engine.status import EngineStatus, TierStatus
 
+_IDLE = EngineStatus(tiers={tier: TierStatus(0, 0, 1, 0, 0) for tier in list(Residency)[1:]})
 TOKEN = b"~"
 """Once in the event of every token, and nowhere else in an answer."""
 
@@ -44,7 +44,7 @@ class Replay:
     def __init__(self, base_model: str, _: Settings, pace: float) -> None:
         self._name = serve.get_replica_context().replica_id.unique_id
         self._base_model = base_model
-        self._bulletin = Bulletin(StepCosts())
+        self._feed = StatusFeed(_IDLE)
         self._response_streams = ResponseStreams()
         self._streams: dict[str, _Stream] = {}
         self._stepping = asyncio.get_running_loop().create_task(self._step(1 / pace))
@@ -53,7 +53,7 @@ class Replay:
         """max_tokens tokens, the first at once."""
         responses = await self._response_streams.to(gateway)
         digest = call.adapter.digest if call.adapter else None
-        header = Header(self._name, digest, Residency.GPU, self._bulletin.word())
+        header = Header(self._name, digest, Residency.GPU, self._feed.update())
         events = EventStream(call)
         responses.put(call.request_id, (header, events.delta(0, TOKEN.decode())))
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -89,11 +89,11 @@ class Replay:
                     if not stream.left:
                         stream.ended.set_result(None)
 
-    async def watch(self, replica: str) -> AsyncIterator[ReplicaNews]:
+    async def watch(self, replica: str) -> AsyncIterator[StatusUpdate]:
         """As a replica's."""
         assert replica == self._name
-        async for news in self._bulletin.watch():
-            yield news
+        async for update in self._feed.follow():
+            yield update
 
     async def prefetch(self, _: object) -> None:
         """As a replica's, which has nothing to bring."""
@@ -101,13 +101,13 @@ class Replay:
     async def apply_plan(self, _: object) -> None:
         """As a replica's, which has nothing to keep."""
 
-    async def report(self) -> ReplicaReport:
+    async def report(self, _: object) -> ReplicaReport:
         """As an idle replica's."""
-        return ReplicaReport(self._name, self._base_model, EngineReport(0, 0, 0, 1, 0, 1))
+        return ReplicaReport(self._name, self._base_model, _IDLE)
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """As a replica's."""
-        return to_stats(self._bulletin.word_with_costs())
+        return to_stats(self._feed.update_with_costs())
 
 
 class Bare:

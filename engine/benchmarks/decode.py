@@ -61,7 +61,7 @@ def measure(engine: Engine, work: Work) -> Row:
     if torch.cuda.is_available():
         watch(lambda: _step(engine, _WARM_UP))
         gpu = gpu_time(watch(lambda: _step(engine, STEPS)), STEPS)
-    assert engine.report().running == work.requests, f"{work.label}: some ended too early"
+    assert engine.status().live.running == work.requests, f"{work.label}: some ended too early"
     for request in requests:
         engine.abort(request.request_id)
     engine.step()

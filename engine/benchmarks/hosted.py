@@ -26,7 +26,7 @@ class Client:
         self.came_s: defaultdict[str, list[float]] = defaultdict(list)
         self.ended: set[str] = set()
         self._error: Exception | None = None
-        self.host = EngineHost(build, self._deliver, self._fail, news=lambda _news: None)
+        self.host = EngineHost(build, self._deliver, self._fail, lambda _status: None)
 
     def __enter__(self) -> Self:
         return self

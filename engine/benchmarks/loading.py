@@ -33,7 +33,8 @@ from engine.benchmarks.tiered_engine import Places, tiered_engine, write_shelf
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.popularity import Floats
-from lorikeet_engine.request import AdapterReport, Request
+from lorikeet_engine.request import Request
+from lorikeet_engine.status import AdapterStatus
 
 STREAMS = 128
 ROUNDS, AT_A_TIME = 60, 15  # streams begin anew after so many, lest their contexts grow
@@ -105,7 +106,7 @@ class Client(hosted.Client):
         assert self.ended.isdisjoint(ids), f"streams ended after {_STREAM_TOKENS} tokens"
         for request_id in ids:
             self.host.abort(request_id)
-        while self.host.report().result().running:
+        while self.host.status.live.running:
             time.sleep(0.01)
 
     def gaps_ms(self, ids: Sequence[str], begin_s: float, end_s: float) -> list[float]:
@@ -130,7 +131,7 @@ class Client(hosted.Client):
     def arrival_of(self, ref: AdapterRef) -> None:
         """Return once the adapter is on the GPU."""
         end_s = time.perf_counter() + _WITHIN_S
-        while all(a.ref != ref or a.residency is not Residency.GPU for a in self._adapters()):
+        while all(a.ref != ref or a.residency is not Residency.GPU for a in self._in_arena()):
             assert time.perf_counter() < end_s, f"{ref} was not loaded"
             time.sleep(0.001)
 
@@ -139,8 +140,9 @@ class Client(hosted.Client):
         salt = secrets.token_hex(8)  # nothing is in the prefix cache
         return greedy(str(next(self._numbers)), prompt, tokens, ref, salt)
 
-    def _adapters(self) -> Sequence[AdapterReport]:
-        return self.host.report().result().adapters
+    def _in_arena(self) -> Sequence[AdapterStatus]:
+        rows = self.host.adapters(Residency.GPU).result()
+        return [AdapterStatus(*row) for row in rows]  # type: ignore[arg-type]
 
 
 def first_tokens(client: Client, adapters: Adapters, streams: int) -> list[FirstToken]:

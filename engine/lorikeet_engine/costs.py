@@ -4,7 +4,7 @@ The defaults are those of one NVIDIA H200 with Llama-3.1-8B's shapes; the tables
 in docs/benchmarks.md. An engine measures its own when it starts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lorikeet_engine.adapter import Residency
 
@@ -76,3 +76,11 @@ class LoadCosts:
         if tier is Residency.DISK:
             return seconds
         return seconds + self.remote_latency_s + size_bytes / self.remote_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCosts:
+    """What steps and loads take on one engine, as far as it has measured them."""
+
+    steps: StepCosts = field(default_factory=StepCosts)
+    loads: LoadCosts = field(default_factory=LoadCosts)

@@ -5,19 +5,15 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.assembly import LoadModel, assemble
 from lorikeet_engine.batch_builder import by_adapter, step_input
-from lorikeet_engine.costs import LoadCosts
-from lorikeet_engine.counts import EngineCounts
 from lorikeet_engine.deadlines import Deadlines
 from lorikeet_engine.drawing import Drawn, Draws, draw
-from lorikeet_engine.engine_counts import engine_counts
-from lorikeet_engine.engine_load import engine_load, memory_map
 from lorikeet_engine.engine_settings import EngineSettings
 from lorikeet_engine.errors import (
     DeviceLost,
@@ -29,16 +25,15 @@ from lorikeet_engine.grammar import Grammars
 from lorikeet_engine.inbox import Inbox
 from lorikeet_engine.intake import EngineConfig, Intake
 from lorikeet_engine.kv_cache import KVCache
-from lorikeet_engine.memory_map import MemoryMap
 from lorikeet_engine.models import load_model
-from lorikeet_engine.news import EngineLoad, EngineNews
 from lorikeet_engine.rank_budget import TimedStep
-from lorikeet_engine.request import EngineReport, Failed, Output, Request, Tokens
+from lorikeet_engine.request import Failed, Output, Request, Tokens
 from lorikeet_engine.residency.disk import AdapterSource
 from lorikeet_engine.sampling import Sampler
 from lorikeet_engine.scheduler import Bounds, Scheduler
 from lorikeet_engine.sequence import Chunk, Sequence
-from lorikeet_engine.slot_use import SlotUse
+from lorikeet_engine.status import AdapterStatus, EngineStatus, SlotUse
+from lorikeet_engine.status_reader import read_status
 from lorikeet_engine.step_counts import Launch, StepCounts
 
 __all__ = ["Engine", "EngineConfig", "EngineSettings"]
@@ -59,9 +54,10 @@ class _Flight:
 class Engine:
     """One base model, its adapters, and the requests in flight.
 
-    submit, abort, wake, residency, pin, unpin, prefetch, report, take_use, load and counts may be
+    submit, abort, wake, residency, pin, unpin, prefetch, status, adapters and take_use may be
     called from any thread; wait, step, fail_all and close from one alone, for instance
-    EngineLoop's; news from another, for instance Reporter's. changed: set when there may be news.
+    EngineLoop's; changed_status from another, for instance Reporter's. changed: set when that may
+    have something to say.
     """
 
     def __init__(
@@ -83,7 +79,7 @@ class Engine:
         parts = assemble(settings, source, load, self.wake)
         self._runner, self._tiers, self._kv_pages = parts.runner, parts.tiers, parts.kv_pages
         self.changed = self._tiers.noted
-        self._told: tuple[EngineLoad, LoadCosts] | None = None
+        self._reported: EngineStatus | None = None
         model = self._runner.model
         self.config = EngineConfig(
             model.config.vocab_size,
@@ -193,43 +189,35 @@ class Engine:
         """
         self._tiers.prefetch(ref, tier, uses)
 
-    def report(self) -> EngineReport:
-        """What the engine holds and does now."""
-        return EngineReport(
-            running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting) + len(self._inbox.submitted),
-            kv_pages_used=self._cache.used,
-            kv_pages_total=self._cache.pages,
-            arena_bytes_used=self._tiers.arena_bytes_used,
-            arena_bytes_total=self._tiers.arena_bytes_total,
-            adapters=self._tiers.report(),
-            pinnable_bytes=self._tiers.pinnable_bytes,
+    def status(self) -> EngineStatus:
+        """What the engine does and holds now, and has counted since it was started."""
+        return read_status(
+            self._inbox.submitted,
+            self._scheduler,
+            self._cache,
+            self._tiers,
+            self._counts,
+            self.config.step_costs,
         )
 
-    def memory_map(self) -> MemoryMap:
-        """What lies where in the engine's memory now."""
-        return memory_map(self._inbox.submitted, self._scheduler, self._cache, self._tiers)
+    def changed_status(self) -> EngineStatus | None:
+        """The status if it is another than at the last call, with what has moved; else None."""
+        moved, status = self._tiers.moved(), self.status()
+        if not moved and status == self._reported:
+            return None
+        self._reported = status
+        return replace(status, moved=moved)
+
+    def adapters(self, tier: Residency = Residency.DISK) -> list[AdapterStatus]:
+        """What lies in the GPU's arena, and what else of the engine's is at `tier` or nearer.
+
+        A few milliseconds for thousands, in which steps go on.
+        """
+        return self._tiers.adapters(tier)
 
     def take_use(self) -> list[SlotUse]:
         """Who used adapters' slots since the call before, which one reader makes."""
         return self._tiers.take_use()
-
-    def load(self) -> EngineLoad:
-        """What the engine does now."""
-        return engine_load(self._inbox.submitted, self._scheduler, self._cache, self._tiers)
-
-    def counts(self) -> EngineCounts:
-        """What the engine has counted since it was started, and holds now."""
-        waiting = self._inbox.submitted
-        return engine_counts(waiting, self._scheduler, self._cache, self._tiers, self._counts)
-
-    def news(self) -> EngineNews | None:
-        """What has changed since the last call; everything at the first, None if nothing has."""
-        moved, told = self._tiers.moved(), (self.load(), self._tiers.load_costs())
-        if not moved and told == self._told:
-            return None
-        self._told = told
-        return EngineNews(told[0], moved, told[1])
 
     def close(self) -> list[Output]:
         """Take no more requests, end those in flight with EngineClosed, stop loading adapters."""

@@ -14,13 +14,10 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.counts import EngineCounts
 from lorikeet_engine.errors import EngineClosed
 from lorikeet_engine.intake import EngineConfig
-from lorikeet_engine.memory_map import MemoryMap
-from lorikeet_engine.news import EngineNews
-from lorikeet_engine.request import EngineReport, Output, Request
-from lorikeet_engine.slot_use import SlotUse
+from lorikeet_engine.request import Output, Request
+from lorikeet_engine.status import AdapterRows, EngineStatus, SlotUse
 from lorikeet_engine.wire import Outbox, Reply, from_rows, receive
 
 if TYPE_CHECKING:
@@ -48,25 +45,26 @@ class EngineHost:
         build: Callable[[], "Engine"],
         deliver: Callable[[list[Output]], None],
         ended: Callable[[EngineClosed], None],
-        news: Callable[[EngineNews], None],
+        changed: Callable[[EngineStatus], None],
         step_timeout_s: float = 120.0,
     ) -> None:
         """Start the process and wait until its engine is built. Raises what `build` raises.
 
         build: picklable; called in the new process. deliver: called with each step's outputs.
         ended: called once, last, if the process ends by itself, with what to tell the callers of
-        all open requests. news: called with what has changed, at once after a quiet time and ten
-        times a second at most; the first names every adapter that is nearer than remote, and may
-        come before the constructor returns. All three are called on a thread of the host's own, and
-        must not block. A step longer than step_timeout_s ends the process.
+        all open requests. changed: called with a status that is new, at once after a quiet time
+        and ten times a second at most; the first, which comes before the constructor returns, names
+        every adapter that is nearer than remote. All three are called on a thread of the host's
+        own, and must not block. A step longer than step_timeout_s ends the process.
         """
         self._deliver = deliver
         self._ended = ended
-        self._news = news
+        self._changed = changed
         self._lock = threading.Lock()  # guards the three below
         self._unanswered: deque[_Asked] = deque()
         self._closing = False
         self._error: EngineClosed | None = None
+        self._status: EngineStatus  # there with the config
         calls, to_engine = Pipe(duplex=False)
         from_engine, messages = Pipe(duplex=False)
         self._outbox = Outbox(to_engine)
@@ -92,6 +90,16 @@ class EngineHost:
         with self._lock:
             return time.monotonic() - self._unanswered[0].at_s if self._unanswered else 0.0
 
+    @property
+    def status(self) -> EngineStatus:
+        """What the engine reported last: as it is now, or was a tenth of a second ago.
+
+        What changes by itself, waits and uses, may be a second old. Raises EngineClosed.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._status
+
     def submit(self, request: Request) -> Future[Residency | None]:
         """Engine.submit."""
         return self._call("submit", request)
@@ -114,21 +122,13 @@ class EngineHost:
         """Engine.prefetch."""
         return self._call("prefetch", ref, tier, uses)
 
-    def report(self) -> Future[EngineReport]:
-        """Engine.report."""
-        return self._call("report")
-
-    def memory_map(self) -> Future[MemoryMap]:
-        """Engine.memory_map."""
-        return self._call("memory_map")
+    def adapters(self, tier: Residency = Residency.DISK) -> Future[AdapterRows]:
+        """Engine.adapters."""
+        return self._call("adapters", tier)
 
     def take_use(self) -> Future[list[SlotUse]]:
         """Engine.take_use."""
         return self._call("take_use")
-
-    def counts(self) -> Future[EngineCounts]:
-        """Engine.counts."""
-        return self._call("counts")
 
     def close(self) -> None:
         """Let the engine finish its step, fail what is in flight with EngineClosed, and end."""
@@ -168,8 +168,9 @@ class EngineHost:
         match message:
             case Reply():
                 self._answer(message)
-            case EngineNews():
-                _hand_on(self._news, message)
+            case EngineStatus():
+                self._status = message
+                _hand_on(self._changed, message)
             case rows:
                 _hand_on(self._deliver, from_rows(rows))
 

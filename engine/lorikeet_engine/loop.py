@@ -26,7 +26,7 @@ class EngineLoop:
     ) -> None:
         self._engine = engine
         self._deliver = deliver
-        self._watchdog = Watchdog(step_timeout_s, engine.report)
+        self._watchdog = Watchdog(step_timeout_s, engine.status)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lorikeet-engine", daemon=True)
 

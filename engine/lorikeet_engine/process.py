@@ -48,9 +48,9 @@ def _serve(calls: Connection, outbox: Outbox) -> None:
     gc.freeze()  # what exists now stays: no collection walks through it in the middle of a step
     loop = EngineLoop(engine, lambda outputs: outbox.send(to_rows(outputs)), step_timeout_s)
     reporter = Reporter(engine, outbox.send)
+    reporter.start()  # before our answer: who has that has a status
     outbox.send(Reply(engine.config))
     loop.start()
-    reporter.start()
     try:
         while True:
             for method, *arguments in receive(calls):
@@ -71,10 +71,8 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
     "pin": Engine.pin,
     "unpin": Engine.unpin,
     "prefetch": Engine.prefetch,
-    "report": Engine.report,
-    "memory_map": Engine.memory_map,
+    "adapters": lambda engine, tier: tuple(map(tuple, engine.adapters(tier))),
     "take_use": Engine.take_use,
-    "counts": Engine.counts,
 }
 
 

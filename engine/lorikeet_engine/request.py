@@ -1,10 +1,9 @@
 """What goes into the engine and what comes out: plain, picklable messages about token ids."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.errors import EngineError, InvalidRequest
 
 MAX_LOGPROBS = 20
@@ -172,40 +171,6 @@ class Failed:
 
 
 Output = Tokens | Failed
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterReport:
-    """One adapter that this engine holds somewhere nearer than remote.
-
-    image_bytes: what it takes on the GPU, there or not; 0 while this engine has not seen its image.
-    uses: how often it was used lately, as the eviction policy counts.
-    """
-
-    ref: AdapterRef
-    residency: Residency
-    gpu_bytes: int
-    leases: int
-    pinned: bool
-    image_bytes: int = 0
-    uses: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineReport:
-    """What an engine holds and does at one moment.
-
-    pinnable_bytes: what images of pinned adapters can take at each tier.
-    """
-
-    running: int
-    waiting: int
-    kv_pages_used: int
-    kv_pages_total: int
-    arena_bytes_used: int
-    arena_bytes_total: int
-    adapters: tuple[AdapterReport, ...] = ()
-    pinnable_bytes: Mapping[Residency, int] = field(default_factory=dict)
 
 
 def _require(holds: bool, param: str, value: object, want: str) -> None:

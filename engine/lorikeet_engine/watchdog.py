@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from lorikeet_engine.request import EngineReport
+from lorikeet_engine.status import EngineStatus
 
 log = logging.getLogger(__name__)
 
@@ -22,9 +22,9 @@ class Watchdog:
     It needs no help from the thread that steps, which may hang in a call that never returns.
     """
 
-    def __init__(self, timeout_s: float, report: Callable[[], EngineReport]) -> None:
+    def __init__(self, timeout_s: float, status: Callable[[], EngineStatus]) -> None:
         self._timeout_s = timeout_s
-        self._report = report
+        self._status = status
         self._began_s: float | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lorikeet-watchdog", daemon=True)
@@ -56,17 +56,17 @@ class Watchdog:
 
     def _put_off(self) -> None:
         # An end that needs no interpreter, for a step that hangs with the interpreter's lock, or
-        # with one that the report wants: nobody puts it off any more.
+        # with one that the status wants: nobody puts it off any more.
         faulthandler.dump_traceback_later(1.5 * self._timeout_s, exit=True, file=_STDERR)
 
     def _end(self, lasted_s: float) -> NoReturn:
-        report = self._report()
+        live = self._status().live
         end_process(
             "step_hangs",
             seconds=round(lasted_s, 1),
-            running=report.running,
-            waiting=report.waiting,
-            kv_pages_used=report.kv_pages_used,
+            running=live.running,
+            waiting=live.waiting,
+            kv_pages_used=live.kv_pages_used,
         )
 
 

@@ -1,7 +1,7 @@
 """What crosses the pipes between an engine's process and its host.
 
-Calls go one way; the other way come Replies to them, the Rows of each step, and EngineNews. What
-has queued up goes as one delivery: at each the reader waits for its turn with the interpreter,
+Calls go one way; the other way come Replies to them, the Rows of each step, and each EngineStatus.
+What has queued up goes as one delivery: at each the reader waits for its turn with the interpreter,
 which the thread that steps gives up every few milliseconds only.
 """
 

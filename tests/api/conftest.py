@@ -34,10 +34,12 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.local import LocalStore
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store import ObjectStore
-from lorikeet.placement.report import ReplicaMap, ReplicaReport
+from lorikeet.placement.report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, write_blob
-from lorikeet_engine.request import AdapterReport, EngineReport, FinishReason
+from lorikeet_engine.request import FinishReason
+from lorikeet_engine.status import EngineStatus, LiveStats, TierStatus
+from tests.placement.given import held
 
 SHAPE = BaseShape("llama", 1, 8, 16, 2, 1, 4)
 WIDER = BaseShape("llama", 1, 16, 32, 4, 2, 4)
@@ -154,7 +156,7 @@ class ReplayEngines:
         self.replay: Callable[[Call], Items] = repeat
         self.trials: list[tuple[str, Trial]] = []
         self.try_out: Callable[[Trial], TrialResult | Refusal] = all_differ
-        self.maps: list[ReplicaMap] = []
+        self.maps: list[ReplicaReport] = []
 
     async def generate(self, base_model: str, call: Call) -> Items:
         self.calls.append((base_model, call))
@@ -170,12 +172,14 @@ class ReplayEngines:
         self.trials.append((base_model, trial))
         return self.try_out(trial)
 
-    async def reports(self) -> list[ReplicaReport]:
-        held = AdapterReport(AdapterRef("acme", "support", 1, "d" * 64), Residency.GPU, 64, 2, True)
-        return [ReplicaReport("r0", "tiny", EngineReport(1, 2, 3, 4, 5, 6, (held,)))]
-
-    async def memory_maps(self) -> list[ReplicaMap]:
-        return self.maps
+    async def reports(self, tier: Residency = Residency.DISK) -> list[ReplicaReport]:
+        if tier is Residency.GPU:
+            return self.maps
+        ref = AdapterRef("acme", "support", 1, "d" * 64)
+        live = LiveStats(running=1, waiting=2, kv_pages_used=3, kv_pages_total=4)
+        status = EngineStatus(live, {Residency.GPU: TierStatus(1, 5, 6, 0, 0)})
+        adapter = held(ref, Residency.GPU, 64, leases=2, pinned=True)
+        return [ReplicaReport("r0", "tiny", status, (adapter,))]
 
     @property
     def last(self) -> Call:

@@ -16,10 +16,10 @@ from lorikeet.api.peers import Peers, Poll
 from lorikeet.api.trace import Trace
 from lorikeet.errors import InvalidInput, NotFound, Unavailable
 from lorikeet.routing.choice import Candidate, Cost
-from lorikeet.routing.news import ReplicaNews
+from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.news import EngineLoad
 from lorikeet_engine.request import Course
+from lorikeet_engine.status import LiveStats
 from tests.api.conftest import Gateway, Items, chat, endless, eventually, repeat, serving
 from tests.api.test_bad_requests import error_of
 
@@ -37,8 +37,8 @@ async def told(call: Call) -> Items:
     first = call.request_id
     yield Attempt(first, "replica-3", 0.001, WEIGHED[::-1], "the replica was lost")
     yield Attempt(f"{first}-1", "replica-7", 0.002, WEIGHED)
-    load = EngineLoad(running=5, waiting=2)
-    yield Header("replica-7", call.adapter.digest, Residency.HOST, ReplicaNews(1, load))
+    live = LiveStats(decoding=5, waiting=2)
+    yield Header("replica-7", call.adapter.digest, Residency.HOST, StatusUpdate(1, live))
     yield Header("replica-7", call.adapter.digest, Residency.HOST, load_s=0.003)
     await asyncio.sleep(0.05)
     async for item in repeat(call):
@@ -307,7 +307,7 @@ def ended(explanations: Explanations, request_id: str) -> Iterator[Trace]:
     trace.asks_for("acme/support")
     with trace:
         trace.on_item(Attempt(request_id, "replica-7", 0.001, WEIGHED * 3))
-        trace.on_item(Header("replica-7", "d" * 64, Residency.GPU, ReplicaNews(1, EngineLoad())))
+        trace.on_item(Header("replica-7", "d" * 64, Residency.GPU, StatusUpdate(1, LiveStats())))
         trace.on_first_bytes()
         trace.on_item(Closing(12, 8, 34, (SLOW,)))
         yield trace

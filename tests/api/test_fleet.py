@@ -228,12 +228,12 @@ def test_pins_are_told_with_why_they_do_not_hold(gateway: Gateway) -> None:
 def test_who_asks_at_the_same_time_asks_once(gateway: Gateway) -> None:
     asked = []
 
-    async def slowly():
+    async def slowly(_tier):
         asked.append(1)
         await asyncio.sleep(0.3)
         return []
 
-    gateway.engines.memory_maps = slowly
+    gateway.engines.reports = slowly
     threads = [threading.Thread(target=gateway.admin, args=("GET", "/fleet")) for _ in range(6)]
     for thread in threads:
         thread.start()
@@ -288,7 +288,11 @@ def test_a_catalog_that_does_not_answer_hides_nothing_but_pins(tmp_path: Path) -
     with serving(tmp_path) as gateway:
         gateway.engines.maps = [replica("r0", [block("support", (0, 64))])]
 
-        async def broken():
+        reports = gateway.engines.reports
+
+        async def broken(tier=Residency.DISK):
+            if tier is Residency.GPU:
+                return await reports(tier)
             raise StoreError("the catalog does not answer")
 
         gateway.engines.reports = broken

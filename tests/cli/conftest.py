@@ -51,7 +51,7 @@ class ReportingEngines:
         other = [Continuation((n, self.second), f"said {n}") for n, _ in enumerate(trial.prompts)]
         return TrialResult("r0", Residency.REMOTE, tuple(said), tuple(other))
 
-    async def reports(self) -> Sequence[ReplicaReport]:
+    async def reports(self, _: Residency = Residency.DISK) -> Sequence[ReplicaReport]:
         return self.said
 
 

@@ -11,9 +11,10 @@ from lorikeet.catalog.changes import Pinned
 from lorikeet.catalog.log import Log
 from lorikeet.placement.report import ReplicaReport
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.request import AdapterReport, EngineReport
+from lorikeet_engine.status import AdapterStatus
 from tests.cli.adapters import peft_folder
 from tests.cli.conftest import Lorikeet
+from tests.placement.given import held, report
 
 
 @pytest.fixture
@@ -52,9 +53,8 @@ def test_pins_are_listed_and_taken_back(registered: Lorikeet) -> None:
     assert json.loads(registered.do("pins", "--json")) == {"data": []}
 
 
-def replica(name: str, gpu: int, *held: AdapterReport) -> ReplicaReport:
-    room = {Residency.GPU: gpu, Residency.HOST: 2**30, Residency.DISK: 2**30}
-    return ReplicaReport(name, "tiny", EngineReport(0, 0, 0, 0, 0, gpu, held, room))
+def replica(name: str, gpu: int, *adapters: AdapterStatus) -> ReplicaReport:
+    return report(name, gpu, host=2**30, disk=2**30, adapters=adapters)
 
 
 def pins_of(lorikeet: Lorikeet) -> dict[str, dict[str, Any]]:
@@ -67,8 +67,8 @@ def test_a_pin_is_met_once_every_replica_has_it(registered: Lorikeet) -> None:
     registered.engines.said = [replica("r1", 2**20), replica("r2", 2**20)]
     assert pins_of(registered)["acme/support"]["standing"] == "loading"
     ref = registered.catalog.state.resolve("acme/support", "acme")
-    held = AdapterReport(ref, Residency.GPU, 512, leases=0, pinned=True)
-    registered.engines.said = [replica("r1", 2**20, held), replica("r2", 2**20, held)]
+    there = held(ref, Residency.GPU, 512, pinned=True)
+    registered.engines.said = [replica("r1", 2**20, there), replica("r2", 2**20, there)]
     assert pins_of(registered)["acme/support"]["standing"] == "met"
     assert "Pins: 1 met" in registered.do("status")
 

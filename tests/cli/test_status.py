@@ -4,16 +4,19 @@ import json
 
 from lorikeet.placement.report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.request import AdapterReport, EngineReport
+from lorikeet_engine.status import AdapterStatus, EngineStatus, LiveStats, TierStatus
 from tests.cli.conftest import Lorikeet
+from tests.placement.given import held
 
 MIB = 2**20
 SUPPORT = AdapterRef("acme", "support", 3, "5" * 64)
 SALES = AdapterRef("acme", "sales", 1, "6" * 64)
 
 
-def replica(name: str, *adapters: AdapterReport) -> ReplicaReport:
-    return ReplicaReport(name, "tiny", EngineReport(2, 1, 40, 100, 48 * MIB, 64 * MIB, adapters))
+def replica(name: str, *adapters: AdapterStatus) -> ReplicaReport:
+    live = LiveStats(running=2, waiting=1, kv_pages_used=40, kv_pages_total=100)
+    gpu = TierStatus(1, 48 * MIB, 64 * MIB, 64 * MIB, 0)
+    return ReplicaReport(name, "tiny", EngineStatus(live, {Residency.GPU: gpu}), adapters)
 
 
 def test_without_replicas_it_says_so(lorikeet: Lorikeet) -> None:
@@ -34,10 +37,10 @@ def test_each_adapter_says_where_it_is_resident(lorikeet: Lorikeet) -> None:
     lorikeet.engines.said = [
         replica(
             "r1",
-            AdapterReport(SUPPORT, Residency.GPU, 13 * MIB, leases=2, pinned=True),
-            AdapterReport(SALES, Residency.DISK, 0, leases=0, pinned=False),
+            held(SUPPORT, Residency.GPU, 13 * MIB, leases=2, pinned=True),
+            held(SALES, Residency.DISK),
         ),
-        replica("r2", AdapterReport(SUPPORT, Residency.HOST, 0, leases=0, pinned=False)),
+        replica("r2", held(SUPPORT, Residency.HOST)),
     ]
     said = lorikeet.do("status")
     assert "Arena" in said  # not to be taken for the size of the file

@@ -9,10 +9,10 @@ import pytest
 from lorikeet.api.messages import Attempt, Call, Closing, Header, Refusal, StreamItem
 from lorikeet.catalog.records import Scope
 from lorikeet.routing.choice import Candidate, Cost
-from lorikeet.routing.news import ReplicaNews
+from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.news import EngineLoad
 from lorikeet_engine.request import Course
+from lorikeet_engine.status import LiveStats
 from tests.cli.conftest import Lorikeet
 
 WEIGHED = (
@@ -24,7 +24,7 @@ WEIGHED = (
 async def told(base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
     yield Attempt(call.request_id, "r3", 0.001, WEIGHED[::-1], "the replica was lost")
     yield Attempt(f"{call.request_id}-1", "r7", 0.001, WEIGHED[::-1])
-    yield Header("r7", None, None, ReplicaNews(1, EngineLoad(running=5, waiting=2)))
+    yield Header("r7", None, None, StatusUpdate(1, LiveStats(decoding=5, prefilling=1, waiting=1)))
     yield Closing(12, 8, 34, (Course(queued_s=0.5, prefill_s=0.25, decode_s=1.0),))
     yield b"{}"
 

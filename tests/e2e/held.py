@@ -6,20 +6,20 @@ from ray import serve
 
 from lorikeet.answer_stream.response_stream import ResponseStreams
 from lorikeet.api.messages import Header
-from lorikeet.serving.bulletin import Bulletin
-from lorikeet_engine.costs import StepCosts
+from lorikeet.serving.status_feed import StatusFeed
+from lorikeet_engine.status import EngineStatus
 
 
 class Held:
     def __init__(self):
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._bulletin = Bulletin(StepCosts())
+        self._feed = StatusFeed(EngineStatus())
         self._response_streams = ResponseStreams()
         self._wanted = {}
 
     async def generate(self, call, gateway):
         stream = await self._response_streams.to(gateway)
-        stream.put(call.request_id, (Header(self._name, None, None, self._bulletin.word()),))
+        stream.put(call.request_id, (Header(self._name, None, None, self._feed.update()),))
         if call.request_id.startswith("held"):
             await asyncio.Event().wait()
         stream.put(call.request_id, (b"done",), ended=True)
@@ -31,8 +31,8 @@ class Held:
                 yield await stream.take()
 
     async def watch(self, replica):
-        async for news in self._bulletin.watch():
-            yield news
+        async for update in self._feed.follow():
+            yield update
 
     async def prefetch(self, wanted):
         self._wanted |= wanted.get(self._name, {})

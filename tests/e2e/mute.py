@@ -1,4 +1,4 @@
-"""An engine replica whose news tests can lose, and whose own code they can break.
+"""An engine replica whose status tests can lose, and whose own code they can break.
 
 The service under test runs these.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet.api.messages import Call
-from lorikeet.routing.news import ReplicaNews
+from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.serving.app import EngineReplica
 from lorikeet_engine.request import Request
 
@@ -43,10 +43,10 @@ class MuteReplica(EngineReplica):
         await _lose("stats")
         return await super().record_routing_stats()
 
-    async def watch(self, replica: str) -> AsyncIterator[ReplicaNews]:
-        async for news in super().watch(replica):
+    async def watch(self, replica: str) -> AsyncIterator[StatusUpdate]:
+        async for update in super().watch(replica):
             await _lose("watch")
-            yield news
+            yield update
 
     async def metrics(self) -> bytes:
         await _lose("metrics")

@@ -129,9 +129,9 @@ class Crowd:
                 break
         assert not self.live, "these never end"
         self.step()  # an abort is heard at the step that follows
-        report = self.engine.report()
-        assert (report.running, report.waiting, report.kv_pages_used) == (0, 0, 0)
-        assert all(adapter.leases == 0 for adapter in report.adapters)
+        live = self.engine.status().live
+        assert (live.running, live.waiting, live.kv_pages_used) == (0, 0, 0)
+        assert all(adapter.leases == 0 for adapter in self.engine.adapters())
         assert not self.engine._inbox.open
         cache = self.engine._cache
         assert sorted(cache.take(cache.pages)) == list(range(cache.pages))
@@ -184,7 +184,7 @@ class Crowd:
         assert not any(sequence.kv.pages for sequence in scheduler.waiting)
         everybody = (*scheduler.running, *scheduler.waiting)
         leases = Counter(s.adapter.digest for s in everybody if s.adapter and s.lease)
-        assert leases == {a.ref.digest: a.leases for a in self.engine.report().adapters if a.leases}
+        assert leases == {a.digest: a.leases for a in self.engine.adapters() if a.leases}
         assert all(s.lease for s in scheduler.running if s.adapter)
 
 

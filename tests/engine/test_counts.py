@@ -9,9 +9,10 @@ import pytest
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import BaseShape
-from lorikeet_engine.counts import Distribution, Histogram
+from lorikeet_engine.counts import Histogram
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import InvalidRequest, StepFailed
+from lorikeet_engine.status import Distribution
 from tests.engine.blobs import Shelf
 from tests.engine.driving import PAGE, Answers, Witness, build, greedy, prompt
 
@@ -51,7 +52,7 @@ def counted(distribution: Distribution) -> int:
 
 
 def gaps(engine: Engine) -> dict[Residency | None, int]:
-    between = engine.counts().inter_token_s
+    between = engine.status().inter_token_s
     return {found: n for found, each in between.items() if (n := counted(each))}
 
 
@@ -73,7 +74,7 @@ def test_requests_are_counted_by_where_their_adapter_was_and_so_are_the_gaps_of_
     for name, ref in (("hit", a), ("again", a), ("other", b), ("base", None)):
         answers.submit(greedy(name, prompt(5), adapter=ref, max_tokens=4))
         answers.all()
-    assert engine.counts().lookups == {REMOTE: 2, DISK: 0, HOST: 0, GPU: 2}
+    assert engine.status().lookups == {REMOTE: 2, DISK: 0, HOST: 0, GPU: 2}
     assert gaps(engine) == {REMOTE: 6, GPU: 6, None: 3}
 
 
@@ -81,7 +82,7 @@ def test_what_is_refused_was_never_looked_for(make, refs):
     engine = make()
     with pytest.raises(InvalidRequest):
         engine.submit(greedy("long", prompt(4000), adapter=refs[1][0]))
-    assert not any(engine.counts().lookups.values())
+    assert not any(engine.status().lookups.values())
 
 
 def test_tokens_are_counted_as_they_were_begun_found_and_told(make):
@@ -90,9 +91,9 @@ def test_tokens_are_counted_as_they_were_begun_found_and_told(make):
     for name in ("first", "second"):
         answers.submit(greedy(name, shared + prompt(3), salt="acme", max_tokens=5))
         answers.all()
-    counts = answers.engine.counts()
-    assert (counts.prompt_tokens, counts.cached_tokens) == (2 * (2 * PAGE + 3), 2 * PAGE)
-    assert counts.output_tokens == sum(map(len, answers.tokens.values())) == 10
+    status = answers.engine.status()
+    assert (status.prompt_tokens, status.cached_tokens) == (2 * (2 * PAGE + 3), 2 * PAGE)
+    assert status.output_tokens == sum(map(len, answers.tokens.values())) == 10
 
 
 def test_a_stop_token_is_no_output(make):
@@ -103,8 +104,8 @@ def test_a_stop_token_is_no_output(make):
     first = answers.of("all").index(stop)
     answers.submit(greedy("cut", prompt(9), max_tokens=6, stop_token_ids=(stop,)))
     answers.all()
-    counts = answers.engine.counts()
-    assert counts.output_tokens == 6 + first
+    status = answers.engine.status()
+    assert status.output_tokens == 6 + first
     assert gaps(answers.engine) == {None: 5 + max(0, first - 1)}
 
 
@@ -119,12 +120,12 @@ def test_steps_are_counted_with_their_sequences_and_distinct_adapters(make, refs
     began_s = time.perf_counter()
     answers.all()
     took_s = time.perf_counter() - began_s
-    counts, steps = engine.counts(), len(witness.batches)
-    assert steps == counted(counts.step_s) == counted(counts.step_sequences) == 3
-    assert counts.step_sequences.total == sum(len(b.kv_lengths) for b in witness.batches) == 12
-    assert counts.step_adapters.total == 2 * steps
-    assert 0 < counts.step_s.total <= took_s
-    assert (counts.running, counts.waiting, counts.kv_pages_used) == (0, 0, 0)
+    status, steps = engine.status(), len(witness.batches)
+    assert steps == counted(status.step_s) == counted(status.step_sequences) == 3
+    assert status.step_sequences.total == sum(len(b.kv_lengths) for b in witness.batches) == 12
+    assert status.step_adapters.total == 2 * steps
+    assert 0 < status.step_s.total <= took_s
+    assert (status.live.running, status.live.waiting, status.live.kv_pages_used) == (0, 0, 0)
 
 
 def test_preemptions_are_counted_and_their_tokens_once(make):
@@ -134,44 +135,44 @@ def test_preemptions_are_counted_and_their_tokens_once(make):
     preempted = []
     while answers.pending:
         answers.step()
-        preempted.append(answers.engine.counts().preemptions)
-    counts = answers.engine.counts()
+        preempted.append(answers.engine.status().preemptions)
+    status = answers.engine.status()
     assert preempted[-1] > 0
     assert preempted == sorted(preempted)
-    assert counts.prompt_tokens == 4 * 30
-    assert counts.output_tokens == 4 * 60
+    assert status.prompt_tokens == 4 * 30
+    assert status.output_tokens == 4 * 60
 
 
 def test_waiting_and_running_and_pages_are_those_of_now(make):
     answers = Answers(make(max_running=2, kv_pages=16))
     for i in range(3):
         answers.submit(greedy(f"r{i}", prompt(PAGE + 1, i), max_tokens=8))
-    assert answers.engine.counts().waiting == 3
+    assert answers.engine.status().live.waiting == 3
     answers.step()
-    counts = answers.engine.counts()
-    assert (counts.running, counts.waiting) == (2, 1)
-    assert (counts.kv_pages_used, counts.kv_pages_total) == (4, 16)
+    live = answers.engine.status().live
+    assert (live.running, live.waiting) == (2, 1)
+    assert (live.kv_pages_used, live.kv_pages_total) == (4, 16)
 
 
 def test_what_was_counted_outlives_an_error_of_the_engines_own(make):
     answers = Answers(make())
     answers.submit(greedy("before", prompt(5), max_tokens=3))
     answers.all()
-    before = answers.engine.counts()
+    before = answers.engine.status()
     answers.submit(greedy("lost", prompt(5), max_tokens=3))
     answers.step()
     answers.engine.fail_all(StepFailed("the engine began anew"))
-    after = answers.engine.counts()
+    after = answers.engine.status()
     assert after.output_tokens == before.output_tokens
     assert after.prompt_tokens == before.prompt_tokens + 5
 
 
 def test_the_message_is_small_however_many_adapters_there_are(make, tmp_path):
-    few = len(pickle.dumps(make().counts()))
+    few = len(pickle.dumps(make().status()))
     folder = Path(tmp_path / "cache")
     for n in range(2_000):
         (folder / f"{n:064x}").touch()
-    many = make().counts()
+    many = make().status()
     assert many.tiers[DISK].adapters == 2_000
     assert abs(len(pickle.dumps(many)) - few) < 100
     assert few < 8_000

@@ -46,11 +46,11 @@ def on(terms, request):
 
 
 def nothing_is_held(engine):
-    report, scheduler = engine.report(), engine._scheduler
-    leases = sum(adapter.leases for adapter in report.adapters)
+    live, scheduler = engine.status().live, engine._scheduler
+    leases = sum(adapter.leases for adapter in engine.adapters())
     backlog = [account.backlog for account in scheduler._accounts._accounts.values()]
     still_open = [account.open for account in scheduler._accounts._accounts.values()]
-    held = (report.running, report.waiting, report.kv_pages_used, leases)
+    held = (live.running, live.waiting, live.kv_pages_used, leases)
     return not any((*held, *backlog, *still_open))
 
 

@@ -67,7 +67,7 @@ def test_steps_are_checked_and_timed_and_the_engine_is_left_empty(tmp_path, monk
     rows = decode.measure_all(engine, [alone, several, alone])
     assert [row.work for row in rows] == [alone, several, alone]
     assert all(row.step_ms > 0 and row.shortfall < 1e-4 for row in rows)
-    assert engine.report().running == engine.report().kv_pages_used == 0
+    assert engine.status().live.running == engine.status().live.kv_pages_used == 0
     assert "2 adapters" in capsys.readouterr().out
     engine.close()
 

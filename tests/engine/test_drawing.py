@@ -151,8 +151,8 @@ class TestRefusals:
         assert (
             answers.of("well") == predict((1, 7, 9), SamplingParams(30, seed=5, **well), 5, 800)[0]
         )
-        report = engine.report()
-        assert (report.running, report.waiting, report.kv_pages_used) == (0, 0, 0)
+        live = engine.status().live
+        assert (live.running, live.waiting, live.kv_pages_used) == (0, 0, 0)
 
 
 class TestLogprobs:

@@ -65,9 +65,9 @@ def blow_up(folder):
 
 
 def nothing_is_held(engine):
-    report = engine.report()
-    leases = sum(adapter.leases for adapter in report.adapters)
-    return (report.running, report.waiting, report.kv_pages_used, leases) == (0, 0, 0, 0)
+    live = engine.status().live
+    leases = sum(adapter.leases for adapter in engine.adapters())
+    return (live.running, live.waiting, live.kv_pages_used, leases) == (0, 0, 0, 0)
 
 
 class TestTokens:
@@ -284,7 +284,7 @@ class TestAborts:
         shelf.hold(refs["a"])
         engine.submit(greedy("r", prompt(20), adapter=refs["a"]))
         assert engine.step() == []
-        assert engine.report().waiting == 1
+        assert engine.status().live.waiting == 1
         engine.abort("r")
         engine.wait(5)
         assert engine.step() == []
@@ -295,7 +295,7 @@ class TestAborts:
         engine = make(max_batch_tokens=8, max_running=8)
         engine.submit(greedy("r", prompt(30)))
         assert engine.step() == []
-        assert engine.report().kv_pages_used > 0
+        assert engine.status().live.kv_pages_used > 0
         engine.abort("r")
         assert engine.step() == []
         assert nothing_is_held(engine)
@@ -313,7 +313,7 @@ class TestAborts:
         answers = Answers(make(kv_pages=4, max_context=64))
         for name in ("old", "young"):
             answers.submit(greedy(name, prompt(20), max_tokens=40))
-        answers.until(lambda: answers.engine.report().waiting == 1 and answers.tokens)
+        answers.until(lambda: answers.engine.status().live.waiting == 1 and answers.tokens)
         answers.engine.abort("young")
         del answers.pending["young"]
         answers.all()
@@ -457,13 +457,13 @@ class TestAdapters:
         answers.until(lambda: engine.residency(refs["a"]) is Residency.GPU)
         answers.submit(greedy("r", prompt(5), adapter=refs["a"]))
         answers.step()
-        (report,) = engine.report().adapters
-        assert (report.ref, report.leases, report.pinned) == (refs["a"], 1, True)
-        assert engine.report().arena_bytes_used > 0
+        (adapter,) = engine.adapters()
+        assert (adapter.ref, adapter.leases, adapter.pinned) == (refs["a"], 1, True)
+        assert engine.status().tiers[Residency.GPU].used_bytes > 0
         answers.all()
         engine.unpin(refs["a"].digest)
         engine.step()
-        assert not engine.report().adapters[0].pinned
+        assert not engine.adapters()[0].pinned
 
     def test_one_evicted_before_its_request_could_run_is_brought_back(self, make, refs):
         """It waits for a place, and meanwhile another adapter takes its adapter's room."""

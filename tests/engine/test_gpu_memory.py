@@ -28,7 +28,7 @@ def engine(world, tmp_path_factory):
     """Of 20 KV pages, which are 320 tokens."""
     sizes = {"kv_pages": 10, "max_context": 208, "max_running": 8, "max_batch_tokens": 64}
     engine = build(world, tmp_path_factory.mktemp("cache"), **sizes)
-    assert engine.report().kv_pages_total == 20
+    assert engine.status().live.kv_pages_total == 20
     yield engine
     engine.close()
 
@@ -44,9 +44,9 @@ def run(engine, world):
 
 
 def nothing_is_held(engine):
-    report = engine.report()
-    leases = sum(adapter.leases for adapter in report.adapters)
-    return (report.running, report.waiting, report.kv_pages_used, leases) == (0, 0, 0, 0)
+    live = engine.status().live
+    leases = sum(adapter.leases for adapter in engine.adapters())
+    return (live.running, live.waiting, live.kv_pages_used, leases) == (0, 0, 0, 0)
 
 
 def test_with_too_few_pages_everyone_is_answered_as_with_enough(world, run):

@@ -16,6 +16,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import EngineClosed, InvalidRequest, ModelError
 from lorikeet_engine.host import EngineHost
 from lorikeet_engine.request import Failed
+from lorikeet_engine.status import AdapterStatus
 from tests.engine import hosted
 from tests.engine.driving import Answers, greedy, prompt
 from tests.engine.driving import build as build_here
@@ -30,7 +31,7 @@ class Inbox:
     def __init__(self):
         self.outputs = []
         self.ending = None
-        self.news = []  # when it came, what it says
+        self.statuses = []  # when it came, what it says
         self._changed = threading.Condition()
 
     def deliver(self, outputs):
@@ -44,14 +45,14 @@ class Inbox:
             self.ending = error
             self._changed.notify_all()
 
-    def tell(self, news):
+    def status(self, status):
         with self._changed:
-            self.news.append((time.monotonic(), news))
+            self.statuses.append((time.monotonic(), status))
             self._changed.notify_all()
 
     def where(self, ref):
-        tiers = [news.moved[ref.digest] for _, news in self.news if ref.digest in news.moved]
-        return tiers[-1] if tiers else Residency.REMOTE
+        moved = [status.moved for _, status in self.statuses if ref.digest in status.moved]
+        return moved[-1][ref.digest] if moved else Residency.REMOTE
 
     def until(self, holds, timeout_s=20):
         with self._changed:
@@ -64,8 +65,12 @@ class Inbox:
         return any(o.request_id == request_id and o.finish for o in self.outputs)
 
 
+def adapters_of(host):
+    return [AdapterStatus(*row) for row in host.adapters().result()]
+
+
 def start(build, inbox, **options):
-    return EngineHost(build, inbox.deliver, inbox.end, inbox.tell, **options)
+    return EngineHost(build, inbox.deliver, inbox.end, inbox.status, **options)
 
 
 @pytest.fixture
@@ -147,15 +152,15 @@ def test_an_aborted_request_frees_its_pages(host, inbox):
     apart = host()
     apart.submit(greedy("r", prompt(5), max_tokens=400))
     inbox.until(lambda: inbox.outputs)
-    assert apart.report().result().kv_pages_used > 0
+    eventually(lambda: apart.status.live.kv_pages_used > 0)
     apart.abort("r")
-    eventually(lambda: apart.report().result().kv_pages_used == 0)
+    eventually(lambda: apart.status.live.kv_pages_used == 0)
     assert not inbox.finished("r")
 
 
 def test_a_pin_holds_until_it_is_taken_back(host, ref):
     def pinned():
-        return [adapter.pinned for adapter in apart.report().result().adapters]
+        return [adapter.pinned for adapter in adapters_of(apart)]
 
     apart = host()
     apart.pin(ref)
@@ -164,7 +169,7 @@ def test_a_pin_holds_until_it_is_taken_back(host, ref):
     eventually(lambda: pinned() == [False])
 
 
-def test_news_come_within_150_ms_of_a_change(host, inbox, tiny_checkpoints, tmp_path):
+def test_a_status_comes_within_150_ms_of_a_change(host, inbox, tiny_checkpoints, tmp_path):
     apart, shelf, late_s = host(), BlobShelf(tmp_path / "blobs"), []
     for n in range(5):
         folder = save_adapter(tiny_checkpoints["llama"], tmp_path / f"n{n}", n, r=4)
@@ -173,23 +178,21 @@ def test_news_come_within_150_ms_of_a_change(host, inbox, tiny_checkpoints, tmp_
         inbox.until(lambda ref=ref: inbox.finished(ref.name))
         used_s = time.monotonic()  # so it was on the GPU before
         inbox.until(lambda ref=ref: inbox.where(ref) is Residency.GPU)
-        late_s.append(inbox.news[-1][0] - used_s)
+        late_s.append(inbox.statuses[-1][0] - used_s)
     assert sorted(late_s)[2] < 0.15
-    eventually(
-        lambda: all(inbox.where(a.ref) is a.residency for a in apart.report().result().adapters)
-    )
+    eventually(lambda: all(inbox.where(a.ref) is a.residency for a in adapters_of(apart)))
 
 
-def test_nothing_is_told_while_nothing_changes(host, inbox, ref):
+def test_nothing_is_reported_while_nothing_changes(host, inbox, ref):
     began_s, apart = time.monotonic(), host()
     apart.prefetch(ref)
     apart.submit(greedy("r", prompt(5)))
     inbox.until(lambda: inbox.finished("r") and inbox.where(ref) is Residency.GPU)
-    time.sleep(0.5)
-    told = len(inbox.news)
+    time.sleep(2.5)  # until the disk has been looked at
+    told = len(inbox.statuses)
     assert told <= 1 + (time.monotonic() - began_s) / 0.1
     time.sleep(1.3)
-    assert len(inbox.news) == told
+    assert len(inbox.statuses) == told
 
 
 def test_a_prefetched_adapter_is_there_when_it_is_asked_for(host, inbox, ref):
@@ -233,7 +236,7 @@ def test_a_killed_process_is_noticed_at_once(host, inbox, capfd):
     os.kill(pid, signal.SIGKILL)
     inbox.until(lambda: inbox.ending, timeout_s=1)
     assert not apart.alive
-    for call in (waiting, apart.report()):
+    for call in (waiting, apart.adapters()):
         with pytest.raises(EngineClosed, match="status -9: send the request again"):
             call.result(1)
 

@@ -99,9 +99,9 @@ def test_an_abort_of_what_waits_for_its_adapter_is_done_within_a_second(
     shelf.hold(ref)
     engine.submit(greedy("gone", prompt(5), adapter=ref))
     engine.submit(greedy("kept", prompt(5), adapter=ref))
-    soon(lambda: engine.report().waiting == 2)
+    soon(lambda: engine.status().live.waiting == 2)
     engine.abort("gone")
-    soon(lambda: engine.report().waiting == 1)
+    soon(lambda: engine.status().live.waiting == 1)
     shelf.release(ref)
     inbox.until(lambda: inbox.ended("kept"))
     assert not inbox.of("gone")
@@ -111,7 +111,7 @@ def test_an_abort_of_what_runs_frees_its_pages_within_a_second(engine, loop, inb
     engine.submit(greedy("r", prompt(5), max_tokens=400))
     inbox.until(lambda: inbox.of("r"))
     engine.abort("r")
-    soon(lambda: engine.report().kv_pages_used == 0)
+    soon(lambda: engine.status().live.kv_pages_used == 0)
     assert not inbox.ended("r")
 
 
@@ -138,7 +138,7 @@ def test_a_bug_in_the_engine_fails_what_is_in_flight_and_the_loop_goes_on(engine
     assert isinstance(inbox.of("running")[-1].error, StepFailed)
     engine.submit(greedy("good", prompt(5)))
     inbox.until(lambda: inbox.ended("good"))
-    soon(lambda: engine.report().kv_pages_used == 0)
+    soon(lambda: engine.status().live.kv_pages_used == 0)
 
 
 def test_a_deliverer_that_raises_does_not_stop_the_loop(engine, loop, inbox):
@@ -193,5 +193,5 @@ def test_more_adapters_than_fit_anywhere_are_all_served(crowded, inbox):
             engine.abort(f"aborted {i}")
     inbox.until(lambda: all(inbox.ended(name) for name in names))
     assert not any(isinstance(output, Failed) for output in inbox.outputs)
-    soon(lambda: engine.report().kv_pages_used == 0)
-    assert not any(adapter.leases for adapter in engine.report().adapters)
+    soon(lambda: engine.status().live.kv_pages_used == 0)
+    assert not any(adapter.leases for adapter in engine.adapters())

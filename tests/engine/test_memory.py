@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
+from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.assembly import assemble, count_pages, count_slots
 from lorikeet_engine.device_memory import Share, free_bytes
@@ -133,7 +134,7 @@ def test_shares_are_of_what_is_free_when_the_engine_starts(build, monkeypatch):
     monkeypatch.setattr("lorikeet_engine.start_up.free_bytes", lambda device: 100 * PAGE_BYTES)
     parts = build(kv_bytes=Share(0.5), adapter_gpu_bytes=Share(0.25))
     assert parts.kv_pages == 50
-    assert parts.tiers.arena_bytes_total == 25 * PAGE_BYTES
+    assert parts.tiers.status()[Residency.GPU].capacity_bytes == 25 * PAGE_BYTES
 
 
 def test_an_engine_that_cannot_start_leaves_no_threads(build):

@@ -65,7 +65,7 @@ def test_an_engine_has_the_kv_tokens_that_were_planned(tmp_path: Path) -> None:
     with_room = replace(SETTINGS, kv_bytes=1 << 20)
     engine = tiny_engine(tmp_path, settings=with_room)
     try:
-        pages = engine.report().kv_pages_total
+        pages = engine.status().live.kv_pages_total
     finally:
         engine.close()
     config = ModelConfig.from_folder(tmp_path / "model")

@@ -21,7 +21,8 @@ from lorikeet.metrics.controller import Replicas, controller_metrics
 from lorikeet.metrics.page import render
 from lorikeet.metrics.replica import replica_metrics
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.counts import LOAD_S, SIZES, STEP_S, Distribution, EngineCounts, TierCounts
+from lorikeet_engine.counts import LOAD_S, SIZES, STEP_S
+from lorikeet_engine.status import Distribution, EngineStatus, LiveStats, TierStatus
 from tests.api.conftest import Items, chat, serving
 from tests.api.test_explain import told
 from tests.k8s.manifests import OVERLAYS, ROOT, Manifest, of_kind, pods, problems, selects
@@ -158,7 +159,7 @@ def _scraped(folder: Path) -> str:
     async def pages() -> Sequence[bytes]:
         replica = {"base_model": "tiny", "replica": "r0"}
         control = controller_metrics([], {"tiny": Replicas(2, 1)}, 0.1)
-        return [render(replica_metrics(_COUNTS), replica), render(control, {})]
+        return [render(replica_metrics(_STATUS), replica), render(control, {})]
 
     async def overloaded(call: Call) -> Items:
         yield Refusal("overloaded", "later")
@@ -175,15 +176,12 @@ def _some(bounds: Sequence[float]) -> Distribution:
 
 
 _HELD = (Residency.GPU, Residency.HOST, Residency.DISK)
-_COUNTS = EngineCounts(
-    tiers={tier: TierCounts(1, 2, 3, 4) for tier in _HELD},
+_STATUS = EngineStatus(
+    live=LiveStats(running=1, waiting=1, kv_pages_used=1, kv_pages_total=2),
+    tiers={tier: TierStatus(1, 2, 3, 3, 4) for tier in _HELD},
     lookups=dict.fromkeys(Residency, 1),
     loads={tier: _some(LOAD_S) for tier in Residency if tier is not Residency.GPU},
     load_failures=1,
-    running=1,
-    waiting=1,
-    kv_pages_used=1,
-    kv_pages_total=2,
     preemptions=1,
     prompt_tokens=1,
     cached_tokens=1,

@@ -1,28 +1,25 @@
-"""What an engine might have counted."""
+"""What an engine might say of itself."""
 
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.counts import Distribution, EngineCounts, TierCounts
+from lorikeet_engine.status import Distribution, EngineStatus, LiveStats, TierStatus
 
 NOTHING = Distribution((0.1, 1.0), (0, 0, 0), 0.0)
 SOME = Distribution((0.1, 1.0), (1, 2, 0), 1.5)
 
 
-def engine_counts(some: Distribution = SOME, nothing: Distribution = NOTHING) -> EngineCounts:
+def engine_status(some: Distribution = SOME, nothing: Distribution = NOTHING) -> EngineStatus:
     """nothing: of loads from the disk and the host, and of all gaps but those without adapters."""
     gpu, host, disk, remote = sorted(Residency, reverse=True)
-    return EngineCounts(
+    return EngineStatus(
+        live=LiveStats(running=11, waiting=12, kv_pages_used=13, kv_pages_total=14),
         tiers={
-            gpu: TierCounts(3, 300, 1000, 7),
-            host: TierCounts(5, 500, 2000, 8),
-            disk: TierCounts(100_000, 9000, 9999, 9),
+            gpu: TierStatus(3, 300, 1000, 900, 7),
+            host: TierStatus(5, 500, 2000, 1900, 8),
+            disk: TierStatus(100_000, 9000, 9999, 9999, 9),
         },
         lookups={gpu: 40, host: 30, disk: 20, remote: 10},
         loads={remote: some, disk: nothing, host: nothing},
         load_failures=4,
-        running=11,
-        waiting=12,
-        kv_pages_used=13,
-        kv_pages_total=14,
         preemptions=15,
         prompt_tokens=16,
         cached_tokens=17,

@@ -6,13 +6,12 @@ from lorikeet.placement.plan import place_pins
 from lorikeet.placement.promises import Promise, Promises
 from lorikeet.placement.standing import standings
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.request import AdapterReport
 from tests.metrics.scraping import Scraped, check_with_promtool
-from tests.placement.given import promise, ref, report
+from tests.placement.given import held, promise, ref, report
 
 HELD, COMING = ref("held"), ref("coming")
 REPORTS = [
-    report("r0", gpu=30, adapters=(AdapterReport(HELD, Residency.GPU, 10, 0, pinned=True),)),
+    report("r0", gpu=30, adapters=(held(HELD, Residency.GPU, 10, pinned=True),)),
     report("r1", gpu=30),
 ]
 

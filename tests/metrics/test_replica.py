@@ -1,19 +1,19 @@
-"""A replica's counts as Prometheus reads them."""
+"""A replica's status as Prometheus reads them."""
 
 from lorikeet.metrics.page import join, render
 from lorikeet.metrics.replica import replica_metrics
-from tests.metrics.given import engine_counts
+from tests.metrics.given import engine_status
 from tests.metrics.scraping import Scraped, check_with_promtool
 
 
-def page_of(counts) -> Scraped:
-    text = join([render(replica_metrics(counts), {"base_model": "tiny", "replica": "r0"})])
+def page_of(status) -> Scraped:
+    text = join([render(replica_metrics(status), {"base_model": "tiny", "replica": "r0"})])
     check_with_promtool(text)
     return Scraped(text.decode())
 
 
 def test_each_number_of_the_engines_is_there_under_its_name() -> None:
-    page = page_of(engine_counts())
+    page = page_of(engine_status())
     tiers = {"gpu": (3, 300, 1000, 7), "host": (5, 500, 2000, 8), "disk": (100_000, 9000, 9999, 9)}
     for tier, numbers in tiers.items():
         names = ("adapters", "adapter_bytes", "adapter_capacity_bytes", "adapter_evictions_total")
@@ -39,14 +39,14 @@ def test_each_number_of_the_engines_is_there_under_its_name() -> None:
 
 
 def test_a_bucket_counts_those_below_it_too() -> None:
-    page = page_of(engine_counts())
+    page = page_of(engine_status())
     buckets = {"0.1": 1, "1.0": 3, "+Inf": 3}
     for bound, values in buckets.items():
         assert page.total("lorikeet_step_seconds_bucket", le=bound) == values
 
 
 def test_what_has_no_values_yet_has_counters_but_no_histograms() -> None:
-    page = page_of(engine_counts())
+    page = page_of(engine_status())
     assert page.total("lorikeet_adapter_loads_total", source="host") == 0
     assert page.labels("lorikeet_adapter_loads_total", "source") == {"remote", "disk", "host"}
     assert page.labels("lorikeet_adapter_load_seconds_count", "source") == {"remote"}

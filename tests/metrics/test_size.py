@@ -15,9 +15,10 @@ from lorikeet.metrics.gateway import OUTCOMES, GatewayMetrics, RequestSummary
 from lorikeet.metrics.page import render
 from lorikeet.metrics.replica import replica_metrics
 from lorikeet.metrics.top_names import OTHER
-from lorikeet_engine.counts import LOAD_S, Distribution
+from lorikeet_engine.counts import LOAD_S
+from lorikeet_engine.status import Distribution
 from tests.api.conftest import Gateway, serving
-from tests.metrics.given import engine_counts
+from tests.metrics.given import engine_status
 from tests.metrics.scraping import Scraped, check_with_promtool
 
 GATEWAYS, REPLICAS, TENANTS, ADAPTERS = 2, 8, 1_000, 100_000
@@ -67,9 +68,9 @@ def timed(gateway: Gateway) -> tuple[float, bytes]:
 
 
 def test_a_scrape_of_a_large_service_is_small_and_quick(tmp_path: Path) -> None:
-    counts = engine_counts(FULL, FULL)
+    status = engine_status(FULL, FULL)
     replicas = [
-        render(replica_metrics(counts), {"base_model": "llama-3.1-8b-instruct", "replica": name})
+        render(replica_metrics(status), {"base_model": "llama-3.1-8b-instruct", "replica": name})
         for name in (f"replica{n}" for n in range(REPLICAS))
     ]
 

@@ -6,7 +6,7 @@ from lorikeet.placement.plan import Placement, place_pins
 from lorikeet.placement.promises import Promise, Promises
 from lorikeet.placement.report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.request import AdapterReport, EngineReport
+from lorikeet_engine.status import AdapterStatus, EngineStatus, TierStatus
 
 REPLICAS = ["r0", "r1", "r2"]
 ROOMY = 10**6
@@ -32,16 +32,32 @@ def promise(
     return Promise(pin, tuple(PinnedVersion(each, "tiny", size) for each in refs))
 
 
+def held(
+    adapter: AdapterRef,
+    tier: Residency,
+    image_bytes: int | None = None,
+    uses: float = 0.0,
+    *,
+    leases: int = 0,
+    pinned: bool = False,
+) -> AdapterStatus:
+    """In one piece, where it lies on the GPU."""
+    pieces = ((0, image_bytes),) if tier is Residency.GPU and image_bytes else ()
+    named = adapter.tenant, adapter.name, adapter.version, adapter.digest
+    return AdapterStatus(*named, tier, image_bytes, uses, pinned, leases=leases, pieces=pieces)
+
+
 def report(
     replica: str,
     gpu: int = ROOMY,
     host: int = ROOMY,
     disk: int = ROOMY,
     base_model: str = "tiny",
-    adapters: tuple[AdapterReport, ...] = (),
+    adapters: tuple[AdapterStatus, ...] = (),
 ) -> ReplicaReport:
     room = {Residency.GPU: gpu, Residency.HOST: host, Residency.DISK: disk}
-    return ReplicaReport(replica, base_model, EngineReport(0, 0, 0, 0, 0, gpu, adapters, room))
+    tiers = {tier: TierStatus(0, 0, size, size, 0) for tier, size in room.items()}
+    return ReplicaReport(replica, base_model, EngineStatus(tiers=tiers), adapters)
 
 
 def place(

@@ -6,16 +6,12 @@ from lorikeet.placement import demand as demand_module
 from lorikeet.placement.demand import HALF_LIFE_S, Demand
 from lorikeet.placement.report import ReplicaReport
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.request import AdapterReport
 from lorikeet_engine.residency import eviction
-from tests.placement.given import ref, report
+from tests.placement.given import held, ref, report
 
 
-def used(replica: str, image_bytes: int = 0, **uses: float) -> ReplicaReport:
-    adapters = (
-        AdapterReport(ref(name), Residency.DISK, 0, 0, False, image_bytes, count)
-        for name, count in uses.items()
-    )
+def used(replica: str, image_bytes: int | None = None, **uses: float) -> ReplicaReport:
+    adapters = (held(ref(name), Residency.DISK, image_bytes, count) for name, count in uses.items())
     return report(replica, adapters=tuple(adapters))
 
 

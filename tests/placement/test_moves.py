@@ -7,8 +7,7 @@ from lorikeet.placement.plan import place_pins
 from lorikeet.placement.promises import Promise, Promises
 from lorikeet.placement.report import ReplicaReport
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.request import AdapterReport
-from tests.placement.given import promise, ref, report
+from tests.placement.given import held, promise, ref, report
 
 SUPPORT, LEGAL = ref("support"), ref("legal")
 
@@ -19,9 +18,9 @@ def moves(new: Promise, reports: list[ReplicaReport], *before: Promise) -> Moves
 
 
 def test_it_loads_what_is_not_there_yet_from_where_it_is() -> None:
-    held = AdapterReport(SUPPORT, Residency.HOST, 0, 0, pinned=False)
-    there = AdapterReport(SUPPORT, Residency.GPU, 12, 0, pinned=False)
-    reports = [report("r0"), report("r1", adapters=(held,)), report("r2", adapters=(there,))]
+    near = held(SUPPORT, Residency.HOST)
+    there = held(SUPPORT, Residency.GPU, 12)
+    reports = [report("r0"), report("r1", adapters=(near,)), report("r2", adapters=(there,))]
     assert moves(promise(SUPPORT), reports) == Moves(
         loads=(
             Load("r0", SUPPORT, Residency.REMOTE, Residency.GPU, 12),  # as it is on r2

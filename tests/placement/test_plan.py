@@ -9,8 +9,7 @@ from lorikeet.placement.plan import Keep, Placement
 from lorikeet.placement.promises import Promise
 from lorikeet.rendezvous import by_preference
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.request import AdapterReport
-from tests.placement.given import REPLICAS, ROOMY, place, promise, ref, report
+from tests.placement.given import REPLICAS, ROOMY, held, place, promise, ref, report
 
 
 def holders(placement: Placement, wanted: AdapterRef) -> set[str]:
@@ -151,7 +150,7 @@ def test_each_tier_has_its_own_room():
 
 
 def test_an_engine_knows_best_what_an_adapter_takes():
-    measured = AdapterReport(SUPPORT, Residency.GPU, 20, 0, pinned=False)
+    measured = held(SUPPORT, Residency.GPU, 20)
     reports = [report("r0", gpu=25, adapters=(measured,)), report("r1", gpu=15)]
     placement = place(promise(SUPPORT, size=10), reports=reports)
     assert holders(placement, SUPPORT) == {"r0"}
@@ -186,9 +185,12 @@ def test_no_replica_is_promised_more_than_it_holds_and_nothing_is_dropped_silent
 
     sizes = {each.ref.digest: each.image_bytes for one in promises for each in one.versions}
     for one in reports:
-        for tier, room in one.engine.pinnable_bytes.items():
+        for tier, room in one.status.tiers.items():
             keeps = placement.plan[one.replica].values()
-            assert sum(sizes[keep.ref.digest] for keep in keeps if keep.tier is tier) <= room
+            assert (
+                sum(sizes[keep.ref.digest] for keep in keeps if keep.tier is tier)
+                <= room.pinnable_bytes
+            )
     unmet = {(each.pin.key, each.ref) for each in placement.shortfalls}
     for one in promises:
         for version in one.versions:

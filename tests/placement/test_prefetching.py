@@ -9,19 +9,19 @@ from lorikeet.placement.plan import Keep
 from lorikeet.placement.prefetching import Prefetching
 from lorikeet.placement.report import ReplicaReport
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.request import AdapterReport
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize, Use, Uses
-from tests.placement.given import ref, report
+from lorikeet_engine.status import AdapterStatus
+from tests.placement.given import held, ref, report
 
 GPU, HOST, DISK = Residency.GPU, Residency.HOST, Residency.DISK
 A, B = ref("a"), ref("b")
 
 
-def adapter(ref, tier=DISK, uses=3.0, size=10) -> AdapterReport:
-    return AdapterReport(ref, tier, size if tier is GPU else 0, 0, False, size, uses)
+def adapter(ref, tier=DISK, uses=3.0, size=10) -> AdapterStatus:
+    return held(ref, tier, size, uses)
 
 
-def replica(name: str, *adapters: AdapterReport, gpu: int = 20, host: int = 0) -> ReplicaReport:
+def replica(name: str, *adapters: AdapterStatus, gpu: int = 20, host: int = 0) -> ReplicaReport:
     return report(name, gpu=gpu, host=host, adapters=adapters)
 
 

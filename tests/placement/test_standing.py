@@ -6,8 +6,8 @@ from lorikeet.placement.promises import Promise, Promises
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.placement.standing import Standing, standings
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.request import AdapterReport
-from tests.placement.given import promise, ref, report
+from lorikeet_engine.status import AdapterStatus
+from tests.placement.given import held, promise, ref, report
 
 SUPPORT, LEGAL = ref("support"), ref("legal")
 
@@ -17,8 +17,8 @@ def stands(one: Promise, *reports: ReplicaReport) -> Standing:
     return found.standing
 
 
-def at(adapter: AdapterRef, tier: Residency) -> AdapterReport:
-    return AdapterReport(adapter, tier, 0, 0, pinned=True)
+def at(adapter: AdapterRef, tier: Residency) -> AdapterStatus:
+    return held(adapter, tier, pinned=True)
 
 
 @pytest.mark.parametrize("promised", [Residency.DISK, Residency.HOST, Residency.GPU])

@@ -15,19 +15,19 @@ from lorikeet.routing.choice import Work
 from lorikeet.routing.costs import H200_LLAMA_8B
 from lorikeet.routing.fleet import LOST_S, UNFETCHABLE_S, Fleet
 from lorikeet.routing.known import BLIND_S, KnownReplica
-from lorikeet.routing.news import MeasuredCosts, ReplicaNews
 from lorikeet.routing.prefixes import prefix_chain
+from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.costs import LoadCosts, StepCosts
-from lorikeet_engine.news import EngineLoad
+from lorikeet_engine.costs import LoadCosts, MeasuredCosts, StepCosts
+from lorikeet_engine.status import LiveStats, Victim
 
 MB = 1 << 20
 REF = AdapterRef("acme", "support", 1, "d" * 64)
 OTHER = replace(REF, digest="e" * 64)
 ASK = Ask(Work(prompt_tokens=500, rank=16, adapter_bytes=80 * MB), REF)
 BASE = Ask(Work(prompt_tokens=500))
-IDLE = EngineLoad(free_bytes=1000 * MB, room_bytes=1000 * MB)
-BUSY = replace(IDLE, running=60, ranks=600, waiting=40, waiting_tokens=40_000)
+IDLE = LiveStats(free_bytes=1000 * MB, room_bytes=1000 * MB)
+BUSY = replace(IDLE, decoding=60, ranks=600, waiting=40, pending_tokens=40_000)
 NAMES = ("r0", "r1", "r2", "r3")
 
 
@@ -40,8 +40,8 @@ class Gateway:
         self.fleet.exist(names)
         self._seq, self._requests = count(1), count()
 
-    def says(self, replica, load=IDLE, **news):
-        self.fleet.heard(replica, ReplicaNews(next(self._seq), load, **news))
+    def says(self, replica, live=IDLE, **rest):
+        self.fleet.heard(replica, StatusUpdate(next(self._seq), live, **rest))
 
     def all_say(self, load=IDLE):
         for name in self.fleet.replicas:
@@ -111,8 +111,8 @@ def test_what_this_gateway_sends_counts_at_once_and_until_it_is_told(gateway):
     assert sorted(sent) == sorted(NAMES)
     assert max(sent.values()) <= 13  # ten each
     gateway.now_s += 1.0
-    for name in NAMES:  # its news knows of all of them
-        gateway.says(name, replace(IDLE, waiting=10, waiting_tokens=5000))
+    for name in NAMES:  # its update knows of all of them
+        gateway.says(name, replace(IDLE, waiting=10, pending_tokens=5000))
     gateway.says("r1", IDLE)
     gateway.fleet.exist(("r1", "r2"))
     assert gateway.firsts(BASE) == {"r1"}
@@ -170,24 +170,30 @@ def test_an_answer_says_where_the_adapter_was_and_its_first_bytes_where_it_is(ga
 
 
 def test_own_streams_of_an_adapter_draw_its_requests(gateway):
-    gateway.all_say(replace(IDLE, running=100, ranks=160))
+    gateway.all_say(replace(IDLE, decoding=100, ranks=160))
     for name in ("r0", "r2"):
-        gateway.says(name, replace(IDLE, running=100, ranks=160), moved={REF.digest: Residency.GPU})
+        gateway.says(
+            name, replace(IDLE, decoding=100, ranks=160), moved={REF.digest: Residency.GPU}
+        )
     request_id = gateway.send("r2")
     gateway.fleet.begun(request_id)
     gateway.now_s += 1.0
     for name in NAMES:
-        gateway.says(name, replace(IDLE, running=100, ranks=160))
+        gateway.says(name, replace(IDLE, decoding=100, ranks=160))
     assert gateway.firsts() == {"r2"}
     gateway.fleet.ended(request_id)
     assert gateway.firsts() == {"r0"}
 
 
 def test_evicting_what_is_in_use_is_avoided(gateway):
-    full = replace(IDLE, free_bytes=0, victim_bytes=80 * MB)
+    full = replace(IDLE, free_bytes=0)
     gateway.fleet.exist(("r0", "r1"))
-    gateway.says("r0", replace(full, victim_uses=9.0), moved={REF.digest: Residency.HOST})
-    gateway.says("r1", replace(full, victim_uses=0.5), moved={REF.digest: Residency.HOST})
+    gateway.says(
+        "r0", replace(full, victim=Victim(80 * MB, 9.0)), moved={REF.digest: Residency.HOST}
+    )
+    gateway.says(
+        "r1", replace(full, victim=Victim(80 * MB, 0.5)), moved={REF.digest: Residency.HOST}
+    )
     assert gateway.firsts() == {"r1"}
 
 
@@ -214,7 +220,7 @@ def test_replicas_that_measured_about_the_same_leave_adapters_at_home(gateway):
 
 def test_engines_of_any_pace_keep_an_adapter_for_as_many_steps(gateway):
     slow = MeasuredCosts(StepCosts(base_s=0.1, sequence_s=1e-3, prompt_token_s=5e-4), LoadCosts())
-    little = replace(IDLE, running=1, waiting=1, waiting_tokens=500)
+    little = replace(IDLE, decoding=1, waiting=1, pending_tokens=500)
     for load in (IDLE, little):
         gateway.now_s += 1.0
         gateway.says("r1", load, costs=slow, moved={REF.digest: Residency.GPU})
@@ -243,7 +249,7 @@ def test_a_lost_replica_that_stays_unheard_is_tried_again_after_a_while(gateway)
 
 
 def test_an_old_word_does_not_bring_a_lost_replica_back(gateway):
-    old = ReplicaNews(5, IDLE)
+    old = StatusUpdate(5, IDLE)
     gateway.fleet.heard("r1", old)
     gateway.fleet.lost("r1")
     gateway.fleet.heard("r1", old)
@@ -294,9 +300,9 @@ def test_the_whole_replaces_what_was_believed_also_in_parts(gateway):
     gateway.all_say()
     gateway.says("r1", moved={REF.digest: Residency.GPU})
     gateway.says("r3", moved={OTHER.digest: Residency.GPU})
-    gateway.says("r1", moved={"0" * 64: Residency.DISK}, begins_whole=True)
+    gateway.says("r1", moved={"0" * 64: Residency.DISK}, begins_snapshot=True)
     assert gateway.firsts() == {"r1"}  # there may be more to come
-    gateway.says("r1", moved={OTHER.digest: Residency.GPU}, ends_whole=True)
+    gateway.says("r1", moved={OTHER.digest: Residency.GPU}, ends_snapshot=True)
     assert gateway.firsts() == {by_preference(REF.digest, NAMES)[0]}
     assert set(gateway.order(ASK._replace(adapter=OTHER))[:2]) == {"r1", "r3"}
 
@@ -344,7 +350,7 @@ def test_counts_return_to_zero(gateway):
         elif act == 4:
             gateway.fleet.accepted(request_id, rng.choice(NAMES))
         else:
-            gateway.says(rng.choice(NAMES), begins_whole=True, ends_whole=True)
+            gateway.says(rng.choice(NAMES), begins_snapshot=True, ends_snapshot=True)
     for request_id in open_ids:
         gateway.fleet.ended(request_id)
     gateway.now_s += BLIND_S + 1  # own counts alone
@@ -448,8 +454,8 @@ def test_one_choice_takes_less_than_0_3_ms_and_so_does_its_booking():
     digests = [f"{number:064x}" for number in range(10_000)]
     for name in names:
         held = {digest: rng.choice(list(Residency)) for digest in rng.sample(digests[1000:], 3000)}
-        load = replace(IDLE, running=rng.randrange(200))
-        gateway.says(name, load, moved=held, begins_whole=True, ends_whole=True)
+        load = replace(IDLE, decoding=rng.randrange(200))
+        gateway.says(name, load, moved=held, begins_snapshot=True, ends_snapshot=True)
     took_s = []
     for _ in range(4000):
         ref = replace(REF, digest=rng.choice(digests))

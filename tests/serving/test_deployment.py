@@ -11,8 +11,7 @@ from lorikeet.serving import deployment as deployment_module
 from lorikeet.serving.deployment import EngineDeployment
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.request import AdapterReport
-from tests.placement.given import ref, report
+from tests.placement.given import held, ref, report
 
 A, B = ref("a"), ref("b")
 KEEP_A = {A.digest: Keep(A, Residency.GPU)}
@@ -101,7 +100,7 @@ def test_every_so_often_all_are_told_though_nothing_changed(replicas: Replicas):
 
 
 def test_what_should_come_nearer_is_told_once(replicas: Replicas):
-    wanted = AdapterReport(A, Residency.DISK, 0, 0, False, 10, 3.0)
+    wanted = held(A, Residency.DISK, 10, 3.0)
     replicas.reports["p"] = report("p", gpu=20, adapters=(wanted,))
     deployment = deployment_of()
     tick(deployment, 0.0)
@@ -113,7 +112,7 @@ def test_what_should_come_nearer_is_told_once(replicas: Replicas):
 
 
 def test_while_one_replica_could_go_spares_are_brought_and_counted(replicas: Replicas):
-    used = AdapterReport(A, Residency.GPU, 10, 0, False, 10, 3.0)
+    used = held(A, Residency.GPU, 10, 3.0)
     replicas.reports["p"] = report("p", adapters=(used,))
     replicas.stats = dict.fromkeys(["working_bytes", "oldest_wait_s", "seats", "kv"], 0.0)
     replicas.stats["arena_bytes"] = 100

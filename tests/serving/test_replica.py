@@ -24,11 +24,13 @@ from lorikeet.errors import InvalidSetting
 from lorikeet.placement.orders import Bring, Orders
 from lorikeet.placement.plan import Keep
 from lorikeet.routing.choice import Work
+from lorikeet.routing.status_update import from_stats
 from lorikeet.serving import replica as replica_module
 from lorikeet.serving.prompts import PromptEncoder
 from lorikeet.serving.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.errors import EngineClosed
 from lorikeet_engine.request import SamplingParams, Terms
 from tests.engine import hosted
 from tests.serving.breakable import break_file, breakable_engine
@@ -91,14 +93,10 @@ def kill_engine(how=signal.SIGKILL):
     os.kill(pid, how)
 
 
-async def engine_of(replica):
-    return (await replica.report()).engine
-
-
 async def until(holds, replica, within_s=5.0):
-    """Wait until something holds of the engine's report."""
+    """Wait until something holds of the replica's report."""
     deadline = time.monotonic() + within_s
-    while not holds(await engine_of(replica)):
+    while not holds(await replica.report()):
         assert time.monotonic() < deadline, "not in time"
         await asyncio.sleep(0.01)
 
@@ -115,17 +113,17 @@ def test_a_header_comes_first_and_says_where_the_adapter_was(settings, ref):
         )
         cold = await items_of(replica, call)
         warm = await items_of(replica, call)
-        return cold, warm, await replica.memory_map()
+        return cold, warm, await replica.report(Residency.GPU)
 
     cold, warm, there = run(settings, scenario)
     assert isinstance(cold[0], Header)
     assert cold[0].residency < Residency.GPU
     assert (warm[0].replica, warm[0].digest) == ("r0", ref.digest)
     assert warm[0].residency is Residency.GPU
-    assert warm[0].news.seq > cold[0].news.seq
-    (block,) = there.memory.blocks
-    assert (there.replica, block.digest) == ("r0", ref.digest)
-    assert sum(size for _, size in block.pieces) == there.memory.tiers[Residency.GPU].used_bytes
+    assert warm[0].status.seq > cold[0].status.seq
+    (adapter,) = there.adapters
+    assert (there.replica, adapter.digest) == ("r0", ref.digest)
+    assert adapter.gpu_bytes == there.status.tiers[Residency.GPU].used_bytes
     for items in (cold, warm):
         message = json.loads(items[-1])["choices"][0]["message"]
         assert message["content"] == TASK.example.answer
@@ -165,9 +163,8 @@ def test_closing_an_answer_frees_its_pages_and_lease(settings, ref):
             async for item in items:
                 if isinstance(item, bytes):
                     break
-        await until(lambda engine: engine.kv_pages_used == 0, replica, within_s=1)
-        (held,) = [a for a in (await engine_of(replica)).adapters if a.ref == ref]
-        assert held.leases == 0
+        await until(lambda report: [a.leases for a in report.adapters] == [0], replica, within_s=1)
+        await until(lambda report: report.status.live.kv_pages_used == 0, replica, within_s=1)
 
     run(settings, scenario)
 
@@ -188,7 +185,7 @@ def test_answers_that_cannot_reach_their_gateway_are_given_up(settings, ref):
                     for stream in streams:
                         assert (await rest_of(stream))[-1].code == "unavailable"
             whole = await bodies
-        await until(lambda engine: engine.kv_pages_used == 0, replica)
+        await until(lambda report: report.status.live.kv_pages_used == 0, replica)
         return whole
 
     whole = run(settings, scenario)
@@ -218,7 +215,7 @@ def test_a_gateway_that_does_not_listen_is_told_to_go_elsewhere(settings, monkey
 def test_a_request_id_in_flight_is_refused_and_the_first_goes_on(settings):
     async def scenario(replica):
         first = asyncio.create_task(items_of(replica, replace(CALL, max_tokens=100)))
-        await until(lambda engine: engine.running, replica)
+        await until(lambda report: report.status.live.running, replica)
         (refusal,) = await items_of(replica, CALL)
         return refusal, await first
 
@@ -280,7 +277,7 @@ def test_orders_bring_adapters_nearer_and_the_autoscaler_hears_how_hard_it_works
         orders = Orders(alone=0.25, brings=(Bring(ref, Residency.GPU, 1.0),))
         assert await replica.apply_plan({"r0": orders}) == "r0"
         await until(
-            lambda engine: [a.residency for a in engine.adapters] == [Residency.GPU], replica
+            lambda report: [a.residency for a in report.adapters] == [Residency.GPU], replica
         )
         for n in range(2):
             await items_of(replica, replace(CALL, adapter=ref, request_id=f"r{n}"))
@@ -295,16 +292,16 @@ def test_orders_bring_adapters_nearer_and_the_autoscaler_hears_how_hard_it_works
 
 def test_a_plan_that_does_not_name_the_replica_changes_nothing(settings, ref):
     async def scenario(replica):
-        def pinned(engine):
-            return [a.pinned for a in engine.adapters if a.ref == ref] == [True]
+        def pinned(report):
+            return [a.pinned for a in report.adapters if a.ref == ref] == [True]
 
         await replica.apply_plan({"r0": Orders({ref.digest: Keep(ref, Residency.GPU)})})
         await until(pinned, replica)
         await replica.apply_plan({"other": Orders()})
         await asyncio.sleep(0.2)
-        assert pinned(await engine_of(replica))
+        assert pinned(await replica.report())
         await replica.apply_plan({"r0": Orders()})
-        await until(lambda engine: not pinned(engine), replica)
+        await until(lambda report: not pinned(report), replica)
 
     run(settings, scenario)
 
@@ -369,14 +366,16 @@ def test_a_replica_whose_engine_hangs_sends_requests_elsewhere_and_says_nothing(
             kill_engine(signal.SIGSTOP)
             (refusal,) = await items_of(replica, CALL)
             assert refusal.code == "unavailable"
-            word = asyncio.ensure_future(anext(watch))
-            await asyncio.wait({word}, timeout=2)
-            assert not word.done()
+            update = asyncio.ensure_future(anext(watch))
+            await asyncio.wait({update}, timeout=2)
+            assert not update.done()
             assert await replica.record_routing_stats() == said
+            with pytest.raises(EngineClosed):
+                await replica.metrics()
             with pytest.raises(RuntimeError, match="not answered"):
                 replica.check_health()
             kill_engine(signal.SIGCONT)
-            assert (await word).seq > said["seq"]
+            assert (await update).seq > from_stats(said).seq
             replica.check_health()
 
     run(settings, scenario)

@@ -3,10 +3,9 @@
 import hashlib
 from collections.abc import Sequence
 
-from lorikeet.placement.report import ReplicaMap
+from lorikeet.placement.report import ReplicaReport
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.counts import TierCounts
-from lorikeet_engine.memory_map import Block, MemoryMap
+from lorikeet_engine.status import AdapterStatus, EngineStatus, LiveStats, TierStatus
 
 MIB = 2**20
 ARENA = 1024 * MIB
@@ -19,19 +18,29 @@ def block(
     rank: int = 8,
     leases: int = 0,
     pinned: bool = False,
-) -> Block:
+) -> AdapterStatus:
     """Pieces: where they lie and how large they are, MiB."""
     places = tuple((offset * MIB, size * MIB) for offset, size in pieces)
     digest = hashlib.sha256(name.encode()).hexdigest()
-    return Block(tenant, name, 1, digest, rank, leases, pinned, False, places)
+    return AdapterStatus(
+        *(tenant, name, 1, digest),
+        Residency.GPU,
+        image_bytes=sum(size for _, size in places),
+        uses=1.0,
+        pinned=pinned,
+        rank=rank,
+        leases=leases,
+        kept=pinned,
+        pieces=places,
+    )
 
 
-def replica(name: str, blocks: Sequence[Block], base_model: str = "tiny") -> ReplicaMap:
+def replica(name: str, blocks: Sequence[AdapterStatus], base_model: str = "tiny") -> ReplicaReport:
     used = sum(size for each in blocks for _, size in each.pieces)
     tiers = {
-        Residency.GPU: TierCounts(len(blocks), used, ARENA, 0),
-        Residency.HOST: TierCounts(5, ARENA, 4 * ARENA, 0),
-        Residency.DISK: TierCounts(7, 2 * ARENA, 8 * ARENA, 0),
+        Residency.GPU: TierStatus(len(blocks), used, ARENA, 0, 0),
+        Residency.HOST: TierStatus(5, ARENA, 4 * ARENA, 0, 0),
+        Residency.DISK: TierStatus(7, 2 * ARENA, 8 * ARENA, 0, 0),
     }
-    rows = tuple(map(tuple, blocks))
-    return ReplicaMap(name, base_model, MemoryMap(3, 1, 0.5, 20, 100, tiers, rows))
+    live = LiveStats(running=3, waiting=1, oldest_wait_s=0.5, kv_pages_used=20, kv_pages_total=100)
+    return ReplicaReport(name, base_model, EngineStatus(live, tiers), tuple(blocks))

@@ -1,12 +1,10 @@
 """What the tiers can say of themselves: where adapters are, what is on its way, what loads take."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import LoadCosts
-from lorikeet_engine.counts import LOAD_S, Distribution, Histogram
-from lorikeet_engine.request import AdapterReport
+from lorikeet_engine.counts import LOAD_S, Histogram
 from lorikeet_engine.residency.copying import Copied, Copies
 from lorikeet_engine.residency.known import Known
 from lorikeet_engine.residency.load_times import LoadTimes
@@ -14,18 +12,8 @@ from lorikeet_engine.residency.loading import Landing
 from lorikeet_engine.residency.pins import Pins
 from lorikeet_engine.residency.resident import Resident
 from lorikeet_engine.residency.residents import Residents
-from lorikeet_engine.residency.slots import SlotPool
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaLoad:
-    """EngineLoad's fields about adapters."""
-
-    loading_bytes: int
-    free_bytes: int
-    room_bytes: int
-    victim_bytes: int
-    victim_uses: float
+from lorikeet_engine.residency.slots import Placed, SlotPool
+from lorikeet_engine.status import AdapterStatus, Distribution
 
 
 class Accounts:
@@ -89,62 +77,48 @@ class Accounts:
         usual = int(self._times.reads.size_bytes)
         return self.costs().load_s(Residency.HOST, size_bytes or usual)
 
-    def load(self, wanted: Iterable[str]) -> ArenaLoad:
-        """What is on its way, what has room, what would be evicted first.
+    def loading_bytes(self, wanted: Iterable[str]) -> int:
+        """Images on their way to the GPU; one that was never seen is taken to be of the usual size.
 
         wanted: the digests that requests wait for and that are not on the GPU.
         """
-        victim, uses = self._residents.victim() or (0, 0.0)
-        return ArenaLoad(
-            loading_bytes=self._loading_bytes(wanted),
-            free_bytes=(self._pool.elements - self._pool.used_elements) * self._itemsize,
-            room_bytes=self._residents.room_elements * self._itemsize,
-            victim_bytes=victim * self._itemsize,
-            victim_uses=uses,
-        )
-
-    def report(self) -> tuple[AdapterReport, ...]:
-        """Every adapter that is nearer than remote, as far as this process has seen it."""
-        residents = {r.ref.digest: r for r in self._residents.snapshot()}
-        refs = self._known.refs() | {digest: r.ref for digest, r in residents.items()}
-        reports = [self._report(ref, residents.get(digest)) for digest, ref in refs.items()]
-        return tuple(r for r in reports if r.residency is not Residency.REMOTE)
-
-    def blocks(self) -> tuple[tuple[object, ...], ...]:
-        """Who lies where in the arena: rows of a MemoryMap. For any thread; holds up none."""
-        # In this order: who is evicted meanwhile has no place any more, or another has it.
-        residents, placed = self._residents.snapshot(), self._pool.placed()
-        size, keeps = self._itemsize, self._residents.keeps
-        return tuple(
-            (
-                resident.ref.tenant,
-                resident.ref.name,
-                resident.ref.version,
-                resident.ref.digest,
-                image.layout.max_rank,
-                resident.leases,
-                keeps(resident.ref.digest),
-                resident.arriving,
-                tuple((p.offset * size, (p.end - p.begin) * size) for p in image.pieces),
-            )
-            for resident in residents
-            if (image := placed.get(resident.slot)) and image.layout is resident.layout
-        )
-
-    def _report(self, ref: AdapterRef, resident: Resident | None) -> AdapterReport:
-        elements = resident.layout.elements if resident else 0
-        return AdapterReport(
-            ref=ref,
-            residency=self._residency(ref.digest),
-            gpu_bytes=elements * self._itemsize,
-            leases=resident.leases if resident else 0,
-            pinned=ref.digest in self._pins,
-            image_bytes=(elements or self._known.elements(ref.digest)) * self._itemsize,
-            uses=self._residents.uses(ref.digest),
-        )
-
-    def _loading_bytes(self, wanted: Iterable[str]) -> int:
-        """An image that was never seen is taken for one of the usual size."""
         usual = int(self._times.reads.size_bytes)
         sizes = [self._known.elements(digest) * self._itemsize for digest in wanted]
         return sum(size or usual for size in sizes) + self._copies.elements * self._itemsize
+
+    def adapters(self, tier: Residency) -> list[AdapterStatus]:
+        """What lies in the arena, and what else this process has seen that is at `tier` or nearer.
+
+        For any thread; holds up none.
+        """
+        # In this order: who is evicted meanwhile has no place any more, or another has it.
+        residents = {r.ref.digest: r for r in self._residents.snapshot()}
+        placed = self._pool.placed()
+        refs = {digest: resident.ref for digest, resident in residents.items()}
+        if tier is not Residency.GPU:
+            refs = self._known.refs() | refs
+        found = [self._adapter(ref, residents.get(digest), placed) for digest, ref in refs.items()]
+        return [each for each in found if each.pieces or each.residency >= tier]
+
+    def _adapter(
+        self, ref: AdapterRef, resident: Resident | None, placed: Mapping[int, Placed]
+    ) -> AdapterStatus:
+        digest, size = ref.digest, self._itemsize
+        known = (
+            *(ref.tenant, ref.name, ref.version, digest),
+            self._residency(digest),
+            (resident.layout.elements if resident else self._known.elements(digest)) * size or None,
+            self._residents.uses(digest),
+            digest in self._pins,
+        )
+        image = placed.get(resident.slot) if resident else None
+        if resident is None or image is None or image.layout is not resident.layout:
+            return AdapterStatus(*known)
+        return AdapterStatus(
+            *known,
+            rank=image.layout.max_rank,
+            leases=resident.leases,
+            kept=self._residents.keeps(digest),
+            arriving=resident.arriving,
+            pieces=tuple((p.offset * size, (p.end - p.begin) * size) for p in image.pieces),
+        )

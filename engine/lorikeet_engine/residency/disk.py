@@ -19,10 +19,10 @@ from typing import Protocol
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import blob_digest
-from lorikeet_engine.counts import TierCounts
 from lorikeet_engine.errors import AdapterLoadFailed
 from lorikeet_engine.residency.disk_stock import FILE, DiskStock
 from lorikeet_engine.residency.journal import Note, unnoted
+from lorikeet_engine.status import TierStatus
 
 log = logging.getLogger(__name__)
 
@@ -98,10 +98,11 @@ class DiskCache:
         self._listed_ns = folder_ns if time.time_ns() - folder_ns > _SETTLED_NS else 0
         return self._stock.take(names)
 
-    def counts(self) -> TierCounts:
+    def status(self) -> TierStatus:
         """What `changed` saw last, and what this process has evicted."""
         stock = self._stock
-        return TierCounts(stock.adapters, stock.bytes, self.budget_bytes, self._evictions)
+        budget = self.budget_bytes
+        return TierStatus(stock.adapters, stock.bytes, budget, budget, self._evictions)
 
     def fetch(self, ref: AdapterRef) -> None:
         """See that the blob is there, fetched and verified.

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from lorikeet_engine.counts import TierCounts
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.residency.blocks import FreeList
 from lorikeet_engine.residency.journal import Note, unnoted
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.pledges import Pledges
+from lorikeet_engine.status import TierStatus
 
 
 @dataclass(slots=True)
@@ -45,16 +45,11 @@ class HostArena:
         self.frees = 0  # grows whenever waiting for room may have become worthwhile
         self._evictions = 0
 
-    @property
-    def pinnable_elements(self) -> int:
-        """What pins can take in all."""
-        return self._pledges.capacity
-
-    def counts(self) -> TierCounts:
+    def status(self) -> TierStatus:
         """What it holds, images being written included, and what it has evicted."""
-        itemsize = self._arena.itemsize
-        used_bytes = (self.elements - self._blocks.free) * itemsize
-        return TierCounts(len(self._images), used_bytes, self.elements * itemsize, self._evictions)
+        elements = self.elements - self._blocks.free, self.elements, self._pledges.capacity
+        used, capacity, pinnable = (each * self._arena.itemsize for each in elements)
+        return TierStatus(len(self._images), used, capacity, pinnable, self._evictions)
 
     def holds(self, digest: str) -> bool:
         """Whether the image is there, whole."""

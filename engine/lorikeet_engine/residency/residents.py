@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import torch
 
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.counts import TierCounts
 from lorikeet_engine.residency.arena import DeviceArena
 from lorikeet_engine.residency.eviction import EvictionPolicy, Use, Uses
 from lorikeet_engine.residency.journal import Note, unnoted
@@ -16,6 +15,7 @@ from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.pledges import Pledges
 from lorikeet_engine.residency.resident import Lease, Resident
 from lorikeet_engine.residency.slots import SlotPool
+from lorikeet_engine.status import TierStatus, Victim
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +55,6 @@ class Residents:
         self._evictions = 0
 
     @property
-    def pinnable_elements(self) -> int:
-        """What pins can take in all."""
-        return self._pledges.capacity
-
-    @property
     def room_elements(self) -> int:
         """What is free or could be evicted now."""
         now_s, pledges = self._clock(), self._pledges
@@ -70,17 +65,22 @@ class Residents:
         )
         return self._pool.elements - pledges.granted - held
 
-    def counts(self, itemsize: int) -> TierCounts:
-        """What is here or being copied here, and what was evicted. itemsize: bytes per element."""
-        used, room = self._pool.used_elements * itemsize, self._pool.elements * itemsize
-        return TierCounts(len(self._residents), used, room, self._evictions)
+    def status(self, itemsize: int) -> TierStatus:
+        """What is here or being copied here, and what was evicted. itemsize: bytes per element.
 
-    def victim(self) -> tuple[int, float] | None:
-        """Of the one to be evicted first: its elements, and how often it was used of late."""
+        Pins can take less as soon as a request asks for a larger adapter.
+        """
+        elements = self._pool.used_elements, self._pool.elements, self._pledges.capacity
+        used, capacity, pinnable = (each * itemsize for each in elements)
+        return TierStatus(len(self._residents), used, capacity, pinnable, self._evictions)
+
+    def victim(self, itemsize: int) -> Victim | None:
+        """The one to be evicted first, its uses to a tenth: they fade all the time."""
         resident = next(self._evictable(), None)
         if resident is None:
             return None
-        return resident.layout.elements, self.uses(resident.ref.digest)
+        uses = round(self.uses(resident.ref.digest), 1)
+        return Victim(resident.layout.elements * itemsize, uses)
 
     def uses(self, digest: str) -> float:
         """How often it was used of late, wherever it is; halved every HALF_LIFE_S."""

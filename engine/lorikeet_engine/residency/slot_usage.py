@@ -7,7 +7,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.slot_use import SlotUse
+from lorikeet_engine.status import SlotUse
 
 
 class Use(NamedTuple):
@@ -25,13 +25,6 @@ class _Leased:
     leases: Counter[Use] = field(default_factory=Counter)
 
 
-@dataclass(slots=True)
-class _Sums:
-    leased_s: float = 0.0
-    loads: int = 0
-    load_bytes: int = 0
-
-
 class SlotUsage:
     """Told by the engine's thread; `take` is for any one. clock: seconds that only grow."""
 
@@ -39,7 +32,7 @@ class SlotUsage:
         self._clock = clock
         self._lock = Lock()
         self._leased: dict[str, _Leased] = {}  # by digest
-        self._sums: dict[Use, _Sums] = {}
+        self._uses: dict[Use, SlotUse] = {}  # since the last `take`
 
     def leased(self, use: Use) -> None:
         """A lease begins."""
@@ -61,20 +54,20 @@ class SlotUsage:
     def loaded(self, use: Use, size_bytes: int) -> None:
         """It was brought to the GPU because this tenant's request wanted it."""
         with self._lock:
-            sums = self._sums.setdefault(use, _Sums())
-            sums.loads += 1
-            sums.load_bytes += size_bytes
+            used = self._use(use)
+            used.loads += 1
+            used.load_bytes += size_bytes
 
     def take(self) -> list[SlotUse]:
         """What was used since the call before."""
         with self._lock:
             for digest in self._leased:
                 self._settled(digest)
-            taken, self._sums = self._sums, {}
-        return [
-            SlotUse(use.tenant, use.ref, sums.leased_s, sums.loads, sums.load_bytes)
-            for use, sums in taken.items()
-        ]
+            taken, self._uses = self._uses, {}
+        return list(taken.values())
+
+    def _use(self, use: Use) -> SlotUse:
+        return self._uses.setdefault(use, SlotUse(use.tenant, use.ref))
 
     def _settled(self, digest: str) -> _Leased:
         """What is leased of this adapter, its time until now shared out."""
@@ -83,6 +76,6 @@ class SlotUsage:
         if leased.leases:
             part_s = (now_s - leased.since_s) / len(leased.leases)
             for use in leased.leases:
-                self._sums.setdefault(use, _Sums()).leased_s += part_s
+                self._use(use).leased_s += part_s
         leased.since_s = now_s
         return leased

@@ -20,11 +20,9 @@ import torch
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
 from lorikeet_engine.costs import LoadCosts
-from lorikeet_engine.counts import Distribution, TierCounts
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.kernels.lora.types import LoraWeights
-from lorikeet_engine.request import AdapterReport
-from lorikeet_engine.residency.accounts import Accounts, ArenaLoad
+from lorikeet_engine.residency.accounts import Accounts
 from lorikeet_engine.residency.alarm import Alarm
 from lorikeet_engine.residency.arena import DeviceArena
 from lorikeet_engine.residency.copying import Copied, Copies
@@ -42,7 +40,7 @@ from lorikeet_engine.residency.resident import Lease
 from lorikeet_engine.residency.residents import Residents
 from lorikeet_engine.residency.slot_usage import SlotUsage, Use
 from lorikeet_engine.residency.slots import SlotPool
-from lorikeet_engine.slot_use import SlotUse
+from lorikeet_engine.status import AdapterStatus, Distribution, SlotUse, TierStatus, Victim
 
 log = logging.getLogger(__name__)
 
@@ -108,24 +106,19 @@ class Tiers:
         self._watch = DiskWatch(self._disk, self._journal)
 
     @property
-    def arena_bytes_used(self) -> int:
-        """Bytes of the device's arena that images occupy."""
-        return self._pool.used_elements * self.weights.arena.itemsize
+    def loading_bytes(self) -> int:
+        """Images on their way to the GPU, wherever they are."""
+        return self._accounts.loading_bytes(list(self._wanted))
 
     @property
-    def arena_bytes_total(self) -> int:
-        """Bytes of the device's arena."""
-        return self._pool.elements * self.weights.arena.itemsize
+    def room_bytes(self) -> int:
+        """Bytes of the device's arena that are free or could be evicted now."""
+        return self._residents.room_elements * self.weights.arena.itemsize
 
     @property
-    def pinnable_bytes(self) -> dict[Residency, int]:
-        """What pins can take at each tier; less as soon as a request asks for a larger adapter."""
-        itemsize = self.weights.arena.itemsize
-        return {
-            Residency.GPU: self._residents.pinnable_elements * itemsize,
-            Residency.HOST: self._host.pinnable_elements * itemsize,
-            Residency.DISK: self._disk.budget_bytes,
-        }
+    def victim(self) -> Victim | None:
+        """What would be evicted first, its uses to a tenth: they fade all the time."""
+        return self._residents.victim(self.weights.arena.itemsize)
 
     def residency(self, ref: AdapterRef) -> Residency:
         """The fastest place that holds the adapter now."""
@@ -147,13 +140,9 @@ class Tiers:
         """As far as they were measured."""
         return self._accounts.costs()
 
-    def load(self) -> ArenaLoad:
-        """What is on its way, what has room, what would be evicted first."""
-        return self._accounts.load(list(self._wanted))
-
     def load_s(self, ref: AdapterRef) -> float:
         """How long it may take until it is on the GPU, behind all that is on its way; 0 there."""
-        return self.load_costs().load_s(self.residency(ref), self.load().loading_bytes)
+        return self.load_costs().load_s(self.residency(ref), self.loading_bytes)
 
     def copy_s(self, ref: AdapterRef) -> float:
         """How long its copy to the GPU takes if nobody has wanted it there so far, else 0."""
@@ -239,12 +228,12 @@ class Tiers:
         self._pins.cancel(digest)
         self._wake()
 
-    def counts(self) -> dict[Residency, TierCounts]:
-        """What each tier holds, and what it evicted."""
+    def status(self) -> dict[Residency, TierStatus]:
+        """What each tier holds, has room for, and evicted."""
         return {
-            Residency.GPU: self._residents.counts(self.weights.arena.itemsize),
-            Residency.HOST: self._host.counts(),
-            Residency.DISK: self._disk.counts(),
+            Residency.GPU: self._residents.status(self.weights.arena.itemsize),
+            Residency.HOST: self._host.status(),
+            Residency.DISK: self._disk.status(),
         }
 
     def loads(self) -> dict[Residency, Distribution]:
@@ -256,13 +245,12 @@ class Tiers:
         """Loads that ended with an error."""
         return self._accounts.failures
 
-    def report(self) -> tuple[AdapterReport, ...]:
-        """Every adapter that is nearer than remote, as far as this process has seen it."""
-        return self._accounts.report()
+    def adapters(self, tier: Residency = Residency.DISK) -> list[AdapterStatus]:
+        """What lies in the arena, and what else this process has seen that is at `tier` or nearer.
 
-    def blocks(self) -> tuple[tuple[object, ...], ...]:
-        """Who lies where in the device's arena: rows of a MemoryMap."""
-        return self._accounts.blocks()
+        Takes microseconds for each.
+        """
+        return self._accounts.adapters(tier)
 
     def take_use(self) -> list[SlotUse]:
         """Who used slots since the call before."""

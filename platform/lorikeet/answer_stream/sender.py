@@ -63,7 +63,7 @@ class AnswerSender:
         items: list[StreamItem] = []
         load_s = output.course.load_s if isinstance(output, Tokens) and output.course else None
         if header.load_s is None and load_s is not None:
-            self._header = replace(header, news=None, load_s=load_s)
+            self._header = replace(header, status=None, load_s=load_s)
             items.append(self._header)
         self._meter.made((output,))
         for item in self._answer.take((output,)):

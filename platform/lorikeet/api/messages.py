@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any
 
 from lorikeet.routing.choice import Candidate, Work
-from lorikeet.routing.news import ReplicaNews
+from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.request import Course, SamplingParams, Terms
 
@@ -87,13 +87,13 @@ class Header:
     """The first item of every answer: where it runs, and where its adapter was found.
 
     Before the first bytes comes a second one, with load_s: how long the adapter took to come.
-    news: the replica's load as it took the call.
+    status: the replica's as it took the call.
     """
 
     replica: str
     digest: str | None
     residency: Residency | None
-    news: ReplicaNews | None = None
+    status: StatusUpdate | None = None
     load_s: float | None = None
 
 

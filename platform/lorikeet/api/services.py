@@ -9,8 +9,9 @@ from lorikeet.api.peers import Peers
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.uploads import PART_BYTES
 from lorikeet.metrics.gateway import GatewayMetrics
-from lorikeet.placement.report import ReplicaMap, ReplicaReport
+from lorikeet.placement.report import ReplicaReport
 from lorikeet.tenancy.budget import Written
+from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import (
     FLOAT32_MEMORY,
     AdapterLimits,
@@ -36,12 +37,11 @@ class EngineClient(Protocol):
         """A replica's trial of an adapter. Raises LorikeetError."""
         ...
 
-    async def reports(self) -> Sequence[ReplicaReport]:
-        """What every replica of every base model holds and does."""
-        ...
+    async def reports(self, tier: Residency = Residency.DISK) -> Sequence[ReplicaReport]:
+        """What every replica of every base model holds and does.
 
-    async def memory_maps(self) -> Sequence[ReplicaMap]:
-        """What lies where in the memory of every replica of every base model."""
+        tier: adapters are named that are there or nearer; those in the GPU's arena always are.
+        """
         ...
 
 

@@ -88,8 +88,9 @@ class Trace(RequestObserver):
                     known.found_s = self._now_s()
                 known.replica, known.load_s = item.replica, item.load_s
                 known.residency = item.residency
-                if item.news is not None:
-                    known.running, known.waiting = item.news.load.running, item.news.load.waiting
+                if item.status is not None:
+                    live = item.status.live
+                    known.running, known.waiting = live.decoding, live.pending
             case Closing():
                 known.closing = item
             case Refusal():

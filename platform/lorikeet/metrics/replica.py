@@ -1,23 +1,23 @@
-"""What a replica measures: its engine's counts as Prometheus's metrics."""
+"""What a replica measures: its engine's status as Prometheus's metrics."""
 
 from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from lorikeet.metrics.families import counter, gauge, histogram, residency_label
-from lorikeet_engine.counts import EngineCounts
+from lorikeet_engine.status import EngineStatus
 
 
-def replica_metrics(counts: EngineCounts) -> Iterator[Metric]:
+def replica_metrics(status: EngineStatus) -> Iterator[Metric]:
     """All of them. A histogram is there once it has a value."""
-    yield from _tiers(counts)
-    yield from _loads(counts)
-    yield from _engine(counts)
-    yield from _steps(counts)
+    yield from _tiers(status)
+    yield from _loads(status)
+    yield from _engine(status)
+    yield from _steps(status)
 
 
-def _tiers(counts: EngineCounts) -> Iterator[Metric]:
-    tiers = {str(tier): held for tier, held in counts.tiers.items()}
+def _tiers(status: EngineStatus) -> Iterator[Metric]:
+    tiers = {str(tier): held for tier, held in status.tiers.items()}
     yield gauge(
         "lorikeet_adapters",
         "Adapters that a tier holds; one counts in every tier that holds it.",
@@ -44,14 +44,14 @@ def _tiers(counts: EngineCounts) -> Iterator[Metric]:
     )
 
 
-def _loads(counts: EngineCounts) -> Iterator[Metric]:
+def _loads(status: EngineStatus) -> Iterator[Metric]:
     yield counter(
         "lorikeet_adapter_lookups_total",
         "Requests by where their adapter was when they came.",
         "found",
-        {str(tier): found for tier, found in counts.lookups.items()},
+        {str(tier): found for tier, found in status.lookups.items()},
     )
-    loads = {str(tier): seconds for tier, seconds in counts.loads.items()}
+    loads = {str(tier): seconds for tier, seconds in status.loads.items()}
     yield counter(
         "lorikeet_adapter_loads_total",
         "Adapters brought one tier nearer, by the tier they were brought from.",
@@ -65,51 +65,51 @@ def _loads(counts: EngineCounts) -> Iterator[Metric]:
         loads,
     )
     yield CounterMetricFamily(
-        "lorikeet_adapter_load_failures_total", "Loads that failed.", counts.load_failures
+        "lorikeet_adapter_load_failures_total", "Loads that failed.", status.load_failures
     )
 
 
-def _engine(counts: EngineCounts) -> Iterator[Metric]:
+def _engine(status: EngineStatus) -> Iterator[Metric]:
     yield gauge(
         "lorikeet_sequences",
         "Sequences that run, and that wait to begin or to go on.",
         "state",
-        {"running": counts.running, "waiting": counts.waiting},
+        {"running": status.live.running, "waiting": status.live.waiting},
     )
     yield gauge(
         "lorikeet_kv_pages",
         "Pages of the KV cache that sequences use, and that there are.",
         "state",
-        {"used": counts.kv_pages_used, "total": counts.kv_pages_total},
+        {"used": status.live.kv_pages_used, "total": status.live.kv_pages_total},
     )
     yield CounterMetricFamily(
         "lorikeet_preemptions_total",
         "Sequences that lost their KV pages to others and had to begin anew.",
-        counts.preemptions,
+        status.preemptions,
     )
     yield counter(
         "lorikeet_tokens_total",
         "Tokens of prompts that were begun, those of them that were found cached, tokens made.",
         "kind",
         {
-            "prompt": counts.prompt_tokens,
-            "cached": counts.cached_tokens,
-            "output": counts.output_tokens,
+            "prompt": status.prompt_tokens,
+            "cached": status.cached_tokens,
+            "output": status.output_tokens,
         },
     )
 
 
-def _steps(counts: EngineCounts) -> Iterator[Metric]:
-    yield histogram("lorikeet_step_seconds", "What a step took.", None, {"": counts.step_s})
+def _steps(status: EngineStatus) -> Iterator[Metric]:
+    yield histogram("lorikeet_step_seconds", "What a step took.", None, {"": status.step_s})
     yield histogram(
-        "lorikeet_step_sequences", "Sequences of a step.", None, {"": counts.step_sequences}
+        "lorikeet_step_sequences", "Sequences of a step.", None, {"": status.step_sequences}
     )
     yield histogram(
-        "lorikeet_step_adapters", "Distinct adapters of a step.", None, {"": counts.step_adapters}
+        "lorikeet_step_adapters", "Distinct adapters of a step.", None, {"": status.step_adapters}
     )
     yield histogram(
         "lorikeet_inter_token_seconds",
         "Between two tokens of a sequence, by where its adapter was when the request came.",
         "residency",
-        {residency_label(found): gaps for found, gaps in counts.inter_token_s.items()},
+        {residency_label(found): gaps for found, gaps in status.inter_token_s.items()},
     )

@@ -45,9 +45,11 @@ class Demand:
             wanted.uses *= kept
         counted: dict[str, float] = defaultdict(float)
         for report in reports:
-            for adapter in report.engine.adapters:
-                digest = adapter.ref.digest
-                wanted = self.adapters.setdefault(digest, Wanted(adapter.ref, 0.0, 0))
+            for adapter in report.adapters:
+                digest = adapter.digest
+                if digest not in self.adapters:
+                    self.adapters[digest] = Wanted(adapter.ref, 0.0, 0)
+                wanted = self.adapters[digest]
                 wanted.image_bytes = adapter.image_bytes or wanted.image_bytes
                 counted[digest] += adapter.uses
         for digest, uses in counted.items():

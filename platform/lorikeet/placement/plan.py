@@ -83,8 +83,8 @@ def place_pins(promises: Promises, reports: Iterable[ReplicaReport]) -> Placemen
 
 def image_sizes(reports: Iterable[ReplicaReport]) -> dict[str, int]:
     """What adapters take where they are on a GPU now, bytes by digest."""
-    adapters = (adapter for report in reports for adapter in report.engine.adapters)
-    return {each.ref.digest: each.gpu_bytes for each in adapters if each.gpu_bytes}
+    adapters = (adapter for report in reports for adapter in report.adapters)
+    return {each.digest: each.gpu_bytes for each in adapters if each.pieces}
 
 
 def _precedence(promise: Promise) -> tuple[int, float, tuple[str, str]]:
@@ -96,7 +96,12 @@ class _Draft:
 
     def __init__(self, budgets: Mapping[str, int], reports: Sequence[ReplicaReport]) -> None:
         self.plan: dict[str, dict[str, Keep]] = {report.replica: {} for report in reports}
-        self._left = {report.replica: dict(report.engine.pinnable_bytes) for report in reports}
+        self._left = {
+            report.replica: {
+                tier: each.pinnable_bytes for tier, each in report.status.tiers.items()
+            }
+            for report in reports
+        }
         self._sizes = image_sizes(reports)  # a catalog may be older than the engines' dtype
         self._serving: dict[str, list[str]] = {}
         for report in reports:

@@ -69,20 +69,20 @@ def _with(site: Site, orders: Sequence[Prefetch]) -> Site:
 
 
 def _sizes(reports: Sequence[ReplicaReport]) -> dict[str, int]:
-    adapters = (adapter for report in reports for adapter in report.engine.adapters)
-    return {each.ref.digest: each.image_bytes for each in adapters if each.image_bytes}
+    adapters = (adapter for report in reports for adapter in report.adapters)
+    return {each.digest: each.image_bytes for each in adapters if each.image_bytes}
 
 
 def _site(report: ReplicaReport, keeps: Mapping[str, Keep], sizes: Mapping[str, int]) -> Site:
-    engine = report.engine
+    tiers = report.status.tiers
     kept = {digest: keep.tier for digest, keep in keeps.items()}
     pinned = dict.fromkeys(Residency, 0)
     for digest, tier in kept.items():
         pinned[tier] += sizes.get(digest, 0)
     return Site(
-        gpu_bytes=engine.arena_bytes_total - pinned[Residency.GPU],
-        host_bytes=engine.pinnable_bytes.get(Residency.HOST, 0) - pinned[Residency.HOST],
-        held={each.ref.digest: each.residency for each in engine.adapters},
-        uses={each.ref.digest: each.uses for each in engine.adapters},
+        gpu_bytes=tiers[Residency.GPU].capacity_bytes - pinned[Residency.GPU],
+        host_bytes=tiers[Residency.HOST].pinnable_bytes - pinned[Residency.HOST],
+        held={each.digest: each.residency for each in report.adapters},
+        uses={each.digest: each.uses for each in report.adapters},
         kept=kept,
     )

@@ -1,24 +1,24 @@
 """What one replica tells the platform about itself."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from lorikeet_engine.memory_map import MemoryMap
-from lorikeet_engine.request import EngineReport
+from lorikeet_engine.status import AdapterRows, AdapterStatus, EngineStatus
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReplicaReport:
-    """One engine replica at one moment. base_model: the name it serves."""
+    """One engine replica at one moment. base_model: the name it serves.
+
+    status: as its engine reported it last. rows: fields of the adapters that were asked for.
+    """
 
     replica: str
     base_model: str
-    engine: EngineReport
+    status: EngineStatus
+    rows: AdapterRows = ()
 
-
-@dataclass(frozen=True, slots=True)
-class ReplicaMap:
-    """What lies where in one replica's memory at one moment."""
-
-    replica: str
-    base_model: str
-    memory: MemoryMap
+    @cached_property
+    def adapters(self) -> tuple[AdapterStatus, ...]:
+        """The adapters that were asked for."""
+        return tuple(AdapterStatus(*row) for row in self.rows)  # type: ignore[arg-type]

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
-from lorikeet_engine.news import EngineLoad
-from lorikeet_engine.request import EngineReport
+from lorikeet.placement.report import ReplicaReport
+from lorikeet_engine.adapter import Residency
 
 # Uses from which an adapter belongs to the working set: more than one of late.
 _IN_USE = 1.0
@@ -31,21 +31,20 @@ class Signals:
 _NAMES = {each.name for each in fields(Signals)}
 
 
-def measure(
-    report: EngineReport, load: EngineLoad, max_running: int, alone: float | None
-) -> Signals:
-    """A replica's signals, from what its engine says."""
+def measure(report: ReplicaReport, max_running: int, alone: float | None) -> Signals:
+    """A replica's signals, from what it reports."""
+    live = report.status.live
     working = (
-        adapter.image_bytes
+        adapter.image_bytes or 0
         for adapter in report.adapters
-        if adapter.uses >= _IN_USE or (adapter.pinned and adapter.gpu_bytes)
+        if adapter.uses >= _IN_USE or (adapter.pinned and adapter.pieces)
     )
     return Signals(
         working_bytes=sum(working),
-        arena_bytes=report.arena_bytes_total,
-        oldest_wait_s=load.oldest_wait_s,
-        seats=(load.running + load.waiting) / max_running,
-        kv=load.kv_used,
+        arena_bytes=report.status.tiers[Residency.GPU].capacity_bytes,
+        oldest_wait_s=live.oldest_wait_s,
+        seats=(live.decoding + live.pending) / max_running,
+        kv=live.kv_pages_used / live.kv_pages_total,
         alone=alone,
     )
 

@@ -40,8 +40,8 @@ class Residents:
         self._held: dict[str, dict[str, Residency]] = defaultdict(dict)  # digest → replica → tier
         for report in reports:
             self._replicas[report.base_model] += 1
-            for adapter in report.engine.adapters:
-                self._held[adapter.ref.digest][report.replica] = adapter.residency
+            for adapter in report.adapters:
+                self._held[adapter.digest][report.replica] = adapter.residency
 
     def tier(self, digest: str, replica: str) -> Residency:
         """The nearest place on that replica that has it."""

@@ -5,9 +5,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from lorikeet.routing.costs import Costs
-from lorikeet.routing.news import MeasuredCosts
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.costs import LoadCosts, StepCosts
+from lorikeet_engine.costs import LoadCosts, MeasuredCosts, StepCosts
 
 UNLIKE = 1.5
 """By this factor a replica must differ from the middle one to be of another kind."""

@@ -13,13 +13,13 @@ from lorikeet.routing.choice import Candidate, Load, Option, expected_cost
 from lorikeet.routing.costs import H200_LLAMA_8B, Costs
 from lorikeet.routing.handful import Homes, handful
 from lorikeet.routing.known import KnownReplica, Sent
-from lorikeet.routing.news import ReplicaNews
 from lorikeet.routing.prefixes import PrefixMap
 from lorikeet.routing.residents import Residents
+from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import AdapterRef, Residency
 
-NEWS_AGE_S = 0.12
-"""An engine gathers its news for a tenth of a second; then a replica passes it on."""
+UPDATE_AGE_S = 0.12
+"""An engine reports once in a tenth of a second; then a replica passes it on."""
 HEADER_AGE_S = 0.2
 """An answer's header carries what its replica had heard of its engine last."""
 STATS_AGE_S = 1.2
@@ -51,8 +51,8 @@ class Fleet:
     """Learns from what replicas say and from what this gateway sends them.
 
     Serve's router runs on another thread than the gateway's event loop, so every method holds one
-    lock for as long as it runs: microseconds, but for news of thousands of adapters. Nothing waits
-    while it holds it. Unknown replicas and requests are left alone.
+    lock for as long as it runs: microseconds, but for snapshots of thousands of adapters. Nothing
+    waits while it holds it. Unknown replicas and requests are left alone.
     """
 
     def __init__(
@@ -102,26 +102,26 @@ class Fleet:
             }
             self._arrange()
 
-    def heard(self, replica: str, news: ReplicaNews, age_s: float = NEWS_AGE_S) -> None:
-        """A replica has spoken. age_s: how old its load may be."""
+    def heard(self, replica: str, update: StatusUpdate, age_s: float = UPDATE_AGE_S) -> None:
+        """A replica has sent an update. age_s: how old its live stats may be."""
         with self._lock:
             known = self._known.get(replica)
             if known is None:
                 return
             now_s = self._clock()
-            if known.hear(news, now_s, age_s) and self._lost_s.pop(replica, None) is not None:
+            if known.take(update, now_s, age_s) and self._lost_s.pop(replica, None) is not None:
                 self._arrange()
-            if news.costs is not None and now_s >= self._agreed_s + _AGREE_S:
+            if update.costs is not None and now_s >= self._agreed_s + _AGREE_S:
                 self._agreed_s = now_s
                 self._agree()
-            if news.begins_whole:
+            if update.begins_snapshot:
                 self._unconfirmed[replica] = set(self._residents.held_by(replica))
             unconfirmed = self._unconfirmed.get(replica)
-            for digest, tier in news.moved.items():
+            for digest, tier in update.moved.items():
                 self._residents.move(replica, digest, tier)
             if unconfirmed is not None:
-                unconfirmed.difference_update(news.moved)
-            if news.ends_whole:
+                unconfirmed.difference_update(update.moved)
+            if update.ends_snapshot:
                 for digest in self._unconfirmed.pop(replica, ()):
                     self._residents.move(replica, digest, Residency.REMOTE)
 

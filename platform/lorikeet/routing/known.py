@@ -1,6 +1,5 @@
 """One replica as one gateway knows it: what it said last, and what was sent to it since."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +7,9 @@ from dataclasses import dataclass
 from lorikeet.routing.ask import Ask
 from lorikeet.routing.choice import Candidate, Load
 from lorikeet.routing.costs import Costs
-from lorikeet.routing.news import MeasuredCosts, ReplicaNews
 from lorikeet.routing.residents import take_one
-from lorikeet_engine.news import EngineLoad
+from lorikeet.routing.status_update import StatusUpdate
+from lorikeet_engine.costs import MeasuredCosts
 
 BLIND_S = 3.0
 """A replica that was not heard for so long is judged by what this gateway itself sent there."""
@@ -37,7 +36,7 @@ class Sent:
 
 
 class KnownReplica:
-    """Adds what this gateway sent to the load that the replica reported before it could know.
+    """Adds what this gateway sent to the stats that the replica reported before it could know.
 
     costs: what routing reckons with. measured: what it said of its own, if it has.
     """
@@ -47,26 +46,25 @@ class KnownReplica:
         self.measured: MeasuredCosts | None = None
         self.streams: Counter[str] = Counter()  # own requests that decode with each adapter
         self._sent: dict[str, Sent] = {}
-        self._seq = 0
-        self._load = EngineLoad()
-        self._heard_s = -math.inf
-        self._unheard: dict[str, Sent] = {}  # of which the load knows nothing yet, oldest first
+        self._update: StatusUpdate | None = None  # the newest
+        self._updated_s = 0.0
+        self._unheard: dict[str, Sent] = {}  # of which the update knows nothing yet, oldest first
         self._new = _Sums()  # of those
         self._own = _Sums()  # of all that have no token yet
         self._queues: Counter[str] = Counter()  # their tokens, by tenant
         self._running = 0
         self._ranks = 0
 
-    def hear(self, news: ReplicaNews, now_s: float, age_s: float) -> bool:
-        """Take its load and measured costs, unless it has said something newer; whether it is new.
+    def take(self, update: StatusUpdate, now_s: float, age_s: float) -> bool:
+        """Take its live stats and measured costs, unless a newer update came; whether it is new.
 
-        age_s: how long before now_s that load may have been read.
+        age_s: how long before now_s the stats may have been read.
         """
-        if news.seq <= self._seq:
+        if self._update is not None and update.seq <= self._update.seq:
             return False
-        self._seq, self._load, self._heard_s = news.seq, news.load, now_s
-        if news.costs is not None:
-            self.measured = news.costs
+        self._update, self._updated_s = update, now_s
+        if update.costs is not None:
+            self.measured = update.costs
         while self._unheard:
             request_id, oldest = next(iter(self._unheard.items()))
             if oldest.at_s > now_s - age_s:
@@ -107,18 +105,19 @@ class KnownReplica:
 
     def load(self, now_s: float, queue: int | None) -> Load:
         """What it does now. queue: the requests there, of all gateways, if that is known."""
-        new, said = self._new, self._load
-        if now_s - self._heard_s > BLIND_S:
+        new = self._new
+        if self._update is None or now_s - self._updated_s > BLIND_S:
             own = self._own
             running = max(self._running, (queue or 0) - own.sequences)
             return Load(running, self._ranks, own.sequences, own.tokens, own.bytes, _ANY_ROOM)
+        live = self._update.live
         return Load(
-            said.running,
-            said.ranks,
-            said.waiting + new.sequences,
-            said.waiting_tokens + new.tokens,
-            said.loading_bytes + new.bytes,
-            said.room_bytes - new.bytes,
+            live.decoding,
+            live.ranks,
+            live.pending + new.sequences,
+            live.pending_tokens + new.tokens,
+            live.loading_bytes + new.bytes,
+            live.room_bytes - new.bytes,
         )
 
     def turn(self, tenant: str) -> float:
@@ -136,11 +135,11 @@ class KnownReplica:
 
     def lost_uses(self, adapter_bytes: int) -> float:
         """How often, of late, was used what it would evict for an adapter of this size."""
-        said = self._load
-        missing = adapter_bytes - (said.free_bytes - self._new.bytes)
-        if missing <= 0 or not said.victim_bytes:
+        if self._update is None or self._update.live.victim is None:
             return 0.0
-        return said.victim_uses * max(1.0, missing / said.victim_bytes)
+        live, victim = self._update.live, self._update.live.victim
+        missing = adapter_bytes - (live.free_bytes - self._new.bytes)
+        return victim.uses * max(1.0, missing / victim.image_bytes) if missing > 0 else 0.0
 
     def _leave_queue(self, request_id: str, sent: Sent) -> None:
         self._told(request_id)

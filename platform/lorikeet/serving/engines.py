@@ -16,13 +16,14 @@ from lorikeet.answer_stream.response_stream import DeltaGroup
 from lorikeet.api.messages import Attempt, Call, Header, Refusal, StreamItem, Trial, TrialResult
 from lorikeet.api.request_scope import log_unexpected
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
-from lorikeet.placement.report import ReplicaMap, ReplicaReport
+from lorikeet.placement.report import ReplicaReport
 from lorikeet.retry_after import NO_REPLICA_S
 from lorikeet.routing.fleet import HEADER_AGE_S, Fleet
 from lorikeet.serving.fleets import fleet_of
 from lorikeet.serving.handles import LOST, broadcast, is_own_cancelling, streaming
 from lorikeet.serving.replica_streams import ReplicaStreams
 from lorikeet.serving.watching import Watching
+from lorikeet_engine.adapter import Residency
 
 log = logging.getLogger(__name__)
 
@@ -90,15 +91,10 @@ class ServeEngines:
         except (RayTaskError, *LOST) as error:
             raise _lost(error, trial.request_id) from error
 
-    async def reports(self) -> list[ReplicaReport]:
+    async def reports(self, tier: Residency = Residency.DISK) -> list[ReplicaReport]:
         """What every replica of every base model holds; one that does not answer is left out."""
-        reports = await asyncio.gather(*(broadcast(h, "report") for h in self._handles.values()))
-        return [report for some in reports for report in some]
-
-    async def memory_maps(self) -> list[ReplicaMap]:
-        """The same for what lies where in their memory."""
-        maps = await asyncio.gather(*(broadcast(h, "memory_map") for h in self._handles.values()))
-        return [each for some in maps for each in some]
+        asked = (broadcast(handle, "report", tier) for handle in self._handles.values())
+        return [report for some in await asyncio.gather(*asked) for report in some]
 
     async def _answer(
         self, generate: DeploymentHandle[Any], fleet: Fleet, call: Call
@@ -182,8 +178,8 @@ def _another_has_it(fleet: Fleet, call: Call, item: StreamItem) -> bool:
 def _learn(fleet: Fleet, request_id: str, header: Header) -> None:
     """What an answer says of its replica."""
     fleet.accepted(request_id, header.replica)  # Serve may say so later, on another stream
-    if header.news is not None:
-        fleet.heard(header.replica, header.news, HEADER_AGE_S)
+    if header.status is not None:
+        fleet.heard(header.replica, header.status, HEADER_AGE_S)
     if header.digest is not None and header.residency is not None:
         fleet.found(header.replica, header.digest, header.residency)
 

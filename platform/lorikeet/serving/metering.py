@@ -13,7 +13,7 @@ from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.errors import EngineError
 from lorikeet_engine.host import EngineHost
 from lorikeet_engine.request import Output, Tokens
-from lorikeet_engine.slot_use import SlotUse
+from lorikeet_engine.status import SlotUse
 
 _GATHER_S = 5.0
 _LAST_FLUSH_S = 10.0

@@ -21,21 +21,21 @@ from lorikeet.metrics.replica import replica_metrics
 from lorikeet.placement import signals
 from lorikeet.placement.orders import Orders
 from lorikeet.placement.plan import Keep
-from lorikeet.placement.report import ReplicaMap, ReplicaReport
-from lorikeet.routing.news import ReplicaNews, to_stats
-from lorikeet.serving.bulletin import Bulletin
+from lorikeet.placement.report import ReplicaReport
+from lorikeet.routing.status_update import StatusUpdate, to_stats
 from lorikeet.serving.context import answer_room
 from lorikeet.serving.engine_process import build_engine
 from lorikeet.serving.grammar_trial import GrammarTrial
 from lorikeet.serving.metering import Metering
 from lorikeet.serving.prompts import PromptEncoder
+from lorikeet.serving.status_feed import StatusFeed
 from lorikeet.serving.trial import run_trial
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import EngineClosed, EngineError, InvalidRequest, StepFailed
 from lorikeet_engine.host import EngineHost
-from lorikeet_engine.news import EngineNews
 from lorikeet_engine.request import Failed, Output, Request, Tokens
+from lorikeet_engine.status import EngineStatus
 
 Receiver = Callable[[Output], object]
 """Takes one request's outputs on the event loop. Raises nothing."""
@@ -77,8 +77,8 @@ class Replica:
         self._encoding = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode")
         store = self._encoding.submit(open_store, settings.catalog)  # beside the engine's start
         build = partial(build_engine, settings, base_model)
-        self._engine = EngineHost(build, self._deliver, self.engine_ended, self._news)
-        self._bulletin = Bulletin(self._engine.config.step_costs)
+        self._engine = EngineHost(build, self._deliver, self.engine_ended, self._status_changed)
+        self._feed = StatusFeed(self._engine.status)
         context = self._engine.config.max_context
         self._encoder = PromptEncoder(settings.base_models[base_model], context)
         self._grammars = GrammarTrial(settings.base_models[base_model])
@@ -107,7 +107,7 @@ class Replica:
                 with self._receiving(call.request_id, sender.take):
                     found = await self._submit(request)
                     digest = call.adapter.digest if call.adapter else None
-                    sender.begin(Header(self.name, digest, found, self._bulletin.word()))
+                    sender.begin(Header(self.name, digest, found, self._feed.update()))
                     await stream.carry(sender.ended)
             yield None
         except (EngineError, InvalidInput) as error:
@@ -152,33 +152,29 @@ class Replica:
             self._engine.prefetch(bring.ref, bring.tier, bring.uses)
         return self.name
 
-    async def report(self) -> ReplicaReport:
-        """What this replica holds and does."""
-        report = await asyncio.wrap_future(self._engine.report())
-        return ReplicaReport(self.name, self._base_model, report)
+    async def report(self, tier: Residency = Residency.DISK) -> ReplicaReport:
+        """What this replica does, and its adapters: those at `tier` or nearer, or in the arena."""
+        rows = await asyncio.wrap_future(self._engine.adapters(tier))
+        return ReplicaReport(self.name, self._base_model, self._engine.status, rows)
 
     async def metrics(self) -> bytes:
         """What this replica measures, its part of the page of metrics. Raises EngineClosed."""
-        counts = await asyncio.wrap_future(self._engine.counts())
+        if self._engine.silent_s > _LATE_S:
+            raise EngineClosed("the engine does not answer: what it counts is not known")
         labels = {"base_model": self._base_model, "replica": self.name}
-        return await asyncio.to_thread(render, replica_metrics(counts), labels)
+        return await asyncio.to_thread(render, replica_metrics(self._engine.status), labels)
 
-    async def memory_map(self) -> ReplicaMap:
-        """What lies where in this replica's memory."""
-        memory = await asyncio.wrap_future(self._engine.memory_map())
-        return ReplicaMap(self.name, self._base_model, memory)
-
-    async def watch(self, replica: str) -> AsyncIterator[ReplicaNews]:
+    async def watch(self, replica: str) -> AsyncIterator[StatusUpdate]:
         """Where adapters are here and what the engine does, as it changes; for about a minute.
 
         replica: this one's name, by which the router found it.
         """
         assert replica == self.name
-        async with aclosing(self._bulletin.watch()) as watch:
-            async for news in watch:
+        async with aclosing(self._feed.follow()) as feed:
+            async for update in feed:
                 while self._engine.silent_s > _LATE_S:
                     await asyncio.sleep(_LOOK_S)
-                yield news
+                yield update
 
     async def prefetch(self, wanted: Mapping[str, Mapping[AdapterRef, int]]) -> None:
         """Take this replica's part: bring adapters to the GPU for which requests wait at the door.
@@ -189,18 +185,17 @@ class Replica:
             self._engine.prefetch(ref, uses=requests)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Load and costs; Serve asks every second, and passes it on although no watch is open."""
+        """A status update; Serve asks every second, and passes it on although no feed is open."""
         if self._engine.silent_s < _LATE_S:
-            self._stats = to_stats(self._bulletin.word_with_costs())
+            self._stats = to_stats(self._feed.update_with_costs())
         return self._stats
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """How hard this replica works, for Serve's autoscaler and the controller."""
         told_lately = time.monotonic() - self._told_s < _TOLD_S
-        report, load = (await self.report()).engine, self._bulletin.word().load
         alone = self._alone if told_lately else None
         seats = self._engine.config.step_costs.max_running
-        return signals.to_stats(signals.measure(report, load, seats, alone))
+        return signals.to_stats(signals.measure(await self.report(), seats, alone))
 
     def check_health(self) -> None:
         """Raises when the engine's process has ended or hangs, or when step after step fails."""
@@ -285,11 +280,11 @@ class Replica:
     def _deliver(self, outputs: list[Output]) -> None:
         self._event_loop.call_soon_threadsafe(self._sort, outputs)
 
-    def _news(self, news: EngineNews) -> None:
-        self._event_loop.call_soon_threadsafe(self._post, news)
+    def _status_changed(self, status: EngineStatus) -> None:
+        self._event_loop.call_soon_threadsafe(self._post, status)
 
-    def _post(self, news: EngineNews) -> None:  # on the event loop, so after the constructor
-        self._bulletin.post(news)
+    def _post(self, status: EngineStatus) -> None:  # on the event loop, so after the constructor
+        self._feed.post(status)
 
     def _fail_all(self, error: EngineClosed) -> None:
         for request_id, receive in self._receivers.items():

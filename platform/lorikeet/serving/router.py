@@ -15,7 +15,7 @@ from lorikeet.api.messages import Call, Trial
 from lorikeet.routing.ask import Ask
 from lorikeet.routing.choice import Work
 from lorikeet.routing.fleet import STATS_AGE_S, Fleet
-from lorikeet.routing.news import from_stats
+from lorikeet.routing.status_update import from_stats
 from lorikeet.serving.fleets import fleet_of
 
 log = logging.getLogger(__name__)
@@ -61,9 +61,9 @@ class AdapterRouter(RequestRouter):
             names = {replica.replica_id.unique_id: replica for replica in replicas}
             self._fleet.exist(names)
             for name, replica in names.items():
-                news = from_stats(replica.routing_stats)
-                if news is not None:
-                    self._fleet.heard(name, news, STATS_AGE_S)
+                update = from_stats(replica.routing_stats)
+                if update is not None:
+                    self._fleet.heard(name, update, STATS_AGE_S)
         except Exception:
             log.exception("replicas_not_understood")
 

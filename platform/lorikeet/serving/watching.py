@@ -8,7 +8,7 @@ from typing import Any, NoReturn, cast
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from lorikeet.routing.fleet import Fleet
-from lorikeet.routing.news import ReplicaNews
+from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.serving.handles import broadcast, is_own_cancelling, streaming
 from lorikeet.serving.replica_streams import ReplicaStreams
 from lorikeet_engine.adapter import AdapterRef
@@ -54,6 +54,6 @@ class Watching:
                 raise
             log.warning("prefetch_failed", extra={"error": repr(error)})
 
-    def _watch(self, replica: str) -> "DeploymentResponseGenerator[ReplicaNews]":
+    def _watch(self, replica: str) -> "DeploymentResponseGenerator[StatusUpdate]":
         watch = self._streamed.watch.remote(replica=replica)
-        return cast("DeploymentResponseGenerator[ReplicaNews]", watch)
+        return cast("DeploymentResponseGenerator[StatusUpdate]", watch)

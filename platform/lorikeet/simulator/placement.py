@@ -5,7 +5,7 @@ from lorikeet.placement.report import ReplicaReport
 from lorikeet.simulator.fleet import Fleet
 from lorikeet.simulator.replica import Replica
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.request import AdapterReport, EngineReport
+from lorikeet_engine.status import AdapterStatus, EngineStatus, TierStatus
 
 SURVEY_S = 3.0
 """As in the service."""
@@ -32,27 +32,19 @@ class Placement:
     def _report(self, replica: Replica, now_s: float) -> ReplicaReport:
         setup, arena = self._fleet.setup, replica.arena
         held = dict.fromkeys((*arena.residents, *replica.host, *replica.disk))
-        engine = EngineReport(
-            running=replica.load.running,
-            waiting=replica.load.waiting,
-            kv_pages_used=0,
-            kv_pages_total=0,
-            arena_bytes_used=setup.gpu_bytes - arena.free,
-            arena_bytes_total=setup.gpu_bytes,
-            adapters=tuple(self._adapter(replica, adapter, now_s) for adapter in held),
-            pinnable_bytes={Residency.HOST: setup.host_bytes},
+        rows = tuple(self._adapter(replica, adapter, now_s) for adapter in held)
+        tiers = {Residency.GPU: setup.gpu_bytes, Residency.HOST: setup.host_bytes}
+        status = EngineStatus(
+            tiers={tier: TierStatus(0, 0, size, size, 0) for tier, size in tiers.items()}
         )
-        return ReplicaReport(str(replica.number), "any", engine)
+        return ReplicaReport(str(replica.number), "any", status, rows)
 
-    def _adapter(self, replica: Replica, adapter: int, now_s: float) -> AdapterReport:
-        size = self._fleet.sizes[adapter]
-        tier = replica.tier(adapter)
-        return AdapterReport(
-            self._refs[adapter],
-            tier,
-            gpu_bytes=size if tier is Residency.GPU else 0,
-            leases=0,
-            pinned=False,
-            image_bytes=size,
+    def _adapter(self, replica: Replica, adapter: int, now_s: float) -> AdapterStatus:
+        ref = self._refs[adapter]
+        return AdapterStatus(
+            *(ref.tenant, ref.name, ref.version, ref.digest),
+            replica.tier(adapter),
+            image_bytes=self._fleet.sizes[adapter],
             uses=replica.arena.uses(adapter, now_s),
+            pinned=False,
         )

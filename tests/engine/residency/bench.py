@@ -12,6 +12,7 @@ from lorikeet_engine.adapter_format import AdapterLimits
 from lorikeet_engine.errors import AdapterLoadFailed, AdapterTooLarge
 from lorikeet_engine.residency.resident import Lease
 from lorikeet_engine.residency.tiers import Tiers
+from lorikeet_engine.status import TierStatus
 from tests.engine.blobs import SHAPE, Ranks, Shelf, elements, everywhere, until
 
 LIMITS = AdapterLimits(max_rank=16, max_bytes=1 << 20)
@@ -93,8 +94,12 @@ class Bench:
             time.sleep(0.001)
         return self.folder / self.tiers._disk.image_name(ref.digest)
 
+    @property
+    def gpu(self) -> TierStatus:
+        return self.tiers.status()[Residency.GPU]
+
     def report(self) -> dict[str, tuple[Residency, int, bool]]:
-        return {r.ref.name: (r.residency, r.leases, r.pinned) for r in self.tiers.report()}
+        return {r.ref.name: (r.residency, r.leases, r.pinned) for r in self.tiers.adapters()}
 
 
 def make(shelf: Shelf, names: str, ranks: Ranks = ONE) -> list[AdapterRef]:

@@ -74,10 +74,10 @@ def check_all(b: Bench, leases: list[tuple[AdapterRef, Lease]]) -> None:
     for ref, lease in leases:
         b.shelf.check(ref, b.tiers.weights, lease.slot)
         assert b.tiers.residency(ref) is Residency.GPU
-    reports = b.tiers.report()
+    reports = b.tiers.adapters()
     assert sum(r.leases for r in reports) == len(leases)
-    assert sum(r.gpu_bytes for r in reports) == b.tiers.arena_bytes_used
-    assert b.tiers.arena_bytes_used <= b.tiers.arena_bytes_total
+    assert sum(r.gpu_bytes for r in reports) == b.gpu.used_bytes
+    assert b.gpu.used_bytes <= b.gpu.capacity_bytes
     check_room(b.tiers._residents)
     rows = b.tiers.weights.table[..., 2].flatten(1).any(dim=1)
     assert rows.sum() == sum(r.residency is Residency.GPU for r in reports)

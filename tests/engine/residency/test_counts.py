@@ -45,7 +45,7 @@ def test_each_tier_says_what_it_holds_has_room_for_and_has_evicted(bench, shelf)
     refs = make(shelf, "abcd")
     for ref in refs:
         here.bring(ref)
-    counts = here.tiers.counts()
+    counts = here.tiers.status()
     gpu, host = counts[GPU], counts[HOST]
     assert (gpu.adapters, gpu.used_bytes, gpu.capacity_bytes) == (2, 2 * IMAGE, 2 * IMAGE)
     assert (host.adapters, host.used_bytes, host.capacity_bytes) == (3, 3 * IMAGE, 3 * IMAGE)
@@ -63,14 +63,14 @@ def test_the_disk_counts_adapters_once_and_every_files_bytes(bench, shelf):
     (here.folder / f"{'f' * 64}.{'0' * 16}").write_text("of another shape")
     here.tiers._disk.changed()
     files = [path for path in here.folder.iterdir() if path.name[:3] not in ("not", "eee")]
-    disk = here.tiers.counts()[DISK]
+    disk = here.tiers.status()[DISK]
     assert disk.adapters == 3
     assert disk.used_bytes == sum(path.stat().st_size for path in files)
     (here.folder / refs[0].digest).unlink()
     (here.folder / here.tiers._disk.image_name(refs[0].digest)).unlink()
     here.tiers._disk._listed_ns = 0  # perhaps so soon after that the folder's time is the same
     here.tiers._disk.changed()
-    assert here.tiers.counts()[DISK].adapters == 2
+    assert here.tiers.status()[DISK].adapters == 2
 
 
 def test_an_adapter_leaves_the_disk_with_its_last_file(bench, shelf):
@@ -83,4 +83,4 @@ def test_an_adapter_leaves_the_disk_with_its_last_file(bench, shelf):
         here.image(ref)
     gone = sum(not here.tiers._disk.holds(ref.digest) for ref in refs)
     assert gone
-    assert here.tiers.counts()[DISK].evictions == gone
+    assert here.tiers.status()[DISK].evictions == gone

@@ -28,9 +28,9 @@ def test_an_adapter_moves_up_tier_by_tier_and_arrives_whole(shelf, bench, tmp_pa
     with b.lease(a) as lease:
         assert lease.rank == 4
         assert b.report() == {"a": (Residency.GPU, 1, False)}
-        assert b.tiers.report()[0].gpu_bytes == b.tiers.arena_bytes_used == SIZE * 4
+        assert b.tiers.adapters()[0].gpu_bytes == b.gpu.used_bytes == SIZE * 4
     assert b.report() == {"a": (Residency.GPU, 0, False)}
-    assert b.tiers.arena_bytes_total == 4 * SIZE * 4
+    assert b.gpu.capacity_bytes == 4 * SIZE * 4
 
 
 def test_the_weights_are_the_same_tensors_for_life(shelf, bench):
@@ -102,7 +102,7 @@ def test_a_source_that_hangs_stops_only_its_own_adapters(shelf, bench):
         nonlocal longest_s
         begin_s = time.monotonic()
         b.tiers.advance()
-        b.tiers.report()
+        b.tiers.adapters()
         for ref in (*slow, *warm, *quick):
             b.tiers.want(ref)
             b.tiers.residency(ref)
@@ -162,7 +162,7 @@ def test_a_damaged_download_fails_its_adapter_only_and_leaves_nothing(shelf, ben
     b.lease(good).release()
     image = b.image(good)
     assert {path.name for path in (tmp_path / "cache").iterdir()} == {good.digest, image.name}
-    assert b.tiers.arena_bytes_used == SIZE * 4
+    assert b.gpu.used_bytes == SIZE * 4
     assert set(b.report()) == {"b"}
 
 

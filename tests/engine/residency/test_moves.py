@@ -68,7 +68,7 @@ def test_after_any_moves_the_mirror_is_the_truth(steps, gpu, host, stocked, tmp_
     b.tiers._watch._look()
     mirror.read()
     assert {ref: mirror.of(ref) for ref in refs} == {ref: b.tiers.residency(ref) for ref in refs}
-    for report in b.tiers.report():
+    for report in b.tiers.adapters():
         assert mirror.tiers[report.ref.digest] is report.residency
     assert mirror.read() == {}
 
@@ -159,15 +159,15 @@ def test_an_adapter_that_is_being_copied_is_on_its_way_and_not_there(shelf, benc
     b = bench()
     mirror = Mirror(b)
     b.tiers.want(a)
-    b.until(lambda: b.tiers.arena_bytes_used > 0)
+    b.until(lambda: b.gpu.used_bytes > 0)
     mirror.read()
     assert mirror.of(a) is Residency.HOST
-    assert b.tiers.load().loading_bytes == SIZE * 4
-    assert b.tiers.load().room_bytes == 3 * SIZE * 4
+    assert b.tiers.loading_bytes == SIZE * 4
+    assert b.tiers.room_bytes == 3 * SIZE * 4
     SlowCopies.gate.set()
     b.until(lambda: b.tiers.residency(a) is Residency.GPU)
     assert mirror.read() == {a.digest: Residency.GPU}
-    assert b.tiers.load().loading_bytes == 0
+    assert b.tiers.loading_bytes == 0
 
 
 def test_what_another_process_adds_and_removes_is_seen(shelf, bench, monkeypatch):
@@ -224,7 +224,7 @@ def test_moves_among_thousands_of_residents_are_told_in_microseconds(bench):
             if not here.placed(ref.digest):
                 place(ref)
         began_s = time.perf_counter()
-        b.tiers.moved(), b.tiers.load(), b.tiers.load_costs()
+        b.tiers.moved(), b.tiers.status(), b.tiers.room_bytes, b.tiers.victim, b.tiers.load_costs()
         taken_s.append(time.perf_counter() - began_s)
     assert all(leases)
     assert statistics.median(taken_s) < 5e-4

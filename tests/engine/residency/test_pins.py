@@ -67,7 +67,7 @@ def test_what_pins_can_take_is_what_the_largest_request_leaves(shelf, bench):
 
 
 def pinnable_images(b, tier):
-    return b.tiers.pinnable_bytes[tier] / (SIZE * 4)
+    return b.tiers.status()[tier].pinnable_bytes / (SIZE * 4)
 
 
 def test_pins_leave_one_slot_to_requests(shelf, bench):

@@ -68,7 +68,7 @@ def test_it_takes_the_place_of_what_is_worth_less(shelf, bench):
     b.tiers.prefetch(often)
     settled(b, often, at=Residency.GPU)
     assert b.tiers.residency(once) is Residency.HOST
-    (report,) = [report for report in b.tiers.report() if report.ref == once]
+    (report,) = [report for report in b.tiers.adapters() if report.ref == once]
     assert (report.gpu_bytes, report.image_bytes) == (0, SIZE * 4)
     assert report.uses == pytest.approx(1.0, abs=0.1)
     b.tiers.prefetch(once)
@@ -231,7 +231,7 @@ def test_it_is_no_use_of_the_adapter(shelf, bench):
     use(b, used)
     b.tiers.prefetch(prefetched)
     settled(b, prefetched, at=Residency.GPU)
-    reports = {report.ref.name: report for report in b.tiers.report()}
+    reports = {report.ref.name: report for report in b.tiers.adapters()}
     assert reports["p"].uses == 0.0
     assert reports["u"].uses == pytest.approx(1.0, abs=0.1)
     assert reports["p"].image_bytes == reports["p"].gpu_bytes == SIZE * 4

@@ -98,7 +98,7 @@ def test_a_load_is_whose_request_wanted_it_first(shelf, bench):
     b.until(lambda: b.tiers.lease(ref, "globex") is not None)
     first, second = sorted(b.tiers.take_use(), key=lambda use: use.tenant)
     assert (first.tenant, first.loads, first.leased_s) == ("acme", 1, 0.0)
-    assert first.load_bytes == b.tiers.arena_bytes_used
+    assert first.load_bytes == b.gpu.used_bytes
     assert (second.tenant, second.loads) == ("globex", 0)
     assert second.leased_s > 0
 
@@ -106,5 +106,5 @@ def test_a_load_is_whose_request_wanted_it_first(shelf, bench):
 def test_what_nobody_asked_for_is_nobodys_load(shelf, bench):
     b, (ref,) = bench(), make(shelf, "a")
     b.tiers.prefetch(ref, uses=1.0)
-    b.until(lambda: b.tiers.arena_bytes_used > 0)
+    b.until(lambda: b.gpu.used_bytes > 0)
     assert b.tiers.take_use() == []

@@ -21,8 +21,8 @@ from lorikeet.placement.moves import Moves
 from lorikeet.placement.plan import Shortfall
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.placement.standing import PinStanding
-from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.request import AdapterReport
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.status import AdapterStatus
 
 Json = dict[str, Any]
 
@@ -156,17 +156,17 @@ def entry_json(entry: Entry) -> Json:
 
 def replica_json(report: ReplicaReport) -> Json:
     """What a replica holds and does."""
-    engine = report.engine
+    live, gpu = report.status.live, report.status.tiers[Residency.GPU]
     return {
         "replica": report.replica,
         "base_model": report.base_model,
-        "running": engine.running,
-        "waiting": engine.waiting,
-        "kv_pages_used": engine.kv_pages_used,
-        "kv_pages_total": engine.kv_pages_total,
-        "arena_bytes_used": engine.arena_bytes_used,
-        "arena_bytes_total": engine.arena_bytes_total,
-        "adapters": [_resident_json(adapter) for adapter in engine.adapters],
+        "running": live.running,
+        "waiting": live.waiting,
+        "kv_pages_used": live.kv_pages_used,
+        "kv_pages_total": live.kv_pages_total,
+        "arena_bytes_used": gpu.used_bytes,
+        "arena_bytes_total": gpu.capacity_bytes,
+        "adapters": [_resident_json(adapter) for adapter in report.adapters],
     }
 
 
@@ -181,10 +181,10 @@ def _ref_json(ref: AdapterRef) -> Json:
     return {"adapter": f"{ref.tenant}/{ref.name}", "version": ref.version}
 
 
-def _resident_json(adapter: AdapterReport) -> Json:
+def _resident_json(adapter: AdapterStatus) -> Json:
     return {
         **_ref_json(adapter.ref),
-        "digest": adapter.ref.digest,
+        "digest": adapter.digest,
         "residency": str(adapter.residency),
         "gpu_bytes": adapter.gpu_bytes,
         "leases": adapter.leases,

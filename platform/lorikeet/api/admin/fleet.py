@@ -17,10 +17,10 @@ from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.pulse import Beat, Pulse, lines_of, waiting_of
 from lorikeet.api.services import EngineClient
 from lorikeet.errors import StoreError
-from lorikeet.placement.report import ReplicaMap
+from lorikeet.placement.report import ReplicaReport
 from lorikeet.placement.standing import PinStanding, Standing
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.memory_map import Block
+from lorikeet_engine.status import AdapterStatus, TierStatus
 
 FRESH_S = 0.5
 """Who asks within so long gets the same answer: ten open pages cost what one does."""
@@ -96,7 +96,7 @@ class Fleet:
 
     async def _ask(self) -> _Packed:
         replicas, beat, pins = await asyncio.gather(
-            self._engines.memory_maps(), self._pulse.beat(), self._how_pins_stand()
+            self._engines.reports(Residency.GPU), self._pulse.beat(), self._how_pins_stand()
         )
         head = {"now": time.time(), "catalog_seq": self._follower.state.seq}
         return await asyncio.to_thread(_pack, head, replicas, beat, pins)
@@ -120,7 +120,7 @@ class Fleet:
             self._pins = None
 
 
-def _pack(head: Json, replicas: Sequence[ReplicaMap], beat: Beat, pins: Json | None) -> _Packed:
+def _pack(head: Json, replicas: Sequence[ReplicaReport], beat: Beat, pins: Json | None) -> _Packed:
     document = head | {
         "gateways": {"answered": len(beat.words), "silent": beat.silent},
         **_replicas_json(replicas),
@@ -132,26 +132,26 @@ def _pack(head: Json, replicas: Sequence[ReplicaMap], beat: Beat, pins: Json | N
     return _Packed(plain, gzip.compress(plain, _QUICK))
 
 
-def _replicas_json(replicas: Sequence[ReplicaMap]) -> Json:
-    adapters = dict[tuple[str, str, int, int, str], int]()
+def _replicas_json(replicas: Sequence[ReplicaReport]) -> Json:
+    adapters = dict[tuple[str, str, int, int | None, str], int]()
 
-    def block_json(block: Block) -> list[int]:
+    def block_json(block: AdapterStatus) -> list[int]:
         named = block.tenant, block.name, block.version, block.rank, block.digest[:_DIGEST]
         number = adapters.setdefault(named, len(adapters))
-        marks = _PINNED * block.pinned + _ARRIVING * block.arriving
+        marks = _PINNED * block.kept + _ARRIVING * block.arriving
         return [number, block.leases, marks, *chain.from_iterable(block.pieces)]
 
     rows = [
         {
             "replica": each.replica,
             "base_model": each.base_model,
-            "running": each.memory.running,
-            "waiting": each.memory.waiting,
-            "oldest_wait_s": round(each.memory.oldest_wait_s, 3),
-            "kv_pages_used": each.memory.kv_pages_used,
-            "kv_pages_total": each.memory.kv_pages_total,
-            **{str(tier): _tier_json(each, tier) for tier in each.memory.tiers},
-            "blocks": [block_json(block) for block in each.memory.blocks],
+            "running": each.status.live.running,
+            "waiting": each.status.live.waiting,
+            "oldest_wait_s": round(each.status.live.oldest_wait_s, 3),
+            "kv_pages_used": each.status.live.kv_pages_used,
+            "kv_pages_total": each.status.live.kv_pages_total,
+            **{str(tier): _tier_json(held) for tier, held in each.status.tiers.items()},
+            "blocks": [block_json(block) for block in each.adapters],
         }
         for each in sorted(replicas, key=lambda each: (each.base_model, each.replica))
     ]
@@ -163,12 +163,11 @@ def _replicas_json(replicas: Sequence[ReplicaMap]) -> Json:
     }
 
 
-def _tier_json(replica: ReplicaMap, tier: Residency) -> Json:
-    counts = replica.memory.tiers[tier]
+def _tier_json(tier: TierStatus) -> Json:
     return {
-        "adapters": counts.adapters,
-        "used_bytes": counts.used_bytes,
-        "total_bytes": counts.capacity_bytes,
+        "adapters": tier.adapters,
+        "used_bytes": tier.used_bytes,
+        "total_bytes": tier.capacity_bytes,
     }
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.memory_map import Block
+from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.slots import Placed
+from lorikeet_engine.status import AdapterStatus
 from tests.engine.blobs import SHAPE, elements, everywhere
 from tests.engine.residency.bench import Bench
 from tests.engine.test_slots import TOTAL, Pool, fill, pool_of, whole
@@ -24,8 +24,8 @@ ITEMSIZE = torch.float32.itemsize
 Span = tuple[int, int]
 
 
-def blocks(b: Bench) -> dict[str, Block]:
-    return {row[1]: Block(*row) for row in b.tiers.blocks()}
+def blocks(b: Bench) -> dict[str, AdapterStatus]:
+    return {each.name: each for each in b.tiers.adapters(Residency.GPU)}
 
 
 def begin_of(b: Bench, slot: int) -> int:
@@ -45,9 +45,9 @@ def test_each_adapter_lies_where_the_table_finds_it(shelf, bench):
         found = blocks(b)
         for ref, lease, leases in ((wide, one, 1), (narrow, two, 2)):
             block = found[ref.name]
-            assert AdapterRef(*block[:4]) == ref
+            assert block.ref == ref
             assert (block.rank, block.leases) == (lease.rank, leases)
-            assert (block.pinned, block.arriving) == (False, False)
+            assert (block.kept, block.arriving) == (False, False)
             assert [offset for offset, _ in block.pieces] == [begin_of(b, lease.slot)]
         assert sum(size for _, size in found["wide"].pieces) == elements(everywhere(8)) * ITEMSIZE
     assert [block.leases for block in blocks(b).values()] == [0, 0]
@@ -72,9 +72,9 @@ def test_what_may_not_be_evicted_is_shown_as_pinned(shelf, bench):
     ref = shelf.make("a", everywhere(4))
     b = bench()
     b.tiers.pin(ref)
-    b.until(lambda: "a" in blocks(b) and blocks(b)["a"].pinned)
+    b.until(lambda: "a" in blocks(b) and blocks(b)["a"].kept)
     b.tiers.unpin(ref.digest)
-    b.until(lambda: not blocks(b)["a"].pinned)
+    b.until(lambda: not blocks(b)["a"].kept)
 
 
 @pytest.fixture

@@ -1,0 +1,38 @@
+"""What a replica tells gateways: the part of its engine's status that routing weighs."""
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.costs import MeasuredCosts
+from lorikeet_engine.status import LiveStats
+
+
+@dataclass(frozen=True, slots=True)
+class StatusUpdate:
+    """A replica's live stats, and what has moved since its update before on the same feed.
+
+    seq: grows with every update of a replica to whomever, so that what came late is known to be
+    old. moved: where adapters are now, by digest. From an update that begins a snapshot to one that
+    ends it, each adapter nearer than remote is named at least once. costs: None where they are not
+    said again.
+    """
+
+    seq: int
+    live: LiveStats
+    moved: Mapping[str, Residency] = field(default_factory=dict)
+    begins_snapshot: bool = False
+    ends_snapshot: bool = False
+    costs: MeasuredCosts | None = None
+
+
+def to_stats(update: StatusUpdate) -> dict[str, Any]:
+    """The update as Serve's own processes can carry it, which know no classes of ours."""
+    return {"status": pickle.dumps(update)}
+
+
+def from_stats(stats: Mapping[str, Any]) -> StatusUpdate | None:
+    """What to_stats was given; None for a replica that has said nothing yet."""
+    return cast("StatusUpdate", pickle.loads(stats["status"])) if "status" in stats else None
