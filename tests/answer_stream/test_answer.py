@@ -5,10 +5,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from lorikeet.answer_stream.answer import Answer
-from lorikeet.answer_stream.openai_format import Usage
 from lorikeet.answer_stream.tool_calls import HERMES
 from lorikeet.answer_stream.vocabulary import Vocabulary
-from lorikeet.api.messages import Call, Closing, Endpoint, Refusal, ToolUse
+from lorikeet.api.messages import Call, Endpoint, FinalUsage, Refusal, ToolUse
 from lorikeet_engine.errors import AdapterLoadFailed, StepFailed
 from lorikeet_engine.request import Course, Failed, FinishReason, Tokens
 
@@ -42,14 +41,18 @@ def test_one_body_holds_every_choice_and_the_usage(tokenizer):
         Tokens("r1", i, (), FinishReason.LENGTH, course=Course(cached_tokens=found[i]))
         for i in range(4)
     ]
-    closing, raw = answer.take(ends)
+    usage, raw = answer.take(ends)
     body = json.loads(raw)
     assert [choice["text"] for choice in body["choices"]] == [f"text {i}" for i in range(4)]
     assert {choice["finish_reason"] for choice in body["choices"]} == {"length"}
-    usage = Usage(prompt_tokens=5, completion_tokens=24, cached_tokens=2)
-    assert body["usage"] == usage.as_json()
-    assert closing == Closing(5, 2, 24, tuple(Course(cached_tokens=count) for count in found))
-    assert answer.finished
+    assert body["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 24,
+        "total_tokens": 29,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    assert usage == FinalUsage(5, 2, 24, tuple(Course(cached_tokens=count) for count in found))
+    assert answer.ended
 
 
 def test_what_is_queued_goes_out_as_one_chunk(tokenizer):
@@ -62,7 +65,7 @@ def test_a_stop_string_ends_its_choice_and_asks_for_an_abort(tokenizer):
     answer = Answer(replace(CALL, stream=True, stop=("!",), n=2), [(1,)], Vocabulary(tokenizer))
     first = answer.take([tokens(tokenizer, "stop! no", 0), tokens(tokenizer, "go on", 1)])
     assert answer.stopped == [0]
-    assert not answer.finished
+    assert not answer.ended
     late = answer.take([tokens(tokenizer, "late", 0)])
     last = answer.take([tokens(tokenizer, "", 1, FinishReason.STOP)])
     seen = events([*first, *late, *last])
@@ -72,7 +75,7 @@ def test_a_stop_string_ends_its_choice_and_asks_for_an_abort(tokenizer):
             texts[choice["index"]] += choice["text"]
     assert texts == {0: "stop", 1: "go on"}
     assert seen[-1] == "[DONE]"
-    assert answer.finished
+    assert answer.ended
 
 
 def test_a_failure_is_a_refusal(tokenizer):
@@ -81,7 +84,7 @@ def test_a_failure_is_a_refusal(tokenizer):
     assert answer.take([failure]) == [
         Refusal("adapter_load_failed", "acme/support@1: digest mismatch", "model")
     ]
-    assert answer.finished
+    assert answer.ended
 
 
 def test_a_failure_in_mid_stream_is_one_behind_what_was_made(tokenizer):

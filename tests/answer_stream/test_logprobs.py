@@ -34,7 +34,7 @@ def items(tokenizer, call, text, step, finish=FinishReason.LENGTH, syntax=None):
         part = slice(at, at + step)
         end = finish if at + step >= len(ids) else None
         sent += answer.take([Tokens("r1", 0, tuple(ids[part]), end, tuple(logprobs[part]))])
-    assert answer.finished == (finish is not None or bool(answer.stopped))
+    assert answer.ended == (finish is not None or bool(answer.stopped))
     return [item for item in sent if isinstance(item, bytes)]
 
 

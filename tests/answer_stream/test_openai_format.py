@@ -10,8 +10,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from lorikeet.answer_stream.logprobs import DrawnToken, LikelyToken
-from lorikeet.answer_stream.openai_format import CallPiece, Choice, EventStream, Usage, json_body
-from lorikeet.api.messages import Call, Endpoint
+from lorikeet.answer_stream.openai_format import CallPiece, Choice, EventStream, json_body
+from lorikeet.api.messages import Call, Endpoint, FinalUsage
 from lorikeet.api.replica_response import failed_event
 from lorikeet_engine.request import FinishReason
 
@@ -59,7 +59,7 @@ def assert_no_extras(value: Any) -> None:
 def test_a_chat_stream_is_role_then_text_then_finish_then_done() -> None:
     stream = EventStream(call(Endpoint.CHAT, stream=True))
     raw = stream.delta(0, "Hel") + stream.delta(0, "lo", FinishReason.STOP)
-    *chunks, done = events(raw + stream.end(Usage(3, 2)))
+    *chunks, done = events(raw + stream.end(FinalUsage(3, 0, 2)))
     read = [official(ChatCompletionChunk, chunk) for chunk in chunks]
     assert [c.choices[0].delta.role for c in read] == ["assistant", None, None, None]
     assert [c.choices[0].delta.content for c in read] == ["", "Hel", "lo", None]
@@ -78,7 +78,7 @@ def test_each_choice_of_a_chat_stream_gets_its_own_role() -> None:
 
 def test_usage_comes_last_with_no_choices_and_is_null_before() -> None:
     stream = EventStream(call(Endpoint.CHAT, stream=True, include_usage=True))
-    raw = stream.delta(0, "a", FinishReason.LENGTH) + stream.end(Usage(3, 1, cached_tokens=2))
+    raw = stream.delta(0, "a", FinishReason.LENGTH) + stream.end(FinalUsage(3, 2, 1))
     *chunks, usage, done = events(raw)
     assert all(chunk["usage"] is None for chunk in chunks)
     assert usage["choices"] == []
@@ -115,7 +115,7 @@ def test_text_that_could_break_an_event_survives() -> None:
 
 def test_a_body_has_every_choice_in_order() -> None:
     choices = [Choice("one", FinishReason.STOP), Choice("two", FinishReason.LENGTH)]
-    chat = json_body(call(Endpoint.CHAT, n=2), choices, Usage(5, 7))
+    chat = json_body(call(Endpoint.CHAT, n=2), choices, FinalUsage(5, 0, 7))
     read = official(ChatCompletion, json.loads(chat))
     assert [(c.index, c.message.content, c.finish_reason) for c in read.choices] == [
         (0, "one", "stop"),
@@ -123,7 +123,7 @@ def test_a_body_has_every_choice_in_order() -> None:
     ]
     assert read.usage is not None
     assert read.usage.total_tokens == 12
-    text = json_body(call(Endpoint.COMPLETIONS, n=2), choices, Usage(5, 7))
+    text = json_body(call(Endpoint.COMPLETIONS, n=2), choices, FinalUsage(5, 0, 7))
     assert [c.text for c in Completion.model_validate_json(text).choices] == ["one", "two"]
 
 
@@ -141,7 +141,7 @@ def test_tool_calls_are_streamed_in_pieces_and_end_the_choice() -> None:
     stream = EventStream(call(Endpoint.CHAT, stream=True, include_usage=True))
     raw = stream.delta(0, "", calls=CALLS[:2]) + stream.delta(0, "", FinishReason.STOP, CALLS[2:])
     state = ChatCompletionStreamState()
-    *chunks, _ = events(raw + stream.end(Usage(3, 2)))
+    *chunks, _ = events(raw + stream.end(FinalUsage(3, 0, 2)))
     for chunk in chunks:
         state.handle_chunk(official(ChatCompletionChunk, chunk))
     whole = state.get_final_completion().choices[0]
@@ -156,7 +156,7 @@ def test_tool_calls_are_streamed_in_pieces_and_end_the_choice() -> None:
 
 def test_a_body_joins_the_pieces_of_tool_calls() -> None:
     whole = json.loads(
-        json_body(call(Endpoint.CHAT), [Choice("", FinishReason.STOP, CALLS)], Usage(5, 7))
+        json_body(call(Endpoint.CHAT), [Choice("", FinishReason.STOP, CALLS)], FinalUsage(5, 0, 7))
     )
     (choice,) = official(ChatCompletion, whole).choices
     assert choice.finish_reason == "tool_calls"
@@ -168,7 +168,9 @@ def test_a_body_joins_the_pieces_of_tool_calls() -> None:
 
 
 def test_calls_that_were_cut_off_say_so() -> None:
-    body = json_body(call(Endpoint.CHAT), [Choice("", FinishReason.LENGTH, CALLS)], Usage(5, 7))
+    body = json_body(
+        call(Endpoint.CHAT), [Choice("", FinishReason.LENGTH, CALLS)], FinalUsage(5, 0, 7)
+    )
     assert json.loads(body)["choices"][0]["finish_reason"] == "length"
 
 
@@ -184,7 +186,7 @@ def test_what_is_said_before_a_call_is_its_content() -> None:
 def test_logprobs_are_openais_whole_and_streamed(endpoint: Endpoint) -> None:
     chat = endpoint is Endpoint.CHAT
     choice = Choice("a", FinishReason.STOP, logprobs=DRAWN)
-    whole = json.loads(json_body(call(endpoint), [choice], Usage(1, 1)))
+    whole = json.loads(json_body(call(endpoint), [choice], FinalUsage(1, 0, 1)))
     official(ChatCompletion if chat else Completion, whole)
     stream = EventStream(call(endpoint, stream=True))
     chunks = events(stream.delta(0, "a", FinishReason.STOP, logprobs=DRAWN))

@@ -71,7 +71,7 @@ def test_what_came_before_a_failure_is_told_first() -> None:
         buffer = ResponseBuffer(lambda: 60.0)
         buffer.put((HEADER, b"a"), ended=False)
         buffer.fail(Unavailable("the replica was lost"))
-        assert not buffer.complete
+        assert not buffer.ended
         assert await buffer.take() == [HEADER, b"a"]
         with pytest.raises(Unavailable):
             await buffer.take()
@@ -84,7 +84,7 @@ def test_a_whole_answer_does_not_fail_any_more() -> None:
         buffer = ResponseBuffer(lambda: 0.0)
         buffer.put((b"a",), ended=True)
         buffer.fail(Unavailable("the call was cancelled"))
-        assert buffer.complete
+        assert buffer.ended
         return await buffer.take() + await buffer.take()
 
     assert asyncio.run(scenario()) == [b"a"]

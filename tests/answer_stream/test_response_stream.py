@@ -7,10 +7,10 @@ import pytest
 
 from lorikeet.answer_stream import response_stream as response_stream_module
 from lorikeet.answer_stream.response_stream import ResponseStream, ResponseStreams, joined
-from lorikeet.api.messages import Closing, Header
+from lorikeet.api.messages import FinalUsage, Header
 from lorikeet_engine.errors import EngineClosed
 
-HEADER, CLOSING = Header("r0", None, None), Closing(1, 0, 2)
+HEADER, USAGE = Header("r0", None, None), FinalUsage(1, 0, 2)
 
 
 def test_what_is_put_before_it_is_taken_travels_together() -> None:
@@ -19,9 +19,9 @@ def test_what_is_put_before_it_is_taken_travels_together() -> None:
         stream.put("a", (HEADER,))
         stream.put("b", (b"1",))
         stream.put("b", (b"2",))
-        stream.put("a", (b"3", CLOSING, b"4"), ended=True)
+        stream.put("a", (b"3", USAGE, b"4"), ended=True)
         message = pickle.loads(pickle.dumps(await stream.take()))
-        assert message == [("a", [HEADER, b"3", CLOSING, b"4"], True), ("b", [b"12"], False)]
+        assert message == [("a", [HEADER, b"3", USAGE, b"4"], True), ("b", [b"12"], False)]
         stream.put("b", (), ended=True)
         assert await stream.take() == [("b", [], True)]
         taking = asyncio.create_task(stream.take())
@@ -81,7 +81,7 @@ def test_a_call_waits_a_moment_for_its_gateway_to_listen(monkeypatch: pytest.Mon
 
 
 def test_only_bytes_that_follow_each_other_are_joined() -> None:
-    assert joined([b"1", b"2", HEADER, HEADER, b"3", CLOSING, b"4", b"5"]) == (
-        [b"12", HEADER, HEADER, b"3", CLOSING, b"45"]
+    assert joined([b"1", b"2", HEADER, HEADER, b"3", USAGE, b"4", b"5"]) == (
+        [b"12", HEADER, HEADER, b"3", USAGE, b"45"]
     )
     assert joined([]) == []

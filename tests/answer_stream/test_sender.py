@@ -9,9 +9,9 @@ from tokenizers import Tokenizer
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.response_stream import ResponseStream
 from lorikeet.answer_stream.sender import AnswerSender
+from lorikeet.answer_stream.token_meter import TokenMeter
 from lorikeet.answer_stream.vocabulary import Vocabulary
-from lorikeet.api.messages import Call, Closing, Endpoint, Header, Refusal
-from lorikeet.serving.metering import Meter
+from lorikeet.api.messages import Call, Endpoint, FinalUsage, Header, Refusal
 from lorikeet.usage.counts import Counts
 from lorikeet_engine.errors import StepFailed
 from lorikeet_engine.request import Course, Failed, FinishReason, Tokens
@@ -26,7 +26,7 @@ class Started:
 
     def __init__(self, tokenizer: Tokenizer, call: Call = CALL) -> None:
         self.stream, self.aborted = ResponseStream(), list[tuple[str, int]]()
-        self.meter = Meter(call, [[1]])
+        self.meter = TokenMeter(call, [[1]])
         answer = Answer(call, [[1]], Vocabulary(tokenizer))
         self.sender = AnswerSender(
             call, answer, self.meter, self.stream, lambda *what: self.aborted.append(what)
@@ -48,12 +48,12 @@ def test_what_was_made_before_the_header_comes_after_it(tokenizer: Tokenizer) ->
         one.sender.take(token(A))
         one.sender.begin(HEADER)
         one.sender.take(token(B, FinishReason.LENGTH))
-        (first, second, begun, closing, end), ended = await one.heard()
+        (first, second, begun, usage, end), ended = await one.heard()
         assert first == HEADER
         assert isinstance(second, Header)
         assert second.load_s == 0.25
         assert isinstance(begun, bytes)
-        assert isinstance(closing, Closing)
+        assert isinstance(usage, FinalUsage)
         assert isinstance(end, bytes)
         assert end.endswith(b"data: [DONE]\n\n")
         assert ended

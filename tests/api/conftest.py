@@ -18,12 +18,13 @@ import pytest
 import uvicorn
 from safetensors.numpy import save_file
 
-from lorikeet.answer_stream.openai_format import Choice, EventStream, Usage, json_body
+from lorikeet.answer_stream.openai_format import Choice, EventStream, json_body
 from lorikeet.api.app import BaseModel, Services, create_app
 from lorikeet.api.messages import (
     Call,
     Continuation,
     Endpoint,
+    FinalUsage,
     Header,
     Refusal,
     StreamItem,
@@ -197,7 +198,7 @@ async def repeat(call: Call) -> Items:
     yield header(call)
     prompts = [str(call.messages[-1]["content"])] if call.messages else list(map(str, call.prompts))
     texts = [text for text in prompts for _ in range(call.n)]
-    usage = Usage(sum(len(p.split()) for p in prompts), sum(len(t.split()) for t in texts))
+    usage = FinalUsage(sum(len(p.split()) for p in prompts), 0, sum(len(t.split()) for t in texts))
     if not call.stream:
         yield json_body(call, [Choice(text, FinishReason.STOP) for text in texts], usage)
         return

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from lorikeet.api.archive import Archive
-from lorikeet.api.messages import Closing
+from lorikeet.api.messages import FinalUsage
 from lorikeet.api.request_record import AttemptRecord, RequestRecord
 from lorikeet.routing.choice import Candidate, Cost
 from lorikeet_engine.adapter import AdapterRef, Residency
@@ -43,7 +43,7 @@ def story(request_id: str) -> RequestRecord:
         replica=names[0],
         residency=Residency.GPU,
         attempts=(AttemptRecord(request_id, names[0], random.random(), None, weighed, None),),
-        closing=Closing(12, 8, 34, (Course(queued_s=random.random(), steps=9),)),
+        usage=FinalUsage(12, 8, 34, (Course(queued_s=random.random(), steps=9),)),
     )
 
 

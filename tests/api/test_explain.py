@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lorikeet.api.explain import KEPT_S, Explanations
-from lorikeet.api.messages import Attempt, Call, Closing, Header, Refusal
+from lorikeet.api.messages import Attempt, Call, FinalUsage, Header, Refusal
 from lorikeet.api.peers import Peers, Poll
 from lorikeet.api.trace import Trace
 from lorikeet.errors import InvalidInput, NotFound, Unavailable
@@ -43,7 +43,7 @@ async def told(call: Call) -> Items:
     await asyncio.sleep(0.05)
     async for item in repeat(call):
         if isinstance(item, bytes):
-            yield Closing(12, 8, 34, (QUICK, SLOW))
+            yield FinalUsage(12, 8, 34, (QUICK, SLOW))
             yield item
 
 
@@ -309,7 +309,7 @@ def ended(explanations: Explanations, request_id: str) -> Iterator[Trace]:
         trace.on_item(Attempt(request_id, "replica-7", 0.001, WEIGHED * 3))
         trace.on_item(Header("replica-7", "d" * 64, Residency.GPU, StatusUpdate(1, LiveStats())))
         trace.on_first_bytes()
-        trace.on_item(Closing(12, 8, 34, (SLOW,)))
+        trace.on_item(FinalUsage(12, 8, 34, (SLOW,)))
         yield trace
 
 

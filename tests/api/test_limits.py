@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from lorikeet.api.errors import limit_headers
-from lorikeet.api.messages import Call, Closing, Header, Refusal
+from lorikeet.api.messages import Call, FinalUsage, Header, Refusal
 from lorikeet.catalog.records import Scope
 from lorikeet.errors import Standing, Unavailable
 from tests.api.conftest import Gateway, Items, chat, endless, eventually, header, repeat, serving
@@ -36,7 +36,7 @@ def used(prompt: int, answer: int) -> Any:
     async def replay(call: Call) -> Items:
         async for item in repeat(call):
             if isinstance(item, bytes) and b"finish_reason" in item:
-                yield Closing(prompt, 0, answer)
+                yield FinalUsage(prompt, 0, answer)
             yield item
 
     return replay

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from lorikeet.api.explain import Explanations
-from lorikeet.api.messages import Attempt, Call, Closing, Refusal
+from lorikeet.api.messages import Attempt, Call, FinalUsage, Refusal
 from lorikeet.api.peers import Peers
 from lorikeet.api.tracing.export import Traces
 from lorikeet.api.tracing.sampling import origin_of
@@ -180,7 +180,7 @@ def test_the_engines_stages_end_before_what_they_made_is_there(tmp_path: Path) -
             if isinstance(item, bytes):
                 yield item
         await asyncio.sleep(0.02)
-        yield Closing(12, 8, 34, (course,))
+        yield FinalUsage(12, 8, 34, (course,))
 
     with collecting() as collector, _tracing(tmp_path, collector.url) as gateway:
         gateway.engines.replay = heard_late

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 import httpx
 import pytest
 
-from lorikeet.api.messages import Attempt, Call, Closing, Header, Refusal, StreamItem
+from lorikeet.api.messages import Attempt, Call, FinalUsage, Header, Refusal, StreamItem
 from lorikeet.catalog.records import Scope
 from lorikeet.routing.choice import Candidate, Cost
 from lorikeet.routing.status_update import StatusUpdate
@@ -25,7 +25,7 @@ async def told(base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
     yield Attempt(call.request_id, "r3", 0.001, WEIGHED[::-1], "the replica was lost")
     yield Attempt(f"{call.request_id}-1", "r7", 0.001, WEIGHED[::-1])
     yield Header("r7", None, None, StatusUpdate(1, LiveStats(decoding=5, prefilling=1, waiting=1)))
-    yield Closing(12, 8, 34, (Course(queued_s=0.5, prefill_s=0.25, decode_s=1.0),))
+    yield FinalUsage(12, 8, 34, (Course(queued_s=0.5, prefill_s=0.25, decode_s=1.0),))
     yield b"{}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.core import CounterMetricFamily
 
-from lorikeet.api.messages import Attempt, Call, Closing, Header, Refusal
+from lorikeet.api.messages import Attempt, Call, FinalUsage, Header, Refusal
 from lorikeet.api.metrics import KEPT_S
 from lorikeet.api.peers import Peers, Poll
 from lorikeet.catalog.records import Scope
@@ -41,7 +41,7 @@ async def answer(call: Call) -> Items:
     yield Header("replica-7", digest, found, load_s=0.1)
     async for item in repeat(call):
         if isinstance(item, bytes):
-            yield Closing(12, 8, 34, (COURSE,))
+            yield FinalUsage(12, 8, 34, (COURSE,))
             yield item
 
 

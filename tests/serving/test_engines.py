@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 import pytest
 
-from lorikeet.api.messages import Attempt, Call, Closing, Endpoint, Header, Refusal
+from lorikeet.api.messages import Attempt, Call, Endpoint, FinalUsage, Header, Refusal
 from lorikeet.errors import Unavailable
 from lorikeet.routing.ask import Ask
 from lorikeet.routing.choice import Work
@@ -16,7 +16,7 @@ from tests.serving.fake_stream import FakeStream
 
 BASE, GATEWAY = "tiny", "g0"
 CALL = Call("r", Endpoint.CHAT, 0, "acme", BASE, None)
-HEADER, CLOSING = Header("r0", None, None), Closing(1, 0, 1)
+HEADER, USAGE = Header("r0", None, None), FinalUsage(1, 0, 1)
 
 
 class Handle:
@@ -84,11 +84,11 @@ def test_an_answer_comes_on_the_response_stream_and_its_call_ends_by_itself():
         sent, fleet = Ask(Work(prompt_tokens=1)), fleet_of("test", "engine-tiny")
         fleet.intend("r", "r0", sent)  # as the router does; Serve has not said who took it
         handle.deliver(HEADER, b"a")
-        handle.deliver(CLOSING, b"b", ended=True)
+        handle.deliver(USAGE, b"b", ended=True)
         attempt, *items = await asking
         assert isinstance(attempt, Attempt)
         assert attempt.replica == "r0"
-        assert items == [HEADER, b"a", CLOSING, b"b"]
+        assert items == [HEADER, b"a", USAGE, b"b"]
         ((_, call),) = handle.calls
         assert not call.cancelled
         call.end()
@@ -127,7 +127,7 @@ def test_a_call_that_ended_without_the_end_of_its_answer_is_made_again(monkeypat
         handle.deliver(HEADER)
         handle.calls[0][1].end()
         await until(lambda: len(handle.calls) == 2)
-        handle.deliver(HEADER, CLOSING, b"whole", ended=True)
+        handle.deliver(HEADER, USAGE, b"whole", ended=True)
         handle.deliver(b"too late", attempt=0)
         assert [item for item in await asking if isinstance(item, bytes)] == [b"whole"]
 

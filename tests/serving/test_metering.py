@@ -9,10 +9,10 @@ import pytest
 
 from demo.fill import fill_catalog
 from demo.tasks import TASKS
-from lorikeet.api.messages import Call, Closing, Endpoint, Refusal
+from lorikeet.answer_stream.token_meter import TokenMeter
+from lorikeet.api.messages import Call, Endpoint, FinalUsage, Refusal
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
-from lorikeet.serving.metering import Meter
 from lorikeet.serving.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet.usage.counts import Account, Counts, add_to
@@ -45,14 +45,14 @@ def tokens(choice: int, *token_ids: int, cached: int | None = None) -> Tokens:
 
 
 def test_an_answer_made_to_its_end_counts_as_it_says_itself():
-    meter = Meter(CALL, PROMPTS)
+    meter = TokenMeter(CALL, PROMPTS)
     meter.made([tokens(0, 7, cached=0), tokens(1, 7, 8, 9)])  # some after a stop string
-    meter.told(Closing(5, 2, 3))
+    meter.told(FinalUsage(5, 2, 3))
     assert meter.counts() == Counts(1, 5, 2, 3)
 
 
 def test_a_client_that_left_pays_for_what_was_computed_until_then():
-    meter = Meter(CALL, PROMPTS)
+    meter = TokenMeter(CALL, PROMPTS)
     assert meter.counts() == Counts(requests=1)
     meter.made([tokens(0, 7, cached=2), tokens(1, 7, cached=3)])
     meter.made([tokens(0, 8), tokens(1, 8)])
@@ -62,14 +62,14 @@ def test_a_client_that_left_pays_for_what_was_computed_until_then():
 
 
 def test_what_failed_before_the_client_had_anything_counts_nothing():
-    meter = Meter(CALL, PROMPTS)
+    meter = TokenMeter(CALL, PROMPTS)
     meter.made([tokens(0, 7, cached=0), Failed("r", StepFailed("it broke"))])
     meter.told(Refusal("generation_failed", "it broke"))
     assert meter.counts() is None
 
 
 def test_what_failed_in_its_midst_counts_what_the_client_has():
-    meter = Meter(CALL, PROMPTS)
+    meter = TokenMeter(CALL, PROMPTS)
     meter.made([tokens(0, 7, cached=0)])
     meter.told(b"data: ...")
     meter.failed()
@@ -107,11 +107,11 @@ def test_a_replica_writes_what_was_used_and_the_rest_when_it_is_closed(settings)
     support = Account(TASK.tenant, BASE, f"{ref.tenant}/{ref.name}")
     base = Account(TASK.tenant, BASE)
 
-    async def scenario() -> Closing:
+    async def scenario() -> FinalUsage:
         replica = Replica("r0", BASE, settings)
         try:
             items = [item async for item in answer_of(replica, adapted)]
-            closing = next(item for item in items if isinstance(item, Closing))
+            usage = next(item for item in items if isinstance(item, FinalUsage))
             async with asyncio.timeout(30):
                 while support not in used(settings) or not used(settings)[support].requests:
                     await asyncio.sleep(0.05)
@@ -124,11 +124,11 @@ def test_a_replica_writes_what_was_used_and_the_rest_when_it_is_closed(settings)
             assert isinstance([item async for item in answer_of(replica, too_long)][-1], Refusal)
         finally:
             replica.close()
-        return closing
+        return usage
 
-    closing = asyncio.run(scenario())
+    usage = asyncio.run(scenario())
     counted = used(settings)
-    said = (closing.prompt_tokens, closing.cached_tokens, closing.completion_tokens)
+    said = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
     adapter = counted[support]
     assert (adapter.requests, adapter.prompt_tokens, adapter.cached_tokens) == (1, *said[:2])
     assert adapter.output_tokens == said[2] == 8

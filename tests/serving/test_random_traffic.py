@@ -9,7 +9,7 @@ import pytest
 
 from demo.fill import fill_catalog
 from demo.tasks import TASKS
-from lorikeet.api.messages import Call, Closing, Endpoint, Header
+from lorikeet.api.messages import Call, Endpoint, FinalUsage, Header
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.serving.replica import Replica
@@ -59,7 +59,7 @@ async def answered(gateway, call, leave_after):
     chunks = 0
     async with aclosing(gateway.generate(call)) as items:
         async for item in items:
-            assert isinstance(item, Header | Closing | bytes), item
+            assert isinstance(item, Header | FinalUsage | bytes), item
             chunks += isinstance(item, bytes)
             if leave_after is not None and chunks > leave_after:
                 return False

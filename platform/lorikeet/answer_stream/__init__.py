@@ -23,6 +23,6 @@ would cost a replica's event loop 70 us, more than all the rest, so all that is 
 goes there together.
 
 An answer's items are a Header, a second one before its first bytes, bytes, and before the last of
-them a Closing; or a Refusal in place of what would follow. Answer knows when it has ended; that
+them a FinalUsage; or a Refusal in place of what would follow. Answer knows when it has ended; that
 goes along as `ended` of its last DeltaGroup. What has not ended when its call has is lost.
 """

@@ -5,10 +5,10 @@ from itertools import chain
 
 from lorikeet.answer_stream.choice import ChoiceStream, OutputDelta
 from lorikeet.answer_stream.detokenizer import Detokenizer
-from lorikeet.answer_stream.openai_format import Choice, EventStream, Usage, json_body
+from lorikeet.answer_stream.openai_format import Choice, EventStream, json_body
 from lorikeet.answer_stream.tool_calls import ForcedReader, Syntax, ToolReader
 from lorikeet.answer_stream.vocabulary import Vocabulary
-from lorikeet.api.messages import Call, Closing, Refusal, StreamItem
+from lorikeet.api.messages import Call, FinalUsage, Refusal, StreamItem
 from lorikeet.errors import engine_code
 from lorikeet_engine.errors import AdapterError, EngineError
 from lorikeet_engine.request import Course, Failed, Output, Tokens
@@ -17,7 +17,7 @@ from lorikeet_engine.request import Course, Failed, Output, Tokens
 class Answer:
     """Follows every choice of a call to its end.
 
-    `finished` is set after the last item. `stopped` holds choices that ended while the engine
+    `ended` is set with the last item. `stopped` holds choices that ended while the engine
     still makes tokens for them, at a stop string or after the only call that was wanted; the owner
     aborts them and clears it. syntax: in which the model calls tools; None: it may call none.
     """
@@ -42,21 +42,21 @@ class Answer:
         self._cached: dict[int, int] = {}
         self._courses: dict[int, Course] = {}
         self.stopped: list[int] = []
-        self.finished = False
+        self.ended = False
 
     def take(self, outputs: Iterable[Output]) -> list[StreamItem]:
         """Take what the engine made; return what goes to the client, as one chunk if possible."""
         chunk = b""
         for output in outputs:
             if isinstance(output, Failed):
-                self.finished = True
+                self.ended = True
                 refusal = refusal_of(output.error)
                 return [chunk, refusal] if chunk else [refusal]
             chunk += self._advance(output)
         if self._unfinished == 0:
-            self.finished = True
-            closing = self._closing()
-            return [closing, chunk + self._end(closing)]
+            self.ended = True
+            usage = self._usage()
+            return [usage, chunk + self._end(usage)]
         return [chunk] if chunk else []
 
     def _advance(self, output: Tokens) -> bytes:
@@ -79,7 +79,7 @@ class Answer:
             return b""
         return self._events.delta(index, delta.text, choice.finish, delta.calls, delta.logprobs)
 
-    def _closing(self) -> Closing:
+    def _usage(self) -> FinalUsage:
         made = sum(choice.tokens for choice in self._choices)
         prompts = range(0, len(self._choices), self._call.n)
         # Choices of a prompt find in the cache what the first of them computed.
@@ -87,10 +87,9 @@ class Answer:
             min(self._cached.get(index + i, 0) for i in range(self._call.n)) for index in prompts
         )
         courses = tuple(self._courses.get(i, Course()) for i in range(len(self._choices)))
-        return Closing(self._prompt_tokens, cached, made, courses)
+        return FinalUsage(self._prompt_tokens, cached, made, courses)
 
-    def _end(self, closing: Closing) -> bytes:
-        usage = Usage(closing.prompt_tokens, closing.completion_tokens, closing.cached_tokens)
+    def _end(self, usage: FinalUsage) -> bytes:
         if self._call.stream:
             return self._events.end(usage)
         return json_body(self._call, [self._whole(i) for i in range(len(self._choices))], usage)

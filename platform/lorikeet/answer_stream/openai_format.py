@@ -11,31 +11,10 @@ from itertools import groupby
 from typing import Any
 
 from lorikeet.answer_stream.logprobs import DrawnToken, chat_logprobs, completion_logprobs
-from lorikeet.api.messages import Call, Endpoint
+from lorikeet.api.messages import Call, Endpoint, FinalUsage
 from lorikeet_engine.request import FinishReason
 
 DONE = b"data: [DONE]\n\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens of a whole call: each prompt counted once, the output of all its choices summed.
-
-    cached_tokens: those of the prompts that were found computed.
-    """
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-
-    def as_json(self) -> dict[str, Any]:
-        """OpenAI's `usage` object."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +94,11 @@ class EventStream:
             events += self._event(choice, b"{}", finish)
         return events
 
-    def end(self, usage: Usage) -> bytes:
+    def end(self, usage: FinalUsage) -> bytes:
         """The last events: usage with no choices when the client asked for it, then [DONE]."""
         if not self._include_usage:
             return DONE
-        close = b'],"usage":' + _dump(usage.as_json()) + b"}\n\n"
+        close = b'],"usage":' + _dump(_usage(usage)) + b"}\n\n"
         return self._open + close + DONE
 
     def _event(
@@ -135,7 +114,7 @@ class EventStream:
         return b"".join((self._open, *event, b',"finish_reason":', reason, b"}", self._close))
 
 
-def json_body(call: Call, choices: Sequence[Choice], usage: Usage) -> bytes:
+def json_body(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes:
     """The whole answer of a call without `stream`.
 
     choices: in order of index; choice i continues prompt i // n.
@@ -143,7 +122,7 @@ def json_body(call: Call, choices: Sequence[Choice], usage: Usage) -> bytes:
     chat = call.endpoint is Endpoint.CHAT
     body = _head(call, "chat.completion" if chat else "text_completion")
     body["choices"] = [_choice(chat, index, choice) for index, choice in enumerate(choices)]
-    body["usage"] = usage.as_json()
+    body["usage"] = _usage(usage)
     return _dump(body)
 
 
@@ -176,6 +155,15 @@ def _call_delta(piece: CallPiece) -> dict[str, Any]:
     if not piece.id:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}
     return {"index": piece.index, **_whole_call([piece])}
+
+
+def _usage(usage: FinalUsage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
 
 
 def _reason(finish: FinishReason | None, *, called: bool) -> str | None:

@@ -22,7 +22,7 @@ class ResponseBuffer:
     Between here and a client nothing holds a piece back, so pieces that come too often for this
     gateway would queue up where they cannot be joined. So they are joined here: `rest_s` says how
     long after a piece was taken the next one is ready. The first and the last never wait.
-    replica: the one that answers, as soon as it has.
+    ended: whether all has come, taken or not. replica: the one that answers, as soon as it has.
     """
 
     def __init__(self, rest_s: Callable[[], float]) -> None:
@@ -31,31 +31,21 @@ class ResponseBuffer:
         self._rest_s = rest_s
         self._taken_s = -math.inf
         self._waking: asyncio.TimerHandle | None = None
-        self._over = False
         self._error: BaseException | None = None
+        self.ended = False
         self.replica: str | None = None
-
-    @property
-    def complete(self) -> bool:
-        """Whether all has come, taken or not."""
-        return self._over and self._error is None
 
     def put(self, items: Iterable[StreamItem], *, ended: bool) -> None:
         """Add what is new, and wake the taker when it is time."""
         self._items += items
-        self._over = self._over or ended
-        loop = asyncio.get_running_loop()
-        due_s = self._taken_s + self._rest_s()
-        if self._over or due_s <= loop.time():
-            self._ready.set()
-        elif self._waking is None:
-            self._waking = loop.call_at(due_s, self._ready.set)
+        self.ended = self.ended or ended
+        self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more will come."""
-        if not self._over:
+        """Nothing more will come; what has ended stays whole."""
+        if not self.ended:
             self._error = error
-            self.put((), ended=True)
+            self._wake()
 
     async def take(self) -> list[StreamItem]:
         """All that has come, at least one item; none at the end. Raises what it failed with."""
@@ -67,11 +57,20 @@ class ResponseBuffer:
         if items:
             if isinstance(items[-1], bytes):
                 self._taken_s = asyncio.get_running_loop().time()
-            if not self._over:
+            if not self.ended and self._error is None:
                 self._ready.clear()
-        elif self._error is not None:
+        elif not self.ended:
+            assert self._error is not None
             raise self._error
         return joined(items)
+
+    def _wake(self) -> None:
+        loop = asyncio.get_running_loop()
+        due_s = self._taken_s + self._rest_s()
+        if self.ended or self._error is not None or due_s <= loop.time():
+            self._ready.set()
+        elif self._waking is None:
+            self._waking = loop.call_at(due_s, self._ready.set)
 
 
 class ResponseBuffers:

@@ -1,29 +1,17 @@
 """One call while the engine works on it."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.response_stream import ResponseStream
+from lorikeet.answer_stream.token_meter import TokenMeter
 from lorikeet.api.messages import Call, Header, StreamItem
 from lorikeet_engine.request import Output, Tokens
 
 Abort = Callable[[str, int], object]
 """Takes a request's id and a choice."""
-
-
-class TokenMeter(Protocol):
-    """Counts what a call takes, for its bill."""
-
-    def made(self, outputs: Iterable[Output]) -> None:
-        """What the engine made."""
-        ...
-
-    def told(self, item: StreamItem) -> None:
-        """What goes to the gateway."""
-        ...
 
 
 class AnswerSender:
@@ -72,7 +60,7 @@ class AnswerSender:
         for choice in self._answer.stopped:
             self._abort(self._request_id, choice)
         self._answer.stopped.clear()
-        ended = self._answer.finished
+        ended = self._answer.ended
         if items or ended:
             self._stream.put(self._request_id, items, ended=ended)
         if ended:

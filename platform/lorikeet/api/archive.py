@@ -10,7 +10,7 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from lorikeet.api.messages import Closing
+from lorikeet.api.messages import FinalUsage
 from lorikeet.api.request_record import AttemptRecord, RequestRecord
 from lorikeet.routing.choice import Candidate, Cost
 from lorikeet_engine.adapter import AdapterRef
@@ -107,8 +107,9 @@ def _plain(kind: type[Any]) -> Callable[[Any], Any]:
     return lambda one: (kind, values(one))
 
 
+_DATACLASSES = (RequestRecord, AttemptRecord, AdapterRef, FinalUsage, Course)
 _PLAIN = (
     copyreg.dispatch_table
-    | {kind: _plain(kind) for kind in (RequestRecord, AttemptRecord, AdapterRef, Closing, Course)}
+    | {kind: _plain(kind) for kind in _DATACLASSES}
     | {kind: lambda one: (type(one), tuple(one)) for kind in (Candidate, Cost)}
 )

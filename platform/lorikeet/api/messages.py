@@ -98,7 +98,7 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
-class Closing:
+class FinalUsage:
     """What an answer took that was made to its end.
 
     It comes just before the last bytes: clients go away once they have those. Each prompt is
@@ -138,7 +138,7 @@ class Attempt:
     failure: str | None = None
 
 
-StreamItem = Header | Refusal | Closing | Attempt | bytes
+StreamItem = Header | Refusal | FinalUsage | Attempt | bytes
 """bytes: final SSE events when `stream` is set, else one JSON body."""
 
 

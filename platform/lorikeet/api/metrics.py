@@ -31,7 +31,7 @@ def counting(metrics: GatewayMetrics) -> Listener:
 def summary(record: RequestRecord) -> RequestSummary:
     """What is counted of a request that is over."""
     slowest, outcome, adapter = record.slowest, record.outcome, record.adapter
-    finished = record.closing is not None and record.code is None
+    finished = record.usage is not None and record.code is None
     return RequestSummary(
         outcome="left" if outcome == "client left" else outcome,
         tenant=record.tenant or "",

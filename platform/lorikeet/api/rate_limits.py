@@ -3,7 +3,7 @@
 from types import TracebackType
 
 from lorikeet.api.errors import limit_headers
-from lorikeet.api.messages import Call, Closing, Header, StreamItem
+from lorikeet.api.messages import Call, FinalUsage, Header, StreamItem
 from lorikeet.api.replica_response import Headers, RequestObserver
 from lorikeet.tenancy import RateLimitHold
 
@@ -45,7 +45,7 @@ class RateLimitObserver(RequestObserver):
         match item:
             case Header() if item.load_s is not None:
                 self._hold.first_token()
-            case Closing():
+            case FinalUsage():
                 self._hold.settle(item.prompt_tokens + item.completion_tokens)
 
     def on_first_bytes(self) -> Headers:

@@ -24,7 +24,7 @@ class RequestObserver(AbstractContextManager[Any], Protocol):
     """What goes along with a call: entered when it starts, left when it ends, however it ends.
 
     Entering may refuse the call with a LorikeetError. A call that was made to its end has shown a
-    Closing.
+    FinalUsage.
     """
 
     def on_item(self, item: StreamItem) -> None:

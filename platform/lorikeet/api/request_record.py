@@ -6,7 +6,7 @@ metrics count it (recent.py, metrics.py).
 
 from dataclasses import dataclass
 
-from lorikeet.api.messages import Closing
+from lorikeet.api.messages import FinalUsage
 from lorikeet.errors import status_of
 from lorikeet.routing.choice import Candidate
 from lorikeet_engine.adapter import AdapterRef, Residency
@@ -42,7 +42,7 @@ class RequestRecord:
     path, traceparent: of the HTTP request; the latter is what a caller says of a trace of its own.
     tenant: None while nobody knows whose it is. model: as the client wrote it. code, param: of the
     error that ended it. replica, residency, load_s, and running and waiting there: its Header's.
-    closing: of an answer that was made to its end.
+    usage: of an answer that was made to its end.
     """
 
     request_id: str
@@ -68,7 +68,7 @@ class RequestRecord:
     running: int | None = None
     waiting: int | None = None
     attempts: tuple[AttemptRecord, ...] = ()
-    closing: Closing | None = None
+    usage: FinalUsage | None = None
 
     @property
     def outcome(self) -> str:
@@ -78,23 +78,23 @@ class RequestRecord:
         if self.code is not None:
             refused = status_of(self.code) < 500 or self.code in _COMPUTED
             return "refused" if refused else "failed"
-        return "client left" if self.closing is None else "finished"
+        return "client left" if self.usage is None else "finished"
 
     @property
     def tokens(self) -> tuple[int, int, int] | None:
         """Prompt, cached and output, of an answer that was made to its end."""
-        if self.closing is None:
+        if self.usage is None:
             return None
         return (
-            self.closing.prompt_tokens,
-            self.closing.cached_tokens,
-            self.closing.completion_tokens,
+            self.usage.prompt_tokens,
+            self.usage.cached_tokens,
+            self.usage.completion_tokens,
         )
 
     @property
     def courses(self) -> tuple[Course, ...]:
         """What each choice went through, of an answer that was made to its end."""
-        return self.closing.courses if self.closing else ()
+        return self.usage.courses if self.usage else ()
 
     @property
     def slowest(self) -> Course | None:

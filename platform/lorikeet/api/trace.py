@@ -8,7 +8,7 @@ from types import TracebackType
 
 from starlette.requests import ClientDisconnect
 
-from lorikeet.api.messages import Attempt, Call, Closing, Header, Refusal, StreamItem
+from lorikeet.api.messages import Attempt, Call, FinalUsage, Header, Refusal, StreamItem
 from lorikeet.api.replica_response import Headers, RequestObserver
 from lorikeet.api.request_record import AttemptRecord, RequestRecord
 from lorikeet.errors import LorikeetError, Unavailable
@@ -91,8 +91,8 @@ class Trace(RequestObserver):
                 if item.status is not None:
                     live = item.status.live
                     known.running, known.waiting = live.decoding, live.pending
-            case Closing():
-                known.closing = item
+            case FinalUsage():
+                known.usage = item
             case Refusal():
                 known.code, known.param = item.code, item.param
 
@@ -134,7 +134,7 @@ class Trace(RequestObserver):
 
     def _lost_in_mid_stream(self) -> bool:
         known = self._known
-        answered = known.closing is not None or known.code is not None
+        answered = known.usage is not None or known.code is not None
         return not answered and bool(known.attempts) and known.attempts[-1].failure is not None
 
     def _now_s(self) -> float:

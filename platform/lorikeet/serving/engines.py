@@ -125,7 +125,7 @@ class ServeEngines:
                 fleet.lost(fleet.taker(request_id))
                 raise Unavailable("the replica cancelled this request") from error
             finally:
-                if not buffer.complete:  # else the call is about to end by itself
+                if not buffer.ended:  # else the call is about to end by itself
                     asking.cancel()
                     response.cancel()
 
@@ -152,7 +152,7 @@ async def _ask(response: AsyncIterable[Refusal | None], buffer: ResponseBuffer) 
         async for refusal in response:
             if refusal is not None:
                 buffer.put((refusal,), ended=True)
-        if not buffer.complete:
+        if not buffer.ended:
             await asyncio.sleep(_LATE_S)
             buffer.fail(Unavailable("the end of the answer was lost: send the request again"))
     except (Exception, asyncio.CancelledError) as error:

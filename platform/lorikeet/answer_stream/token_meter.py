@@ -1,0 +1,57 @@
+"""What one call takes, for its bill."""
+
+from collections.abc import Iterable, Sequence
+
+from lorikeet.api.messages import Call, FinalUsage, Refusal, StreamItem
+from lorikeet.usage.counts import Counts
+from lorikeet_engine.request import Output, Tokens
+
+
+class TokenMeter:
+    """One call's tokens as they are made.
+
+    An answer that was made to its end counts as it says itself. One that a client left, or that
+    failed in its midst, counts the prompts that were computed to their first token and the tokens
+    that came until then. A call that was refused, or failed before the client had anything, counts
+    nothing: so what another replica makes anew is counted once.
+    """
+
+    def __init__(self, call: Call, prompts: Sequence[Sequence[int]]) -> None:
+        self._n = call.n
+        self._prompts = [len(prompt) for prompt in prompts]
+        self._computed: set[int] = set()
+        self._begun = self._refused = False
+        self._output_tokens = self._cached_tokens = 0
+        self._usage: FinalUsage | None = None
+
+    def made(self, outputs: Iterable[Output]) -> None:
+        """What the engine made."""
+        for output in outputs:
+            if isinstance(output, Tokens):
+                self._output_tokens += len(output.token_ids)
+                prompt = output.choice // self._n
+                if prompt not in self._computed:
+                    self._computed.add(prompt)
+                    self._cached_tokens += output.course.cached_tokens if output.course else 0
+
+    def told(self, item: StreamItem) -> None:
+        """What goes to the gateway."""
+        if isinstance(item, bytes):
+            self._begun = True
+        elif isinstance(item, FinalUsage):
+            self._usage = item
+        elif isinstance(item, Refusal):
+            self.failed()
+
+    def failed(self) -> None:
+        """It ends now, and not because the client left."""
+        self._refused = not self._begun
+
+    def counts(self) -> Counts | None:
+        """What it has used until now; None is nothing at all."""
+        if self._refused:
+            return None
+        if (usage := self._usage) is not None:
+            return Counts(1, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+        prompt_tokens = sum(self._prompts[prompt] for prompt in self._computed)
+        return Counts(1, prompt_tokens, self._cached_tokens, self._output_tokens)
