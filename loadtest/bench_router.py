@@ -22,8 +22,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from lorikeet.api.messages import Call, Endpoint, Header
-from lorikeet.routing.choice import Work
 from lorikeet.routing.fleet import Fleet
+from lorikeet.routing.ranking import Work
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.serving.fleets import fleet_of
 from lorikeet.serving.status_feed import StatusFeed

@@ -2,18 +2,14 @@
 
 import math
 import random
-from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from dataclasses import replace
-from hashlib import blake2b
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from loadtest.simulator.baselines import BOUND, HashRing
 from lorikeet.serving.router import AdapterRouter
-
-_POINTS = 100
-_FACTOR = 1.25
 
 
 class Priced(AdapterRouter):
@@ -92,14 +88,12 @@ class Multiplexing(Other):
 class BoundedHashing(Other):
     """Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, SODA 2018).
 
-    Around a ring from the adapter's point on, to the first replica with fewer requests than 1.25
-    times the mean.
+    As in the simulator; Serve knows queues where that counts requests.
     """
 
     def initialize_state(self, **_: Any) -> None:
         """Called by Serve once it is built."""
-        self._ring: list[tuple[int, str]] = []
-        self._on_ring: set[str] = set()
+        self._ring, self._on_ring = HashRing(()), set[str]()
 
     async def choose_replicas(
         self,
@@ -112,16 +106,14 @@ class BoundedHashing(Other):
             return [two_of(candidate_replicas)]
         named = {one.replica_id.unique_id: one for one in candidate_replicas}
         if self._on_ring != named.keys():
-            self._on_ring = set(named)
-            self._ring = sorted((_point(f"{r} {p}"), r) for r in named for p in range(_POINTS))
+            self._ring, self._on_ring = HashRing(named), set(named)
         queues = {
             name: self.replica_queue_len_cache.get(one.replica_id) or 0
             for name, one in named.items()
         }
-        bound = math.ceil(_FACTOR * (sum(queues.values()) + 1) / len(queues))
-        at = bisect_right(self._ring, (_point(model), ""))
-        turn = [*self._ring[at:], *self._ring[:at]]
-        return [[named[next(name for _, name in turn if queues[name] < bound)]]]
+        bound = math.ceil(BOUND * (sum(queues.values()) + 1) / len(queues))
+        names = self._ring.names_from(model)
+        return [[named[next(name for name in names if queues[name] < bound)]]]
 
 
 def two_of(replicas: list[RunningReplica]) -> list[RunningReplica]:
@@ -134,7 +126,3 @@ def _model_of(pending: PendingRequest | None) -> str:
     call = pending.args[0] if pending and pending.args else None
     adapter = getattr(call, "adapter", None)
     return adapter.digest if adapter is not None else ""
-
-
-def _point(key: str) -> int:
-    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big")

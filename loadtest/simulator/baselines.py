@@ -2,12 +2,17 @@
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
+from itertools import cycle
 from random import Random
 
 from lorikeet.simulator.fleet import Fleet
 from lorikeet.simulator.replica import Replica
 from lorikeet.simulator.router import LeastCost
+
+BOUND = 1.25
+"""Of the mean of all replicas' requests: what bounded hashing lets one have."""
 
 
 class PowerOfTwo:
@@ -40,7 +45,7 @@ class Multiplexing:
     def route(self, fleet: Fleet, request: int, now_s: float) -> Replica:  # noqa: ARG002
         """See Router."""
         adapter = fleet.adapter_of[request]
-        holders = fleet.on_gpu[adapter] if adapter >= 0 else []
+        holders = fleet.on_gpu[adapter] if adapter is not None else []
         free = [replica for replica in holders if replica.outstanding < self._most]
         if not free:
             # Serve asks first those that have the fewest models; once they are full, any.
@@ -52,38 +57,41 @@ class Multiplexing:
         return self._pick.among(free)
 
 
+class HashRing:
+    """Each name at a hundred points around a ring."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._points = sorted((_point(f"{name} {p}"), name) for name in names for p in range(100))
+
+    def names_from(self, key: str) -> Iterator[str]:
+        """The names from the key's own point on, for ever."""
+        at = bisect_right(self._points, (_point(key), ""))
+        return (name for _, name in cycle(self._points[at:] + self._points[:at]))
+
+
 class BoundedHashing:
     """Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, SODA 2018).
 
-    Around a ring from the adapter's point on, to the first replica with fewer requests than 1.25
+    Around a ring from the adapter's point on, to the first replica with fewer requests than BOUND
     times the mean.
     """
 
-    _POINTS = 100
-
-    def __init__(self, seed: int, factor: float = 1.25) -> None:
-        self._pick, self._factor = PowerOfTwo(seed), factor
-        self._ring: list[tuple[int, int]] = []
-        self._starts: dict[int, int] = {}
+    def __init__(self, seed: int) -> None:
+        self._pick = PowerOfTwo(seed)
+        self._replicas: dict[str, Replica] = {}
+        self._ring = HashRing(())
 
     def route(self, fleet: Fleet, request: int, now_s: float) -> Replica:  # noqa: ARG002
         """See Router."""
         adapter = fleet.adapter_of[request]
-        if adapter < 0:
+        if adapter is None:
             return self._pick.among(fleet.replicas)
-        if not self._ring:
-            pairs = ((r, p) for r in range(len(fleet.replicas)) for p in range(self._POINTS))
-            self._ring = sorted((_point(f"replica {r} {p}"), r) for r, p in pairs)
-        if adapter not in self._starts:
-            place = _point(f"adapter {adapter}")
-            self._starts[adapter] = bisect_right(self._ring, (place, -1))
-        at = self._starts[adapter]
-        bound = math.ceil(self._factor * (fleet.in_flight + 1) / len(fleet.replicas))
-        while True:
-            replica = fleet.replicas[self._ring[at % len(self._ring)][1]]
-            if replica.outstanding < bound:
-                return replica
-            at += 1
+        if not self._replicas:
+            self._replicas = {f"replica {one.name}": one for one in fleet.replicas}
+            self._ring = HashRing(self._replicas)
+        bound = math.ceil(BOUND * (fleet.in_flight + 1) / len(fleet.replicas))
+        names = self._ring.names_from(f"adapter {adapter}")
+        return next(one for name in names if (one := self._replicas[name]).outstanding < bound)
 
 
 ROUTERS = {

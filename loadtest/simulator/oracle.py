@@ -1,26 +1,19 @@
 """The best that any routing could reach: one arena of all replicas' room, that knows the future."""
 
 import math
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
 
-from lorikeet.simulator.traffic import Scenario
+from lorikeet.simulator.outcome import Outcome
+from lorikeet.simulator.traffic import BASE_MODEL, Scenario
 from lorikeet_engine.popularity import Ints
 
-
-@dataclass(frozen=True, slots=True)
-class Oracle:
-    """What Belady's rule reaches, balance left aside. Counted after the warm-up."""
-
-    hit_rate: float
-    cold_loads: int
-    loaded_bytes: int
+ORACLE = "oracle"
 
 
-def oracle(scenario: Scenario) -> Oracle:
-    """Evict what is asked for last, until the next one fits in the pooled room."""
+def oracle(scenario: Scenario) -> Outcome:
+    """What Belady's rule reaches, balance left aside: to evict what is asked for last."""
     requests, sizes = scenario.requests(), scenario.sizes.tolist()
     next_use = _next_uses(requests.adapters)
     free = int(scenario.sizes.sum() * scenario.gpu_room) * scenario.replicas
@@ -31,13 +24,13 @@ def oracle(scenario: Scenario) -> Oracle:
     for at_s, adapter, following in asks:
         counted = at_s >= scenario.warm_up_s
         asked += counted
-        if adapter < 0 or adapter in held:
+        if adapter == BASE_MODEL or adapter in held:
             hits += counted
         else:
             loads += counted
             loaded += sizes[adapter] * counted
             free -= sizes[adapter]
-        if adapter >= 0:
+        if adapter != BASE_MODEL:
             held[adapter] = following
             heappush(last_first, (-following, adapter))
         while free < 0:
@@ -45,7 +38,7 @@ def oracle(scenario: Scenario) -> Oracle:
             if held.get(victim) == -use:
                 del held[victim]
                 free += sizes[victim]
-    return Oracle(hits / max(1, asked), loads, loaded)
+    return Outcome(ORACLE, asked, hits / max(1, asked), loads, loaded / 1e9)
 
 
 def _next_uses(adapters: Ints) -> list[float]:

@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 from loadtest.simulator.baselines import ROUTERS
-from loadtest.simulator.oracle import oracle
+from loadtest.simulator.oracle import ORACLE, oracle
 from lorikeet.simulator.fleet import Fleet
 from lorikeet.simulator.outcome import Outcome, count
 from lorikeet.simulator.traffic import Scenario
@@ -16,7 +16,6 @@ from lorikeet_engine.residency.eviction import (
     LeastUsedForItsSize,
 )
 
-ORACLE = "oracle"
 ALL_RESIDENT = "every GPU has all"
 _OUR_EVICTION = ", our eviction"
 
@@ -29,10 +28,7 @@ def measure(trial: Trial) -> Outcome:
     """Run it."""
     scenario, router = trial
     if router == ORACLE:
-        best = oracle(scenario)
-        counted = int((scenario.requests().times_s >= scenario.warm_up_s).sum())
-        loaded_gb = best.loaded_bytes / 1e9
-        return Outcome(ORACLE, counted, best.hit_rate, best.cold_loads, loaded_gb)
+        return oracle(scenario)
     if router == ALL_RESIDENT:
         roomy = replace(scenario, gpu_room=1.0, rate_per_s=scenario.rate)
         return replace(measure((roomy, "lorikeet")), router=ALL_RESIDENT)

@@ -1,7 +1,12 @@
 """Rendezvous hashing: every process that sees the same replicas picks the same home."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
+
+CANDIDATES = 2
+_CANDIDATES_REMEMBERED = 100_000
+_ORDERS_REMEMBERED = 32_768  # of 64 replicas each: 20 MB, and 2 s of hashing
 
 
 def by_preference(key: str, replicas: Iterable[str]) -> list[str]:
@@ -11,6 +16,18 @@ def by_preference(key: str, replicas: Iterable[str]) -> list[str]:
     Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
     """
     return sorted(replicas, key=lambda replica: (_weight(key, replica), replica), reverse=True)
+
+
+@lru_cache(_ORDERS_REMEMBERED)
+def preferred(key: str, replicas: tuple[str, ...]) -> Sequence[str]:
+    """All replicas by preference, remembered: from one plan to the next most are the same."""
+    return by_preference(key, replicas)
+
+
+@lru_cache(_CANDIDATES_REMEMBERED)
+def rendezvous_candidates(key: str, replicas: tuple[str, ...]) -> Sequence[str]:
+    """The first CANDIDATES by preference, remembered: finding them takes 1.5 µs a replica."""
+    return by_preference(key, replicas)[:CANDIDATES]
 
 
 def _weight(key: str, replica: str) -> bytes:

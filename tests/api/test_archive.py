@@ -9,7 +9,7 @@ import pytest
 from lorikeet.api.archive import Archive
 from lorikeet.api.messages import FinalUsage
 from lorikeet.api.request_record import AttemptRecord, RequestRecord
-from lorikeet.routing.choice import Candidate, Cost
+from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.request import Course
 

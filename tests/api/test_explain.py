@@ -15,7 +15,7 @@ from lorikeet.api.messages import Attempt, Call, FinalUsage, Header, Refusal
 from lorikeet.api.peers import Peers, Poll
 from lorikeet.api.trace import Trace
 from lorikeet.errors import InvalidInput, NotFound, Unavailable
-from lorikeet.routing.choice import Candidate, Cost
+from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import Course

@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import openai
 
-from lorikeet.routing.choice import Work
+from lorikeet.routing.ranking import Work
 from tests.api.conftest import Gateway, chat
 
 

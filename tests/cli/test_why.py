@@ -8,7 +8,7 @@ import pytest
 
 from lorikeet.api.messages import Attempt, Call, FinalUsage, Header, Refusal, StreamItem
 from lorikeet.catalog.records import Scope
-from lorikeet.routing.choice import Candidate, Cost
+from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import Course

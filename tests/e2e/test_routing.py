@@ -14,7 +14,7 @@ from lorikeet.api.asks import ask_of
 from lorikeet.api.messages import Attempt, Call, Endpoint, Header
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
-from lorikeet.routing.choice import Work
+from lorikeet.routing.ranking import Work
 from lorikeet.serving.engines import ServeEngines
 from lorikeet.serving.fleets import fleet_of
 from lorikeet_engine.adapter import Residency
@@ -53,7 +53,7 @@ class Second:
         await asyncio.gather(*self.engines._tasks, return_exceptions=True)
 
     def holders(self, digest):
-        tier = self.fleet._residents.tier
+        tier = self.fleet._locations.tier
         return {name for name in self.fleet.replicas if tier(name, digest) is Residency.GPU}
 
     def knows(self, digest, held):
@@ -125,7 +125,7 @@ def test_after_the_first_request_every_one_finds_its_adapter(second, ref):
     second.run(second.ask(a_call("first", ref)))
     rest = [second.run(second.ask(a_call(f"rest {number}", ref))) for number in range(5)]
     assert {header.residency for header in rest} == {Residency.GPU}
-    assert second.fleet.weigh(ask_of(a_call("more", ref)))[0].replica in second.holders(ref.digest)
+    assert second.fleet.rank(ask_of(a_call("more", ref)))[0].replica in second.holders(ref.digest)
     assert not second.fleet._sent
 
 

@@ -9,11 +9,13 @@ import pytest
 from loadtest.simulator.baselines import ROUTERS
 from loadtest.simulator.oracle import oracle
 from lorikeet.routing.costs import H200_LLAMA_8B
+from lorikeet.routing.ranking import RoutingStatus
 from lorikeet.simulator.fleet import Fleet
 from lorikeet.simulator.memory import Arena, Link
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.popularity import Zipf
 from lorikeet_engine.residency.eviction import LeastRecentlyUsed, LeastUsedForItsSize
+from tests.simulator.books import idle
 
 SMALL = Scenario(adapters=200, replicas=4, duration_s=90.0, warm_up_s=20.0, reshuffle_s=30.0)
 
@@ -54,14 +56,12 @@ def test_every_request_is_answered_once_and_nothing_stays_behind(router, changes
     assert (fleet.ttft_s >= least_s - 1e-9).all()
     assert fleet.in_flight == 0
     for replica in fleet.replicas:
-        assert replica.idle()
-        load = replica.load
-        assert (load.running, load.ranks, load.waiting, load.waiting_tokens) == (0, 0, 0, 0)
-        assert load.loading_bytes == 0
+        assert idle(replica)
+        assert replica.status == RoutingStatus()
         held = sum(fleet.sizes[adapter] for adapter in replica.arena.residents)
         capacity = int(scenario.sizes.sum() * scenario.gpu_room)
         assert replica.arena.free == capacity - held
-        assert load.room_bytes == replica.arena.room == capacity
+        assert replica.arena.room == capacity
     tiers = zip(fleet.on_gpu, fleet.on_host, fleet.on_disk, strict=True)
     for adapter, holders in enumerate(tiers):
         truth = [
@@ -102,7 +102,7 @@ def test_decodes_alone_take_their_steps(monkeypatch):
     )
     fleet = fleet_of(scenario)
     ends_s = []
-    fleet.ended = lambda replica: ends_s.append(fleet._now_s)
+    fleet.ended = lambda: ends_s.append(fleet._now_s)
     fleet.run()
     expected_s = fleet.requests.times_s + steps.prefill_s(16, 0) + 100 * steps.decode_s(1, 0)
     np.testing.assert_allclose(ends_s, expected_s, rtol=1e-9)

@@ -10,12 +10,11 @@ from time import thread_time
 import pytest
 
 from lorikeet.rendezvous import by_preference
-from lorikeet.routing.ask import Ask
-from lorikeet.routing.choice import Work
 from lorikeet.routing.costs import H200_LLAMA_8B
 from lorikeet.routing.fleet import LOST_S, UNFETCHABLE_S, Fleet
 from lorikeet.routing.known import BLIND_S, KnownReplica
 from lorikeet.routing.prefixes import prefix_chain
+from lorikeet.routing.ranking import Ask, Work
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import LoadCosts, MeasuredCosts, StepCosts
@@ -48,7 +47,7 @@ class Gateway:
             self.says(name, load)
 
     def order(self, ask=ASK, *queue):
-        return [candidate.replica for candidate in self.fleet.weigh(ask, *queue)]
+        return [candidate.replica for candidate in self.fleet.rank(ask, *queue)]
 
     def first(self, ask=ASK):
         return self.order(ask)[0]
@@ -90,7 +89,7 @@ def test_all_in_order_are_different_and_exist(gateway):
 
 
 def test_no_replicas_no_order():
-    assert Fleet().weigh(ASK) == Fleet().weigh(BASE) == []
+    assert Fleet().rank(ASK) == Fleet().rank(BASE) == []
 
 
 def test_a_busy_resident_gives_way_and_an_idle_one_does_not(gateway):
@@ -129,8 +128,8 @@ def test_of_another_tenants_queue_only_what_comes_first_counts():
     assert gateway.first(noisy) == "r1"
     assert gateway.first(quiet) == "r0"
     own = [gateway.send("r0", quiet) for _ in range(2)]
-    (quiet_s,) = (c.cost.queue_s for c in gateway.fleet.weigh(quiet) if c.replica == "r0")
-    (noisy_s,) = (c.cost.queue_s for c in gateway.fleet.weigh(noisy) if c.replica == "r0")
+    (quiet_s,) = (c.cost.queue_s for c in gateway.fleet.rank(quiet) if c.replica == "r0")
+    (noisy_s,) = (c.cost.queue_s for c in gateway.fleet.rank(noisy) if c.replica == "r0")
     assert quiet_s == pytest.approx(4 / 22 * noisy_s)  # two of its own, two of the other's 20
     for request_id in own:
         gateway.fleet.ended(request_id)
@@ -354,13 +353,13 @@ def test_counts_return_to_zero(gateway):
     for request_id in open_ids:
         gateway.fleet.ended(request_id)
     gateway.now_s += BLIND_S + 1  # own counts alone
-    fresh = KnownReplica(H200_LLAMA_8B).load(gateway.now_s, None)
+    fresh = KnownReplica("fresh", H200_LLAMA_8B).status(gateway.now_s, None)
     for name in NAMES:
         known = gateway.fleet._known[name]
-        assert known.load(gateway.now_s, None) == fresh
+        assert known.status(gateway.now_s, None) == fresh
         assert not known.streams
     assert not gateway.fleet._sent
-    assert not gateway.fleet._residents.coming_to(REF.digest)
+    assert not gateway.fleet._locations.coming_to(REF.digest)
 
 
 def test_a_request_that_was_not_expected_leaves_no_trace(gateway):
@@ -440,7 +439,7 @@ def test_two_threads_leave_counts_right():
         thread.start()
     for thread in threads:
         thread.join()
-    loads = [gateway.fleet._known[name].load(gateway.now_s, None) for name in NAMES]
+    loads = [gateway.fleet._known[name].status(gateway.now_s, None) for name in NAMES]
     assert all(not one.running and not one.waiting and not one.waiting_tokens for one in loads)
 
 
@@ -470,7 +469,7 @@ def test_one_choice_takes_less_than_0_3_ms_and_so_does_its_booking():
 def test_a_decision_keeps_what_was_expected_of_whom_until_the_request_ends(gateway):
     gateway.all_say()
     gateway.says("r2", moved={REF.digest: Residency.HOST})
-    weighed = gateway.fleet.weigh(ASK)
+    weighed = gateway.fleet.rank(ASK)
     assert weighed[0].replica == "r2"
     assert weighed[0].tier is Residency.HOST
     totals = [each.cost.total_s for each in weighed]

@@ -7,8 +7,7 @@ import pytest
 
 from lorikeet.api.messages import Attempt, Call, Endpoint, FinalUsage, Header, Refusal
 from lorikeet.errors import Unavailable
-from lorikeet.routing.ask import Ask
-from lorikeet.routing.choice import Work
+from lorikeet.routing.ranking import Ask, Work
 from lorikeet.serving import engines as engines_module
 from lorikeet.serving.engines import ServeEngines
 from lorikeet.serving.fleets import fleet_of

@@ -23,7 +23,7 @@ from lorikeet.catalog.store import open_store
 from lorikeet.errors import InvalidSetting
 from lorikeet.placement.orders import Bring, Orders
 from lorikeet.placement.plan import Keep
-from lorikeet.routing.choice import Work
+from lorikeet.routing.ranking import Work
 from lorikeet.routing.status_update import from_stats
 from lorikeet.serving import replica as replica_module
 from lorikeet.serving.prompts import PromptEncoder

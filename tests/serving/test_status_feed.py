@@ -143,7 +143,7 @@ def test_a_fleet_that_listens_on_and_off_ends_up_knowing_what_is_held(monkeypatc
         feed.post(status())
         while (message := await anext(follower)).moved:
             fleet.heard("r0", message)
-        assert {d: fleet._residents.tier("r0", d) for d in digests} == held
+        assert {d: fleet._locations.tier("r0", d) for d in digests} == held
         await close(follower)
 
     run(scenario)

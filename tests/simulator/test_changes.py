@@ -11,6 +11,7 @@ from lorikeet.simulator.router import LeastCost
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
+from tests.simulator.books import idle
 
 SMALL = Scenario(
     adapters=200, replicas=4, gpu_room=0.15, duration_s=60.0, warm_up_s=20.0, reshuffle_s=30.0
@@ -28,7 +29,7 @@ def test_when_a_replica_dies_who_has_no_token_yet_is_answered_elsewhere():
 
     def die(now_s):
         at_death["outstanding"] = dying.outstanding
-        at_death["waiting"] = dying.load.waiting
+        at_death["waiting"] = dying.status.waiting
         fleet.lose(dying, now_s)
 
     fleet.at(30.0, die)
@@ -40,7 +41,7 @@ def test_when_a_replica_dies_who_has_no_token_yet_is_answered_elsewhere():
     assert (fleet.served_by[late] != 1).all()
     assert (fleet.served_by[~late] == 1).any()
     assert all(dying not in held for held in (*fleet.on_gpu, *fleet.on_host, *fleet.on_disk))
-    assert all(replica.idle() for replica in fleet.replicas)
+    assert all(idle(replica) for replica in fleet.replicas)
 
 
 def test_a_replica_that_joins_takes_its_part():
@@ -64,7 +65,7 @@ def test_what_is_pinned_is_always_found():
     for adapter in rare:
         homes = by_preference(str(adapter), map(str, range(4)))[:2]
         assert {str(one.number) for one in with_pins.on_gpu[adapter]} >= set(homes)
-    assert all(replica.idle() for replica in with_pins.replicas)
+    assert all(idle(replica) for replica in with_pins.replicas)
 
 
 def run_hits(fleet, asked):

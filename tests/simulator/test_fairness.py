@@ -6,8 +6,7 @@ import pytest
 from lorikeet.routing.costs import H200_LLAMA_8B, capacity_per_s
 from lorikeet.simulator.fleet import Fleet
 from lorikeet.simulator.router import LeastCost
-from lorikeet.simulator.setup import Setup
-from lorikeet.simulator.traffic import Requests
+from lorikeet.simulator.traffic import Requests, Setup
 from lorikeet_engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
 
@@ -52,7 +51,7 @@ class Run:
 
     def look(self, now_s):
         for replica in self.fleet.replicas:
-            counters = [account.counter for account in replica.line.waiting.values()]
+            counters = [account.counter for account in replica.turns.waiting.values()]
             self.spread = max(self.spread, np.ptp(counters) if counters else 0.0)
         if now_s < LASTS_S:
             self.fleet.at(now_s + 0.02, self.look)

@@ -12,6 +12,7 @@ from lorikeet.simulator.router import LeastCost
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
+from tests.simulator.books import idle
 
 SMALL = Scenario(adapters=200, replicas=4, gpu_room=0.15, host_room=0.2, duration_s=60.0, load=0.5)
 
@@ -73,11 +74,11 @@ def test_with_placement_the_books_balance(changes):
     fleet = run(scenario)
     assert np.isfinite(fleet.ttft_s).all()
     for replica in fleet.replicas:
-        assert replica.idle()
-        assert replica.load.loading_bytes == 0
+        assert idle(replica)
+        assert replica.status.loading_bytes == 0
         held = sum(fleet.sizes[adapter] for adapter in replica.arena.residents)
         assert replica.arena.free == fleet.setup.gpu_bytes - held
-        assert replica.load.room_bytes == replica.arena.room == fleet.setup.gpu_bytes
+        assert replica.arena.room == fleet.setup.gpu_bytes
         for adapter in replica.arena.residents:
             assert replica in fleet.on_gpu[adapter]
     assert sum(map(len, fleet.on_gpu)) == sum(len(one.arena.residents) for one in fleet.replicas)
@@ -104,9 +105,9 @@ def test_a_request_takes_over_what_is_being_brought():
     replica, (request, adapter) = fleet.replicas[0], (0, fleet.adapter_of[0])
     replica.prefetch(adapter, Residency.GPU, 1.0, 0.0)
     assert replica.submit(request, 0.001) is Residency.REMOTE
-    assert replica.awaits(adapter)
+    assert adapter in replica.waiting
     while fleet._events:
         fleet._run_until(fleet._events[0][0])
-    assert replica.idle()
-    assert replica.load.loading_bytes == 0
+    assert idle(replica)
+    assert replica.status.loading_bytes == 0
     assert len(fleet.loads) == 1

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lorikeet.api.messages import FinalUsage
 from lorikeet.api.request_record import AttemptRecord, RequestRecord
-from lorikeet.routing.choice import Candidate, Cost
+from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.request import Course
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lorikeet.api.messages import Call
-from lorikeet.routing.ask import Ask
 from lorikeet.routing.prefixes import prefix_chain
+from lorikeet.routing.ranking import Ask
 
 
 def ask_of(call: Call) -> Ask:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from lorikeet.routing.choice import Candidate, Work
+from lorikeet.routing.ranking import Candidate, Work
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.request import Course, SamplingParams, Terms

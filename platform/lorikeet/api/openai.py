@@ -27,8 +27,8 @@ from lorikeet.api.fields import (
 from lorikeet.api.gate import Caller, Model
 from lorikeet.api.messages import Call, Endpoint
 from lorikeet.api.tools import ResponseFormat, ToolChoice, Tools, tool_use
-from lorikeet.routing.choice import Work
 from lorikeet.routing.prefixes import CHARACTERS_PER_TOKEN
+from lorikeet.routing.ranking import Work
 from lorikeet_engine.request import SamplingParams, Terms
 
 MAX_N = 16

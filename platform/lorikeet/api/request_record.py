@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lorikeet.api.messages import FinalUsage
 from lorikeet.errors import status_of
-from lorikeet.routing.choice import Candidate
+from lorikeet.routing.ranking import Candidate
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.request import Course
 

@@ -19,8 +19,8 @@ def agreed_costs(measured: Mapping[str, MeasuredCosts], usual: Costs) -> dict[st
     """The middle replica's costs for all that are like it, for the others their own.
 
     No two measurements are equal: if each replica had its own, the one that seems fastest by a
-    hair would get every adapter that is nowhere, and homes would mean nothing. What not making a
-    copy is worth goes with the pace of steps: on a slower engine waits are as much longer.
+    hair would get every adapter that is nowhere, and rendezvous would mean nothing. What not
+    making a copy is worth goes with the pace of steps: on a slower engine waits are as much longer.
     """
     steps = _agree({name: each.steps for name, each in measured.items()}, _step_times)
     loads = _agree({name: each.loads for name, each in measured.items()}, _load_times)

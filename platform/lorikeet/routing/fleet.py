@@ -3,18 +3,18 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from random import Random
 from threading import Lock
 from typing import NamedTuple
 
+from lorikeet.rendezvous import rendezvous_candidates
 from lorikeet.routing.agreed import agreed_costs
-from lorikeet.routing.ask import Ask
-from lorikeet.routing.choice import Candidate, Load, Option, expected_cost
 from lorikeet.routing.costs import H200_LLAMA_8B, Costs
-from lorikeet.routing.handful import Homes, handful
 from lorikeet.routing.known import KnownReplica, Sent
+from lorikeet.routing.locations import AdapterLocations
 from lorikeet.routing.prefixes import PrefixMap
-from lorikeet.routing.residents import Residents
+from lorikeet.routing.ranking import Ask, Candidate, Holders, candidate_sample, rank
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import AdapterRef, Residency
 
@@ -67,9 +67,7 @@ class Fleet:
         self._known: dict[str, KnownReplica] = {}
         self._lost_s: dict[str, float] = {}  # since when
         self._in_order: tuple[str, ...] = ()
-        self._homes = Homes(())
-        self._residents = Residents()
-        self._unconfirmed: dict[str, set[str]] = {}  # while a replica says all it holds
+        self._locations = AdapterLocations()
         self._prefixes = PrefixMap()
         self._sent: dict[str, Sent | None] = {}
         self._wanted: dict[tuple[str, AdapterRef], set[str]] = {}  # the requests that wait
@@ -94,11 +92,10 @@ class Fleet:
             if self._known.keys() == set(names):
                 return
             for gone in self._known.keys() - set(names):
-                self._residents.forget(gone)
-                self._unconfirmed.pop(gone, None)
+                self._locations.forget(gone)
                 self._lost_s.pop(gone, None)
             self._known = {
-                name: self._known.get(name) or KnownReplica(self._costs) for name in names
+                name: self._known.get(name) or KnownReplica(name, self._costs) for name in names
             }
             self._arrange()
 
@@ -114,22 +111,13 @@ class Fleet:
             if update.costs is not None and now_s >= self._agreed_s + _AGREE_S:
                 self._agreed_s = now_s
                 self._agree()
-            if update.begins_snapshot:
-                self._unconfirmed[replica] = set(self._residents.held_by(replica))
-            unconfirmed = self._unconfirmed.get(replica)
-            for digest, tier in update.moved.items():
-                self._residents.move(replica, digest, tier)
-            if unconfirmed is not None:
-                unconfirmed.difference_update(update.moved)
-            if update.ends_snapshot:
-                for digest in self._unconfirmed.pop(replica, ()):
-                    self._residents.move(replica, digest, Residency.REMOTE)
+            self._locations.take(replica, update)
 
     def found(self, replica: str, digest: str, tier: Residency) -> None:
         """An answer says where its adapter was when its replica took the request."""
         with self._lock:
             if replica in self._known:
-                self._residents.move(replica, digest, tier)
+                self._locations.move(replica, digest, tier)
 
     def lost(self, replica: str | None) -> None:
         """It did not do what it had taken: not to be asked for LOST_S, or until it speaks again."""
@@ -146,30 +134,28 @@ class Fleet:
         with self._lock:
             self._fetching_from_s = self._clock() + UNFETCHABLE_S
             tiers = (Residency.GPU, Residency.HOST, Residency.DISK)
-            return any(self._of_use(self._residents.at(tier, digest)) for tier in tiers)
+            return any(self._of_use(self._locations.at(tier, digest)) for tier in tiers)
 
-    def weigh(
-        self, ask: Ask, queue: Callable[[str], int | None] = _unknown
-    ) -> list[Candidate[str]]:
+    def rank(self, ask: Ask, queue: Callable[[str], int | None] = _unknown) -> list[Candidate[str]]:
         """A few replicas, the one with the least expected cost first; none if there are none.
 
         queue: the requests at a replica, as far as Serve knows, at once; for those that are silent.
         """
         with self._lock:
-            now_s, digest = self._clock(), ask.digest
+            now_s = self._clock()
             self._try_again(now_s)
+            if not self._in_order:
+                return []
             cached = self._prefixes.cached_tokens(ask.prefixes)
-            weighed = []
-            for name in self._candidates(digest, cached):
-                known = self._known[name]
-                load = known.load(now_s, queue(name))
-                option = self._option(name, known, load, ask, cached.get(name, 0))
-                cost = expected_cost(ask.work, option, known.costs)
-                weighed.append(Candidate(name, option.tier, cost))
-            weighed.sort(key=lambda candidate: candidate.cost.total_s)
-            if digest is not None and now_s < self._fetching_from_s:
-                weighed.sort(key=lambda candidate: candidate.tier is Residency.REMOTE)
-            return weighed
+            sample = candidate_sample(self._holders(ask.digest), self._in_order, self._rng)
+            options = [
+                self._known[name].option(
+                    ask, self._locations, cached.get(name, 0), now_s, queue(name)
+                )
+                for name in dict.fromkeys([*sample, *self._of_use(cached)])
+            ]
+            fetchable = ask.digest is None or now_s >= self._fetching_from_s
+            return rank(ask.work, options, fetchable=fetchable)
 
     def expect(self, request_id: str) -> None:
         """A request is about to be sent; until ended() it counts where it goes."""
@@ -187,7 +173,7 @@ class Fleet:
             if request_id not in self._sent:
                 return
             again, adapter = self._sent[request_id] is not None, ask.adapter
-            if again and adapter and self._residents.tier(replica, adapter.digest) < Residency.GPU:
+            if again and adapter and self._locations.tier(replica, adapter.digest) < Residency.GPU:
                 self._wanted.setdefault((replica, adapter), set()).add(request_id)
             self._send(request_id, replica, ask, weighed)
 
@@ -195,9 +181,9 @@ class Fleet:
         """The replica that took it, as Serve or its answer says; whoever says it first."""
         with self._lock:
             sent = self._sent.get(request_id)
-            if sent is not None and sent.accepted_s is not None:
+            if sent is None or sent.accepted_s is not None:
                 return
-            if sent is not None and sent.replica != replica:
+            if sent.replica.name != replica:
                 self._send(request_id, replica, sent.ask, sent.weighed)
                 sent = self._sent[request_id]
             if sent is not None:
@@ -208,18 +194,20 @@ class Fleet:
         """The replica that took a request, if one did."""
         with self._lock:
             sent = self._sent.get(request_id)
-            return sent.replica if sent is not None and sent.accepted_s is not None else None
+            return sent.replica.name if sent is not None and sent.accepted_s is not None else None
 
     def busy(self, replica: str) -> bool:
         """Whether a request was sent there that has not ended, though it may exist no more."""
         with self._lock:
-            return any(sent is not None and sent.replica == replica for sent in self._sent.values())
+            return any(sent and sent.replica.name == replica for sent in self._sent.values())
 
     def decision(self, request_id: str) -> Decision | None:
         """Where a request that has not ended was sent, and why; None while it waits for that."""
         with self._lock:
             sent = self._sent.get(request_id)
-            return Decision(sent.replica, sent.accepted_s, tuple(sent.weighed)) if sent else None
+            if sent is None:
+                return None
+            return Decision(sent.replica.name, sent.accepted_s, tuple(sent.weighed))
 
     def begun(self, request_id: str) -> None:
         """The first bytes of its answer have come, so its adapter is on that GPU."""
@@ -227,14 +215,12 @@ class Fleet:
             sent = self._sent.get(request_id)
             if sent is None or sent.begun:
                 return
-            if sent.ask.digest is not None:
-                self._residents.wait_no_more(sent.replica, sent.ask.digest)
-            sent.begun = True
-            known = self._known.get(sent.replica)
-            if known is not None:
-                known.begin(request_id)
-                if sent.ask.digest is not None:
-                    self._residents.move(sent.replica, sent.ask.digest, Residency.GPU)
+            sent.replica.begin(sent)
+            name, digest = sent.replica.name, sent.ask.digest
+            if digest is not None:
+                self._locations.wait_no_more(name, digest)
+                if name in self._known:
+                    self._locations.move(name, digest, Residency.GPU)
 
     def ended(self, request_id: str) -> None:
         """It is over, answered or not."""
@@ -270,66 +256,38 @@ class Fleet:
     def _arrange(self) -> None:
         found = tuple(name for name in self._known if name not in self._lost_s)
         self._in_order = found or tuple(self._known)
-        self._homes = Homes(self._in_order)
 
-    def _candidates(self, digest: str | None, cached: Iterable[str]) -> list[str]:
-        if not self._in_order:
-            return []
-        residents, near = [], []
-        if digest is not None:
-            at, coming = self._residents.at, self._residents.coming_to(digest)
-            residents = self._of_use(dict.fromkeys((*at(Residency.GPU, digest), *coming)))
-            near = self._of_use(at(Residency.HOST, digest) or at(Residency.DISK, digest))
-            if not residents and not near:
-                near = list(self._homes.of(digest))
-        few = handful(residents, near, self._in_order, self._rng)
-        return list(dict.fromkeys(few + self._of_use(cached)))
+    def _holders(self, digest: str | None) -> Holders[str] | None:
+        if digest is None:
+            return None
+        at, coming = self._locations.at, self._locations.coming_to(digest)
+        return Holders(
+            self._of_use(dict.fromkeys((*at(Residency.GPU, digest), *coming))),
+            self._of_use(at(Residency.HOST, digest) or at(Residency.DISK, digest)),
+            partial(rendezvous_candidates, digest, self._in_order),
+        )
 
     def _of_use(self, names: Iterable[str]) -> list[str]:
         """Those that exist and are not lost."""
         return [name for name in names if name in self._known and name not in self._lost_s]
 
-    def _option(
-        self,
-        name: str,
-        known: KnownReplica,
-        load: Load,
-        ask: Ask,
-        cached_tokens: int,
-    ) -> Option[str]:
-        digest, turn = ask.digest, known.turn(ask.tenant)
-        if digest is None:
-            return Option(name, load, cached_tokens=cached_tokens, turn=turn)
-        tier = self._residents.tier(name, digest)
-        arriving = tier is not Residency.GPU and name in self._residents.coming_to(digest)
-        return Option(
-            name,
-            load,
-            tier,
-            running=digest in known.streams,
-            lost_uses=known.lost_uses(ask.work.adapter_bytes),
-            cached_tokens=cached_tokens,
-            arriving=arriving,
-            turn=turn,
-        )
-
     def _send(
         self, request_id: str, replica: str, ask: Ask, weighed: Sequence[Candidate[str]]
     ) -> None:
         self._take_back(request_id)
-        known = self._known.get(replica)
+        known, digest = self._known.get(replica), ask.digest
         if known is None:
             return
         brought_bytes = 0
-        if ask.digest is not None:
-            if not self._is_or_comes(replica, ask.digest):
+        if digest is not None:
+            if not self._locations.is_or_comes(replica, digest):
                 brought_bytes = ask.work.adapter_bytes
-            self._residents.wait(replica, ask.digest)
+            self._locations.wait(replica, digest)
         cached = self._prefixes.cached_tokens(ask.prefixes).get(replica, 0)
         tokens = max(1, ask.work.prompt_tokens - cached)
-        sent = Sent(ask, replica, self._clock(), tokens, brought_bytes, weighed)
+        sent = Sent(ask, known, self._clock(), tokens, brought_bytes, weighed)
         self._sent[request_id] = sent
-        known.send(request_id, sent)
+        known.send(sent)
 
     def _take_back(self, request_id: str) -> None:
         sent = self._sent.get(request_id)
@@ -337,11 +295,5 @@ class Fleet:
             return
         self._sent[request_id] = None
         if sent.ask.digest is not None and not sent.begun:
-            self._residents.wait_no_more(sent.replica, sent.ask.digest)
-        known = self._known.get(sent.replica)
-        if known is not None:
-            known.end(request_id)
-
-    def _is_or_comes(self, replica: str, digest: str) -> bool:
-        tier = self._residents.tier(replica, digest)
-        return tier is Residency.GPU or replica in self._residents.coming_to(digest)
+            self._locations.wait_no_more(sent.replica.name, sent.ask.digest)
+        sent.replica.end(sent)

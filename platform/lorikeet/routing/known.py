@@ -4,16 +4,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lorikeet.routing.ask import Ask
-from lorikeet.routing.choice import Candidate, Load
 from lorikeet.routing.costs import Costs
-from lorikeet.routing.residents import take_one
+from lorikeet.routing.locations import AdapterLocations, take_one
+from lorikeet.routing.ranking import Ask, Candidate, Option, RoutingStatus, lost_uses
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.costs import MeasuredCosts
 
 BLIND_S = 3.0
 """A replica that was not heard for so long is judged by what this gateway itself sent there."""
-_ANY_ROOM = 1 << 60  # bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +24,7 @@ class Sent:
     """
 
     ask: Ask
-    replica: str
+    replica: "KnownReplica"
     at_s: float
     tokens: int
     bytes: int
@@ -38,20 +36,20 @@ class Sent:
 class KnownReplica:
     """Adds what this gateway sent to the stats that the replica reported before it could know.
 
-    costs: what routing reckons with. measured: what it said of its own, if it has.
+    costs: what routing expects of it. measured: what it said of its own, if it has. streams: own
+    requests that decode with each adapter.
     """
 
-    def __init__(self, costs: Costs) -> None:
-        self.costs = costs
+    def __init__(self, name: str, costs: Costs) -> None:
+        self.name, self.costs = name, costs
         self.measured: MeasuredCosts | None = None
-        self.streams: Counter[str] = Counter()  # own requests that decode with each adapter
-        self._sent: dict[str, Sent] = {}
+        self.streams: Counter[str] = Counter()
         self._update: StatusUpdate | None = None  # the newest
         self._updated_s = 0.0
-        self._unheard: dict[str, Sent] = {}  # of which the update knows nothing yet, oldest first
+        self._unheard: dict[Sent, None] = {}  # of which the update knows nothing yet, oldest first
         self._new = _Sums()  # of those
         self._own = _Sums()  # of all that have no token yet
-        self._queues: Counter[str] = Counter()  # their tokens, by tenant
+        self._queues: Counter[str | None] = Counter()  # their tokens, by tenant
         self._running = 0
         self._ranks = 0
 
@@ -65,53 +63,68 @@ class KnownReplica:
         self._update, self._updated_s = update, now_s
         if update.costs is not None:
             self.measured = update.costs
-        while self._unheard:
-            request_id, oldest = next(iter(self._unheard.items()))
-            if oldest.at_s > now_s - age_s:
-                break
-            self._told(request_id)
+        while self._unheard and (oldest := next(iter(self._unheard))).at_s <= now_s - age_s:
+            self._told(oldest)
         return True
 
-    def send(self, request_id: str, sent: Sent) -> None:
+    def send(self, sent: Sent) -> None:
         """A request goes there."""
-        self._sent[request_id] = self._unheard[request_id] = sent
+        self._unheard[sent] = None
         self._new.add(sent)
         self._own.add(sent)
         self._queues[sent.ask.tenant] += sent.tokens
 
-    def begin(self, request_id: str) -> None:
+    def begin(self, sent: Sent) -> None:
         """Its first bytes have come."""
-        sent = self._sent.get(request_id)
-        if sent is None:
-            return
-        self._leave_queue(request_id, sent)
+        self._leave_queue(sent)
+        sent.begun = True
         self._running += sent.ask.work.sequences
         if sent.ask.digest is not None:
             self._ranks += 0 if self.streams[sent.ask.digest] else sent.ask.work.rank
             self.streams[sent.ask.digest] += 1
 
-    def end(self, request_id: str) -> None:
+    def end(self, sent: Sent) -> None:
         """It is over, answered or not."""
-        sent = self._sent.pop(request_id, None)
-        if sent is None:
-            return
         if not sent.begun:
-            self._leave_queue(request_id, sent)
+            self._leave_queue(sent)
             return
         self._running -= sent.ask.work.sequences
         if sent.ask.digest is not None:
             take_one(self.streams, sent.ask.digest)
             self._ranks -= 0 if self.streams[sent.ask.digest] else sent.ask.work.rank
 
-    def load(self, now_s: float, queue: int | None) -> Load:
+    def option(
+        self,
+        ask: Ask,
+        locations: AdapterLocations,
+        cached_tokens: int,
+        now_s: float,
+        queue: int | None,
+    ) -> Option[str]:
+        """What it would be for a request. cached_tokens: of the prompt. queue: see status."""
+        status, turn = self.status(now_s, queue), self._turn(ask.tenant)
+        if (digest := ask.digest) is None:
+            return Option(self.name, status, self.costs, cached_tokens=cached_tokens, turn=turn)
+        return Option(
+            self.name,
+            status,
+            self.costs,
+            locations.tier(self.name, digest),
+            digest in self.streams,
+            self._lost_uses(ask.work.adapter_bytes),
+            cached_tokens,
+            self.name in locations.coming_to(digest),
+            turn,
+        )
+
+    def status(self, now_s: float, queue: int | None) -> RoutingStatus:
         """What it does now. queue: the requests there, of all gateways, if that is known."""
-        new = self._new
+        new, own = self._new, self._own
         if self._update is None or now_s - self._updated_s > BLIND_S:
-            own = self._own
             running = max(self._running, (queue or 0) - own.sequences)
-            return Load(running, self._ranks, own.sequences, own.tokens, own.bytes, _ANY_ROOM)
+            return RoutingStatus(running, self._ranks, own.sequences, own.tokens, own.bytes)
         live = self._update.live
-        return Load(
+        return RoutingStatus(
             live.decoding,
             live.ranks,
             live.pending + new.sequences,
@@ -120,7 +133,7 @@ class KnownReplica:
             live.room_bytes - new.bytes,
         )
 
-    def turn(self, tenant: str) -> float:
+    def _turn(self, tenant: str | None) -> float:
         """What share of all that waits there comes before one more request of this tenant.
 
         The engine serves the tenant next that has had the least, so of each other's queue about as
@@ -133,24 +146,23 @@ class KnownReplica:
         own = self._queues[tenant]
         return sum(min(tokens, own) for tokens in self._queues.values()) / waiting
 
-    def lost_uses(self, adapter_bytes: int) -> float:
-        """How often, of late, was used what it would evict for an adapter of this size."""
+    def _lost_uses(self, adapter_bytes: int) -> float:
         if self._update is None or self._update.live.victim is None:
             return 0.0
         live, victim = self._update.live, self._update.live.victim
-        missing = adapter_bytes - (live.free_bytes - self._new.bytes)
-        return victim.uses * max(1.0, missing / victim.image_bytes) if missing > 0 else 0.0
+        free_bytes = live.free_bytes - self._new.bytes
+        return lost_uses(adapter_bytes, free_bytes, victim.image_bytes, victim.uses)
 
-    def _leave_queue(self, request_id: str, sent: Sent) -> None:
-        self._told(request_id)
+    def _leave_queue(self, sent: Sent) -> None:
+        self._told(sent)
         self._own.take(sent)
         self._queues[sent.ask.tenant] -= sent.tokens
         if not self._queues[sent.ask.tenant]:
             del self._queues[sent.ask.tenant]
 
-    def _told(self, request_id: str) -> None:
-        sent = self._unheard.pop(request_id, None)
-        if sent is not None:
+    def _told(self, sent: Sent) -> None:
+        if sent in self._unheard:
+            del self._unheard[sent]
             self._new.take(sent)
 
 

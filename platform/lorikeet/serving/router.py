@@ -12,9 +12,8 @@ from ray.serve.request_router import (
 
 from lorikeet.api.asks import ask_of
 from lorikeet.api.messages import Call, Trial
-from lorikeet.routing.ask import Ask
-from lorikeet.routing.choice import Work
 from lorikeet.routing.fleet import STATS_AGE_S, Fleet
+from lorikeet.routing.ranking import Ask, Work
 from lorikeet.routing.status_update import from_stats
 from lorikeet.serving.fleets import fleet_of
 
@@ -97,7 +96,7 @@ class AdapterRouter(RequestRouter):
         if only is not None:
             return [[by_name[only]]] if only in by_name else []
         ask = _ask_of(pending)
-        weighed = self._fleet.weigh(ask, self._queue)
+        weighed = self._fleet.rank(ask, self._queue)
         best = [candidate.replica for candidate in weighed if candidate.replica in by_name]
         call = _call_of(pending)
         if call is not None and best:

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lorikeet.simulator.traffic import Requests
+from lorikeet.simulator.traffic import BASE_MODEL, Requests
 from lorikeet_engine.popularity import (
     GammaArrivals,
     Ints,
@@ -79,7 +79,7 @@ class Demand:
         rates = np.array([self.base_rate_per_s, *(one.rate_per_s for one in self.tenants)])
         asking = rng.choice(len(rates), size=len(times_s), p=rates / rates.sum()) - 1
         prompts, answers = self.base_lengths.draw(rng, len(times_s))
-        adapters, first = np.full(len(times_s), -1), 0
+        adapters, first = np.full(len(times_s), BASE_MODEL), 0
         for number, tenant in enumerate(self.tenants):
             own = asking == number
             popularity, asked = parse_popularity(tenant.popularity), int(own.sum())

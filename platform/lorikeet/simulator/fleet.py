@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from lorikeet.rendezvous import by_preference
 from lorikeet.simulator.memory import Arena, ByteLru
 from lorikeet.simulator.replica import Replica
-from lorikeet.simulator.setup import Setup
-from lorikeet.simulator.traffic import Requests
+from lorikeet.simulator.traffic import BASE_MODEL, Requests, Setup
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.popularity import Floats, Ints
 from lorikeet_engine.residency.eviction import EvictionPolicy
@@ -35,6 +34,7 @@ class Fleet:
     gaps: tokens by the time since the token before, in 0.1 ms. loads: when each load onto a GPU
     began, and its bytes. on_gpu, on_host, on_disk: for each adapter the replicas that have it
     there; on_gpu also those to which it is on its way. in_flight: requests without a last token.
+    prompts, answers, adapter_of, tenant_of: [requests]; ranks, sizes, names: [adapters].
     """
 
     def __init__(
@@ -43,14 +43,17 @@ class Fleet:
         self.setup, self.requests, self._router, self._policy = setup, requests, router, policy
         self.prompts: list[int] = requests.prompts.tolist()
         self.answers: list[int] = requests.answers.tolist()
-        self.adapter_of: list[int] = requests.adapters.tolist()
+        adapters = requests.adapters.tolist()
+        self.adapter_of: list[int | None] = [
+            None if each == BASE_MODEL else each for each in adapters
+        ]
         tenants = requests.tenants
         self.tenant_of: list[int] = [0] * len(requests) if tenants is None else tenants.tolist()
         self.ranks: list[int] = setup.ranks.tolist()
         self.sizes: list[int] = setup.sizes.tolist()
         self.ttft_s: Floats = np.full(len(requests), math.nan)
-        self.found: Ints = np.full(len(requests), -1)
-        self.served_by: Ints = np.full(len(requests), -1)
+        self.found: Ints = np.zeros(len(requests), int)
+        self.served_by: Ints = np.zeros(len(requests), int)
         self.gaps: defaultdict[int, float] = defaultdict(float)
         self.loads: list[tuple[float, int]] = []
         self.in_flight = 0
@@ -59,12 +62,9 @@ class Fleet:
         self.on_disk: list[list[Replica]] = [[] for _ in self.sizes]
         self.names = [str(adapter) for adapter in range(len(self.sizes))]
         self._arrived_s = requests.times_s.tolist()
-        self._first_s: list[float] = [math.nan] * len(requests)
         self._now_s = 0.0
-        self._served_by, self._found = [-1] * len(requests), [-1] * len(requests)
         self._numbers = count()
-        # (time, number, replica and version of its step, or None and what to do)
-        self._events: list[tuple[float, int, Replica | None, int | Callable[[float], None]]] = []
+        self._events: list[tuple[float, int, Callable[[float], object]]] = []
         self._joined = count()
         self.replicas: list[Replica] = []
         for _ in range(setup.replicas):
@@ -86,8 +86,6 @@ class Fleet:
             self.in_flight += 1
             self._send(request, at_s)
         self._run_until(math.inf)
-        self.found[:], self.served_by[:] = self._found, self._served_by
-        self.ttft_s[:] = np.array(self._first_s) - self.requests.times_s
 
     def join(self, now_s: float) -> Replica:  # noqa: ARG002
         """A replica comes, with nothing in any tier."""
@@ -104,51 +102,38 @@ class Fleet:
         for request in waiting:
             self._send(request, now_s)
 
-    # What replicas ask of their World.
-
-    def at(self, time_s: float, act: Callable[[float], None]) -> None:
-        """See World."""
-        heappush(self._events, (time_s, next(self._numbers), None, act))
-
-    def step_at(self, time_s: float, replica: Replica) -> None:
-        """See World."""
-        replica.version += 1
-        heappush(self._events, (time_s, next(self._numbers), replica, replica.version))
+    def at(self, time_s: float, act: Callable[[float], object]) -> None:
+        """Call act with time_s then."""
+        heappush(self._events, (time_s, next(self._numbers), act))
 
     def answered(self, request: int, now_s: float) -> None:
-        """See World."""
-        assert math.isnan(self._first_s[request])
-        self._first_s[request] = now_s
+        """A request has its first token."""
+        assert math.isnan(self.ttft_s[request])
+        self.ttft_s[request] = now_s - self._arrived_s[request]
 
-    def ended(self, replica: Replica) -> None:  # noqa: ARG002
-        """See World."""
+    def ended(self) -> None:
+        """A request has its last token."""
         self.in_flight -= 1
 
     def wanted(self, adapter: int, replica: Replica) -> None:
-        """See World."""
+        """A replica begins to load the adapter onto its GPU, for requests."""
         if replica not in self.on_gpu[adapter]:
             self.on_gpu[adapter].append(replica)
 
     def placed(self, adapter: int, replica: Replica) -> None:
-        """See World."""
+        """A replica begins to copy the adapter to its GPU."""
         self.wanted(adapter, replica)
         self.loads.append((self._now_s, self.sizes[adapter]))
 
     def _send(self, request: int, now_s: float) -> None:
         replica = self._router.route(self, request, now_s)
-        self._served_by[request] = replica.number
-        self._found[request] = replica.submit(request, now_s)
+        self.served_by[request] = replica.number
+        self.found[request] = replica.submit(request, now_s)
 
     def _run_until(self, end_s: float) -> None:
-        events = self._events
-        while events and events[0][0] <= end_s:
-            now_s, _, replica, what = heappop(events)
-            if replica is None:
-                self._now_s = now_s
-                what(now_s)  # type: ignore[operator]
-            elif what == replica.version:
-                self._now_s = now_s
-                replica.step(now_s)
+        while self._events and self._events[0][0] <= end_s:
+            self._now_s, _, act = heappop(self._events)
+            act(self._now_s)
 
     def _join(self, disk: bool) -> Replica:
         """A replica; disk: whether its disk is full, of some."""
@@ -170,7 +155,7 @@ class Fleet:
 
         arena = Arena(gpu, self.sizes, self.names, self._policy, evicted)
         tiers = tier(setup.host_bytes, self.on_host), tier(setup.disk_bytes, self.on_disk)
-        replica = Replica(number, self, setup.costs, arena, *tiers)
+        replica = Replica(number, self, arena, *tiers)
         if disk:
             order = np.random.default_rng([setup.seed, number]).permutation(len(self.sizes))
             filled = np.cumsum(setup.sizes[order]) <= setup.disk_bytes
@@ -181,8 +166,8 @@ class Fleet:
 
     def _pin(self) -> None:
         """Where the controller's plan would, as long as there is room."""
-        replicas = {str(replica.number): replica for replica in self.replicas}
+        replicas = {replica.name: replica for replica in self.replicas}
         for adapter, copies in self.setup.pins.items():
             for name in by_preference(self.names[adapter], replicas)[:copies]:
-                if replicas[name].keep(adapter):
+                if replicas[name].arena.keep(adapter):
                     self.on_gpu[adapter].append(replicas[name])

@@ -11,7 +11,7 @@ from lorikeet.routing.costs import H200_LLAMA_8B, Costs
 from lorikeet.simulator.demand import Demand
 from lorikeet.simulator.fleet import Fleet
 from lorikeet.simulator.router import LeastCost
-from lorikeet.simulator.setup import Setup
+from lorikeet.simulator.traffic import BASE_MODEL, Setup
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.popularity import Floats, Ints
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
@@ -194,10 +194,10 @@ def _run(needs: Needs, replicas: int, pins: Mapping[str, int], seed: int) -> Fle
 
 
 def _counted(demand: Demand, fleet: Fleet) -> tuple[Floats, Ints, Ints]:
-    """Of the requests after the warm-up: seconds to the first token, tier, tenant or −1."""
+    """Of the requests after the warm-up: seconds to the first token, tier, tenant or BASE_MODEL."""
     late = fleet.requests.times_s >= WARM_UP_S
     adapters = fleet.requests.adapters[late]
-    tenants = np.where(adapters < 0, -1, demand.tenant_of[adapters])
+    tenants = np.where(adapters == BASE_MODEL, BASE_MODEL, demand.tenant_of[adapters])
     return fleet.ttft_s[late], fleet.found[late], tenants
 
 

@@ -3,11 +3,11 @@
 Adapters are numbers; sizes are bytes. The eviction policy and its counts are the engine's own.
 """
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
+from lorikeet.routing.ranking import lost_uses
 from lorikeet_engine.residency.eviction import EvictionPolicy, Use, Uses
 
 
@@ -20,7 +20,7 @@ class Resident:
         self.worth = worth
         self.leases = 0
         self.arriving = True
-        self.ranked = math.nan  # the worth under which it stands in the heap
+        self.ranked: float | None = None  # the worth under which it stands in the heap
 
 
 class Arena:
@@ -67,10 +67,6 @@ class Arena:
         if not resident.leases:
             self.room += self._sizes[adapter]
             self._rank(adapter, resident)
-
-    def leased(self, adapter: int) -> bool:
-        """Whether a request uses it."""
-        return self.residents[adapter].leases > (adapter in self._kept)
 
     @property
     def kept_bytes(self) -> int:
@@ -137,13 +133,12 @@ class Arena:
         self._rank(adapter, resident)
 
     def lost_uses(self, adapter: int, now_s: float) -> float:
-        """How often, of late, was used what would be evicted for this one; by the next to go."""
-        size = self._sizes[adapter]
-        if self.free >= size or not self._front():
+        """Recent uses of what would be evicted for this one, if it is not here."""
+        if adapter in self.residents or not self._front():
             return 0.0
         _, victim = self._by_worth[0]
-        uses = self._uses.at(self._names[victim], now_s)
-        return uses * max(1.0, (size - self.free) / self._sizes[victim])
+        victim_uses = self.uses(victim, now_s)
+        return lost_uses(self._sizes[adapter], self.free, self._sizes[victim], victim_uses)
 
     def _front(self) -> bool:
         """Drop what no longer holds from the front of the heap; whether anything is left."""
@@ -155,7 +150,7 @@ class Arena:
                 return True
             heappop(heap)
             if resident is not None and resident.ranked == worth:
-                resident.ranked = math.nan
+                resident.ranked = None
         return False
 
     def _rank(self, adapter: int, resident: Resident) -> None:

@@ -26,7 +26,7 @@ class Placement:
         reports = [self._report(replica, now_s) for replica in fleet.replicas]
         brings = self._prefetching.wishes(reports, {}, now_s, spares=False).brings
         for replica in fleet.replicas:
-            for each in brings.get(str(replica.number), ()):
+            for each in brings.get(replica.name, ()):
                 replica.prefetch(int(each.ref.digest), each.tier, each.uses, now_s)
 
     def _report(self, replica: Replica, now_s: float) -> ReplicaReport:
@@ -37,7 +37,7 @@ class Placement:
         status = EngineStatus(
             tiers={tier: TierStatus(0, 0, size, size, 0) for tier, size in tiers.items()}
         )
-        return ReplicaReport(str(replica.number), "any", status, rows)
+        return ReplicaReport(replica.name, "any", status, rows)
 
     def _adapter(self, replica: Replica, adapter: int, now_s: float) -> AdapterStatus:
         ref = self._refs[adapter]

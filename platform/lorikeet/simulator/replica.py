@@ -7,54 +7,61 @@ it has room. So a request is a handful of events, however many tokens it has.
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from heapq import heappop, heappush
 from itertools import chain
+from typing import TYPE_CHECKING
 
-from lorikeet.routing.choice import Load
-from lorikeet.routing.costs import Costs
-from lorikeet.simulator.line import Line
+from lorikeet.routing.locations import take_one
+from lorikeet.routing.ranking import RoutingStatus
 from lorikeet.simulator.memory import Arena, ByteLru, Link
-from lorikeet.simulator.world import World
+from lorikeet.simulator.turns import TenantTurns
 from lorikeet_engine.adapter import Residency
 
+if TYPE_CHECKING:
+    from lorikeet.simulator.fleet import Fleet
+
 # As in the engine: what waits to be prefetched, and what is at one time.
-_WISHES, _COMING = 64, 2
+_MOST_PREFETCHES, _COMING = 64, 2
 # Of a step: a clock so near to a whole number was to be one.
 _NEARLY = 1e-6
 
 
 class Replica:
-    """load: what the router may know of it. line: those whose prompt can be computed.
+    """Requests, adapters and tenants are numbers, which the fleet knows more of.
 
-    version: of its next step, for the fleet.
+    status: what routers may know of it, but for the room in its arena. outstanding: its requests
+    without a last token. waiting: those that wait for each adapter. turns: those whose prompt can
+    be computed. decoding: the sequences of each adapter.
     """
 
     def __init__(
-        self, number: int, world: World, costs: Costs, arena: Arena, host: ByteLru, disk: ByteLru
+        self, number: int, fleet: "Fleet", arena: Arena, host: ByteLru, disk: ByteLru
     ) -> None:
-        self.number, self._world, self._steps = number, world, costs.steps
+        self.number, self.name, self._fleet = number, str(number), fleet
         self.arena, self.host, self.disk = arena, host, disk
-        loads = costs.loads
+        self._steps, loads = fleet.setup.costs.steps, fleet.setup.costs.loads
         self._copies = Link(loads.host_latency_s, loads.host_bytes_per_s)
         self._reads = Link(loads.disk_latency_s, loads.disk_bytes_per_s)
         self._downloads = Link(loads.remote_latency_s, loads.remote_bytes_per_s)
-        self.load = Load(room_bytes=arena.room)
+        self.status = RoutingStatus()
         self.outstanding = 0
-        self.version = 0
-        self._waiting: dict[int, list[int]] = {}  # the requests that wait for each adapter
-        self._landed: deque[int] = deque()  # adapters on the host that wait for room
-        self.line = Line()
+        self._next_step = 0  # the number of the step that it waits for
+        self.waiting: dict[int, list[int]] = {}
+        self._blocked: deque[int] = deque()  # adapters on the host that wait for room
+        self.turns = TenantTurns()
         self._prompts: dict[int, int] = {}  # requests that have begun → prompt tokens left
         self._boundary_s = math.inf  # of the step with prompts, or before the first of them
         self._computing = False  # whether this step has prompts
         self._ends: list[tuple[float, int]] = []  # clock at its end, request
-        self.decoding: dict[int, int] = {}  # adapter → its sequences
+        self.decoding: Counter[int] = Counter()
         self._clock, self._rate, self._as_of_s = 0.0, 0.0, 0.0
         self._dead = False
-        self._wished: deque[tuple[int, Residency, float]] = deque(maxlen=_WISHES)
-        self._coming: dict[int, tuple[Residency, float]] = {}  # being brought for no request
+        # Adapters to load for no request, and those on their way: to which tier, for how many uses.
+        self._prefetches: deque[tuple[int, Residency, float]] = deque(maxlen=_MOST_PREFETCHES)
+        self._coming: dict[int, tuple[Residency, float]] = {}
 
     def tier(self, adapter: int) -> Residency:
         """Where it has it; what is on its way to the GPU counts as on the host."""
@@ -65,29 +72,27 @@ class Replica:
             return Residency.HOST
         return Residency.DISK if adapter in self.disk else Residency.REMOTE
 
-    def awaits(self, adapter: int) -> bool:
-        """Whether requests wait for it here, so that it is on its way to the GPU."""
-        return adapter in self._waiting
-
     def submit(self, request: int, now_s: float) -> Residency:
         """Take a request; where its adapter is, on the GPU if it needs none."""
         self.outstanding += 1
-        self.load.waiting += 1
-        self.load.waiting_tokens += self._world.prompts[request]
-        adapter = self._world.adapter_of[request]
-        if adapter < 0 or self.arena.holds(adapter):
+        self.status.waiting += 1
+        self.status.waiting_tokens += self._fleet.prompts[request]
+        adapter = self._fleet.adapter_of[request]
+        if adapter is None or self.arena.holds(adapter):
             self._begin(request, now_s)
             return Residency.GPU
         tier = self.tier(adapter)
-        if adapter in self._waiting:
-            self._waiting[adapter].append(request)
+        if adapter in self.waiting:
+            self.waiting[adapter].append(request)
         else:
-            self._waiting[adapter] = [request]
-            self._bring(adapter, now_s)
+            self.waiting[adapter] = [request]
+            self._request(adapter, now_s)
         return tier
 
-    def step(self, now_s: float) -> None:
+    def _step(self, number: int, now_s: float) -> None:
         """A sequence has its last token, or else a step ends that prompts share or wait for."""
+        if number != self._next_step:
+            return  # another one was awaited instead
         self._advance(now_s)
         if self._ends and self._ends[0][0] <= self._clock + _NEARLY:
             self._clock, request = heappop(self._ends)
@@ -100,175 +105,148 @@ class Replica:
 
     def prefetch(self, adapter: int, tier: Residency, uses: float, now_s: float) -> None:
         """Bring it up to this tier if that costs nobody; behind what requests wait for."""
-        self._wished.append((adapter, tier, uses))
-        self._grant(now_s)
-
-    def idle(self) -> bool:
-        """Nothing is left that it would do."""
-        queues = (self._waiting, self._landed, self.line, self._ends, self.decoding)
-        leased = any(self.arena.leased(adapter) for adapter in self.arena.residents)
-        return not self._prompts and not any(queues) and not leased and not self.outstanding
-
-    def keep(self, adapter: int) -> bool:
-        """Have it on the GPU from now on, if there is room; before the first request only."""
-        kept = self.arena.keep(adapter)
-        self.load.room_bytes = self.arena.room
-        return kept
+        self._prefetches.append((adapter, tier, uses))
+        self._go_on_prefetching(now_s)
 
     def die(self) -> tuple[list[int], int]:
         """Do nothing any more; its requests without a first token, and how many had theirs."""
         self._dead = True
-        self.version += 1
-        waiting = [*chain.from_iterable(self._waiting.values()), *self.line, *self._prompts]
+        self._next_step += 1
+        waiting = [*chain.from_iterable(self.waiting.values()), *self.turns, *self._prompts]
         return sorted(waiting), self.outstanding - len(waiting)
 
-    def _bring(self, adapter: int, now_s: float) -> None:
-        self.load.loading_bytes += self._world.sizes[adapter]
-        self._world.wanted(adapter, self)
+    def _request(self, adapter: int, now_s: float) -> None:
+        self.status.loading_bytes += self._fleet.sizes[adapter]
+        self._fleet.wanted(adapter, self)
         if adapter in self._coming:  # from now on for requests
             del self._coming[adapter]
         elif adapter in self.arena.residents:
             pass  # it is being copied
         elif self.host.use(adapter):
-            self._queue(adapter, now_s)
+            self._blocked.append(adapter)
+            self._place_next(now_s)
         else:
             self._fetch(adapter, now_s)
 
     def _fetch(self, adapter: int, now_s: float) -> None:
         """From the disk or from afar to the host."""
-        size, at_s = self._world.sizes[adapter], now_s
-        if not self.disk.use(adapter):
-            at_s = self._downloads.carry(size, at_s)
-        if at_s > now_s:
-            self._later(at_s, self._downloaded, adapter)
-        else:
+        if self.disk.use(adapter):
             self._read(adapter, now_s)
+        else:
+            here_s = self._downloads.carry(self._fleet.sizes[adapter], now_s)
+            self._later(here_s, self._downloaded, adapter)
 
     def _downloaded(self, adapter: int, now_s: float) -> None:
         self.disk.add(adapter)
         self._read(adapter, now_s)
 
     def _read(self, adapter: int, now_s: float) -> None:
-        through_s = self._reads.carry(self._world.sizes[adapter], now_s)
+        through_s = self._reads.carry(self._fleet.sizes[adapter], now_s)
         self._later(through_s, self._on_host, adapter)
 
     def _on_host(self, adapter: int, now_s: float) -> None:
         self.host.add(adapter)
-        wish = self._coming.pop(adapter, None)
-        if wish is None:
-            self._queue(adapter, now_s)
+        prefetch = self._coming.pop(adapter, None)
+        if prefetch is None:
+            self._blocked.append(adapter)
+            self._place_next(now_s)
         else:
-            self._raise(adapter, *wish, now_s)
-            self._grant(now_s)
+            self._prefetch_to_gpu(adapter, *prefetch, now_s)
+            self._go_on_prefetching(now_s)
 
-    def _queue(self, adapter: int, now_s: float) -> None:
-        self._landed.append(adapter)
-        self._admit(now_s)
+    def _place_next(self, now_s: float) -> None:
+        """Place the adapters that wait for room, in their order."""
+        while self._blocked and self.arena.place(self._blocked[0], now_s):
+            self._place(self._blocked.popleft(), now_s)
 
-    def _admit(self, now_s: float) -> None:
-        """Place the adapters in line, in their order."""
-        while self._landed and self.arena.place(self._landed[0], now_s):
-            self._place(self._landed.popleft(), now_s)
-
-    def _grant(self, now_s: float) -> None:
-        """Begin what was wished for, while nothing is brought for requests."""
-        while self._wished and not self._waiting and len(self._coming) < _COMING:
-            adapter, tier, uses = self._wished.popleft()
+    def _go_on_prefetching(self, now_s: float) -> None:
+        """Begin with the next prefetches, while nothing is loaded for requests."""
+        while self._prefetches and not self.waiting and len(self._coming) < _COMING:
+            adapter, tier, uses = self._prefetches.popleft()
             if adapter in self.arena.residents or adapter in self._coming:
                 continue
             if adapter in self.host:
-                self._raise(adapter, tier, uses, now_s)
+                self._prefetch_to_gpu(adapter, tier, uses, now_s)
             else:
                 self._coming[adapter] = tier, uses
                 self._fetch(adapter, now_s)
 
-    def _raise(self, adapter: int, tier: Residency, uses: float, now_s: float) -> None:
-        """From the host to the GPU, if that is wished and nothing there is worth more."""
-        if tier is not Residency.GPU or self._landed:
-            return
-        if self.arena.prefetch(adapter, uses, now_s):
+    def _prefetch_to_gpu(self, adapter: int, tier: Residency, uses: float, now_s: float) -> None:
+        """From the host to the GPU, if it was to come there and nothing there is worth more."""
+        wanted = tier is Residency.GPU and not self._blocked
+        if wanted and self.arena.prefetch(adapter, uses, now_s):
             self._place(adapter, now_s)
 
     def _place(self, adapter: int, now_s: float) -> None:
         """Its room is there: copy it."""
-        self._world.placed(adapter, self)
-        through_s = self._copies.carry(self._world.sizes[adapter], now_s)
+        self._fleet.placed(adapter, self)
+        through_s = self._copies.carry(self._fleet.sizes[adapter], now_s)
         self._later(through_s, self._arrived, adapter)
-        self.load.room_bytes = self.arena.room
 
     def _arrived(self, adapter: int, now_s: float) -> None:
         self.arena.arrived(adapter)
-        self.load.room_bytes = self.arena.room
-        if adapter in self._waiting:
-            self.load.loading_bytes -= self._world.sizes[adapter]
-            for request in self._waiting.pop(adapter):
+        if adapter in self.waiting:
+            self.status.loading_bytes -= self._fleet.sizes[adapter]
+            for request in self.waiting.pop(adapter):
                 self._begin(request, now_s)
-        self._grant(now_s)
+        self._go_on_prefetching(now_s)
 
     def _begin(self, request: int, now_s: float) -> None:
         """Its adapter is there."""
-        adapter = self._world.adapter_of[request]
-        if adapter >= 0:
+        adapter = self._fleet.adapter_of[request]
+        if adapter is not None:
             self.arena.lease(adapter, now_s)
-            self.load.room_bytes = self.arena.room
-        self.line.add(request, self._world.tenant_of[request])
-        if self._boundary_s == math.inf and self.load.running < self._steps.max_running:
+        self.turns.add(request, self._fleet.tenant_of[request])
+        if self._boundary_s == math.inf and self.status.running < self._steps.max_running:
             self._advance(now_s)
             self._go_on(now_s)
 
     def _first_token(self, request: int, now_s: float) -> None:
-        load = self.load
-        load.waiting -= 1
-        load.waiting_tokens -= self._world.prompts[request]
-        self._world.answered(request, now_s)
-        adapter, left = self._world.adapter_of[request], self._world.answers[request] - 1
+        status = self.status
+        status.waiting -= 1
+        status.waiting_tokens -= self._fleet.prompts[request]
+        self._fleet.answered(request, now_s)
+        adapter, left = self._fleet.adapter_of[request], self._fleet.answers[request] - 1
         if left == 0:
             self._end(adapter, now_s)
             return
-        self.line.begun(self._world.tenant_of[request])
+        self.turns.begun(self._fleet.tenant_of[request])
         heappush(self._ends, (self._clock + left, request))
-        load.running += 1
-        if adapter >= 0:
-            sequences = self.decoding.get(adapter, 0)
-            self.decoding[adapter] = sequences + 1
-            if not sequences:
-                load.ranks += self._world.ranks[adapter]
+        status.running += 1
+        if adapter is not None:
+            status.ranks += 0 if self.decoding[adapter] else self._fleet.ranks[adapter]
+            self.decoding[adapter] += 1
 
     def _end_decode(self, request: int, now_s: float) -> None:
-        adapter = self._world.adapter_of[request]
-        self.line.ended(self._world.tenant_of[request])
-        self.load.running -= 1
-        if adapter >= 0:
-            self.decoding[adapter] -= 1
-            if not self.decoding[adapter]:
-                del self.decoding[adapter]
-                self.load.ranks -= self._world.ranks[adapter]
+        adapter = self._fleet.adapter_of[request]
+        self.turns.ended(self._fleet.tenant_of[request])
+        self.status.running -= 1
+        if adapter is not None:
+            take_one(self.decoding, adapter)
+            self.status.ranks -= 0 if self.decoding[adapter] else self._fleet.ranks[adapter]
         self._end(adapter, now_s)
 
-    def _end(self, adapter: int, now_s: float) -> None:
+    def _end(self, adapter: int | None, now_s: float) -> None:
         self.outstanding -= 1
-        self._world.ended(self)
-        if adapter < 0:
-            return
-        self.arena.release(adapter)
-        self.load.room_bytes = self.arena.room
-        if self._landed:
-            self._admit(now_s)
+        self._fleet.ended()
+        if adapter is not None:
+            self.arena.release(adapter)
+            self._place_next(now_s)
 
     def _later(self, at_s: float, act: Callable[[int, float], None], adapter: int) -> None:
         def unless_dead(now_s: float) -> None:
             if not self._dead:
                 act(adapter, now_s)
 
-        self._world.at(at_s, unless_dead)
+        self._fleet.at(at_s, unless_dead)
 
     def _advance(self, now_s: float) -> None:
         steps = self._rate * (now_s - self._as_of_s)
         self._clock += steps
         self._as_of_s = now_s
         if steps:
-            self.line.decoded(steps)
-            self._world.gaps[int(1e4 / self._rate)] += steps * self.load.running
+            self.turns.decoded(steps)
+            self._fleet.gaps[int(1e4 / self._rate)] += steps * self.status.running
 
     def _end_prompts(self, now_s: float) -> None:
         """A step is over: those whose prompt is computed have their first token."""
@@ -279,13 +257,13 @@ class Replica:
 
     def _go_on(self, now_s: float) -> None:
         """Let a step with prompts begin when it can; say when something happens next."""
-        load, steps = self.load, self._steps
+        status, steps = self.status, self._steps
         if self._boundary_s == math.inf:
-            begun = self._clock % 1.0
-            if not self._has_prompts():
-                self._rate = 1.0 / steps.decode_s(load.running, load.ranks) if load.running else 0.0
-            elif load.running and _NEARLY < begun < 1.0 - _NEARLY:
-                step_s = steps.decode_s(load.running, load.ranks)
+            step_s = steps.decode_s(status.running, status.ranks)
+            begun, full = self._clock % 1.0, status.running >= steps.max_running
+            if not self._prompts and (full or not self.turns):
+                self._rate = 1.0 / step_s if status.running else 0.0
+            elif status.running and _NEARLY < begun < 1.0 - _NEARLY:
                 self._boundary_s, self._rate = now_s + (1.0 - begun) * step_s, 1.0 / step_s
             else:
                 self._begin_prompts(now_s)
@@ -294,27 +272,23 @@ class Replica:
             left = max(0.0, self._ends[0][0] - self._clock)
             next_s = min(next_s, now_s + left / self._rate)
         if next_s < math.inf:
-            self._world.step_at(next_s, self)
-
-    def _has_prompts(self) -> bool:
-        """Whether the next step has, as far as it is known."""
-        seats = self._steps.max_running - self.load.running
-        return bool(self._prompts) or bool(self.line and seats > 0)
+            self._next_step += 1
+            self._fleet.at(next_s, partial(self._step, self._next_step))
 
     def _begin_prompts(self, now_s: float) -> None:
         """A step begins, with as many tokens of prompts as it has room for beside the decodes."""
-        load, steps, world = self.load, self._steps, self._world
-        room = steps.step_tokens - load.running
-        seats = steps.max_running - load.running
-        while self.line and len(self._prompts) < seats and sum(self._prompts.values()) < room:
-            request = self.line.next(world.prompts)
-            self._prompts[request] = world.prompts[request]
+        status, steps, fleet = self.status, self._steps, self._fleet
+        room = steps.step_tokens - status.running
+        seats = steps.max_running - status.running
+        while self.turns and len(self._prompts) < seats and sum(self._prompts.values()) < room:
+            request = self.turns.next(fleet.prompts)
+            self._prompts[request] = fleet.prompts[request]
         tokens = 0
         for request, left in self._prompts.items():
             chunk = min(left, room - tokens)
             self._prompts[request] = left - chunk
             tokens += chunk
-        adapted = any(world.adapter_of[request] >= 0 for request in self._prompts)
-        takes_s = steps.prefill_s(tokens, int(adapted), load.running, load.ranks)
+        adapted = any(fleet.adapter_of[request] is not None for request in self._prompts)
+        takes_s = steps.prefill_s(tokens, int(adapted), status.running, status.ranks)
         self._boundary_s, self._rate = now_s + takes_s, 1.0 / takes_s
         self._computing = True

@@ -1,80 +1,77 @@
 """The product's choice of a replica, as each gateway makes it with what it knows."""
 
+from dataclasses import replace
+from functools import partial
 from random import Random
 
-from lorikeet.routing.choice import Load, Option, Work, choose
-from lorikeet.routing.handful import Homes, handful
+from lorikeet.rendezvous import rendezvous_candidates
+from lorikeet.routing.ranking import (
+    Candidate,
+    Holders,
+    Option,
+    RoutingStatus,
+    Work,
+    candidate_sample,
+    rank,
+)
 from lorikeet.simulator.fleet import Fleet
 from lorikeet.simulator.replica import Replica
 
 
 class LeastCost:
-    """The product's: the least expected cost among a handful, as each gateway sees it."""
+    """The product's: the least expected cost among a sample, as each gateway sees it.
+
+    A gateway knows statuses as they were up to news_s ago, and what it sent since. Where adapters
+    are is pushed when it changes, so it knows that.
+    """
 
     def __init__(self, seed: int) -> None:
         self._rng = Random(seed)
         self._replicas: list[Replica] = []
         self._named: dict[str, Replica] = {}
-        self._homes = Homes(())
-        self._gateways: list[Gateway] = []
+        # By gateway and replica: since when, and the status.
+        self._seen: dict[tuple[int, int], tuple[float, RoutingStatus]] = {}
 
     def route(self, fleet: Fleet, request: int, now_s: float) -> Replica:
         """See Router."""
-        setup, replicas = fleet.setup, fleet.replicas
-        if self._replicas is not replicas:
-            self._replicas = replicas
-            self._named = {str(one.number): one for one in replicas}
-            self._homes = Homes(tuple(self._named))
-            self._gateways = [Gateway(setup.news_s) for _ in range(setup.gateways)]
-        gateway = self._gateways[request % setup.gateways]
-        adapter, prompt = fleet.adapter_of[request], fleet.prompts[request]
-        if adapter < 0:
-            work = Work(prompt)
-            few = handful((), (), replicas, self._rng)
-            options = [Option(one, gateway.load(one, now_s)) for one in few]
-        else:
-            work = Work(prompt, fleet.ranks[adapter], fleet.sizes[adapter])
-            residents = fleet.on_gpu[adapter]
-            near = fleet.on_host[adapter] or fleet.on_disk[adapter]
-            if not residents and not near:
-                near = [self._named[home] for home in self._homes.of(fleet.names[adapter])]
-            few = handful(residents, near, replicas, self._rng)
-            options = [_option(one, adapter, gateway.load(one, now_s), now_s) for one in few]
-        chosen = choose(work, options, setup.costs)
-        load = gateway.load(chosen, now_s)
-        load.waiting += 1
-        load.waiting_tokens += prompt
+        chosen = self.rank(fleet, request, now_s)[0].replica
+        status = self._status(fleet, request, chosen, now_s)
+        status.waiting += 1
+        status.waiting_tokens += fleet.prompts[request]
         return chosen
 
+    def rank(self, fleet: Fleet, request: int, now_s: float) -> list[Candidate[Replica]]:
+        """A few replicas, the one where the request is expected to cost least first."""
+        if self._replicas is not fleet.replicas:
+            self._replicas, self._seen = fleet.replicas, {}
+            self._named = {one.name: one for one in fleet.replicas}
+        adapter, work, holders = fleet.adapter_of[request], Work(fleet.prompts[request]), None
+        if adapter is not None:
+            work = Work(work.prompt_tokens, fleet.ranks[adapter], fleet.sizes[adapter])
+            near = fleet.on_host[adapter] or fleet.on_disk[adapter]
+            rendezvous = partial(self._rendezvous, fleet.names[adapter])
+            holders = Holders(fleet.on_gpu[adapter], near, rendezvous)
+        sample = candidate_sample(holders, fleet.replicas, self._rng)
+        return rank(work, [self._option(fleet, request, one, now_s) for one in sample])
 
-class Gateway:
-    """What one gateway knows: loads as they were up to news_s ago, and what it sent since."""
+    def _rendezvous(self, name: str) -> list[Replica]:
+        return [self._named[one] for one in rendezvous_candidates(name, tuple(self._named))]
 
-    def __init__(self, news_s: float) -> None:
-        self._news_s = news_s
-        self._seen: dict[int, tuple[float, Load]] = {}
+    def _option(
+        self, fleet: Fleet, request: int, replica: Replica, now_s: float
+    ) -> Option[Replica]:
+        status, costs = self._status(fleet, request, replica, now_s), fleet.setup.costs
+        if (adapter := fleet.adapter_of[request]) is None:
+            return Option(replica, status, costs)
+        tier, running = replica.tier(adapter), adapter in replica.decoding
+        arriving = adapter in replica.waiting
+        lost_uses = 0.0 if arriving else replica.arena.lost_uses(adapter, now_s)
+        return Option(replica, status, costs, tier, running, lost_uses, arriving=arriving)
 
-    def load(self, replica: Replica, now_s: float) -> Load:
-        """Of the replica; the caller adds what it sends there."""
-        seen = self._seen.get(replica.number)
-        if seen is None or now_s >= seen[0] + self._news_s:
-            now = replica.load
-            copied = Load(
-                now.running,
-                now.ranks,
-                now.waiting,
-                now.waiting_tokens,
-                now.loading_bytes,
-                now.room_bytes,
-            )
-            self._seen[replica.number] = seen = now_s, copied
+    def _status(self, fleet: Fleet, request: int, replica: Replica, now_s: float) -> RoutingStatus:
+        """The replica's, as the request's gateway knows it; the caller adds what it sends there."""
+        key = request % fleet.setup.gateways, replica.number
+        seen = self._seen.get(key)
+        if seen is None or now_s >= seen[0] + fleet.setup.news_s:
+            self._seen[key] = seen = now_s, replace(replica.status, room_bytes=replica.arena.room)
         return seen[1]
-
-
-def _option(replica: Replica, adapter: int, load: Load, now_s: float) -> Option[Replica]:
-    """Where adapters are is pushed when it changes, so a gateway knows it."""
-    arriving, lost = replica.awaits(adapter), 0.0
-    if not arriving and adapter not in replica.arena.residents:
-        lost = replica.arena.lost_uses(adapter, now_s)
-    running = adapter in replica.decoding
-    return Option(replica, load, replica.tier(adapter), running, lost, arriving=arriving)

@@ -1,13 +1,13 @@
-"""A scenario and the requests that it makes."""
+"""What a fleet has before its first request, what it is asked, and scenarios of both."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from lorikeet.routing.costs import H200_LLAMA_8B, Costs, capacity_per_s
-from lorikeet.simulator.setup import Setup
 from lorikeet_engine.popularity import (
     AZURE_CODE,
     AZURE_CONV,
@@ -23,13 +23,14 @@ from lorikeet_engine.popularity import (
 )
 
 BYTES_PER_RANK = 5_242_880  # Llama-3.1-8B, all 7 linears, bf16
+BASE_MODEL = -1  # among the adapters of requests
 LENGTHS = {"conv": AZURE_CONV, "code": AZURE_CODE}
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """All [requests], in order of time. adapters: −1 for the base model. tenants: by
-    number; None if all are one's.
+    """All [requests], in order of time. adapters: by number, or BASE_MODEL. tenants: by number;
+    None if all are one's.
     """
 
     times_s: Floats
@@ -40,6 +41,30 @@ class Requests:
 
     def __len__(self) -> int:
         return len(self.times_s)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Setup:
+    """Adapters are numbers; each disk begins full, of some.
+
+    ranks, sizes: of each adapter, [adapters], sizes in bytes. gpu_bytes, host_bytes, disk_bytes:
+    each replica's room for adapters. pins: adapter → on how many replicas it is kept on the GPU.
+    gateways: routers that take turns; what each knows of replicas' loads, but for what it sent
+    itself, is up to news_s old. Nothing that comes in the first warm_up_s is counted.
+    """
+
+    replicas: int
+    ranks: Ints
+    sizes: Ints
+    gpu_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    pins: Mapping[int, int] = field(default_factory=dict)
+    gateways: int = 4
+    news_s: float = 0.15
+    warm_up_s: float = 0.0
+    seed: int = 1
+    costs: Costs = H200_LLAMA_8B
 
 
 @dataclass(frozen=True)
@@ -136,7 +161,7 @@ class Scenario:
         )
         dice = rng.random(len(times_s))
         adapters[dice < self.hot_share] = 0
-        adapters[dice >= 1.0 - self.base_share] = -1
+        adapters[dice >= 1.0 - self.base_share] = BASE_MODEL
         prompts, answers = cut_to_context(*lengths, self.context)
         return Requests(times_s, adapters, prompts, answers)
 

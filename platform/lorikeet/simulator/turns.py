@@ -7,10 +7,10 @@ from itertools import chain
 from lorikeet_engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, Account, Accounts
 
 
-class Line:
+class TenantTurns:
     """As the engine's scheduler keeps them: by virtual token counters. All weigh the same.
 
-    waiting: of each tenant that has requests in line, its account.
+    waiting: of each tenant that waits, its account.
     """
 
     def __init__(self) -> None:
@@ -59,6 +59,6 @@ class Line:
         self._streams[tenant] -= 1
 
     def decoded(self, steps: float) -> None:
-        """So many tokens were made for each that decodes."""
+        """Each sequence that decodes has got so many tokens."""
         for tenant, streams in self._streams.items():
             self._of[tenant].charge(OUTPUT_TOKEN * streams * steps)

@@ -1,15 +1,19 @@
-"""Which replicas hold an adapter, at each tier."""
+"""Where adapters are: which replicas hold one, at each tier."""
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
+from typing import TypeVar
 
+from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
+
+K = TypeVar("K")
 
 _NOWHERE = Residency.REMOTE
 
 
-class Residents:
+class AdapterLocations:
     """Looked up by adapter for each request, kept up to date by replica."""
 
     def __init__(self) -> None:
@@ -17,6 +21,7 @@ class Residents:
             tier: {} for tier in Residency if tier is not _NOWHERE
         }
         self._held: dict[str, dict[str, Residency]] = {}
+        self._unconfirmed: dict[str, set[str]] = {}  # while a replica sends a snapshot
         self._coming: dict[str, Counter[str]] = {}
 
     def at(self, tier: Residency, digest: str) -> tuple[str, ...]:
@@ -28,9 +33,17 @@ class Residents:
         held = self._held.get(replica)
         return held.get(digest, _NOWHERE) if held else _NOWHERE
 
-    def held_by(self, replica: str) -> Iterable[str]:
-        """The digests of all that a replica has nearer than remote."""
-        return self._held.get(replica, {}).keys()
+    def take(self, replica: str, update: StatusUpdate) -> None:
+        """Take in what has moved; what a whole snapshot does not name is held no more."""
+        if update.begins_snapshot:
+            self._unconfirmed[replica] = set(self._held.get(replica, ()))
+        for digest, tier in update.moved.items():
+            self.move(replica, digest, tier)
+        if replica in self._unconfirmed:
+            self._unconfirmed[replica].difference_update(update.moved)
+        if update.ends_snapshot:
+            for digest in self._unconfirmed.pop(replica, ()):
+                self.move(replica, digest, _NOWHERE)
 
     def move(self, replica: str, digest: str, tier: Residency) -> None:
         """It has the adapter there now and no nearer."""
@@ -52,6 +65,11 @@ class Residents:
         """The replicas where requests wait for the adapter, so that it is on its way there."""
         return self._coming.get(digest, ())
 
+    def is_or_comes(self, replica: str, digest: str) -> bool:
+        """Whether the adapter is on that GPU, or on its way there."""
+        on_gpu = self.tier(replica, digest) is Residency.GPU
+        return on_gpu or replica in self.coming_to(digest)
+
     def wait(self, replica: str, digest: str) -> None:
         """One more request waits there for the adapter."""
         self._coming.setdefault(digest, Counter())[replica] += 1
@@ -65,6 +83,7 @@ class Residents:
 
     def forget(self, replica: str) -> None:
         """It is gone."""
+        self._unconfirmed.pop(replica, None)
         for digest, tier in self._held.pop(replica, {}).items():
             self._take_out(tier, digest, replica)
 
@@ -76,7 +95,7 @@ class Residents:
             del self._holders[tier][digest]
 
 
-def take_one(counts: Counter[str], key: str) -> None:
+def take_one(counts: Counter[K], key: K) -> None:
     """One less of it; a count of 0 is not kept."""
     counts[key] -= 1
     if not counts[key]:

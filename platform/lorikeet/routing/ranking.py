@@ -1,0 +1,198 @@
+"""Which replica a request should go to: pure functions, which gateways and the simulator call."""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Generic, NamedTuple, TypeVar
+
+from lorikeet.routing.costs import Costs
+from lorikeet.routing.prefixes import Chain
+from lorikeet_engine.adapter import AdapterRef, Residency
+
+R = TypeVar("R", bound=Hashable)
+
+MOST_ON_GPU = 4
+MOST_NEAR = 2
+"""Replicas of a sample that have the adapter on the GPU, and that have it near."""
+
+
+class Work(NamedTuple):
+    """What a request asks of a replica. rank and adapter_bytes: 0 for the base model.
+
+    sequences: how many will decode for it, which share what of the prompts they can.
+    """
+
+    prompt_tokens: int
+    rank: int = 0
+    adapter_bytes: int = 0
+    sequences: int = 1
+
+
+class Ask(NamedTuple):
+    """A request as routing sees it.
+
+    prefixes: of its prompt, see prefix_chain; empty where nothing is known of it. tenant: None
+    where it is nobody's.
+    """
+
+    work: Work
+    adapter: AdapterRef | None = None
+    prefixes: Chain = ()
+    tenant: str | None = None
+
+    @property
+    def digest(self) -> str | None:
+        """Of its adapter; None for the base model."""
+        return self.adapter.digest if self.adapter else None
+
+
+@dataclass(slots=True)
+class RoutingStatus:
+    """What a replica does at one moment, as far as routing weighs it.
+
+    running: sequences that decode. ranks: Σ rank of their distinct adapters. waiting,
+    waiting_tokens: requests that have no token yet, and their prompts. loading_bytes: adapters on
+    their way to its GPU. room_bytes: what of the arena is free or could be evicted now; None where
+    nobody knows, which is taken for room enough.
+    """
+
+    running: int = 0
+    ranks: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    loading_bytes: int = 0
+    room_bytes: int | None = None
+
+
+class Option(NamedTuple, Generic[R]):
+    """A replica that could take the request, and what is known of it.
+
+    costs: of steps and loads there. tier: where it has the adapter. running: whether a sequence of
+    that adapter decodes there. lost_uses: see the function of that name. cached_tokens: how many of
+    the prompt's it has computed before. arriving: whether the adapter is on its way to its GPU
+    already, its bytes among those of `status`. turn: what share of all that waits there comes
+    before the request, since tenants take turns.
+    """
+
+    replica: R
+    status: RoutingStatus
+    costs: Costs
+    tier: Residency = Residency.GPU
+    running: bool = False
+    lost_uses: float = 0.0
+    cached_tokens: int = 0
+    arriving: bool = False
+    turn: float = 1.0
+
+
+class Cost(NamedTuple):
+    """What a request is expected to cost at a replica, part by part, seconds.
+
+    prefill_s: of its own prompt. queue_s: the prompts before it, and a place in the batch. load_s:
+    of its adapter from its tier; it overlaps with the queue. others_s: what other requests lose by
+    it. copy_s: what it is worth not to make one more copy of the adapter, and of what goes for it.
+    """
+
+    prefill_s: float
+    queue_s: float
+    load_s: float
+    others_s: float
+    copy_s: float
+
+    @property
+    def total_s(self) -> float:
+        """What replicas are compared by."""
+        return self.prefill_s + self.others_s + max(self.queue_s, self.load_s) + self.copy_s
+
+
+class Candidate(NamedTuple, Generic[R]):
+    """A replica that was considered, where it had the adapter, and what was expected of it."""
+
+    replica: R
+    tier: Residency
+    cost: Cost
+
+
+class Holders(NamedTuple, Generic[R]):
+    """Who has a request's adapter.
+
+    on_gpu: those with it on the GPU or on its way there. near: with it on the host; where there are
+    none, on the disk. rendezvous: asked where nobody has it, for the replicas to which all gateways
+    then send it.
+    """
+
+    on_gpu: Sequence[R]
+    near: Sequence[R]
+    rendezvous: Callable[[], Sequence[R]]
+
+
+def candidate_sample(holders: Holders[R] | None, everyone: Sequence[R], rng: Random) -> list[R]:
+    """The few replicas to look at, each once: however many there are, a request costs the same.
+
+    Some with the adapter on the GPU, some near it, and two at random: the better of two is almost
+    as good as the best of all (Mitzenmacher, "The power of two choices", 2001). holders: None for
+    the base model.
+    """
+    few: list[R] = []
+    if holders is not None:
+        near = holders.near if holders.on_gpu or holders.near else holders.rendezvous()
+        few = _some(holders.on_gpu, MOST_ON_GPU, rng) + _some(near, MOST_NEAR, rng)
+    one = int(rng.random() * len(everyone))
+    other = (one + 1 + int(rng.random() * (len(everyone) - 1))) % len(everyone)
+    return list(dict.fromkeys([*few, everyone[one], everyone[other]]))
+
+
+def rank(work: Work, options: Iterable[Option[R]], *, fetchable: bool = True) -> list[Candidate[R]]:
+    """The replicas by expected cost, the least first; equals keep their order.
+
+    fetchable: False where adapters cannot be fetched, so that who has it, anywhere, comes first.
+    """
+    candidates = [Candidate(each.replica, each.tier, expected_cost(work, each)) for each in options]
+    candidates.sort(key=lambda candidate: candidate.cost.total_s)
+    if not fetchable:
+        candidates.sort(key=lambda candidate: candidate.tier is Residency.REMOTE)
+    return candidates
+
+
+def expected_cost(work: Work, option: Option[R]) -> Cost:
+    """What the request would cost there, in seconds to its first token.
+
+    The wait for the prompts before it and the load overlap. Others pay in three ways: while this
+    prompt is computed they decode slowly; with it each of their steps is longer, by its rank if its
+    adapter is not in the batch yet; and what is evicted for it will be missed.
+    """
+    costs, status = option.costs, option.status
+    steps = costs.steps
+    step_s = steps.decode_s(status.running, status.ranks)
+    tokens = max(1, work.prompt_tokens - option.cached_tokens)
+    prefill_s = steps.prefill_s(tokens, work.rank, status.running, status.ranks)
+    ahead = option.turn * status.waiting
+    wait_s = option.turn * status.waiting_tokens * steps.prompt_token_s
+    wait_s += ahead * (step_s - steps.base_s)
+    missing = work.sequences - (steps.max_running - status.running - ahead)
+    if missing > 0:  # a sequence ends every answer_tokens / max_running steps
+        wait_s += missing * step_s * costs.answer_tokens / steps.max_running
+    new_ranks = 0 if option.running else work.rank
+    longer_s = steps.sequence_s * work.sequences + steps.rank_s * new_ranks
+    delay_s = status.running * (prefill_s + costs.answer_tokens * longer_s)
+    delay_s += status.waiting * costs.answer_tokens * longer_s
+    new_bytes = 0 if option.arriving else work.adapter_bytes
+    load_s, copy_s = costs.loads.load_s(option.tier, status.loading_bytes + new_bytes), 0.0
+    if option.tier is not Residency.GPU and not option.arriving:
+        if status.room_bytes is not None and status.room_bytes < work.adapter_bytes:
+            load_s += costs.answer_tokens * step_s / max(1, status.running)  # an answer must end
+        copy_s = costs.copy_s + costs.lost_use_s * option.lost_uses
+    return Cost(prefill_s, wait_s, load_s, costs.others * delay_s, copy_s)
+
+
+def lost_uses(new_bytes: int, free_bytes: int, victim_bytes: int, victim_uses: float) -> float:
+    """Recent uses of what an arena would evict for new_bytes.
+
+    An estimate, from the adapter that would be evicted first.
+    """
+    missing = new_bytes - free_bytes
+    return victim_uses * max(1.0, missing / victim_bytes) if missing > 0 else 0.0
+
+
+def _some(of: Sequence[R], most: int, rng: Random) -> list[R]:
+    return list(of) if len(of) <= most else rng.sample(of, most)

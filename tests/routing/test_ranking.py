@@ -1,0 +1,209 @@
+"""What the cost of a replica depends on, and in which direction."""
+
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from time import thread_time
+
+import pytest
+
+from lorikeet.rendezvous import CANDIDATES, by_preference, rendezvous_candidates
+from lorikeet.routing.costs import H200_LLAMA_8B as COSTS
+from lorikeet.routing.ranking import (
+    MOST_NEAR,
+    MOST_ON_GPU,
+    Holders,
+    Option,
+    RoutingStatus,
+    Work,
+    candidate_sample,
+    expected_cost,
+    rank,
+)
+from lorikeet_engine.adapter import Residency
+
+MB = 1 << 20
+WORK = Work(prompt_tokens=800, rank=16, adapter_bytes=84 * MB)
+ROOM = 10_000 * MB
+
+
+def status(**changes) -> RoutingStatus:
+    usual = RoutingStatus(running=40, ranks=600, waiting=2, waiting_tokens=1500, room_bytes=ROOM)
+    return replace(usual, **changes)
+
+
+def option(replica="any", now=None, **more) -> Option:
+    return Option(replica, status() if now is None else now, COSTS, **more)
+
+
+def cost_s(work=WORK, now=None, **more) -> float:
+    return expected_cost(work, option(now=now, **more)).total_s
+
+
+def first(*options, work=WORK):
+    return rank(work, options)[0].replica
+
+
+def sample(on_gpu, near, everyone, rng, rendezvous=tuple):
+    return candidate_sample(Holders(on_gpu, near, rendezvous), everyone, rng)
+
+
+def test_nearer_tiers_cost_less():
+    idle = status(waiting=0, waiting_tokens=0)
+    costs = [cost_s(now=idle, tier=tier) for tier in Residency]
+    assert all(nearer < farther for farther, nearer in pairwise(costs))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"waiting_tokens": 9000},
+        {"waiting": 9},
+        {"running": 41},
+        {"running": 250},
+        {"running": 256},
+        {"ranks": 900},
+    ],
+    ids=str,
+)
+def test_a_busier_replica_costs_more(more):
+    for tier in Residency:
+        assert cost_s(now=status(**more), tier=tier) >= cost_s(tier=tier)
+    assert cost_s(now=status(**more)) > cost_s()
+
+
+def test_a_rank_that_is_in_the_batch_already_costs_nothing_more():
+    assert cost_s(running=True) < cost_s()
+    gains = [cost_s(WORK._replace(rank=rank)) - cost_s(running=True) for rank in (8, 16, 32, 64)]
+    assert gains == sorted(gains)
+
+
+def test_a_load_behind_others_in_an_arena_that_is_leased_or_used_costs_more():
+    idle = status(waiting=0, waiting_tokens=0)
+    cold = {"tier": Residency.HOST, "now": idle}
+    for worse in (
+        {"now": replace(idle, loading_bytes=5000 * MB)},
+        {"now": replace(idle, room_bytes=0)},
+        {"lost_uses": 1.0},
+    ):
+        assert cost_s(**{**cold, **worse}) > cost_s(**cold)
+
+
+def test_a_load_overlaps_with_the_wait_for_a_seat():
+    free, full = status(waiting=0, waiting_tokens=0), status(waiting_tokens=40_000)
+    added_when_free_s = cost_s(now=free, tier=Residency.DISK) - cost_s(now=free)
+    added_when_full_s = cost_s(now=full, tier=Residency.DISK) - cost_s(now=full)
+    assert added_when_free_s > added_when_full_s == pytest.approx(COSTS.copy_s)
+
+
+def test_what_is_cached_of_a_prompt_and_a_load_that_has_begun_cost_less():
+    assert cost_s(cached_tokens=640) < cost_s(cached_tokens=64) < cost_s()
+    assert cost_s(cached_tokens=WORK.prompt_tokens + 9) > 0
+    idle = status(waiting=0, waiting_tokens=0)
+    begun = replace(idle, loading_bytes=WORK.adapter_bytes)
+    cold = cost_s(tier=Residency.DISK, now=idle)
+    assert cost_s(now=idle) < cost_s(tier=Residency.DISK, now=begun, arriving=True) < cold
+
+
+def test_many_sequences_cost_others_more_than_one():
+    assert cost_s(WORK._replace(sequences=8)) > cost_s()
+    nearly_full = status(running=250)
+    assert cost_s(WORK._replace(sequences=16), now=nearly_full) > cost_s(
+        WORK._replace(sequences=2), now=nearly_full
+    )
+
+
+def test_the_base_model_goes_where_least_is_to_do():
+    options = [option(i, status(waiting_tokens=n)) for i, n in enumerate((900, 300, 600))]
+    ranked = rank(Work(prompt_tokens=100), options)
+    assert [each.replica for each in ranked] == [1, 2, 0]
+
+
+def test_equal_replicas_keep_their_order():
+    assert first(option("first"), option("second")) == "first"
+
+
+def test_while_nothing_can_be_fetched_who_has_the_adapter_comes_first():
+    tiers = zip("rdhg", sorted(Residency), (0, 90_000, 90_000, 90_000), strict=True)
+    options = [option(name, status(waiting_tokens=n), tier=tier) for name, tier, n in tiers]
+    assert [each.replica for each in rank(WORK, options)] == [*"rgdh"]
+    assert [each.replica for each in rank(WORK, options, fetchable=False)] == [*"gdhr"]
+
+
+def test_a_hot_adapter_spreads_once_its_replica_is_busy_enough_and_no_sooner():
+    elsewhere = option("elsewhere", status(waiting_tokens=0), tier=Residency.HOST)
+    chosen = [
+        first(option("home", status(waiting_tokens=tokens), running=True), elsewhere)
+        for tokens in range(0, 60_000, 500)
+    ]
+    assert chosen == sorted(chosen, reverse=True)  # once away, it does not come back
+    assert chosen[0] == "home"
+    assert chosen[-1] == "elsewhere"
+
+
+def test_a_sample_has_holders_those_near_and_two_at_random_once_each():
+    rng, everyone = Random(1), list(range(1000))
+    for residents in ([], [5], list(range(MOST_ON_GPU)), everyone):
+        for _ in range(50):
+            few = sample(residents, [5, 7], everyone, rng)
+            assert len(few) == len(set(few))
+            assert {5, 7} <= set(few)
+            from_residents = min(len(residents), MOST_ON_GPU)
+            assert len(few) <= from_residents + MOST_NEAR + 2
+            assert set(few[:from_residents]) <= set(residents)
+
+
+def test_of_two_replicas_both_are_looked_at():
+    assert all(len(candidate_sample(None, [0, 1], Random(seed))) == 2 for seed in range(50))
+    assert candidate_sample(None, [0], Random(1)) == [0]
+
+
+def test_every_resident_and_every_replica_gets_its_turn():
+    rng, everyone = Random(1), list(range(30))
+    seen = {one for _ in range(500) for one in sample(range(10), (), everyone, rng)}
+    assert seen == set(everyone)
+
+
+def test_rendezvous_candidates_are_looked_at_where_nobody_has_the_adapter():
+    rng, everyone = Random(1), list(range(1000))
+    assert {5, 7} <= set(sample((), (), everyone, rng, lambda: [5, 7]))
+    assert 5 not in sample([1], (), everyone, rng, lambda: [5])
+    assert 5 not in sample((), [1], everyone, rng, lambda: [5])
+
+
+def test_rendezvous_candidates_are_the_first_by_preference_remembered_or_not():
+    replicas = tuple(f"r{i}" for i in range(20))
+    for digest in ("a", "b", "a"):
+        wanted = by_preference(digest, replicas)[:CANDIDATES]
+        assert rendezvous_candidates(digest, replicas) == wanted
+
+
+def test_one_choice_takes_less_than_0_3_ms():
+    """64 replicas, 10,000 adapters; every second choice has to find rendezvous candidates."""
+    rng, replicas, took_s = Random(1), tuple(f"replica-{i}" for i in range(64)), []
+    statuses = {name: status(running=rng.randrange(200)) for name in replicas}
+    residents = {digest: rng.sample(replicas, 1 + digest % 5) for digest in range(10_000)}
+    for request in range(4000):
+        digest = request // 2
+        began_s = thread_time()
+        here = residents[digest]
+        near = rendezvous_candidates(str(digest), replicas)
+        rank(
+            WORK,
+            [
+                option(name, statuses[name], tier=Residency.GPU if name in here else Residency.DISK)
+                for name in sample(here, near, replicas, rng)
+            ],
+        )
+        took_s.append(thread_time() - began_s)
+    assert sorted(took_s)[3960] <= 0.3e-3
+
+
+@pytest.mark.parametrize("tier", Residency)
+def test_the_wait_and_the_load_overlap_and_all_else_adds_up(tier):
+    cost = expected_cost(WORK, option(tier=tier, lost_uses=2.0))
+    assert all(part >= 0 for part in cost)
+    longer_s, shorter_s = max(cost.queue_s, cost.load_s), min(cost.queue_s, cost.load_s)
+    assert cost.total_s == pytest.approx(sum(cost) - shorter_s)
+    assert (cost.load_s == cost.copy_s == 0) == (tier is Residency.GPU)
+    assert longer_s > 0

@@ -1,0 +1,11 @@
+"""What a simulated replica must have settled once its run is over."""
+
+from lorikeet.simulator.replica import Replica
+
+
+def idle(replica: Replica) -> bool:
+    """Nothing is left that it would do."""
+    arena = replica.arena
+    leased = (each.leases > (adapter in arena._kept) for adapter, each in arena.residents.items())
+    queues = (replica.waiting, replica._blocked, replica.turns, replica._ends, replica.decoding)
+    return not replica._prompts and not any(queues) and not any(leased) and not replica.outstanding

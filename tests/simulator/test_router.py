@@ -1,0 +1,106 @@
+"""The simulator's router and a gateway's fleet rank the same replicas alike."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from lorikeet.routing.fleet import Fleet as GatewaysFleet
+from lorikeet.routing.ranking import Ask, Work
+from lorikeet.routing.status_update import StatusUpdate
+from lorikeet.simulator.fleet import Fleet
+from lorikeet.simulator.replica import Replica
+from lorikeet.simulator.router import LeastCost
+from lorikeet.simulator.traffic import Scenario
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.residency.eviction import LeastUsedForItsSize
+from lorikeet_engine.status import LiveStats, Victim
+
+SCENARIO = Scenario(
+    adapters=200,
+    gpu_room=0.05,
+    disk_room=0.3,
+    base_share=0.2,
+    hot_share=0.2,
+    duration_s=60.0,
+    gateways=1,
+    news_s=0.0,
+)
+
+
+def ref(fleet: Fleet, adapter: int) -> AdapterRef:
+    return AdapterRef("any", fleet.names[adapter], 1, fleet.names[adapter])
+
+
+def ask(fleet: Fleet, adapter: int | None, prompt_tokens: int) -> Ask:
+    if adapter is None:
+        return Ask(Work(prompt_tokens))
+    work = Work(prompt_tokens, fleet.ranks[adapter], fleet.sizes[adapter])
+    return Ask(work, ref(fleet, adapter))
+
+
+def live_stats(replica: Replica, now_s: float) -> LiveStats:
+    """What an engine in this replica's place would say."""
+    arena, status, victim = replica.arena, replica.status, None
+    if arena._front():
+        _, adapter = arena._by_worth[0]
+        victim = Victim(arena._sizes[adapter], arena.uses(adapter, now_s))
+    return LiveStats(
+        decoding=status.running,
+        waiting=status.waiting,
+        pending_tokens=status.waiting_tokens,
+        ranks=status.ranks,
+        loading_bytes=status.loading_bytes,
+        free_bytes=arena.free,
+        room_bytes=arena.room,
+        victim=victim,
+    )
+
+
+def gateways_fleet(fleet: Fleet, now_s: float) -> GatewaysFleet:
+    """That of a gateway which has sent all requests of this moment, and has just heard of them."""
+    known = GatewaysFleet(lambda: now_s, Random(1), fleet.setup.costs)
+    known.exist([replica.name for replica in fleet.replicas])
+    for replica in fleet.replicas:
+        for adapter in (*replica.waiting, *replica.decoding):
+            request_id = f"{replica.name} {adapter}"
+            known.expect(request_id)
+            known.intend(request_id, replica.name, ask(fleet, adapter, 1))
+            if adapter in replica.decoding:
+                known.begun(request_id)
+        held = (*replica.arena.residents, *replica.host, *replica.disk)
+        moved = {fleet.names[adapter]: replica.tier(adapter) for adapter in held}
+        known.heard(replica.name, StatusUpdate(1, live_stats(replica, now_s), moved), age_s=0.0)
+    return known
+
+
+class Compared(LeastCost):
+    """The simulator's router; what both say of every tenth request is compared."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=1)
+        self.looked_at: list[int] = []
+
+    def rank(self, fleet, request, now_s):
+        simulated = super().rank(fleet, request, now_s)
+        if request % 10 == 0:
+            asked = ask(fleet, fleet.adapter_of[request], fleet.prompts[request])
+            real = gateways_fleet(fleet, now_s).rank(asked)
+            ours = [each._replace(replica=each.replica.name) for each in simulated]
+            both = {each.replica for each in ours} & {each.replica for each in real}
+            assert [each for each in ours if each.replica in both] == [
+                each for each in real if each.replica in both
+            ]
+            self.looked_at.append(len(both))
+        return simulated
+
+
+@pytest.mark.parametrize("replicas", [2, 6])
+def test_the_simulator_and_a_gateways_fleet_rank_equal_candidates_alike(replicas):
+    scenario, router = replace(SCENARIO, replicas=replicas), Compared()
+    fleet = Fleet(scenario.setup(), scenario.requests(), router, LeastUsedForItsSize())
+    fleet.run()
+    assert len(router.looked_at) > 100
+    assert sum(router.looked_at) > 1.5 * len(router.looked_at)
+    if replicas == 2:  # a sample then has both
+        assert set(router.looked_at) == {2}
