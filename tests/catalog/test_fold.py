@@ -118,7 +118,7 @@ def check_adapter(record: AdapterRecord) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(ACTS, max_size=40))
 def test_what_always_holds(acts: list[tuple]) -> None:  # type: ignore[type-arg]
-    tenant = TenantSaved(name="a", max_concurrent=None)
+    tenant = TenantSaved(name="a")
     start = (CatalogCreated(), tenant)
     entries = [Entry(seq=1, nonce="n", actor="ann", time=1.0, changes=start)]
     states = [fold(CatalogState(), entries)]
@@ -176,7 +176,7 @@ def stored(state: CatalogState) -> CatalogView:
 
 def test_a_fold_shares_what_it_does_not_change() -> None:
     facts = BlobFacts("1", 10, 8, "demo")
-    tenants = [TenantSaved(name=name, max_concurrent=None) for name in "ab"]
+    tenants = [TenantSaved(name=name) for name in "ab"]
     start = fold(
         CatalogState(), [Entry(seq=1, nonce="", actor="", time=1.0, changes=tuple(tenants))]
     )

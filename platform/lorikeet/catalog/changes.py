@@ -33,10 +33,9 @@ class CatalogCreated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantSaved:
-    """A tenant was made. In old logs also: its limit was changed; TenantTermsSet says that now."""
+    """A tenant was made."""
 
     name: str
-    max_concurrent: int | None = None
     type: Literal["tenant_saved"] = "tenant_saved"
 
 
@@ -47,25 +46,6 @@ class TenantTermsSet:
     tenant: str
     terms: TenantTerms
     type: Literal["tenant_terms_set"] = "tenant_terms_set"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PinBudgetSet:
-    """In old logs: what a tenant's pins may take. TenantTermsSet says that now."""
-
-    tenant: str
-    pin_budget_bytes: int | None
-    type: Literal["pin_budget_set"] = "pin_budget_set"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterLimitsSet:
-    """In old logs: how large a tenant's new adapters may be. TenantTermsSet says that now."""
-
-    tenant: str
-    max_rank: int | None
-    max_adapter_bytes: int | None
-    type: Literal["adapter_limits_set"] = "adapter_limits_set"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,8 +212,6 @@ Change = Annotated[
     CatalogCreated
     | TenantSaved
     | TenantTermsSet
-    | PinBudgetSet
-    | AdapterLimitsSet
     | KeyCreated
     | KeyTermsSet
     | KeyReplaced

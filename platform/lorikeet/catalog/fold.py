@@ -15,7 +15,6 @@ from lorikeet.catalog.adapter_fold import (
     version_retired,
 )
 from lorikeet.catalog.changes import (
-    AdapterLimitsSet,
     AdapterRetired,
     AdapterShared,
     AliasMoved,
@@ -27,7 +26,6 @@ from lorikeet.catalog.changes import (
     KeyReplaced,
     KeyRevoked,
     KeyTermsSet,
-    PinBudgetSet,
     Pinned,
     ShareEnded,
     ShareGiven,
@@ -49,7 +47,7 @@ from lorikeet.catalog.records import (
     pin_key,
 )
 from lorikeet.catalog.state import CatalogState
-from lorikeet.catalog.terms import TenantTerms, with_terms
+from lorikeet.catalog.terms import with_terms
 
 
 def fold(state: CatalogState, entries: Iterable[Entry]) -> CatalogState:
@@ -136,14 +134,11 @@ class _Draft:
 
     def _apply(self, change: Change, entry: Entry) -> None:
         match change:
-            case TenantSaved():
-                self._save_tenant(change, entry.time)
-            case TenantTermsSet():
-                self._set_terms(change.tenant, change.terms)
-            case PinBudgetSet():
-                self._set_terms(change.tenant, {"pin_budget_bytes": change.pin_budget_bytes})
-            case AdapterLimitsSet(max_rank=rank, max_adapter_bytes=size):
-                self._set_terms(change.tenant, {"max_rank": rank, "max_adapter_bytes": size})
+            case TenantSaved(name=name):
+                self._tenants[name] = Holdings(TenantRecord(name, entry.time))
+            case TenantTermsSet(tenant=tenant, terms=terms):
+                before = self._holdings(tenant)
+                self._tenants[tenant] = replace(before, record=with_terms(before.record, terms))
             case KeyCreated():
                 self._create_key(change, entry.time)
             case KeyTermsSet():
@@ -233,15 +228,6 @@ class _Draft:
         read = self._part.holdings(tenant)
         assert read is not None
         return read
-
-    def _save_tenant(self, change: TenantSaved, time: float) -> None:
-        if change.name not in self._tenants:
-            self._tenants[change.name] = Holdings(TenantRecord(change.name, time))
-        self._set_terms(change.name, {"max_concurrent": change.max_concurrent})
-
-    def _set_terms(self, tenant: str, terms: TenantTerms) -> None:
-        before = self._holdings(tenant)
-        self._tenants[tenant] = replace(before, record=with_terms(before.record, terms))
 
     def _create_key(self, change: KeyCreated, time: float) -> None:
         if part_of(change.id) == self._number:

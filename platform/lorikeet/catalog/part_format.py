@@ -24,12 +24,7 @@ from lorikeet.catalog.terms import terms_of, with_terms
 from lorikeet_engine.adapter import Residency
 
 SCHEMA = 2
-"""Raised whenever an older reader could misread what is written.
-
-1 had four of a tenant's terms, each at its place, and none of a key's.
-"""
-
-_TERMS_OF_1 = ("max_concurrent", "pin_budget_bytes", "max_rank", "max_adapter_bytes")
+"""Raised whenever an older reader could misread what is written."""
 
 Json = Any
 
@@ -48,9 +43,8 @@ def encode_holdings(holdings: Holdings) -> bytes:
 
 
 def decode_holdings(tenant: str, data: bytes) -> Holdings:
-    """What encode_holdings wrote, today or for schema 1."""
-    *first, created, key_ids, adapters = json.loads(data)
-    terms = first[0] if len(first) == 1 else dict(zip(_TERMS_OF_1, first, strict=True))
+    """What encode_holdings wrote."""
+    terms, created, key_ids, adapters = json.loads(data)
     return Holdings(
         with_terms(TenantRecord(tenant, created), terms),
         {name: _adapter(tenant, name, row) for name, row in adapters.items()},
@@ -66,9 +60,8 @@ def key_row(key: KeyRecord) -> Json:
 
 
 def key_of(key_id: str, row: Json) -> KeyRecord:
-    """What key_row wrote, today or for schema 1."""
-    tenant, scopes, sha256, created, revoked, *more = row
-    replaced_by, terms = more or (None, {})
+    """What key_row wrote."""
+    tenant, scopes, sha256, created, revoked, replaced_by, terms = row
     key = KeyRecord(key_id, tenant, frozenset(map(Scope, scopes)), sha256, created, bool(revoked))
     return with_terms(replace(key, replaced_by=replaced_by), terms)
 

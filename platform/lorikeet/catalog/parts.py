@@ -82,14 +82,14 @@ def part_to_bytes(part: Part) -> bytes:
 def part_from_bytes(data: bytes, digest: str) -> Part:
     """Read a part back; `digest` is the SHA-256 of `data`, which somebody has checked.
 
-    Raises StoreError for what a newer release wrote.
+    Raises StoreError for what another release wrote.
     """
     first, *tenants = data.split(b"\n")
     head = json.loads(first)
-    if head["schema"] > SCHEMA:
+    if head["schema"] != SCHEMA:
         raise StoreError(
-            f"part {digest} has schema {head['schema']} and this process reads up to {SCHEMA}: "
-            "a newer release writes this catalog, upgrade this one"
+            f"part {digest} has schema {head['schema']} and this process reads {SCHEMA}: "
+            "another release writes this catalog, upgrade this one"
         )
     lines = (line.partition(b" ") for line in tenants)
     pins = map(pin_of, head["pins"])
