@@ -14,7 +14,7 @@ from lorikeet.cli.names import (
     parse_tenant,
     parse_version,
 )
-from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
+from lorikeet.cli.output import AsJson, moment, print_answer, print_json, print_line, print_table
 from lorikeet.cli.server import admin
 from lorikeet.sizes import show_size
 
@@ -120,11 +120,12 @@ def promote(
     version = parse_version(adapter)
     body = {"version": version, "alias": alias, "expect": expect, "share": share}
     answer = admin(ctx).post(f"/adapters/{adapter.path}/promote", body)
-    if share is not None and not as_json:
-        label = f"{adapter.tenant}/{adapter.name}@{alias}"
-        print_line(f"{_percent(share)} of [cyan]{label}[/cyan] now goes to version {version}.")
-        return
-    _print_alias(adapter, alias, answer, as_json)
+    if share is None:
+        _print_alias(adapter, alias, answer, as_json)
+    else:
+        label = f"[cyan]{adapter.path}@{alias}[/cyan]"
+        text = f"{_percent(share)} of {label} now goes to version {version}."
+        print_answer(answer, text, as_json)
 
 
 def rollback(
@@ -145,18 +146,8 @@ def retire(ctx: typer.Context, adapter: AdapterPerhapsVersion, as_json: AsJson =
     """
     version = None if adapter.selector is None else parse_version(adapter)
     answer = admin(ctx).post(f"/adapters/{adapter.path}/retire", {"version": version})
-    if as_json:
-        print_json(answer)
-        return
     which = "" if version is None else f"@{version}"
-    print_line(f"Retired [cyan]{adapter.tenant}/{adapter.name}{which}[/cyan].")
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("list")(list_adapters)
-    for command in (show, promote, rollback, retire):
-        app.command()(command)
+    print_answer(answer, f"Retired [cyan]{adapter.path}{which}[/cyan].", as_json)
 
 
 def _summary(adapter: dict[str, Any]) -> list[Any]:
@@ -204,9 +195,5 @@ def _version_row(version: dict[str, Any]) -> list[Any]:
 
 
 def _print_alias(adapter: Name, alias: str, answer: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(answer)
-        return
-    print_line(
-        f"[cyan]{adapter.tenant}/{adapter.name}@{alias}[/cyan] is now version {answer['version']}."
-    )
+    text = f"[cyan]{adapter.path}@{alias}[/cyan] is now version {answer['version']}."
+    print_answer(answer, text, as_json)

@@ -1,32 +1,29 @@
 """The root command: where the server is, who is asking, and what a failure looks like."""
 
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
 
-from lorikeet.cli import (
-    adapters,
-    bench,
-    capacity,
-    catalog,
-    convert,
-    doctor,
-    garbage,
-    history,
-    keys,
-    pins,
-    register,
-    settings,
-    smoke,
-    status,
-    tenants,
-    usage,
-    why,
-)
+from lorikeet.cli import bench, keys, tenants
+from lorikeet.cli.adapters import list_adapters, promote, retire, rollback, show
+from lorikeet.cli.capacity import capacity
+from lorikeet.cli.catalog import init, snapshot
+from lorikeet.cli.convert import convert
+from lorikeet.cli.doctor import doctor
+from lorikeet.cli.garbage import gc
+from lorikeet.cli.history import log, restore
 from lorikeet.cli.output import print_error
+from lorikeet.cli.pins import pin, pins, unpin
+from lorikeet.cli.register import register
 from lorikeet.cli.server import DEFAULT_SERVER, AdminServer
+from lorikeet.cli.settings import settings
+from lorikeet.cli.smoke import smoke
+from lorikeet.cli.status import status
+from lorikeet.cli.usage import usage
+from lorikeet.cli.why import why
 from lorikeet.errors import Conflict, LorikeetError
 from lorikeet_engine.errors import EngineError
 
@@ -86,21 +83,15 @@ def connect(
     ctx.obj = AdminServer(server, key)
 
 
-register.add_to(app)
-adapters.add_to(app)
-convert.add_to(app)
-smoke.add_to(app)
-pins.add_to(app)
-status.add_to(app)
-why.add_to(app)
-usage.add_to(app)
-history.add_to(app)
-catalog.add_to(app)
-garbage.add_to(app)
-capacity.add_to(app)
-doctor.add_to(app)
-settings.add_to(app)
-bench.add_to(app)
+_COMMANDS: tuple[Callable[..., None], ...] = (
+    *(show, promote, rollback, retire, convert, smoke, pin, unpin, pins, status, why),
+    *(usage, log, restore, init, snapshot, gc, capacity, doctor, settings),
+)
+app.command()(register)
+app.command("list")(list_adapters)
+for command in _COMMANDS:
+    app.command()(command)
+app.add_typer(bench.app, name="bench")
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(keys.app, name="keys")
 

@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from lorikeet.cli.isolation import Compared, Run, Seen, Tenant, compare, find_models, quantile
-from lorikeet.cli.output import NOTHING, AsJson, print_error, print_json, print_line, print_table
+from lorikeet.cli.output import (
+    NOTHING,
+    AsJson,
+    print_error,
+    print_json,
+    print_line,
+    print_table,
+    spinner,
+)
 
 EXIT_INTERRUPTED = 130
 PUBLIC_URL = "http://127.0.0.1:8000"
@@ -149,11 +155,6 @@ def isolation(
         raise typer.Exit(1)
 
 
-def add_to(root: typer.Typer) -> None:
-    """Add the group of this file."""
-    root.add_typer(app, name="bench")
-
-
 def _read_keys(file: Path) -> dict[str, str]:
     """Raises typer.BadParameter."""
     try:
@@ -178,18 +179,12 @@ def _rates(given: Sequence[tuple[str, float]], keys: Mapping[str, str]) -> dict[
 
 def _run(url: str, rows: Sequence[Compared], run: Run, *, quiet: bool) -> bool:
     """Send it all; shows what runs where a person watches. Whether it came to its end."""
-    console = Console(stderr=True)
-    hidden = quiet or not console.is_terminal
-    shown = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     whole_s = (len(rows) + 1) * run.seconds
-    with Progress(*shown, console=console, transient=True, disable=hidden) as progress:
-        task = progress.add_task("Beginning", total=None)
-
-        def watch(what: str) -> None:
-            progress.update(task, description=f"{what}; about {whole_s:.0f} s in all")
-
+    with spinner("Beginning", quiet=quiet) as show:
         try:
-            asyncio.run(compare(url, rows, run, watch))
+            asyncio.run(
+                compare(url, rows, run, lambda what: show(f"{what}; about {whole_s:.0f} s in all"))
+            )
         except KeyboardInterrupt:
             return False
     return True

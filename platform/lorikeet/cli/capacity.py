@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from lorikeet.cli.capacity_file import parse_needs, read_needs
-from lorikeet.cli.output import NOTHING, AsJson, print_json, print_line, print_table
+from lorikeet.cli.output import NOTHING, AsJson, print_json, print_line, print_table, spinner
 from lorikeet.simulator.capacity import SEEDS, Capacity, plan_capacity
 from lorikeet.simulator.forecast import Check, Forecast, Needs, Tail
 from lorikeet.sizes import show_size
@@ -75,23 +73,10 @@ def capacity(
         _print(needs, answer)
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command of this file."""
-    app.command()(capacity)
-
-
 def _plan(needs: Needs, *, quiet: bool) -> Capacity:
     """Search, and show which fleet is simulated where a person watches."""
-    console = Console(stderr=True)
-    shown = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    hidden = quiet or not console.is_terminal
-    with Progress(*shown, console=console, transient=True, disable=hidden) as progress:
-        task = progress.add_task("Simulating", total=None)
-
-        def watch(replicas: int) -> None:
-            progress.update(task, description=f"Simulating {_replicas(replicas)}")
-
-        return plan_capacity(needs, watch)
+    with spinner("Simulating", quiet=quiet) as show:
+        return plan_capacity(needs, lambda replicas: show(f"Simulating {_replicas(replicas)}"))
 
 
 def _json(needs: Needs, answer: Capacity) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store import open_store
 from lorikeet.cli.keys import print_secret
-from lorikeet.cli.output import AsJson, print_json, print_line
+from lorikeet.cli.output import AsJson, print_answer
 from lorikeet.cli.server import admin
 from lorikeet.settings import Settings
 
@@ -34,13 +34,4 @@ def snapshot(ctx: typer.Context, as_json: AsJson = False) -> None:
     Example: `lorikeet snapshot`
     """
     answer = admin(ctx).post("/snapshots", {})
-    if as_json:
-        print_json(answer)
-        return
-    print_line(f"There is a snapshot of entry {answer['seq']}.")
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command()(init)
-    app.command()(snapshot)
+    print_answer(answer, f"There is a snapshot of entry {answer['seq']}.", as_json)

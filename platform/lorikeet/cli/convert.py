@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lorikeet.cli.output import AsJson, print_json, print_line
+from lorikeet.cli.output import AsJson, print_answer
 from lorikeet.cli.pickled import PICKLE, read_pickle
 from lorikeet_engine.adapter_format import (
     BaseShape,
@@ -69,15 +69,8 @@ def convert(
         tensors, config = read_pickle(source)
     write_peft_folder(out, tensors, config)
     made = {"folder": str(out), "linears": len(tensors) // 2}
-    if as_json:
-        print_json(made)
-    else:
-        print_line(f"{made['folder']} is a PEFT folder now: {made['linears']} linears.")
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command of this file."""
-    app.command()(convert)
+    text = f"{made['folder']} is a PEFT folder now: {made['linears']} linears."
+    print_answer(made, text, as_json)
 
 
 def _base(path: Path) -> tuple[BaseShape, str]:

@@ -44,11 +44,6 @@ def doctor(
     raise typer.Exit(not can_start(findings))
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command of this file."""
-    app.command()(doctor)
-
-
 def _json(finding: Finding) -> dict[str, str | None]:
     return {
         "check": finding.check,

@@ -51,8 +51,3 @@ def gc(
     if found:
         verb = "would be deleted" if dry_run else "deleted"
         print_line(f"{len(found)} {verb}, {show_size(total)} in all.")
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command of this file."""
-    app.command()(gc)

@@ -8,7 +8,7 @@ import typer
 from lorikeet.cli.adapters import AdapterPerhapsVersion, Tenant
 from lorikeet.cli.moments import parse_since
 from lorikeet.cli.names import Name, parse_adapter, parse_version
-from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
+from lorikeet.cli.output import AsJson, moment, print_answer, print_json, print_line, print_table
 from lorikeet.cli.server import admin
 
 _SHOWN_CHANGES = 3  # of an entry that holds many
@@ -73,18 +73,9 @@ def restore(ctx: typer.Context, adapter: AdapterPerhapsVersion, as_json: AsJson 
     """
     version = None if adapter.selector is None else parse_version(adapter)
     answer = admin(ctx).post(f"/adapters/{adapter.path}/restore", {"version": version})
-    if as_json:
-        print_json(answer)
-        return
     which = "" if version is None else f"@{version}"
     aliases = ", ".join(f"{alias} is version {at}" for alias, at in answer["aliases"].items())
-    print_line(f"Restored [cyan]{adapter.tenant}/{adapter.name}{which}[/cyan]; {aliases}.")
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    for command in (log, restore):
-        app.command()(command)
+    print_answer(answer, f"Restored [cyan]{adapter.path}{which}[/cyan]; {aliases}.", as_json)
 
 
 def _row(entry: Mapping[str, Any]) -> list[Any]:

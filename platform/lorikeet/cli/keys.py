@@ -7,7 +7,7 @@ import typer
 
 from lorikeet.cli.adapters import Tenant
 from lorikeet.cli.names import parse_duration, parse_key_id, parse_tenant
-from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
+from lorikeet.cli.output import AsJson, moment, print_answer, print_json, print_line, print_table
 from lorikeet.cli.server import admin
 from lorikeet.cli.terms import KEY_TERMS, NONE, print_terms, takes
 
@@ -72,11 +72,7 @@ def create(
 
 
 @app.command("list")
-def list_keys(
-    ctx: typer.Context,
-    tenant: Tenant = None,
-    as_json: AsJson = False,
-) -> None:
+def list_keys(ctx: typer.Context, tenant: Tenant = None, as_json: AsJson = False) -> None:
     """List keys by their ids.
 
     The keys themselves are kept nowhere.
@@ -144,11 +140,7 @@ def rotate(
 
 
 @app.command()
-def revoke(
-    ctx: typer.Context,
-    key_id: KeyId,
-    as_json: AsJson = False,
-) -> None:
+def revoke(ctx: typer.Context, key_id: KeyId, as_json: AsJson = False) -> None:
     """Revoke a key, for ever.
 
     It stops working within 5 seconds, on every gateway that reaches the catalog's store.
@@ -156,18 +148,13 @@ def revoke(
     Example: `lorikeet keys revoke key-3f1a97018cd4fa38`
     """
     answer = admin(ctx).delete(f"/keys/{key_id}")
-    if as_json:
-        print_json(answer)
-        return
-    print_line(f"Revoked [cyan]{key_id}[/cyan].")
+    print_answer(answer, f"Revoked [cyan]{key_id}[/cyan].", as_json)
 
 
 def print_secret(key: dict[str, Any], as_json: bool) -> None:
     """A new key, shown once."""
-    if as_json:
-        print_json(key)
-        return
-    print_line(f"{key['key']}\n[dim]Key {key['id']}; it is not shown again.[/dim]")
+    text = f"{key['key']}\n[dim]Key {key['id']}; it is not shown again.[/dim]"
+    print_answer(key, text, as_json)
 
 
 def _row(key: dict[str, Any]) -> list[Any]:

@@ -20,21 +20,10 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """tenant/name, or tenant/name@selector with a version's number or an alias."""
+    """tenant/name, or tenant/name@selector with a version's number or an alias.
 
-    tenant: str
-    name: str
-    selector: str | None = None
-
-    @property
-    def path(self) -> str:
-        """As a part of a URL's path."""
-        return f"{self.tenant}/{self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class Pinned:
-    """What a pin is of: an adapter, perhaps by a selector, or with name None all of a tenant."""
+    name None: all adapters of the tenant, which only pins are of.
+    """
 
     tenant: str
     name: str | None = None
@@ -74,20 +63,14 @@ def parse_name(text: str) -> Name:
     )
 
 
-def parse_pinned(text: str) -> Pinned:
+def parse_pinned(text: str) -> Name:
     """tenant, tenant/name or tenant/name@selector. Raises typer.BadParameter."""
-    if "/" not in text and "@" not in text:
-        return Pinned(parse_tenant(text))
-    name = parse_name(text)
-    return Pinned(name.tenant, name.name, name.selector)
+    return parse_name(text) if "/" in text or "@" in text else Name(parse_tenant(text))
 
 
-def parse_unpinned(text: str) -> Pinned:
+def parse_unpinned(text: str) -> Name:
     """Tenant or tenant/name. Raises typer.BadParameter."""
-    if "/" not in text:
-        return parse_pinned(text)
-    name = parse_adapter(text)
-    return Pinned(name.tenant, name.name)
+    return parse_adapter(text) if "/" in text else parse_pinned(text)
 
 
 def parse_adapter(text: str) -> Name:
@@ -101,9 +84,7 @@ def parse_adapter(text: str) -> Name:
 def parse_version(name: Name) -> int:
     """The selector, which must be a version's number. Raises typer.BadParameter."""
     if name.selector is None or not name.selector.isdecimal():
-        raise typer.BadParameter(
-            f"want a version: {name.tenant}/{name.name}@3 (`lorikeet show` lists them)"
-        )
+        raise typer.BadParameter(f"want a version: {name.path}@3 (`lorikeet show` lists them)")
     return int(name.selector)
 
 

@@ -1,13 +1,15 @@
 """What the commands print: tables for people, JSON for programs, errors on stderr."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +22,14 @@ _SHORT = 16  # characters; a column of no more is never wrapped
 def print_json(value: object) -> None:
     """One JSON document on stdout."""
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_answer(answer: object, text: str, as_json: bool) -> None:
+    """JSON for programs, else one sentence for people, which may hold Rich markup."""
+    if as_json:
+        print_json(answer)
+    else:
+        print_line(text)
 
 
 def print_line(text: str) -> None:
@@ -71,6 +81,17 @@ def moment(unix_s: float | None) -> str | None:
         return datetime.fromtimestamp(unix_s, tz=UTC).strftime("%Y-%m-%d %H:%M")
     except (ValueError, OverflowError, OSError):  # the calendar ends with the year 9999
         return f"{unix_s:.1e} s"
+
+
+@contextmanager
+def spinner(text: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Show where a person watches what goes on, and for how long; yields what changes the text."""
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    hidden = quiet or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+        task = progress.add_task(text, total=None)
+        yield lambda now: progress.update(task, description=now)
 
 
 def _inert(text: str) -> str:

@@ -7,14 +7,14 @@ import typer
 
 from lorikeet.catalog.pin_terms import HIGHEST_PRIORITY
 from lorikeet.cli.names import (
-    Pinned,
+    Name,
     parse_bound,
     parse_count,
     parse_duration,
     parse_pinned,
     parse_unpinned,
 )
-from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
+from lorikeet.cli.output import AsJson, moment, print_answer, print_json, print_line, print_table
 from lorikeet.cli.server import admin
 from lorikeet.sizes import show_size
 
@@ -30,7 +30,7 @@ class Tier(Enum):
 def pin(
     ctx: typer.Context,
     pinned: Annotated[
-        Pinned,
+        Name,
         typer.Argument(
             parser=parse_pinned,
             metavar="TENANT[/NAME[@VERSION|@ALIAS]]",
@@ -87,7 +87,7 @@ def pin(
 def unpin(
     ctx: typer.Context,
     pinned: Annotated[
-        Pinned,
+        Name,
         typer.Argument(parser=parse_unpinned, metavar="TENANT[/NAME]", show_default=False),
     ],
     as_json: AsJson = False,
@@ -99,10 +99,7 @@ def unpin(
     Example: `lorikeet unpin acme/support`
     """
     answer = admin(ctx).delete(f"/pins/{pinned.path}")
-    if as_json:
-        print_json(answer)
-        return
-    print_line(f"Unpinned [cyan]{pinned.path}[/cyan].")
+    print_answer(answer, f"Unpinned [cyan]{pinned.path}[/cyan].", as_json)
 
 
 def pins(ctx: typer.Context, as_json: AsJson = False) -> None:
@@ -122,12 +119,6 @@ def pins(ctx: typer.Context, as_json: AsJson = False) -> None:
         empty="Nothing is pinned.",
     )
     _print_shortfalls([each for pin in answer["data"] for each in pin["shortfalls"]])
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    for command in (pin, unpin, pins):
-        app.command()(command)
 
 
 def _print_pin(answer: dict[str, Any]) -> None:

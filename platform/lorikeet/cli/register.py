@@ -88,11 +88,6 @@ def register(
         print_smoke(answer["smoke"])
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command of this file."""
-    app.command()(register)
-
-
 def _pack(folder: Path, blob: Path) -> str:
     """The digest of the file that this makes of an adapter's folder."""
     try:

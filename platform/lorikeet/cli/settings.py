@@ -89,11 +89,6 @@ def as_written(field: FieldInfo, value: Any) -> str | None:
     return ",".join(value) if type(value) is tuple else str(value)
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command of this file."""
-    app.command()(settings)
-
-
 def _by_name(value: Mapping[str, int | Path]) -> str:
     numbers = set(value.values())
     if len(numbers) == 1 and isinstance(number := numbers.pop(), int):

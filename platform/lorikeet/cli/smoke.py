@@ -55,10 +55,5 @@ def print_smoke(seen: Json) -> None:
         print_warning(warning)
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command of this file."""
-    app.command()(smoke)
-
-
 def _row(prompt: dict[str, Any]) -> list[Any]:
     return [prompt["prompt"], prompt["base"], prompt["adapter"], f"{prompt['equal_share']:.0%}"]

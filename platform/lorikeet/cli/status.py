@@ -39,11 +39,6 @@ def status(ctx: typer.Context, as_json: AsJson = False) -> None:
     )
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command of this file."""
-    app.command()(status)
-
-
 def _pins(counts: dict[str, int] | None) -> str:
     if counts is None:
         return "Pins: not known while the catalog does not answer"

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from lorikeet.cli.names import parse_tenant
-from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
+from lorikeet.cli.output import AsJson, moment, print_answer, print_json, print_line, print_table
 from lorikeet.cli.server import admin
 from lorikeet.cli.terms import TENANT_TERMS, amount, print_terms, takes
 from lorikeet.sizes import show_size
@@ -89,13 +89,9 @@ def create(
     Example: `lorikeet tenants create acme --requests-per-min 600 --concurrent 32`
     """
     answer = admin(ctx).post("/tenants", {"tenant": tenant, **terms})
-    if as_json:
-        print_json(answer)
-        return
-    print_line(
-        f"Tenant [cyan]{tenant}[/cyan] is there;"
-        f" `lorikeet keys create --tenant {tenant}` makes its key."
-    )
+    text = f"Tenant [cyan]{tenant}[/cyan] is there;"
+    text += f" `lorikeet keys create --tenant {tenant}` makes its key."
+    print_answer(answer, text, as_json)
 
 
 @app.command()

@@ -92,11 +92,6 @@ def usage(
         _print_table(answer["data"])
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command of this file."""
-    app.command()(usage)
-
-
 def _print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
     if rows:
         writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")

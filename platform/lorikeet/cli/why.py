@@ -52,11 +52,6 @@ def why(
         _print_attempt(number, attempt, found["adapter"] is not None)
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command of this file."""
-    app.command()(why)
-
-
 def _safe(request_id: str) -> str:
     """Nothing that would lead to another route. Raises typer.BadParameter."""
     if not request_id.replace("-", "").isalnum() or not request_id.isascii():
