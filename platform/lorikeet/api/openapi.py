@@ -67,67 +67,33 @@ def document() -> dict[str, Any]:
         "info": {"title": "Lorikeet", "version": version("lorikeet-serve")},
         "security": [{"key": []}],
         "paths": {
-            "/v1/chat/completions": {
-                "post": _generate(
-                    "Answer a chat", "ChatRequest", "ChatCompletion", "ChatCompletionChunk"
-                )
-            },
-            "/v1/completions": {
-                "post": _generate(
-                    "Continue prompts", "CompletionRequest", "Completion", "Completion"
-                )
-            },
-            "/v1/models": {
-                "get": {
-                    "operationId": "list_models",
-                    "summary": "List models",
-                    "responses": _answers(_json("ModelList")),
-                }
-            },
-            "/v1/models/{model}": {
-                "get": {
-                    "operationId": "get_model",
-                    "summary": "Look up a model",
-                    "parameters": [
-                        {
-                            "name": "model",
-                            "in": "path",
-                            "required": True,
-                            "description": "tenant/name, tenant/name@version or a base model",
-                            "schema": {"type": "string", "minLength": 1},
-                        }
-                    ],
-                    "responses": _answers(_json("Model")),
-                }
-            },
-            "/v1/requests/{request_id}": {
-                "get": {
-                    "operationId": "explain_request",
-                    "summary": "Tell what became of a request",
-                    "parameters": [
-                        {
-                            "name": "request_id",
-                            "in": "path",
-                            "required": True,
-                            "description": "x-request-id, or the answer's own id",
-                            "schema": {"type": "string", "minLength": 1},
-                        }
-                    ],
-                    "responses": _answers(_OBJECT),
-                }
-            },
-            "/v1/usage": {
-                "get": {
-                    "operationId": "get_usage",
-                    "summary": "Sum up what was used",
-                    "parameters": [
-                        _query("from", "date", "the first day, UTC; else the month's"),
-                        _query("to", "date", "the last day, included; else today"),
-                        _query("by", "", "adapter, day, or both with a comma between"),
-                    ],
-                    "responses": _answers(_OBJECT),
-                }
-            },
+            "/v1/chat/completions": _generate(
+                "Answer a chat", "ChatRequest", "ChatCompletion", "ChatCompletionChunk"
+            ),
+            "/v1/completions": _generate(
+                "Continue prompts", "CompletionRequest", "Completion", "Completion"
+            ),
+            "/v1/models": _get("list_models", "List models", _json("ModelList")),
+            "/v1/models/{model}": _get(
+                "get_model",
+                "Look up a model",
+                _json("Model"),
+                _path("model", "tenant/name, tenant/name@version or a base model"),
+            ),
+            "/v1/requests/{request_id}": _get(
+                "explain_request",
+                "Tell what became of a request",
+                _OBJECT,
+                _path("request_id", "x-request-id, or the answer's own id"),
+            ),
+            "/v1/usage": _get(
+                "get_usage",
+                "Sum up what was used",
+                _OBJECT,
+                _query("from", "date", "the first day, UTC; else the month's"),
+                _query("to", "date", "the last day, included; else today"),
+                _query("by", "", "adapter, day, or both with a comma between"),
+            ),
         },
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -138,12 +104,27 @@ def document() -> dict[str, Any]:
 
 def _generate(summary: str, request: str, answer: str, event: str) -> dict[str, Any]:
     events = {"text/event-stream": {"schema": _event(event)}}
-    return {
+    post = {
         "operationId": request,
         "summary": summary,
         "requestBody": {"required": True, "content": _json(request)},
         "responses": _answers(_json(answer) | events),
     }
+    return {"post": post}
+
+
+def _get(
+    operation: str, summary: str, answer: Mapping[str, Any], *parameters: dict[str, Any]
+) -> dict[str, Any]:
+    asked = {"parameters": list(parameters)} if parameters else {}
+    told = {"operationId": operation, "summary": summary, "responses": _answers(answer)}
+    return {"get": told | asked}
+
+
+def _path(name: str, description: str) -> dict[str, Any]:
+    schema = {"type": "string", "minLength": 1}
+    given = {"name": name, "in": "path", "required": True}
+    return given | {"description": description, "schema": schema}
 
 
 def _query(name: str, form: str, description: str) -> dict[str, Any]:
