@@ -17,10 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.adapter_format import (
-    BaseShape,
-    write_blob,
-)
+from lorikeet_engine.adapter_format import BaseShape, write_blob
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.tiers import Tiers
 

@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from lorikeet_engine.errors import ShapeError
-from lorikeet_engine.kernels.lora import LoraGroup, LoraWeights, Segments, begin_step, linear
+from lorikeet_engine.kernels.lora import (
+    LoraDelta,
+    LoraGroup,
+    LoraWeights,
+    Segments,
+    begin_step,
+    linear,
+    linear_before_gate,
+)
 from lorikeet_engine.kernels.lora import tiles as tiles_module
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.gate import expand_and_gate
@@ -43,6 +51,7 @@ LAYERS, LINEARS, LAYER = 3, 7, 1
 QKV = LoraGroup((0, 1, 2), d_in=96, d_outs=(80, 16, 24))
 WIDE = LoraGroup((4, 5), d_in=200, d_outs=(130, 67))
 GATE_UP = LoraGroup((4, 5), d_in=96, d_outs=(130, 130))
+GATE_UP_AS_ONE = LoraGroup((4,), d_in=96, d_outs=(260,))
 DOWN = LoraGroup((6,), d_in=130, d_outs=(72,))
 SMALL = LoraGroup((4, 5), d_in=40, d_outs=(36, 20))
 LONG = LoraGroup((6,), d_in=1300, d_outs=(24,))
@@ -388,3 +397,14 @@ def test_a_product_and_its_delta_in_and_out_of_a_graph(
     for y, delta in (plain, captured):
         torch.testing.assert_close(y, want, rtol=2**-6, atol=2**-6)
         check_delta(step, delta)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="streams are CUDA's")
+@kinds
+def test_a_prefills_gate_is_handed_the_delta_of_one_linear_that_stores_both(kind: Kind) -> None:
+    step = make_step(kind, GATE_UP_AS_ONE, [8, 12], [(0, PREFILL_TOKENS), (1, 30)])
+    lora = begin_step(step.weights, step.segments, len(step.x))
+    weight = torch.zeros(260, 96).to(kind[0], kind[1])
+    _, delta = linear_before_gate(step.x, weight, None, lora, LAYER, GATE_UP_AS_ONE)
+    assert isinstance(delta, LoraDelta)
+    check_delta(step, delta.rows)

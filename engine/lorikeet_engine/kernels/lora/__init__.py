@@ -57,10 +57,9 @@ def linear(
     is rounded to x's dtype once more than a sum in float32 would be. Raises ShapeError.
     """
     if step is not None and step.tiles is not None:
-        pair: tuple[torch.Tensor, LoraDelta] = _cuda("beside").linear_beside_lora(
-            x, weight, bias, step, layer, group
-        )
-        return pair
+        delta = x.new_empty((len(x), sum(group.d_outs)))
+        y, _ = _cuda("beside").linear_beside_lora(x, weight, bias, step, layer, group, delta)
+        return y, LoraDelta(delta, step.tiles.tokens)
     y = product.linear(x, weight, bias)
     if step is not None:
         add_lora(y, x, step.weights, step.segments, layer, group)
@@ -82,7 +81,7 @@ def linear_before_gate(
     fits = step is not None and step.tiles is not None and step.tiles.gate_expands
     if not fits or len(group.linears) != 2:
         return linear(x, weight, bias, step, layer, group)
-    pair: tuple[torch.Tensor, LoraShare] = _cuda("beside").linear_beside_shrink(
+    pair: tuple[torch.Tensor, LoraShare] = _cuda("beside").linear_beside_lora(
         x, weight, bias, step, layer, group
     )
     return pair

@@ -18,7 +18,7 @@ import torch
 
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.shrink import shrink
-from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraShare, LoraStep
+from lorikeet_engine.kernels.lora.types import LoraGroup, LoraShare, LoraStep
 from lorikeet_engine.kernels.product import linear
 
 
@@ -29,34 +29,12 @@ def linear_beside_lora(
     step: LoraStep,
     layer: int,
     group: LoraGroup,
-) -> tuple[torch.Tensor, LoraDelta]:
-    """See the package. Both results may be used on the current stream."""
-    delta = x.new_empty((len(x), sum(group.d_outs)))
-    y, _ = _beside(x, weight, bias, step, layer, group, delta)
-    return y, LoraDelta(delta, step.tiles.tokens)
-
-
-def linear_beside_shrink(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    step: LoraStep,
-    layer: int,
-    group: LoraGroup,
+    delta: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, LoraShare]:
-    """The same, but the share is not expanded yet."""
-    return _beside(x, weight, bias, step, layer, group, None)
+    """The product, and the adapters' share of it, which is expanded into delta if there is one.
 
-
-def _beside(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    step: LoraStep,
-    layer: int,
-    group: LoraGroup,
-    delta: torch.Tensor | None,
-) -> tuple[torch.Tensor, LoraShare]:
+    All three may be used on the current stream.
+    """
     main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
     tiles = step.tiles
     # A single row is multiplied by many small programs, which LoRA's can run among.
