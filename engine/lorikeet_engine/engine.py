@@ -26,7 +26,6 @@ from lorikeet_engine.inbox import Inbox
 from lorikeet_engine.intake import EngineConfig, Intake
 from lorikeet_engine.kv_cache import KVCache
 from lorikeet_engine.models import load_model
-from lorikeet_engine.rank_budget import TimedStep
 from lorikeet_engine.request import Failed, Output, Request, Tokens
 from lorikeet_engine.residency.disk import AdapterSource
 from lorikeet_engine.sampling import Sampler
@@ -48,7 +47,6 @@ class _Flight:
     chunks: list[Chunk]
     draws: Draws
     launch: Launch
-    timed: TimedStep | None
 
 
 class Engine:
@@ -142,8 +140,7 @@ class Engine:
         self._take_in()
         self._tiers.advance()
         outputs = self._fail(self._deadlines.missed())
-        bounds = (self._budget.ranks, self._budget.prompt_tokens) if self._budget else ()
-        plan = self._scheduler.plan(*bounds)
+        plan = self._scheduler.plan(self._budget)
         outputs += self._fail({s.request.request_id: error for s, error in plan.failed})
         before, self._flight = self._flight, None
         if plan.chunks:
@@ -253,15 +250,15 @@ class Engine:
 
     def _launch(self, chunks: list[Chunk], before: "_Flight | None") -> list[Output]:
         drawn = before.draws.drawn if before else None
-        timed = self._budget.launched(chunks) if self._budget else None
+        ranks = self._budget.ranks_of(chunks) if self._budget else None
         launched_s = time.perf_counter()
         try:
             batch = step_input(chunks, self._settings.page_size).upload(self._device, drawn)
             logits = self._runner.forward(batch)
             sequences = [chunk.sequence for chunk in chunks if chunk.completes]
             draws = draw(self._sampler, logits, sequences, self._grammars, drawn)
-            launch = Launch(launched_s, len(chunks), len(batch.segments or ()))
-            self._flight = _Flight(chunks, draws, launch, timed)
+            launch = Launch(launched_s, len(chunks), len(batch.segments or ()), ranks)
+            self._flight = _Flight(chunks, draws, launch)
         except Exception as error:
             return self._step_failed(chunks, error)
         self._scheduler.launched(chunks)
@@ -272,9 +269,9 @@ class Engine:
             drawn = flight.draws.wait()
         except Exception as error:
             return self._step_failed(flight.chunks, error)
-        self._counts.read(flight.launch)
-        if self._budget and flight.timed:
-            self._budget.read(flight.timed)
+        took_s, ranks = self._counts.read(flight.launch), flight.launch.ranks
+        if self._budget and ranks is not None:
+            self._budget.took(took_s, ranks)
         outputs: list[Output] = []
         rows = itertools.count()
         for chunk in flight.chunks:

@@ -75,7 +75,7 @@ class Accounts:
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
         self._waiting: dict[str, Account] = {}
-        self._last = Account("")
+        self._last: Account | None = None  # that stopped waiting
         self._forget_above = _FEW
 
     def __len__(self) -> int:
@@ -106,21 +106,19 @@ class Accounts:
     @property
     def level(self) -> float:
         """The counter to which one that comes is lifted; never falls."""
-        counters = [account.counter for account in self._waiting.values()]
-        return min(counters, default=self._last.counter)
+        counters = [account.counter for account in list(self._waiting.values())]
+        return min(counters, default=self._last.counter if self._last else 0.0)
 
     def ahead_of(self, tenant: str, weight: float) -> float:
         """The tokens' worth that would be served before a request that this tenant sent now.
 
         Its own that waits, and of each other tenant what its turns allow until that is served.
         """
-        waiting = list(self._waiting.values())
-        level = min((account.counter for account in waiting), default=self._last.counter)
         own = self._accounts.get(tenant) or Account(tenant)
-        served_at = max(own.counter, level) + own.backlog / weight
+        served_at = max(own.counter, self.level) + own.backlog / weight
         return own.backlog + sum(
             min(other.backlog, max(0.0, served_at - other.counter) * other.weight)
-            for other in waiting
+            for other in list(self._waiting.values())
             if other is not own
         )
 

@@ -17,12 +17,10 @@ passes are captured for some numbers of tokens, a step takes as long as the next
 is filled up to one that fits.
 """
 
-import time
 from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
-from typing import NamedTuple
 
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.sequence import Chunk
@@ -31,13 +29,6 @@ from lorikeet_engine.sequence import Chunk
 _STEPS = 15
 # Prompts go on even where decodes alone take longer than the goal.
 _LEAST_PROMPT_TOKENS = 128
-
-
-class TimedStep(NamedTuple):
-    """A step that was launched. ranks: Σ rank of its adapters; None if it is not decodes alone."""
-
-    launched_s: float
-    ranks: int | None
 
 
 class RankBudget:
@@ -54,7 +45,6 @@ class RankBudget:
         self._prompt_token_s = costs.prompt_token_s + costs.lora_token_s
         base_s = costs.decode_s(costs.max_running, 0) + costs.lora_s
         self._bases_s = deque([base_s], maxlen=_STEPS)
-        self._read_s = 0.0  # when the last step was
 
     @property
     def ranks(self) -> float:
@@ -69,18 +59,14 @@ class RankBudget:
             tokens = self._sizes[smaller - 1] if smaller < len(self._sizes) else tokens
         return max(_LEAST_PROMPT_TOKENS, tokens - len(decodes))
 
-    def launched(self, chunks: list[Chunk]) -> TimedStep:
-        """A step is about to be launched; its sequences have their leases."""
+    def ranks_of(self, chunks: list[Chunk]) -> int | None:
+        """Σ rank of a step's adapters, for `took`; None if it is not decodes alone."""
         decodes = all(chunk.length == 1 for chunk in chunks)
-        return TimedStep(time.perf_counter(), _sum_of_ranks(chunks) if decodes else None)
+        return _sum_of_ranks(chunks) if decodes else None
 
-    def read(self, step: TimedStep) -> None:
-        """Its tokens are there: it began when it was launched or the step before it was read."""
-        now_s = time.perf_counter()
-        began_s = max(step.launched_s, self._read_s)
-        self._read_s = now_s
-        if step.ranks is not None:
-            self._bases_s.append(now_s - began_s - self._slope_s * step.ranks)
+    def took(self, seconds: float, ranks: int) -> None:
+        """So long a step of decodes took under adapters of this Σ rank."""
+        self._bases_s.append(seconds - self._slope_s * ranks)
 
 
 def _sum_of_ranks(chunks: list[Chunk]) -> int:

@@ -13,6 +13,7 @@ from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, Account, Accounts, Bill
 from lorikeet_engine.kv_cache import KVCache
 from lorikeet_engine.pace import Pace
+from lorikeet_engine.rank_budget import RankBudget
 from lorikeet_engine.request import Terms
 from lorikeet_engine.sequence import Chunk, Sequence
 from lorikeet_engine.step_counts import StepCounts
@@ -83,25 +84,21 @@ class Scheduler:
             return 0.0
         return self._accounts.ahead_of(terms.tenant, terms.weight) / self._pace.per_s
 
-    def plan(
-        self,
-        max_ranks: float = math.inf,
-        prompt_tokens: Callable[[list[Chunk]], int] | None = None,
-    ) -> Plan:
+    def plan(self, goal: RankBudget | None = None) -> Plan:
         """Choose the next step's chunks and give them KV pages; preempts where too few are free.
 
-        max_ranks: an adapter may begin that keeps Σ rank of those that run within this.
-        prompt_tokens: how many of prompts there may be beside these decodes.
+        goal: bounds the ranks of adapters that run, and prompts' tokens beside decodes.
         """
         active = [sequence for sequence in self.running if not sequence.complete]
         chunks = self._decodes(active)
         budget = self._bounds.tokens - len(chunks)
-        if chunks and prompt_tokens is not None:
-            budget = min(budget, prompt_tokens(chunks))
+        if chunks and goal is not None:
+            budget = min(budget, goal.prompt_tokens(chunks))
         prompts = sorted((s for s in active if s.remaining > 1), key=_turn)
         failed: dict[str, AdapterError] = {}
         full = bool(self.waiting)
         if self.waiting and budget and len(active) < self._bounds.sequences:
+            max_ranks = goal.ranks if goal is not None else math.inf
             admission = Admission(
                 self.running, self._bounds.adapters, max_ranks, self._cache, self._adapters
             )

@@ -9,11 +9,15 @@ from lorikeet_engine.sequence import Sequence
 
 
 class Launch(NamedTuple):
-    """A step that was launched then, by perf_counter: its sequences and distinct adapters."""
+    """A step that was launched then, by perf_counter: its sequences and distinct adapters.
+
+    ranks: Σ rank of those, where a RankBudget wants to know.
+    """
 
     at_s: float
     sequences: int
     adapters: int
+    ranks: int | None
 
 
 class StepCounts:
@@ -31,13 +35,18 @@ class StepCounts:
         self.prompt_tokens += sequence.prompt_length
         self.cached_tokens += sequence.progress.cached_tokens
 
-    def read(self, launch: Launch) -> None:
-        """A step's tokens are there."""
+    def read(self, launch: Launch) -> float:
+        """A step's tokens are there; returns the seconds it took.
+
+        It began when it was launched or the step before it was read.
+        """
         now_s = time.perf_counter()
-        self.seconds.add(now_s - max(launch.at_s, self._read_s))
+        took_s = now_s - max(launch.at_s, self._read_s)
+        self.seconds.add(took_s)
         self.sequences.add(launch.sequences)
         self.adapters.add(launch.adapters)
         self._read_s = now_s
+        return took_s
 
     def told(self, sequence: Sequence) -> None:
         """A token of the step that was read last goes to its caller."""

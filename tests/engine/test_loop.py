@@ -130,7 +130,7 @@ def test_a_bug_in_the_engine_fails_what_is_in_flight_and_the_loop_goes_on(engine
     engine.submit(greedy("running", prompt(5), max_tokens=500))
     inbox.until(lambda: inbox.of("running"))
 
-    def plan():
+    def plan(_goal):
         raise AssertionError("the accounts do not add up")
 
     engine._scheduler.plan = plan

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from lorikeet_engine import rank_budget
+from lorikeet_engine import step_counts
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.rank_budget import RankBudget
+from lorikeet_engine.step_counts import Launch, StepCounts
 from lorikeet_engine.warm_up import DummyLease, dummy_chunk
 
 GOAL_S, BASE_S, SLOPE_S = 10e-3, 6e-3, 2e-6
@@ -20,16 +21,25 @@ class Device:
 
     def __init__(self, base_s=BASE_S):
         self.base_s, self.now_s = base_s, 0.0
-        self.dice = random.Random(7)
+        self.dice, self.counts = random.Random(7), StepCounts()
 
     def perf_counter(self):
         return self.now_s
 
     def run(self, budget, ranks, *, more_s=0.0, prompt=0):
         """A step of three sequences, two of them under one adapter of this rank."""
-        step = budget.launched(chunks(ranks, prompt))
+        step = self.launch(budget, ranks, prompt)
         self.now_s += self.base_s + SLOPE_S * ranks + more_s
-        budget.read(step)
+        self.read(budget, step)
+
+    def launch(self, budget, ranks, prompt=0):
+        return Launch(self.now_s, 3, 1, budget.ranks_of(chunks(ranks, prompt)))
+
+    def read(self, budget, step):
+        """As an engine does."""
+        took_s = self.counts.read(step)
+        if step.ranks is not None:
+            budget.took(took_s, step.ranks)
 
     def noise_s(self):
         """3% either way; every tenth step is ten times as slow."""
@@ -45,7 +55,7 @@ def chunks(ranks, prompt=0):
 @pytest.fixture
 def device(monkeypatch):
     device = Device()
-    monkeypatch.setattr(rank_budget, "time", SimpleNamespace(perf_counter=device.perf_counter))
+    monkeypatch.setattr(step_counts, "time", SimpleNamespace(perf_counter=device.perf_counter))
     return device
 
 
@@ -85,12 +95,12 @@ def test_steps_with_prompts_and_idle_time_teach_it_nothing(device):
 
 def test_a_step_launched_before_the_last_was_read_begins_when_that_was(device):
     one = budget(base_s=1e-3)
-    flight = one.launched(chunks(500))
+    flight = device.launch(one, 500)
     for _ in range(20):
         device.now_s += 1e-4
-        following = one.launched(chunks(500))
+        following = device.launch(one, 500)
         device.now_s += BASE_S + SLOPE_S * 500 - 1e-4
-        one.read(flight)
+        device.read(one, flight)
         flight = following
     assert one.ranks == pytest.approx(ROOM)
 

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections import Counter, defaultdict
+from typing import NamedTuple
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import StepCosts
@@ -76,6 +77,16 @@ class ShelfLease:
         self.shelf.leases[self.digest] -= 1
 
 
+class Goal(NamedTuple):
+    """What a RankBudget tells a scheduler."""
+
+    ranks: float
+    tokens: int
+
+    def prompt_tokens(self, _decodes):
+        return self.tokens
+
+
 class World:
     """A scheduler, and a model that draws tokens by hashing what the sequence has so far.
 
@@ -135,7 +146,7 @@ class World:
     def step(self):
         self.steps += 1
         self.shelf.advance()
-        plan = self.scheduler.plan(self.ranks)
+        plan = self.scheduler.plan(Goal(self.ranks, self.bounds.tokens))
         self.failed += plan.failed
         self.check(plan.chunks)
         self.count(plan.chunks)
