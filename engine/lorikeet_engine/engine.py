@@ -93,6 +93,7 @@ class Engine:
         self._counts = StepCounts()
         self._begin()
         self._idle = True
+        self._again_s: float | None = None  # after which adapters want a step
         self._inbox = Inbox()
         self._deadlines = Deadlines(lambda t: self._scheduler.wait_s(t), self._tiers.load_s)
 
@@ -129,7 +130,8 @@ class Engine:
     def wait(self, timeout_s: float | None = None) -> None:
         """Return as soon as a step may have something to do, or after timeout_s."""
         if self._idle:
-            self._wake.wait(self._deadlines.within_s(timeout_s))
+            bounds_s = [s for s in (timeout_s, self._again_s) if s is not None]
+            self._wake.wait(self._deadlines.within_s(min(bounds_s, default=None)))
             self._wake.clear()
 
     def step(self) -> list[Output]:
@@ -138,7 +140,7 @@ class Engine:
         Without overlap, of this one. Raises DeviceLost.
         """
         self._take_in()
-        self._tiers.advance()
+        self._again_s = self._tiers.advance()
         outputs = self._fail(self._deadlines.missed())
         plan = self._scheduler.plan(self._budget)
         outputs += self._fail({s.request.request_id: error for s, error in plan.failed})

@@ -23,7 +23,6 @@ from lorikeet_engine.costs import LoadCosts
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.accounts import Accounts
-from lorikeet_engine.residency.alarm import Alarm
 from lorikeet_engine.residency.arena import DeviceArena
 from lorikeet_engine.residency.copying import Copied, Copies
 from lorikeet_engine.residency.disk import AdapterSource, DiskCache
@@ -97,7 +96,6 @@ class Tiers:
             self._pool, dtype.itemsize, self._residents, self._copies, self._pins, self.where
         )
         self._wake = wake
-        self._alarm = Alarm(wake)
         self._usage = SlotUsage(time.monotonic)
         self._wanted: dict[str, Use] = {}  # wanted and not on the GPU, and who did first
         self._line: dict[str, AdapterRef] = {}  # of these, held on the host
@@ -187,8 +185,11 @@ class Tiers:
             self._usage.leased(use)
         return lease
 
-    def advance(self) -> None:
-        """Between two steps: move what is loaded to the GPU, evict for it, look after pins."""
+    def advance(self) -> float | None:
+        """Between two steps: move what is loaded to the GPU, evict for it, look after pins.
+
+        Returns after how many seconds there is more to do though nothing calls `wake`, if so.
+        """
         for copied in self._copies.over():
             self._arrive(copied)
         for landing in self._loader.landings():
@@ -203,9 +204,7 @@ class Tiers:
         spare = not self._pins.loading and len(self._wanted) == len(self._line)
         self._prefetches.advance(may_load=spare, may_place=not self._line)
         guard_s = self._residents.guarded_for_s(began_s) if self._line else None
-        for delay_s in (retry_s, guard_s):
-            if delay_s is not None:
-                self._alarm.within(delay_s)
+        return min((s for s in (retry_s, guard_s) if s is not None), default=None)
 
     def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU) -> None:
         """Load it up to `tier` and never evict it below, as long as room for others is left."""
@@ -258,7 +257,6 @@ class Tiers:
 
     def close(self) -> None:
         """Load nothing more."""
-        self._alarm.cancel()
         self._watch.close()
         self._loader.close()
         self._copies.close()

@@ -13,7 +13,7 @@ from lorikeet_engine.errors import AdapterLoadFailed, AdapterTooLarge
 from lorikeet_engine.residency.resident import Lease
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.status import TierStatus
-from tests.engine.blobs import SHAPE, Ranks, Shelf, elements, everywhere, until
+from tests.engine.blobs import SHAPE, Ranks, Shelf, elements, everywhere
 
 LIMITS = AdapterLimits(max_rank=16, max_bytes=1 << 20)
 ONE = everywhere(4)
@@ -51,11 +51,15 @@ class Bench:
         )
 
     def until(self, holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
-        def step() -> bool:
-            self.tiers.advance()
-            return holds()
-
-        until(step, self.woken, timeout_s)
+        end_s = time.monotonic() + timeout_s
+        while True:
+            again_s = self.tiers.advance()
+            if holds():
+                return
+            left_s = end_s - time.monotonic()
+            assert left_s > 0, "nothing woke the engine in time"
+            self.woken.wait(left_s if again_s is None else min(left_s, again_s))
+            self.woken.clear()
 
     def bring(self, *refs: AdapterRef, to: Residency = Residency.GPU) -> None:
         def there() -> bool:
