@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lorikeet.cli.moments import AsOf
 from lorikeet.cli.names import (
+    AsOf,
     Name,
     parse_adapter,
     parse_alias,

@@ -6,8 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from lorikeet.cli.adapters import AdapterPerhapsVersion, Tenant
-from lorikeet.cli.moments import parse_since
-from lorikeet.cli.names import Name, parse_adapter, parse_version
+from lorikeet.cli.names import Name, parse_adapter, parse_since, parse_version
 from lorikeet.cli.output import AsJson, moment, print_answer, print_json, print_line, print_table
 from lorikeet.cli.server import admin
 

@@ -1,12 +1,15 @@
-"""Names, counts and durations as they are typed on a command line.
+"""Names, counts, durations and moments as they are typed on a command line.
 
 Names are held to the catalog's own rules before any address is made of them: a `..` in a path
 would lead to another route.
 """
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated
 
 import typer
 
@@ -14,6 +17,8 @@ from lorikeet.catalog.names import check_alias, check_name, check_selector
 from lorikeet.catalog.pin_terms import LONGEST_PIN_S
 from lorikeet.errors import InvalidInput
 from lorikeet.sizes import parse_size
+
+Query = dict[str, str | None]
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -131,6 +136,37 @@ def parse_share(text: str) -> float:
     if not 0 < share < 1:
         raise typer.BadParameter(f"{text!r}: want a share such as 10%, more than 0% and below 100%")
     return share
+
+
+def parse_since(text: str) -> float:
+    """2026-11-21, 2026-11-21T10:00 (UTC) or 2h (ago) in Unix seconds. Raises typer.BadParameter."""
+    if text[-1:] in ("s", "m", "h", "d") and text[:-1].isdecimal():
+        return time.time() - parse_duration(text)
+    try:
+        moment = datetime.fromisoformat(text)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError) as error:
+        raise typer.BadParameter(
+            f"{text!r}: want a time such as 2026-11-21T10:00 (UTC), or 2h for 2 hours ago"
+        ) from error
+
+
+def parse_as_of(text: str) -> Query:
+    """An entry's number, or a time as for parse_since, as a query. Raises typer.BadParameter."""
+    if text.isdecimal() and 1 <= int(text) <= 10**12:
+        return {"as_of_seq": text}
+    return {"as_of_time": str(parse_since(text))}
+
+
+AsOf = Annotated[
+    Query | None,
+    typer.Option(
+        parser=parse_as_of,
+        metavar="ENTRY|TIME|AGO",
+        help="As it was after an entry of `lorikeet log`, at 2026-11-21T10:00 (UTC), or 2h ago.",
+        show_default=False,
+    ),
+]
 
 
 def _checked(check: Callable[[str, str], str], text: str, param: str) -> str:

@@ -106,12 +106,7 @@ LIMITS = (
         "Requests in flight",
         "Requests in flight, over all gateways.",
     ),
-    _amounts(
-        "max_context",
-        "--context",
-        "Context",
-        "Tokens of a prompt with its answer.",
-    ),
+    _amounts("max_context", "--context", "Context", "Tokens of a prompt with its answer."),
 )
 """Of tenants, and of keys beside their tenants'."""
 
@@ -153,16 +148,7 @@ TENANT_TERMS = (
         "Pinned bytes",
         "Of all its pinned adapters, on one replica.",
     ),
-    Term(
-        "max_rank",
-        "--rank",
-        "RANK|none",
-        parse_count,
-        str,
-        "Rank",
-        _NEW,
-        _AS_SERVED,
-    ),
+    Term("max_rank", "--rank", "RANK|none", parse_count, str, "Rank", _NEW, _AS_SERVED),
     _bytes("max_adapter_bytes", "--adapter-bytes", "Bytes of an adapter", _NEW, _AS_SERVED),
 )
 

@@ -17,8 +17,6 @@ _DRAWN = 20_000  # prompts, to tell the longest in a hundred
 class Unreachable(LorikeetError):
     """No number of replicas meets the goals; the message says why."""
 
-    code = "unreachable"
-
 
 def check_floors(needs: Needs, sample: Requests, runs: int) -> None:
     """Goals that one request alone on a GPU would miss, and adapters that fit nowhere.
