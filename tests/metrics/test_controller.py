@@ -3,7 +3,7 @@
 from lorikeet.metrics.controller import Replicas, controller_metrics
 from lorikeet.metrics.page import join, render
 from lorikeet.placement.plan import place_pins
-from lorikeet.placement.promises import Promise, Promises
+from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
 from lorikeet.placement.standing import standings
 from lorikeet_engine.adapter import Residency
 from tests.metrics.scraping import Scraped, check_with_promtool
@@ -21,14 +21,14 @@ def test_pins_are_counted_by_how_they_stand_and_why_not_all_hold() -> None:
     pins = (
         promise(HELD, replicas=1),
         promise(COMING, created=1.0),
-        Promise(nothing.pin, ()),
+        ResolvedPin(nothing.pin, ()),
         promise(ref("poor", "globex"), created=2.0),
         promise(ref("many"), created=3.0, replicas=3),
         # the last two have the same reason twice, and two reasons
         promise(ref("large"), ref("larger"), created=4.0, size=1000),
         promise(ref("a", "initech"), ref("b", "initech"), created=5.0, size=50),
     )
-    promises = Promises(pins, {"globex": 9, "initech": 50})
+    promises = ResolvedPins(pins, {"globex": 9, "initech": 50})
     placement = place_pins(promises, REPORTS)
     found = list(standings(promises, REPORTS, placement))
     assert found == list(standings(promises, REPORTS))
@@ -47,6 +47,6 @@ def test_pins_are_counted_by_how_they_stand_and_why_not_all_hold() -> None:
 
 
 def test_without_replicas_every_pin_says_so() -> None:
-    found = standings(Promises((promise(HELD),)), [])
+    found = standings(ResolvedPins((promise(HELD),)), [])
     page = Scraped(join([render(controller_metrics(found, {}, 0.0), {})]).decode())
     assert page.total("lorikeet_pins_unmet", reason="no_replica") == 1

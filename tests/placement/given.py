@@ -1,10 +1,10 @@
-"""Promises and reports, as short as a test can say them."""
+"""ResolvedPins and reports, as short as a test can say them."""
 
 from lorikeet.catalog.pinned import PinnedVersion
 from lorikeet.catalog.records import PinRecord
 from lorikeet.placement.plan import Placement, place_pins
-from lorikeet.placement.promises import Promise, Promises
 from lorikeet.placement.report import ReplicaReport
+from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.status import AdapterStatus, EngineStatus, TierStatus
 
@@ -23,13 +23,13 @@ def promise(
     priority: int = 0,
     created: float = 0.0,
     size: int = 10,
-) -> Promise:
+) -> ResolvedPin:
     """A pin of the first ref's adapter, or of its tenant where there are several."""
     name = refs[0].name if len(refs) == 1 else None
     pin = PinRecord(
         refs[0].tenant, name, "prod", tier, replicas, priority, "", None, created, "ann"
     )
-    return Promise(pin, tuple(PinnedVersion(each, "tiny", size) for each in refs))
+    return ResolvedPin(pin, tuple(PinnedVersion(each, "tiny", size) for each in refs))
 
 
 def held(
@@ -61,9 +61,11 @@ def report(
 
 
 def place(
-    *promises: Promise,
+    *promises: ResolvedPin,
     reports: list[ReplicaReport] | None = None,
     budgets: dict[str, int] | None = None,
 ) -> Placement:
     everywhere = [report(replica) for replica in REPLICAS]
-    return place_pins(Promises(promises, budgets or {}), everywhere if reports is None else reports)
+    return place_pins(
+        ResolvedPins(promises, budgets or {}), everywhere if reports is None else reports
+    )

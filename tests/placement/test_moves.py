@@ -4,17 +4,17 @@ from dataclasses import replace
 
 from lorikeet.placement.moves import Load, Moves, Release, moves_of
 from lorikeet.placement.plan import place_pins
-from lorikeet.placement.promises import Promise, Promises
 from lorikeet.placement.report import ReplicaReport
+from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
 from lorikeet_engine.adapter import Residency
 from tests.placement.given import held, promise, ref, report
 
 SUPPORT, LEGAL = ref("support"), ref("legal")
 
 
-def moves(new: Promise, reports: list[ReplicaReport], *before: Promise) -> Moves:
+def moves(new: ResolvedPin, reports: list[ReplicaReport], *before: ResolvedPin) -> Moves:
     others = tuple(one for one in before if one.pin.key != new.pin.key)
-    return moves_of(new.pin.key, Promises(before), Promises((*others, new)), reports)
+    return moves_of(new.pin.key, ResolvedPins(before), ResolvedPins((*others, new)), reports)
 
 
 def test_it_loads_what_is_not_there_yet_from_where_it_is() -> None:
@@ -72,8 +72,8 @@ def test_it_is_the_plan_itself_that_is_compared() -> None:
     reports = [report(f"r{n}", gpu=25) for n in range(4)]
     before = tuple(promise(ref(f"a{n}"), replicas=2, created=n) for n in range(5))
     new = promise(LEGAL, replicas=3, priority=1)
-    old_plan = place_pins(Promises(before), reports).plan
-    new_plan = place_pins(Promises((*before, new)), reports).plan
+    old_plan = place_pins(ResolvedPins(before), reports).plan
+    new_plan = place_pins(ResolvedPins((*before, new)), reports).plan
     found = moves(new, reports, *before)
     for replica in old_plan:
         loads = {load.ref.digest for load in found.loads if load.replica == replica}

@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from lorikeet.placement.plan import Keep, Placement
-from lorikeet.placement.promises import Promise
+from lorikeet.placement.decision import PinTarget
+from lorikeet.placement.plan import Placement
+from lorikeet.placement.resolved_pins import ResolvedPin
 from lorikeet.rendezvous import by_preference
 from lorikeet_engine.adapter import AdapterRef, Residency
 from tests.placement.given import REPLICAS, ROOMY, held, place, promise, ref, report
@@ -25,7 +26,7 @@ SUPPORT, LEGAL, SALES = ref("support"), ref("legal"), ref("sales")
 
 def test_a_pin_on_all_replicas_reaches_each():
     placement = place(promise(SUPPORT))
-    keep = {SUPPORT.digest: Keep(SUPPORT, Residency.GPU)}
+    keep = {SUPPORT.digest: PinTarget(SUPPORT, Residency.GPU)}
     assert placement == Placement(dict.fromkeys(REPLICAS, keep), ())
 
 
@@ -53,8 +54,8 @@ def test_the_nearer_of_two_tiers_holds():
     ]
     for adapters in place(*promises).plan.values():
         assert adapters == {
-            SUPPORT.digest: Keep(SUPPORT, Residency.GPU),
-            LEGAL.digest: Keep(LEGAL, Residency.DISK),
+            SUPPORT.digest: PinTarget(SUPPORT, Residency.GPU),
+            LEGAL.digest: PinTarget(LEGAL, Residency.DISK),
         }
 
 
@@ -90,14 +91,14 @@ def test_more_replicas_asked_for_than_there_are_is_all_and_is_said():
 
 
 def test_a_pin_that_names_nothing_or_is_served_nowhere_is_said():
-    nothing = Promise(promise(SUPPORT).pin, ())
+    nothing = ResolvedPin(promise(SUPPORT).pin, ())
     assert [each.ref for each in place(nothing).shortfalls] == [None]
     (shortfall,) = place(promise(SUPPORT), reports=[]).shortfalls
     assert shortfall.reason == "no replica of tiny reports"
 
 
 def test_a_pin_of_a_tenant_without_adapters_lacks_nothing():
-    assert place(Promise(promise(SUPPORT, LEGAL).pin, ())).shortfalls == ()
+    assert place(ResolvedPin(promise(SUPPORT, LEGAL).pin, ())).shortfalls == ()
 
 
 def test_the_higher_priority_is_kept_then_the_older_pin():
@@ -243,11 +244,11 @@ def test_ten_thousand_pins_on_64_replicas_are_planned_again_within_a_tick():
     assert time.process_time() - begun_s < 1.0
 
 
-def homes(placement: Placement, one: Promise) -> set[str]:
+def homes(placement: Placement, one: ResolvedPin) -> set[str]:
     return holders(placement, one.versions[0].ref)
 
 
-def random_promise(numbers: random.Random, number: int) -> Promise:
+def random_promise(numbers: random.Random, number: int) -> ResolvedPin:
     names = numbers.sample(range(40), numbers.choice([1, 1, 3]))
     refs = [ref(f"a{name}", f"t{number}", f"digest-{name}") for name in names]
     return promise(

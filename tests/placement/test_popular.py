@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet.placement import popular
-from lorikeet.placement.popular import Prefetch, Site, alone, prefetch_popular
+from lorikeet.placement.popular import Prefetch, ReplicaView, prefetch_popular, sole_copies
 from lorikeet.rendezvous import by_preference
 from lorikeet_engine.adapter import Residency
 from tests.placement.sites import DISK, GPU, HOST, carry_out, evictable, settle, site
@@ -35,7 +35,7 @@ def many(count: int, uses: float = 1.0) -> dict[str, float]:
     return {f"a{n:03}": uses + (count - n) / 1000 for n in range(count)}
 
 
-def holders(sites: dict[str, Site], digest: str, tier: Residency = GPU) -> set[str]:
+def holders(sites: dict[str, ReplicaView], digest: str, tier: Residency = GPU) -> set[str]:
     return {name for name, one in sites.items() if one.held.get(digest, DISK) >= tier}
 
 
@@ -136,11 +136,11 @@ def test_what_has_no_room_on_a_gpu_comes_to_a_host():
 def test_with_spares_every_adapter_in_use_is_on_two_replicas():
     demand = many(6)
     sites = {"p": site(3, *list(demand)[:3], host=9), "q": site(3, *list(demand)[3:], host=9)}
-    assert alone(demand, sites) == {"p": 0.5, "q": 0.5}
+    assert sole_copies(demand, sites) == {"p": 0.5, "q": 0.5}
     assert prefetch_popular(demand, ONES, sites) == {}
     settled, given = settle(demand, ONES, sites, spares=True)
     assert len(given) == 6
-    assert alone(demand, settled) == {"p": 0, "q": 0}
+    assert sole_copies(demand, settled) == {"p": 0, "q": 0}
 
 
 def test_spares_take_the_place_of_what_nobody_uses():
@@ -152,26 +152,26 @@ def test_spares_take_the_place_of_what_nobody_uses():
     }
     settled, given = settle(demand, ONES, sites, spares=True)
     assert len(given) == 4
-    assert alone(demand, settled) == {"p": 0, "q": 0}
+    assert sole_copies(demand, settled) == {"p": 0, "q": 0}
 
 
 def test_alone_is_what_is_used_and_only_there_on_gpu_or_host():
     sites = {
-        "p": Site(9, 9, {"a": GPU, "b": HOST, "c": DISK, "both": GPU, "unused": GPU}),
-        "q": Site(9, 9, {"both": HOST, "a": DISK}),
+        "p": ReplicaView(9, 9, {"a": GPU, "b": HOST, "c": DISK, "both": GPU, "unused": GPU}),
+        "q": ReplicaView(9, 9, {"both": HOST, "a": DISK}),
     }
-    assert alone(dict.fromkeys(["a", "b", "c", "both"], 1.0), sites) == {"p": 0.667, "q": 0}
-    assert alone({}, sites) == {"p": 0, "q": 0}
+    assert sole_copies(dict.fromkeys(["a", "b", "c", "both"], 1.0), sites) == {"p": 0.667, "q": 0}
+    assert sole_copies({}, sites) == {"p": 0, "q": 0}
 
 
 def test_pins_count_as_there_and_give_no_room():
     kept = {"pinned": GPU, "host-pinned": HOST}
     held = {"pinned": GPU, "host-pinned": HOST, "a": GPU}
-    sites = {"p": Site(1, 0, held, {"a": 1.0}, kept)}
+    sites = {"p": ReplicaView(1, 0, held, {"a": 1.0}, kept)}
     demand = {"pinned": 1.0, "host-pinned": 1.0, "a": 1.0, "b": 100.0}
     assert prefetch_popular(demand, ONES, sites) == {"p": [Prefetch("b", GPU, 100.0)]}
     assert carry_out(sites["p"], [Prefetch("b", GPU, 100.0)], ONES).held["a"] is DISK
-    promised = {"p": Site(9, 9, {}, {}, {"pinned": GPU})}
+    promised = {"p": ReplicaView(9, 9, {}, {}, {"pinned": GPU})}
     assert prefetch_popular({"pinned": 1.0}, ONES, promised) == {}
 
 
@@ -198,7 +198,7 @@ def fleets(draw: st.DrawFn):
         held = draw(st.dictionaries(names, tiers))
         kept = draw(st.dictionaries(names, tiers, max_size=2))
         uses = draw(st.dictionaries(names, st.floats(0, 20)))
-        bare = Site(0, 0, held, uses, kept)
+        bare = ReplicaView(0, 0, held, uses, kept)
         rooms = [
             sum(sizes[d] for d in evictable(bare, tier, sizes)) + draw(st.integers(0, 60))
             for tier in (GPU, HOST)
@@ -241,7 +241,7 @@ def test_what_is_evicted_was_wanted_half_as_much(fleet):
     assert after > before if any(o.tier is GPU for o in given) else after == before
 
 
-def worth(demand: dict[str, float], sites: dict[str, Site]) -> Iterator[float]:
+def worth(demand: dict[str, float], sites: dict[str, ReplicaView]) -> Iterator[float]:
     """What the copies on GPUs draw: the first of an adapter all its uses, the second half, …"""
     for digest, uses in demand.items():
         yield from (uses / (n + 1) for n in range(len(holders(sites, digest))))
@@ -256,7 +256,7 @@ def test_64_replicas_and_10_000_adapters_take_well_under_a_second():
         held = dict.fromkeys(demand, DISK) | dict.fromkeys(rng.sample(list(demand), 300), HOST)
         held |= dict.fromkeys(rng.sample(list(demand)[:4000], 50), GPU)
         room = 84 * 10**6
-        sites[f"r{n}"] = Site(50 * room, 300 * room, held, {d: rng.random() for d in held})
+        sites[f"r{n}"] = ReplicaView(50 * room, 300 * room, held, {d: rng.random() for d in held})
     begun_s = time.process_time()
     assert prefetch_popular(demand, sizes, sites, spares=True)
     assert time.process_time() - begun_s < 2.0

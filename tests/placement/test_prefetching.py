@@ -3,9 +3,8 @@
 import random
 from collections.abc import Iterable
 
+from lorikeet.placement.decision import PinTarget, PrefetchTarget
 from lorikeet.placement.demand import HALF_LIFE_S
-from lorikeet.placement.orders import Bring
-from lorikeet.placement.plan import Keep
 from lorikeet.placement.prefetching import Prefetching
 from lorikeet.placement.report import ReplicaReport
 from lorikeet_engine.adapter import Residency
@@ -26,17 +25,17 @@ def replica(name: str, *adapters: AdapterStatus, gpu: int = 20, host: int = 0) -
 
 
 def brings(prefetching: Prefetching, reports: Iterable[ReplicaReport], now_s: float, plan=None):
-    wishes = prefetching.wishes(list(reports), plan or {}, now_s, spares=False)
-    return dict(wishes.brings)
+    wishes = prefetching.decide(list(reports), plan or {}, now_s, spares=False)
+    return dict(wishes.prefetches)
 
 
 def test_what_was_ordered_is_ordered_again_only_if_it_never_comes():
     prefetching = Prefetching()
     reports = [replica("p", adapter(A))]
-    assert brings(prefetching, reports, 0.0) == {"p": (Bring(A, GPU, 3.0),)}
+    assert brings(prefetching, reports, 0.0) == {"p": (PrefetchTarget(A, GPU, 3.0),)}
     assert brings(prefetching, reports, 3.0) == {}
     assert brings(prefetching, reports, 29.0) == {}
-    assert brings(prefetching, reports, 31.0) == {"p": (Bring(A, GPU, 3.0),)}
+    assert brings(prefetching, reports, 31.0) == {"p": (PrefetchTarget(A, GPU, 3.0),)}
     assert brings(prefetching, [replica("p", adapter(A, GPU))], 90.0) == {}
 
 
@@ -51,14 +50,14 @@ def test_adapters_of_a_lost_replica_come_to_another():
     both = [replica("p", adapter(A, GPU, uses=9.0)), replica("q")]
     assert brings(prefetching, both, 0.0) == {}
     (bring,) = brings(prefetching, both[1:], HALF_LIFE_S)["q"]
-    assert bring == Bring(A, GPU, 4.5)
+    assert bring == PrefetchTarget(A, GPU, 4.5)
 
 
 def test_pins_take_their_room_before_they_are_there():
     prefetching = Prefetching()
     reports = [replica("p", adapter(A), adapter(B), gpu=20)]
-    plan = {"p": {A.digest: Keep(A, GPU)}}
-    assert brings(prefetching, reports, 0.0, plan) == {"p": (Bring(B, GPU, 3.0),)}
+    plan = {"p": {A.digest: PinTarget(A, GPU)}}
+    assert brings(prefetching, reports, 0.0, plan) == {"p": (PrefetchTarget(B, GPU, 3.0),)}
     small = [replica("p", adapter(A), adapter(B), gpu=10)]
     assert brings(Prefetching(), small, 0.0, plan) == {}
 
@@ -66,11 +65,11 @@ def test_pins_take_their_room_before_they_are_there():
 def test_spares_are_asked_for_and_counted():
     prefetching = Prefetching()
     reports = [replica("p", adapter(A, GPU), host=10), replica("q", host=10)]
-    wishes = prefetching.wishes(reports, {}, 0.0, spares=True)
-    assert wishes.brings == {"q": (Bring(A, HOST, 1.5),)}
-    assert wishes.alone == {"p": 1, "q": 0}
+    wishes = prefetching.decide(reports, {}, 0.0, spares=True)
+    assert wishes.prefetches == {"q": (PrefetchTarget(A, HOST, 1.5),)}
+    assert wishes.sole_copies == {"p": 1, "q": 0}
     arrived = [reports[0], replica("q", adapter(A, HOST), host=10)]
-    assert prefetching.wishes(arrived, {}, 3.0, spares=True).alone == {"p": 0, "q": 0}
+    assert prefetching.decide(arrived, {}, 3.0, spares=True).sole_copies == {"p": 0, "q": 0}
 
 
 class Engine:

@@ -16,13 +16,17 @@ from lorikeet.placement.signals import Signals
 
 PACE = Pace()
 PRESSED_S, CALM_S, MOVING_S = PACE.pressed_s, PACE.calm_s, PACE.moving_s
-IDLE = Signals(0, 100, 0.0, 0.0, 0.0, alone=0)
+IDLE = Signals(0, 100, 0.0, 0.0, 0.0, sole_copies=0)
 
 
 def signals(
-    working: float = 0, wait: float = 0, seats: float = 0, kv: float = 0, alone: float | None = 0
+    working: float = 0,
+    wait: float = 0,
+    seats: float = 0,
+    kv: float = 0,
+    sole_copies: float | None = 0,
 ) -> Signals:
-    return Signals(working, 100, wait, seats, kv, alone)
+    return Signals(working, 100, wait, seats, kv, sole_copies)
 
 
 class Fleet:
@@ -125,16 +129,16 @@ def test_one_busy_moment_begins_the_calm_anew():
     assert fleet.targets == [3]
 
 
-@pytest.mark.parametrize("alone", [0.06, None])
-def test_it_waits_for_second_copies_before_it_shrinks_but_not_for_ever(alone: float | None):
+@pytest.mark.parametrize("sole_copies", [0.06, None])
+def test_it_waits_for_second_copies_before_it_shrinks_but_not_for_ever(sole_copies: float | None):
     fleet = Fleet(3)
-    fleet.run(lambda _: signals(alone=alone), CALM_S + MOVING_S)
+    fleet.run(lambda _: signals(sole_copies=sole_copies), CALM_S + MOVING_S)
     assert fleet.targets == [3]
-    fleet.run(lambda _: signals(alone=alone), 4)
+    fleet.run(lambda _: signals(sole_copies=sole_copies), 4)
     assert fleet.targets == [3, 2]
     fleet = Fleet(3)
-    fleet.run(lambda _: signals(alone=alone), CALM_S + 20)
-    fleet.run(lambda _: signals(alone=0.05), 2)
+    fleet.run(lambda _: signals(sole_copies=sole_copies), CALM_S + 20)
+    fleet.run(lambda _: signals(sole_copies=0.05), 2)
     assert fleet.targets == [3, 2]
 
 

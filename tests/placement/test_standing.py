@@ -2,8 +2,8 @@
 
 import pytest
 
-from lorikeet.placement.promises import Promise, Promises
 from lorikeet.placement.report import ReplicaReport
+from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
 from lorikeet.placement.standing import Standing, standings
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.status import AdapterStatus
@@ -12,8 +12,8 @@ from tests.placement.given import held, promise, ref, report
 SUPPORT, LEGAL = ref("support"), ref("legal")
 
 
-def stands(one: Promise, *reports: ReplicaReport) -> Standing:
-    (found,) = standings(Promises((one,)), reports)
+def stands(one: ResolvedPin, *reports: ReplicaReport) -> Standing:
+    (found,) = standings(ResolvedPins((one,)), reports)
     return found.standing
 
 
@@ -55,7 +55,7 @@ def test_what_has_no_place_in_the_plan_is_unmet_wherever_it_is_now() -> None:
 
 def test_each_pin_has_its_own_shortfalls_and_bytes() -> None:
     pins = (promise(SUPPORT, LEGAL, size=10), promise(SUPPORT, created=1.0, size=10))
-    first, second = standings(Promises(pins), [report("r0", gpu=15)])
+    first, second = standings(ResolvedPins(pins), [report("r0", gpu=15)])
     assert (first.versions, first.image_bytes) == (2, 20)
     assert [each.ref for each in first.shortfalls] == [LEGAL]
     assert (second.standing, second.shortfalls) == (Standing.LOADING, ())

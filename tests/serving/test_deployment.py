@@ -5,8 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from lorikeet.placement.orders import Bring, Orders
-from lorikeet.placement.plan import Keep
+from lorikeet.placement.decision import PinTarget, PlacementDecision, PrefetchTarget
 from lorikeet.serving import deployment as deployment_module
 from lorikeet.serving.deployment import EngineDeployment
 from lorikeet.settings import Settings
@@ -14,7 +13,7 @@ from lorikeet_engine.adapter import Residency
 from tests.placement.given import held, ref, report
 
 A, B = ref("a"), ref("b")
-KEEP_A = {A.digest: Keep(A, Residency.GPU)}
+KEEP_A = {A.digest: PinTarget(A, Residency.GPU)}
 
 
 class Replicas:
@@ -24,7 +23,7 @@ class Replicas:
         self.reports = {name: report(name) for name in names}
         self.stats: dict[str, float] = {}
         self.deaf: set[str] = set()
-        self.heard: list[tuple[str, Orders]] = []
+        self.heard: list[tuple[str, PlacementDecision]] = []
 
     async def broadcast(self, _handle: object, method: str, *arguments: object) -> list[object]:
         there = [name for name in self.reports if name not in self.deaf]
@@ -37,7 +36,7 @@ class Replicas:
         self.heard += [(name, plan[name]) for name in there if name in plan]
         return [name if name in plan else None for name in there]
 
-    def take(self) -> list[tuple[str, Orders]]:
+    def take(self) -> list[tuple[str, PlacementDecision]]:
         heard, self.heard = self.heard, []
         return heard
 
@@ -55,26 +54,27 @@ def deployment_of(**given: str) -> EngineDeployment:
 
 
 def tick(
-    deployment: EngineDeployment, now_s: float, keeps: Mapping[str, Keep] = {}, survey: bool = True
+    deployment: EngineDeployment,
+    now_s: float,
+    keeps: Mapping[str, PinTarget] = {},
+    survey: bool = True,
 ) -> None:
     """`keeps` on p; nothing is pinned elsewhere."""
     if survey:
         asyncio.run(deployment.survey())
     plan = {each.replica: keeps if each.replica == "p" else {} for each in deployment.reports}
-    deployment.keep(plan)
-    if survey:
-        deployment.prefetch(now_s)
+    deployment.decide(plan, now_s, surveyed=survey)
     asyncio.run(deployment.tell(now_s))
 
 
 def test_every_replica_is_told_once_and_then_only_what_changed(replicas: Replicas):
     deployment = deployment_of()
     tick(deployment, 0.0)
-    assert replicas.take() == [("p", Orders()), ("q", Orders())]
+    assert replicas.take() == [("p", PlacementDecision()), ("q", PlacementDecision())]
     tick(deployment, 3.0)
     assert replicas.take() == []
     tick(deployment, 4.0, KEEP_A, survey=False)
-    assert replicas.take() == [("p", Orders(KEEP_A))]
+    assert replicas.take() == [("p", PlacementDecision(KEEP_A))]
     tick(deployment, 5.0, KEEP_A, survey=False)
     assert replicas.take() == []
 
@@ -89,7 +89,7 @@ def test_who_did_not_hear_is_told_again_and_a_newcomer_at_once(replicas: Replica
     replicas.deaf = set()
     replicas.reports["new"] = report("new")
     tick(deployment, 3.0, KEEP_A)
-    assert replicas.take() == [("p", Orders(KEEP_A)), ("new", Orders())]
+    assert replicas.take() == [("p", PlacementDecision(KEEP_A)), ("new", PlacementDecision())]
 
 
 def test_every_so_often_all_are_told_though_nothing_changed(replicas: Replicas):
@@ -106,8 +106,8 @@ def test_what_should_come_nearer_is_told_once(replicas: Replicas):
     tick(deployment, 0.0)
     tick(deployment, 3.0)
     assert replicas.take() == [
-        ("p", Orders(brings=(Bring(A, Residency.GPU, 3.0),))),
-        ("q", Orders()),
+        ("p", PlacementDecision(prefetches=(PrefetchTarget(A, Residency.GPU, 3.0),))),
+        ("q", PlacementDecision()),
     ]
 
 
@@ -117,11 +117,14 @@ def test_while_one_replica_could_go_spares_are_brought_and_counted(replicas: Rep
     replicas.stats = dict.fromkeys(["working_bytes", "oldest_wait_s", "seats", "kv"], 0.0)
     replicas.stats["arena_bytes"] = 100
     tick(deployment_of(), 0.0)
-    assert replicas.take() == [("p", Orders()), ("q", Orders())]
+    assert replicas.take() == [("p", PlacementDecision()), ("q", PlacementDecision())]
     scaling = {"LORIKEET_REPLICAS": "1", "LORIKEET_MAX_REPLICAS": "4"}
     tick(deployment_of(**scaling), 0.0)
-    spare = (Bring(A, Residency.HOST, 1.5),)
-    assert replicas.take() == [("p", Orders(alone=1)), ("q", Orders(alone=0, brings=spare))]
+    spare = (PrefetchTarget(A, Residency.HOST, 1.5),)
+    assert replicas.take() == [
+        ("p", PlacementDecision(sole_copies=1)),
+        ("q", PlacementDecision(sole_copies=0, prefetches=spare)),
+    ]
     replicas.stats["seats"] = 0.7
     tick(deployment_of(**scaling), 0.0)
-    assert replicas.take() == [("p", Orders()), ("q", Orders())]
+    assert replicas.take() == [("p", PlacementDecision()), ("q", PlacementDecision())]

@@ -21,8 +21,7 @@ from lorikeet.api.openai import prompt_tokens
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import InvalidSetting
-from lorikeet.placement.orders import Bring, Orders
-from lorikeet.placement.plan import Keep
+from lorikeet.placement.decision import PinTarget, PlacementDecision, PrefetchTarget
 from lorikeet.routing.ranking import Work
 from lorikeet.routing.status_update import from_stats
 from lorikeet.serving import replica as replica_module
@@ -274,7 +273,9 @@ def test_a_short_prompt_does_not_wait_until_long_ones_are_encoded(settings, monk
 def test_orders_bring_adapters_nearer_and_the_autoscaler_hears_how_hard_it_works(settings, ref):
     async def scenario(replica):
         quiet = await replica.record_autoscaling_stats()
-        orders = Orders(alone=0.25, brings=(Bring(ref, Residency.GPU, 1.0),))
+        orders = PlacementDecision(
+            sole_copies=0.25, prefetches=(PrefetchTarget(ref, Residency.GPU, 1.0),)
+        )
         assert await replica.apply_plan({"r0": orders}) == "r0"
         await until(
             lambda report: [a.residency for a in report.adapters] == [Residency.GPU], replica
@@ -285,9 +286,9 @@ def test_orders_bring_adapters_nearer_and_the_autoscaler_hears_how_hard_it_works
 
     quiet, used = run(settings, scenario)
     assert (quiet["working_bytes"], quiet["seats"]) == (0, 0)
-    assert "alone" not in quiet
+    assert "sole_copies" not in quiet
     assert 0 < used["working_bytes"] < used["arena_bytes"]
-    assert used["alone"] == 0.25
+    assert used["sole_copies"] == 0.25
 
 
 def test_a_plan_that_does_not_name_the_replica_changes_nothing(settings, ref):
@@ -295,12 +296,14 @@ def test_a_plan_that_does_not_name_the_replica_changes_nothing(settings, ref):
         def pinned(report):
             return [a.pinned for a in report.adapters if a.ref == ref] == [True]
 
-        await replica.apply_plan({"r0": Orders({ref.digest: Keep(ref, Residency.GPU)})})
+        await replica.apply_plan(
+            {"r0": PlacementDecision({ref.digest: PinTarget(ref, Residency.GPU)})}
+        )
         await until(pinned, replica)
-        await replica.apply_plan({"other": Orders()})
+        await replica.apply_plan({"other": PlacementDecision()})
         await asyncio.sleep(0.2)
         assert pinned(await replica.report())
-        await replica.apply_plan({"r0": Orders()})
+        await replica.apply_plan({"r0": PlacementDecision()})
         await until(lambda report: not pinned(report), replica)
 
     run(settings, scenario)

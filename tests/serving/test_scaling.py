@@ -11,7 +11,14 @@ from lorikeet.serving.scaling import Policy, autoscaling
 
 policy = Policy()
 PRESSED_S, CALM_S = Pace().pressed_s, Pace().calm_s
-IDLE = {"working_bytes": 0, "arena_bytes": 100, "oldest_wait_s": 0, "seats": 0, "kv": 0, "alone": 0}
+IDLE = {
+    "working_bytes": 0,
+    "arena_bytes": 100,
+    "oldest_wait_s": 0,
+    "seats": 0,
+    "kv": 0,
+    "sole_copies": 0,
+}
 
 
 def context(
@@ -66,7 +73,7 @@ def test_the_policy_grows_and_shrinks_by_the_last_numbers():
     assert decide(full, PRESSED_S, 1) == 3
     assert decide(IDLE, CALM_S - 2, 3) == 3
     assert decide(IDLE, CALM_S, 3) == 2
-    assert decide({**IDLE, "alone": 0.2}, CALM_S, 3) == 3
+    assert decide({**IDLE, "sole_copies": 0.2}, CALM_S, 3) == 3
 
 
 def test_old_numbers_and_none_change_nothing():
@@ -77,7 +84,7 @@ def test_old_numbers_and_none_change_nothing():
 
 def test_a_number_that_is_no_longer_sent_is_not_known():
     at = context({"r0": IDLE, "r1": IDLE}, 1e9, {"since": {"pressed_s": None, "calm_s": 0.0}}, 2)
-    del at.raw_metrics["alone"]["r0"][-1]  # type: ignore[index]
+    del at.raw_metrics["sole_copies"]["r0"][-1]  # type: ignore[index]
     assert policy(at)[0] == 1  # it has waited long enough
     at.policy_state = {"since": {"pressed_s": None, "calm_s": 1e9 - CALM_S}}
     assert policy(at)[0] == 2

@@ -18,12 +18,12 @@ _FORGOTTEN = 0.01  # uses: one, five minutes ago
 class Wanted:
     """An adapter and its uses by all replicas, each halved every HALF_LIFE_S.
 
-    image_bytes: what it takes on a GPU; 0 while no replica knows.
+    image_bytes: what it takes on a GPU; None while no replica knows.
     """
 
     ref: AdapterRef
     uses: float
-    image_bytes: int
+    image_bytes: int | None
 
 
 class Demand:
@@ -48,7 +48,7 @@ class Demand:
             for adapter in report.adapters:
                 digest = adapter.digest
                 if digest not in self.adapters:
-                    self.adapters[digest] = Wanted(adapter.ref, 0.0, 0)
+                    self.adapters[digest] = Wanted(adapter.ref, 0.0, None)
                 wanted = self.adapters[digest]
                 wanted.image_bytes = adapter.image_bytes or wanted.image_bytes
                 counted[digest] += adapter.uses

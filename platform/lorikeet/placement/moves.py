@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lorikeet.placement.plan import Placement, Shortfall, image_sizes, place_pins
-from lorikeet.placement.promises import Promises
 from lorikeet.placement.report import ReplicaReport
-from lorikeet.placement.standing import Residents
+from lorikeet.placement.resolved_pins import ResolvedPins
+from lorikeet.placement.standing import AdapterTiers
 from lorikeet_engine.adapter import AdapterRef, Residency
 
 
@@ -44,13 +44,16 @@ class Moves:
 
 
 def moves_of(
-    key: tuple[str, str], before: Promises, after: Promises, reports: Sequence[ReplicaReport]
+    key: tuple[str, str],
+    before: ResolvedPins,
+    after: ResolvedPins,
+    reports: Sequence[ReplicaReport],
 ) -> Moves:
     """What changes from `before` to `after`, which has a new pin with this key."""
     old, new = place_pins(before, reports), place_pins(after, reports)
     known = {(each.pin.key, each.ref) for each in old.shortfalls}
     return Moves(
-        tuple(_loads(old, new, _image_bytes(after, reports), Residents(reports))),
+        tuple(_loads(old, new, _image_bytes(after, reports), AdapterTiers(reports))),
         tuple(_releases(old, new)),
         tuple(each for each in new.shortfalls if each.pin.key == key),
         tuple(
@@ -61,13 +64,13 @@ def moves_of(
     )
 
 
-def _image_bytes(promises: Promises, reports: Sequence[ReplicaReport]) -> Mapping[str, int]:
-    promised = {v.ref.digest: v.image_bytes for promise in promises.all for v in promise.versions}
-    return promised | image_sizes(reports)
+def _image_bytes(pins: ResolvedPins, reports: Sequence[ReplicaReport]) -> Mapping[str, int]:
+    expected = {v.ref.digest: v.image_bytes for each in pins.all for v in each.versions}
+    return expected | image_sizes(reports)
 
 
 def _loads(
-    old: Placement, new: Placement, image_bytes: Mapping[str, int], residents: Residents
+    old: Placement, new: Placement, image_bytes: Mapping[str, int], residents: AdapterTiers
 ) -> Iterator[Load]:
     for replica, keeps in new.plan.items():
         for digest, keep in keeps.items():

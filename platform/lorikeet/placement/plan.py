@@ -8,25 +8,16 @@ loaded: whoever computes a plan, and whenever, gets the same one.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
 from lorikeet.catalog.pinned import PinnedVersion
 from lorikeet.catalog.records import PinRecord
-from lorikeet.placement.preference import preferred
-from lorikeet.placement.promises import Promise, Promises
+from lorikeet.placement.decision import PinTarget
 from lorikeet.placement.report import ReplicaReport
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
+from lorikeet.rendezvous import preferred
+from lorikeet_engine.adapter import AdapterRef
 
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """An adapter that a replica must hold at this tier or nearer."""
-
-    ref: AdapterRef
-    tier: Residency
-
-
-Plan = Mapping[str, Mapping[str, Keep]]
+Plan = Mapping[str, Mapping[str, PinTarget]]
 """replica → digest → what to keep. By digest: two names may share one adapter's weights."""
 
 
@@ -38,13 +29,6 @@ class Cause(Enum):
     NO_REPLICA = "no_replica"
     TOO_FEW_REPLICAS = "too_few_replicas"
     NO_ROOM = "no_room"
-
-
-class Why(NamedTuple):
-    """The same in a sentence, with its numbers."""
-
-    cause: Cause
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +49,18 @@ class Placement:
     shortfalls: tuple[Shortfall, ...]
 
 
-def place_pins(promises: Promises, reports: Iterable[ReplicaReport]) -> Placement:
+def place_pins(pins: ResolvedPins, reports: Iterable[ReplicaReport]) -> Placement:
     """Give each pin its replicas, the ones its requests are routed to first.
 
     Every replica has its part, if only an empty one. Where two pins name one adapter's weights on
     one replica the nearer tier holds, and its bytes count once. No replica is promised more at any
     tier than it says that pins can take there.
     """
-    draft = _Draft(promises.budgets, sorted(reports, key=lambda report: report.replica))
+    draft = _Draft(pins.budgets, sorted(reports, key=lambda report: report.replica))
     shortfalls = [
         shortfall
-        for promise in sorted(promises.all, key=_precedence)
-        for shortfall in draft.keep(promise)
+        for resolved in sorted(pins.all, key=_precedence)
+        for shortfall in draft.keep(resolved)
     ]
     return Placement(draft.plan, tuple(shortfalls))
 
@@ -87,15 +71,15 @@ def image_sizes(reports: Iterable[ReplicaReport]) -> dict[str, int]:
     return {each.digest: each.gpu_bytes for each in adapters if each.pieces}
 
 
-def _precedence(promise: Promise) -> tuple[int, float, tuple[str, str]]:
-    return -promise.pin.priority, promise.pin.created, promise.pin.key
+def _precedence(resolved: ResolvedPin) -> tuple[int, float, tuple[str, str]]:
+    return -resolved.pin.priority, resolved.pin.created, resolved.pin.key
 
 
 class _Draft:
     """A plan in the making: what was given, and what is left of replicas and budgets."""
 
     def __init__(self, budgets: Mapping[str, int], reports: Sequence[ReplicaReport]) -> None:
-        self.plan: dict[str, dict[str, Keep]] = {report.replica: {} for report in reports}
+        self.plan: dict[str, dict[str, PinTarget]] = {report.replica: {} for report in reports}
         self._left = {
             report.replica: {
                 tier: each.pinnable_bytes for tier, each in report.status.tiers.items()
@@ -110,24 +94,26 @@ class _Draft:
         self._budgets_left = dict(budgets)
         self._charged: set[tuple[str, str]] = set()  # tenant and digest
 
-    def keep(self, promise: Promise) -> Iterator[Shortfall]:
+    def keep(self, resolved: ResolvedPin) -> Iterator[Shortfall]:
         """Keep what fits, and say what does not."""
-        if not promise.versions and promise.pin.name is not None:
+        if not resolved.versions and resolved.pin.name is not None:
             none = "it names no version that can be used"
-            yield Shortfall(promise.pin, None, Cause.NO_VERSION, none)
-        for version in promise.versions:
-            why = self._charge(version) or self._place(version, promise.pin)
-            if why:
-                yield Shortfall(promise.pin, version.ref, *why)
+            yield Shortfall(resolved.pin, None, Cause.NO_VERSION, none)
+        for version in resolved.versions:
+            shortfall = self._charge(version, resolved.pin) or self._place(version, resolved.pin)
+            if shortfall:
+                yield shortfall
 
-    def _charge(self, version: PinnedVersion) -> Why | None:
-        """Charge its tenant; why not, if that is beyond the budget."""
+    def _charge(self, version: PinnedVersion, pin: PinRecord) -> Shortfall | None:
+        """Charge its tenant; what is amiss if that is beyond the budget."""
         tenant, image = version.ref.tenant, (version.ref.tenant, version.ref.digest)
         if tenant not in self._budgets or image in self._charged:
             return None
         left = self._budgets_left[tenant]
         if version.image_bytes > left:
-            return Why(
+            return Shortfall(
+                pin,
+                version.ref,
                 Cause.BUDGET,
                 f"it takes {version.image_bytes} bytes, and pins before it leave {left} of the "
                 f"tenant's budget of {self._budgets[tenant]}",
@@ -136,33 +122,34 @@ class _Draft:
         self._charged.add(image)
         return None
 
-    def _place(self, version: PinnedVersion, pin: PinRecord) -> Why | None:
-        """Keep it on as many replicas as promised; why it is on fewer, if it is."""
+    def _place(self, version: PinnedVersion, pin: PinRecord) -> Shortfall | None:
+        """Keep it on as many replicas as promised; what is amiss if it is on fewer."""
         serving = self._serving.get(version.base_model, [])
         wanted = len(serving) if pin.replicas is None else pin.replicas
         if not serving:
-            return Why(Cause.NO_REPLICA, f"no replica of {version.base_model} reports")
+            why = f"no replica of {version.base_model} reports"
+            return Shortfall(pin, version.ref, Cause.NO_REPLICA, why)
         digest = version.ref.digest
         order = serving if wanted >= len(serving) else preferred(digest, tuple(serving))
         size = self._sizes.get(digest, version.image_bytes)
         kept = 0
         for replica in order:
-            kept += self._keep(replica, Keep(version.ref, pin.tier), size)
+            kept += self._keep(replica, PinTarget(version.ref, pin.tier), size)
             if kept == wanted:
                 return None
         if kept == len(serving):
-            return Why(
-                Cause.TOO_FEW_REPLICAS,
-                f"{wanted} replicas are wanted, and {kept} serve {version.base_model}",
-            )
+            why = f"{wanted} replicas are wanted, and {kept} serve {version.base_model}"
+            return Shortfall(pin, version.ref, Cause.TOO_FEW_REPLICAS, why)
         left = max(self._left[replica].get(pin.tier, 0) for replica in serving)
-        return Why(
+        return Shortfall(
+            pin,
+            version.ref,
             Cause.NO_ROOM,
             f"it takes {size} bytes, and pins before it leave {left} on {pin.tier} at most: kept on"
             f" {kept} of {wanted} replicas",
         )
 
-    def _keep(self, replica: str, keep: Keep, size: int) -> bool:
+    def _keep(self, replica: str, keep: PinTarget, size: int) -> bool:
         digest, left = keep.ref.digest, self._left[replica]
         held = self.plan[replica].get(digest)
         if held is not None and held.tier >= keep.tier:

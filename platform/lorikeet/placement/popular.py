@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from lorikeet.placement.preference import preferred
-from lorikeet.placement.shelf import Shelf
+from lorikeet.placement.tier_budget import TierBudget
+from lorikeet.rendezvous import preferred
 from lorikeet_engine.adapter import Residency
 
 POPULAR = 0.5
 """Uses from which an adapter counts as in use: one in the last 45 s, or one every 130 s."""
 MOST_MOVES = 16
-"""Orders for one replica at one time, of MOST_BYTES in all if there are several."""
+"""PlacementDecision for one replica at one time, of MOST_BYTES in all if there are several."""
 MOST_BYTES = 10**9  # a link to the store carries them in a second
 # Uses of each copy that make another one worthwhile: one use every 8 s.
 _SPREAD = 8.0
@@ -33,7 +33,7 @@ _WORTH_AN_EVICTION = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class ReplicaView:
     """A replica, as placement sees it.
 
     gpu_bytes, host_bytes: what adapters without a pin can take there. held: where adapters are.
@@ -59,7 +59,7 @@ class Prefetch(NamedTuple):
 def prefetch_popular(
     demand: Mapping[str, float],
     sizes: Mapping[str, int],
-    sites: Mapping[str, Site],
+    sites: Mapping[str, ReplicaView],
     *,
     spares: bool = False,
 ) -> dict[str, list[Prefetch]]:
@@ -78,7 +78,7 @@ def prefetch_popular(
     return {name: orders for name, orders in draft.orders.items() if orders}
 
 
-def alone(demand: Mapping[str, float], sites: Mapping[str, Site]) -> dict[str, float]:
+def sole_copies(demand: Mapping[str, float], sites: Mapping[str, ReplicaView]) -> dict[str, float]:
     """The share of the adapters in use that each replica has near, and no other replica has.
 
     Near is on the GPU or the host.
@@ -93,18 +93,21 @@ def alone(demand: Mapping[str, float], sites: Mapping[str, Site]) -> dict[str, f
 
 
 class _Draft:
-    """Orders in the making, and the fleet as it will be when they are carried out."""
+    """PlacementDecision in the making, and the fleet as it will be when they are carried out."""
 
     def __init__(
-        self, demand: Mapping[str, float], sizes: Mapping[str, int], sites: Mapping[str, Site]
+        self,
+        demand: Mapping[str, float],
+        sizes: Mapping[str, int],
+        sites: Mapping[str, ReplicaView],
     ) -> None:
         self._names = tuple(sorted(sites))
         self.orders: dict[str, list[Prefetch]] = {name: [] for name in self._names}
         self._demand, self._sizes, self._sites = demand, sizes, sites
         self._ordered_bytes = dict.fromkeys(self._names, 0)
-        self._shelves: dict[Residency, dict[str, Shelf]] = {
-            Residency.GPU: {name: Shelf(sites[name].gpu_bytes) for name in self._names},
-            Residency.HOST: {name: Shelf(sites[name].host_bytes) for name in self._names},
+        self._shelves: dict[Residency, dict[str, TierBudget]] = {
+            Residency.GPU: {name: TierBudget(sites[name].gpu_bytes) for name in self._names},
+            Residency.HOST: {name: TierBudget(sites[name].host_bytes) for name in self._names},
         }
         self._on_gpu: dict[str, list[str]] = {}  # digest → replicas
         self._near: dict[str, list[str]] = {}  # on the GPU or the host
@@ -158,7 +161,7 @@ class _Draft:
                 if not self._bring(digest, Residency.HOST, uses, worth):
                     break
 
-    def _stock(self, name: str, site: Site) -> None:
+    def _stock(self, name: str, site: ReplicaView) -> None:
         for digest, tier in site.held.items():
             if tier < Residency.HOST:
                 continue

@@ -4,10 +4,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lorikeet.placement.decision import PinTarget, PrefetchTarget
 from lorikeet.placement.demand import Demand
-from lorikeet.placement.orders import Bring
-from lorikeet.placement.plan import Keep, Plan
-from lorikeet.placement.popular import Prefetch, Site, alone, prefetch_popular
+from lorikeet.placement.plan import Plan
+from lorikeet.placement.popular import Prefetch, ReplicaView, prefetch_popular, sole_copies
 from lorikeet.placement.report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 
@@ -16,11 +16,11 @@ _SETTLES_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class PrefetchList:
     """For each replica: what to bring nearer, and what share of adapters in use only it has."""
 
-    brings: Mapping[str, tuple[Bring, ...]]
-    alone: Mapping[str, float]
+    prefetches: Mapping[str, tuple[PrefetchTarget, ...]]
+    sole_copies: Mapping[str, float]
 
 
 class Prefetching:
@@ -30,9 +30,9 @@ class Prefetching:
         self._demand = Demand()
         self._ordered: dict[tuple[str, str], tuple[Prefetch, float]] = {}  # replica, digest: when
 
-    def wishes(
+    def decide(
         self, reports: Sequence[ReplicaReport], plan: Plan, now_s: float, *, spares: bool
-    ) -> Wishes:
+    ) -> PrefetchList:
         """To be asked whenever there are new reports. plan: what pins keep on these replicas."""
         self._demand.observe(reports, now_s)
         wanted = self._demand.adapters
@@ -43,13 +43,15 @@ class Prefetching:
         orders = prefetch_popular(demand, sizes, self._settled(sites, now_s), spares=spares)
         for name, some in orders.items():
             self._ordered.update({(name, each.digest): (each, now_s) for each in some})
-        brings = {
-            name: tuple(Bring(wanted[each.digest].ref, each.tier, each.uses) for each in some)
+        prefetches = {
+            name: tuple(
+                PrefetchTarget(wanted[each.digest].ref, each.tier, each.uses) for each in some
+            )
             for name, some in orders.items()
         }
-        return Wishes(brings, alone(demand, sites))
+        return PrefetchList(prefetches, sole_copies(demand, sites))
 
-    def _settled(self, sites: dict[str, Site], now_s: float) -> dict[str, Site]:
+    def _settled(self, sites: dict[str, ReplicaView], now_s: float) -> dict[str, ReplicaView]:
         """The replicas, as if they had carried out what was ordered lately."""
         late: dict[str, list[Prefetch]] = defaultdict(list)
         for (name, digest), (order, ordered_s) in list(self._ordered.items()):
@@ -60,7 +62,7 @@ class Prefetching:
         return sites | {name: _with(sites[name], orders) for name, orders in late.items()}
 
 
-def _with(site: Site, orders: Sequence[Prefetch]) -> Site:
+def _with(site: ReplicaView, orders: Sequence[Prefetch]) -> ReplicaView:
     return replace(
         site,
         held={**site.held, **{each.digest: each.tier for each in orders}},
@@ -73,13 +75,15 @@ def _sizes(reports: Sequence[ReplicaReport]) -> dict[str, int]:
     return {each.digest: each.image_bytes for each in adapters if each.image_bytes}
 
 
-def _site(report: ReplicaReport, keeps: Mapping[str, Keep], sizes: Mapping[str, int]) -> Site:
+def _site(
+    report: ReplicaReport, keeps: Mapping[str, PinTarget], sizes: Mapping[str, int]
+) -> ReplicaView:
     tiers = report.status.tiers
     kept = {digest: keep.tier for digest, keep in keeps.items()}
     pinned = dict.fromkeys(Residency, 0)
     for digest, tier in kept.items():
         pinned[tier] += sizes.get(digest, 0)
-    return Site(
+    return ReplicaView(
         gpu_bytes=tiers[Residency.GPU].capacity_bytes - pinned[Residency.GPU],
         host_bytes=tiers[Residency.HOST].pinnable_bytes - pinned[Residency.HOST],
         held={each.digest: each.residency for each in report.adapters},

@@ -19,7 +19,7 @@ _KV = 0.9
 _WAIT_S = 1.0
 _RELAXED = 0.75
 # Of the adapters in use, what may go with a replica; some have always just come into use.
-_ALONE = 0.05
+_SOLE_COPIES = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
     """How many replicas there should be, why, and what to hand in next time."""
 
     replicas: int
-    reason: str
+    reason: str | None
     since: Since
 
 
@@ -70,13 +70,14 @@ def scale(
             return Verdict(min(wanted, most), reason, Since())
         return Verdict(target, reason, Since(pressed_s=began_s))
     if not running == target == len(signals) > least or not could_shrink(signals):
-        return Verdict(target, "", Since())
+        return Verdict(target, None, Since())
     began_s = now_s if since.calm_s is None else since.calm_s
     calm_s = now_s - began_s
-    moved = all(each.alone is not None and each.alone <= _ALONE for each in signals)
+    shares = [each.sole_copies for each in signals]
+    moved = all(share is not None and share <= _SOLE_COPIES for share in shares)
     if calm_s >= pace.calm_s + (0 if moved else pace.moving_s):
         return Verdict(target - 1, f"one fewer has been enough for {calm_s:.0f} s", Since())
-    return Verdict(target, "", Since(calm_s=began_s))
+    return Verdict(target, None, Since(calm_s=began_s))
 
 
 def could_shrink(signals: Collection[Signals]) -> bool:
@@ -88,17 +89,17 @@ def could_shrink(signals: Collection[Signals]) -> bool:
     return volume * count / (count - 1) <= _RELAXED and _queue(signals) <= _RELAXED
 
 
-def _wanted(signals: Collection[Signals]) -> tuple[int, str]:
+def _wanted(signals: Collection[Signals]) -> tuple[int, str | None]:
     """Replicas that would bear it, and why; the queue says that more are needed, not how many."""
     count = len(signals)
     if not count:
-        return 0, ""
+        return 0, None
     volume, reason = _volume(signals)
     if volume > 1:
         return math.ceil(count * volume), reason
     if _queue(signals) > 1:
         return count + 1, f"requests wait {_queue(signals) * _WAIT_S:.1f} s"
-    return count, ""
+    return count, None
 
 
 def _volume(signals: Collection[Signals]) -> tuple[float, str]:

@@ -16,8 +16,8 @@ class Signals:
 
     working_bytes: adapters in use there, wherever they are, and pinned ones. oldest_wait_s: of the
     requests without a token. seats, kv: share of the sequences of one step that run or wait, and of
-    the KV pages in use. alone: share of the adapters in use that no other replica has on GPU or
-    host; None while it does not know.
+    the KV pages in use. sole_copies: share of the adapters in use that no other replica has on GPU
+    or host; None while it does not know.
     """
 
     working_bytes: float
@@ -25,13 +25,13 @@ class Signals:
     oldest_wait_s: float
     seats: float
     kv: float
-    alone: float | None = None
+    sole_copies: float | None = None
 
 
 _NAMES = {each.name for each in fields(Signals)}
 
 
-def measure(report: ReplicaReport, max_running: int, alone: float | None) -> Signals:
+def measure(report: ReplicaReport, max_running: int, sole_copies: float | None) -> Signals:
     """A replica's signals, from what it reports."""
     live = report.status.live
     working = (
@@ -45,7 +45,7 @@ def measure(report: ReplicaReport, max_running: int, alone: float | None) -> Sig
         oldest_wait_s=live.oldest_wait_s,
         seats=(live.decoding + live.pending) / max_running,
         kv=live.kv_pages_used / live.kv_pages_total,
-        alone=alone,
+        sole_copies=sole_copies,
     )
 
 
@@ -57,4 +57,4 @@ def to_stats(signals: Signals) -> dict[str, float]:
 def from_stats(stats: Mapping[str, float]) -> Signals | None:
     """The same from those numbers; None if some are missing, as when another version sent them."""
     known = {name: stats[name] for name in _NAMES if name in stats}
-    return Signals(**known) if known.keys() | {"alone"} == _NAMES else None
+    return Signals(**known) if known.keys() | {"sole_copies"} == _NAMES else None

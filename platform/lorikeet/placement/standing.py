@@ -8,8 +8,8 @@ from enum import Enum
 from lorikeet.catalog.pinned import PinnedVersion, charged_bytes
 from lorikeet.catalog.records import PinRecord
 from lorikeet.placement.plan import Placement, Shortfall, place_pins
-from lorikeet.placement.promises import Promise, Promises
 from lorikeet.placement.report import ReplicaReport
+from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
 from lorikeet_engine.adapter import Residency
 
 
@@ -32,7 +32,7 @@ class PinStanding:
     shortfalls: tuple[Shortfall, ...]
 
 
-class Residents:
+class AdapterTiers:
     """Where adapters are, as replicas report."""
 
     def __init__(self, reports: Sequence[ReplicaReport]) -> None:
@@ -55,27 +55,27 @@ class Residents:
 
 
 def standings(
-    promises: Promises, reports: Sequence[ReplicaReport], placement: Placement | None = None
+    pins: ResolvedPins, reports: Sequence[ReplicaReport], placement: Placement | None = None
 ) -> Iterator[PinStanding]:
-    """How each pin stands, in the promises' order, by the plan that the controller makes.
+    """How each pin stands, in their order, by the plan that the controller makes.
 
     placement: that plan, where it was made already.
     """
-    residents = Residents(reports)
+    residents = AdapterTiers(reports)
     short: dict[tuple[str, str], list[Shortfall]] = defaultdict(list)
-    for shortfall in (placement or place_pins(promises, reports)).shortfalls:
+    for shortfall in (placement or place_pins(pins, reports)).shortfalls:
         short[shortfall.pin.key].append(shortfall)
-    for promise in promises.all:
-        shortfalls = tuple(short[promise.pin.key])
+    for resolved in pins.all:
+        shortfalls = tuple(short[resolved.pin.key])
         yield PinStanding(
-            promise.pin,
-            Standing.UNMET if shortfalls else _standing(promise, residents),
-            len(promise.versions),
-            charged_bytes(promise.versions),
+            resolved.pin,
+            Standing.UNMET if shortfalls else _standing(resolved, residents),
+            len(resolved.versions),
+            charged_bytes(resolved.versions),
             shortfalls,
         )
 
 
-def _standing(promise: Promise, residents: Residents) -> Standing:
-    met = all(residents.has(version, promise.pin) for version in promise.versions)
+def _standing(resolved: ResolvedPin, residents: AdapterTiers) -> Standing:
+    met = all(residents.has(version, resolved.pin) for version in resolved.versions)
     return Standing.MET if met else Standing.LOADING

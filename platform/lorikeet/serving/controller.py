@@ -14,8 +14,8 @@ from lorikeet.errors import LorikeetError
 from lorikeet.metrics.controller import controller_metrics
 from lorikeet.metrics.page import render
 from lorikeet.placement.plan import Placement, place_pins
-from lorikeet.placement.promises import PromiseReader, Promises
 from lorikeet.placement.report import ReplicaReport
+from lorikeet.placement.resolved_pins import PinResolver, ResolvedPins
 from lorikeet.placement.standing import standings
 from lorikeet.serving.deployment import EngineDeployment
 from lorikeet.serving.logs import log_to_stderr
@@ -46,9 +46,9 @@ class Controller:
         self._deployments = [
             EngineDeployment(engine, settings, name) for name, engine in engines.items()
         ]
-        self._reader = PromiseReader()
-        self._promises = Promises(until=0.0)
-        self._promises_seq = 0
+        self._reader = PinResolver()
+        self._pins = ResolvedPins()
+        self._pins_seq: int | None = None
         self._survey_due_s = 0.0
         self._placement: Placement | None = None
         self._survey_s = 0.0
@@ -99,37 +99,31 @@ class Controller:
             await asyncio.gather(*(deployment.survey() for deployment in self._deployments))
             self._survey_s = time.monotonic() - now_s
         if changed or surveyed:
-            await asyncio.to_thread(self._place)
-        if surveyed:
-            await asyncio.to_thread(self._prefetch, now_s)
+            await asyncio.to_thread(self._place, now_s, surveyed)
         await asyncio.gather(*(deployment.tell(now_s) for deployment in self._deployments))
 
     def _follow(self) -> bool:
-        """Work out anew what is promised, where the catalog or the time has changed it."""
+        """Resolve the pins anew where the catalog or the time has changed them."""
         seq, now = self._catalog.refresh().seq, time.time()
-        if seq == self._promises_seq and now < self._promises.until:
+        if seq == self._pins_seq and now < self._pins.until:
             return False
-        self._promises = self._catalog.ask(lambda state: self._reader.read(state, now))
-        self._promises_seq = seq
+        self._pins = self._catalog.ask(lambda state: self._reader.read(state, now))
+        self._pins_seq = seq
         return True
 
-    def _place(self) -> None:
-        placement = place_pins(self._promises, self._reports())
+    def _place(self, now_s: float, surveyed: bool) -> None:
+        placement = place_pins(self._pins, self._reports())
         if placement != self._placement:
             _log_change(self._placement, placement)
             self._placement = placement
         for deployment in self._deployments:
-            deployment.keep(placement.plan)
-
-    def _prefetch(self, now_s: float) -> None:
-        for deployment in self._deployments:
-            deployment.prefetch(now_s)
+            deployment.decide(placement.plan, now_s, surveyed=surveyed)
 
     def _reports(self) -> list[ReplicaReport]:
         return [report for deployment in self._deployments for report in deployment.reports]
 
     def _measure(self) -> bytes:
-        pins = standings(self._promises, self._reports(), self._placement)
+        pins = standings(self._pins, self._reports(), self._placement)
         replicas = {each.base_model: each.replicas for each in self._deployments}
         return render(controller_metrics(pins, replicas, self._survey_s), {})
 
@@ -157,7 +151,7 @@ class Controller:
 
 
 def _log_change(before: Placement | None, after: Placement) -> None:
-    """A new plan, and each promise in it that the one before kept."""
+    """A new plan, and what of the pins it cannot keep that the one before could."""
     adapters = sum(map(len, after.plan.values()))
     short = {(each.pin.label, str(each.ref)): each.reason for each in after.shortfalls}
     log.info("plan_published", extra={"adapters": adapters, "shortfalls": len(short)})

@@ -1,18 +1,18 @@
 """The replicas of one base model, as the controller asks and tells them."""
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
 from lorikeet.metrics.controller import Replicas
-from lorikeet.placement.orders import Orders
-from lorikeet.placement.plan import Keep, Plan
+from lorikeet.placement.decision import PlacementDecision, PrefetchTarget
+from lorikeet.placement.plan import Plan
 from lorikeet.placement.prefetching import Prefetching
 from lorikeet.placement.report import ReplicaReport
-from lorikeet.placement.roll_call import RollCall
 from lorikeet.placement.scaling import could_shrink
 from lorikeet.placement.signals import from_stats
 from lorikeet.serving.handles import broadcast
@@ -25,9 +25,9 @@ _RETELL_S = 30.0  # even what a replica has said that it got
 
 
 class EngineDeployment:
-    """Asks replicas what they hold, and tells each what has changed in its orders until it has it.
+    """Asks replicas what they hold, and tells each what was decided for it until it has it.
 
-    survey and tell belong to the event loop, keep and prefetch to any thread, one at a time.
+    survey and tell belong to the event loop, decide to any thread, one at a time.
     """
 
     def __init__(self, engine: DeploymentHandle[Any], settings: Settings, base_model: str) -> None:
@@ -36,11 +36,12 @@ class EngineDeployment:
         self._engine = engine
         self._least = settings.replicas[base_model]
         self._scales = settings.most_replicas(base_model) > self._least
-        self._roll_call = RollCall(_PATIENCE_S)
+        self._liveness = Liveness(_PATIENCE_S)
         self._prefetching = Prefetching()
         self._spares = False
-        self._orders: dict[str, Orders] = {}
-        self._told: dict[str, tuple[Orders, float]] = {}
+        self._sole_copies: Mapping[str, float] = {}
+        self._decisions: dict[str, PlacementDecision] = {}
+        self._told: dict[str, tuple[PlacementDecision, float]] = {}
 
     @property
     def replicas(self) -> Replicas:
@@ -49,45 +50,66 @@ class EngineDeployment:
 
     async def survey(self) -> None:
         """Ask all replicas what they hold, and how hard they work if that matters."""
-        self.reports = self._roll_call.answered(await broadcast(self._engine, "report"))
+        self.reports = self._liveness.answered(await broadcast(self._engine, "report"))
         self._spares = False
         if self._scales and len(self.reports) > self._least:
             stats = await broadcast(self._engine, "record_autoscaling_stats")
             signals = [each for one in stats if (each := from_stats(one)) is not None]
             self._spares = len(signals) == len(self.reports) and could_shrink(signals)
 
-    def keep(self, plan: Plan) -> None:
-        """What pins keep where."""
-        keeps: dict[str, Mapping[str, Keep]] = {r.replica: plan[r.replica] for r in self.reports}
-        self._orders = {
-            name: replace(self._orders.get(name, Orders()), keeps=each)
-            for name, each in keeps.items()
+    def decide(self, plan: Plan, now_s: float, *, surveyed: bool) -> None:
+        """What each replica should hold: pins, and after a survey what should come nearer."""
+        prefetches: Mapping[str, tuple[PrefetchTarget, ...]] = {}
+        if surveyed:
+            listed = self._prefetching.decide(self.reports, plan, now_s, spares=self._spares)
+            prefetches = listed.prefetches
+            self._sole_copies = listed.sole_copies if self._spares else {}
+        if prefetches:
+            adapters = sum(map(len, prefetches.values()))
+            log.info("prefetches_ordered", extra={"adapters": adapters})
+        self._decisions = {
+            name: PlacementDecision(
+                plan[name], self._sole_copies.get(name), prefetches.get(name, ())
+            )
+            for name in (report.replica for report in self.reports)
         }
 
-    def prefetch(self, now_s: float) -> None:
-        """What should come nearer, by demand."""
-        plan = {name: orders.keeps for name, orders in self._orders.items()}
-        wishes = self._prefetching.wishes(self.reports, plan, now_s, spares=self._spares)
-        for name, orders in self._orders.items():
-            alone = wishes.alone[name] if self._spares else None
-            self._orders[name] = replace(orders, brings=wishes.brings.get(name, ()), alone=alone)
-        if wishes.brings:
-            adapters = sum(map(len, wishes.brings.values()))
-            log.info("prefetches_ordered", extra={"adapters": adapters})
-
     async def tell(self, now_s: float) -> None:
-        """Tell replicas their orders: those that are new to them, or were told long ago.
+        """Tell replicas what was decided: what is new to them, or was told long ago.
 
         What should come nearer is told once, as far as they listen.
         """
-        news = {name: orders for name, orders in self._orders.items() if self._is_due(name, now_s)}
-        for name, orders in self._orders.items():
-            self._orders[name] = replace(orders, brings=())
-        if news:
-            heard = await broadcast(self._engine, "apply_plan", news)
-            self._told |= {name: (self._orders[name], now_s) for name in heard if name in news}
-        self._told = {name: told for name, told in self._told.items() if name in self._orders}
+        due = {name: each for name, each in self._decisions.items() if self._is_due(name, now_s)}
+        for name, decision in self._decisions.items():
+            self._decisions[name] = replace(decision, prefetches=())
+        if due:
+            heard = await broadcast(self._engine, "apply_plan", due)
+            self._told |= {name: (self._decisions[name], now_s) for name in heard if name in due}
+        self._told = {name: told for name, told in self._told.items() if name in self._decisions}
 
     def _is_due(self, name: str, now_s: float) -> bool:
-        orders, told_s = self._told.get(name, (None, 0.0))
-        return self._orders[name] != orders or now_s - told_s >= _RETELL_S
+        if name not in self._told:
+            return True
+        decision, told_s = self._told[name]
+        return self._decisions[name] != decision or now_s - told_s >= _RETELL_S
+
+
+class Liveness:
+    """The last report of every replica that answered within `patience_s`.
+
+    Without patience, one late answer would move a replica's pins to others and back again.
+    """
+
+    def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._patience_s = patience_s
+        self._clock = clock
+        self._last: dict[str, tuple[float, ReplicaReport]] = {}
+
+    def answered(self, reports: Iterable[ReplicaReport]) -> list[ReplicaReport]:
+        """Take these answers in; the reports of all who count as there, by name."""
+        now_s = self._clock()
+        self._last.update((report.replica, (now_s, report)) for report in reports)
+        for replica, (heard_s, _) in list(self._last.items()):
+            if now_s - heard_s > self._patience_s:
+                del self._last[replica]
+        return [self._last[replica][1] for replica in sorted(self._last)]

@@ -19,8 +19,7 @@ from lorikeet.errors import GenerationFailed, InvalidInput
 from lorikeet.metrics.page import render
 from lorikeet.metrics.replica import replica_metrics
 from lorikeet.placement import signals
-from lorikeet.placement.orders import Orders
-from lorikeet.placement.plan import Keep
+from lorikeet.placement.decision import PinTarget, PlacementDecision
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.routing.status_update import StatusUpdate, to_stats
 from lorikeet.serving.context import answer_room
@@ -67,9 +66,9 @@ class Replica:
         self._base_model = base_model
         self._response_streams = ResponseStreams()
         self._receivers: dict[str, Receiver] = {}
-        self._kept: dict[str, Keep] = {}
-        self._alone: float | None = None
-        self._told_s = 0.0
+        self._pins: dict[str, PinTarget] = {}
+        self._sole_copies: float | None = None
+        self._told_s: float | None = None
         self._failed_steps = 0
         self._stats: dict[str, Any] = {}
         self._event_loop = asyncio.get_running_loop()
@@ -133,23 +132,23 @@ class Replica:
         except (EngineError, InvalidInput) as error:
             return _refuse(error)
 
-    async def apply_plan(self, plan: Mapping[str, Orders]) -> str | None:
-        """Take this replica's orders: pin, unpin, bring nearer. Its name if it had any.
+    async def apply_plan(self, plan: Mapping[str, PlacementDecision]) -> str | None:
+        """Take what was decided for this replica: pin, unpin, prefetch. Its name if that was said.
 
         A plan that does not name this replica changes nothing.
         """
-        orders = plan.get(self.name)
-        if orders is None:
+        decision = plan.get(self.name)
+        if decision is None:
             return None
-        for digest in self._kept.keys() - orders.keeps.keys():
+        for digest in self._pins.keys() - decision.pins.keys():
             self._engine.unpin(digest)
-        for digest, keep in orders.keeps.items():
-            if digest not in self._kept or self._kept[digest].tier != keep.tier:
-                self._engine.pin(keep.ref, keep.tier)
-        self._kept = dict(orders.keeps)
-        self._alone, self._told_s = orders.alone, time.monotonic()
-        for bring in orders.brings:
-            self._engine.prefetch(bring.ref, bring.tier, bring.uses)
+        for digest, target in decision.pins.items():
+            if digest not in self._pins or self._pins[digest].tier != target.tier:
+                self._engine.pin(target.ref, target.tier)
+        self._pins = dict(decision.pins)
+        self._sole_copies, self._told_s = decision.sole_copies, time.monotonic()
+        for each in decision.prefetches:
+            self._engine.prefetch(each.ref, each.tier, each.uses)
         return self.name
 
     async def report(self, tier: Residency = Residency.DISK) -> ReplicaReport:
@@ -192,10 +191,11 @@ class Replica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """How hard this replica works, for Serve's autoscaler and the controller."""
-        told_lately = time.monotonic() - self._told_s < _TOLD_S
-        alone = self._alone if told_lately else None
+        told_s = self._told_s
+        told_recently = told_s is not None and time.monotonic() - told_s < _TOLD_S
+        sole_copies = self._sole_copies if told_recently else None
         seats = self._engine.config.step_costs.max_running
-        return signals.to_stats(signals.measure(await self.report(), seats, alone))
+        return signals.to_stats(signals.measure(await self.report(), seats, sole_copies))
 
     def check_health(self) -> None:
         """Raises when the engine's process has ended or hangs, or when step after step fails."""

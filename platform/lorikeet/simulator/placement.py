@@ -24,7 +24,7 @@ class Placement:
         if now_s < fleet.requests.times_s[-1]:
             fleet.at(now_s + SURVEY_S, self._survey)
         reports = [self._report(replica, now_s) for replica in fleet.replicas]
-        brings = self._prefetching.wishes(reports, {}, now_s, spares=False).brings
+        brings = self._prefetching.decide(reports, {}, now_s, spares=False).prefetches
         for replica in fleet.replicas:
             for each in brings.get(replica.name, ()):
                 replica.prefetch(int(each.ref.digest), each.tier, each.uses, now_s)

@@ -12,8 +12,8 @@ from lorikeet.catalog.pin_terms import PinTerms
 from lorikeet.catalog.records import pin_key
 from lorikeet.catalog.state import CatalogState
 from lorikeet.placement.moves import Moves, moves_of
-from lorikeet.placement.promises import PromiseReader
 from lorikeet.placement.report import ReplicaReport
+from lorikeet.placement.resolved_pins import PinResolver
 from lorikeet.placement.standing import PinStanding, standings
 
 
@@ -26,7 +26,7 @@ class PinSurvey:
         self._catalog = catalog
         self._engines = engines
         self._follower = follower
-        self._reader = PromiseReader()
+        self._reader = PinResolver()
 
     async def standings(self, reports: Sequence[ReplicaReport] | None = None) -> list[PinStanding]:
         """Every pin in force, and how it stands on the replicas that answer.

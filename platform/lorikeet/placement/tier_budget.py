@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 
-class Shelf:
+class TierBudget:
     """Counts the free bytes, and knows who would give way for more, in which order.
 
     That is the engines' own order: the least used for its size goes first.

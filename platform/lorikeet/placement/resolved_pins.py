@@ -1,4 +1,4 @@
-"""What is promised now: the catalog's pins, resolved to versions."""
+"""The catalog's pins that are in force, resolved to versions."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from lorikeet.catalog.state import CatalogState
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class ResolvedPin:
     """A pin and the versions that it names now, in the order in which they are kept."""
 
     pin: PinRecord
@@ -18,13 +18,13 @@ class Promise:
 
 
 @dataclass(frozen=True, slots=True)
-class Promises:
+class ResolvedPins:
     """All pins in force, and the tenants' budgets in bytes of images on one replica.
 
-    until: when the next pin ends, Unix seconds; till then the same state promises the same.
+    until: when the next pin ends, Unix seconds; till then the same state resolves to the same.
     """
 
-    all: tuple[Promise, ...] = ()
+    all: tuple[ResolvedPin, ...] = ()
     budgets: Mapping[str, int] = field(default_factory=dict)
     until: float = math.inf
 
@@ -34,11 +34,11 @@ class _Known:
     """What was worked out from `held`, a tenant as its part has it."""
 
     held: Holdings | bytes
-    promise: Promise
+    resolved: ResolvedPin
     budget: int | None
 
 
-class PromiseReader:
+class PinResolver:
     """Resolves the pins of a catalog that moves on; only tenants that changed cost anything.
 
     For any number of threads.
@@ -47,14 +47,14 @@ class PromiseReader:
     def __init__(self) -> None:
         self._known: Mapping[tuple[str, str], _Known] = {}  # by the pin's key; never changed
 
-    def read(self, state: CatalogState, now: float) -> Promises:
-        """What the pins of this state promise at `now`, Unix seconds."""
+    def read(self, state: CatalogState, now: float) -> ResolvedPins:
+        """What the pins of this state name at `now`, Unix seconds."""
         pins = state.pins(now)
         state.expect({pin.tenant for pin in pins})
         known = {pin.key: self._resolve(state, pin) for pin in pins}
         self._known = known
-        return Promises(
-            tuple(each.promise for each in known.values()),
+        return ResolvedPins(
+            tuple(each.resolved for each in known.values()),
             {pin.tenant: b for pin in pins if (b := known[pin.key].budget) is not None},
             min((pin.expires for pin in pins if pin.expires is not None), default=math.inf),
         )
@@ -62,7 +62,7 @@ class PromiseReader:
     def _resolve(self, state: CatalogState, pin: PinRecord) -> _Known:
         held = state.held(pin.tenant)
         before = self._known.get(pin.key)
-        if before is not None and before.held is held and before.promise.pin == pin:
+        if before is not None and before.held is held and before.resolved.pin == pin:
             return before
         budget = state.tenant(pin.tenant).pin_budget_bytes
-        return _Known(held, Promise(pin, versions_kept(state, pin)), budget)
+        return _Known(held, ResolvedPin(pin, versions_kept(state, pin)), budget)

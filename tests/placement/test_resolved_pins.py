@@ -8,7 +8,7 @@ import pytest
 
 from lorikeet.catalog import AdapterCatalog, BlobFacts
 from lorikeet.catalog.local import LocalStore
-from lorikeet.placement.promises import PromiseReader, Promises
+from lorikeet.placement.resolved_pins import PinResolver, ResolvedPins
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def register(catalog: AdapterCatalog, folder: Path, name: str, data: bytes, **mo
     catalog.register("acme", name, blob, facts, actor="ann", **more)
 
 
-def read(catalog: AdapterCatalog, now: float) -> Promises:
-    return catalog.ask(lambda state: PromiseReader().read(state, now))
+def read(catalog: AdapterCatalog, now: float) -> ResolvedPins:
+    return catalog.ask(lambda state: PinResolver().read(state, now))
 
 
 def promised(catalog: AdapterCatalog, now: float = 1000.0) -> list[list[str]]:
@@ -123,7 +123,7 @@ def test_what_is_known_is_worked_out_anew_only_where_a_tenant_changed(
     register(catalog, tmp_path, "support", b"2")
     catalog.pin("acme", "support", actor="ann")
     catalog.pin("globex", None, actor="ann")
-    reader = PromiseReader()
+    reader = PinResolver()
     first = reader.read(catalog.state, 1000.0)
     catalog.promote("acme", "support", 2, actor="ann")
     catalog.pin("acme", "support", priority=1, actor="ann")
