@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from demo.tasks import TASKS, Task
-from lorikeet.api.base_models import read_base_models
 from lorikeet.api.intake import examine
+from lorikeet.api.services import read_base_models
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store import open_store

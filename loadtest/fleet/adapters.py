@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from lorikeet.api.base_models import read_base_models
 from lorikeet.api.intake import examine
+from lorikeet.api.services import read_base_models
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store import open_store

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from loadtest.real.models import LINEARS, SHAPES
-from lorikeet.api.base_models import read_base_models
 from lorikeet.api.intake import examine
+from lorikeet.api.services import read_base_models
 from lorikeet.catalog.catalog import AdapterCatalog, blob_key
 from lorikeet.catalog.local import LocalStore
 from lorikeet.catalog.records import BlobFacts, Scope

@@ -6,9 +6,9 @@ from itertools import islice
 
 import pytest
 
-from lorikeet.api.archive import Archive
 from lorikeet.api.messages import FinalUsage
-from lorikeet.api.request_record import AttemptRecord, RequestRecord
+from lorikeet.api.request_log.archive import Archive
+from lorikeet.api.request_log.record import AttemptRecord, RequestRecord
 from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.request import Course

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from lorikeet.api.explain import KEPT_S, Explanations
 from lorikeet.api.messages import Attempt, Call, FinalUsage, Header, Refusal
 from lorikeet.api.peers import Peers, Poll
-from lorikeet.api.trace import Trace
+from lorikeet.api.request_log.explanations import KEPT_S, Explanations
+from lorikeet.api.request_log.trace import Trace
 from lorikeet.errors import InvalidInput, NotFound, Unavailable
 from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet.routing.status_update import StatusUpdate

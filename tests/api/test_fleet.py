@@ -15,11 +15,17 @@ import httpx
 import pytest
 
 from lorikeet.api.admin import fleet as fleet_routes
-from lorikeet.api.explain import Explanations
 from lorikeet.api.messages import Call, Header, Refusal
 from lorikeet.api.peers import Peers, Poll
-from lorikeet.api.pulse import Pulse, lines_of, waiting_of
-from lorikeet.api.recent import SPAN_S, WINDOW_S, Recent
+from lorikeet.api.request_log.explanations import Explanations
+from lorikeet.api.request_log.record import RequestRecord
+from lorikeet.api.request_log.traffic import (
+    SPAN_S,
+    WINDOW_S,
+    Traffic,
+    lines_of,
+    waiting_of,
+)
 from lorikeet.errors import StoreError, Unavailable
 from lorikeet_engine.adapter import Residency
 from tests.api.conftest import Gateway, Items, chat, eventually, repeat, serving
@@ -112,34 +118,32 @@ def test_hits_times_and_refusals_are_counted_second_by_second(gateway: Gateway) 
 
 
 def test_quantiles_are_right_to_a_twentieth() -> None:
-    recent, explanations = Recent(), Explanations(Peers())
-    record, came = replace(record_of(explanations), stream=True), int(time.time())
+    traffic, record = counted()
+    came = int(time.time())
     for ms in range(1, 101):
-        recent.ended(replace(record, came=came, first_s=ms / 1000))
-    lines = lines_of(beat(recent, explanations).words, came + 1)
+        traffic.ended(replace(record, stream=True, came=came, first_s=ms / 1000))
+    lines = lines_of(asyncio.run(traffic.everywhere()).answers, came + 1)
     assert lines["ttft_p50_ms"][-1] == pytest.approx(50, rel=0.05)
     assert lines["ttft_p99_ms"][-1] == pytest.approx(99, rel=0.05)
     assert lines["requests"][-1] == 100 / WINDOW_S
 
 
 def test_what_is_minutes_ago_is_forgotten() -> None:
-    recent, explanations = Recent(), Explanations(Peers())
-    record, now = record_of(explanations), time.time()
+    traffic, record = counted()
+    now = time.time()
     for ago_s in range(4 * SPAN_S, 0, -1):
-        recent.ended(replace(record, came=now - ago_s))
-    assert len(recent.seconds([])) <= SPAN_S + WINDOW_S + 1
-    lines = lines_of(beat(recent, explanations).words, now)
+        traffic.ended(replace(record, came=now - ago_s))
+    (said,) = asyncio.run(traffic.everywhere()).answers
+    assert len(said.seconds) <= SPAN_S + WINDOW_S + 1
+    lines = lines_of([said], now)
     assert lines["requests"][1:] == [1.0] * (SPAN_S - 1)
 
 
-def record_of(explanations: Explanations):
-    trace = explanations.trace("a" * 32)
-    trace.comes_from("acme", "key-1")
-    return replace(trace.record(), over=True, until_s=0.0)
-
-
-def beat(recent: Recent, explanations: Explanations, peers: Peers | None = None):
-    return asyncio.run(Pulse(peers or Peers(), recent, explanations).beat())
+def counted() -> tuple[Traffic, RequestRecord]:
+    """A gateway's counts, and a request that is over for them."""
+    peers = Peers()
+    record = RequestRecord("a" * 32, CHAT, None, time.time(), "acme", "key-1", over=True)
+    return Traffic(peers, Explanations(peers)), record
 
 
 # Who waits.
@@ -199,21 +203,19 @@ class _Linked(Peers):
 def test_whichever_gateway_is_asked_all_are_counted() -> None:
     here, there = _Linked(), Peers()
     one, two = Explanations(here), Explanations(there)
-    recent, others = Recent(), Recent()
-    Pulse(there, others, two)
-    recent.ended(record_of(one))
-    others.ended(record_of(two))
-    for explanations in (one, two):
+    traffic, others = Traffic(here, one), Traffic(there, two)
+    for counts, explanations in ((traffic, one), (others, two)):
+        counts.ended(counted()[1])
         trace = explanations.trace("b" * 32)
         trace.comes_from("acme", "key-1")
         trace.__enter__()
-    alone = beat(recent, one, here)
-    assert (len(alone.words), alone.silent) == (1, None)
+    alone = asyncio.run(traffic.everywhere())
+    assert (len(alone.answers), alone.silent) == (1, None)
     here.other = there
-    together = beat(recent, one, here)
-    assert (len(together.words), together.silent) == (2, 1)
-    assert [row.requests for row in waiting_of(together.words)] == [2]
-    assert lines_of(together.words, time.time() + 1)["requests"][-1] == 4 / WINDOW_S
+    together = asyncio.run(traffic.everywhere())
+    assert (len(together.answers), together.silent) == (2, 1)
+    assert [row.requests for row in waiting_of(together.answers)] == [2]
+    assert lines_of(together.answers, time.time() + 1)["requests"][-1] == 4 / WINDOW_S
 
 
 def test_pins_are_told_with_why_they_do_not_hold(gateway: Gateway) -> None:

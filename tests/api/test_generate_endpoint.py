@@ -9,11 +9,11 @@ import pytest
 from starlette.requests import Request
 
 from lorikeet.api.app import BaseModel, Services
-from lorikeet.api.explain import Explanations
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Gate
 from lorikeet.api.generate import GenerateEndpoint
 from lorikeet.api.openai import ChatRequest, CompletionRequest, GenerateRequest
+from lorikeet.api.request_log.explanations import Explanations
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.local import LocalStore
 from lorikeet.catalog.records import Scope

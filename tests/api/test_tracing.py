@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from lorikeet.api.explain import Explanations
 from lorikeet.api.messages import Attempt, Call, FinalUsage, Refusal
 from lorikeet.api.peers import Peers
+from lorikeet.api.request_log.explanations import Explanations
 from lorikeet.api.tracing.export import Traces
-from lorikeet.api.tracing.sampling import origin_of
+from lorikeet.api.tracing.spans import origin_of
 from lorikeet_engine.request import Course
 from tests.api.collector import Collector, Told, collecting
 from tests.api.conftest import (
@@ -293,7 +293,8 @@ def test_a_collector_that_hangs_is_nobodys_trouble(tmp_path: Path) -> None:
         traces = Traces(f"http://127.0.0.1:{silent.getsockname()[1]}", 1.0, "gateway-1")
         with serving(tmp_path, traces=traces) as gateway:
             assert max(_ask(gateway).elapsed.total_seconds() for _ in range(10)) < 3.0
-            explanations = Explanations(Peers(), listeners=[traces.ended])
+            explanations = Explanations(Peers())
+            explanations.tell(traces.ended)
             began_s = time.process_time()
             for number in range(1500):
                 with ended(explanations, f"{number:032x}"):

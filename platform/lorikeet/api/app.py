@@ -9,16 +9,15 @@ from fastapi import FastAPI
 
 from lorikeet.api.admin.routes import admin_routes
 from lorikeet.api.errors import add_error_handlers
-from lorikeet.api.explain import Explanations, explain_routes
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Gate
 from lorikeet.api.generate import generate_routes
 from lorikeet.api.metrics import Scrape, counting, metrics_routes, show
 from lorikeet.api.models import model_routes
 from lorikeet.api.openapi import openapi_routes
-from lorikeet.api.pulse import Pulse
-from lorikeet.api.recent import Recent
 from lorikeet.api.reconciling import Reconciling
+from lorikeet.api.request_log.explanations import Explanations, explain_routes
+from lorikeet.api.request_log.traffic import Traffic
 from lorikeet.api.request_scope import RequestScope
 from lorikeet.api.services import BaseModel, EngineClient, Services
 from lorikeet.api.usage import UsageReports, usage_routes
@@ -45,9 +44,11 @@ def create_app(services: Services) -> FastAPI:
         max_queue_s=services.max_queue_s,
     )
     traces = services.traces
-    recent = Recent()
-    listeners = [recent.ended, counting(services.metrics), *([traces.ended] if traces else [])]
-    explanations = Explanations(services.peers, listeners=listeners)
+    explanations = Explanations(services.peers)
+    traffic = Traffic(services.peers, explanations)
+    explanations.tell(counting(services.metrics))
+    if traces is not None:
+        explanations.tell(traces.ended)
     show(services, explanations, follower)
     usage = UsageReports(services.catalog.store)
     reconciling = Reconciling(services.peers, shares, admission, budget)
@@ -79,8 +80,7 @@ def create_app(services: Services) -> FastAPI:
     app.include_router(usage_routes(gate, usage))
     app.include_router(model_routes(services, gate, follower))
     app.include_router(openapi_routes(gate))
-    pulse = Pulse(services.peers, recent, explanations)
-    app.include_router(admin_routes(services, gate, follower, explanations, usage, pulse))
+    app.include_router(admin_routes(services, gate, follower, explanations, usage, traffic))
     app.include_router(ui_routes())
 
     app.include_router(metrics_routes(gate, Scrape(services)))

@@ -8,14 +8,14 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from lorikeet.api.body import read_json
-from lorikeet.api.explain import Explanations
 from lorikeet.api.gate import Caller, Gate
 from lorikeet.api.openai import ChatRequest, CompletionRequest, GenerateRequest
 from lorikeet.api.rate_limits import RateLimitObserver
 from lorikeet.api.replica_response import ReplicaResponse
+from lorikeet.api.request_log.explanations import Explanations
+from lorikeet.api.request_log.trace import Trace
 from lorikeet.api.request_scope import request_id_of
 from lorikeet.api.services import Services
-from lorikeet.api.trace import Trace
 from lorikeet.errors import InvalidInput
 from lorikeet.tenancy import Admission
 from lorikeet_engine.request import Terms

@@ -5,10 +5,10 @@ import time
 
 from fastapi import APIRouter, Depends, Response
 
-from lorikeet.api.explain import Explanations, Listener
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Gate
-from lorikeet.api.request_record import RequestRecord
+from lorikeet.api.request_log.explanations import Explanations, Listener
+from lorikeet.api.request_log.record import RequestRecord
 from lorikeet.api.services import Services
 from lorikeet.metrics.families import residency_label
 from lorikeet.metrics.gateway import GatewayMetrics, RequestSummary
@@ -90,7 +90,7 @@ class Scrape:
     async def _make(self) -> bytes:
         services = self._services
         gateways, others = await asyncio.gather(services.peers.ask(_QUESTION), services.pages())
-        page = await asyncio.to_thread(join, [*gateways, *others])
+        page = await asyncio.to_thread(join, [*gateways.answers, *others])
         self._good_until_s = time.monotonic() + KEPT_S
         return page
 

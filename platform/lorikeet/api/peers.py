@@ -9,10 +9,10 @@ Answerer = Callable[..., Awaitable[Any]]
 
 
 class Poll(NamedTuple):
-    """What gateways answered, and how many of those asked did not."""
+    """What gateways answered, and how many did not in time; None: nobody could be asked."""
 
     answers: Sequence[Any]
-    silent: int
+    silent: int | None
 
 
 class Peers:
@@ -32,14 +32,14 @@ class Peers:
         """What this gateway says itself."""
         return await self._answerers[question](*arguments)
 
-    async def ask(self, question: str, *arguments: Any) -> Sequence[Any]:
-        """Every gateway's answer, this one's first; who does not answer in time is left out."""
+    async def ask(self, question: str, *arguments: Any) -> Poll:
+        """Every gateway's answer, this one's first."""
         own = await self.answer(question, *arguments)
         try:
             others = await self.poll(question, *arguments)
         except Unavailable:
-            return [own]
-        return [own, *others.answers]
+            return Poll([own], None)
+        return Poll([own, *others.answers], others.silent)
 
     async def poll(self, question: str, *arguments: Any) -> Poll:  # noqa: ARG002
         """The other gateways' answers. Raises Unavailable when they cannot be asked now."""

@@ -2,12 +2,14 @@
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from lorikeet.api.messages import Call, Refusal, StreamItem, Trial, TrialResult
 from lorikeet.api.peers import Peers
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.uploads import PART_BYTES
+from lorikeet.errors import InvalidSetting
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.tenancy.budget import Written
@@ -17,7 +19,9 @@ from lorikeet_engine.adapter_format import (
     AdapterLimits,
     AdapterMemory,
     BaseShape,
+    read_json,
 )
+from lorikeet_engine.errors import ModelError
 
 if TYPE_CHECKING:  # its libraries are wanted only where traces are
     from lorikeet.api.tracing.export import Traces
@@ -94,3 +98,23 @@ class Services:
     traces: "Traces | None" = None
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     pages: Callable[[], Awaitable[Sequence[bytes]]] = no_pages
+
+
+def read_base_models(folders: Mapping[str, Path]) -> dict[str, BaseModel]:
+    """Read every folder's config.json. Raises InvalidSetting, naming the folder.
+
+    An adapter may call its base model by the served name, the folder's, or the one in config.json.
+    """
+    return {name: _read(folder) for name, folder in folders.items()}
+
+
+def _read(folder: Path) -> BaseModel:
+    try:
+        config = read_json(folder / "config.json")
+        shape = BaseShape.from_config(config)
+    except ModelError as error:
+        raise InvalidSetting(
+            f"LORIKEET_BASE_MODELS: {folder} is no Hugging Face model folder that can be served: "
+            f"{error}"
+        ) from error
+    return BaseModel(shape, tuple(filter(None, (folder.name, config.get("_name_or_path")))))

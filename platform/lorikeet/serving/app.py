@@ -16,8 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from lorikeet.api.app import create_app
-from lorikeet.api.base_models import read_base_models
-from lorikeet.api.services import Services
+from lorikeet.api.services import Services, read_base_models
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.errors import LorikeetError

@@ -14,7 +14,8 @@ from starlette.responses import Response
 
 from lorikeet.api.admin.pin_survey import PinSurvey
 from lorikeet.api.follower import CatalogFollower
-from lorikeet.api.pulse import Beat, Pulse, lines_of, waiting_of
+from lorikeet.api.peers import Poll
+from lorikeet.api.request_log.traffic import Traffic, lines_of, waiting_of
 from lorikeet.api.services import EngineClient
 from lorikeet.errors import StoreError
 from lorikeet.placement.report import ReplicaReport
@@ -54,10 +55,10 @@ def fleet_routes(fleet: "Fleet") -> APIRouter:
     replicas[].blocks: [number of the adapter, leases, marks, offset, bytes, offset, bytes, …], a
     pair for each piece; marks: 1 pinned, 2 arriving, or their sum.
     replicas[].gpu, host, disk: adapters, used_bytes, total_bytes.
-    lines: of api/pulse.py, a value for each second up to `now`. waiting: rows by tenant and
-    adapter, the longest first. pins: their number by standing, and a row for each that is not met;
-    null while the catalog does not answer. gateways.silent: how many did not answer in time, null
-    if none could be asked.
+    lines: request_log/traffic.py's, a value for each second up to `now`. waiting: rows by tenant
+    and adapter, the longest first. pins: their number by standing, and a row for each that is not
+    met; null while the catalog does not answer. gateways.silent: how many did not answer in time,
+    null if none could be asked.
     """
     router = APIRouter()
 
@@ -77,10 +78,10 @@ class Fleet:
     """Asks replicas, gateways and the catalog, once for all who ask at a time. One event loop."""
 
     def __init__(
-        self, engines: EngineClient, follower: CatalogFollower, pulse: Pulse, survey: PinSurvey
+        self, engines: EngineClient, follower: CatalogFollower, traffic: Traffic, survey: PinSurvey
     ) -> None:
         self._engines, self._follower = engines, follower
-        self._pulse, self._survey = pulse, survey
+        self._traffic, self._survey = traffic, survey
         self._asked: asyncio.Task[_Packed] | None = None
         self._asked_s = self._surveyed_s = 0.0
         self._surveying: asyncio.Task[None] | None = None
@@ -95,11 +96,11 @@ class Fleet:
         return await asyncio.shield(asked)  # one who leaves does not end it for the others
 
     async def _ask(self) -> _Packed:
-        replicas, beat, pins = await asyncio.gather(
-            self._engines.reports(Residency.GPU), self._pulse.beat(), self._how_pins_stand()
+        replicas, traffic, pins = await asyncio.gather(
+            self._engines.reports(Residency.GPU), self._traffic.everywhere(), self._how_pins_stand()
         )
         head = {"now": time.time(), "catalog_seq": self._follower.state.seq}
-        return await asyncio.to_thread(_pack, head, replicas, beat, pins)
+        return await asyncio.to_thread(_pack, head, replicas, traffic, pins)
 
     async def _how_pins_stand(self) -> Json | None:
         """As it was looked up last; who asks waits for the first time, and not for long."""
@@ -120,12 +121,14 @@ class Fleet:
             self._pins = None
 
 
-def _pack(head: Json, replicas: Sequence[ReplicaReport], beat: Beat, pins: Json | None) -> _Packed:
+def _pack(
+    head: Json, replicas: Sequence[ReplicaReport], traffic: Poll, pins: Json | None
+) -> _Packed:
     document = head | {
-        "gateways": {"answered": len(beat.words), "silent": beat.silent},
+        "gateways": {"answered": len(traffic.answers), "silent": traffic.silent},
         **_replicas_json(replicas),
-        "lines": lines_of(beat.words, head["now"]),
-        "waiting": _waiting_json(beat),
+        "lines": lines_of(traffic.answers, head["now"]),
+        "waiting": _waiting_json(traffic),
         "pins": pins,
     }
     plain = json.dumps(document, separators=(",", ":")).encode()
@@ -171,8 +174,8 @@ def _tier_json(tier: TierStatus) -> Json:
     }
 
 
-def _waiting_json(beat: Beat) -> Json:
-    rows = waiting_of(beat.words)
+def _waiting_json(traffic: Poll) -> Json:
+    rows = waiting_of(traffic.answers)
     return {
         "requests": sum(row.requests for row in rows),
         "rows": [

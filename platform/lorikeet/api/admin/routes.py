@@ -13,10 +13,10 @@ from lorikeet.api.admin.smoke import smoke_routes
 from lorikeet.api.admin.status import status_routes
 from lorikeet.api.admin.tenants import tenant_routes
 from lorikeet.api.admin.uploads import upload_routes
-from lorikeet.api.explain import Explanations, admin_explain_routes
 from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.gate import Gate
-from lorikeet.api.pulse import Pulse
+from lorikeet.api.request_log.explanations import Explanations, admin_explain_routes
+from lorikeet.api.request_log.traffic import Traffic
 from lorikeet.api.services import Services
 from lorikeet.api.usage import UsageReports, admin_usage_routes
 from lorikeet.catalog.names import check_name
@@ -30,7 +30,7 @@ def admin_routes(
     follower: CatalogFollower,
     explanations: Explanations,
     usage: UsageReports,
-    pulse: Pulse,
+    traffic: Traffic,
 ) -> APIRouter:
     """Everything under /admin/v1; an admin's key is wanted before anything else is looked at."""
     checks = [Depends(gate.admin), Depends(_check_path)]
@@ -46,7 +46,7 @@ def admin_routes(
     router.include_router(tenant_routes(services.catalog, follower))
     router.include_router(key_routes(services.catalog, follower))
     router.include_router(status_routes(services.engines, follower, pins))
-    router.include_router(fleet_routes(Fleet(services.engines, follower, pulse, pins)))
+    router.include_router(fleet_routes(Fleet(services.engines, follower, traffic, pins)))
     router.include_router(admin_explain_routes(explanations))
     router.include_router(admin_usage_routes(usage))
     return router

@@ -9,9 +9,8 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
-from lorikeet.api.request_record import RequestRecord
-from lorikeet.api.tracing.sampling import origin_of
-from lorikeet.api.tracing.spans import gateway_resource, spans_of
+from lorikeet.api.request_log.record import RequestRecord
+from lorikeet.api.tracing.spans import gateway_resource, origin_of, spans_of
 
 log = logging.getLogger(__name__)
 

@@ -18,16 +18,24 @@ answer or key, so neither do spans.
 """
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import (
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    get_current_span,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from lorikeet.api.errors import OK
-from lorikeet.api.request_record import RequestRecord, engine_s
-from lorikeet.api.tracing.sampling import Origin
+from lorikeet.api.request_log.record import RequestRecord, engine_s
 from lorikeet.errors import status_of
 from lorikeet_engine.request import Course
 
@@ -37,6 +45,32 @@ _SCOPE = InstrumentationScope("lorikeet")
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 _IDS = RandomIdGenerator()
+_RANDOM_BITS = 56
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+class Origin(NamedTuple):
+    """Where a request's spans belong. parent: the caller's span, if it sent one."""
+
+    trace_id: int
+    parent: SpanContext | None
+
+
+def origin_of(request_id: str, traceparent: str | None, share: float) -> Origin | None:
+    """None where it is not traced.
+
+    What a caller decided in its traceparent (W3C Trace Context) stands. Without one, the request's
+    id is the trace's, and its last 56 bits decide: all random in a UUID of version 4, as
+    OpenTelemetry's consistent probability sampling wants them.
+    """
+    if traceparent is not None:
+        context = _PROPAGATOR.extract({"traceparent": traceparent})
+        parent = get_current_span(context).get_span_context()
+        if parent.is_valid:
+            return Origin(parent.trace_id, parent) if parent.trace_flags.sampled else None
+    trace_id = int(request_id, 16)
+    drawn = trace_id & (2**_RANDOM_BITS - 1)
+    return Origin(trace_id, None) if drawn >= (1 - share) * 2**_RANDOM_BITS else None
 
 
 def gateway_resource(name: str) -> Resource:

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 
 from lorikeet.api.messages import Attempt, Call, FinalUsage, Header, Refusal, StreamItem
 from lorikeet.api.replica_response import Headers, RequestObserver
-from lorikeet.api.request_record import AttemptRecord, RequestRecord
+from lorikeet.api.request_log.record import AttemptRecord, RequestRecord
 from lorikeet.errors import LorikeetError, Unavailable
 
 _SHOWN_MODEL = 200  # characters of a name that may be nobody's

@@ -5,17 +5,17 @@ GET /v1/requests/{id} for a tenant's own, GET /admin/v1/requests/{id} for all.
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
 
-from lorikeet.api.archive import Archive
-from lorikeet.api.explanation import Json, explain
 from lorikeet.api.gate import Gate
 from lorikeet.api.peers import Peers
-from lorikeet.api.request_record import RequestRecord
-from lorikeet.api.trace import Trace
+from lorikeet.api.request_log.archive import Archive
+from lorikeet.api.request_log.record import RequestRecord
+from lorikeet.api.request_log.trace import Trace
+from lorikeet.api.request_log.why import Json, explain
 from lorikeet.errors import NotFound, Unavailable
 
 KEPT_S = 3600.0
@@ -29,8 +29,7 @@ _ID = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{32})(?:-[0-9])?")
 class Explanations:
     """The requests of one gateway: those that run, and the last ones that ended. One event loop.
 
-    An ended one is kept for an hour, or until newer ones need its room. listeners: told of each
-    request that is over.
+    An ended one is kept for an hour, or until newer ones need its room.
     """
 
     def __init__(
@@ -38,13 +37,16 @@ class Explanations:
         peers: Peers,
         kept_bytes: int = KEPT_BYTES,
         clock: Callable[[], float] = time.monotonic,
-        listeners: Sequence[Listener] = (),
     ) -> None:
         self._peers, self._clock = peers, clock
-        self._listeners = listeners
+        self._listeners: list[Listener] = []
         self._running: dict[str, Trace] = {}
         self._ended = Archive(kept_bytes)
         peers.answers(_QUESTION, self._answer)
+
+    def tell(self, listener: Listener) -> None:
+        """Call it with the record of each request that is over."""
+        self._listeners.append(listener)
 
     def trace(self, request_id: str, path: str = "", traceparent: str | None = None) -> Trace:
         """Follow a request that has just come."""

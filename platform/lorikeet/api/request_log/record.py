@@ -1,8 +1,4 @@
-"""What is known of one request: numbers and names, never what was said.
-
-Explanations keep it (explain.py), traces are made of it (tracing/), and the live page and the
-metrics count it (recent.py, metrics.py).
-"""
+"""What is known of one request: numbers and names, never what was said."""
 
 from dataclasses import dataclass
 

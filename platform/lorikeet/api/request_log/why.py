@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lorikeet.api.request_record import AttemptRecord, RequestRecord, engine_s
+from lorikeet.api.request_log.record import AttemptRecord, RequestRecord, engine_s
 from lorikeet_engine.adapter import Residency
 
 Json = dict[str, Any]

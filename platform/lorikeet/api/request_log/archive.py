@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from lorikeet.api.messages import FinalUsage
-from lorikeet.api.request_record import AttemptRecord, RequestRecord
+from lorikeet.api.request_log.record import AttemptRecord, RequestRecord
 from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.request import Course
