@@ -48,14 +48,14 @@ class Accounts:
     def landed(self, landing: Landing) -> None:
         """A load to the host or the disk is over."""
         self.failures += landing.error is not None
-        if landing.download_s:
+        if landing.download_s is not None:
             self._loads[Residency.REMOTE].add(landing.download_s)
-        if landing.elements:
+        if landing.elements is not None:
             self._loads[Residency.DISK].add(landing.read_s)
             size_bytes = landing.elements * self._itemsize
             self.seen(landing.ref.digest, landing.elements)
             self._times.reads.add(landing.read_s, size_bytes)
-            if landing.download_s:
+            if landing.download_s is not None:
                 self._times.downloads.add(landing.download_s, size_bytes)
 
     def copied(self, copied: Copied) -> None:
@@ -73,18 +73,16 @@ class Accounts:
 
     def copy_s(self, digest: str) -> float:
         """How long its copy from the host to the GPU takes."""
-        size_bytes = self._known.elements(digest) * self._itemsize
-        usual = int(self._times.reads.size_bytes)
-        return self.costs().load_s(Residency.HOST, size_bytes or usual)
+        return self.costs().load_s(Residency.HOST, self._image_bytes(digest) or self._usual_bytes)
 
     def loading_bytes(self, wanted: Iterable[str]) -> int:
         """Images on their way to the GPU; one that was never seen is taken to be of the usual size.
 
         wanted: the digests that requests wait for and that are not on the GPU.
         """
-        usual = int(self._times.reads.size_bytes)
-        sizes = [self._known.elements(digest) * self._itemsize for digest in wanted]
-        return sum(size or usual for size in sizes) + self._copies.elements * self._itemsize
+        usual = self._usual_bytes
+        sizes = (self._image_bytes(digest) or usual for digest in wanted)
+        return sum(sizes) + self._copies.elements * self._itemsize
 
     def adapters(self, tier: Residency) -> list[AdapterStatus]:
         """What lies in the arena, and what else this process has seen that is at `tier` or nearer.
@@ -100,6 +98,15 @@ class Accounts:
         found = [self._adapter(ref, residents.get(digest), placed) for digest, ref in refs.items()]
         return [each for each in found if each.pieces or each.residency >= tier]
 
+    @property
+    def _usual_bytes(self) -> int:
+        return int(self._times.reads.size_bytes)
+
+    def _image_bytes(self, digest: str) -> int | None:
+        """Its image's; None while none was seen."""
+        elements = self._known.elements(digest)
+        return None if elements is None else elements * self._itemsize
+
     def _adapter(
         self, ref: AdapterRef, resident: Resident | None, placed: Mapping[int, Placed]
     ) -> AdapterStatus:
@@ -107,7 +114,7 @@ class Accounts:
         known = (
             *(ref.tenant, ref.name, ref.version, digest),
             self._residency(digest),
-            (resident.layout.elements if resident else self._known.elements(digest)) * size or None,
+            resident.layout.elements * size if resident else self._image_bytes(digest),
             self._residents.uses(digest),
             digest in self._pins,
         )

@@ -69,7 +69,7 @@ class DiskCache:
         self._source = source
         self._fingerprint = fingerprint
         self._note = note
-        self._listed_ns = 0  # the folder's time when it was last listed; 0 to list it again
+        self._listed_ns: int | None = None  # the folder's time, unless it must be listed again
         self._stock = DiskStock(folder, self._usable)
         self._evictions = 0
         self._pins: dict[str, int] = {}  # digest → descriptor that holds the lock
@@ -94,8 +94,9 @@ class DiskCache:
             # Thousands of names: paths would take many times as long.
             names = os.listdir(self._folder)  # noqa: PTH208
         except FileNotFoundError:
-            names, folder_ns = [], 0
-        self._listed_ns = folder_ns if time.time_ns() - folder_ns > _SETTLED_NS else 0
+            names, folder_ns = [], None
+        settled = folder_ns is not None and time.time_ns() - folder_ns > _SETTLED_NS
+        self._listed_ns = folder_ns if settled else None
         return self._stock.take(names)
 
     def status(self) -> TierStatus:

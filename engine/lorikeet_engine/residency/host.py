@@ -3,7 +3,7 @@
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,13 @@ class _Image:
     layout: PackedLayout
     holders: int = 1
     ready: bool = False
+
+
+class HostImage(NamedTuple):
+    """An image on the host. elements: a view of the arena, valid while somebody holds it."""
+
+    layout: PackedLayout
+    elements: torch.Tensor
 
 
 class HostArena:
@@ -84,7 +91,7 @@ class HostArena:
             self._drop(digest)
             self.frees += 1
 
-    def hold(self, digest: str) -> tuple[PackedLayout, torch.Tensor] | None:
+    def hold(self, digest: str) -> HostImage | None:
         """The image, kept where it is until release; None if it is not there."""
         with self._lock:
             image = self._images.get(digest)
@@ -92,7 +99,7 @@ class HostArena:
                 return None
             image.holders += 1
             self._images[digest] = self._images.pop(digest)
-            return image.layout, self._view(image)
+            return HostImage(image.layout, self._view(image))
 
     def release(self, digest: str) -> None:
         """Undo one hold."""

@@ -12,7 +12,7 @@ _MOST = 16_384
 @dataclass(slots=True)
 class _Fact:
     ref: AdapterRef
-    elements: int = 0
+    elements: int | None = None
 
 
 class Known:
@@ -26,7 +26,7 @@ class Known:
         """Somebody asks for it."""
         with self._lock:
             fact = self._facts.pop(ref.digest, None)
-            self._facts[ref.digest] = _Fact(ref, fact.elements if fact else 0)
+            self._facts[ref.digest] = _Fact(ref, fact.elements if fact else None)
             if len(self._facts) > _MOST:
                 del self._facts[next(iter(self._facts))]
 
@@ -36,10 +36,10 @@ class Known:
             if digest in self._facts:
                 self._facts[digest].elements = elements
 
-    def elements(self, digest: str) -> int:
-        """Its image's; 0 while none was seen."""
+    def elements(self, digest: str) -> int | None:
+        """Its image's; None while none was seen."""
         fact = self._facts.get(digest)
-        return fact.elements if fact else 0
+        return fact.elements if fact else None
 
     def refs(self) -> dict[str, AdapterRef]:
         """All of them, by digest."""

@@ -37,17 +37,17 @@ class Landing:
 
     DISK without an error: that was asked for, or the host had no room, which is worth another try
     when its count of `frees` is no longer `frees`.
-    elements, read_s: of the image that was brought to the host, and how long that took from the
-    disk. download_s: how long the blob took to the disk, 0 if it was there.
+    elements, read_s: of the image that was brought to the host, None without one, and how long
+    that took from the disk. download_s: how long the blob took to the disk, None if it was there.
     """
 
     ref: AdapterRef
     residency: Residency
     error: AdapterError | None = None
     frees: int = 0
-    elements: int = 0
+    elements: int | None = None
     read_s: float = 0.0
-    download_s: float = 0.0
+    download_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class _Task:
     urgent: bool
     started: bool = False
     downloads: int = 0
-    download_s: float = 0.0
+    download_s: float | None = None
     reading_since_s: float = 0.0
 
 
@@ -231,7 +231,7 @@ class Loader:
         residency: Residency = Residency.REMOTE,
         error: AdapterError | None = None,
         frees: int = 0,
-        elements: int = 0,
+        elements: int | None = None,
         read_s: float = 0.0,
     ) -> None:
         landing = Landing(

@@ -12,7 +12,7 @@ from lorikeet_engine.residency.packing import PackedLayout
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """One adapter on the GPU. guarded_until_s: 0 until a request wants it, 0 again once leased.
+    """One adapter on the GPU. guarded_until_s: since a request wants it and until it is leased.
 
     since_s: when it came.
     reads: DeviceArena's, of the steps that may have read it; None until its first lease has ended.
@@ -24,14 +24,15 @@ class Resident:
     last_used_s: float
     worth: float
     leases: int = 0
-    guarded_until_s: float = 0.0
+    guarded_until_s: float | None = None
     arriving: bool = False
     since_s: float = 0.0
     reads: torch.cuda.Event | None = None
 
     def held_at(self, now_s: float) -> bool:
         """Whether it is in use or about to be, and must stay."""
-        return bool(self.leases) or self.arriving or self.guarded_until_s > now_s
+        guarded = self.guarded_until_s is not None and self.guarded_until_s > now_s
+        return bool(self.leases) or self.arriving or guarded
 
 
 class Lease:

@@ -28,10 +28,6 @@ GUARD_S = 0.5
 _RATHER_EVICT = 2
 
 
-def _nothing() -> None:
-    pass
-
-
 class Residents:
     """Belongs to the engine's thread; holds, snapshot, room_elements and victim are for any."""
 
@@ -114,12 +110,12 @@ class Residents:
         if resident is None:
             return False
         # Never prolonged: a request that waits for something else must not hold memory as well.
-        if not resident.guarded_until_s:
+        if resident.guarded_until_s is None:
             resident.guarded_until_s = self._clock() + GUARD_S
             self._held[digest] = resident
         return True
 
-    def lease(self, digest: str, then: Callable[[], None] = _nothing) -> Lease | None:
+    def lease(self, digest: str, then: Callable[[], None] = lambda: None) -> Lease | None:
         """None while it is not here. then: called when it is released."""
         if not self.holds(digest):
             return None
@@ -129,7 +125,7 @@ class Residents:
         self._rank(resident)
         self._uses.add(digest, now_s)
         resident.last_used_s = now_s
-        resident.guarded_until_s = 0.0
+        resident.guarded_until_s = None
         self._held[digest] = resident
         return Lease(resident, self._lease_ended, then)
 
@@ -226,7 +222,8 @@ class Residents:
 
     def guarded_for_s(self, since_s: float) -> float | None:
         """How long until the next guard ends of those that stood at since_s; None without one."""
-        ends = [r.guarded_until_s for r in self._residents.values() if r.guarded_until_s > since_s]
+        guards = (resident.guarded_until_s for resident in self._residents.values())
+        ends = [end_s for end_s in guards if end_s is not None and end_s > since_s]
         return max(0.0, min(ends) - self._clock()) if ends else None
 
     def _lease_ended(self, resident: Resident) -> None:
@@ -237,7 +234,7 @@ class Residents:
             self._let_go(resident)
 
     def _let_go(self, resident: Resident) -> None:
-        if not resident.leases and not resident.guarded_until_s:
+        if not resident.leases and resident.guarded_until_s is None:
             self._held.pop(resident.ref.digest, None)
 
     def _evictable(self, below: float = math.inf) -> Iterator[Resident]:

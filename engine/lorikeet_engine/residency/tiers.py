@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -45,6 +46,13 @@ log = logging.getLogger(__name__)
 
 # A failure that nobody has asked about for so long says little about the next attempt.
 _FAILURE_LASTS_S = 30.0
+
+
+class _Failure(NamedTuple):
+    """Why an adapter cannot be had, and since when."""
+
+    error: AdapterError
+    at_s: float
 
 
 class Tiers:
@@ -100,7 +108,7 @@ class Tiers:
         self._wanted: dict[str, Use] = {}  # wanted and not on the GPU, and who did first
         self._line: dict[str, AdapterRef] = {}  # of these, held on the host
         self._parked: dict[str, int] = {}  # of these, waiting for the host: its frees then
-        self._failures: dict[str, tuple[AdapterError, float]] = {}
+        self._failures: dict[str, _Failure] = {}
         self._watch = DiskWatch(self._disk, self._journal)
 
     @property
@@ -163,7 +171,7 @@ class Tiers:
             return
         failure = self._failures.get(digest)
         if failure is not None:
-            if time.monotonic() - failure[1] < _FAILURE_LASTS_S:
+            if time.monotonic() - failure.at_s < _FAILURE_LASTS_S:
                 return
             del self._failures[digest]
         self._accounts.asked(ref)
@@ -178,7 +186,7 @@ class Tiers:
         """
         failure = self._failures.pop(ref.digest, None)
         if failure is not None:
-            raise failure[0]
+            raise failure.error
         use = Use(tenant, ref)
         lease = self._residents.lease(ref.digest, partial(self._usage.ended, use))
         if lease is not None:
@@ -265,7 +273,7 @@ class Tiers:
     def _bring(self, ref: AdapterRef) -> None:
         held = self._host.hold(ref.digest)
         if held is not None:
-            self._accounts.seen(ref.digest, held[0].elements)
+            self._accounts.seen(ref.digest, held.layout.elements)
             self._line[ref.digest] = ref
             self._wake()  # advance has work, and nothing is loading that would say so
         else:
@@ -279,7 +287,7 @@ class Tiers:
         if landing.error is not None:
             log.warning("adapter_failed", extra={"adapter": str(ref), "error": str(landing.error)})
             if self._wanted.pop(digest, None):
-                self._failures[digest] = (landing.error, time.monotonic())
+                self._failures[digest] = _Failure(landing.error, time.monotonic())
         elif landing.residency is Residency.HOST:
             if digest in self._wanted and digest not in self._line:
                 self._line[digest] = ref

@@ -5,17 +5,26 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from enum import IntEnum
 
 log = logging.getLogger(__name__)
 
 _JOIN_S = 2.0
 
 
+class _Turn(IntEnum):
+    """The least first."""
+
+    CLOSE = 0
+    URGENT = 1
+    LATER = 2
+
+
 class Workers:
     """A few daemon threads; urgent work goes first, otherwise in order of submission."""
 
     def __init__(self, count: int, name: str) -> None:
-        self._queue: queue.PriorityQueue[tuple[int, int, Callable[[], None]]]
+        self._queue: queue.PriorityQueue[tuple[_Turn, int, Callable[[], None]]]
         self._queue = queue.PriorityQueue()
         self._order = itertools.count()
         self._closed = False
@@ -28,13 +37,14 @@ class Workers:
 
     def submit(self, work: Callable[[], None], *, urgent: bool) -> None:
         """Run it on one of the threads."""
-        self._queue.put((0 if urgent else 1, next(self._order), work))
+        turn = _Turn.URGENT if urgent else _Turn.LATER
+        self._queue.put((turn, next(self._order), work))
 
     def close(self) -> None:
         """Start nothing more. What hangs in a source is left to end with the process."""
         self._closed = True
         for _ in self._threads:
-            self._queue.put((-1, next(self._order), _nothing))
+            self._queue.put((_Turn.CLOSE, next(self._order), lambda: None))
         for thread in self._threads:
             thread.join(_JOIN_S / len(self._threads))
 
@@ -47,7 +57,3 @@ class Workers:
                 work()
             except Exception:
                 log.exception("background_work_failed")
-
-
-def _nothing() -> None:
-    pass
