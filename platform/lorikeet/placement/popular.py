@@ -105,7 +105,7 @@ class _Draft:
         self.orders: dict[str, list[Prefetch]] = {name: [] for name in self._names}
         self._demand, self._sizes, self._sites = demand, sizes, sites
         self._ordered_bytes = dict.fromkeys(self._names, 0)
-        self._shelves: dict[Residency, dict[str, TierBudget]] = {
+        self._budgets: dict[Residency, dict[str, TierBudget]] = {
             Residency.GPU: {name: TierBudget(sites[name].gpu_bytes) for name in self._names},
             Residency.HOST: {name: TierBudget(sites[name].host_bytes) for name in self._names},
         }
@@ -113,10 +113,10 @@ class _Draft:
         self._near: dict[str, list[str]] = {}  # on the GPU or the host
         self._leaving: set[str] = set()
         for name in self._names:
-            self._stock(name, sites[name])
+            self._take_stock(name, sites[name])
         self._idle = {
-            tier: {name for name, shelf in shelves.items() if shelf.free_share >= _IDLE}
-            for tier, shelves in self._shelves.items()
+            tier: {name for name, budget in budgets.items() if budget.free_share >= _IDLE}
+            for tier, budgets in self._budgets.items()
         }
         wanted = (digest for digest, uses in demand.items() if uses >= POPULAR and digest in sizes)
         self._wanted = sorted(wanted, key=lambda digest: (-demand[digest], digest))
@@ -161,16 +161,16 @@ class _Draft:
                 if not self._bring(digest, Residency.HOST, uses, worth):
                     break
 
-    def _stock(self, name: str, site: ReplicaView) -> None:
+    def _take_stock(self, name: str, site: ReplicaView) -> None:
         for digest, tier in site.held.items():
             if tier < Residency.HOST:
                 continue
             self._note(name, digest, tier)
             if tier > site.kept.get(digest, Residency.REMOTE):
                 size, uses = self._sizes.get(digest, 0), site.uses.get(digest, 0.0)
-                self._shelves[tier][name].hold(digest, size, uses)
+                self._budgets[tier][name].hold(digest, size, uses)
                 if tier is Residency.GPU:  # the host keeps its copy, and is soon full of them
-                    self._shelves[Residency.HOST][name].free_bytes -= size
+                    self._budgets[Residency.HOST][name].free_bytes -= size
         for digest, tier in site.kept.items():
             if tier >= Residency.HOST and site.held.get(digest, Residency.REMOTE) < tier:
                 self._note(name, digest, tier)
@@ -241,7 +241,7 @@ class _Draft:
 
     def _has_room(self, name: str, digest: str, tier: Residency) -> bool:
         size, idle = self._sizes[digest], name in self._idle[tier]
-        fits = size <= self._shelves[tier][name].free_bytes
+        fits = size <= self._budgets[tier][name].free_bytes
         return idle and fits and self._may_order(name, size)
 
     def _victims(self, name: str, digest: str, tier: Residency, uses: float) -> list[str] | None:
@@ -252,14 +252,14 @@ class _Draft:
         def loss(victim: str) -> float:
             return self._demand.get(victim, 0.0) / len(self._there(victim, tier))
 
-        return self._shelves[tier][name].victims(size, uses / _ADVANTAGE, loss)
+        return self._budgets[tier][name].victims(size, uses / _ADVANTAGE, loss)
 
     def _order(self, name: str, order: Prefetch, victims: list[str]) -> None:
         for victim in victims:
             self._there(victim, order.tier).remove(name)
             self._leaving.add(victim)
         size = self._sizes[order.digest]
-        self._shelves[order.tier][name].put(size, victims)
+        self._budgets[order.tier][name].put(size, victims)
         self.orders[name].append(order)
         self._ordered_bytes[name] += size
         self._note(name, order.digest, order.tier)

@@ -11,6 +11,8 @@ from lorikeet.placement.popular import Prefetch, ReplicaView, prefetch_popular, 
 from lorikeet.placement.report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 
+SURVEY_S = 3.0
+"""So often replicas are asked what they hold, an answer that costs an engine milliseconds."""
 _SETTLES_S = 30.0
 """An order counts as carried out for so long: it may take a while, or have been refused."""
 

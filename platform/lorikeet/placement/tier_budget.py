@@ -12,8 +12,8 @@ class TierBudget:
 
     def __init__(self, room_bytes: int) -> None:
         self.free_bytes = self._room_bytes = room_bytes
-        self._stock: dict[str, int] = {}
-        self._worth: dict[str, float] = {}
+        self._sizes: dict[str, int] = {}
+        self._scores: dict[str, float] = {}
         self._order: list[str] | None = None  # who goes first is last
 
     @property
@@ -24,29 +24,29 @@ class TierBudget:
     def hold(self, digest: str, size: int, uses: float) -> None:
         """It has been there; it may be evicted."""
         self.free_bytes -= size
-        self._stock[digest] = size
-        self._worth[digest] = uses / math.sqrt(max(1, size))
+        self._sizes[digest] = size
+        self._scores[digest] = uses / math.sqrt(max(1, size))
 
-    def victims(self, size: int, worth: float, loss: Callable[[str], float]) -> list[str] | None:
-        """Whom to evict for so many bytes; None where that would lose more than `worth`."""
+    def victims(self, size: int, uses: float, loss: Callable[[str], float]) -> list[str] | None:
+        """Whom to evict for so many bytes; None where that would lose more than `uses`."""
         if self._order is None:
-            self._order = sorted(self._stock, key=lambda d: (self._worth[d], d), reverse=True)
+            self._order = sorted(self._sizes, key=lambda d: (self._scores[d], d), reverse=True)
         victims: list[str] = []
         free = max(0, self.free_bytes)  # copies of what is on the GPU may take more than there is
         for digest in reversed(self._order):
             if free >= size:
                 break
-            worth -= loss(digest)
-            if worth < 0:
+            uses -= loss(digest)
+            if uses < 0:
                 return None
             victims.append(digest)
-            free += self._stock[digest]
+            free += self._sizes[digest]
         return victims if free >= size else None
 
     def put(self, size: int, victims: list[str]) -> None:
         """Evict these, which go first, and take in what nobody evicts while this plan is made."""
         for digest in victims:
-            self.free_bytes += self._stock.pop(digest)
+            self.free_bytes += self._sizes.pop(digest)
         if victims and self._order is not None:
             del self._order[-len(victims) :]
         self.free_bytes -= size

@@ -14,6 +14,7 @@ from lorikeet.errors import LorikeetError
 from lorikeet.metrics.controller import controller_metrics
 from lorikeet.metrics.page import render
 from lorikeet.placement.plan import Placement, place_pins
+from lorikeet.placement.prefetching import SURVEY_S
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.placement.resolved_pins import PinResolver, ResolvedPins
 from lorikeet.placement.standing import standings
@@ -26,8 +27,6 @@ log = logging.getLogger(__name__)
 
 TICK_S = 1.0
 """A pin is seen within one tick; its load starts at once."""
-SURVEY_S = 3.0
-"""So often replicas are asked what they hold, an answer that costs an engine milliseconds."""
 _SNAPSHOT_GAP_S = 10.0
 _JOIN_GAP_S = 3600.0
 _SILENT_S = 120.0  # longer than an object store may hang before its client gives up

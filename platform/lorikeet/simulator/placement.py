@@ -1,14 +1,11 @@
 """The product's placement, asked every few seconds what each replica should bring nearer."""
 
-from lorikeet.placement.prefetching import Prefetching
+from lorikeet.placement.prefetching import SURVEY_S, Prefetching
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.simulator.fleet import Fleet
 from lorikeet.simulator.replica import Replica
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.status import AdapterStatus, EngineStatus, TierStatus
-
-SURVEY_S = 3.0
-"""As in the service."""
 
 
 class Placement:
