@@ -14,7 +14,6 @@ Usage: python -m loadtest.bench_gateway. Ends with status 1 if a goal is missed.
 
 import argparse
 import asyncio
-import json
 import os
 import socket
 import sys
@@ -23,17 +22,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
 from ray import serve
 
+from loadtest.answer import Answer, Ask
+from loadtest.client import Line, Server, address_of, ask_all, ask_on, chat_request
 from loadtest.fleet.adapters import fill_catalog, model_name
 from loadtest.fleet.service import ROOT, cluster, free_port
-from loadtest.replay import TOKEN, Bare, Replay
+from loadtest.replay import Bare, Replay
+from loadtest.report import all_whole, gaps_s, quantiles_ms, ttfts_s
 from lorikeet.serving.app import controller, engine, gateway
 from lorikeet.settings import Address, Settings
 
@@ -41,103 +43,54 @@ MOST_ADDED_S = 4e-3
 LEAST_TOKENS_PER_S = 20_000
 BASE_MODEL = "lorikeet-demo"
 BARE = "/bare"
+TEXT = "word " * 50
 ALONE = 1_000  # requests to each, one after the other
 WARM_UP_S = 4.0
 SETTLING_S = 4.0  # HAProxy begins anew, dropping connections, when an application comes
 PROXIES = {"Serve's proxy": "0", "HAProxy": "1"}
-_END = b"0\r\n\r\n"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Received:
-    """By all streams together. gaps_s: between two pieces of one stream that held tokens."""
+    """By all streams together. gaps_s: between two pieces of one stream."""
 
-    tokens: int = 0
-    chunks: float = 0
-    gaps_s: list[float] = field(default_factory=list)
-
-
-class Stream(asyncio.Protocol):
-    """One answer on a connection of its own."""
-
-    def __init__(self, request: bytes, received: Received) -> None:
-        self._request, self._received = request, received
-        self._last_s = 0.0
-        self.ended = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ask."""
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        """Count: the events are never parsed, so that the client takes little of the cores."""
-        if tokens := data.count(TOKEN):
-            now_s = time.perf_counter()
-            if self._last_s:
-                self._received.gaps_s.append(now_s - self._last_s)
-            self._last_s = now_s
-            self._received.tokens += tokens
-            self._received.chunks += data.count(b"\r") / 2  # around each chunk there are two
-        if data.endswith(_END) and not self.ended.done():
-            self.ended.set_result(None)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Too early, if it has not ended."""
-        if not self.ended.done():
-            self.ended.set_exception(error or ConnectionError("a stream broke off"))
+    tokens_per_s: float
+    pieces_per_s: float
+    gaps_s: list[float]
 
 
 async def measure_streams(
-    url: str, request: bytes, streams: int, seconds: float
+    url: str, ask: Ask, request: bytes, streams: int, seconds: float
 ) -> tuple[Received, dict[str, float]]:
     """What so many streams received in so many seconds, and each process's share of a core."""
-    loop, all_received = asyncio.get_running_loop(), Received()
-    address = urlsplit(url)
-    made = [
-        await loop.create_connection(
-            lambda: Stream(request, all_received), address.hostname, address.port
-        )
-        for _ in range(streams)
-    ]
+    lines, start_s = [Line(0.0, (ask,))] * streams, time.monotonic()
+    asking = asyncio.create_task(ask_all(url, lines, {ask: request}, start_s))
     await asyncio.sleep(WARM_UP_S)
-    before, cpu_s = Received(all_received.tokens, all_received.chunks), _cpu_s()
-    all_received.gaps_s.clear()
-    began_s = time.perf_counter()
+    began_s, cpu_s = time.monotonic() - start_s, _cpu_s()
     await asyncio.sleep(seconds)
-    took_s = time.perf_counter() - began_s
+    ended_s = time.monotonic() - start_s
+    took_s = ended_s - began_s
     shares = {name: (spent_s - cpu_s[name]) / took_s for name, spent_s in _cpu_s().items()}
-    tokens = all_received.tokens - before.tokens
-    chunks = all_received.chunks - before.chunks
-    counted = Received(round(tokens / took_s), chunks / took_s, list(all_received.gaps_s))
-    for transport, stream in made:
-        transport.close()
-        stream.ended.cancel()
-    return counted, shares
+    tokens, pieces = 0, 0
+    answers = all_whole(await asking)
+    for answer in answers:
+        counted = [began_s <= at_s < ended_s for at_s in answer.pieces_s]
+        tokens += sum(compress(answer.events, counted))
+        pieces += sum(counted)
+        answer.pieces_s = list(compress(answer.pieces_s, counted))
+    return Received(tokens / took_s, pieces / took_s, gaps_s(answers)), shares
 
 
-def measure_first_tokens(url: str, requests: dict[str, bytes]) -> dict[str, list[float]]:
+def measure_first_tokens(url: str, ask: Ask, requests: dict[str, bytes]) -> dict[str, list[float]]:
     """Seconds from sending each request to its first token, asked in turn on open connections."""
     took: dict[str, list[float]] = {name: [] for name in requests}
-    address = urlsplit(url)
-    connections = {
-        name: socket.create_connection((address.hostname, address.port)) for name in requests
-    }
+    connections = {name: socket.create_connection(address_of(url)) for name in requests}
     for _ in range(ALONE):
         for name, request in requests.items():
-            took[name].append(_first_token_s(connections[name], request))
-    return {name: sorted(times[ALONE // 4 :]) for name, times in took.items()}
-
-
-def _first_token_s(connection: socket.socket, request: bytes) -> float:
-    began_s, first_s, answer = time.perf_counter(), 0.0, b""
-    connection.sendall(request)
-    while not answer.endswith(_END):
-        answer += connection.recv(65536)
-        assert answer.startswith(b"HTTP/1.1 200"), answer
-        if not first_s and TOKEN in answer:
-            first_s = time.perf_counter() - began_s
-    return first_s
+            answer = Answer(ask, due_s=time.perf_counter())
+            ask_on(connections[name], request, answer, time.perf_counter)
+            took[name] += ttfts_s(all_whole([answer]))
+    return {name: times[ALONE // 4 :] for name, times in took.items()}
 
 
 def _cpu_s() -> Counter[str]:
@@ -152,21 +105,6 @@ def _cpu_s() -> Counter[str]:
         name = next((name for name in ("Proxy", "gateway", "engine") if name in title), "the rest")
         spent["client" if process == here else name.lower()] += times.user + times.system
     return spent
-
-
-def _request(path: str, key: str, tokens: int) -> bytes:
-    body = {
-        "model": model_name(0),
-        "messages": [{"role": "user", "content": "word " * 50}],
-        "max_tokens": tokens,
-        "stream": True,
-    }
-    content = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: bench\r\nauthorization: Bearer {key}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-    )
-    return head.encode() + content
 
 
 @contextmanager
@@ -208,43 +146,44 @@ def measure(proxy: str, given: argparse.Namespace) -> bool:
             replicas=1,
         )
         key = fill_catalog(settings, [8]).key
-        path, tokens = "/v1/chat/completions", int(given.pace * (given.seconds + 3 * WARM_UP_S))
+        one = Ask(model_name(0), 0, 1, seed=0)
+        many = replace(one, output_tokens=int(given.pace * (given.seconds + 2 * WARM_UP_S)))
         with service(settings, given.pace) as url:
-            one_token = {"gateway": _request(path, key, 1), "bare": _request(BARE, key, 1)}
-            took = measure_first_tokens(url, one_token)
-            many = _request(path, key, tokens)
-            streaming = measure_streams(url, many, given.streams, given.seconds)
+            server = Server(url, key, vocabulary=0)
+            alone = {"gateway": chat_request(server, one, TEXT)}
+            alone["bare"] = chat_request(server, one, TEXT, BARE)
+            took = measure_first_tokens(url, one, alone)
+            request = chat_request(server, many, TEXT)
+            streaming = measure_streams(url, many, request, given.streams, given.seconds)
             received, shares = asyncio.run(streaming)
     print(f"\n{proxy}")
     added_s = _print_first_tokens(took)
     _print_streams(received, shares, given)
-    return added_s <= MOST_ADDED_S and received.tokens >= LEAST_TOKENS_PER_S
+    return added_s <= MOST_ADDED_S and received.tokens_per_s >= LEAST_TOKENS_PER_S
 
 
 def _print_first_tokens(took: dict[str, list[float]]) -> float:
     """The seconds that are added."""
-    for name, times in took.items():
-        p50_ms, p99_ms = _at(times, 0.5) * 1e3, _at(times, 0.99) * 1e3
-        print(f"  first token from {name:8}p50 {p50_ms:.2f} ms, p99 {p99_ms:.2f} ms")
-    added_s = _at(took["gateway"], 0.5) - _at(took["bare"], 0.5)
-    print(f"  added by gateway and way to the replica: {added_s * 1e3:.2f} ms at p50")
-    return added_s
+    quantiles = {name: quantiles_ms(times) for name, times in took.items()}
+    for name, ms in quantiles.items():
+        print(f"  first token from {name:8}p50 {ms['p50']:.2f} ms, p99 {ms['p99']:.2f} ms")
+    added_ms = quantiles["gateway"]["p50"] - quantiles["bare"]["p50"]
+    print(f"  added by gateway and way to the replica: {added_ms:.2f} ms at p50")
+    return added_ms / 1e3
 
 
 def _print_streams(received: Received, shares: dict[str, float], given: argparse.Namespace) -> None:
-    gaps = sorted(received.gaps_s)
+    gaps, asked = (
+        quantiles_ms(received.gaps_s),
+        f"{given.streams} streams of {given.pace:g} tokens/s",
+    )
     print(
-        f"  {given.streams} streams of {given.pace:g} tokens/s: {received.tokens:,} tokens/s in "
-        f"{received.chunks:,.0f} pieces/s; between two of a stream p50 "
-        f"{_at(gaps, 0.5) * 1e3:.0f} ms, p99 {_at(gaps, 0.99) * 1e3:.0f} ms"
+        f"  {asked}: {received.tokens_per_s:,.0f} tokens/s in "
+        f"{received.pieces_per_s:,.0f} pieces/s; between two of a stream p50 "
+        f"{gaps['p50']:.0f} ms, p99 {gaps['p99']:.0f} ms"
     )
     busy = sorted(shares.items(), key=lambda share: -share[1])
     print("  of one core: " + ", ".join(f"{name} {share:.0%}" for name, share in busy))
-
-
-def _at(times: list[float], share: float) -> float:
-    """A quantile of what is in order."""
-    return times[int(share * (len(times) - 1))]
 
 
 if __name__ == "__main__":

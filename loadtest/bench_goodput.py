@@ -22,18 +22,28 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from engine.benchmarks.harness import arguments, facts, write
+from loadtest.answer import Answer, Ask
+from loadtest.client import Line, Server, run
 from loadtest.real.adapters import fill_catalog, model_name
-from loadtest.real.client import Answer, Ask, Line, Server, quantiles_ms, run
 from loadtest.real.explained import stage_lines, stages_ms
 from loadtest.real.models import LINEARS, SHAPES, write_model
 from loadtest.real.service import PROXIES, Cores, service
+from loadtest.report import (
+    all_whole,
+    by_residency,
+    gaps_s,
+    lateness_s,
+    quantiles_ms,
+    split,
+    ttfts_s,
+)
 from lorikeet.settings import Settings
 from lorikeet_engine.popularity import (
     AZURE_CONV,
@@ -90,11 +100,8 @@ def measure(
     lines = traffic.lines(rate_per_s, given.seconds, seed)
     with Cores() as cores:
         answers = run(server, lines, given.clients)
-    whole = [answer for answer in answers if not answer.failure]
-    gaps_s = [b - a for answer in whole for a, b in pairwise(answer.pieces_s)]
-    ttft_ms = quantiles_ms([answer.pieces_s[0] - answer.due_s for answer in whole])
-    itl_ms = quantiles_ms(gaps_s)
-    failures = Counter(answer.failure for answer in answers if answer.failure)
+    whole, failures = split(answers)
+    ttft_ms, itl_ms = quantiles_ms(ttfts_s(whole)), quantiles_ms(gaps_s(whole))
     last_s = max(answer.ended_s for answer in answers)
     good = not failures and ttft_ms["p99"] <= TTFT_GOAL_MS and itl_ms["p99"] <= ITL_GOAL_MS
     return {
@@ -104,7 +111,7 @@ def measure(
         "failures": dict(failures.most_common(3)),
         "ttft_ms": ttft_ms,
         "itl_ms": itl_ms,
-        "late_ms": quantiles_ms([answer.sent_s - answer.due_s for answer in answers]),
+        "late_ms": quantiles_ms(lateness_s(answers)),
         "found": dict(Counter(answer.residency for answer in whole)),
         "ttft_by_tier_ms": _by_tier(whole),
         "tokens_per_s": sum(answer.ask.output_tokens for answer in whole) / last_s,
@@ -137,7 +144,7 @@ def main() -> int:
     traffic = Traffic(order, given.context)
     with service(variables, given.proxy) as running:
         server = Server(running.url, stock.key, SHAPES[given.shape]["vocab_size"])
-        _check(run(server, traffic.warm_up(), given.clients))
+        all_whole(run(server, traffic.warm_up(), given.clients))
         seeds = count(1)
 
         def measured(rate_per_s: float) -> Row:
@@ -154,19 +161,10 @@ def main() -> int:
     return 0 if best else 1
 
 
-def _check(answers: Sequence[Answer]) -> None:
-    bad = [answer.failure for answer in answers if answer.failure]
-    if bad:
-        raise RuntimeError(f"{len(bad)} of {len(answers)} answers are bad: {bad[0]}")
-
-
 def _by_tier(answers: Sequence[Answer]) -> dict[str, Any]:
     """TTFT by where the adapter was found."""
-    tiers = sorted({answer.residency for answer in answers})
-    return {
-        tier: quantiles_ms([a.pieces_s[0] - a.due_s for a in answers if a.residency == tier])
-        for tier in tiers
-    }
+    tiers = sorted(by_residency(answers).items())
+    return {tier: quantiles_ms(ttfts_s(found)) for tier, found in tiers if found}
 
 
 def _line(row: Mapping[str, Any]) -> str:

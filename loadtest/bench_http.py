@@ -17,18 +17,19 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from engine.benchmarks.harness import arguments, facts, write
+from loadtest.client import Server, run
 from loadtest.real.adapters import TENANT, Stock, fill_catalog, image_bytes
-from loadtest.real.client import Answer, Server, quantiles_ms, run
 from loadtest.real.explained import stage_lines, stages_ms
 from loadtest.real.models import SHAPES, write_model
 from loadtest.real.offline import Job, run_beside
 from loadtest.real.service import PROXIES, Cores, Running, service
 from loadtest.real.works import Work
+from loadtest.report import all_whole, gaps_s, quantiles_ms, ttfts_s
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store import open_store
 from lorikeet.settings import Settings
@@ -75,31 +76,23 @@ def measure(
     """One work, after some of it that is not counted. Raises RuntimeError for a bad answer."""
     server = Server(running.url, stock.key, SHAPES[given.shape]["vocab_size"])
     every = replace(work, streams=work.streams * given.replicas)
-    _checked(run(server, replace(every, rounds=_UNCOUNTED).lines(1), given.clients))
+    all_whole(run(server, replace(every, rounds=_UNCOUNTED).lines(1), given.clients))
     with Cores() as cores:
-        answers = _checked(run(server, every.lines(2), given.clients))
+        answers = all_whole(run(server, every.lines(2), given.clients))
     last_s = max(answer.ended_s for answer in answers)
-    gaps_s = [b - a for answer in answers for a, b in pairwise(answer.pieces_s)]
     return {
         "work": work.label,
         "requests": len(answers),
         "tokens_per_s": sum(answer.ask.output_tokens for answer in answers) / last_s,
         "pieces_per_s": sum(len(answer.pieces_s) for answer in answers) / last_s,
-        "first_ms": quantiles_ms([answer.pieces_s[0] - answer.due_s for answer in answers]),
-        "between_ms": quantiles_ms(gaps_s),
+        "first_ms": quantiles_ms(ttfts_s(answers)),
+        "between_ms": quantiles_ms(gaps_s(answers)),
         "by_replica": sorted(Counter(answer.replica for answer in answers).values()),
         "found": dict(Counter(answer.residency for answer in answers)),
         "streams": sum(answer.ended_s - answer.pieces_s[0] for answer in answers) / last_s,
         "stages_ms": stages_ms(server, answers),
         "cores": cores.used(last_s),
     }
-
-
-def _checked(answers: list[Answer]) -> list[Answer]:
-    bad = [answer for answer in answers if answer.failure]
-    if bad:
-        raise RuntimeError(f"{len(bad)} of {len(answers)} answers are bad: {bad[0].failure}")
-    return answers
 
 
 def _sum(alone: Sequence[Mapping[str, Any]], work: Work) -> float:

@@ -6,25 +6,33 @@ moment a request was due. So there is one Locust user, a scheduler; --users and 
 meaning here, --rate and --duration take their place.
 """
 
+import ipaddress
 import json
 import logging
 import random
+import socket
 import time
 from argparse import ArgumentParser
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import gevent
+import httpx
 from gevent.pool import Group
 from locust import User, events, task
 from locust.env import Environment
 from rich.console import Console
 
+from loadtest.answer import Answer, Ask
+from loadtest.client import Server, address_of, ask_on, chat_request
 from loadtest.prompts import Prompts
 from loadtest.report import Report
-from loadtest.stream import RequestFailed, Server
-from loadtest.workload import Ask, Target, Workload, targets_of
+from loadtest.workload import Planned, Target, Workload, targets_of
+
+SILENCE_S = 120.0
+"""A server that says nothing for so long has failed the request."""
 
 log = logging.getLogger(__name__)
 report = Report()
@@ -63,46 +71,40 @@ class Scheduler(User):
         """Plan, send, wait; the whole test."""
         try:
             self._send_all()
-        except (CannotStart, ValueError, RequestFailed) as error:
+        except (CannotStart, ValueError) as error:
             log.error("load test cannot start: %s", error)
         self.environment.runner.quit()
 
     def _send_all(self) -> None:
-        options = self.environment.parsed_options
-        server = Server.at(self.environment.host or self.host)
+        options, url = self.environment.parsed_options, self.environment.host or self.host
+        _only_this_machine(url)
         keys = _read_keys(Path(options.keys_file))
-        targets = targets_of({tenant: server.models(key) for tenant, key in keys.items()})
+        servers = {tenant: Server(url, key, vocabulary=0) for tenant, key in keys.items()}
+        targets = targets_of({tenant: _models(server) for tenant, server in servers.items()})
         plan = _workload(options).plan(targets)
-        prompts = Prompts.measure(_token_counter(server, keys, targets))
+        prompts = Prompts.measure(_token_counter(servers, targets))
         words, in_flight = random.Random(options.seed), Group()
         start = time.perf_counter()
-        for ask in plan:
-            text = prompts.text(ask.input_tokens, words)
-            gevent.sleep(max(0.0, start + ask.at_s - time.perf_counter()))
-            in_flight.spawn(self._send, server, keys[ask.tenant], ask, text, start + ask.at_s)
+        for planned in plan:
+            text = prompts.text(planned.input_tokens, words)
+            gevent.sleep(max(0.0, start + planned.at_s - time.perf_counter()))
+            in_flight.spawn(self._send, servers[planned.tenant], planned, text, start)
         in_flight.join()
         report.elapsed_s = time.perf_counter() - start
 
-    def _send(self, server: Server, key: str, ask: Ask, text: str, due_s: float) -> None:
-        report.sent(time.perf_counter() - due_s)
-        outcome: dict[str, Any] = {"name": "none", "response_length": 0, "exception": None}
-        try:
-            answer = server.chat(key, ask.model, text, ask.output_tokens)
-        except RequestFailed as failure:
-            report.failed(str(failure))
-            outcome |= {"name": "failed", "exception": failure}
-        else:
-            report.answered(
-                answer.residency,
-                due_s,
-                answer.pieces_s,
-                prompt_tokens=answer.prompt_tokens,
-                completion_tokens=answer.completion_tokens,
-            )
-            outcome |= {"name": answer.residency, "response_length": answer.completion_tokens}
-        elapsed_ms = 1000 * (time.perf_counter() - due_s)
+    def _send(self, server: Server, planned: Planned, text: str, start: float) -> None:
+        ask = Ask(planned.model, planned.input_tokens, planned.output_tokens, seed=0)
+        answer = Answer(ask, planned.at_s)
+        report.answers.append(answer)
+        _chat(server, text, answer, start)
+        failed = RuntimeError(answer.failure) if answer.failure else None
         self.environment.events.request.fire(
-            request_type="chat", response_time=elapsed_ms, context={}, **outcome
+            request_type="chat",
+            name="failed" if failed else answer.residency or "none",
+            response_time=1000 * (answer.ended_s - answer.due_s),
+            response_length=0 if failed else ask.output_tokens,
+            exception=failed,
+            context={},
         )
 
 
@@ -123,7 +125,45 @@ def show(**_: Any) -> None:
     console.print(report.table())
     for reason, count in report.failures.most_common():
         console.print(f"{count} failed: {reason}", markup=False)
-    console.print(f"{report.asked} requests; the generator was at most {report.lag_s:.3f} s late")
+    asked, lag_s = len(report.answers), report.lag_s
+    console.print(f"{asked} requests; the generator was at most {lag_s:.3f} s late")
+
+
+def _chat(server: Server, text: str, answer: Answer, start: float) -> None:
+    """One streamed answer, on a connection of its own, which gevent waits for."""
+
+    def now_s() -> float:
+        return time.perf_counter() - start
+
+    answer.sent_s = now_s()
+    try:
+        connection = socket.create_connection(address_of(server.url), SILENCE_S)
+    except OSError as error:
+        answer.failure, answer.ended_s = type(error).__name__, now_s()
+        return
+    with connection:
+        ask_on(connection, chat_request(server, answer.ask, text), answer, now_s)
+
+
+def _models(server: Server) -> dict[str, str | None]:
+    """Each model's base model, None if it is one. Raises CannotStart."""
+    headers = {"authorization": f"Bearer {server.key}"}
+    try:
+        url = f"{server.url}/v1/models"
+        answer = httpx.get(url, headers=headers, timeout=SILENCE_S, trust_env=False)
+        return {model["id"]: model["parent"] for model in answer.raise_for_status().json()["data"]}
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise CannotStart(f"{server.url} does not say what it serves: {error!r}") from error
+
+
+def _only_this_machine(url: str) -> None:
+    """Raises ValueError for anything but http on a loopback address."""
+    host, port = address_of(url)
+    if not url.startswith("http://") or not host:
+        raise ValueError(f"{url}: want http://127.0.0.1:<port>")
+    for *_, address in socket.getaddrinfo(host, port):
+        if not ipaddress.ip_address(address[0]).is_loopback:
+            raise ValueError(f"{url} is not this machine: forward a local port to it")
 
 
 def _workload(options: Any) -> Workload:
@@ -140,8 +180,15 @@ def _read_keys(path: Path) -> dict[str, str]:
     return keys
 
 
-def _token_counter(server: Server, keys: dict[str, str], targets: list[Target]) -> Any:
+def _token_counter(servers: Mapping[str, Server], targets: list[Target]) -> Callable[[str], int]:
     """Asks the server how many tokens a prompt is; the base model if it may be used."""
     target = min(targets, key=lambda target: (not target.is_base, target.model))
-    key = keys[target.tenants[0]]
-    return lambda text: server.chat(key, target.model, text, 1).prompt_tokens
+
+    def count(text: str) -> int:
+        answer = Answer(Ask(target.model, 0, 1, seed=0), due_s=0.0)
+        _chat(servers[target.tenants[0]], text, answer, time.perf_counter())
+        if answer.failure:
+            raise CannotStart(f"{target.model} does not answer: {answer.failure}")
+        return answer.prompt_tokens
+
+    return count

@@ -9,20 +9,25 @@ from ray import serve
 from starlette.types import Receive, Scope, Send
 
 from lorikeet.answer_stream.answer import refusal_of
-from lorikeet.answer_stream.openai_format import DONE, EventStream
+from lorikeet.answer_stream.openai_format import EventStream
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStream, ResponseStreams
-from lorikeet.api.messages import Call, Header, Refusal
+from lorikeet.api.messages import Call, FinalUsage, Header, Refusal
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.routing.status_update import StatusUpdate, to_stats
 from lorikeet.serving.status_feed import StatusFeed
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import EngineClosed
+from lorikeet_engine.request import FinishReason
 from lorikeet_engine.status import EngineStatus, TierStatus
 
 _IDLE = EngineStatus(tiers={tier: TierStatus(0, 0, 1, 0, 0) for tier in list(Residency)[1:]})
-TOKEN = b"~"
-"""Once in the event of every token, and nowhere else in an answer."""
+_TOKEN = "~"
+_BARE = (
+    b'data: {"choices":[{"index":0,"delta":{"content":"~"},"finish_reason":"length"}]}\n\n',
+    b'data: {"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":1}}\n\ndata: [DONE]\n\n',
+)
+"""An answer of one token: its event, and the end."""
 
 
 @dataclass(slots=True)
@@ -55,14 +60,17 @@ class Replay:
         digest = call.adapter.digest if call.adapter else None
         header = Header(self._name, digest, Residency.GPU, self._feed.update())
         events = EventStream(call)
-        responses.put(call.request_id, (header, events.delta(0, TOKEN.decode())))
+        responses.put(call.request_id, (header, events.delta(0, _TOKEN)))
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        token, left = events.delta(0, TOKEN.decode()), (call.max_tokens or 1) - 1
+        tokens = call.max_tokens or 1
+        token, left = events.delta(0, _TOKEN), tokens - 1
         self._streams[call.request_id] = _Stream(responses, token, left, ended)
         try:
             if left:
                 await responses.carry(ended)
-            responses.put(call.request_id, (DONE,), ended=True)
+            usage = FinalUsage(prompt_tokens=1, cached_tokens=0, completion_tokens=tokens)
+            end = events.delta(0, "", FinishReason.LENGTH) + events.end(usage)
+            responses.put(call.request_id, (end,), ended=True)
             yield None
         except EngineClosed as error:
             yield refusal_of(error)
@@ -125,5 +133,5 @@ async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
         pass
     headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": TOKEN, "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    for part, more in zip(_BARE, (True, False), strict=True):
+        await send({"type": "http.response.body", "body": part, "more_body": more})

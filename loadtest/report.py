@@ -1,105 +1,116 @@
-"""What a load test measured: TTFT and inter-token latency for each tier an adapter was found in."""
+"""The one report of all load programs: what answers took, and where their adapters were found."""
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
+from loadtest.answer import Answer
+
 TIERS = ("gpu", "host", "disk", "remote", "none")
+"""Where an adapter can be found; none: the base model was asked."""
 PERCENTILES = (50, 90, 99)
 
 
-@dataclass(slots=True)
-class Tier:
-    """The answers to requests whose adapter was in one place. Times in seconds."""
+def quantiles(values: Sequence[float]) -> dict[str, float | None]:
+    """p50, p90 and p99; None of nothing."""
+    return {f"p{p}": float(np.percentile(values, p)) if len(values) else None for p in PERCENTILES}
 
-    ttft_s: list[float] = field(default_factory=list)
-    itl_s: list[float] = field(default_factory=list)
 
-    def as_json(self) -> dict[str, Any]:
-        """Counts and percentiles; a percentile of nothing is null."""
-        return {
-            "requests": len(self.ttft_s),
-            "ttft_s": _percentiles(self.ttft_s),
-            "itl_s": _percentiles(self.itl_s),
-        }
+def quantiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
+    """quantiles, in milliseconds to two decimals."""
+    found = quantiles(seconds).items()
+    return {name: None if value is None else round(1e3 * value, 2) for name, value in found}
+
+
+def ttfts_s(answers: Iterable[Answer]) -> list[float]:
+    """Each answer's seconds from when it was due to its first tokens."""
+    return [answer.pieces_s[0] - answer.due_s for answer in answers]
+
+
+def gaps_s(answers: Iterable[Answer]) -> list[float]:
+    """Seconds from one piece of an answer to the next, of all answers."""
+    return [later - sooner for answer in answers for sooner, later in pairwise(answer.pieces_s)]
+
+
+def lateness_s(answers: Iterable[Answer]) -> list[float]:
+    """Each request's seconds from when it was due until it was sent."""
+    return [answer.sent_s - answer.due_s for answer in answers]
+
+
+def split(answers: Iterable[Answer]) -> tuple[list[Answer], Counter[str]]:
+    """Those that are whole, and how many of the others failed in which way."""
+    all_answers = list(answers)
+    failures = Counter(answer.failure for answer in all_answers if answer.failure)
+    return [answer for answer in all_answers if not answer.failure], failures
+
+
+def all_whole(answers: list[Answer]) -> list[Answer]:
+    """The answers. Raises RuntimeError if one is not whole."""
+    bad = [answer for answer in answers if answer.failure]
+    if bad:
+        first = f"{bad[0].failure}: {bad[0].said}"
+        raise RuntimeError(f"{len(bad)} of {len(answers)} answers are bad: {first}")
+    return answers
+
+
+def by_residency(answers: Iterable[Answer]) -> dict[str, list[Answer]]:
+    """Answers by where the adapter was when the request arrived; all of TIERS are there."""
+    found: dict[str, list[Answer]] = {tier: [] for tier in TIERS}
+    for answer in answers:
+        found.setdefault(answer.residency or "none", []).append(answer)
+    return found
 
 
 @dataclass(slots=True)
 class Report:
-    """Collects answers and failures as they come.
+    """All answers of a run, and how long it took, for people and as JSON.
 
-    lag_s: how late the generator itself sent a request, at worst; it is part of that request's
-    TTFT. If it is not small, the generator and not the server was the limit.
+    If the generator's lag is not small, it was the limit and not the server.
     """
 
-    tiers: dict[str, Tier] = field(default_factory=lambda: {tier: Tier() for tier in TIERS})
-    failures: Counter[str] = field(default_factory=Counter)
-    asked: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    lag_s: float = 0.0
+    answers: list[Answer] = field(default_factory=list)
     elapsed_s: float = 0.0
-
-    def sent(self, lag_s: float) -> None:
-        """A request went out, lag_s after it should have."""
-        self.asked += 1
-        self.lag_s = max(self.lag_s, lag_s)
-
-    def answered(
-        self,
-        residency: str,
-        due_s: float,
-        pieces_s: list[float],
-        *,
-        prompt_tokens: int,
-        completion_tokens: int,
-    ) -> None:
-        """A complete answer to a request that was due at due_s; same clock as pieces_s."""
-        tier = self.tiers.setdefault(residency, Tier())
-        tier.ttft_s.append(pieces_s[0] - due_s)
-        tier.itl_s.extend(np.diff(pieces_s).tolist())
-        self.prompt_tokens += prompt_tokens
-        self.completion_tokens += completion_tokens
-
-    def failed(self, reason: str) -> None:
-        """A request without a complete answer."""
-        self.failures[reason] += 1
 
     @property
     def passed(self) -> bool:
-        """Something was asked, and everything that was asked was answered."""
-        return self.asked > 0 and self.everything().as_json()["requests"] == self.asked
+        """Whether something was asked, and everything that was asked was answered."""
+        return bool(self.answers) and not self.failures
 
-    def everything(self) -> Tier:
-        """All tiers together."""
-        tiers = self.tiers.values()
-        return Tier(
-            [ttft for tier in tiers for ttft in tier.ttft_s],
-            [itl for tier in tiers for itl in tier.itl_s],
-        )
+    @property
+    def failures(self) -> Counter[str]:
+        """How many failed in which way."""
+        return split(self.answers)[1]
+
+    @property
+    def lag_s(self) -> float:
+        """How late the generator itself sent a request, at worst: a part of that one's TTFT."""
+        return max(lateness_s(self.answers), default=0.0)
 
     def as_json(self, workload: Mapping[str, Any]) -> dict[str, Any]:
         """The whole report; workload: the options it was made with."""
         seconds = self.elapsed_s or float("nan")
+        whole, failures = split(self.answers)
+        output_tokens = sum(answer.ask.output_tokens for answer in whole)
         return {
             "workload": dict(workload),
-            "asked": self.asked,
-            "failed": self.asked - len(self.everything().ttft_s),
-            "failures": dict(self.failures),
+            "asked": len(self.answers),
+            "failed": failures.total(),
+            "failures": dict(failures),
             "elapsed_s": self.elapsed_s,
             "generator_lag_s": self.lag_s,
-            "requests_per_s": self.asked / seconds,
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "completion_tokens_per_s": self.completion_tokens / seconds,
-            "all": self.everything().as_json(),
-            "tiers": {name: tier.as_json() for name, tier in self.tiers.items()},
+            "requests_per_s": len(self.answers) / seconds,
+            "prompt_tokens": sum(answer.prompt_tokens for answer in whole),
+            "completion_tokens": output_tokens,
+            "completion_tokens_per_s": output_tokens / seconds,
+            "all": _tier(whole),
+            "tiers": {name: _tier(found) for name, found in by_residency(whole).items()},
         }
 
     def write(self, path: Path, workload: Mapping[str, Any]) -> None:
@@ -113,22 +124,26 @@ class Report:
         table.add_column("residency", no_wrap=True)
         for name in ("requests", *_headings("TTFT"), *_headings("ITL")):
             table.add_column(name, justify="right")
-        for name, tier in [*self.tiers.items(), ("all", self.everything())]:
-            if tier.ttft_s or name == "all":
-                table.add_row(
-                    name, str(len(tier.ttft_s)), *_cells(tier.ttft_s), *_cells(tier.itl_s)
-                )
+        whole, _ = split(self.answers)
+        for name, found in [*by_residency(whole).items(), ("all", whole)]:
+            if found or name == "all":
+                times = *_cells(ttfts_s(found)), *_cells(gaps_s(found))
+                table.add_row(name, str(len(found)), *times)
         return table
 
 
-def _percentiles(values: list[float]) -> dict[str, float | None]:
-    return {f"p{p}": float(np.percentile(values, p)) if values else None for p in PERCENTILES}
+def _tier(answers: Sequence[Answer]) -> dict[str, Any]:
+    return {
+        "requests": len(answers),
+        "ttft_s": quantiles(ttfts_s(answers)),
+        "itl_s": quantiles(gaps_s(answers)),
+    }
 
 
 def _headings(name: str) -> list[str]:
     return [f"{name}\np{p}" for p in PERCENTILES]
 
 
-def _cells(values: list[float]) -> list[str]:
-    found = _percentiles(values).values()
+def _cells(seconds: list[float]) -> list[str]:
+    found = quantiles(seconds).values()
     return ["–" if value is None else f"{1000 * value:.1f}" for value in found]

@@ -43,7 +43,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Planned:
     """One request to come: at_s seconds after the start."""
 
     at_s: float
@@ -74,7 +74,7 @@ class Workload:
     reshuffle: float = 300.0
     seed: int = 0
 
-    def plan(self, targets: Sequence[Target]) -> list[Ask]:
+    def plan(self, targets: Sequence[Target]) -> list[Planned]:
         """Every request, in order of time. Raises BadOption."""
         self._check(targets)
         rng = np.random.default_rng(self.seed)
@@ -83,7 +83,7 @@ class Workload:
         inputs, outputs = cut_to_context(inputs, outputs, self.context)
         models = self._models(rng, times_s, targets)
         return [
-            Ask(float(at_s), str(rng.choice(target.tenants)), target.model, int(i), int(o))
+            Planned(float(at_s), str(rng.choice(target.tenants)), target.model, int(i), int(o))
             for at_s, target, i, o in zip(times_s, models, inputs, outputs, strict=True)
         ]
 

@@ -1,15 +1,19 @@
 """One scenario under one router, on the real service and in the simulator."""
 
+import asyncio
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
-from loadtest.fleet.adapters import Stock, number_of
-from loadtest.fleet.client import send
+from loadtest.answer import Answer, Ask
+from loadtest.client import Line, Server, ask_all, requests_of
+from loadtest.fleet.adapters import Stock, model_name, number_of
 from loadtest.fleet.pacing import Pace
 from loadtest.fleet.service import OURS, ROOT, free_port
+from loadtest.report import all_whole, lateness_s, ttfts_s
 from loadtest.simulator.baselines import PowerOfTwo
 from loadtest.simulator.trial import measure
 from lorikeet.routing.costs import H200_LLAMA_8B
@@ -22,6 +26,7 @@ from lorikeet_engine.popularity import Floats
 from lorikeet_engine.residency.eviction import LeastRecentlyUsed
 
 _COLD, _PROBES = 5, 16
+_VOCABULARY = 262  # the demo model's
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,31 +90,51 @@ def router_options(scenario: Scenario, router: str) -> dict[str, float]:
     return {}
 
 
+def send(url: str, key: str, requests: Requests) -> tuple[float, list[Answer]]:
+    """All of them when they are due: when the first was, in Unix time, and the answers, in order.
+
+    Raises RuntimeError if one is not whole.
+    """
+    columns = requests.times_s, requests.adapters, requests.prompts, requests.answers
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    lines = [
+        Line(at_s, (Ask(model_name(adapter), prompt, answer, seed=number),))
+        for number, (at_s, adapter, prompt, answer) in enumerate(rows)
+    ]
+    made = requests_of(Server(url, key, _VOCABULARY), lines)
+    unix_s, start_s = time.time(), time.monotonic()
+    answers = asyncio.run(ask_all(url, lines, made, start_s))
+    return unix_s, sorted(all_whole(answers), key=lambda answer: answer.ask.seed)
+
+
 def measure_overhead_s(url: str, key: str, scenario: Scenario) -> float:
     """What HTTP, gateway and replica add to the first token of a request that is alone."""
     steps, tokens = scenario.costs.steps, 8
     each = np.full(_PROBES, tokens)
     times_s = np.arange(_PROBES) * (2 * steps.prefill_s(tokens, 1) + 0.2)
     probes = Requests(times_s, np.zeros_like(each), each, np.ones_like(each))
-    _, served = send(url, key, probes)
+    _, answers = send(url, key, probes)
     rank = int(scenario.ranks[0])
-    return median(one.ttft_s for one in served[_COLD:]) - steps.prefill_s(tokens, rank)
+    return median(ttfts_s(answers[_COLD:])) - steps.prefill_s(tokens, rank)
 
 
 def measure_real(
     url: str, key: str, scenario: Scenario, router: str, notes: Path
 ) -> tuple[Outcome, Remarks]:
-    """Send the scenario's requests to the running service. notes: Pace's. Raises Unanswered."""
+    """Send the scenario's requests to the running service. notes: Pace's.
+
+    Raises RuntimeError if an answer is not whole.
+    """
     requests = scenario.requests()
     before_s = _steps_s(notes)
-    began_s, served = send(url, key, requests)
+    began_s, answers = send(url, key, requests)
     owed_s, took_s = _steps_s(notes) - before_s
     # Noted as the simulator notes what it simulates, and counted as that is.
     fleet = Fleet(scenario.setup(), requests, PowerOfTwo(0), LeastRecentlyUsed())
-    replicas = sorted({one.replica for one in served})
-    fleet.ttft_s[:] = [one.ttft_s for one in served]
-    fleet.found[:] = [Residency[one.residency.upper()] for one in served]
-    fleet.served_by[:] = [replicas.index(one.replica) for one in served]
+    replicas = sorted({answer.replica for answer in answers})
+    fleet.ttft_s[:] = ttfts_s(answers)
+    fleet.found[:] = [Residency[answer.residency.upper()] for answer in answers]
+    fleet.served_by[:] = [replicas.index(answer.replica) for answer in answers]
     prefetches = 0
     for line in (notes / "loads").read_text().splitlines():
         unix_s, model, wanted = line.split()
@@ -118,7 +143,7 @@ def measure_real(
             fleet.loads.append((at_s, fleet.sizes[number_of(model)]))
         else:
             prefetches += at_s >= scenario.warm_up_s
-    late_s = max(one.late_s for one in served)
+    late_s = max(lateness_s(answers))
     return count(router, fleet), Remarks(took_s / owed_s - 1.0, late_s, prefetches)
 
 

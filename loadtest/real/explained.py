@@ -5,7 +5,9 @@ from typing import Any
 
 import httpx
 
-from loadtest.real.client import Answer, Server, quantiles_ms
+from loadtest.answer import Answer
+from loadtest.client import Server
+from loadtest.report import quantiles_ms
 
 _ASKED = 200  # half of them the slowest
 

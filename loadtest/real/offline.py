@@ -20,7 +20,8 @@ from typing import Any
 
 from engine.benchmarks import plain
 from engine.benchmarks.offline import generate
-from loadtest.real.client import Ask, prompt_of
+from loadtest.answer import Ask
+from loadtest.client import prompt_of
 from loadtest.real.works import Work
 from lorikeet.serving.engine_process import build_engine
 from lorikeet.settings import Settings

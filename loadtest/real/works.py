@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from loadtest.answer import Ask
+from loadtest.client import Line
 from loadtest.real.adapters import model_name
-from loadtest.real.client import Ask, Line
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,7 @@ class FakeServer:
             now_s = time.perf_counter()
             (self.itl_s if index else self.ttft_s)[tier].append(now_s - last_s)
             last_s = now_s
+        yield _event({}, "length")
         words = len(body["messages"][0]["content"].split())
         usage = {
             "prompt_tokens": TEMPLATE_TOKENS + TOKENS_PER_WORD * words,
@@ -86,8 +87,9 @@ class FakeServer:
         yield b"data: [DONE]\n\n"
 
 
-def _event(delta: dict[str, str]) -> bytes:
-    return b"data: " + json.dumps({"choices": [{"index": 0, "delta": delta}]}).encode() + b"\n\n"
+def _event(delta: dict[str, str], finish: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
 
 
 @pytest.fixture

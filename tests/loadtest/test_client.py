@@ -1,4 +1,4 @@
-"""Clients of the benchmarks on GPUs note when pieces come, and let no bad answer count."""
+"""The load programs' client notes when pieces come, and lets no bad answer count."""
 
 import asyncio
 import json
@@ -12,7 +12,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from loadtest.real.client import Ask, Line, Server, prompt_of, run
+from loadtest.answer import Answer, Ask, Reader
+from loadtest.client import Line, Server, prompt_of, run
 
 FIRST_S, GAP_S = 0.2, 0.05
 PROMPT, TOKENS = 5, 4
@@ -91,9 +92,57 @@ def test_answers_are_timed_from_when_they_were_due_and_only_whole_ones_count(ser
         assert one.pieces_s[-1] - one.pieces_s[0] >= 0.9 * GAP_S * (TOKENS - 1)
     assert second.due_s >= first.ended_s
     assert late.due_s == 0.5 <= late.sent_s
-    assert "not 4 tokens" in found["short", 0].failure
-    assert "cut off" in found["broken", 0].failure
-    assert "503" in found["refused", 0].failure
+    assert found["short", 0].failure == "not 4 tokens"
+    assert '"completion_tokens":3' in found["short", 0].said
+    assert found["broken", 0].failure == "the stream broke off"
+    assert found["refused", 0].failure == "503 overloaded"
     (asked,) = (body for body in seen if body["model"] == "late")
     assert asked["prompt"] == prompt_of(ask("late"), 100)
     assert asked["max_tokens"] == TOKENS
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nX-Lorikeet-Residency: gpu\r\n\r\n"
+CHAT = (
+    b'data: {"choices":[{"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n',
+    b'data: {"choices":[{"delta":{"content":"\\"a"},"finish_reason":null}]}\n\n',
+    b'data: {"choices":[{"delta":{"content":"b"},"finish_reason":null}]}\n\n'
+    b'data: {"choices":[{"delta":{"content":"c"},"finish_reason":null}]}\n\n',
+    b'data: {"choices":[{"delta":{},"finish_reason":"length"}]}\n\n'
+    b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3}}\n\ndata: [DONE]\n\n',
+)
+
+
+def read(*parts: bytes) -> Answer:
+    """The answer that comes in these parts, one a second."""
+    answer, seconds = Answer(Ask("a", 7, 3, seed=0), due_s=0.0), iter(range(1000))
+    reader = Reader(answer, lambda: float(next(seconds)))
+    ended = [reader.take(part) for part in parts]
+    assert ended == [False] * (len(parts) - 1) + [True]
+    return answer
+
+
+def chunked(*events: bytes) -> list[bytes]:
+    return [b"%x\r\n%s\r\n" % (len(event), event) for event in (*events, b"")]
+
+
+def test_only_events_with_tokens_count_as_pieces_of_a_chat():
+    answer = read(HEAD, *chunked(*CHAT))
+    assert (answer.failure, answer.residency, answer.prompt_tokens) == ("", "gpu", 7)
+    assert answer.pieces_s == [2.0, 3.0]
+    assert answer.events == [1, 2]
+
+
+def test_an_answer_in_single_bytes_is_read_as_in_one():
+    whole = HEAD + b"".join(chunked(*CHAT))
+    singly, at_once = read(*(whole[at : at + 1] for at in range(len(whole)))), read(whole)
+    assert singly.failure == at_once.failure == ""
+    assert singly.events == [1, 1, 1]
+    assert at_once.events == [3]
+
+
+def test_an_error_in_a_stream_and_a_refusal_are_told_by_their_codes():
+    error = b'{"error":{"message":"The \\"step\\" failed.","code":"step_failed"}}'
+    broken = read(HEAD, *chunked(CHAT[1], b"data: " + error + b"\n\n"))
+    assert broken.failure == "mid-stream: step_failed"
+    refused = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: %d\r\n\r\n" % len(error)
+    assert read(refused, error[:9], error[9:]).failure == "429 step_failed"

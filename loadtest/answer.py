@@ -1,0 +1,135 @@
+"""What a load program notes of one answer: when its pieces came, and whether it is whole.
+
+Nothing is parsed while it comes; its end is looked at afterwards.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+# In each event with tokens, and in no other; a chat's first event has an empty content.
+_TOKENS = re.compile(rb'"text": ?"|"content": ?"[^"]')
+_LONGEST = len(b'"content": "x')
+_END = b"0\r\n\r\n"
+_KEPT = 4096  # bytes at an answer's end
+
+Clock = Callable[[], float]
+"""Seconds from the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request for a stream of output_tokens tokens. seed: of its prompt's random token ids."""
+
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+    seed: int
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of a request. Seconds from the start.
+
+    due_s: when it was to be sent, sent_s: when it was. pieces_s: when tokens came, one or several
+    at a time; events: how many events with tokens each piece had. failure: "" once the answer is
+    whole and of as many tokens as were asked for, else short, so that failures group; said: its
+    last bytes then.
+    """
+
+    ask: Ask
+    due_s: float
+    sent_s: float = 0.0
+    pieces_s: list[float] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    ended_s: float = 0.0
+    request_id: str = ""
+    replica: str = ""
+    residency: str = ""
+    prompt_tokens: int = 0
+    failure: str = "not answered"
+    said: str = ""
+
+
+class Reader:
+    """Reads one answer, HTTP's head included, and notes it."""
+
+    def __init__(self, answer: Answer, now_s: Clock) -> None:
+        self.answer, self.now_s = answer, now_s
+        self._head = b""
+        self._tail = b""
+        self._left: int | None = None  # bytes of a body that says how long it is
+        self._begun = False
+
+    def take(self, data: bytes) -> bool:
+        """Note what has come; whether it was the end, which is judged then."""
+        now_s = self.now_s()
+        if not self._begun:
+            self._head += data
+            head, blank, data = self._head.partition(b"\r\n\r\n")
+            if not blank:
+                return False
+            self._head, self._begun = head, True
+            length = self._header(b"content-length")
+            self._left = int(length) if length else None
+        seen = self._tail[1 - _LONGEST :]
+        if events := sum(end > len(seen) for end in _ends(seen + data)):
+            self.answer.pieces_s.append(now_s)
+            self.answer.events.append(events)
+        self._tail = (self._tail + data)[-_KEPT:]
+        if self._left is None:
+            ended = self._tail.endswith(_END)
+        else:
+            self._left -= len(data)
+            ended = self._left <= 0
+        if ended:
+            self.end()
+        return ended
+
+    def end(self) -> None:
+        """Nothing more comes: say what the answer is, and what is wrong with it."""
+        if self.answer.ended_s:
+            return
+        answer = self.answer
+        answer.ended_s = self.now_s()
+        answer.request_id = self._header(b"x-request-id")
+        answer.replica = self._header(b"x-lorikeet-replica")
+        answer.residency = self._header(b"x-lorikeet-residency")
+        answer.prompt_tokens = self._counted(b"prompt_tokens")
+        answer.failure = self._failure()
+        if answer.failure:
+            answer.said = self._tail[-300:].decode(errors="replace")
+
+    def lost(self, error: OSError) -> None:
+        """The connection broke: judge what came, and name the error."""
+        self.end()
+        self.answer.failure, self.answer.said = type(error).__name__, repr(error)
+
+    def _header(self, name: bytes) -> str:
+        found = re.search(rb"\r\n" + name + rb": *([^\r]*)", self._head, re.IGNORECASE)
+        return found[1].decode() if found else ""
+
+    def _counted(self, name: bytes) -> int:
+        found = re.search(rb'"' + name + rb'": ?(\d+)', self._tail)
+        return int(found[1]) if found else 0
+
+    def _failure(self) -> str:
+        """What is wrong with the answer; "" if nothing is."""
+        status, wanted = self._head[9:12].decode(), self.answer.ask.output_tokens
+        error = re.search(rb'"error": ?\{', self._tail)
+        code = re.search(rb'"code": ?"([^"]+)"', self._tail[error.start() :]) if error else None
+        why = code[1].decode() if code else ""
+        if status != "200":
+            return f"{status} {why}".strip() or "no answer"
+        if error:
+            return f"mid-stream: {why}"
+        if b"data: [DONE]" not in self._tail:
+            return "the stream broke off"
+        ended = re.search(rb'"finish_reason": ?"length"', self._tail)
+        if not ended or self._counted(b"completion_tokens") != wanted:
+            return f"not {wanted} tokens"
+        return "" if self.answer.pieces_s else "an answer without text"
+
+
+def _ends(data: bytes) -> list[int]:
+    return [found.end() for found in _TOKENS.finditer(data)]
