@@ -30,8 +30,6 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PART = ".part"
 _LOCK = ".lock"
 _ABANDONED_S = 3600.0
-# What happens in a folder so soon after can leave its time as it was.
-_SETTLED_NS = 100_000_000
 
 
 class AdapterSource(Protocol):
@@ -69,7 +67,6 @@ class DiskCache:
         self._source = source
         self._fingerprint = fingerprint
         self._note = note
-        self._listed_ns: int | None = None  # the folder's time, unless it must be listed again
         self._stock = DiskStock(folder, self._usable)
         self._evictions = 0
         self._pins: dict[str, int] = {}  # digest → descriptor that holds the lock
@@ -87,17 +84,7 @@ class DiskCache:
 
         For one thread. Sees other processes' doing, too.
         """
-        try:
-            folder_ns = self._folder.stat().st_mtime_ns
-            if folder_ns == self._listed_ns:
-                return None
-            # Thousands of names: paths would take many times as long.
-            names = os.listdir(self._folder)  # noqa: PTH208
-        except FileNotFoundError:
-            names, folder_ns = [], None
-        settled = folder_ns is not None and time.time_ns() - folder_ns > _SETTLED_NS
-        self._listed_ns = folder_ns if settled else None
-        return self._stock.take(names)
+        return self._stock.changed()
 
     def status(self) -> TierStatus:
         """What `changed` saw last, and what this process has evicted."""

@@ -3,11 +3,15 @@
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 FILE = re.compile(r"[0-9a-f]{64}(\.[0-9a-f]{16})?")
 """A blob's name, or an image's: its digest and a fingerprint."""
+
+# What happens in a folder so soon after can leave its time as it was.
+_SETTLED_NS = 100_000_000
 
 
 class DiskStock:
@@ -20,11 +24,24 @@ class DiskStock:
         """usable: whether this process can use a file of that name."""
         self._folder, self._usable = folder, usable
         self._sizes: dict[str, int] = {}
+        self._listed_ns: int | None = None  # the folder's time, unless it must be listed again
         self.adapters = self.bytes = 0
 
-    def take(self, names: Iterable[str]) -> set[str]:
-        """These are the folder's names now. Returns the digests of the adapters."""
-        listed = set(names)
+    def changed(self) -> set[str] | None:
+        """The digests of the adapters; None if the folder is as at the last call."""
+        try:
+            folder_ns = self._folder.stat().st_mtime_ns
+            if folder_ns == self._listed_ns:
+                return None
+            # Thousands of names: paths would take many times as long.
+            names = os.listdir(self._folder)  # noqa: PTH208
+        except FileNotFoundError:
+            names, folder_ns = [], None
+        settled = folder_ns is not None and time.time_ns() - folder_ns > _SETTLED_NS
+        self._listed_ns = folder_ns if settled else None
+        return self._measure(set(names))
+
+    def _measure(self, listed: set[str]) -> set[str]:
         for gone in self._sizes.keys() - listed:
             del self._sizes[gone]
         for name in listed - self._sizes.keys():
