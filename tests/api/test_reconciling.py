@@ -12,6 +12,7 @@ from lorikeet.api.reconciling import Reconciling
 from lorikeet.catalog.records import Limits, TenantRecord
 from lorikeet.errors import InsufficientQuota, StoreError
 from lorikeet.tenancy import Admission, Budget, Principal, Shares
+from lorikeet.tenancy.shares import Subject
 
 KEY = Principal("acme", "k", frozenset(), Limits())
 
@@ -28,7 +29,7 @@ class Gateway:
         others.append(self)
 
     def share(self) -> float:
-        return self.shares.part(("acme", ""), time.monotonic()).share
+        return self.shares.part(Subject("acme"), time.monotonic()).share
 
     def check(self, **limits: Any) -> None:
         self.admission.check(TenantRecord("acme", 0.0, Limits(**limits)), KEY)

@@ -11,7 +11,7 @@ from lorikeet.errors import RateLimited
 from lorikeet.tenancy.shares import DOUBT_S, FLOOR, GONE_S, Shares, Statement, Subject
 from tests.tenancy.service import Clock, Door, agree
 
-ACME: Subject = ("acme", "")
+ACME = Subject("acme")
 EXACT = 1e-6
 
 

@@ -61,7 +61,10 @@ class Admission:
 
     def allowances(self, tenant: TenantRecord, key: Principal) -> list[Allowance]:
         """Of the tenant and of the key, where they have limits."""
-        owners = (((tenant.name, ""), tenant.limits), ((tenant.name, key.key_id), key.limits))
+        owners = (
+            (Subject(tenant.name), tenant.limits),
+            (Subject(tenant.name, key.key_id), key.limits),
+        )
         return [self._allowance(*owner) for owner in owners if _any_limit(owner[1])]
 
     def queue_time(self, base_model: str) -> QueueTimeEstimator:

@@ -21,7 +21,7 @@ class Allowance:
 
     def __init__(self, subject: Subject, limits: Limits, shares: Shares, now: float) -> None:
         self._subject, self._shares = subject, shares
-        self._who = "key" if subject[1] else "tenant"
+        self._who = "tenant" if subject.key_id is None else "key"
         self._requests: Meter | None = None
         self._tokens: Meter | None = None
         self._usual_s = _USUAL_S

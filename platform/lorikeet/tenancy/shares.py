@@ -15,9 +15,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-Subject = tuple[str, str]
-"""A tenant and the id of its key; "" is the tenant itself, all its keys together."""
-
 FLOOR = 0.1
 """The least share, as a part of the even one."""
 _LATELY_S = 5.0  # a request counts as demand for about so long
@@ -28,6 +25,13 @@ DOUBT_S = 10.0
 """After so long without an agreement a new gateway takes the even share."""
 _IDLE_S = 120.0  # then demand has faded to nothing, and shares are even
 _EXACT = 1e-9
+
+
+class Subject(NamedTuple):
+    """Who has limits: a key of a tenant; with key_id None the tenant, all its keys together."""
+
+    tenant: str
+    key_id: str | None = None
 
 
 class Claim(NamedTuple):
