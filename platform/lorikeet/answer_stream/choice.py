@@ -69,7 +69,7 @@ class ChoiceStream:
         return OutputDelta(piece, calls, self._sent(self._vocabulary))
 
     def _sent(self, vocabulary: Vocabulary) -> list[DrawnToken]:
-        """Of the tokens whose text is sent now, those that are text and of no call."""
+        """Tokens whose text is sent now, as far as they are text and of no call."""
         reader, offsets, begin = self._reader, self._text.offsets, self._told
         self._told = self._text.sent_tokens
         if reader is not None and self.finish is None:

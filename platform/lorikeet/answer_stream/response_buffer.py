@@ -9,7 +9,7 @@ from lorikeet.answer_stream.response_stream import DeltaGroup, joined
 from lorikeet.api.messages import StreamItem
 
 PIECES_PER_S = 5_000
-"""So many pieces of streams one gateway passes on in a second; what is in a piece hardly matters.
+"""Pieces of streams that one gateway passes on in a second; what is in a piece hardly matters.
 
 From `make bench-gateway`: a piece takes 0.12 ms of CPU from replica to client behind HAProxy, 0.26
 behind Serve's own proxy.
@@ -17,7 +17,7 @@ behind Serve's own proxy.
 
 
 class ResponseBuffer:
-    """Of one call. Lives on one event loop.
+    """What has come of one call's answer. Lives on one event loop.
 
     Between here and a client nothing holds a piece back, so pieces that come too often for this
     gateway would queue up where they cannot be joined. So they are joined here: `rest_s` says how
@@ -74,7 +74,7 @@ class ResponseBuffer:
 
 
 class ResponseBuffers:
-    """Those of all calls that a gateway has made."""
+    """The buffers of all calls that a gateway has made."""
 
     def __init__(self) -> None:
         self._open: dict[str, ResponseBuffer] = {}

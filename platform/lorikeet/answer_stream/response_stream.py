@@ -21,7 +21,10 @@ _OPENING_S = 5.0
 
 
 class ResponseStream:
-    """To one gateway. Lives on one event loop. `closed` is done once nobody takes any more."""
+    """What is new for one gateway. Lives on one event loop.
+
+    `closed` is done once nobody takes any more.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[StreamItem]] = {}
@@ -65,7 +68,7 @@ class ResponseStream:
 
 
 class ResponseStreams:
-    """One to each gateway that listens."""
+    """A stream to each gateway that listens."""
 
     def __init__(self) -> None:
         self._open: dict[str, ResponseStream] = {}
@@ -95,7 +98,7 @@ class ResponseStreams:
 
 
 def joined(items: list[StreamItem]) -> list[StreamItem]:
-    """The same with bytes that follow each other as one."""
+    """Items with bytes that follow each other as one."""
     if len(items) < 2:
         return items
     made = list[StreamItem]()

@@ -44,7 +44,7 @@ class TokenMeter:
             self.failed()
 
     def failed(self) -> None:
-        """It ends now, and not because the client left."""
+        """End the call, and not because its client left."""
         self._refused = not self._begun
 
     def counts(self) -> Counts | None:

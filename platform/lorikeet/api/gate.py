@@ -28,7 +28,7 @@ class Model(NamedTuple):
 
 
 class Caller(NamedTuple):
-    """Whose request it is, and by which key."""
+    """Who sends a request, and by which key."""
 
     tenant: TenantRecord
     key: Principal

@@ -60,7 +60,7 @@ class Admission:
                 allowance.change(allowance.limits, now)
 
     def allowances(self, tenant: TenantRecord, key: Principal) -> list[Allowance]:
-        """Of the tenant and of the key, where they have limits."""
+        """What the tenant and the key may do, where they have limits."""
         owners = (
             (Subject(tenant.name), tenant.limits),
             (Subject(tenant.name, key.key_id), key.limits),
@@ -145,19 +145,19 @@ class RateLimitHold:
         self._tokens = tokens
 
     def first_token(self) -> None:
-        """It waits no more. A second time does nothing."""
+        """End the wait for a first token. A second time does nothing."""
         if self._waits:
             self._waits = False
             self._queue_time.begin(self._tenant.name, self._admission.clock())
 
     def settle(self, tokens: int) -> None:
-        """It took so many."""
+        """Count what the request took instead of what was reserved."""
         for allowance in self._allowances:
             allowance.take(0, tokens - self._tokens, self._admission.clock())
         self._tokens = tokens
 
     def release(self) -> None:
-        """It has ended, and what it took counts against the budget."""
+        """End the request; what it took counts against the budget."""
         now = self._admission.clock()
         self._admission.running -= 1
         self._queue_time.leave(self._tenant.name, now, begun=not self._waits)

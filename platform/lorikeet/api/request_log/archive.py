@@ -17,7 +17,7 @@ from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.request import Course
 
 _TOGETHER = 32
-"""So many are packed as one: they share names, digests and replicas. It takes 0.3 ms."""
+"""Records that are packed as one: they share names, digests and replicas. That takes 0.3 ms."""
 _QUICKLY = 1  # of zlib's levels; the best saves 4% more and takes half as long again
 _PLACE_BYTES = 200  # a block's own objects
 

@@ -51,20 +51,20 @@ class Trace(RequestObserver):
             raise
 
     def comes_from(self, tenant: str, key_id: str) -> None:
-        """Whose it is."""
+        """Note whose request this is."""
         self._known.tenant, self._known.key_id = tenant, key_id
 
     def asks_for(self, model: str) -> None:
-        """As the client wrote it."""
+        """Note the model as the client wrote it."""
         self._known.model = model[:_SHOWN_MODEL]
 
     def becomes(self, call: Call, base_model: str) -> None:
-        """What was understood."""
+        """Note what was understood."""
         known = self._known
         known.adapter, known.stream, known.base_model = call.adapter, call.stream, base_model
 
     def __enter__(self) -> None:
-        """Its call begins."""
+        """Begin: the request is sent on."""
         self._known.entered_s = self._sent_s = self._now_s()
         self._running(self)
 
@@ -74,11 +74,11 @@ class Trace(RequestObserver):
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        """It is over."""
+        """End: the request is over."""
         self._end(error)
 
     def on_item(self, item: StreamItem) -> None:
-        """What is said of it."""
+        """Note what is said of the request."""
         known = self._known
         match item:
             case Attempt():

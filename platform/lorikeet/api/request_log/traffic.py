@@ -15,7 +15,7 @@ from lorikeet.api.request_log.record import RequestRecord
 from lorikeet_engine.adapter import Residency
 
 SPAN_S = 180
-"""So many seconds are told."""
+"""Seconds that are told."""
 WINDOW_S = 5
 """Each point of a line is of so many seconds: one alone has few requests, quantiles fewer."""
 
@@ -93,7 +93,7 @@ class Traffic:
 
 
 def waiting_of(said: Sequence[GatewayTraffic]) -> list[Waiting]:
-    """Of all gateways, who has waited longest first."""
+    """Who waits at any gateway, the longest first."""
     together: dict[tuple[str, str, str | None], Waiting] = {}
     for one in (each for gateway in said for each in gateway.waiting):
         other = together.get(one[:3])
