@@ -66,7 +66,7 @@ def make_holdings(tenant: str, adapters: int) -> Holdings:
 def make_adapter(tenant: str, name: str) -> AdapterRecord:
     """One version, which is prod."""
     digest = hashlib.sha256(f"{tenant}/{name}".encode()).hexdigest()
-    version = VersionRecord(1, digest, 83_951_616, 16, BASE_MODEL, time.time(), False, 83_951_616)
+    version = VersionRecord(digest, 83_951_616, 16, BASE_MODEL, 83_951_616, 1, time.time())
     return AdapterRecord(tenant, name, False, (version,), {"prod": 1}, {"prod": ()})
 
 
@@ -94,7 +94,7 @@ def register(catalog: AdapterCatalog) -> None:
     with tempfile.TemporaryDirectory() as folder:
         blob = Path(folder) / "blob"
         blob.write_bytes(data)
-        facts = BlobFacts(hashlib.sha256(data).hexdigest(), len(data), 16, BASE_MODEL)
+        facts = BlobFacts(hashlib.sha256(data).hexdigest(), len(data), 16, BASE_MODEL, len(data))
         catalog.register(OWNER, NAME, blob, facts, actor="bench")
 
 

@@ -50,6 +50,7 @@ def register(catalog: AdapterCatalog, tmp_path: Path) -> Register:
             size_bytes=len(data),
             max_rank=8,
             base_model="demo",
+            gpu_bytes=len(data),
         )
         given = {"actor": "ann"} | options
         return catalog.register(tenant, name, blob, facts, **given)  # type: ignore[arg-type]

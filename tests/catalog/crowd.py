@@ -57,7 +57,7 @@ def prepare(store: Any) -> None:
         for name in NAMES:
             for number in range(2):
                 data = f"{tenant} {name} {number}".encode()
-                facts = BlobFacts(hashlib.sha256(data).hexdigest(), len(data), 8, "demo")
+                facts = BlobFacts(hashlib.sha256(data).hexdigest(), len(data), 8, "demo", 10)
                 with tempfile.NamedTemporaryFile() as blob:
                     blob.write(data)
                     blob.flush()
@@ -95,7 +95,7 @@ def work(catalog: AdapterCatalog, folder: Path, name: str) -> Iterator[str]:
         elif act == "register":
             data = f"{name} {number}".encode()
             blob.write_bytes(data)
-            facts = BlobFacts(hashlib.sha256(data).hexdigest(), len(data), 8, "demo")
+            facts = BlobFacts(hashlib.sha256(data).hexdigest(), len(data), 8, "demo", 10)
             try:
                 version = catalog.register(tenant, adapter, blob, facts, actor=name)
             except Conflict:  # sixty others came first

@@ -173,6 +173,7 @@ def test_a_version_keeps_its_facts_and_its_blob(
         size_bytes=1,
         max_rank=8,
         base_model="demo",
+        gpu_bytes=1,
         created=1000.0,
     )
     assert store.get(blob_key(digest)) == b"1"

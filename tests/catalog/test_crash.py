@@ -37,7 +37,7 @@ def check(store: ObjectStore, at_least: set[tuple[int, str]]) -> None:
 
 def register(store: ObjectStore, folder: Path, data: bytes) -> tuple[int, str]:
     (folder / "blob").write_bytes(data)
-    facts = BlobFacts(hashlib.sha256(data).hexdigest(), len(data), 8, "demo")
+    facts = BlobFacts(hashlib.sha256(data).hexdigest(), len(data), 8, "demo", 10)
     version = AdapterCatalog(store).register(
         "acme", "support", folder / "blob", facts, promote=True, actor="ann"
     )

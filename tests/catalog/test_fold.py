@@ -76,7 +76,7 @@ def decide(state: CatalogState, act: tuple) -> rules.Changes:  # type: ignore[ty
         case ("revoke", number):
             return tenant_rules.revoke_key(state, f"k{number}")
         case ("register", tenant, name, digest, shared, promote):
-            facts = BlobFacts(digest, 10, 8, "demo")
+            facts = BlobFacts(digest, 10, 8, "demo", 20)
             return rules.register(state, tenant, name, facts, shared=shared, promote=promote)
         case ("promote", *rest):
             return rules.promote(state, *rest)
@@ -175,7 +175,7 @@ def stored(state: CatalogState) -> CatalogView:
 
 
 def test_a_fold_shares_what_it_does_not_change() -> None:
-    facts = BlobFacts("1", 10, 8, "demo")
+    facts = BlobFacts("1", 10, 8, "demo", 20)
     tenants = [TenantSaved(name=name) for name in "ab"]
     start = fold(
         CatalogState(), [Entry(seq=1, nonce="", actor="", time=1.0, changes=tuple(tenants))]

@@ -1,7 +1,7 @@
 """What is remembered of tenants' JSON."""
 
-from lorikeet.catalog.holdings_cache import HoldingsCache
 from lorikeet.catalog.part_format import encode_holdings
+from lorikeet.catalog.parts import HoldingsCache
 from lorikeet.catalog.records import Holdings, Limits, TenantRecord
 
 DATA = [encode_holdings(Holdings(TenantRecord("acme", 1.0, Limits(limit)))) for limit in (1, 2, 3)]

@@ -83,7 +83,7 @@ def test_of_two_that_race_for_the_last_place_one_gets_it(
         data = str(number).encode()
         blob = tmp_path / str(number)
         blob.write_bytes(data)
-        facts = BlobFacts(hashlib.sha256(data).hexdigest(), 1, 8, "demo")
+        facts = BlobFacts(hashlib.sha256(data).hexdigest(), 1, 8, "demo", 10)
         own = AdapterCatalog(catalog.store)
         start.wait()
         try:

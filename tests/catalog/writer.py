@@ -23,7 +23,7 @@ def main(url: str, name: str, versions: int) -> None:
             data = f"{name} {number}".encode() * 1000
             blob.write_bytes(data)
             digest = hashlib.sha256(data).hexdigest()
-            facts = BlobFacts(digest, len(data), 8, "demo")
+            facts = BlobFacts(digest, len(data), 8, "demo", 10)
             version = catalog.register("acme", "support", blob, facts, promote=True, actor=name)
             print(version.version, digest, flush=True)
 

@@ -37,5 +37,5 @@ def test_the_catalog_has_an_adapter_of_each_rank_and_no_two_alike(model, tmp_pat
     assert [record.versions[0].max_rank for record in kept] == ranks
     assert [record.versions[0].digest for record in kept] == [ref.digest for ref in stock.refs]
     assert len({ref.digest for ref in stock.refs}) == 4
-    assert kept[1].versions[0].image_bytes == image_bytes("tiny", 16, "cpu", linears)
+    assert kept[1].versions[0].gpu_bytes == image_bytes("tiny", 16, "cpu", linears)
     assert catalog.store.size(f"blobs/{stock.refs[0].digest[:2]}/{stock.refs[0].digest}") > 0

@@ -65,16 +65,11 @@ def test_a_tenants_pin_keeps_its_adapters_now_and_later_the_oldest_first(
     assert promised(catalog) == [["acme/support@2"]]
 
 
-def test_the_bytes_are_those_on_a_gpu_or_of_the_file_where_nobody_knows(
-    catalog: AdapterCatalog, tmp_path: Path
-) -> None:
+def test_the_bytes_are_those_on_a_gpu(catalog: AdapterCatalog, tmp_path: Path) -> None:
     register(catalog, tmp_path, "support", b"1234")
-    blob = tmp_path / "unknown"
-    blob.write_bytes(b"123")
-    catalog.register("acme", "old", blob, BlobFacts("0" * 64, 3, 8, "tiny"), actor="ann")
     catalog.pin("acme", None, actor="ann")
     (promise,) = read(catalog, 1000.0).all
-    assert {v.ref.name: v.image_bytes for v in promise.versions} == {"support": 40, "old": 3}
+    assert {v.ref.name: v.image_bytes for v in promise.versions} == {"support": 40}
 
 
 def test_a_pin_that_ends_vanishes_by_itself(catalog: AdapterCatalog, tmp_path: Path) -> None:

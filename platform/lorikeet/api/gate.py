@@ -76,7 +76,7 @@ class Gate:
         def find(state: CatalogState) -> Model:
             ref = state.resolve(model, tenant, session)
             version = state.version_of(ref)
-            return Model(version.base_model, ref, version.max_rank, version.image_bytes)
+            return Model(version.base_model, ref, version.max_rank, version.gpu_bytes)
 
         meant = await self._follower.find(find, (tenant, model))
         if meant.base_model not in self._base_models:

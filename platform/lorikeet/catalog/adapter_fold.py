@@ -1,20 +1,63 @@
-"""What each change makes of one adapter: pure functions."""
+"""What each change makes of one adapter: a pure function."""
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, assert_never
 
-from lorikeet.catalog.changes import AliasMoved, AliasRolledBack, ShareGiven, VersionRegistered
+from lorikeet.catalog.changes import (
+    AdapterRetired,
+    AdapterShared,
+    AliasMoved,
+    AliasRolledBack,
+    AnyAdapterChange,
+    Entry,
+    ShareEnded,
+    ShareGiven,
+    VersionRegistered,
+    VersionRestored,
+    VersionRetired,
+)
 from lorikeet.catalog.records import AdapterRecord, Share, VersionRecord
 
 V = TypeVar("V")
 
 
-def version_registered(
-    record: AdapterRecord, change: VersionRegistered, time: float
-) -> AdapterRecord:
-    """With one more version. time: Unix seconds."""
-    version = VersionRecord(
+def fold_adapter(record: AdapterRecord, change: AnyAdapterChange, entry: Entry) -> AdapterRecord:
+    """The adapter after a change of it, which this entry holds."""
+    match change:
+        case VersionRegistered():
+            version = _version(change, entry.time)
+            return replace(record, versions=(*record.versions, version))
+        case AdapterShared(shared=shared):
+            return replace(record, shared=shared)
+        case AliasMoved(alias=alias, version=number):  # what it pointed to joins its history
+            history = record.alias_history.get(alias, ())
+            if alias in record.aliases:
+                history = (*history, record.aliases[alias])
+            return _pointed(record, alias, number, history)
+        case AliasRolledBack(alias=alias, version=number):  # up to its last place in the history
+            history = record.alias_history[alias]
+            at = len(history) - 1 - history[::-1].index(number)
+            return _pointed(record, alias, number, history[:at])
+        case ShareGiven(alias=alias, version=number, part=part):
+            return replace(record, shares={**record.shares, alias: Share(number, part)})
+        case ShareEnded(alias=alias):
+            return replace(record, shares=_without(record.shares, alias))
+        case VersionRetired(version=number):
+            return _marked(record, number, retired=True)
+        case VersionRestored(version=number):
+            return _marked(record, number, retired=False)
+        case AdapterRetired():
+            versions = tuple(replace(version, retired=True) for version in record.versions)
+            return AdapterRecord(
+                record.tenant, record.name, versions=versions, retired_at=entry.seq
+            )
+        case _:
+            assert_never(change)
+
+
+def _version(change: VersionRegistered, time: float) -> VersionRecord:
+    return VersionRecord(
         version=change.version,
         digest=change.digest,
         size_bytes=change.size_bytes,
@@ -23,49 +66,6 @@ def version_registered(
         created=time,
         gpu_bytes=change.gpu_bytes,
     )
-    return replace(record, versions=(*record.versions, version))
-
-
-def alias_moved(record: AdapterRecord, change: AliasMoved) -> AdapterRecord:
-    """What the alias pointed to joins its history."""
-    history = record.alias_history.get(change.alias, ())
-    if change.alias in record.aliases:
-        history = (*history, record.aliases[change.alias])
-    return _pointed(record, change.alias, change.version, history)
-
-
-def alias_rolled_back(record: AdapterRecord, change: AliasRolledBack) -> AdapterRecord:
-    """The history ends before that version's last place in it."""
-    history = record.alias_history[change.alias]
-    at = len(history) - 1 - history[::-1].index(change.version)
-    return _pointed(record, change.alias, change.version, history[:at])
-
-
-def share_given(record: AdapterRecord, change: ShareGiven) -> AdapterRecord:
-    """Replaces the alias's share, if it has one."""
-    share = Share(change.version, change.part)
-    return replace(record, shares={**record.shares, change.alias: share})
-
-
-def share_ended(record: AdapterRecord, alias: str) -> AdapterRecord:
-    """The alias gives all to what it points to."""
-    return replace(record, shares=_without(record.shares, alias))
-
-
-def version_retired(record: AdapterRecord, number: int) -> AdapterRecord:
-    """One version can be used no more."""
-    return _marked(record, number, retired=True)
-
-
-def version_restored(record: AdapterRecord, number: int) -> AdapterRecord:
-    """One version can be used again."""
-    return _marked(record, number, retired=False)
-
-
-def adapter_retired(record: AdapterRecord, seq: int) -> AdapterRecord:
-    """No version can be used, and none is pointed to. seq: the entry that says so."""
-    versions = tuple(replace(version, retired=True) for version in record.versions)
-    return AdapterRecord(record.tenant, record.name, versions=versions, retired_at=seq)
 
 
 def _pointed(

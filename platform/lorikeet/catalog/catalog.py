@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import TypeVar, Unpack
 
 from lorikeet.catalog import rules
-from lorikeet.catalog.changes import Entry
 from lorikeet.catalog.claims import claim
-from lorikeet.catalog.fold import fold
+from lorikeet.catalog.fold import fold_changes
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_alias, check_name
 from lorikeet.catalog.pin_terms import PinTerms, pin_change
 from lorikeet.catalog.records import (
@@ -17,7 +16,7 @@ from lorikeet.catalog.records import (
     Share,
     VersionRecord,
 )
-from lorikeet.catalog.restoring import check_retired, restore_adapter, restore_version
+from lorikeet.catalog.restoring import restore_adapter, restore_version, retired_at
 from lorikeet.catalog.rules import known_version
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.tenants import TenantCatalog
@@ -155,8 +154,7 @@ class AdapterCatalog(TenantCatalog):
             self._claim([known_version(record, version)])
             after = self._commit(actor, lambda state: restore_version(state, tenant, name, version))
             return after.adapter(tenant, name)
-        check_retired(record)
-        was = self.history.as_of(record.retired_at - 1)
+        was = self.history.as_of(retired_at(record) - 1)
         before, pin = was.ask(lambda s: (s.adapter(tenant, name), s.pin_of(tenant, name)))
         self._claim([version for version in before.versions if not version.retired])
         after = self._commit(
@@ -193,9 +191,7 @@ class AdapterCatalog(TenantCatalog):
         change = pin_change(tenant, name, now, **terms)
 
         def ask(state: CatalogState) -> T:
-            changes = tuple(rules.pin(state, change, now))
-            entry = Entry(seq=state.seq + 1, nonce="", actor="", time=now, changes=changes)
-            return question(state, fold(state, [entry]))
+            return question(state, fold_changes(state, rules.pin(state, change, now), now))
 
         self.refresh()
         return self.ask(ask)

@@ -87,58 +87,56 @@ class KeyRevoked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VersionRegistered:
-    """An adapter has one more version; the first one makes the adapter."""
+class AdapterChange:
+    """What all changes of one adapter say first."""
 
     tenant: str
     name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRegistered(AdapterChange):
+    """An adapter has one more version; the first one makes the adapter."""
+
     version: int
     digest: str
     size_bytes: int
     max_rank: int
     base_model: str
-    gpu_bytes: int = 0
+    gpu_bytes: int
     type: Literal["version_registered"] = "version_registered"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterShared:
+class AdapterShared(AdapterChange):
     """An adapter was opened to every tenant, or closed again."""
 
-    tenant: str
-    name: str
     shared: bool
     type: Literal["adapter_shared"] = "adapter_shared"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AliasMoved:
+class AliasMoved(AdapterChange):
     """An alias points to another version, for all requests; the one before joins its history."""
 
-    tenant: str
-    name: str
     alias: str
     version: int
     type: Literal["alias_moved"] = "alias_moved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AliasRolledBack:
+class AliasRolledBack(AdapterChange):
     """An alias went back along its history to this version."""
 
-    tenant: str
-    name: str
     alias: str
     version: int
     type: Literal["alias_rolled_back"] = "alias_rolled_back"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShareGiven:
+class ShareGiven(AdapterChange):
     """A second version gets this part of an alias's requests; 0 < part < 1."""
 
-    tenant: str
-    name: str
     alias: str
     version: int
     part: float
@@ -146,41 +144,33 @@ class ShareGiven:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShareEnded:
+class ShareEnded(AdapterChange):
     """An alias gives all its requests to the version it points to."""
 
-    tenant: str
-    name: str
     alias: str
     type: Literal["share_ended"] = "share_ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VersionRetired:
+class VersionRetired(AdapterChange):
     """One version can be used no more."""
 
-    tenant: str
-    name: str
     version: int
     type: Literal["version_retired"] = "version_retired"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VersionRestored:
+class VersionRestored(AdapterChange):
     """A retired version can be used again."""
 
-    tenant: str
-    name: str
     version: int
     type: Literal["version_restored"] = "version_restored"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterRetired:
+class AdapterRetired(AdapterChange):
     """No version so far can be used any more; aliases and pin are gone, and it is private."""
 
-    tenant: str
-    name: str
     type: Literal["adapter_retired"] = "adapter_retired"
 
 
@@ -208,15 +198,8 @@ class Unpinned:
     type: Literal["unpinned"] = "unpinned"
 
 
-Change = Annotated[
-    CatalogCreated
-    | TenantSaved
-    | TenantTermsSet
-    | KeyCreated
-    | KeyTermsSet
-    | KeyReplaced
-    | KeyRevoked
-    | VersionRegistered
+AnyAdapterChange = (
+    VersionRegistered
     | AdapterShared
     | AliasMoved
     | AliasRolledBack
@@ -225,6 +208,16 @@ Change = Annotated[
     | VersionRetired
     | VersionRestored
     | AdapterRetired
+)
+Change = Annotated[
+    CatalogCreated
+    | TenantSaved
+    | TenantTermsSet
+    | KeyCreated
+    | KeyTermsSet
+    | KeyReplaced
+    | KeyRevoked
+    | AnyAdapterChange
     | Pinned
     | Unpinned,
     Field(discriminator="type"),

@@ -10,10 +10,9 @@ after MARK_LASTS_S, since a living one deletes only in the first DELETE_WITHIN_S
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
-from lorikeet.catalog.store import ObjectStore
+from lorikeet.catalog.store import ObjectStore, in_parallel
 from lorikeet.errors import Conflict, ObjectExists, ObjectNotFound
 
 MARKS = "collecting/"
@@ -24,7 +23,6 @@ NEW_S = 12 * 3600.0
 
 _WAIT_S = 30.0
 _POLL_S = 0.5
-_AT_ONCE = 16
 
 
 def claim(store: ObjectStore, key: str, put: Callable[[], None] | None = None) -> None:
@@ -51,12 +49,11 @@ def claim(store: ObjectStore, key: str, put: Callable[[], None] | None = None) -
 def marked(store: ObjectStore, keys: Sequence[str], run: str) -> Iterator[None]:
     """Mark these objects as about to be deleted; `run` is one collector's name and no other's."""
     marks = [_marks(key) + run for key in keys]
-    with ThreadPoolExecutor(_AT_ONCE) as workers:
-        try:
-            list(workers.map(lambda mark: _put(store, mark), marks))
-            yield
-        finally:
-            list(workers.map(store.delete, marks))
+    try:
+        in_parallel(lambda mark: _put(store, mark), marks)
+        yield
+    finally:
+        in_parallel(store.delete, marks)
 
 
 def _renew(store: ObjectStore, key: str, put: Callable[[], None] | None) -> None:

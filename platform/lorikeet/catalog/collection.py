@@ -10,7 +10,6 @@ takes away; any number may run at once.
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Set
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 from lorikeet.catalog.catalog import AdapterCatalog
@@ -19,7 +18,7 @@ from lorikeet.catalog.claims import DELETE_WITHIN_S, MARK_LASTS_S, MARKS, marked
 from lorikeet.catalog.history import Wanted
 from lorikeet.catalog.snapshots import MANIFESTS, PARTS_PREFIX, Snapshots, manifest_seq
 from lorikeet.catalog.state import CatalogState
-from lorikeet.catalog.store import StoredObject
+from lorikeet.catalog.store import StoredObject, in_parallel
 from lorikeet.catalog.uploads import Upload, Uploads
 from lorikeet.errors import InvalidInput, ObjectNotFound
 
@@ -31,7 +30,6 @@ _NEWEST_KEPT = 4  # readers begin at the newest and stay with it for some snapsh
 _ONE_IN = 2**14  # entries: of older snapshots one is kept, for questions about the past
 _PAGE = 1000
 _BATCH = 64
-_AT_ONCE = 16
 
 Adapters = Set[tuple[str, str]]
 
@@ -116,11 +114,8 @@ class GarbageCollector:
     def _delete(self, batch: list[StoredObject]) -> list[StoredObject]:
         deadline = time.monotonic() + DELETE_WITHIN_S
         keys = [found.key for found in batch]
-        with (
-            marked(self._store, keys, self._run),
-            ThreadPoolExecutor(_AT_ONCE) as workers,
-        ):
-            deleted = list(workers.map(lambda key: self._delete_one(key, deadline), keys))
+        with marked(self._store, keys, self._run):
+            deleted = in_parallel(lambda key: self._delete_one(key, deadline), keys)
         return [found for found, gone in zip(batch, deleted, strict=True) if gone]
 
     def _delete_one(self, key: str, deadline: float) -> bool:

@@ -4,21 +4,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import assert_never
 
-from lorikeet.catalog.adapter_fold import (
-    adapter_retired,
-    alias_moved,
-    alias_rolled_back,
-    share_ended,
-    share_given,
-    version_registered,
-    version_restored,
-    version_retired,
-)
+from lorikeet.catalog.adapter_fold import fold_adapter
 from lorikeet.catalog.changes import (
+    AdapterChange,
     AdapterRetired,
     AdapterShared,
-    AliasMoved,
-    AliasRolledBack,
     CatalogCreated,
     Change,
     Entry,
@@ -27,24 +17,20 @@ from lorikeet.catalog.changes import (
     KeyRevoked,
     KeyTermsSet,
     Pinned,
-    ShareEnded,
-    ShareGiven,
     TenantSaved,
     TenantTermsSet,
     Unpinned,
     VersionRegistered,
-    VersionRestored,
-    VersionRetired,
 )
 from lorikeet.catalog.parts import COMMON, Part, Unread, part_of
 from lorikeet.catalog.records import (
     AdapterRecord,
     Holdings,
     KeyRecord,
+    PinKey,
     PinRecord,
     Scope,
     TenantRecord,
-    pin_key,
 )
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.terms import with_terms
@@ -70,6 +56,12 @@ def fold(state: CatalogState, entries: Iterable[Entry]) -> CatalogState:
         else:
             parts[number] = fold_part(held, number, news)
     return CatalogState(seq, time, tuple(parts))
+
+
+def fold_changes(state: CatalogState, changes: Iterable[Change], time: float) -> CatalogState:
+    """The state as these changes would leave it, were they made at `time`, Unix seconds."""
+    imagined = Entry(seq=state.seq + 1, nonce="", actor="", time=time, changes=tuple(changes))
+    return fold(state, [imagined])
 
 
 def fold_part(part: Part, number: int, entries: Iterable[Entry]) -> Part:
@@ -148,26 +140,11 @@ class _Draft:
                 self._keys[change.id] = replace(key, replaced_by=by, expires=expires)
             case KeyRevoked():
                 self._keys[change.id] = replace(self._keys[change.id], revoked=True)
-            case VersionRegistered():
-                record = self._adapters(change.tenant).get(change.name)
-                record = record or AdapterRecord(change.tenant, change.name)
-                self._put(version_registered(record, change, entry.time))
-            case AdapterShared():
-                self._put(replace(self._adapter(change), shared=change.shared))
-            case AliasMoved():
-                self._put(alias_moved(self._adapter(change), change))
-            case AliasRolledBack():
-                self._put(alias_rolled_back(self._adapter(change), change))
-            case ShareGiven():
-                self._put(share_given(self._adapter(change), change))
-            case ShareEnded():
-                self._put(share_ended(self._adapter(change), change.alias))
-            case VersionRetired():
-                self._put(version_retired(self._adapter(change), change.version))
-            case VersionRestored():
-                self._put(version_restored(self._adapter(change), change.version))
-            case AdapterRetired():
-                self._put(adapter_retired(self._adapter(change), entry.seq))
+            case AdapterChange(tenant=tenant, name=name):
+                adapters = self._adapters(tenant)
+                if isinstance(change, VersionRegistered):
+                    adapters.setdefault(name, AdapterRecord(tenant, name))
+                adapters[name] = fold_adapter(adapters[name], change, entry)
             case CatalogCreated() | Pinned() | Unpinned():
                 raise AssertionError(f"{change.type} changes no tenant's part")
             case _:
@@ -189,26 +166,13 @@ class _Draft:
                 self._shared.discard((change.tenant, change.name))
             case AdapterRetired():
                 self._shared.discard((change.tenant, change.name))
-                self._pins.pop(pin_key(change.tenant, change.name), None)
+                self._pins.pop(PinKey(change.tenant, change.name), None)
             case Pinned():
                 self._pin(change, entry)
             case Unpinned():
-                self._pins.pop(pin_key(change.tenant, change.name), None)
+                self._pins.pop(PinKey(change.tenant, change.name), None)
             case _:
                 raise AssertionError(f"{change.type} concerns one tenant")
-
-    def _adapter(
-        self,
-        change: AdapterShared
-        | AliasMoved
-        | AliasRolledBack
-        | ShareGiven
-        | ShareEnded
-        | VersionRetired
-        | VersionRestored
-        | AdapterRetired,
-    ) -> AdapterRecord:
-        return self._adapters(change.tenant)[change.name]
 
     def _adapters(self, tenant: str) -> dict[str, AdapterRecord]:
         own = self._own.get(tenant)
@@ -217,9 +181,6 @@ class _Draft:
             own = self._own[tenant] = dict(holdings.adapters)
             self._tenants[tenant] = replace(holdings, adapters=own)
         return own
-
-    def _put(self, record: AdapterRecord) -> None:
-        self._adapters(record.tenant)[record.name] = record
 
     def _holdings(self, tenant: str) -> Holdings:
         held = self._tenants[tenant]
@@ -241,7 +202,7 @@ class _Draft:
             self._tenants[change.tenant] = replace(holdings, key_ids=(*holdings.key_ids, change.id))
 
     def _pin(self, change: Pinned, entry: Entry) -> None:
-        key = pin_key(change.tenant, change.name)
+        key = PinKey(change.tenant, change.name)
         before = self._pins.get(key)
         kept_on = before is not None and not before.expired(entry.time)
         self._pins[key] = PinRecord(

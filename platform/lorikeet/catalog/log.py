@@ -9,18 +9,16 @@ import re
 import secrets
 import threading
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from lorikeet.catalog.changes import Change, Entry
 from lorikeet.catalog.log_object import object_from_json, object_to_json
-from lorikeet.catalog.store import ObjectStore
+from lorikeet.catalog.store import ObjectStore, in_parallel
 from lorikeet.errors import Conflict, ObjectNotFound, StoreError
 
 BLOCK = 128
 """Entries of a block: those with the same seq // BLOCK."""
 
 _KEY = re.compile(r"log/([0-9]{12})\.json")
-_READERS = 16
 _MOST_BYTES = 2**17
 """Of an object that repeats anything."""
 
@@ -83,11 +81,7 @@ class Log:
 
     def _get_all(self, numbers: Collection[int]) -> dict[int, Entry]:
         """What these objects hold, by number."""
-        if len(numbers) <= 1:
-            objects = list(map(self._get, numbers))
-        else:
-            with ThreadPoolExecutor(min(_READERS, len(numbers))) as readers:
-                objects = list(readers.map(self._get, numbers))
+        objects = in_parallel(self._get, numbers)
         return {entry.seq: entry for entries in objects for entry in entries}
 
     def _get(self, seq: int) -> Sequence[Entry]:

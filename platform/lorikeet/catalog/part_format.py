@@ -104,7 +104,7 @@ def _adapter(tenant: str, name: str, row: Json) -> AdapterRecord:
         tenant,
         name,
         bool(shared),
-        tuple(_version(number, *row) for number, row in enumerate(versions, 1)),
+        tuple(_version(number, row) for number, row in enumerate(versions, 1)),
         {alias: at[0] for alias, at in aliases.items()},
         {alias: tuple(at[1]) for alias, at in aliases.items()},
         _shares(aliases),
@@ -112,19 +112,9 @@ def _adapter(tenant: str, name: str, row: Json) -> AdapterRecord:
     )
 
 
-def _version(
-    number: int,
-    digest: str,
-    size_bytes: int,
-    max_rank: int,
-    base_model: str,
-    created: float,
-    retired: int,
-    gpu_bytes: int,
-) -> VersionRecord:
-    return VersionRecord(
-        number, digest, size_bytes, max_rank, base_model, created, bool(retired), gpu_bytes
-    )
+def _version(number: int, row: Json) -> VersionRecord:
+    digest, size, rank, base_model, created, retired, gpu = row
+    return VersionRecord(digest, size, rank, base_model, gpu, number, created, bool(retired))
 
 
 def _shares(aliases: Mapping[str, Json]) -> Mapping[str, Share]:

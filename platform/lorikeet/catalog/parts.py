@@ -7,33 +7,68 @@ all tenants.
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lorikeet.catalog.changes import Entry
-from lorikeet.catalog.holdings_cache import HoldingsCache
 from lorikeet.catalog.part_format import (
     SCHEMA,
     compact,
+    decode_holdings,
     encode_holdings,
     key_of,
     key_row,
     pin_of,
     pin_row,
 )
-from lorikeet.catalog.records import Holdings, KeyRecord, PinRecord
+from lorikeet.catalog.records import Holdings, KeyRecord, PinKey, PinRecord
 from lorikeet.errors import StoreError
 
 PARTS = 256
 COMMON = PARTS
 """The number of the part that concerns all tenants: what is shared, pins, admins' keys."""
 
-_LATELY_READ = HoldingsCache(most_bytes=16 * 2**20)  # some 80,000 adapters
-
 
 def part_of(name: str) -> int:
     """The number of the part that holds this tenant, key id or secret's SHA-256."""
     return hashlib.sha256(name.encode()).digest()[0]
+
+
+class HoldingsCache:
+    """Tenants' JSON that was read lately, so that a request does not read it again.
+
+    Keeps what `decode` answered for `most_bytes` of JSON; more is forgotten, the least lately used
+    first. Records take some eight times as much memory as their JSON. For any number of threads.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._held: dict[tuple[str, bytes], Holdings] = {}  # the least lately used first
+        self._held_bytes = 0
+        self._changing = threading.Lock()
+
+    def decode(self, tenant: str, data: bytes) -> Holdings:
+        """What a tenant has, by its JSON."""
+        key = (tenant, data)
+        with self._changing:
+            found = self._held.pop(key, None)
+            if found is not None:
+                self._held[key] = found
+                return found
+        found = decode_holdings(tenant, data)
+        with self._changing:
+            if key not in self._held:
+                self._held_bytes += len(data)
+            self._held[key] = found
+            while self._held_bytes > self._most_bytes and len(self._held) > 1:
+                oldest = next(iter(self._held))
+                del self._held[oldest]
+                self._held_bytes -= len(oldest[1])
+        return found
+
+
+_LATELY_READ = HoldingsCache(most_bytes=16 * 2**20)  # some 80,000 adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +83,7 @@ class Part:
     keys: Mapping[str, KeyRecord] = field(default_factory=dict)
     key_ids: Mapping[str, str] = field(default_factory=dict)
     shared: frozenset[tuple[str, str]] = frozenset()
-    pins: Mapping[tuple[str, str], PinRecord] = field(default_factory=dict)
+    pins: Mapping[PinKey, PinRecord] = field(default_factory=dict)
     admin_keys: frozenset[str] = frozenset()
     digest: str | None = field(default=None, compare=False)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lorikeet.catalog.changes import Pinned
-from lorikeet.catalog.records import AdapterRecord, PinRecord, VersionRecord
+from lorikeet.catalog.records import PinRecord
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import Conflict
 from lorikeet_engine.adapter import AdapterRef
@@ -14,8 +14,7 @@ from lorikeet_engine.adapter import AdapterRef
 class PinnedVersion:
     """A version that a pin keeps.
 
-    image_bytes: what it takes on a GPU, and as much on the host; its file's size where the catalog
-    does not know.
+    image_bytes: what it takes on a GPU, and as much on the host.
     """
 
     ref: AdapterRef
@@ -34,7 +33,9 @@ def versions_kept(state: CatalogState, pin: PinRecord | Pinned) -> tuple[PinnedV
     else:
         records = sorted(state.adapters(pin.tenant), key=lambda each: each.versions[0].created)
     return tuple(
-        _kept(record, version) for record in records for version in record.selected(pin.selector)
+        PinnedVersion(record.ref(version), version.base_model, version.gpu_bytes)
+        for record in records
+        for version in record.selected(pin.selector)
     )
 
 
@@ -66,8 +67,3 @@ def check_budget(state: CatalogState, change: Pinned, now: float) -> None:
 
 def _charge(state: CatalogState, pins: Sequence[PinRecord | Pinned]) -> int:
     return charged_bytes(version for pin in pins for version in versions_kept(state, pin))
-
-
-def _kept(record: AdapterRecord, version: VersionRecord) -> PinnedVersion:
-    image_bytes = version.gpu_bytes or version.size_bytes
-    return PinnedVersion(record.ref(version), version.base_model, image_bytes)

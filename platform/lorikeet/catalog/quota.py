@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lorikeet.catalog.changes import Change, Entry
-from lorikeet.catalog.fold import fold
+from lorikeet.catalog.changes import Change
+from lorikeet.catalog.fold import fold_changes
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import Conflict
 
@@ -37,8 +37,8 @@ def check_quota(state: CatalogState, tenant: str, changes: Sequence[Change]) -> 
     record = state.tenant(tenant)
     if record.max_adapters is None and record.max_total_bytes is None:
         return
-    entry = Entry(seq=state.seq + 1, nonce="", actor="", time=state.time, changes=tuple(changes))
-    before, after = taken(state, tenant), taken(fold(state, [entry]), tenant)
+    before = taken(state, tenant)
+    after = taken(fold_changes(state, changes, state.time), tenant)
     most = record.max_adapters
     if most is not None and after.adapters > max(most, before.adapters):
         raise Conflict(

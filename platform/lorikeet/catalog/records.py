@@ -87,33 +87,23 @@ class BlobFacts:
     """What was found out about an adapter's blob when it was validated.
 
     digest: SHA-256 of its bytes, 64 lower-case hex digits. gpu_bytes: what it takes on a GPU, in
-    the adapter dtype that the service had then; 0 is not known.
+    the adapter dtype that the service had then.
     """
 
     digest: str
     size_bytes: int
     max_rank: int
     base_model: str
-    gpu_bytes: int = 0
+    gpu_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class VersionRecord:
-    """One immutable version of an adapter; see BlobFacts."""
+class VersionRecord(BlobFacts):
+    """One immutable version of an adapter. created: Unix seconds."""
 
     version: int
-    digest: str
-    size_bytes: int
-    max_rank: int
-    base_model: str
     created: float
     retired: bool = False
-    gpu_bytes: int = 0
-
-    @property
-    def image_bytes(self) -> int:
-        """What it takes on a GPU, or about that much where it is not known."""
-        return self.gpu_bytes or self.size_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +121,7 @@ class AdapterRecord:
     versions[i].version is i + 1. An alias always points to a version that is not retired, and so
     does its share. alias_history: what each alias pointed to before, oldest first; a rollback goes
     back along it. shared: every tenant may use it. retired_at: the number of the log entry that
-    last retired the whole adapter; 0 is none.
+    last retired the whole adapter.
     """
 
     tenant: str
@@ -141,7 +131,7 @@ class AdapterRecord:
     aliases: Mapping[str, int] = field(default_factory=dict)
     alias_history: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     shares: Mapping[str, Share] = field(default_factory=dict)
-    retired_at: int = 0
+    retired_at: int | None = None
 
     @property
     def label(self) -> str:
@@ -163,11 +153,11 @@ class AdapterRecord:
         session: where an alias shares its requests, the same session always gets the same version,
         and one that is with the second stays there while its share grows. None: the first.
         """
-        number = int(selector) if selector.isdecimal() else self.aliases.get(selector, 0)
+        number = int(selector) if selector.isdecimal() else self.aliases.get(selector)
         share = self.shares.get(selector) if session is not None else None
         if share and _place(f"{self.label}@{selector} {session}") < share.part:
             number = share.version
-        version = self.version(number)
+        version = None if number is None else self.version(number)
         return None if version is None or version.retired else version
 
     def selected(self, selector: str) -> tuple[VersionRecord, ...]:
@@ -201,6 +191,18 @@ class Holdings:
 
 
 @dataclass(frozen=True, slots=True)
+class PinKey:
+    """What there is one pin of: an adapter, or with name None all of a tenant."""
+
+    tenant: str
+    name: str | None
+
+    def __lt__(self, other: "PinKey") -> bool:
+        """By tenant and name; all of a tenant comes before each of its adapters."""
+        return (self.tenant, self.name or "") < (other.tenant, other.name or "")
+
+
+@dataclass(frozen=True, slots=True)
 class PinRecord:
     """A promise that an adapter stays at least as near to the GPU as `tier`.
 
@@ -222,9 +224,9 @@ class PinRecord:
     actor: str
 
     @property
-    def key(self) -> tuple[str, str]:
-        """There is one pin with this key; a tenant's own has no name."""
-        return pin_key(self.tenant, self.name)
+    def key(self) -> PinKey:
+        """There is one pin with this key."""
+        return PinKey(self.tenant, self.name)
 
     @property
     def label(self) -> str:
@@ -234,11 +236,6 @@ class PinRecord:
     def expired(self, now: float) -> bool:
         """Whether the promise ended at or before `now`, Unix seconds."""
         return self.expires is not None and self.expires <= now
-
-
-def pin_key(tenant: str, name: str | None) -> tuple[str, str]:
-    """The key of an adapter's pin, or with None of a tenant's."""
-    return tenant, name or ""
 
 
 def _place(name: str) -> float:

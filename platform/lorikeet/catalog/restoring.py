@@ -33,13 +33,14 @@ def restore_version(state: CatalogState, tenant: str, name: str, number: int) ->
     return changes
 
 
-def check_retired(record: AdapterRecord) -> None:
-    """Only what is retired as a whole can be restored as a whole. Raises Conflict."""
-    if not record.retired:
+def retired_at(record: AdapterRecord) -> int:
+    """The entry that retired it as a whole, which alone can be restored so. Raises Conflict."""
+    if not record.retired or record.retired_at is None:
         raise Conflict(
             f"{record.label} is not retired: to restore one version, name it "
             f"(`lorikeet restore {record.label}@1`)"
         )
+    return record.retired_at
 
 
 def restore_adapter(
@@ -49,7 +50,7 @@ def restore_adapter(
 
     Raises Conflict when it is not retired, and beyond the tenant's limits.
     """
-    check_retired(state.adapter(before.tenant, before.name))
+    retired_at(state.adapter(before.tenant, before.name))
     changes = tuple(_changes(before, pin if pin and not pin.expired(now) else None))
     check_quota(state, before.tenant, changes)
     return changes

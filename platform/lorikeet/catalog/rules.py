@@ -5,6 +5,7 @@ All return the changes to commit together; none at all when the state already is
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from lorikeet.catalog.changes import (
     AdapterRetired,
@@ -49,7 +50,7 @@ def register(
     held = record.with_digest(facts.digest)
     number = held.version if held else len(record.versions) + 1
     if held is None:
-        changes.append(_registered(tenant, name, number, facts))
+        changes.append(VersionRegistered(tenant=tenant, name=name, version=number, **asdict(facts)))
     if shared is not None and shared != record.shared:
         changes.append(AdapterShared(tenant=tenant, name=name, shared=shared))
     if (promote or record.retired) and record.aliases.get(DEFAULT_ALIAS) != number:
@@ -154,19 +155,6 @@ def unpin(state: CatalogState, tenant: str, name: str | None) -> Changes:
     if state.pin_of(tenant, name) is None:
         raise NotFound(f"{tenant if name is None else f'{tenant}/{name}'!r} is not pinned")
     return (Unpinned(tenant=tenant, name=name),)
-
-
-def _registered(tenant: str, name: str, number: int, facts: BlobFacts) -> VersionRegistered:
-    return VersionRegistered(
-        tenant=tenant,
-        name=name,
-        version=number,
-        digest=facts.digest,
-        size_bytes=facts.size_bytes,
-        max_rank=facts.max_rank,
-        base_model=facts.base_model,
-        gpu_bytes=facts.gpu_bytes,
-    )
 
 
 def known_version(record: AdapterRecord, number: int) -> VersionRecord:

@@ -31,7 +31,7 @@ from botocore.response import StreamingBody
 
 from lorikeet.catalog import ranges
 from lorikeet.catalog.s3_answers import explain, is_conflict
-from lorikeet.catalog.s3_parts import S3Parts
+from lorikeet.catalog.s3_parts import Place, S3Parts
 from lorikeet.catalog.store import StoredObject, check_key, check_prefix
 from lorikeet.errors import StoreError
 
@@ -70,49 +70,44 @@ class S3Store:
     @property
     def parts(self) -> S3Parts:
         """See ObjectStore."""
-        return S3Parts(self, self._client, self._bucket, self._key, self._errors)
+        return S3Parts(self, self._client, self._place, self._errors)
 
     def get(self, key: str) -> bytes:
         """See ObjectStore."""
         with self._errors(key):
-            answer = self._client.get_object(Bucket=self._bucket, Key=self._key(key))
-            return answer["Body"].read()
+            return self._client.get_object(**self._place(key))["Body"].read()
 
     def size(self, key: str) -> int:
         """See ObjectStore."""
         with self._errors(key):
-            answer = self._client.head_object(Bucket=self._bucket, Key=self._key(key))
-            return answer["ContentLength"]
+            return self._client.head_object(**self._place(key))["ContentLength"]
 
     def modified(self, key: str) -> float:
         """See ObjectStore."""
         with self._errors(key):
-            answer = self._client.head_object(Bucket=self._bucket, Key=self._key(key))
-            return answer["LastModified"].timestamp()
+            return self._client.head_object(**self._place(key))["LastModified"].timestamp()
 
     def touch(self, key: str) -> None:
         """See ObjectStore. One request copies up to 5 GiB onto itself."""
         with self._errors(key):
+            place = self._place(key)
             self._client.copy_object(
-                Bucket=self._bucket,
-                Key=self._key(key),
-                CopySource={"Bucket": self._bucket, "Key": self._key(key)},
+                **place,
+                CopySource={"Bucket": place["Bucket"], "Key": place["Key"]},
                 MetadataDirective="REPLACE",
             )
 
     def put_file(self, key: str, path: Path) -> None:
         """See ObjectStore."""
         with self._errors(key):
-            self._client.upload_file(str(path), self._bucket, self._key(key), Config=_TRANSFER)
+            self._client.upload_file(str(path), **self._place(key), Config=_TRANSFER)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         """See ObjectStore."""
         with self._errors(key):
             for attempt in range(_ATTEMPTS):
                 try:
-                    self._client.put_object(
-                        Bucket=self._bucket, Key=self._key(key), Body=data, IfNoneMatch="*"
-                    )
+                    self._client.put_object(**self._place(key), Body=data, IfNoneMatch="*")
                     return
                 except ClientError as error:
                     if not is_conflict(error) or attempt == _ATTEMPTS - 1:
@@ -124,9 +119,8 @@ class S3Store:
         with self._errors(key):
             size = self.size(key)
             # Signed once: boto3 needs as long to sign a request as a megabyte needs to arrive.
-            address = self._client.generate_presigned_url(
-                "get_object", Params={"Bucket": self._bucket, "Key": self._key(key)}
-            )
+            place = self._place(key)
+            address = self._client.generate_presigned_url("get_object", Params={**place})
             return ranges.download(size, path, partial(self._read, key, address))
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
@@ -152,7 +146,7 @@ class S3Store:
     def delete(self, key: str) -> None:
         """See ObjectStore."""
         with self._errors(key):
-            self._client.delete_object(Bucket=self._bucket, Key=self._key(key))
+            self._client.delete_object(**self._place(key))
 
     def _list(self, prefix: str, start_after: str) -> Iterator[StoredObject]:
         pages = self._client.get_paginator("list_objects_v2").paginate(
@@ -189,12 +183,10 @@ class S3Store:
             if got.status_code == HTTPStatus.PARTIAL_CONTENT:
                 return StreamingBody(got.raw, got.headers["Content-Length"])
             got.raw.drain_conn()
-        return self._client.get_object(Bucket=self._bucket, Key=self._key(key), Range=wanted)[
-            "Body"
-        ]
+        return self._client.get_object(**self._place(key), Range=wanted)["Body"]
 
-    def _key(self, key: str) -> str:
-        return self._prefix + check_key(key)
+    def _place(self, key: str) -> Place:
+        return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
 
     @contextmanager
     def _errors(self, key: str) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from lorikeet.catalog.part_store import Unfinished
 from lorikeet.errors import ObjectNotFound
@@ -17,6 +17,13 @@ _URL_LASTS_S = 3600
 _LARGEST_COPY_BYTES = 5 * 2**30  # of one CopyObject
 
 
+class Place(TypedDict):
+    """Where an object lies, as S3's calls take it."""
+
+    Bucket: str
+    Key: str
+
+
 class S3Parts:
     """A PartStore over a bucket's multipart uploads; the token is S3's upload id."""
 
@@ -24,23 +31,19 @@ class S3Parts:
         self,
         store: "S3Store",
         client: "S3Client",
-        bucket: str,
-        name: Callable[[str], str],
+        place: Callable[[str], Place],
         errors: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        """name: what a key is called in the bucket. errors: raises S3's errors as StoreError."""
+        """place: where a key's object lies. errors: raises S3's errors as StoreError."""
         self._store = store
         self._client = client
-        self._bucket = bucket
-        self._name = name
+        self._place = place
         self._errors = errors
 
     def begin(self, key: str) -> str:
         """See PartStore."""
         with self._errors(key):
-            return self._client.create_multipart_upload(Bucket=self._bucket, Key=self._name(key))[
-                "UploadId"
-            ]
+            return self._client.create_multipart_upload(**self._place(key))["UploadId"]
 
     def url(self, key: str, token: str, number: int, size: int) -> str:
         """See PartStore. S3 refuses a body of another length: it is part of the signature."""
@@ -48,8 +51,7 @@ class S3Parts:
             return self._client.generate_presigned_url(
                 "upload_part",
                 Params={
-                    "Bucket": self._bucket,
-                    "Key": self._name(key),
+                    **self._place(key),
                     "UploadId": token,
                     "PartNumber": number,
                     "ContentLength": size,
@@ -61,11 +63,7 @@ class S3Parts:
         """See PartStore."""
         with self._errors(key), path.open("rb") as file:
             self._client.upload_part(
-                Bucket=self._bucket,
-                Key=self._name(key),
-                UploadId=token,
-                PartNumber=number,
-                Body=file,
+                **self._place(key), UploadId=token, PartNumber=number, Body=file
             )
 
     def sizes(self, key: str, token: str) -> dict[int, int]:
@@ -77,8 +75,7 @@ class S3Parts:
         with suppress(ObjectNotFound), self._errors(key):  # not found: it is joined already
             parts = self._parts(key, token)
             self._client.complete_multipart_upload(
-                Bucket=self._bucket,
-                Key=self._name(key),
+                **self._place(key),
                 UploadId=token,
                 MultipartUpload={
                     "Parts": [
@@ -97,25 +94,24 @@ class S3Parts:
         if self._store.size(key) > _LARGEST_COPY_BYTES:
             return
         with self._errors(key):
+            place = self._place(key)
             self._client.copy_object(
-                Bucket=self._bucket,
-                Key=self._name(target),
-                CopySource={"Bucket": self._bucket, "Key": self._name(key)},
+                **self._place(target),
+                CopySource={"Bucket": place["Bucket"], "Key": place["Key"]},
             )
 
     def delete(self, key: str, token: str) -> None:
         """See PartStore."""
         with suppress(ObjectNotFound), self._errors(key):
-            self._client.abort_multipart_upload(
-                Bucket=self._bucket, Key=self._name(key), UploadId=token
-            )
+            self._client.abort_multipart_upload(**self._place(key), UploadId=token)
         self._store.delete(key)
 
     def unfinished(self, prefix: str) -> Iterator[Unfinished]:
         """See PartStore."""
-        root = self._name("x").removesuffix("x")
+        place = self._place("x")
+        root = place["Key"].removesuffix("x")
         pages = self._client.get_paginator("list_multipart_uploads").paginate(
-            Bucket=self._bucket, Prefix=root + prefix
+            Bucket=place["Bucket"], Prefix=root + prefix
         )
         with self._errors(prefix):
             for page in pages:
@@ -126,9 +122,7 @@ class S3Parts:
     def _parts(self, key: str, token: str) -> dict[int, tuple[int, str]]:
         """Bytes and ETag by number. One page: an upload has at most a thousand parts."""
         with self._errors(key):
-            answer = self._client.list_parts(
-                Bucket=self._bucket, Key=self._name(key), UploadId=token
-            )
+            answer = self._client.list_parts(**self._place(key), UploadId=token)
         return {
             part["PartNumber"]: (part["Size"], part["ETag"]) for part in answer.get("Parts", ())
         }

@@ -10,14 +10,13 @@ import hashlib
 import json
 import zlib
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
 from lorikeet.catalog.claims import claim
 from lorikeet.catalog.parts import PARTS, Part, Unread, part_from_bytes, part_to_bytes
 from lorikeet.catalog.state import CatalogState
-from lorikeet.catalog.store import ObjectStore
+from lorikeet.catalog.store import ObjectStore, in_parallel
 from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError
 
 SCHEMA = 1
@@ -26,7 +25,6 @@ SCHEMA = 1
 MANIFESTS = "snapshots/"
 PARTS_PREFIX = "snapshot-parts/"
 _LAST = 10**12 - 1
-_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +46,19 @@ class Snapshots:
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
-    def newest(self, up_to: int = _LAST) -> Manifest | None:
-        """The newest snapshot of no entry after `up_to`, if there is one: a LIST and a GET."""
-        after = _key(up_to + 1) if up_to < _LAST else ""
+    def newest(self, up_to: int | None = None) -> Manifest | None:
+        """The newest snapshot, of no entry after `up_to`, if there is one: a LIST and a GET."""
+        after = "" if up_to is None else _key(up_to + 1)
         key = self._store.first(MANIFESTS, after)
         return None if key is None else _manifest(self._store.get(key), key)
 
     def read(self, digests: Collection[str]) -> Mapping[str, Part]:
         """These parts, in parallel. Raises ObjectNotFound, and StoreError for damaged ones."""
-        if len(digests) == 1:
-            return {digest: self._read(digest) for digest in digests}
-        with ThreadPoolExecutor(_AT_ONCE) as readers:
-            return dict(zip(digests, readers.map(self._read, digests), strict=True))
+        return dict(zip(digests, in_parallel(self._read, digests), strict=True))
 
     def write(self, state: CatalogState) -> Manifest:
         """Keep a state whose parts without pending entries may be unread. Again is fine."""
-        with ThreadPoolExecutor(_AT_ONCE) as writers:
-            parts = tuple(writers.map(self._write, state.parts))
+        parts = tuple(in_parallel(self._write, state.parts))
         manifest = Manifest(state.seq, state.time, parts)
         body = {"schema": SCHEMA, "seq": state.seq, "time": state.time, "parts": parts}
         self._put(_key(state.seq), json.dumps(body).encode())

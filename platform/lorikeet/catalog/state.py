@@ -9,10 +9,10 @@ from lorikeet.catalog.records import (
     AdapterRecord,
     Holdings,
     KeyRecord,
+    PinKey,
     PinRecord,
     TenantRecord,
     VersionRecord,
-    pin_key,
 )
 from lorikeet.errors import UnknownKey, UnknownModel, UnknownTenant
 from lorikeet_engine.adapter import AdapterRef
@@ -141,7 +141,7 @@ class CatalogState:
 
     def pin_of(self, tenant: str, name: str | None) -> PinRecord | None:
         """The pin of an adapter, or with None of a tenant, expired or not, if it has one."""
-        return self._part(COMMON).pins.get(pin_key(tenant, name))
+        return self._part(COMMON).pins.get(PinKey(tenant, name))
 
     def pins(self, now: float) -> tuple[PinRecord, ...]:
         """The pins that have not expired at `now` (Unix seconds), by tenant and name."""

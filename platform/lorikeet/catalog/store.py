@@ -1,13 +1,17 @@
 """Where the catalog's bytes lie: the one protocol of both stores."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from lorikeet.catalog.part_store import PartStore
 from lorikeet.errors import InvalidSetting, StoreError
+
+Q = TypeVar("Q")
+A = TypeVar("A")
 
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
 
@@ -111,6 +115,14 @@ def open_store(url: str) -> ObjectStore:
     from lorikeet.catalog.s3 import S3Store  # boto3 takes long to import
 
     return S3Store(bucket, prefix)
+
+
+def in_parallel(ask: Callable[[Q], A], questions: Collection[Q], at_once: int = 16) -> list[A]:
+    """Ask a store several things at a time; the answers in order. No thread for a single one."""
+    if len(questions) <= 1:
+        return list(map(ask, questions))
+    with ThreadPoolExecutor(min(at_once, len(questions))) as threads:
+        return list(threads.map(ask, questions))
 
 
 def check_key(key: str) -> str:

@@ -13,10 +13,11 @@ from lorikeet.catalog.records import KeyRecord, Limits, TenantRecord
 from lorikeet.errors import InvalidInput
 
 LONGEST_BURST_S = 86400
-LONGEST_KEY_S = 3650 * 86400
+LONGEST_LIFE_S = 3650 * 86400
+"""Of a key or a pin that expires."""
 LONGEST_KEY_NAME = 64  # characters
 HIGHEST_PRIORITY = 1000
-"""And the lowest is as far below 0, which is what a key has of which nothing is said."""
+"""Of a key or a pin. The lowest is as far below 0, which is the one that says nothing."""
 LIGHTEST, HEAVIEST = 0.001, 1000.0
 _LARGEST = 10**15  # exact as a float too, which some clients read
 
@@ -95,13 +96,27 @@ def check_key_terms(tenant: str | None, terms: KeyTerms, now: float) -> None:
     """
     check_terms(terms)
     check_limited(tenant, terms)
-    name, expires = terms.get("name", ""), terms.get("expires")
-    if len(name) > LONGEST_KEY_NAME or not name.isprintable():  # it is shown in terminals
-        raise InvalidInput(f"want at most {LONGEST_KEY_NAME} printable characters", param="name")
-    if expires is not None and not now < expires <= now + LONGEST_KEY_S:
+    check_text(terms.get("name", ""), LONGEST_KEY_NAME, "name")
+    check_expiry(terms.get("expires"), now)
+
+
+def check_expiry(expires: float | None, now: float) -> None:
+    """Whether a key or a pin may end then; None is never. Unix seconds. Raises InvalidInput."""
+    if expires is not None and not now < expires <= now + LONGEST_LIFE_S:
         raise InvalidInput(
-            f"expires={expires}: want a time to come, within {LONGEST_KEY_S // 86400} days",
+            f"expires={expires}: want a time to come, within {LONGEST_LIFE_S // 86400} days",
             param="expires",
+        )
+
+
+def check_text(text: str, longest: int, param: str) -> None:
+    """Whether people may say this: it is shown in terminals, so nothing that would steer one.
+
+    longest: in characters. Raises InvalidInput.
+    """
+    if len(text) > longest or not text.isprintable():
+        raise InvalidInput(
+            f"want at most {longest} printable characters as {param}, no line breaks", param=param
         )
 
 

@@ -48,11 +48,11 @@ def list_adapters(
 
     Example: `lorikeet list --tenant acme`
     """
-    adapters: list[dict[str, Any]] = []
-    page: dict[str, Any] = {"next": ""}
+    query = {"tenant": tenant, **(as_of or {})}
+    page = admin(ctx).get("/adapters", query)
+    adapters = page["data"]
     while page["next"] is not None:
-        query = {"tenant": tenant, "after": page["next"] or None, **(as_of or {})}
-        page = admin(ctx).get("/adapters", query)
+        page = admin(ctx).get("/adapters", {**query, "after": page["next"]})
         adapters += page["data"]
     if as_json:
         print_json({"data": adapters})
@@ -158,7 +158,7 @@ def _summary(adapter: dict[str, Any]) -> list[Any]:
         len(adapter["versions"]),
         newest.get("max_rank"),
         show_size(newest.get("size_bytes")),
-        show_size(newest.get("gpu_bytes") or None),
+        show_size(newest.get("gpu_bytes")),
         newest.get("base_model"),
         _state(adapter),
     ]
@@ -187,7 +187,7 @@ def _version_row(version: dict[str, Any]) -> list[Any]:
         "retired" if version["retired"] else aliases,
         version["max_rank"],
         show_size(version["size_bytes"]),
-        show_size(version["gpu_bytes"] or None),
+        show_size(version["gpu_bytes"]),
         version["base_model"],
         moment(version["created"]),
         version["digest"][:12],

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from lorikeet.catalog.names import check_alias, check_name, check_selector
-from lorikeet.catalog.pin_terms import LONGEST_PIN_S
+from lorikeet.catalog.terms import LONGEST_LIFE_S
 from lorikeet.errors import InvalidInput
 from lorikeet.sizes import parse_size
 
@@ -99,8 +99,8 @@ def parse_duration(text: str) -> int:
     if match is None:
         raise typer.BadParameter(f"{text!r}: want a duration such as 90s, 15m, 2h or 7d")
     seconds = int(match[1]) * _SECONDS[match[2]]
-    if seconds > LONGEST_PIN_S:
-        raise typer.BadParameter(f"{text!r}: want at most {LONGEST_PIN_S // _SECONDS['d']}d")
+    if seconds > LONGEST_LIFE_S:
+        raise typer.BadParameter(f"{text!r}: want at most {LONGEST_LIFE_S // _SECONDS['d']}d")
     return seconds
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lorikeet.catalog.pin_terms import HIGHEST_PRIORITY
+from lorikeet.catalog.terms import HIGHEST_PRIORITY
 from lorikeet.cli.names import (
     Name,
     parse_bound,

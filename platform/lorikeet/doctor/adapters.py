@@ -41,7 +41,7 @@ def _check_sizes(site: Site, versions: list[VersionRecord]) -> Iterator[Finding]
     largest: dict[str, int] = {}
     for version in versions:
         name = version.base_model
-        largest[name] = max(largest.get(name, 0), version.image_bytes)
+        largest[name] = max(largest.get(name, 0), version.gpu_bytes)
     for name, size in largest.items():
         plan, arena = site.plans.get(name), site.settings.adapter_host_memory
         found, wanted = f"the largest adapter of {name} takes {show_size(size)}", (size >> 18) + 1

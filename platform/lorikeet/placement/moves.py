@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from lorikeet.catalog.records import PinKey
 from lorikeet.placement.plan import Placement, Shortfall, image_sizes, place_pins
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.placement.resolved_pins import ResolvedPins
@@ -44,7 +45,7 @@ class Moves:
 
 
 def moves_of(
-    key: tuple[str, str],
+    key: PinKey,
     before: ResolvedPins,
     after: ResolvedPins,
     reports: Sequence[ReplicaReport],

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lorikeet.catalog.pinned import PinnedVersion
-from lorikeet.catalog.records import PinRecord
+from lorikeet.catalog.records import PinKey, PinRecord
 from lorikeet.placement.decision import PinTarget
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
@@ -71,7 +71,7 @@ def image_sizes(reports: Iterable[ReplicaReport]) -> dict[str, int]:
     return {each.digest: each.gpu_bytes for each in adapters if each.pieces}
 
 
-def _precedence(resolved: ResolvedPin) -> tuple[int, float, tuple[str, str]]:
+def _precedence(resolved: ResolvedPin) -> tuple[int, float, PinKey]:
     return -resolved.pin.priority, resolved.pin.created, resolved.pin.key
 
 

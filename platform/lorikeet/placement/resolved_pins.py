@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lorikeet.catalog.pinned import PinnedVersion, versions_kept
-from lorikeet.catalog.records import Holdings, PinRecord
+from lorikeet.catalog.records import Holdings, PinKey, PinRecord
 from lorikeet.catalog.state import CatalogState
 
 
@@ -45,7 +45,7 @@ class PinResolver:
     """
 
     def __init__(self) -> None:
-        self._known: Mapping[tuple[str, str], _Known] = {}  # by the pin's key; never changed
+        self._known: Mapping[PinKey, _Known] = {}  # by the pin's key; never changed
 
     def read(self, state: CatalogState, now: float) -> ResolvedPins:
         """What the pins of this state name at `now`, Unix seconds."""

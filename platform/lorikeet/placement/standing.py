@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lorikeet.catalog.pinned import PinnedVersion, charged_bytes
-from lorikeet.catalog.records import PinRecord
+from lorikeet.catalog.records import PinKey, PinRecord
 from lorikeet.placement.plan import Placement, Shortfall, place_pins
 from lorikeet.placement.report import ReplicaReport
 from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
@@ -62,7 +62,7 @@ def standings(
     placement: that plan, where it was made already.
     """
     residents = AdapterTiers(reports)
-    short: dict[tuple[str, str], list[Shortfall]] = defaultdict(list)
+    short: dict[PinKey, list[Shortfall]] = defaultdict(list)
     for shortfall in (placement or place_pins(pins, reports)).shortfalls:
         short[shortfall.pin.key].append(shortfall)
     for resolved in pins.all:

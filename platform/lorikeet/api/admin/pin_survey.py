@@ -9,7 +9,7 @@ from lorikeet.api.follower import CatalogFollower
 from lorikeet.api.services import EngineClient
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.pin_terms import PinTerms
-from lorikeet.catalog.records import pin_key
+from lorikeet.catalog.records import PinKey
 from lorikeet.catalog.state import CatalogState
 from lorikeet.placement.moves import Moves, moves_of
 from lorikeet.placement.report import ReplicaReport
@@ -45,7 +45,7 @@ class PinSurvey:
 
         def compare(before: CatalogState, after: CatalogState) -> Moves:
             promises = self._reader.read(before, now), self._reader.read(after, now)
-            return moves_of(pin_key(tenant, name), *promises, reports)
+            return moves_of(PinKey(tenant, name), *promises, reports)
 
         return await asyncio.to_thread(
             lambda: self._catalog.if_pinned(tenant, name, compare, **terms)

@@ -13,12 +13,8 @@ from lorikeet.api.body import Body, json_body
 from lorikeet.api.gate import Actor
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.names import DEFAULT_ALIAS
-from lorikeet.catalog.pin_terms import (
-    HIGHEST_PRIORITY,
-    LONGEST_PIN_S,
-    LONGEST_REASON,
-    PinTerms,
-)
+from lorikeet.catalog.pin_terms import LONGEST_REASON, PinTerms
+from lorikeet.catalog.terms import HIGHEST_PRIORITY, LONGEST_LIFE_S
 from lorikeet_engine.adapter import Residency
 
 
@@ -33,7 +29,7 @@ class Pin(Body):
     tier: Literal["gpu", "host", "disk"] = "gpu"
     priority: Annotated[int, Field(ge=-HIGHEST_PRIORITY, le=HIGHEST_PRIORITY)] = 0
     reason: Annotated[str, Field(max_length=LONGEST_REASON)] = ""
-    expires_s: Annotated[float, Field(gt=0, le=LONGEST_PIN_S)] | None = None
+    expires_s: Annotated[float, Field(gt=0, le=LONGEST_LIFE_S)] | None = None
     dry_run: bool = False
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from lorikeet.api.body import Body
-from lorikeet.catalog.terms import LONGEST_KEY_S, KeyLimitTerms, LimitTerms, TenantTerms
+from lorikeet.catalog.terms import LONGEST_LIFE_S, KeyLimitTerms, LimitTerms, TenantTerms
 
 _NEVER_NONE = {"burst_s", "weight", "priority"}
 """Terms that there always are; null is absent, as elsewhere."""
@@ -56,7 +56,7 @@ class NewKey(OfKey):
     """A key to be made. name: what people call it. expires_s: seconds from now; null: never."""
 
     name: str = ""
-    expires_s: Annotated[float, Field(gt=0, le=LONGEST_KEY_S)] | None = None
+    expires_s: Annotated[float, Field(gt=0, le=LONGEST_LIFE_S)] | None = None
 
     def terms(self) -> dict[str, Any]:
         """What it says of them, and of the key."""
