@@ -44,19 +44,25 @@ def _parse_memory(value: object) -> object:
     return share
 
 
+def _pairs(text: str) -> list[tuple[str, str]]:
+    """The names and values of `name=value,name=value`, "" for what is missing of one."""
+    items = [item.partition("=") for item in text.split(",") if item.strip()]
+    return [(name.strip(), value.strip()) for name, _, value in items]
+
+
 def _parse_models(value: object) -> object:
     if not isinstance(value, str):
         return value
-    pairs = [item.partition("=") for item in value.split(",") if item.strip()]
-    if not pairs or not all(name.strip() and path.strip() for name, _, path in pairs):
+    pairs = _pairs(value)
+    models = {name: Path(folder) for name, folder in pairs}
+    if not pairs or not all(map(all, pairs)):
         raise ValueError("want name=folder, separated by commas")
-    names = [name.strip() for name, _, _ in pairs]
-    if len(set(names)) < len(names):
+    if len(models) < len(pairs):
         raise ValueError("a name is given twice")
-    for name in names:
+    for name in models:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):  # of files, handles and labels
             raise ValueError(f"{name!r}: want a name of letters, digits, '.', '_' and '-'")
-    return {name: Path(path.strip()) for name, (_, _, path) in zip(names, pairs, strict=True)}
+    return models
 
 
 def _by_model(value: object, given: ValidationInfo) -> object:
@@ -69,8 +75,8 @@ def _by_model(value: object, given: ValidationInfo) -> object:
     if isinstance(value, Mapping) or "=" not in str(value):
         numbers = value if isinstance(value, Mapping) else dict.fromkeys(models, value)
     else:
-        pairs = [item.partition("=") for item in str(value).split(",") if item.strip()]
-        numbers = {name.strip(): number.strip() for name, _, number in pairs}
+        pairs = _pairs(str(value))
+        numbers = dict(pairs)
         if len(numbers) < len(pairs) or not all(numbers.values()):
             raise ValueError("want a number, or name=number of some base models, each once")
     strangers = sorted(numbers.keys() - models)

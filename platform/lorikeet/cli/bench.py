@@ -23,7 +23,6 @@ from lorikeet.cli.output import (
 
 EXIT_INTERRUPTED = 130
 PUBLIC_URL = "http://127.0.0.1:8000"
-_EVERYONE = ""
 _ENOUGH = 100  # fewer answers have no p99 but their slowest
 _LATE_S = 0.05  # more than this, and the command itself was too slow
 
@@ -76,12 +75,12 @@ def bench() -> None:
     """
 
 
-def _parse_rate(text: str) -> tuple[str, float]:
-    """R or TENANT=R. Raises typer.BadParameter."""
-    tenant, _, rate = text.rpartition("=")
+def _parse_rate(text: str) -> tuple[str | None, float]:
+    """R, which is everyone's, or TENANT=R. Raises typer.BadParameter."""
+    tenant, named, rate = text.rpartition("=")
     if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", rate) is None or float(rate) == 0:
         raise typer.BadParameter(f"{text!r}: want requests a second, such as 2 or acme=20")
-    return tenant, float(rate)
+    return tenant if named else None, float(rate)
 
 
 def _parse_growth(text: str) -> float:
@@ -169,12 +168,12 @@ def _read_keys(file: Path) -> dict[str, str]:
     return keys
 
 
-def _rates(given: Sequence[tuple[str, float]], keys: Mapping[str, str]) -> dict[str, float]:
+def _rates(given: Sequence[tuple[str | None, float]], keys: Mapping[str, str]) -> dict[str, float]:
     """Requests a second, by tenant. Raises typer.BadParameter."""
-    rates = {_EVERYONE: 1.0} | dict(given)
-    for tenant in rates.keys() - keys.keys() - {_EVERYONE}:
+    rates = {None: 1.0} | dict(given)
+    for tenant in rates.keys() - keys.keys() - {None}:
         raise typer.BadParameter(f"--rate {tenant}=…: --keys has no {tenant}")
-    return {tenant: rates.get(tenant, rates[_EVERYONE]) for tenant in keys}
+    return {tenant: rates.get(tenant, rates[None]) for tenant in keys}
 
 
 def _run(url: str, rows: Sequence[Compared], run: Run, *, quiet: bool) -> bool:

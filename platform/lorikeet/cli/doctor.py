@@ -49,14 +49,14 @@ def _json(finding: Finding) -> dict[str, str | None]:
         "check": finding.check,
         "verdict": finding.verdict.value,
         "found": finding.found,
-        "cure": finding.cure or None,
+        "cure": finding.cure,
     }
 
 
 def _print(finding: Finding) -> None:
     colour, verdict = _COLOURS[finding.verdict], finding.verdict.value
     print_line(f"[{colour}]{verdict:<8}[/] [bold]{finding.check}[/]: {escape(finding.found)}")
-    if finding.cure:
+    if finding.cure is not None:
         print_line(f"         → {escape(finding.cure)}")
 
 

@@ -32,11 +32,11 @@ class AdminServer:
 
     def get(self, path: str, query: Mapping[str, str | None] | None = None) -> Json:
         """Read."""
-        return self._call("GET", path, query=query)
+        return self._parse(self._ask("GET", path, query=query))
 
     def post(self, path: str, body: Json) -> Json:
         """Do something."""
-        return self._call("POST", path, content=json.dumps(body).encode())
+        return self._parse(self._ask("POST", path, content=json.dumps(body).encode()))
 
     def post_new(self, path: str, body: Json) -> tuple[Json, bool]:
         """Make something. The answer, and whether it was not there before."""
@@ -45,30 +45,20 @@ class AdminServer:
 
     def put(self, path: str, body: Json) -> Json:
         """Make it so."""
-        return self._call("PUT", path, content=json.dumps(body).encode())
+        return self._parse(self._ask("PUT", path, content=json.dumps(body).encode()))
 
     def patch(self, path: str, body: Json) -> Json:
         """Change what the body names."""
-        return self._call("PATCH", path, content=json.dumps(body).encode())
+        return self._parse(self._ask("PATCH", path, content=json.dumps(body).encode()))
 
     def delete(self, path: str) -> Json:
         """Remove."""
-        return self._call("DELETE", path)
+        return self._parse(self._ask("DELETE", path))
 
     def send(self, path: str, chunks: Iterable[bytes], headers: Mapping[str, str]) -> Json:
         """PUT bytes as they come; the headers tell how many."""
         binary = {"content-type": "application/octet-stream", **headers}
         return self._parse(self._ask("PUT", path, content=chunks, headers=binary))
-
-    def _call(
-        self,
-        method: Method,
-        path: str,
-        *,
-        query: Mapping[str, str | None] | None = None,
-        content: bytes | None = None,
-    ) -> Json:
-        return self._parse(self._ask(method, path, query=query, content=content))
 
     def _ask(
         self,

@@ -14,12 +14,12 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """check: what was looked at. cure: a command or a setting; "" where nothing is to be done."""
+    """check: what was looked at. cure: a command or a setting; None: nothing is to be done."""
 
     check: str
     verdict: Verdict
     found: str
-    cure: str = ""
+    cure: str | None = None
 
 
 def ok(check: str, found: str) -> Finding:

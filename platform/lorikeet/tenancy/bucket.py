@@ -11,17 +11,15 @@ class Flow(NamedTuple):
 
 
 class Bucket:
-    """Fills at its flow's rate up to its capacity; what passes is taken out.
+    """At first full, it fills at its flow's rate up to its capacity; what passes is taken out.
 
     What is larger than the capacity passes when the bucket is full, and the level falls below 0:
     it pays afterwards. In any T seconds at most capacity + rate * T passes, and what the last one
     that passed was larger than the level. `now` is in seconds and never goes back.
     """
 
-    def __init__(self, flow: Flow, level: float, now: float) -> None:
-        self._flow = flow
-        self._level = min(level, flow.capacity)
-        self._at = now
+    def __init__(self, flow: Flow, now: float) -> None:
+        self._flow, self._level, self._at = flow, flow.capacity, now
 
     def change(self, flow: Flow, now: float) -> None:
         """Let it fill as before until now, and in this way from now on."""

@@ -34,7 +34,7 @@ class Budget:
         self._written = written
         self._unseen_s = unseen_s
         self._asked = False
-        self._read_at = 0.0
+        self._read_at: float | None = None
         self._settled: dict[str, Counter[int]] = {}  # by tenant and second
 
     def check(self, tenant: str, tokens_per_month: int, now: float) -> None:
@@ -56,7 +56,8 @@ class Budget:
 
     def due(self, now: float) -> bool:
         """Whether to read again."""
-        return self._written is not None and self._asked and now >= self._read_at + READ_S
+        lately = self._read_at is not None and now < self._read_at + READ_S
+        return self._written is not None and self._asked and not lately
 
     def read(self) -> None:
         """Read what was written. Raises StoreError."""

@@ -18,7 +18,7 @@ class Meter:
     def __init__(self, kind: str, per_min: int, burst_s: float, share: float, now: float) -> None:
         self.kind = kind
         self._set(per_min, burst_s, share)
-        self._bucket = Bucket(self._flow, math.inf, now)
+        self._bucket = Bucket(self._flow, now)
 
     def change(self, per_min: int, burst_s: float, share: float, now: float) -> None:
         """From now on these hold."""

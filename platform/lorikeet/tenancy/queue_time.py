@@ -21,12 +21,12 @@ class QueueTimeEstimator:
     under way as there are seats. With fewer it tells what is asked and not what is possible, and
     nobody is refused.
 
-    seats: requests that the engines may run at once, this gateway's part of them; None: no bound.
+    seats: requests that the engines may run at once, this gateway's part of them. max_queue_s: how
+    long one may wait. None: no bound.
     """
 
     def __init__(self, seats: int | None, max_queue_s: float | None, now: float) -> None:
-        self._seats = math.inf if seats is None else seats
-        self._max_queue_s = math.inf if max_queue_s is None else max_queue_s
+        self._seats, self._max_queue_s = seats, max_queue_s
         self._under_way = 0
         self._waiting: dict[str, int] = {}  # by tenant, who has one that waits
         self._weights: dict[str, float] = {}  # of the same
@@ -36,7 +36,7 @@ class QueueTimeEstimator:
     def check(self, tenant: str, weight: float, now: float) -> None:
         """Raise Overloaded where one more of this tenant would wait for too long."""
         wait_s = self._wait_s(tenant, weight, now)
-        if wait_s > self._max_queue_s:
+        if self._max_queue_s is not None and wait_s > self._max_queue_s:
             retry_after_s = until_queue_is_short(wait_s, self._max_queue_s)
             raise Overloaded(
                 f"the request could not begin within the {self._max_queue_s:g} s that it may "
@@ -66,7 +66,7 @@ class QueueTimeEstimator:
 
     @property
     def _full(self) -> bool:
-        return self._under_way >= self._seats
+        return self._seats is not None and self._under_way >= self._seats
 
     def _wait_s(self, tenant: str, weight: float, now: float) -> float:
         """How long one more of this tenant would wait, as far as that is known."""

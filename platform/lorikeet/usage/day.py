@@ -2,11 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from typing import Generic, TypeVar
 
-from lorikeet.catalog.store import ObjectStore
+from lorikeet.catalog.store import ObjectStore, in_parallel
 from lorikeet.errors import ObjectNotFound, StoreError
 from lorikeet.usage.counts import Account, Counts, add_to
 from lorikeet.usage.files import (
@@ -15,14 +14,13 @@ from lorikeet.usage.files import (
     day_prefix,
     from_json,
     joined_number,
-    part_key,
     part_of,
+    parts_from,
 )
 
 K = TypeVar("K")
 
 _ATTEMPTS = 5
-_READERS = 16
 _BACK_S = 120.0
 """A part may be written so long after another whose name says that it was made later."""
 
@@ -30,7 +28,7 @@ _BACK_S = 120.0
 class Day(Generic[K]):
     """Reads each part once, and sums by what `key` makes of an account. For one thread.
 
-    marks: the last part read of each writer. joined: the joined object begun with, 0 for none.
+    marks: the last part read of each writer. joined: the joined object begun with, if there is one.
     """
 
     def __init__(self, store: ObjectStore, day: date, key: Callable[[Account], K]) -> None:
@@ -48,12 +46,12 @@ class Day(Generic[K]):
         A part that was written much later than it was made is missed only until the next of its
         writer's parts, or `read`. Raises StoreError.
         """
-        return self._retry(part_key(self.day, Part("", 0), now - _BACK_S) if self._whole else "")
+        return self._retry(parts_from(self.day, now - _BACK_S) if self._whole else "")
 
     def _restart(self) -> None:
         self.sums: dict[K, Counts] = {}
         self.marks: dict[str, int] = {}
-        self.joined = 0
+        self.joined: int | None = None
         self.parts = 0  # read beside the joined object
         self._whole = False
 
@@ -72,8 +70,8 @@ class Day(Generic[K]):
         """Read what is new among these; False if others that could be listed are missing."""
         keys = list(self._store.list(day_prefix(self.day), start_after))
         joined = {number: key for key in keys if (number := joined_number(key))}
-        newest = max(joined, default=0)
-        if newest > self.joined:
+        newest = max(joined, default=None)
+        if newest is not None and (self.joined is None or newest > self.joined):
             self._begin(newest, joined[newest])
             if start_after:
                 return False
@@ -99,7 +97,7 @@ class Day(Generic[K]):
         following = []
         missed = False
         for writer, there in numbers.items():
-            number = self.marks.get(writer, -1) + 1
+            number = self.marks[writer] + 1 if writer in self.marks else 0
             while number in there:
                 following.append(Part(writer, number))
                 number += 1
@@ -110,10 +108,7 @@ class Day(Generic[K]):
         def get(key: str) -> Content:
             return from_json(self._store.get(key), key)
 
-        if len(keys) <= 1:
-            return list(map(get, keys))
-        with ThreadPoolExecutor(min(_READERS, len(keys))) as readers:
-            return list(readers.map(get, keys))
+        return in_parallel(get, keys)
 
     def _add(self, content: Content) -> None:
         for account, counts in content.use.items():

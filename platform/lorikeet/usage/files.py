@@ -54,9 +54,14 @@ def day_prefix(day: date) -> str:
 
 def part_key(day: date, part: Part, made: float) -> str:
     """made: Unix seconds. A day may be over when a part of it is made: it then comes last."""
+    return f"{parts_from(day, made)}{part.writer}-{part.number:06d}.json"
+
+
+def parts_from(day: date, made: float) -> str:
+    """With which the names of parts begin that were made at this second, Unix seconds."""
     at = datetime.fromtimestamp(made, UTC)
     clock = at.strftime("%H%M%S") if at.date() == day else "240000"
-    return f"{day_prefix(day)}{clock}-{part.writer}-{part.number:06d}.json"
+    return f"{day_prefix(day)}{clock}-"
 
 
 def part_of(key: str) -> Part | None:
@@ -70,10 +75,10 @@ def joined_key(day: date, number: int) -> str:
     return f"{day_prefix(day)}joined-{number:06d}.json"
 
 
-def joined_number(key: str) -> int:
-    """Which joined object it is; 0 if it is none."""
+def joined_number(key: str) -> int | None:
+    """Which joined object it is, if it is one."""
     match = _JOINED.fullmatch(key)
-    return int(match[1]) if match else 0
+    return int(match[1]) if match else None
 
 
 def to_json(content: Content) -> bytes:

@@ -35,7 +35,7 @@ def join(store: ObjectStore, day: date) -> None:
     use = read.read()
     if not read.parts:
         return
-    key = joined_key(day, read.joined + 1)
+    key = joined_key(day, 1 if read.joined is None else read.joined + 1)
     with suppress(ObjectExists):  # somebody else joins them too
         store.put_if_absent(key, to_json(Content(use, read.marks)))
 
@@ -49,17 +49,15 @@ def join_lately(store: ObjectStore, now: float) -> None:
 def superfluous(store: ObjectStore, day: date, before: float) -> Iterator[StoredObject]:
     """What an object that was joined before then, in Unix seconds, holds too. Raises StoreError."""
     found = list(store.scan(day_prefix(day)))
-    joined = [one for one in found if joined_number(one.key) and one.modified < before]
+    joined = {n: one for one in found if (n := joined_number(one.key)) and one.modified < before}
     if not joined:
         return
-    newest = max(joined, key=lambda one: joined_number(one.key))
+    newest = joined[max(joined)]
     marks = from_json(store.get(newest.key), newest.key).marks
     for one in found:
-        part = part_of(one.key)
-        if part is not None:
-            if part.number <= marks.get(part.writer, -1):
-                yield one
-        elif 0 < joined_number(one.key) < joined_number(newest.key):
+        part, number = part_of(one.key), joined_number(one.key)
+        held = part is not None and part.writer in marks and part.number <= marks[part.writer]
+        if held or (number is not None and number < max(joined)):
             yield one
 
 

@@ -1,6 +1,5 @@
 """What each tenant has used in the present month, kept up to date cheaply."""
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from datetime import date
@@ -20,7 +19,7 @@ class MonthTokens:
     def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
         self._store, self._clock = store, clock
         self._days: dict[date, Day[str]] = {}
-        self._whole_at = -math.inf
+        self._whole_at: float | None = None
         self._tokens: Mapping[str, int] = {}
 
     def of(self, tenant: str) -> int:
@@ -36,7 +35,8 @@ class MonthTokens:
             day: self._days.get(day) or Day(self._store, day, key=lambda account: account.tenant)
             for day in month
         }
-        if begun.keys() != self._days.keys() or now >= self._whole_at + WHOLE_S:
+        whole_at = self._whole_at if begun.keys() == self._days.keys() else None
+        if whole_at is None or now >= whole_at + WHOLE_S:
             for day in begun.values():
                 day.read()
             self._whole_at = now

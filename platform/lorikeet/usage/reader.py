@@ -1,13 +1,11 @@
 """What was used in a period."""
 
-import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import date, timedelta
 from threading import Lock
 
-from lorikeet.catalog.store import ObjectStore
+from lorikeet.catalog.store import ObjectStore, in_parallel
 from lorikeet.errors import InvalidInput
 from lorikeet.usage.counts import Account, Use, day_of
 from lorikeet.usage.day import Day
@@ -46,8 +44,7 @@ class UsageReader:
     def read(self, first: date, last: date) -> dict[date, Use]:
         """Every day of the period that has any. Raises InvalidInput, StoreError."""
         wanted = days(first, last)
-        with ThreadPoolExecutor(_AT_ONCE) as readers:
-            found = list(readers.map(self._read, wanted))
+        found = in_parallel(self._read, wanted, _AT_ONCE)
         return {day: use for day, use in zip(wanted, found, strict=True) if use}
 
     def _read(self, day: date) -> Use:
@@ -58,7 +55,7 @@ class UsageReader:
         with self._lock:
             for over in [each for each in self._growing if each < yesterday]:
                 del self._growing[over], self._whole_at[over]
-            if now < self._whole_at.get(day, -math.inf) + WHOLE_S:
+            if day in self._whole_at and now < self._whole_at[day] + WHOLE_S:
                 return dict(self._growing[day].read_new(now))
             growing = self._growing.setdefault(day, self._new(day))
             use = dict(growing.read())

@@ -6,9 +6,7 @@ from datetime import date
 from enum import StrEnum
 from typing import Any
 
-from lorikeet.usage.counts import Account, Counts, Use, add_to
-
-Key = tuple[str, ...]
+from lorikeet.usage.counts import Counts, Use, add_to
 
 
 class By(StrEnum):
@@ -19,6 +17,13 @@ class By(StrEnum):
     ADAPTER = "adapter"
 
 
+_NAMES = {
+    By.DAY: ("day",),
+    By.TENANT: ("tenant",),
+    By.ADAPTER: ("base_model", "adapter"),
+}
+
+
 def rows(
     days: Mapping[date, Use], by: Iterable[By], tenant: str | None = None
 ) -> list[dict[str, Any]]:
@@ -27,31 +32,15 @@ def rows(
     A row by adapter names its base model too; there adapter None is the base model alone.
     """
     wanted = list(dict.fromkeys(by))
-    sums: dict[Key, Counts] = {}
+    names = [name for each in wanted for name in _NAMES[each]]
+    sums: dict[tuple[str | None, ...], Counts] = {}
     for day, use in days.items():
         for account, counts in use.items():
             if tenant in (None, account.tenant):
-                add_to(sums, _key(day, account, wanted), counts)
-    return [_named(key, wanted) | _counted(sums[key]) for key in sorted(sums)]
-
-
-def _key(day: date, account: Account, by: list[By]) -> Key:
-    parts = {
-        By.DAY: (day.isoformat(),),
-        By.TENANT: (account.tenant,),
-        By.ADAPTER: (account.base_model, account.adapter or ""),
-    }
-    return tuple(name for each in by for name in parts[each])
-
-
-def _named(key: Key, by: list[By]) -> dict[str, Any]:
-    names = iter(key)
-    named: dict[str, Any] = {}
-    for each in by:
-        if each is By.ADAPTER:
-            named["base_model"] = next(names)
-        named[each.value] = next(names) or None
-    return named
+                named = {"day": day.isoformat(), **account._asdict()}
+                add_to(sums, tuple(named[name] for name in names), counts)
+    ordered = sorted(sums, key=lambda key: [part or "" for part in key])
+    return [dict(zip(names, key, strict=True)) | _counted(sums[key]) for key in ordered]
 
 
 def _counted(counts: Counts) -> dict[str, Any]:
