@@ -1,6 +1,7 @@
 """The variables: Lorikeet's own, and those that Ray reads when its processes start."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.doctor.site import Site
@@ -11,6 +12,26 @@ from lorikeet_engine.errors import SettingsError
 CALLBACK = "lorikeet.serving.proxy:middlewares"
 LARGEST_CALL = 16 * 2**20
 """Bytes: twice the JSON that a gateway takes."""
+
+
+class _Wanted(NamedTuple):
+    """A variable that Ray reads, the value it should have or exceed, and what happens without."""
+
+    name: str
+    value: str
+    harm: str
+
+
+_RAY_VARIABLES = (
+    _Wanted("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1", "streams are several times slower"),
+    _Wanted("RAY_SERVE_PROXY_USE_GRPC", "1", "Serve's own proxy adds 2 ms to a first token"),
+    _Wanted(
+        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", str(LARGEST_CALL), "requests above 4 MiB fail"
+    ),
+    _Wanted(
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", CALLBACK, "clients choose their requests' ids"
+    ),
+)
 
 
 def check_settings(site: Site) -> Iterator[Finding]:
@@ -31,22 +52,8 @@ def check_settings(site: Site) -> Iterator[Finding]:
 
 def check_ray_variables(site: Site) -> Iterator[Finding]:
     """Whether they are set outside of serve_app, where it would be too late."""
-    wanted = {
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": ("1", "streams are several times slower"),
-        "RAY_SERVE_PROXY_USE_GRPC": ("1", "Serve's own proxy adds 2 ms to a first token"),
-        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": (
-            str(LARGEST_CALL),
-            "requests above 4 MiB fail",
-        ),
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": (
-            CALLBACK,
-            "clients choose their requests' ids",
-        ),
-    }
     missing = [
-        (name, value, harm)
-        for name, (value, harm) in wanted.items()
-        if not _does(site.environ.get(name, ""), value)
+        each for each in _RAY_VARIABLES if not _does(site.environ.get(each.name), each.value)
     ]
     for name, value, harm in missing:
         there = site.environ.get(name)
@@ -56,11 +63,11 @@ def check_ray_variables(site: Site) -> Iterator[Finding]:
         found = "RAY_AUTH_MODE is disabled: whoever reaches Ray's ports can run code here"
         yield warning("ray variables", found, "export RAY_AUTH_MODE=token")
     elif not missing:
-        yield ok("ray variables", f"all {len(wanted)} are set")
+        yield ok("ray variables", f"all {len(_RAY_VARIABLES)} are set")
 
 
-def _does(given: str, wanted: str) -> bool:
-    """A number may be larger."""
-    if wanted.isdecimal() and given.isdecimal():
+def _does(given: str | None, wanted: str) -> bool:
+    """Whether it is what is wanted; a number may be larger."""
+    if given is not None and wanted.isdecimal() and given.isdecimal():
         return int(given) >= int(wanted)
     return given == wanted
