@@ -4,11 +4,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
-from engine.benchmarks import harness
-from engine.benchmarks.offline import Work
-from engine.benchmarks.random_engine import random_engine
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import EngineClosed
 from lorikeet_engine.host import EngineHost
@@ -58,10 +55,3 @@ class Client:
         with self._changed:
             self._error = error
             self._changed.notify_all()
-
-
-def checked_engine(work: Work, **arguments: Any) -> Engine:
-    """For a Client to build: random_engine's, whose tokens for the work were checked."""
-    engine = random_engine(**arguments)
-    harness.check(engine, work)
-    return engine

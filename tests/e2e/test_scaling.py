@@ -9,7 +9,14 @@ import pytest
 from lorikeet.serving.scaling import autoscaling
 from tests.e2e.conftest import Service, eventually
 
-IDLE = {"working_bytes": 0, "arena_bytes": 100, "oldest_wait_s": 0, "seats": 0, "kv": 0, "alone": 0}
+IDLE = {
+    "working_bytes": 0,
+    "arena_bytes": 100,
+    "oldest_wait_s": 0,
+    "seats": 0,
+    "kv": 0,
+    "sole_copies": 0,
+}
 NAME = "scaled"
 CALM_S = 2.0
 
@@ -52,7 +59,7 @@ def running() -> int:
 def test_serve_grows_under_pressure_and_shrinks_once_adapters_have_moved(puppets: Path) -> None:
     puppets.write_text(json.dumps(IDLE | {"working_bytes": 250}))
     assert eventually(lambda: running() == 3, within_s=60)
-    puppets.write_text(json.dumps(IDLE | {"alone": 0.2}))
+    puppets.write_text(json.dumps(IDLE | {"sole_copies": 0.2}))
     assert not eventually(lambda: running() < 3, within_s=2.5 * CALM_S)
     puppets.write_text(json.dumps(IDLE))
     assert eventually(lambda: running() == 1, within_s=60)

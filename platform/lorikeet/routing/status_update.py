@@ -1,9 +1,10 @@
 """What a replica tells gateways: the part of its engine's status that routing weighs."""
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import MeasuredCosts
@@ -28,11 +29,14 @@ class StatusUpdate:
     costs: MeasuredCosts | None = None
 
 
+_UPDATE = TypeAdapter(StatusUpdate)
+
+
 def to_stats(update: StatusUpdate) -> dict[str, Any]:
     """The update as Serve's own processes can carry it, which know no classes of ours."""
-    return {"status": pickle.dumps(update)}
+    return {"status": _UPDATE.dump_json(update)}
 
 
 def from_stats(stats: Mapping[str, Any]) -> StatusUpdate | None:
     """What to_stats was given; None for a replica that has said nothing yet."""
-    return cast("StatusUpdate", pickle.loads(stats["status"])) if "status" in stats else None
+    return _UPDATE.validate_json(stats["status"]) if "status" in stats else None
