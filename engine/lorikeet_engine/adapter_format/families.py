@@ -34,6 +34,7 @@ class Linear:
 
     module: its path in the layer. outputs: several where it stores several linears on top of one
     another. group: neighbouring linears of one group read one input, and are one fused product.
+    experts: how many matrices of these widths it holds, each with an adapter of its own.
     """
 
     module: str
@@ -41,6 +42,7 @@ class Linear:
     outputs: tuple[Width, ...]
     group: str
     parallel: Parallel
+    experts: int = 1
 
     @property
     def name(self) -> str:

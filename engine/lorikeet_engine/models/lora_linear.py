@@ -26,6 +26,7 @@ class LoraLinear:
     ) -> None:
         """Read the linears of a group of the shape's; raises ModelError."""
         linears = shape.groups[group]
+        assert all(shape.linears[n].experts == 1 for n in linears), "one matrix for all tokens"
         d_in, d_outs = shape.dims(linears[0])[0], tuple(shape.dims(n)[1] for n in linears)
         self.layer = layer
         self.group = LoraGroup(linears, d_in, d_outs)
