@@ -52,7 +52,7 @@ test-service: $(INSTALLED)
 
 # What the service's tests leave of the machine's cores is theirs.
 test-units: $(INSTALLED)
-	nice -n 19 $(TEST) --numprocesses 3 --dist loadfile tests $(addprefix --ignore=,$(SERVICE_TESTS))
+	nice -n 19 $(TEST) --numprocesses 5 --dist loadfile tests $(addprefix --ignore=,$(SERVICE_TESTS))
 
 soak: $(INSTALLED)  ## the long versions of the tests
 	$(BIN)/pytest -m soak --timeout 3600
