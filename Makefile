@@ -3,8 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 TEST := $(BIN)/pytest -m "not soak and not gpu"
-# These start the whole service or measure time, and mostly wait.
+# These start the whole service, and mostly wait.
 SERVICE_TESTS := tests/e2e tests/demo/test_make_serve.py tests/loadtest/test_loadtest.py
+# These hold times to bounds, and run alone.
+TIMED_TESTS := tests/engine/test_calibration.py tests/loadtest/test_client.py tests/routing/test_fleet.py
 # Where benchmarks on GPUs keep models and adapters, some 100 GB: in memory if there is as much.
 MODELS ?= /tmp/lorikeet-models
 
@@ -45,6 +47,7 @@ check: $(INSTALLED)  ## lint, types, import directions
 
 test: $(INSTALLED)  ## everything that must hold, on CPU
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-service test-units check
+	$(TEST) $(TIMED_TESTS)
 
 # Each prints when it ends. Ray would give way to the other tests if it were as nice as it is by itself.
 test-service: $(INSTALLED)
@@ -52,7 +55,7 @@ test-service: $(INSTALLED)
 
 # What the service's tests leave of the machine's cores is theirs.
 test-units: $(INSTALLED)
-	nice -n 19 $(TEST) --numprocesses 5 --dist loadfile tests $(addprefix --ignore=,$(SERVICE_TESTS))
+	nice -n 19 $(TEST) --numprocesses 3 --dist loadfile tests $(addprefix --ignore=,$(SERVICE_TESTS) $(TIMED_TESTS))
 
 soak: $(INSTALLED)  ## the long versions of the tests
 	$(BIN)/pytest -m soak --timeout 3600
