@@ -6,7 +6,8 @@ TEST := $(BIN)/pytest -m "not soak and not gpu"
 # These start the whole service, and mostly wait.
 SERVICE_TESTS := tests/e2e tests/demo/test_make_serve.py tests/loadtest/test_loadtest.py
 # These hold times to bounds, and run alone.
-TIMED_TESTS := tests/engine/test_calibration.py tests/loadtest/test_client.py tests/routing/test_fleet.py
+TIMED_TESTS := tests/engine/test_calibration.py tests/loadtest/test_client.py \
+	tests/metrics/test_size.py tests/routing/test_fleet.py
 # Where benchmarks on GPUs keep models and adapters, some 100 GB: in memory if there is as much.
 MODELS ?= /tmp/lorikeet-models
 
