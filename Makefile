@@ -6,7 +6,7 @@ TEST := $(BIN)/pytest -m "not soak and not gpu"
 # These start the whole service, and mostly wait.
 SERVICE_TESTS := tests/e2e tests/demo/test_make_serve.py tests/loadtest/test_loadtest.py
 # These hold times to bounds, and run alone.
-TIMED_TESTS := tests/engine/test_calibration.py tests/loadtest/test_client.py \
+TIMED_TESTS := tests/engine/execution/test_calibration.py tests/loadtest/test_client.py \
 	tests/metrics/test_size.py tests/routing/test_fleet.py
 # Where benchmarks on GPUs keep models and adapters, some 100 GB: in memory if there is as much.
 MODELS ?= /tmp/lorikeet-models
@@ -91,7 +91,7 @@ bench-download: $(INSTALLED)  ## how fast a replica downloads an adapter, beside
 	@$(BIN)/python -m loadtest.bench_download
 
 test-ceph: $(INSTALLED)  ## the catalog's tests on Ceph's S3 server, from Debian's packages
-	TEST_S3=radosgw $(BIN)/pytest -m "not soak" tests/catalog tests/api/test_uploads.py
+	TEST_S3=radosgw $(BIN)/pytest -m "not soak" tests/catalog tests/gateway/test_uploads.py
 
 loadtest: $(INSTALLED)  ## Locust against the running service
 	$(BIN)/locust -f loadtest/locustfile.py --headless --only-summary --host http://127.0.0.1:8000

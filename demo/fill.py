@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from demo.tasks import TASKS, Task
-from lorikeet.api.intake import examine
-from lorikeet.api.services import read_base_models
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
-from lorikeet.catalog.store import open_store
+from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import Conflict, InvalidSetting
+from lorikeet.gateway.admin.blob_validation import examine
+from lorikeet.gateway.services import read_base_models
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter_format import AdapterLimits, write_blob
 

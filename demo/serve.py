@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from demo.fill import ADMIN_KEY, DemoKeys, fill_catalog
 from demo.tasks import TASKS
-from lorikeet.cli.server import DEFAULT_SERVER
+from lorikeet.cli.admin_client import DEFAULT_SERVER
 from lorikeet.errors import LorikeetError
 from lorikeet.settings import Settings
 

@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet.catalog import AdapterCatalog, BlobFacts, CatalogState, open_store
-from lorikeet.catalog.fold import fold
-from lorikeet.catalog.log import Log
-from lorikeet.catalog.part_format import encode_holdings
-from lorikeet.catalog.parts import PARTS, Part, part_of
+from lorikeet.catalog.log.fold import fold
+from lorikeet.catalog.log.log import Log
 from lorikeet.catalog.reader import SNAPSHOT_EVERY
 from lorikeet.catalog.records import AdapterRecord, Holdings, Limits, TenantRecord, VersionRecord
-from lorikeet.catalog.snapshots import Snapshots
+from lorikeet.catalog.snapshots.partition_format import encode_holdings
+from lorikeet.catalog.snapshots.partitions import PARTS, Part, part_of
+from lorikeet.catalog.snapshots.snapshots import Snapshots
 
 TAIL = SNAPSHOT_EVERY // 2
 REPEATS = 5

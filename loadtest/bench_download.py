@@ -21,8 +21,8 @@ from pathlib import Path
 import boto3
 
 from lorikeet.catalog import blob_key, open_store
-from lorikeet.catalog.ranges import CONNECTIONS
-from lorikeet.serving.source import BlobSource
+from lorikeet.catalog.store.parallel_download import CONNECTIONS
+from lorikeet.replica.source import BlobSource
 from lorikeet_engine.adapter import AdapterRef
 from tests.ceph import radosgw
 

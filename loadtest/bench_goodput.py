@@ -45,7 +45,7 @@ from loadtest.report import (
     ttfts_s,
 )
 from lorikeet.settings import Settings
-from lorikeet_engine.popularity import (
+from lorikeet_engine.traffic import (
     AZURE_CONV,
     RANKS,
     Ints,

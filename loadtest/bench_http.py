@@ -31,7 +31,7 @@ from loadtest.real.service import PROXIES, Cores, Running, service
 from loadtest.real.works import Work
 from loadtest.report import all_whole, gaps_s, quantiles_ms, ttfts_s
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.store import open_store
+from lorikeet.catalog.store.object_store import open_store
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import Residency
 

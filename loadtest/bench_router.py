@@ -22,16 +22,16 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from loadtest.report import quantiles_ms
-from lorikeet.api.messages import Call, Endpoint, Header
+from lorikeet.protocol.messages import Call, Endpoint, Header
+from lorikeet.replica.status_feed import StatusFeed
 from lorikeet.routing.fleet import Fleet
 from lorikeet.routing.ranking import Work
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.serving.fleets import fleet_of
-from lorikeet.serving.status_feed import StatusFeed
-from lorikeet.serving.watching import Watching
+from lorikeet.serving.status_watcher import Watching
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.popularity import Zipf
-from lorikeet_engine.status import EngineStatus, LiveStats
+from lorikeet_engine.telemetry.status import EngineStatus, LiveStats
+from lorikeet_engine.traffic import Zipf
 
 PORT = 8017
 REPLICAS = 4

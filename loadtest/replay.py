@@ -11,15 +11,15 @@ from starlette.types import Receive, Scope, Send
 from lorikeet.answer_stream.answer import refusal_of
 from lorikeet.answer_stream.openai_format import EventStream
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStream, ResponseStreams
-from lorikeet.api.messages import Call, FinalUsage, Header, Refusal
-from lorikeet.placement.report import ReplicaReport
+from lorikeet.protocol.messages import Call, FinalUsage, Header, Refusal
+from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet.replica.status_feed import StatusFeed
 from lorikeet.routing.status_update import StatusUpdate, to_stats
-from lorikeet.serving.status_feed import StatusFeed
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import EngineClosed
 from lorikeet_engine.request import FinishReason
-from lorikeet_engine.status import EngineStatus, TierStatus
+from lorikeet_engine.telemetry.status import EngineStatus, TierStatus
 
 _IDLE = EngineStatus(tiers={tier: TierStatus(0, 0, 1, 0, 0) for tier in list(Residency)[1:]})
 _TOKEN = "~"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lorikeet_engine.popularity import (
+from lorikeet_engine.traffic import (
     AZURE_CODE,
     AZURE_CONV,
     Floats,

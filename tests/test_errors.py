@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lorikeet import errors
-from lorikeet.api.openapi import document
 from lorikeet.errors import ERRORS, ErrorKind, LorikeetError, engine_code, error_body, status_of
+from lorikeet.gateway.apis.openapi import document
 from lorikeet.retry_after import (
     until_next_month,
     until_one_ends,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lorikeet.cli.names import parse_bytes
+from lorikeet.cli.arguments import parse_bytes
 from lorikeet.settings import Settings
 from lorikeet.sizes import parse_size, show_size, write_size
 

@@ -18,7 +18,7 @@ from engine.benchmarks import plain
 from engine.benchmarks.offline import Work, generate
 from engine.benchmarks.random_engine import random_engine
 from lorikeet_engine.engine import Engine
-from lorikeet_engine.popularity import Floats
+from lorikeet_engine.traffic import Floats
 
 Row = TypeVar("Row")
 

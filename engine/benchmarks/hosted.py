@@ -8,7 +8,7 @@ from typing import Self
 
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import EngineClosed
-from lorikeet_engine.host import EngineHost
+from lorikeet_engine.process.client import EngineHost
 from lorikeet_engine.request import Failed, Output
 
 

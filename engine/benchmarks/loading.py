@@ -32,9 +32,9 @@ from engine.benchmarks.offline import greedy
 from engine.benchmarks.tiered_engine import Places, tiered_engine, write_shelf
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.engine import Engine
-from lorikeet_engine.popularity import Floats
 from lorikeet_engine.request import Request
-from lorikeet_engine.status import AdapterStatus
+from lorikeet_engine.telemetry.status import AdapterStatus
+from lorikeet_engine.traffic import Floats
 
 STREAMS = 128
 ROUNDS, AT_A_TIME = 60, 15  # streams begin anew after so many, lest their contexts grow

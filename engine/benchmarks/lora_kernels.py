@@ -25,7 +25,6 @@ from engine.benchmarks import harness
 from engine.benchmarks.gpu_time import medians_ms
 from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
 from lorikeet_engine.adapter_format import BaseShape
-from lorikeet_engine.batch import Batch
 from lorikeet_engine.kernels.attention import PageTable
 from lorikeet_engine.kernels.lora import (
     LoraGroup,
@@ -38,6 +37,7 @@ from lorikeet_engine.kernels.lora import (
 )
 from lorikeet_engine.kernels.pointwise import gate
 from lorikeet_engine.models import Model
+from lorikeet_engine.models.batch import Batch
 
 LAYERS, SCALED_TO = 8, 32
 CONFIG = {**LLAMA_3_1_8B, "num_hidden_layers": LAYERS, "vocab_size": 1024}

@@ -12,8 +12,8 @@ from engine.benchmarks.plain import Answer
 from engine.benchmarks.random_adapters import random_refs
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine
-from lorikeet_engine.popularity import Distinct, Popularity
 from lorikeet_engine.request import Failed, Request, SamplingParams
+from lorikeet_engine.traffic import Distinct, Popularity
 
 _DEALT_ROUND = Distinct()
 

@@ -14,14 +14,14 @@ from itertools import groupby, pairwise
 import torch
 
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.batch_builder import by_adapter, step_input
 from lorikeet_engine.engine import Engine
+from lorikeet_engine.execution.batch_builder import by_adapter, step_input
+from lorikeet_engine.execution.model_runner import Runner
 from lorikeet_engine.kernels.attention import SdpaAttention
 from lorikeet_engine.models import Model
 from lorikeet_engine.request import Request
 from lorikeet_engine.residency.tiers import Tiers
-from lorikeet_engine.runner import Runner
-from lorikeet_engine.sequence import Chunk, Lease, Sequence
+from lorikeet_engine.scheduling.sequence import Chunk, Lease, Sequence
 
 PAGE = 16
 # Rows of logits at a time: 2 GB at a vocabulary of 128,256.

@@ -9,7 +9,7 @@ from engine.benchmarks.random_adapters import Nowhere, random_layout, random_ref
 from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
-from lorikeet_engine.residency.disk import AdapterSource
+from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.residency.packing import PackedLayout
 
 RANK = 16

@@ -19,7 +19,7 @@ from engine.benchmarks import harness, plain
 from engine.benchmarks.offline import Run, Work, generate
 from engine.benchmarks.random_adapters import empty_device
 from lorikeet_engine.engine import Engine
-from lorikeet_engine.popularity import Zipf
+from lorikeet_engine.traffic import Zipf
 
 ROOM = 128
 TIMED = (1, 2)

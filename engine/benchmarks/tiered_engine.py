@@ -15,7 +15,7 @@ from engine.benchmarks.random_model import LLAMA_3_1_8B
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
-from lorikeet_engine.residency.disk import DiskCache
+from lorikeet_engine.residency.disk.cache import DiskCache
 from lorikeet_engine.residency.eviction import LeastRecentlyUsed
 
 _CHECKED = 4  # adapters of the GPU, and of the disk

@@ -10,30 +10,30 @@ from dataclasses import dataclass, replace
 import torch
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.assembly import LoadModel, assemble
-from lorikeet_engine.batch_builder import by_adapter, step_input
-from lorikeet_engine.deadlines import Deadlines
-from lorikeet_engine.drawing import Drawn, Draws, draw
-from lorikeet_engine.engine_settings import EngineSettings
 from lorikeet_engine.errors import (
     DeviceLost,
     EngineClosed,
     EngineError,
     StepFailed,
 )
-from lorikeet_engine.grammar import Grammars
-from lorikeet_engine.inbox import Inbox
-from lorikeet_engine.intake import EngineConfig, Intake
-from lorikeet_engine.kv_cache import KVCache
+from lorikeet_engine.execution.assembly import LoadModel, assemble
+from lorikeet_engine.execution.batch_builder import by_adapter, step_input
+from lorikeet_engine.execution.sampling_step import Drawn, Draws, draw
 from lorikeet_engine.models import load_model
 from lorikeet_engine.request import Failed, Output, Request, Tokens
-from lorikeet_engine.residency.disk import AdapterSource
-from lorikeet_engine.sampling import Sampler
-from lorikeet_engine.scheduler import Bounds, Scheduler
-from lorikeet_engine.sequence import Chunk, Sequence
-from lorikeet_engine.status import AdapterStatus, EngineStatus, SlotUse
+from lorikeet_engine.residency.disk.cache import AdapterSource
+from lorikeet_engine.sampling.grammar import Grammars
+from lorikeet_engine.sampling.sampler import Sampler
+from lorikeet_engine.scheduling.deadlines import Deadlines
+from lorikeet_engine.scheduling.input_processor import EngineConfig, Intake
+from lorikeet_engine.scheduling.kv_cache import KVCache
+from lorikeet_engine.scheduling.request_queue import Inbox
+from lorikeet_engine.scheduling.scheduler import Bounds, Scheduler
+from lorikeet_engine.scheduling.sequence import Chunk, Sequence
+from lorikeet_engine.scheduling.step_counters import Launch, StepCounts
+from lorikeet_engine.settings import EngineSettings
 from lorikeet_engine.status_reader import read_status
-from lorikeet_engine.step_counts import Launch, StepCounts
+from lorikeet_engine.telemetry.status import AdapterStatus, EngineStatus, SlotUse
 
 __all__ = ["Engine", "EngineConfig", "EngineSettings"]
 

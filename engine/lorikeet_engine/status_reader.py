@@ -5,12 +5,12 @@ from collections.abc import Iterable
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import MeasuredCosts, StepCosts
-from lorikeet_engine.kv_cache import KVCache
 from lorikeet_engine.residency.tiers import Tiers
-from lorikeet_engine.scheduler import Scheduler
-from lorikeet_engine.sequence import Sequence
-from lorikeet_engine.status import EngineStatus, LiveStats, TierStatus
-from lorikeet_engine.step_counts import StepCounts
+from lorikeet_engine.scheduling.kv_cache import KVCache
+from lorikeet_engine.scheduling.scheduler import Scheduler
+from lorikeet_engine.scheduling.sequence import Sequence
+from lorikeet_engine.scheduling.step_counters import StepCounts
+from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, TierStatus
 
 
 def read_status(

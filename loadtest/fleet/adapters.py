@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from lorikeet.api.intake import examine
-from lorikeet.api.services import read_base_models
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
-from lorikeet.catalog.store import open_store
+from lorikeet.catalog.store.object_store import open_store
+from lorikeet.gateway.admin.blob_validation import examine
+from lorikeet.gateway.services import read_base_models
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter_format import AdapterLimits, write_blob
 

@@ -12,9 +12,9 @@ from shutil import copyfile
 from typing import TYPE_CHECKING, Any
 
 from lorikeet.catalog.catalog import blob_key
-from lorikeet.catalog.store import open_store
-from lorikeet.serving.logs import log_to_stderr
-from lorikeet.serving.source import BlobSource
+from lorikeet.catalog.store.object_store import open_store
+from lorikeet.logs import log_to_stderr
+from lorikeet.replica.source import BlobSource
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.costs import LoadCosts, StepCosts
@@ -22,9 +22,9 @@ from lorikeet_engine.costs import LoadCosts, StepCosts
 if TYPE_CHECKING:
     import torch
 
-    from lorikeet_engine.batch import Batch
     from lorikeet_engine.engine import Engine
     from lorikeet_engine.models import Model
+    from lorikeet_engine.models.batch import Batch
 
 LETTER = 6 + ord("a")
 """The demo's token that every paced model draws: text, so that a client sees each token."""
@@ -132,7 +132,7 @@ def paced_engine(pace: Pace, settings: Settings, base_model: str) -> "Engine":
     """build_engine's, paced, with a disk cache of its own."""
     import torch
 
-    from lorikeet.serving.engine_settings import engine_settings
+    from lorikeet.replica.engine_settings import engine_settings
     from lorikeet_engine.engine import Engine
     from lorikeet_engine.models import load_model
     from lorikeet_engine.residency.eviction import LeastRecentlyUsed
@@ -158,7 +158,7 @@ def paced_engine(pace: Pace, settings: Settings, base_model: str) -> "Engine":
     engine.config = replace(engine.config, step_costs=pace.steps)
     if pace.lru:
         engine._tiers._residents._policy = LeastRecentlyUsed()
-    logger = logging.getLogger("lorikeet_engine.residency.residents")
+    logger = logging.getLogger("lorikeet_engine.residency.gpu.residents")
     logger.addHandler(_LoadsFile(pace.notes / "loads"))
     return engine
 

@@ -22,8 +22,8 @@ from lorikeet.simulator.fleet import Fleet
 from lorikeet.simulator.outcome import Outcome, count
 from lorikeet.simulator.traffic import Requests, Scenario
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.popularity import Floats
 from lorikeet_engine.residency.eviction import LeastRecentlyUsed
+from lorikeet_engine.traffic import Floats
 
 _COLD, _PROBES = 5, 16
 _VOCABULARY = 262  # the demo model's

@@ -13,7 +13,7 @@ from loadtest.simulator.goals import HOT
 from lorikeet.routing.costs import Costs
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.costs import LoadCosts, StepCosts
-from lorikeet_engine.popularity import AZURE_CONV, LengthModel
+from lorikeet_engine.traffic import AZURE_CONV, LengthModel
 
 _SHORTER = 40
 _STEPS = StepCosts(

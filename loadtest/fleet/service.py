@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve.deployment import Application
 
 from loadtest.fleet.pacing import Pace, paced_engine
-from lorikeet.serving import replica
+from lorikeet.replica import replica
 from lorikeet.serving.app import EngineReplica, controller, engine, gateway
 from lorikeet.settings import Settings
 

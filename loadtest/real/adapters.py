@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import save_file
 
 from loadtest.real.models import LINEARS, SHAPES
-from lorikeet.api.intake import examine
-from lorikeet.api.services import read_base_models
 from lorikeet.catalog.catalog import AdapterCatalog, blob_key
-from lorikeet.catalog.local import LocalStore
 from lorikeet.catalog.records import BlobFacts, Scope
-from lorikeet.catalog.store import open_store
-from lorikeet.serving.engine_settings import adapter_memory
+from lorikeet.catalog.store.local import LocalStore
+from lorikeet.catalog.store.object_store import open_store
+from lorikeet.gateway.admin.blob_validation import examine
+from lorikeet.gateway.services import read_base_models
+from lorikeet.replica.engine_settings import adapter_memory
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import (

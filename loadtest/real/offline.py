@@ -23,7 +23,7 @@ from engine.benchmarks.offline import generate
 from loadtest.answer import Ask
 from loadtest.client import prompt_of
 from loadtest.real.works import Work
-from lorikeet.serving.engine_process import build_engine
+from lorikeet.replica.engine_process import build_engine
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.engine import Engine

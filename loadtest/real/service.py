@@ -34,7 +34,7 @@ _ENVIRONMENT = {  # as the Makefile's
     "RAY_memory_monitor_refresh_ms": "0",
 }
 _PARTS = {  # by what is in a process's command line
-    "lorikeet_engine.process": "engines",
+    "lorikeet_engine.process.server": "engines",
     "engine-": "replicas",
     "gateway": "gateways",
     "haproxy": "HAProxy",

@@ -7,7 +7,7 @@ import numpy as np
 
 from lorikeet.simulator.outcome import Outcome
 from lorikeet.simulator.traffic import BASE_MODEL, Scenario
-from lorikeet_engine.popularity import Ints
+from lorikeet_engine.traffic import Ints
 
 ORACLE = "oracle"
 

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.tool_calls import HERMES
 from lorikeet.answer_stream.vocabulary import Vocabulary
-from lorikeet.api.messages import Call, Endpoint, FinalUsage, Refusal, ToolUse
+from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal, ToolUse
 from lorikeet_engine.errors import AdapterLoadFailed, StepFailed
 from lorikeet_engine.request import Course, Failed, FinishReason, Tokens
 

@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.tool_calls import HERMES
 from lorikeet.answer_stream.vocabulary import Vocabulary
-from lorikeet.api.messages import Call, Endpoint, ToolUse
+from lorikeet.protocol.messages import Call, Endpoint, ToolUse
 from lorikeet_engine.request import FinishReason, SamplingParams, TokenLogprobs, Tokens
 
 CHAT = Call("r1", Endpoint.CHAT, 0, "acme", "m", None, sampling=SamplingParams(logprobs=2))

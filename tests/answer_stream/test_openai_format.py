@@ -11,8 +11,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from lorikeet.answer_stream.logprobs import DrawnToken, LikelyToken
 from lorikeet.answer_stream.openai_format import CallPiece, Choice, EventStream, json_body
-from lorikeet.api.messages import Call, Endpoint, FinalUsage
-from lorikeet.api.replica_response import failed_event
+from lorikeet.gateway.replica_response import failed_event
+from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 from lorikeet_engine.request import FinishReason
 
 T = TypeVar("T", bound=openai.BaseModel)

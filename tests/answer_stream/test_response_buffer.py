@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from lorikeet.answer_stream.response_buffer import PIECES_PER_S, ResponseBuffer, ResponseBuffers
-from lorikeet.api.messages import Header, StreamItem
 from lorikeet.errors import Unavailable
+from lorikeet.protocol.messages import Header, StreamItem
 
 REST_S = 0.05
 HEADER = Header("r0", None, None)

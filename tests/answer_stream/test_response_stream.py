@@ -7,7 +7,7 @@ import pytest
 
 from lorikeet.answer_stream import response_stream as response_stream_module
 from lorikeet.answer_stream.response_stream import ResponseStream, ResponseStreams, joined
-from lorikeet.api.messages import FinalUsage, Header
+from lorikeet.protocol.messages import FinalUsage, Header
 from lorikeet_engine.errors import EngineClosed
 
 HEADER, USAGE = Header("r0", None, None), FinalUsage(1, 0, 2)

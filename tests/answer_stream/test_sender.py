@@ -11,7 +11,7 @@ from lorikeet.answer_stream.response_stream import ResponseStream
 from lorikeet.answer_stream.sender import AnswerSender
 from lorikeet.answer_stream.token_meter import TokenMeter
 from lorikeet.answer_stream.vocabulary import Vocabulary
-from lorikeet.api.messages import Call, Endpoint, FinalUsage, Header, Refusal
+from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Header, Refusal
 from lorikeet.usage.counts import Counts
 from lorikeet_engine.errors import StepFailed
 from lorikeet_engine.request import Course, Failed, FinishReason, Tokens

@@ -16,8 +16,8 @@ from lorikeet.answer_stream.tool_calls import (
     syntax_of,
 )
 from lorikeet.answer_stream.vocabulary import Vocabulary
-from lorikeet.api.messages import Format, ToolUse
-from lorikeet.serving.call_grammar import call_grammar
+from lorikeet.protocol.messages import Format, ToolUse
+from lorikeet.replica.call_grammar import call_grammar
 
 PLACE = {
     "type": "object",

@@ -15,7 +15,7 @@ from lorikeet.catalog import (
     blob_key,
     secret_sha256,
 )
-from lorikeet.catalog.pinned import versions_kept
+from lorikeet.catalog.rules.pin_budget import versions_kept
 from lorikeet.errors import (
     Conflict,
     InvalidInput,

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from lorikeet.catalog import AdapterCatalog, ObjectStore, VersionRecord, blob_key
-from lorikeet.catalog.claims import MARKS, claim
-from lorikeet.catalog.collection import GarbageCollector
-from lorikeet.catalog.local import LocalStore
-from lorikeet.catalog.snapshots import MANIFESTS, PARTS_PREFIX, Snapshots
+from lorikeet.catalog.garbage_collection import GarbageCollector
+from lorikeet.catalog.snapshots.snapshots import MANIFESTS, PARTS_PREFIX, Snapshots
+from lorikeet.catalog.store.claims import MARKS, claim
+from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.uploads import Uploads
 from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound
 from tests.catalog.test_crash import Crash, Mortal
@@ -238,7 +238,7 @@ ORDERS = [
 def test_in_whatever_order_a_claim_and_a_collection_go_the_blob_is_there_in_the_end(
     at_hand: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.catalog.claims._POLL_S", 0.001)
+    monkeypatch.setattr("lorikeet.catalog.store.claims._POLL_S", 0.001)
 
     def run(collector: GarbageCollector, turns: Turns, went: list[str]) -> None:
         went.extend(found.key for found in collector.collect())

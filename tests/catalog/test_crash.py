@@ -16,7 +16,7 @@ from lorikeet.catalog import (
     ObjectStore,
     blob_key,
 )
-from lorikeet.catalog.local import LocalStore
+from lorikeet.catalog.store.local import LocalStore
 from tests.catalog.mortal import Crash, Mortal
 
 WRITER = Path(__file__).with_name("writer.py")

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from lorikeet.catalog import AdapterCatalog, blob_key, open_store
-from lorikeet.catalog.changes import AliasMoved, Entry, VersionRegistered
-from lorikeet.catalog.fold import fold
-from lorikeet.catalog.log import Log
-from lorikeet.catalog.parts import PARTS, Part, part_to_bytes
+from lorikeet.catalog.log.changes import AliasMoved, Entry, VersionRegistered
+from lorikeet.catalog.log.fold import fold
+from lorikeet.catalog.log.log import Log
+from lorikeet.catalog.snapshots.partitions import PARTS, Part, part_to_bytes
 from lorikeet.catalog.state import CatalogState
 
 CROWD = Path(__file__).with_name("crowd.py")

@@ -5,8 +5,8 @@ from collections.abc import Collection
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from lorikeet.catalog import AdapterRecord, BlobFacts, CatalogState, rules, tenant_rules
-from lorikeet.catalog.changes import (
+from lorikeet.catalog import AdapterRecord, BlobFacts, CatalogState
+from lorikeet.catalog.log.changes import (
     CatalogCreated,
     Entry,
     KeyCreated,
@@ -14,9 +14,13 @@ from lorikeet.catalog.changes import (
     TenantSaved,
     TenantTermsSet,
 )
-from lorikeet.catalog.fold import fold
-from lorikeet.catalog.log_object import object_from_json, object_to_json
-from lorikeet.catalog.parts import (
+from lorikeet.catalog.log.fold import fold
+from lorikeet.catalog.log.log_object import object_from_json, object_to_json
+from lorikeet.catalog.records import Scope
+from lorikeet.catalog.rules import adapters as adapter_rules
+from lorikeet.catalog.rules import tenants as tenant_rules
+from lorikeet.catalog.rules.tenant_terms import TenantTerms
+from lorikeet.catalog.snapshots.partitions import (
     COMMON,
     PARTS,
     Part,
@@ -25,8 +29,6 @@ from lorikeet.catalog.parts import (
     part_of,
     part_to_bytes,
 )
-from lorikeet.catalog.records import Scope
-from lorikeet.catalog.terms import TenantTerms
 from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import LorikeetError
 from lorikeet_engine.adapter import Residency
@@ -59,7 +61,7 @@ ACTS = st.one_of(
 )
 
 
-def decide(state: CatalogState, act: tuple) -> rules.Changes:  # type: ignore[type-arg]
+def decide(state: CatalogState, act: tuple) -> adapter_rules.Changes:  # type: ignore[type-arg]
     match act:
         case ("tenant", name, limit):
             if state.holdings(name) is None:
@@ -77,13 +79,15 @@ def decide(state: CatalogState, act: tuple) -> rules.Changes:  # type: ignore[ty
             return tenant_rules.revoke_key(state, f"k{number}")
         case ("register", tenant, name, digest, shared, promote):
             facts = BlobFacts(digest, 10, 8, "demo", 20)
-            return rules.register(state, tenant, name, facts, shared=shared, promote=promote)
+            return adapter_rules.register(
+                state, tenant, name, facts, shared=shared, promote=promote
+            )
         case ("promote", *rest):
-            return rules.promote(state, *rest)
+            return adapter_rules.promote(state, *rest)
         case ("rollback", *rest):
-            return rules.rollback(state, *rest)
+            return adapter_rules.rollback(state, *rest)
         case ("retire", *rest):
-            return rules.retire(state, *rest)
+            return adapter_rules.retire(state, *rest)
         case ("pin", tenant, name, selector):
             pin = Pinned(
                 tenant=tenant,
@@ -94,12 +98,12 @@ def decide(state: CatalogState, act: tuple) -> rules.Changes:  # type: ignore[ty
                 reason="",
                 expires=None,
             )
-            return rules.pin(state, pin, now=1.0)
+            return adapter_rules.pin(state, pin, now=1.0)
         case ("budget", tenant, pin_budget_bytes):
             budget = TenantTerms(pin_budget_bytes=pin_budget_bytes)
             return tenant_rules.limit_tenant(state, TenantTermsSet(tenant=tenant, terms=budget))
         case ("unpin", *rest):
-            return rules.unpin(state, *rest)
+            return adapter_rules.unpin(state, *rest)
     raise AssertionError(act)
 
 
@@ -181,11 +185,11 @@ def test_a_fold_shares_what_it_does_not_change() -> None:
         CatalogState(), [Entry(seq=1, nonce="", actor="", time=1.0, changes=tuple(tenants))]
     )
     for tenant in "ab":
-        changes = rules.register(start, tenant, "x", facts, shared=None, promote=False)
+        changes = adapter_rules.register(start, tenant, "x", facts, shared=None, promote=False)
         entry = Entry(seq=start.seq + 1, nonce="", actor="", time=1.0, changes=tuple(changes))
         start = fold(start, [entry])
 
-    changes = rules.register(start, "a", "y", facts, shared=None, promote=False)
+    changes = adapter_rules.register(start, "a", "y", facts, shared=None, promote=False)
     entry = Entry(seq=start.seq + 1, nonce="", actor="", time=1.0, changes=tuple(changes))
     after = fold(start, [entry])
 

@@ -6,7 +6,7 @@ import pytest
 
 from lorikeet.catalog import AdapterCatalog, Scope, VersionRecord, open_store
 from lorikeet.catalog.history import Wanted
-from lorikeet.catalog.log import BLOCK
+from lorikeet.catalog.log.log import BLOCK
 from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import Conflict, InvalidInput, UnknownModel
 from lorikeet_engine.adapter import Residency

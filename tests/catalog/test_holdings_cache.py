@@ -1,8 +1,8 @@
 """What is remembered of tenants' JSON."""
 
-from lorikeet.catalog.part_format import encode_holdings
-from lorikeet.catalog.parts import HoldingsCache
 from lorikeet.catalog.records import Holdings, Limits, TenantRecord
+from lorikeet.catalog.snapshots.partition_format import encode_holdings
+from lorikeet.catalog.snapshots.partitions import HoldingsCache
 
 DATA = [encode_holdings(Holdings(TenantRecord("acme", 1.0, Limits(limit)))) for limit in (1, 2, 3)]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.catalog.local import LocalStore
+from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import StoreError
 
 

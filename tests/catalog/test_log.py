@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lorikeet.catalog import AdapterCatalog, ObjectStore
-from lorikeet.catalog.changes import CatalogCreated, Entry, KeyRevoked, TenantSaved
-from lorikeet.catalog.local import LocalStore
-from lorikeet.catalog.log import BLOCK, Log
+from lorikeet.catalog.log.changes import CatalogCreated, Entry, KeyRevoked, TenantSaved
+from lorikeet.catalog.log.log import BLOCK, Log
+from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import Conflict, StoreError
 
 

@@ -7,7 +7,7 @@ from threading import Barrier, Thread
 import pytest
 
 from lorikeet.catalog import AdapterCatalog, BlobFacts
-from lorikeet.catalog.quota import Taken, taken
+from lorikeet.catalog.rules.quota import Taken, taken
 from lorikeet.errors import Conflict
 from tests.catalog.conftest import Register
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lorikeet.catalog import AdapterCatalog, ObjectStore, Scope, VersionRecord
-from lorikeet.catalog.local import LocalStore
-from lorikeet.catalog.log import Log
+from lorikeet.catalog.log.log import Log
+from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import Conflict
 
 Register = Callable[..., VersionRecord]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from lorikeet.catalog import AdapterCatalog, ObjectStore, Scope, VersionRecord, secret_sha256
-from lorikeet.catalog.local import LocalStore
-from lorikeet.catalog.log import Log
-from lorikeet.catalog.parts import PARTS, NotRead, Unread, part_of, part_to_bytes
-from lorikeet.catalog.snapshots import Snapshots
+from lorikeet.catalog.log.log import Log
+from lorikeet.catalog.snapshots.partitions import PARTS, NotRead, Unread, part_of, part_to_bytes
+from lorikeet.catalog.snapshots.snapshots import Snapshots
 from lorikeet.catalog.state import CatalogState
+from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import StoreError, UnknownModel
 from tests.catalog.mortal import Crash, Mortal

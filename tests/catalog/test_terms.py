@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from lorikeet.catalog import AdapterCatalog, ObjectStore, Scope, secret_sha256
-from lorikeet.catalog.local import LocalStore
 from lorikeet.catalog.records import Limits, TenantRecord
-from lorikeet.catalog.terms import KeyTerms
+from lorikeet.catalog.rules.tenant_terms import KeyTerms
+from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import Conflict, InvalidInput, StoreError
 
 TERMS: dict[str, Any] = {

@@ -12,8 +12,14 @@ import pytest
 import uvicorn
 from typer.testing import CliRunner, Result
 
-from lorikeet.api.app import BaseModel, Services, create_app
-from lorikeet.api.messages import (
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import Scope
+from lorikeet.catalog.store.local import LocalStore
+from lorikeet.catalog.store.object_store import ObjectStore
+from lorikeet.catalog.uploads import PART_BYTES
+from lorikeet.cli import app
+from lorikeet.gateway.app import BaseModel, Services, create_app
+from lorikeet.protocol.messages import (
     Call,
     Continuation,
     Refusal,
@@ -21,13 +27,7 @@ from lorikeet.api.messages import (
     Trial,
     TrialResult,
 )
-from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.local import LocalStore
-from lorikeet.catalog.records import Scope
-from lorikeet.catalog.store import ObjectStore
-from lorikeet.catalog.uploads import PART_BYTES
-from lorikeet.cli import app
-from lorikeet.placement.report import ReplicaReport
+from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import AdapterLimits
 from tests.cli.adapters import SHAPE

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from lorikeet.api.messages import Call, Refusal
 from lorikeet.cli import app
-from tests.api.conftest import Gateway, Items, eventually, repeat, serving
+from lorikeet.protocol.messages import Call, Refusal
+from tests.gateway.conftest import Gateway, Items, eventually, repeat, serving
 
 TENANTS = ("acme", "globex")
 WAIT_S = 0.05

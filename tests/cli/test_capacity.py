@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from lorikeet.cli import app
-from lorikeet.cli.capacity_file import parse_needs
+from lorikeet.cli.planning.capacity_file import parse_needs
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--adapters", "50", "--requests-per-s", "5", "--gpu-memory", "4GiB"]

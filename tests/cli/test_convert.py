@@ -176,7 +176,7 @@ def test_nothing_else_of_the_product_opens_a_pickle() -> None:
     }
     # The engine's pipe carries objects between a replica and the process that it started.
     assert found - {f"engine/lorikeet_engine/{name}.py" for name in ("process", "wire")} == {
-        "platform/lorikeet/cli/pickled.py"
+        "platform/lorikeet/cli/adapters/pickled.py"
     }
 
 

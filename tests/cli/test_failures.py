@@ -10,9 +10,9 @@ from fastapi import FastAPI
 from typer.testing import CliRunner, Result
 
 from lorikeet.cli import app
-from lorikeet.serving.doors import PublicDoor
-from tests.api.conftest import listening
+from lorikeet.serving.listeners import PublicDoor
 from tests.cli.conftest import Lorikeet
+from tests.gateway.conftest import listening
 
 
 def run(*arguments: str, **environment: str) -> Result:

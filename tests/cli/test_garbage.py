@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from lorikeet.catalog import AdapterCatalog
-from lorikeet.catalog.local import LocalStore
+from lorikeet.catalog.store.local import LocalStore
 from lorikeet.cli import app
 
 KEY = "blobs/00/" + "0" * 64

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from lorikeet.cli.names import parse_as_of, parse_share, parse_since
+from lorikeet.cli.arguments import parse_as_of, parse_share, parse_since
 from tests.cli.conftest import Lorikeet
 from tests.cli.test_adapters import register
 

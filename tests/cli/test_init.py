@@ -7,8 +7,8 @@ from pathlib import Path
 from typer.testing import CliRunner, Result
 
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.local import LocalStore
 from lorikeet.catalog.records import Scope
+from lorikeet.catalog.store.local import LocalStore
 from lorikeet.cli import app
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from lorikeet.catalog.changes import Pinned
-from lorikeet.catalog.log import Log
-from lorikeet.placement.report import ReplicaReport
+from lorikeet.catalog.log.changes import Pinned
+from lorikeet.catalog.log.log import Log
+from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.status import AdapterStatus
+from lorikeet_engine.telemetry.status import AdapterStatus
 from tests.cli.adapters import peft_folder
 from tests.cli.conftest import Lorikeet
 from tests.placement.given import held, report

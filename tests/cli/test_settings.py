@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from lorikeet.cli import app
-from lorikeet.cli.settings import as_written
+from lorikeet.cli.service.settings import as_written
 from lorikeet.settings import Settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"

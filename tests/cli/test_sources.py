@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.catalog.store import open_store
-from lorikeet.cli.sources import check_source, open_source
+from lorikeet.catalog.store.object_store import open_store
+from lorikeet.cli.adapters.sources import check_source, open_source
 from lorikeet.errors import InvalidInput, LorikeetError, StoreError
 from lorikeet_engine.adapter_format import blob_digest, write_blob
 from tests.cli.adapters import peft_folder

@@ -2,9 +2,9 @@
 
 import json
 
-from lorikeet.placement.report import ReplicaReport
+from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.status import AdapterStatus, EngineStatus, LiveStats, TierStatus
+from lorikeet_engine.telemetry.status import AdapterStatus, EngineStatus, LiveStats, TierStatus
 from tests.cli.conftest import Lorikeet
 from tests.placement.given import held
 

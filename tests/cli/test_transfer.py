@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.catalog.local import LocalStore
-from lorikeet.catalog.s3_parts import S3Parts
-from lorikeet.catalog.store import open_store
-from lorikeet.cli import transfer
+from lorikeet.catalog.store.local import LocalStore
+from lorikeet.catalog.store.object_store import open_store
+from lorikeet.catalog.store.s3_multipart import S3Parts
+from lorikeet.cli.adapters import upload
 from tests.cli.adapters import peft_folder
 from tests.cli.conftest import Lorikeet, new_catalog, serving
 
@@ -29,7 +29,7 @@ PART = 200
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "_PAUSE_S", 0.02)
+    monkeypatch.setattr(upload, "_PAUSE_S", 0.02)
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_connections_that_drop_cost_their_part_and_no_more(
 def test_a_gateway_that_restarts_in_the_middle_is_waited_for(
     lorikeet: Lorikeet, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "_CONNECTIONS", 1)
+    monkeypatch.setattr(upload, "_CONNECTIONS", 1)
     with road_to(lorikeet) as road, serving(lorikeet.catalog, lorikeet.admin_key, 999) as second:
         away: list[bytes] = []
 

@@ -6,13 +6,13 @@ from collections.abc import AsyncGenerator
 import httpx
 import pytest
 
-from lorikeet.api.messages import Attempt, Call, FinalUsage, Header, Refusal, StreamItem
 from lorikeet.catalog.records import Scope
+from lorikeet.protocol.messages import Attempt, Call, FinalUsage, Header, Refusal, StreamItem
 from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import Course
-from lorikeet_engine.status import LiveStats
+from lorikeet_engine.telemetry.status import LiveStats
 from tests.cli.conftest import Lorikeet
 
 WEIGHED = (

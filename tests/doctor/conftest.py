@@ -15,7 +15,7 @@ from lorikeet.doctor.cuda import Cuda, Gpu
 from lorikeet.doctor.examination import CHECKS, examine
 from lorikeet.doctor.finding import Finding, Verdict
 from lorikeet.doctor.host import Host
-from lorikeet.doctor.site import Site
+from lorikeet.doctor.planned_start import Site
 from lorikeet.settings import Settings
 
 ROOT = Path(__file__).parents[2]

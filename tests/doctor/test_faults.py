@@ -13,12 +13,12 @@ from typing import NamedTuple
 import boto3
 import pytest
 
-from lorikeet.api.body import MAX_JSON_BYTES
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.store import open_store
+from lorikeet.catalog.store.object_store import open_store
 from lorikeet.doctor import environment, versions
 from lorikeet.doctor.cuda import Cuda
 from lorikeet.doctor.finding import Verdict
+from lorikeet.gateway.body import MAX_JSON_BYTES
 from tests.doctor.conftest import GIB, H100, HOST, Patient, faults
 from tests.s3_proxy import proxied
 

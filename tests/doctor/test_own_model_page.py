@@ -5,9 +5,9 @@ from pathlib import Path
 
 from engine.benchmarks.random_model import LLAMA_3_1_8B, write_config
 from lorikeet.doctor.cuda import Cuda
-from lorikeet.doctor.site import Site
+from lorikeet.doctor.planned_start import Site
 from lorikeet_engine.adapter_format import BaseShape
-from lorikeet_engine.memory_plan import plan_memory
+from lorikeet_engine.execution.memory_plan import plan_memory
 from lorikeet_engine.models import ModelConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-model.md"

@@ -17,10 +17,10 @@ import pytest
 
 from demo.fill import ADAPTERS
 from lorikeet_engine.adapter_format import write_blob
-from tests.api.collector import Collector, collecting
 from tests.e2e import mute
 from tests.e2e.load import Target
 from tests.e2e.store_link import StoreLink
+from tests.gateway.collector import Collector, collecting
 
 ROOT = Path(__file__).parents[2]
 REPLICAS = 3

@@ -5,9 +5,9 @@ import asyncio
 from ray import serve
 
 from lorikeet.answer_stream.response_stream import ResponseStreams
-from lorikeet.api.messages import Header
-from lorikeet.serving.status_feed import StatusFeed
-from lorikeet_engine.status import EngineStatus
+from lorikeet.protocol.messages import Header
+from lorikeet.replica.status_feed import StatusFeed
+from lorikeet_engine.telemetry.status import EngineStatus
 
 
 class Held:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lorikeet.api.messages import Call
+from lorikeet.protocol.messages import Call
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.serving.app import EngineReplica
 from lorikeet_engine.request import Request

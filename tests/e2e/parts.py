@@ -14,7 +14,7 @@ def engine_processes(service: Service) -> dict[int, int]:
     ours = f"LORIKEET_CATALOG={service.catalog}".encode()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            runs_engine = b"lorikeet_engine.process" in (process / "cmdline").read_bytes()
+            runs_engine = b"lorikeet_engine.process.server" in (process / "cmdline").read_bytes()
             if runs_engine and ours in (process / "environ").read_bytes().split(b"\0"):
                 state = (process / "stat").read_text().rpartition(")")[2].split()
                 found[int(process.name)] = int(state[1])

@@ -11,7 +11,7 @@ from statistics import quantiles
 import httpx
 import pytest
 
-from lorikeet_engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
+from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
 from tests.e2e.conftest import REPLICAS, Service
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak]

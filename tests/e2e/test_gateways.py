@@ -26,8 +26,8 @@ def two_gateways(service: Service) -> Iterator[Doors]:
     """A second application: two gateways before the engines of the first."""
     from ray import serve
 
+    from lorikeet.replica.engine_settings import adapter_memory
     from lorikeet.serving.app import Gateway
-    from lorikeet.serving.engine_settings import adapter_memory
     from lorikeet.settings import Settings
 
     address = f"127.0.0.1:{free_port()}"

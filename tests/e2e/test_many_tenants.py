@@ -24,7 +24,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from lorikeet_engine.adapter_format import write_blob
-from lorikeet_engine.popularity import poisson
+from lorikeet_engine.traffic import poisson
 from tests.e2e.conftest import Service, eventually
 from tests.e2e.load import Target
 

@@ -4,7 +4,7 @@ import time
 
 import httpx
 
-from lorikeet.api.metrics import KEPT_S
+from lorikeet.gateway.routes.metrics import KEPT_S
 from tests.e2e.conftest import REPLICAS, Crowd, Service
 from tests.e2e.mute import muted
 from tests.e2e.parts import complete

@@ -3,7 +3,7 @@
 import pytest
 
 from demo.tasks import TASKS
-from tests.api.test_openapi import OPERATIONS, send_many
+from tests.gateway.test_openapi import OPERATIONS, send_many
 
 
 @pytest.mark.soak

@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from demo.tasks import TASKS
-from lorikeet.catalog.store import open_store
+from lorikeet.catalog.store.object_store import open_store
 from tests.e2e.conftest import Service
 from tests.e2e.mute import muted
 from tests.e2e.test_metrics import read

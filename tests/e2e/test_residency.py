@@ -12,7 +12,7 @@ import ray
 from demo.fill import ADAPTERS
 from demo.tasks import TASKS
 from lorikeet.catalog.catalog import blob_key
-from lorikeet.catalog.store import open_store
+from lorikeet.catalog.store.object_store import open_store
 from lorikeet_engine.adapter_format import write_blob
 from tests.e2e.conftest import REPLICAS, Service, eventually
 from tests.e2e.parts import actor_named

@@ -10,12 +10,12 @@ import pytest
 from ray import serve
 
 from demo.tasks import TASKS
-from lorikeet.api.asks import ask_of
-from lorikeet.api.messages import Attempt, Call, Endpoint, Header
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.store import open_store
+from lorikeet.catalog.store.object_store import open_store
+from lorikeet.gateway.routing_request import ask_of
+from lorikeet.protocol.messages import Attempt, Call, Endpoint, Header
 from lorikeet.routing.ranking import Work
-from lorikeet.serving.engines import ServeEngines
+from lorikeet.serving.engine_client import ServeEngines
 from lorikeet.serving.fleets import fleet_of
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import SamplingParams

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.serving.scaling import autoscaling
+from lorikeet.serving.autoscaling import autoscaling
 from tests.e2e.conftest import Service, eventually
 
 IDLE = {

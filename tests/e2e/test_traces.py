@@ -5,8 +5,8 @@ import secrets
 import httpx
 import pytest
 
-from tests.api.collector import Collector
 from tests.e2e.conftest import Crowd, Service, eventually
+from tests.gateway.collector import Collector
 
 
 def test_a_request_is_followed_from_its_caller_into_the_engine(

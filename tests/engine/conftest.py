@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 
-from lorikeet_engine.batch import Batch
 from lorikeet_engine.kernels.attention import PageTable
+from lorikeet_engine.models.batch import Batch
 
 SIZES = {
     "vocab_size": 256,

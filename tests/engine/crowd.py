@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from lorikeet_engine.batch import Batch
 from lorikeet_engine.errors import AdapterError, StepFailed
+from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.request import Failed, Request, SamplingParams, Tokens
-from lorikeet_engine.residency import loading, tiers
-from lorikeet_engine.sequence import Sequence
+from lorikeet_engine.residency import loader, tiers
+from lorikeet_engine.scheduling.sequence import Sequence
 from tests.engine.blobs import Shelf
 from tests.engine.hash_model import PAGE, SHAPE, build, predict
 
@@ -51,7 +51,7 @@ class Crowd:
         self.loads, self._now_s = WorkByHand(), 0.0
         clock = SimpleNamespace(monotonic=lambda: self._now_s)
         with (
-            mock.patch.object(loading, "Workers", return_value=self.loads),
+            mock.patch.object(loader, "Workers", return_value=self.loads),
             mock.patch.object(tiers, "time", clock),
         ):
             self.engine, self.model = build(folder, self.shelf, **settings)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lorikeet_engine.errors import InvalidRequest
-from lorikeet_engine.grammar import Bits
+from lorikeet_engine.sampling.grammar import Bits
 
 EOS = 2
 _TEXT = re.compile(r"below (\d+), end under (\d+)(?:, (fail|stuck) at (\d+))?")

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.batch import Batch
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.models import ModelConfig
+from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.request import Failed, FinishReason, Request, SamplingParams
-from lorikeet_engine.residency.disk import AdapterSource
+from lorikeet_engine.residency.disk.cache import AdapterSource
 
 PAGE = 16
 

@@ -16,13 +16,13 @@ import torch
 
 from engine.benchmarks.random_model import write_config
 from lorikeet_engine.adapter_format import BaseShape
-from lorikeet_engine.batch import Batch
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.kernels.lora import LoraWeights
 from lorikeet_engine.models import ModelConfig
+from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.request import FinishReason, SamplingParams
-from lorikeet_engine.residency.disk import AdapterSource
-from lorikeet_engine.sampling import Sampler, SamplingRow
+from lorikeet_engine.residency.disk.cache import AdapterSource
+from lorikeet_engine.sampling.sampler import Sampler, SamplingRow
 from tests.engine.descending import DescendingGrammars
 
 PAGE = 4

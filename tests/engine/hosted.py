@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lorikeet.serving.logs import log_to_stderr
+from lorikeet.logs import log_to_stderr
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import DeviceLost
-from lorikeet_engine.host import EngineHost
+from lorikeet_engine.process.client import EngineHost
 from tests.engine.driving import build, greedy, prompt
 
 
@@ -79,7 +79,7 @@ def processes() -> set[int]:
     """The engines' processes that this one has started and that have not ended."""
     tasks = Path("/proc/self/task").iterdir()
     pids = {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
-    return {pid for pid in pids if b"lorikeet_engine.process" in _command(pid)}
+    return {pid for pid in pids if b"lorikeet_engine.process.server" in _command(pid)}
 
 
 def _command(pid: int) -> bytes:

@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-from lorikeet.api.intake import examine
-from lorikeet.api.services import BaseModel
 from lorikeet.errors import InvalidAdapter
+from lorikeet.gateway.admin.blob_validation import examine
+from lorikeet.gateway.services import BaseModel
 from lorikeet_engine.adapter_format import write_blob
 from lorikeet_engine.errors import AdapterError
 from tests.engine.malformed import BLOB, LIMITS, SHAPE

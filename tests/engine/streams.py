@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lorikeet_engine.residency import arena
+from lorikeet_engine.residency.gpu import arena
 
 Clock = Counter[str]
 

@@ -17,7 +17,7 @@ from lorikeet_engine.errors import (
     StepFailed,
 )
 from lorikeet_engine.request import FinishReason
-from lorikeet_engine.residency.residents import GUARD_S
+from lorikeet_engine.residency.gpu.residents import GUARD_S
 from tests.engine.driving import PAGE, Answers, Witness, build, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 

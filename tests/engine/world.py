@@ -8,12 +8,12 @@ from typing import NamedTuple
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.errors import AdapterLoadFailed
-from lorikeet_engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
-from lorikeet_engine.kv_cache import KVCache
 from lorikeet_engine.request import Request, SamplingParams, Terms
-from lorikeet_engine.scheduler import Bounds, Scheduler
-from lorikeet_engine.sequence import Sequence
-from lorikeet_engine.step_counts import StepCounts
+from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
+from lorikeet_engine.scheduling.kv_cache import KVCache
+from lorikeet_engine.scheduling.scheduler import Bounds, Scheduler
+from lorikeet_engine.scheduling.sequence import Sequence
+from lorikeet_engine.scheduling.step_counters import StepCounts
 
 PAGE = 4
 COSTS = StepCosts()

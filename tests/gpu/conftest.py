@@ -12,7 +12,7 @@ from loadtest.real.models import LINEARS, SHAPES, write_model
 from loadtest.real.service import service
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
-from lorikeet.catalog.store import open_store
+from lorikeet.catalog.store.object_store import open_store
 from lorikeet_engine.adapter_format import BaseShape
 from tests.gpu.fleet import TENANT, Fleet, tokens_by_name
 

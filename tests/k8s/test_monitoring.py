@@ -16,15 +16,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from k8s.monitoring.dashboard import dashboard
 from k8s.monitoring.make import HERE, made
 from k8s.monitoring.panels import ROWS
-from lorikeet.api.messages import Call, Refusal
 from lorikeet.metrics.controller import Replicas, controller_metrics
 from lorikeet.metrics.page import render
 from lorikeet.metrics.replica import replica_metrics
+from lorikeet.protocol.messages import Call, Refusal
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.counts import LOAD_S, SIZES, STEP_S
-from lorikeet_engine.status import Distribution, EngineStatus, LiveStats, TierStatus
-from tests.api.conftest import Items, chat, serving
-from tests.api.test_explain import told
+from lorikeet_engine.telemetry.counters import LOAD_S, SIZES, STEP_S
+from lorikeet_engine.telemetry.status import Distribution, EngineStatus, LiveStats, TierStatus
+from tests.gateway.conftest import Items, chat, serving
+from tests.gateway.test_explain import told
 from tests.k8s.manifests import OVERLAYS, ROOT, Manifest, of_kind, pods, problems, selects
 from tests.k8s.manifests import render as rendered
 

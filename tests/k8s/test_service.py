@@ -9,7 +9,7 @@ import ray.serve._private.constants
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from lorikeet.api.body import MAX_JSON_BYTES
+from lorikeet.gateway.body import MAX_JSON_BYTES
 from lorikeet.settings import Settings
 from tests.k8s.manifests import (
     OVERLAYS,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lorikeet.api.replica_response import failed_event
+from lorikeet.gateway.replica_response import failed_event
 
 ROOT = Path(__file__).parents[2]
 KEYS = {"acme": "lk_acme", "bolt": "lk_bolt"}

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 from loadtest.real.adapters import TENANT, fill_catalog, image_bytes
 from loadtest.real.models import END, TINY, write_model
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.store import open_store
+from lorikeet.catalog.store.object_store import open_store
 from lorikeet.settings import Settings
 
 

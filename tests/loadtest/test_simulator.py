@@ -13,8 +13,8 @@ from lorikeet.routing.ranking import RoutingStatus
 from lorikeet.simulator.fleet import Fleet
 from lorikeet.simulator.memory import Arena, Link
 from lorikeet.simulator.traffic import Scenario
-from lorikeet_engine.popularity import Zipf
 from lorikeet_engine.residency.eviction import LeastRecentlyUsed, LeastUsedForItsSize
+from lorikeet_engine.traffic import Zipf
 from tests.simulator.books import idle
 
 SMALL = Scenario(adapters=200, replicas=4, duration_s=90.0, warm_up_s=20.0, reshuffle_s=30.0)

@@ -1,7 +1,7 @@
 """What an engine might say of itself."""
 
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.status import Distribution, EngineStatus, LiveStats, TierStatus
+from lorikeet_engine.telemetry.status import Distribution, EngineStatus, LiveStats, TierStatus
 
 NOTHING = Distribution((0.1, 1.0), (0, 0, 0), 0.0)
 SOME = Distribution((0.1, 1.0), (1, 2, 0), 1.5)

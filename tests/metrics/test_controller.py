@@ -2,9 +2,9 @@
 
 from lorikeet.metrics.controller import Replicas, controller_metrics
 from lorikeet.metrics.page import join, render
+from lorikeet.placement.pin_status import standings
 from lorikeet.placement.plan import place_pins
 from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
-from lorikeet.placement.standing import standings
 from lorikeet_engine.adapter import Residency
 from tests.metrics.scraping import Scraped, check_with_promtool
 from tests.placement.given import held, promise, ref, report

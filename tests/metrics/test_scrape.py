@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from prometheus_client.core import CounterMetricFamily
 
-from lorikeet.api.messages import Attempt, Call, FinalUsage, Header, Refusal
-from lorikeet.api.metrics import KEPT_S
-from lorikeet.api.peers import Peers, Poll
 from lorikeet.catalog.records import Scope
 from lorikeet.errors import Unavailable
+from lorikeet.gateway.routes.metrics import KEPT_S
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.metrics.page import render
+from lorikeet.protocol.messages import Attempt, Call, FinalUsage, Header, Refusal
+from lorikeet.protocol.peers import Peers, Poll
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import Course
-from tests.api.conftest import Gateway, Items, chat, endless, eventually, repeat, serving
+from tests.gateway.conftest import Gateway, Items, chat, endless, eventually, repeat, serving
 from tests.metrics.scraping import Scraped, check_with_promtool
 
 CHAT = "/v1/chat/completions"

@@ -9,15 +9,15 @@ from typing import Any
 import httpx
 import pytest
 
-from lorikeet.api.metrics import KEPT_S
-from lorikeet.api.peers import Peers, Poll
+from lorikeet.gateway.routes.metrics import KEPT_S
 from lorikeet.metrics.gateway import OUTCOMES, GatewayMetrics, RequestSummary
 from lorikeet.metrics.page import render
 from lorikeet.metrics.replica import replica_metrics
 from lorikeet.metrics.top_names import OTHER
-from lorikeet_engine.counts import LOAD_S
-from lorikeet_engine.status import Distribution
-from tests.api.conftest import Gateway, serving
+from lorikeet.protocol.peers import Peers, Poll
+from lorikeet_engine.telemetry.counters import LOAD_S
+from lorikeet_engine.telemetry.status import Distribution
+from tests.gateway.conftest import Gateway, serving
 from tests.metrics.given import engine_status
 from tests.metrics.scraping import Scraped, check_with_promtool
 

@@ -1,12 +1,12 @@
 """ResolvedPins and reports, as short as a test can say them."""
 
-from lorikeet.catalog.pinned import PinnedVersion
 from lorikeet.catalog.records import PinRecord
+from lorikeet.catalog.rules.pin_budget import PinnedVersion
 from lorikeet.placement.plan import Placement, place_pins
-from lorikeet.placement.report import ReplicaReport
 from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
+from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.status import AdapterStatus, EngineStatus, TierStatus
+from lorikeet_engine.telemetry.status import AdapterStatus, EngineStatus, TierStatus
 
 REPLICAS = ["r0", "r1", "r2"]
 ROOMY = 10**6

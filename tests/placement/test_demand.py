@@ -4,7 +4,7 @@ import pytest
 
 from lorikeet.placement import demand as demand_module
 from lorikeet.placement.demand import HALF_LIFE_S, Demand
-from lorikeet.placement.report import ReplicaReport
+from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency import eviction
 from tests.placement.given import held, ref, report

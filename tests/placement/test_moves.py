@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from lorikeet.placement.moves import Load, Moves, Release, moves_of
 from lorikeet.placement.plan import place_pins
-from lorikeet.placement.report import ReplicaReport
 from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
+from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 from tests.placement.given import held, promise, ref, report
 

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from lorikeet.placement.decision import PinTarget
 from lorikeet.placement.plan import Placement
 from lorikeet.placement.resolved_pins import ResolvedPin
+from lorikeet.protocol.placement_decision import PinTarget
 from lorikeet.rendezvous import by_preference
 from lorikeet_engine.adapter import AdapterRef, Residency
 from tests.placement.given import REPLICAS, ROOMY, held, place, promise, ref, report

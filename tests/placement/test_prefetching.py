@@ -3,13 +3,13 @@
 import random
 from collections.abc import Iterable
 
-from lorikeet.placement.decision import PinTarget, PrefetchTarget
 from lorikeet.placement.demand import HALF_LIFE_S
 from lorikeet.placement.prefetching import Prefetching
-from lorikeet.placement.report import ReplicaReport
+from lorikeet.protocol.placement_decision import PinTarget, PrefetchTarget
+from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize, Use, Uses
-from lorikeet_engine.status import AdapterStatus
+from lorikeet_engine.telemetry.status import AdapterStatus
 from tests.placement.given import held, ref, report
 
 GPU, HOST, DISK = Residency.GPU, Residency.HOST, Residency.DISK

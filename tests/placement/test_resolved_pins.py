@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.catalog import AdapterCatalog, BlobFacts
-from lorikeet.catalog.local import LocalStore
+from lorikeet.catalog.store.local import LocalStore
 from lorikeet.placement.resolved_pins import PinResolver, ResolvedPins
 
 

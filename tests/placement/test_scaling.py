@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lorikeet.placement.pressure import Signals
 from lorikeet.placement.scaling import (
     Pace,
     Since,
     could_shrink,
     scale,
 )
-from lorikeet.placement.signals import Signals
 
 PACE = Pace()
 PRESSED_S, CALM_S, MOVING_S = PACE.pressed_s, PACE.calm_s, PACE.moving_s

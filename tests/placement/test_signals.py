@@ -1,9 +1,9 @@
 """What a replica says of itself, in numbers."""
 
-from lorikeet.placement.report import ReplicaReport
-from lorikeet.placement.signals import Signals, from_stats, measure, to_stats
+from lorikeet.placement.pressure import Signals, from_stats, measure, to_stats
+from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.status import EngineStatus, LiveStats, TierStatus
+from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, TierStatus
 from tests.placement.given import held, ref
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from lorikeet.placement.report import ReplicaReport
+from lorikeet.placement.pin_status import Standing, standings
 from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
-from lorikeet.placement.standing import Standing, standings
+from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.status import AdapterStatus
+from lorikeet_engine.telemetry.status import AdapterStatus
 from tests.placement.given import held, promise, ref, report
 
 SUPPORT, LEGAL = ref("support"), ref("legal")

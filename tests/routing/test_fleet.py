@@ -12,13 +12,13 @@ import pytest
 from lorikeet.rendezvous import by_preference
 from lorikeet.routing.costs import H200_LLAMA_8B
 from lorikeet.routing.fleet import LOST_S, UNFETCHABLE_S, Fleet
-from lorikeet.routing.known import BLIND_S, KnownReplica
+from lorikeet.routing.known_replica import BLIND_S, KnownReplica
 from lorikeet.routing.prefixes import prefix_chain
 from lorikeet.routing.ranking import Ask, Work
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import LoadCosts, MeasuredCosts, StepCosts
-from lorikeet_engine.status import LiveStats, Victim
+from lorikeet_engine.telemetry.status import LiveStats, Victim
 
 MB = 1 << 20
 REF = AdapterRef("acme", "support", 1, "d" * 64)

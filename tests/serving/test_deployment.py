@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from lorikeet.placement.decision import PinTarget, PlacementDecision, PrefetchTarget
+from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision, PrefetchTarget
 from lorikeet.serving import deployment as deployment_module
 from lorikeet.serving.deployment import EngineDeployment
 from lorikeet.settings import Settings

@@ -9,7 +9,7 @@ from lorikeet.simulator.capacity import SEEDS, plan_capacity
 from lorikeet.simulator.demand import Demand, Tenant
 from lorikeet.simulator.floors import Unreachable
 from lorikeet.simulator.forecast import Goals, Memory, Needs, forecast
-from lorikeet_engine.popularity import AZURE_CONV, LengthModel
+from lorikeet_engine.traffic import AZURE_CONV, LengthModel
 
 SHORT = LengthModel(math.log(60), 0.3, math.log(30), 0.3)
 CROWD = Tenant("crowd", 300, (8, 16), 5_242_880, "zipf:0.8", 25.0, SHORT)

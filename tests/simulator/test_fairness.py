@@ -7,8 +7,8 @@ from lorikeet.routing.costs import H200_LLAMA_8B, capacity_per_s
 from lorikeet.simulator.fleet import Fleet
 from lorikeet.simulator.router import LeastCost
 from lorikeet.simulator.traffic import Requests, Setup
-from lorikeet_engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
+from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
 
 QUIET, NOISY = 0, 1
 REPLICAS, LASTS_S = 3, 60.0

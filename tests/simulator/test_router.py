@@ -14,7 +14,7 @@ from lorikeet.simulator.router import LeastCost
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
-from lorikeet_engine.status import LiveStats, Victim
+from lorikeet_engine.telemetry.status import LiveStats, Victim
 
 SCENARIO = Scenario(
     adapters=200,

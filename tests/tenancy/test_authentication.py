@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.local import LocalStore
 from lorikeet.catalog.records import Limits, Scope
+from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import Forbidden, InvalidKey
 from lorikeet.tenancy import authenticate
 

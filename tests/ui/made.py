@@ -3,9 +3,9 @@
 import hashlib
 from collections.abc import Sequence
 
-from lorikeet.placement.report import ReplicaReport
+from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.status import AdapterStatus, EngineStatus, LiveStats, TierStatus
+from lorikeet_engine.telemetry.status import AdapterStatus, EngineStatus, LiveStats, TierStatus
 
 MIB = 2**20
 ARENA = 1024 * MIB

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.api.admin import fleet
 from lorikeet.catalog.records import Scope
-from tests.api.conftest import Gateway, eventually, serving
+from lorikeet.gateway.admin import fleet
+from tests.gateway.conftest import Gateway, eventually, serving
 from tests.ui.chromium import Tab, chromium
 from tests.ui.made import block, replica
 

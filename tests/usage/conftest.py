@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.catalog.store import ObjectStore, open_store
+from lorikeet.catalog.store.object_store import ObjectStore, open_store
 
 
 @pytest.fixture(params=["local", "s3"])

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from lorikeet.catalog.local import LocalStore
-from lorikeet.catalog.store import ObjectStore
+from lorikeet.catalog.store.local import LocalStore
+from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.usage.counts import Counts
 from lorikeet.usage.joining import SPARED_S, days_with_usage, join, join_lately, tidy
 from tests.usage.written import (

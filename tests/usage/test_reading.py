@@ -4,7 +4,7 @@ from datetime import date
 
 import pytest
 
-from lorikeet.catalog.store import ObjectStore
+from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import InvalidInput, StoreError
 from lorikeet.usage.counts import Counts
 from lorikeet.usage.day import Day

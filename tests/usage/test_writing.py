@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from lorikeet.catalog.store import ObjectStore
+from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import StoreError
 from lorikeet.usage.counts import Counts
 from lorikeet.usage.files import from_json

@@ -2,7 +2,7 @@
 
 from datetime import date
 
-from lorikeet.catalog.store import ObjectStore
+from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.usage.counts import Account, Counts, Use, add_to
 from lorikeet.usage.ledger import Ledger
 from lorikeet.usage.reader import UsageReader

@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.batch import Batch
 from lorikeet_engine.kernels.attention import AttentionBackend
 from lorikeet_engine.kernels.lora import LoraDelta, LoraStep, LoraWeights, begin_step
 from lorikeet_engine.kernels.pointwise import add_lora_delta, gate, rotate_and_store
 from lorikeet_engine.kernels.product import linear
+from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.layers import RmsNorm, Rotary
 from lorikeet_engine.models.lora_linear import LoraLinear

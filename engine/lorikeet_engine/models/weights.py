@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lorikeet_engine.device_memory import free_bytes, gib
+from lorikeet_engine.device.memory import free_bytes, gib
 from lorikeet_engine.errors import ModelError, SettingsError
 from lorikeet_engine.models.staging import Span, Staging
 

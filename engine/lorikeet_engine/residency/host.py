@@ -11,8 +11,8 @@ from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.residency.blocks import FreeList
 from lorikeet_engine.residency.journal import Note, unnoted
 from lorikeet_engine.residency.packing import PackedLayout
-from lorikeet_engine.residency.pledges import Pledges
-from lorikeet_engine.status import TierStatus
+from lorikeet_engine.residency.reservations import Pledges
+from lorikeet_engine.telemetry.status import TierStatus
 
 
 @dataclass(slots=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.residency.disk import DiskCache
+from lorikeet_engine.residency.disk.cache import DiskCache
+from lorikeet_engine.residency.gpu.residents import Residents
 from lorikeet_engine.residency.host import HostArena
-from lorikeet_engine.residency.loading import Landing, Loader
+from lorikeet_engine.residency.loader import Landing, Loader
 from lorikeet_engine.residency.packing import PackedLayout
-from lorikeet_engine.residency.residents import Residents
 
 RETRY_S = 5.0
 # Loads for pins at one time: requests' loads need threads too.

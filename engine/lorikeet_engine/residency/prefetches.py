@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.residency.gpu.residents import Residents
 from lorikeet_engine.residency.host import HostArena
-from lorikeet_engine.residency.loading import Landing, Loader
+from lorikeet_engine.residency.loader import Landing, Loader
 from lorikeet_engine.residency.packing import PackedLayout
-from lorikeet_engine.residency.residents import Residents
 
 # Of those that wait; beyond that the oldest is forgotten.
 _MOST = 64

@@ -23,24 +23,30 @@ from lorikeet_engine.adapter_format import AdapterLimits, BaseShape
 from lorikeet_engine.costs import LoadCosts
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.kernels.lora.types import LoraWeights
-from lorikeet_engine.residency.accounts import Accounts
-from lorikeet_engine.residency.arena import DeviceArena
-from lorikeet_engine.residency.copying import Copied, Copies
-from lorikeet_engine.residency.disk import AdapterSource, DiskCache
-from lorikeet_engine.residency.disk_watch import DiskWatch
+from lorikeet_engine.residency.disk.cache import AdapterSource, DiskCache
+from lorikeet_engine.residency.disk.changes import DiskWatch
+from lorikeet_engine.residency.disk.image_file import fingerprint
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
+from lorikeet_engine.residency.gpu.arena import DeviceArena
+from lorikeet_engine.residency.gpu.resident import Lease
+from lorikeet_engine.residency.gpu.residents import Residents
+from lorikeet_engine.residency.gpu.slot_usage import SlotUsage, Use
+from lorikeet_engine.residency.gpu.slots import SlotPool
+from lorikeet_engine.residency.gpu.transfers import Copied, Copies
 from lorikeet_engine.residency.host import HostArena
-from lorikeet_engine.residency.image_file import fingerprint
 from lorikeet_engine.residency.journal import Journal
-from lorikeet_engine.residency.loading import Landing, Loader
+from lorikeet_engine.residency.loader import Landing, Loader
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.pins import Pins
 from lorikeet_engine.residency.prefetches import Prefetches
-from lorikeet_engine.residency.resident import Lease
-from lorikeet_engine.residency.residents import Residents
-from lorikeet_engine.residency.slot_usage import SlotUsage, Use
-from lorikeet_engine.residency.slots import SlotPool
-from lorikeet_engine.status import AdapterStatus, Distribution, SlotUse, TierStatus, Victim
+from lorikeet_engine.residency.status import Accounts
+from lorikeet_engine.telemetry.status import (
+    AdapterStatus,
+    Distribution,
+    SlotUse,
+    TierStatus,
+    Victim,
+)
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@
     ───────                                                     ───────
     the engine's outputs, one message a step
        │
-    AnswerSender        one a call                              api/replica_response.py ──► client
+    AnswerSender        one a call                              ReplicaResponse ──► the client
        │                                                           ▲ bytes, unread
     Answer              counts its choices to their end            │
        ├ ChoiceStream   one a choice:                           ResponseBuffer     one a call

@@ -8,8 +8,8 @@ from lorikeet.answer_stream.detokenizer import Detokenizer
 from lorikeet.answer_stream.openai_format import Choice, EventStream, json_body
 from lorikeet.answer_stream.tool_calls import ForcedReader, Syntax, ToolReader
 from lorikeet.answer_stream.vocabulary import Vocabulary
-from lorikeet.api.messages import Call, FinalUsage, Refusal, StreamItem
 from lorikeet.errors import engine_code
+from lorikeet.protocol.messages import Call, FinalUsage, Refusal, StreamItem
 from lorikeet_engine.errors import AdapterError, EngineError
 from lorikeet_engine.request import Course, Failed, Output, Tokens
 

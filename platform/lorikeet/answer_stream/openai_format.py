@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from lorikeet.answer_stream.logprobs import DrawnToken, chat_logprobs, completion_logprobs
-from lorikeet.api.messages import Call, Endpoint, FinalUsage
+from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 from lorikeet_engine.request import FinishReason
 
 DONE = b"data: [DONE]\n\n"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from lorikeet.answer_stream.response_stream import DeltaGroup, joined
-from lorikeet.api.messages import StreamItem
+from lorikeet.protocol.messages import StreamItem
 
 PIECES_PER_S = 5_000
 """Pieces of streams that one gateway passes on in a second; what is in a piece hardly matters.

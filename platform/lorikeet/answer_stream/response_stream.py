@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 
-from lorikeet.api.messages import StreamItem
+from lorikeet.protocol.messages import StreamItem
 from lorikeet_engine.errors import EngineClosed
 
 DeltaGroup = tuple[str, list[StreamItem], bool]

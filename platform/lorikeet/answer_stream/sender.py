@@ -7,7 +7,7 @@ from dataclasses import replace
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.response_stream import ResponseStream
 from lorikeet.answer_stream.token_meter import TokenMeter
-from lorikeet.api.messages import Call, Header, StreamItem
+from lorikeet.protocol.messages import Call, Header, StreamItem
 from lorikeet_engine.request import Output, Tokens
 
 Abort = Callable[[str, int], object]

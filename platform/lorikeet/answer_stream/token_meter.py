@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from lorikeet.api.messages import Call, FinalUsage, Refusal, StreamItem
+from lorikeet.protocol.messages import Call, FinalUsage, Refusal, StreamItem
 from lorikeet.usage.counts import Counts
 from lorikeet_engine.request import Output, Tokens
 

@@ -12,7 +12,7 @@ from uuid import uuid4
 import regex
 
 from lorikeet.answer_stream.openai_format import CallPiece
-from lorikeet.api.messages import ToolUse
+from lorikeet.protocol.messages import ToolUse
 
 _ID_LENGTH = 9  # Mistral's templates want ids of just so many letters and digits
 _ENDS = frozenset("}]>")  # nothing else ends a call

@@ -12,7 +12,7 @@ from lorikeet.catalog.records import (
     VersionRecord,
 )
 from lorikeet.catalog.state import CatalogState
-from lorikeet.catalog.store import ObjectStore, open_store
+from lorikeet.catalog.store.object_store import ObjectStore, open_store
 
 __all__ = [
     "AdapterCatalog",

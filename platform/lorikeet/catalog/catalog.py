@@ -4,11 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, Unpack
 
-from lorikeet.catalog import rules
-from lorikeet.catalog.claims import claim
-from lorikeet.catalog.fold import fold_changes
+from lorikeet.catalog.log.fold import fold_changes
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_alias, check_name
-from lorikeet.catalog.pin_terms import PinTerms, pin_change
 from lorikeet.catalog.records import (
     AdapterRecord,
     BlobFacts,
@@ -16,9 +13,12 @@ from lorikeet.catalog.records import (
     Share,
     VersionRecord,
 )
-from lorikeet.catalog.restoring import restore_adapter, restore_version, retired_at
-from lorikeet.catalog.rules import known_version
+from lorikeet.catalog.rules import adapters as adapter_rules
+from lorikeet.catalog.rules.adapters import known_version
+from lorikeet.catalog.rules.pin_terms import PinTerms, pin_change
+from lorikeet.catalog.rules.restore import restore_adapter, restore_version, retired_at
 from lorikeet.catalog.state import CatalogState
+from lorikeet.catalog.store.claims import claim
 from lorikeet.catalog.tenants import TenantCatalog
 from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound
 
@@ -57,8 +57,10 @@ class AdapterCatalog(TenantCatalog):
         check_name(tenant, "tenant")
         check_name(name, "name")
 
-        def decide(state: CatalogState) -> rules.Changes:
-            return rules.register(state, tenant, name, facts, shared=shared, promote=promote)
+        def decide(state: CatalogState) -> adapter_rules.Changes:
+            return adapter_rules.register(
+                state, tenant, name, facts, shared=shared, promote=promote
+            )
 
         self.refresh()
         self.ask(decide)  # before a long upload
@@ -85,7 +87,7 @@ class AdapterCatalog(TenantCatalog):
         """
         check_alias(alias)
         after = self._commit(
-            actor, lambda state: rules.promote(state, tenant, name, version, alias, expect)
+            actor, lambda state: adapter_rules.promote(state, tenant, name, version, alias, expect)
         )
         return after.adapter(tenant, name)
 
@@ -109,7 +111,7 @@ class AdapterCatalog(TenantCatalog):
             raise InvalidInput(f"share={part}: want more than 0 and less than 1", param="share")
         share = Share(version, part)
         after = self._commit(
-            actor, lambda state: rules.give_share(state, tenant, name, share, alias, expect)
+            actor, lambda state: adapter_rules.give_share(state, tenant, name, share, alias, expect)
         )
         return after.adapter(tenant, name)
 
@@ -124,7 +126,7 @@ class AdapterCatalog(TenantCatalog):
         self.refresh()
         seen = self.ask(lambda state: state.adapter(tenant, name)).aliases.get(alias)
         after = self._commit(
-            actor, lambda state: rules.rollback(state, tenant, name, alias, expect=seen)
+            actor, lambda state: adapter_rules.rollback(state, tenant, name, alias, expect=seen)
         )
         return after.adapter(tenant, name)
 
@@ -137,7 +139,9 @@ class AdapterCatalog(TenantCatalog):
         is shared anew. A version that an alias points to is refused with Conflict.
         Raises UnknownModel.
         """
-        after = self._commit(actor, lambda state: rules.retire(state, tenant, name, version))
+        after = self._commit(
+            actor, lambda state: adapter_rules.retire(state, tenant, name, version)
+        )
         return after.adapter(tenant, name)
 
     def restore(
@@ -171,7 +175,7 @@ class AdapterCatalog(TenantCatalog):
         """
         now = self._clock()
         change = pin_change(tenant, name, now, **terms)
-        after = self._commit(actor, lambda state: rules.pin(state, change, now))
+        after = self._commit(actor, lambda state: adapter_rules.pin(state, change, now))
         pin = after.pin_of(tenant, name)
         assert pin is not None
         return pin
@@ -191,14 +195,14 @@ class AdapterCatalog(TenantCatalog):
         change = pin_change(tenant, name, now, **terms)
 
         def ask(state: CatalogState) -> T:
-            return question(state, fold_changes(state, rules.pin(state, change, now), now))
+            return question(state, fold_changes(state, adapter_rules.pin(state, change, now), now))
 
         self.refresh()
         return self.ask(ask)
 
     def unpin(self, tenant: str, name: str | None, *, actor: str) -> None:
         """Take the pin of an adapter, or with None of a tenant, away. Raises NotFound."""
-        self._commit(actor, lambda state: rules.unpin(state, tenant, name))
+        self._commit(actor, lambda state: adapter_rules.unpin(state, tenant, name))
 
     def _claim(self, versions: Sequence[VersionRecord]) -> None:
         for version in versions:

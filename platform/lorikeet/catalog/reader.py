@@ -5,11 +5,11 @@ from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from lorikeet.catalog.history import History
-from lorikeet.catalog.log import Log
-from lorikeet.catalog.parts import NotRead, Unread
-from lorikeet.catalog.snapshots import Snapshots
+from lorikeet.catalog.log.log import Log
+from lorikeet.catalog.snapshots.partitions import NotRead, Unread
+from lorikeet.catalog.snapshots.snapshots import Snapshots
 from lorikeet.catalog.state import CatalogState
-from lorikeet.catalog.store import ObjectStore
+from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import ObjectNotFound, StoreError
 

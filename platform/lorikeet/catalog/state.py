@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from lorikeet.catalog.names import parse_model
-from lorikeet.catalog.parts import COMMON, PARTS, NotRead, Part, Unread, part_of
 from lorikeet.catalog.records import (
     AdapterRecord,
     Holdings,
@@ -14,6 +13,7 @@ from lorikeet.catalog.records import (
     TenantRecord,
     VersionRecord,
 )
+from lorikeet.catalog.snapshots.partitions import COMMON, PARTS, NotRead, Part, Unread, part_of
 from lorikeet.errors import UnknownKey, UnknownModel, UnknownTenant
 from lorikeet_engine.adapter import AdapterRef
 

@@ -3,12 +3,12 @@
 from collections.abc import Collection
 from typing import Unpack, cast
 
-from lorikeet.catalog import tenant_rules as rules
-from lorikeet.catalog.changes import KeyCreated, KeyTermsSet, TenantTermsSet
 from lorikeet.catalog.keys import new_key_id, new_secret, secret_sha256
+from lorikeet.catalog.log.changes import KeyCreated, KeyTermsSet, TenantTermsSet
 from lorikeet.catalog.names import check_name
 from lorikeet.catalog.records import KeyRecord, Scope, TenantRecord
-from lorikeet.catalog.terms import (
+from lorikeet.catalog.rules import tenants as tenant_rules
+from lorikeet.catalog.rules.tenant_terms import (
     KeyLimitTerms,
     KeyTerms,
     TenantTerms,
@@ -28,7 +28,7 @@ class TenantCatalog(CatalogWriter):
         """Make a tenant. Raises InvalidInput, and Conflict when there is one."""
         check_name(name, "tenant")
         check_terms(terms)
-        after = self._commit(actor, lambda state: rules.create_tenant(state, name, terms))
+        after = self._commit(actor, lambda state: tenant_rules.create_tenant(state, name, terms))
         return after.tenant(name)
 
     def limit_tenant(self, name: str, *, actor: str, **terms: Unpack[TenantTerms]) -> TenantRecord:
@@ -39,7 +39,9 @@ class TenantCatalog(CatalogWriter):
         """
         check_terms(terms)
         change = TenantTermsSet(tenant=name, terms=terms)
-        return self._commit(actor, lambda state: rules.limit_tenant(state, change)).tenant(name)
+        return self._commit(actor, lambda state: tenant_rules.limit_tenant(state, change)).tenant(
+            name
+        )
 
     def create_key(
         self,
@@ -62,10 +64,10 @@ class TenantCatalog(CatalogWriter):
         change = KeyCreated(
             id=new_key_id(),
             tenant=tenant,
-            scopes=rules.in_order(scopes),
+            scopes=tenant_rules.in_order(scopes),
             sha256=secret_sha256(secret),
         )
-        self._commit(actor, lambda state: rules.create_key(state, change, terms))
+        self._commit(actor, lambda state: tenant_rules.create_key(state, change, terms))
         return self.ask(lambda state: state.key(change.id)), secret
 
     def limit_key(self, key_id: str, *, actor: str, **terms: Unpack[KeyLimitTerms]) -> KeyRecord:
@@ -75,7 +77,7 @@ class TenantCatalog(CatalogWriter):
         """
         check_terms(terms)
         change = KeyTermsSet(id=key_id, terms=cast("KeyTerms", terms))
-        return self._commit(actor, lambda state: rules.limit_key(state, change)).key(key_id)
+        return self._commit(actor, lambda state: tenant_rules.limit_key(state, change)).key(key_id)
 
     def rotate_key(self, key_id: str, overlap_s: float, *, actor: str) -> tuple[KeyRecord, str]:
         """Make a key with the owner, scopes, limits, name and lifetime of another, in its place.
@@ -91,7 +93,8 @@ class TenantCatalog(CatalogWriter):
         now, new_id, secret = self._clock(), new_key_id(), new_secret()
         sha256 = secret_sha256(secret)
         self._commit(
-            actor, lambda state: rules.rotate_key(state, key_id, new_id, sha256, now, overlap_s)
+            actor,
+            lambda state: tenant_rules.rotate_key(state, key_id, new_id, sha256, now, overlap_s),
         )
         return self.ask(lambda state: state.key(new_id)), secret
 
@@ -100,4 +103,4 @@ class TenantCatalog(CatalogWriter):
 
         Raises UnknownKey, and Conflict for the last admin's key that never expires.
         """
-        return self._commit(actor, lambda state: rules.revoke_key(state, key_id)).key(key_id)
+        return self._commit(actor, lambda state: tenant_rules.revoke_key(state, key_id)).key(key_id)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lorikeet.catalog.catalog import blob_key
-from lorikeet.catalog.store import ObjectStore
+from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import (
     Conflict,
     InvalidAdapter,

@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from lorikeet.catalog.changes import Entry
-from lorikeet.catalog.fold import fold, fold_part
-from lorikeet.catalog.parts import NotRead, Part, Unread
-from lorikeet.catalog.snapshots import Manifest, Snapshots
+from lorikeet.catalog.log.changes import Entry
+from lorikeet.catalog.log.fold import fold, fold_part
+from lorikeet.catalog.snapshots.partitions import NotRead, Part, Unread
+from lorikeet.catalog.snapshots.snapshots import Manifest, Snapshots
 from lorikeet.catalog.state import CatalogState
 
 T = TypeVar("T")

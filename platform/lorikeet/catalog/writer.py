@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from lorikeet.catalog.changes import CatalogCreated
-from lorikeet.catalog.fold import fold
+from lorikeet.catalog.log.changes import CatalogCreated
+from lorikeet.catalog.log.fold import fold
 from lorikeet.catalog.reader import CatalogReader
-from lorikeet.catalog.rules import Changes
+from lorikeet.catalog.rules.adapters import Changes
 from lorikeet.catalog.state import CatalogState
-from lorikeet.catalog.store import ObjectStore
+from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import Conflict
 
 _ATTEMPTS = 60  # with sixteen writers at once, one in fifty would give up

@@ -7,23 +7,24 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from lorikeet.cli import bench, keys, tenants
-from lorikeet.cli.adapters import list_adapters, promote, retire, rollback, show
-from lorikeet.cli.capacity import capacity
-from lorikeet.cli.catalog import init, snapshot
-from lorikeet.cli.convert import convert
-from lorikeet.cli.doctor import doctor
-from lorikeet.cli.garbage import gc
-from lorikeet.cli.history import log, restore
+from lorikeet.cli.adapters.commands import list_adapters, promote, retire, rollback, show
+from lorikeet.cli.adapters.convert import convert
+from lorikeet.cli.adapters.pins import pin, pins, unpin
+from lorikeet.cli.adapters.register import register
+from lorikeet.cli.adapters.smoke import smoke
+from lorikeet.cli.admin_client import DEFAULT_SERVER, AdminServer
+from lorikeet.cli.catalog.garbage_collection import gc
+from lorikeet.cli.catalog.history import log, restore
+from lorikeet.cli.catalog.init import init, snapshot
 from lorikeet.cli.output import print_error
-from lorikeet.cli.pins import pin, pins, unpin
-from lorikeet.cli.register import register
-from lorikeet.cli.server import DEFAULT_SERVER, AdminServer
-from lorikeet.cli.settings import settings
-from lorikeet.cli.smoke import smoke
-from lorikeet.cli.status import status
-from lorikeet.cli.usage import usage
-from lorikeet.cli.why import why
+from lorikeet.cli.planning import bench
+from lorikeet.cli.planning.capacity import capacity
+from lorikeet.cli.service.doctor import doctor
+from lorikeet.cli.service.settings import settings
+from lorikeet.cli.service.status import status
+from lorikeet.cli.service.why import why
+from lorikeet.cli.tenancy import keys, tenants
+from lorikeet.cli.tenancy.usage import usage
 from lorikeet.errors import Conflict, LorikeetError
 from lorikeet_engine.errors import EngineError
 

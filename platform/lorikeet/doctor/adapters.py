@@ -6,7 +6,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import VersionRecord
 from lorikeet.catalog.state import CatalogState
 from lorikeet.doctor.finding import Finding, ok, problem, warning
-from lorikeet.doctor.site import Site
+from lorikeet.doctor.planned_start import Site
 from lorikeet.sizes import show_size
 from lorikeet_engine.errors import EngineError
 

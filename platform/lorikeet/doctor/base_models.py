@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from lorikeet.api.messages import Call, Endpoint
 from lorikeet.doctor.finding import Finding, ok, problem, warning
-from lorikeet.doctor.site import Site
+from lorikeet.doctor.planned_start import Site
 from lorikeet.errors import InvalidInput
+from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet_engine.adapter_format import FAMILIES, read_json
 from lorikeet_engine.errors import ModelError
 
@@ -59,7 +59,7 @@ def _check_dtype(check: str, folder: Path, served: str) -> Finding:
 
 
 def _check_text(check: str, folder: Path) -> Finding:
-    from lorikeet.serving.prompts import PromptEncoder  # transformers
+    from lorikeet.replica.prompts import PromptEncoder  # transformers
 
     save = f"save the base model's tokenizer into {folder} with its save_pretrained"
     try:

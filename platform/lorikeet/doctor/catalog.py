@@ -7,10 +7,10 @@ from pathlib import Path
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.state import CatalogState
-from lorikeet.catalog.store import open_store
+from lorikeet.catalog.store.object_store import open_store
 from lorikeet.doctor.adapters import check_adapters
 from lorikeet.doctor.finding import Finding, ok, problem, warning
-from lorikeet.doctor.site import Site
+from lorikeet.doctor.planned_start import Site
 from lorikeet.doctor.store import check_writes, unusable
 from lorikeet.errors import InvalidSetting, LorikeetError, StoreError
 from lorikeet.tenancy import authenticate

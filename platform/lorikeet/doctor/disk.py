@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lorikeet.doctor.finding import Finding, ok, problem
-from lorikeet.doctor.site import Site
+from lorikeet.doctor.planned_start import Site
 from lorikeet.sizes import show_size
 
 

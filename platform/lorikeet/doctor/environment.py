@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lorikeet.doctor.finding import Finding, ok, problem, warning
-from lorikeet.doctor.site import Site
+from lorikeet.doctor.planned_start import Site
 from lorikeet.errors import InvalidSetting
 from lorikeet.settings import Settings
 from lorikeet_engine.errors import SettingsError

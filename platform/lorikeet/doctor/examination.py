@@ -17,7 +17,7 @@ from lorikeet.doctor import (
     versions,
 )
 from lorikeet.doctor.finding import Finding, Verdict, problem
-from lorikeet.doctor.site import Site
+from lorikeet.doctor.planned_start import Site
 
 _ALL_S = 120.0
 _LEAST_S = 2.0  # what each check has, however long others took

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lorikeet.doctor.cuda import Cuda, Version
 from lorikeet.doctor.finding import Finding, ok, problem, warning
-from lorikeet.doctor.site import Site
+from lorikeet.doctor.planned_start import Site
 from lorikeet.doctor.versions import lacks, requirement_of_extra
 
 _FLASHINFER = "flashinfer-python"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from lorikeet.doctor.finding import Finding, ok, warning
-from lorikeet.doctor.site import Site
+from lorikeet.doctor.planned_start import Site
 from lorikeet.sizes import show_size
 
 _RAY_SHARE = 0.3  # of the memory, for its object store

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lorikeet.doctor.finding import Finding, ok, problem, warning
-from lorikeet.doctor.site import Site
+from lorikeet.doctor.planned_start import Site
 from lorikeet.sizes import show_size
 from lorikeet_engine.errors import EngineError, ModelError
 
 if TYPE_CHECKING:
-    from lorikeet_engine.memory_plan import MemoryPlan
+    from lorikeet_engine.execution.memory_plan import MemoryPlan
 
 _PROCESS_BYTES = {"cpu": 1 << 29, "cuda": 3 << 30}  # of an engine and its replica, with torch
 _GATEWAY_BYTES = 1 << 29

@@ -4,7 +4,7 @@ import socket
 from collections.abc import Iterator
 
 from lorikeet.doctor.finding import Finding, ok, problem, warning
-from lorikeet.doctor.site import Site
+from lorikeet.doctor.planned_start import Site
 
 _RAY = {6379: "ray start", 8265: "Ray's dashboard"}
 

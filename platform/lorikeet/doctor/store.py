@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import Iterator
 
-from lorikeet.catalog.store import ObjectStore
+from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.errors import ObjectExists, StoreError
 

@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from lorikeet.doctor.finding import Finding, ok, problem
-from lorikeet.doctor.site import Site
+from lorikeet.doctor.planned_start import Site
 
 _PACKAGE = "lorikeet-serve"
 _SHOWN = ("ray", "torch", "triton", "transformers")

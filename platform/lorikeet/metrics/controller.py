@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from lorikeet.metrics.families import gauge
+from lorikeet.placement.pin_status import PinStanding, Standing
 from lorikeet.placement.plan import Cause
-from lorikeet.placement.standing import PinStanding, Standing
 
 
 @dataclass(frozen=True, slots=True)

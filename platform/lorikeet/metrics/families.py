@@ -12,7 +12,7 @@ from prometheus_client.core import (
 from prometheus_client.utils import floatToGoString
 
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.status import Distribution
+from lorikeet_engine.telemetry.status import Distribution
 
 
 def gauge(name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from lorikeet.metrics.families import counter, gauge, histogram, residency_label
-from lorikeet_engine.status import EngineStatus
+from lorikeet_engine.telemetry.status import EngineStatus
 
 
 def replica_metrics(status: EngineStatus) -> Iterator[Metric]:

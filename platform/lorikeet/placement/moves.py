@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lorikeet.catalog.records import PinKey
+from lorikeet.placement.pin_status import AdapterTiers
 from lorikeet.placement.plan import Placement, Shortfall, image_sizes, place_pins
-from lorikeet.placement.report import ReplicaReport
 from lorikeet.placement.resolved_pins import ResolvedPins
-from lorikeet.placement.standing import AdapterTiers
+from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
 
 

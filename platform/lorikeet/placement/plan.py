@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from lorikeet.catalog.pinned import PinnedVersion
 from lorikeet.catalog.records import PinKey, PinRecord
-from lorikeet.placement.decision import PinTarget
-from lorikeet.placement.report import ReplicaReport
+from lorikeet.catalog.rules.pin_budget import PinnedVersion
 from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
+from lorikeet.protocol.placement_decision import PinTarget
+from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.rendezvous import preferred
 from lorikeet_engine.adapter import AdapterRef
 

@@ -4,11 +4,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lorikeet.placement.decision import PinTarget, PrefetchTarget
 from lorikeet.placement.demand import Demand
 from lorikeet.placement.plan import Plan
 from lorikeet.placement.popular import Prefetch, ReplicaView, prefetch_popular, sole_copies
-from lorikeet.placement.report import ReplicaReport
+from lorikeet.protocol.placement_decision import PinTarget, PrefetchTarget
+from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 
 SURVEY_S = 3.0

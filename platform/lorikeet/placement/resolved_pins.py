@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lorikeet.catalog.pinned import PinnedVersion, versions_kept
 from lorikeet.catalog.records import Holdings, PinKey, PinRecord
+from lorikeet.catalog.rules.pin_budget import PinnedVersion, versions_kept
 from lorikeet.catalog.state import CatalogState
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lorikeet.placement.signals import Signals
+from lorikeet.placement.pressure import Signals
 
 # What one replica should bear, and what of that each may bear after one has gone.
 _WORKING = 0.9  # adapters in use, of the arena

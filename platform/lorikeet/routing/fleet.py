@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lorikeet.rendezvous import rendezvous_candidates
 from lorikeet.routing.agreed import agreed_costs
 from lorikeet.routing.costs import H200_LLAMA_8B, Costs
-from lorikeet.routing.known import KnownReplica, Sent
+from lorikeet.routing.known_replica import KnownReplica, Sent
 from lorikeet.routing.locations import AdapterLocations
 from lorikeet.routing.prefixes import PrefixMap
 from lorikeet.routing.ranking import Ask, Candidate, Holders, candidate_sample, rank

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import MeasuredCosts
-from lorikeet_engine.status import LiveStats
+from lorikeet_engine.telemetry.status import LiveStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,29 +15,29 @@ from ray.serve.deployment import Application
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from lorikeet.api.app import create_app
-from lorikeet.api.services import Services, read_base_models
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.store import open_store
+from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import LorikeetError
+from lorikeet.gateway.app import create_app
+from lorikeet.gateway.services import Services, read_base_models
+from lorikeet.logs import log_to_stderr
 from lorikeet.metrics.gateway import GatewayMetrics
+from lorikeet.replica.replica import Replica
 from lorikeet.retry_after import FULL_PROXY_S
 from lorikeet.serving.allocator import give_freed_memory_back
+from lorikeet.serving.autoscaling import autoscaling
 from lorikeet.serving.controller import Controller
-from lorikeet.serving.doors import AdminDoor, PublicDoor
-from lorikeet.serving.engines import ServeEngines
+from lorikeet.serving.engine_client import ServeEngines
 from lorikeet.serving.handles import broadcast_all
-from lorikeet.serving.logs import log_to_stderr
+from lorikeet.serving.listeners import AdminDoor, PublicDoor
 from lorikeet.serving.peers import ServePeers
-from lorikeet.serving.replica import Replica
-from lorikeet.serving.scaling import autoscaling
 from lorikeet.settings import Settings
 from lorikeet.usage.month import MonthTokens
 from lorikeet_engine.adapter_format import AdapterLimits, AdapterMemory
 from lorikeet_engine.errors import EngineClosed, EngineError
 
 if TYPE_CHECKING:  # its libraries are wanted only where traces are
-    from lorikeet.api.tracing.export import Traces
+    from lorikeet.tracing.export import Traces
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ _WRITTEN_FLUSHES = 2  # after so many, what was used is written down where the s
 
 def engine(settings: Settings, base_model: str) -> Application:
     """The engines of one base model: a replica each, one GPU each where there are any."""
-    from lorikeet.serving.engine_settings import device_of  # torch, which only this call needs
+    from lorikeet.replica.engine_settings import device_of  # torch, which only this call needs
 
     gpus = 1 if device_of(settings) == "cuda" else 0
     deployment = serve.deployment(
@@ -92,7 +92,7 @@ def gateway(
     settings: Settings, engines: Mapping[str, Application], controller: Application
 ) -> Application:
     """The HTTP front. The controller is bound to be deployed with it; no request needs it."""
-    from lorikeet.serving.engine_settings import adapter_memory  # torch, as in engine
+    from lorikeet.replica.engine_settings import adapter_memory  # torch, as in engine
 
     deployment = serve.deployment(
         name="gateway",
@@ -195,7 +195,7 @@ class Gateway:
 def _traces(settings: Settings, gateway: str) -> "Traces | None":
     if settings.traces is None:
         return None
-    from lorikeet.api.tracing.export import Traces
+    from lorikeet.tracing.export import Traces
 
     return Traces(settings.traces, settings.traces_share, gateway)
 

@@ -9,17 +9,17 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.store import open_store
+from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import LorikeetError
+from lorikeet.logs import log_to_stderr
 from lorikeet.metrics.controller import controller_metrics
 from lorikeet.metrics.page import render
+from lorikeet.placement.pin_status import standings
 from lorikeet.placement.plan import Placement, place_pins
 from lorikeet.placement.prefetching import SURVEY_S
-from lorikeet.placement.report import ReplicaReport
 from lorikeet.placement.resolved_pins import PinResolver, ResolvedPins
-from lorikeet.placement.standing import standings
+from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.serving.deployment import EngineDeployment
-from lorikeet.serving.logs import log_to_stderr
 from lorikeet.settings import Settings
 from lorikeet.usage.joining import join_lately
 

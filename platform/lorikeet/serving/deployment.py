@@ -9,12 +9,12 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from lorikeet.metrics.controller import Replicas
-from lorikeet.placement.decision import PlacementDecision, PrefetchTarget
 from lorikeet.placement.plan import Plan
 from lorikeet.placement.prefetching import Prefetching
-from lorikeet.placement.report import ReplicaReport
+from lorikeet.placement.pressure import from_stats
 from lorikeet.placement.scaling import could_shrink
-from lorikeet.placement.signals import from_stats
+from lorikeet.protocol.placement_decision import PlacementDecision, PrefetchTarget
+from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.serving.handles import broadcast
 from lorikeet.settings import Settings
 

@@ -7,8 +7,8 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
-from lorikeet.api.peers import Peers, Poll
 from lorikeet.errors import Unavailable
+from lorikeet.protocol.peers import Peers, Poll
 from lorikeet.serving.handles import LOST, poll
 
 _TIMEOUT_S = 1.0

@@ -7,8 +7,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lorikeet.api.errors import error_response
 from lorikeet.errors import Unavailable
+from lorikeet.gateway.error_responses import error_response
 
 _HEADER = b"x-request-id"
 

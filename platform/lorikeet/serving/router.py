@@ -10,8 +10,8 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from lorikeet.api.asks import ask_of
-from lorikeet.api.messages import Call, Trial
+from lorikeet.gateway.routing_request import ask_of
+from lorikeet.protocol.messages import Call, Trial
 from lorikeet.routing.fleet import STATS_AGE_S, Fleet
 from lorikeet.routing.ranking import Ask, Work
 from lorikeet.routing.status_update import from_stats

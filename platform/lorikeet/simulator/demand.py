@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from lorikeet.simulator.traffic import BASE_MODEL, Requests
-from lorikeet_engine.popularity import (
+from lorikeet_engine.traffic import (
     GammaArrivals,
     Ints,
     LengthModel,

@@ -15,8 +15,8 @@ from lorikeet.simulator.memory import Arena, ByteLru
 from lorikeet.simulator.replica import Replica
 from lorikeet.simulator.traffic import BASE_MODEL, Requests, Setup
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.popularity import Floats, Ints
 from lorikeet_engine.residency.eviction import EvictionPolicy
+from lorikeet_engine.traffic import Floats, Ints
 
 
 class Router(Protocol):

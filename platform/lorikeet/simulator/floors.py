@@ -7,7 +7,7 @@ from lorikeet.simulator.forecast import Forecast, Needs
 from lorikeet.simulator.traffic import Requests
 from lorikeet.sizes import show_size
 from lorikeet_engine.costs import StepCosts
-from lorikeet_engine.popularity import Ints, cut_to_context
+from lorikeet_engine.traffic import Ints, cut_to_context
 
 _HEARD = 5  # requests of a tenant below which its p99 says nothing
 _FEWEST = 20  # requests of one run

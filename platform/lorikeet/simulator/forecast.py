@@ -13,8 +13,8 @@ from lorikeet.simulator.fleet import Fleet
 from lorikeet.simulator.router import LeastCost
 from lorikeet.simulator.traffic import BASE_MODEL, Setup
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.popularity import Floats, Ints
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
+from lorikeet_engine.traffic import Floats, Ints
 
 WARM_UP_S = 60.0
 # Of one run, which takes a second or two. A tenant that has a goal is heard so often if it can be.

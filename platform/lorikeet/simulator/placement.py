@@ -1,11 +1,11 @@
 """The product's placement, asked every few seconds what each replica should bring nearer."""
 
 from lorikeet.placement.prefetching import SURVEY_S, Prefetching
-from lorikeet.placement.report import ReplicaReport
+from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.simulator.fleet import Fleet
 from lorikeet.simulator.replica import Replica
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.status import AdapterStatus, EngineStatus, TierStatus
+from lorikeet_engine.telemetry.status import AdapterStatus, EngineStatus, TierStatus
 
 
 class Placement:

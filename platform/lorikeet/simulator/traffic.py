@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from lorikeet.routing.costs import H200_LLAMA_8B, Costs, capacity_per_s
-from lorikeet_engine.popularity import (
+from lorikeet_engine.traffic import (
     AZURE_CODE,
     AZURE_CONV,
     Floats,

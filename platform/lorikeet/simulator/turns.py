@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import chain
 
-from lorikeet_engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, Account, Accounts
+from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, Account, Accounts
 
 
 class TenantTurns:

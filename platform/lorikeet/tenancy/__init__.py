@@ -1,8 +1,8 @@
 """Who may do what, and how much of it at once."""
 
-from lorikeet.tenancy.admission import Admission, RateLimitHold
 from lorikeet.tenancy.authentication import Principal, authenticate
 from lorikeet.tenancy.budget import Budget
+from lorikeet.tenancy.rate_limiter import Admission, RateLimitHold
 from lorikeet.tenancy.shares import Shares, Statement
 
 __all__ = [

@@ -5,7 +5,7 @@ import math
 from lorikeet.catalog.records import Limits
 from lorikeet.errors import RateLimited, Standing
 from lorikeet.retry_after import until_one_ends, whole_seconds
-from lorikeet.tenancy.meter import Meter
+from lorikeet.tenancy.minute_limit import Meter
 from lorikeet.tenancy.shares import Part, Shares, Subject
 
 _USUAL_S = 1.0  # how long a request takes, until some have ended

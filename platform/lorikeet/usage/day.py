@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from datetime import date
 from typing import Generic, TypeVar
 
-from lorikeet.catalog.store import ObjectStore, in_parallel
+from lorikeet.catalog.store.object_store import ObjectStore, in_parallel
 from lorikeet.errors import ObjectNotFound, StoreError
 from lorikeet.usage.counts import Account, Counts, add_to
 from lorikeet.usage.files import (

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import date
 
-from lorikeet.catalog.store import ObjectStore, StoredObject
+from lorikeet.catalog.store.object_store import ObjectStore, StoredObject
 from lorikeet.errors import ObjectExists, StoreError
 from lorikeet.usage.counts import Account, day_of
 from lorikeet.usage.day import Day

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import date
 
-from lorikeet.catalog.store import ObjectStore
+from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.usage.counts import day_of
 from lorikeet.usage.day import Day
 from lorikeet.usage.reader import WHOLE_S, days

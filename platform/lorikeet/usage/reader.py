@@ -5,7 +5,7 @@ from collections.abc import Callable
 from datetime import date, timedelta
 from threading import Lock
 
-from lorikeet.catalog.store import ObjectStore, in_parallel
+from lorikeet.catalog.store.object_store import ObjectStore, in_parallel
 from lorikeet.errors import InvalidInput
 from lorikeet.usage.counts import Account, Use, day_of
 from lorikeet.usage.day import Day

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import date
 
-from lorikeet.catalog.store import ObjectStore
+from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import ObjectExists, StoreError
 from lorikeet.usage.counts import Use
 from lorikeet.usage.files import Content, Part, part_key, to_json

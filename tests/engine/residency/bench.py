@@ -10,9 +10,9 @@ import torch
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits
 from lorikeet_engine.errors import AdapterLoadFailed, AdapterTooLarge
-from lorikeet_engine.residency.resident import Lease
+from lorikeet_engine.residency.gpu.resident import Lease
 from lorikeet_engine.residency.tiers import Tiers
-from lorikeet_engine.status import TierStatus
+from lorikeet_engine.telemetry.status import TierStatus
 from tests.engine.blobs import SHAPE, Ranks, Shelf, elements, everywhere
 
 LIMITS = AdapterLimits(max_rank=16, max_bytes=1 << 20)

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from lorikeet_engine.adapter import Residency
+from lorikeet_engine.residency.gpu.slots import Placed
 from lorikeet_engine.residency.packing import PackedLayout
-from lorikeet_engine.residency.slots import Placed
-from lorikeet_engine.status import AdapterStatus
+from lorikeet_engine.telemetry.status import AdapterStatus
 from tests.engine.blobs import SHAPE, elements, everywhere
 from tests.engine.residency.bench import Bench
-from tests.engine.test_slots import TOTAL, Pool, fill, pool_of, whole
+from tests.engine.residency.test_slots import TOTAL, Pool, fill, pool_of, whole
 
 ITEMSIZE = torch.float32.itemsize
 Span = tuple[int, int]

@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.residency import residents
-from lorikeet_engine.residency.resident import Lease
-from lorikeet_engine.residency.residents import Residents
+from lorikeet_engine.residency.gpu import residents
+from lorikeet_engine.residency.gpu.resident import Lease
+from lorikeet_engine.residency.gpu.residents import Residents
 from tests.engine.blobs import Shelf, everywhere
 from tests.engine.residency.bench import Bench
 

@@ -10,8 +10,8 @@ import torch
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import AdapterTooLarge
-from lorikeet_engine.residency import loading
-from lorikeet_engine.residency.image_file import ImageFile
+from lorikeet_engine.residency import loader
+from lorikeet_engine.residency.disk.image_file import ImageFile
 from tests.engine.residency.bench import LIMITS, make
 
 
@@ -94,7 +94,7 @@ def test_an_adapter_lands_though_its_image_cannot_be_written(shelf, bench, monke
         tried.set()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(loading, "write_image", full)
+    monkeypatch.setattr(loader, "write_image", full)
     b.lease(a).release()
     assert tried.wait(10)
     b.tiers.close()
@@ -111,7 +111,7 @@ def test_who_waits_for_room_is_woken_when_an_image_was_written(shelf, bench, mon
         written.set()
         gate.wait(10)
 
-    monkeypatch.setattr(loading, "write_image", slow)
+    monkeypatch.setattr(loader, "write_image", slow)
     b.bring(a)
     assert written.wait(10)
     b.bring(c, to=Residency.DISK)

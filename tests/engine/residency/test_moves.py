@@ -10,8 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.residency import disk_watch, residents, tiers
-from lorikeet_engine.residency.arena import DeviceArena
+from lorikeet_engine.residency import tiers
+from lorikeet_engine.residency.disk import changes
+from lorikeet_engine.residency.gpu import residents
+from lorikeet_engine.residency.gpu.arena import DeviceArena
 from lorikeet_engine.residency.packing import PackedLayout
 from tests.engine.blobs import SHAPE, Shelf, everywhere
 from tests.engine.residency.bench import SIZE, Bench, make
@@ -171,7 +173,7 @@ def test_an_adapter_that_is_being_copied_is_on_its_way_and_not_there(shelf, benc
 
 
 def test_what_another_process_adds_and_removes_is_seen(shelf, bench, monkeypatch):
-    monkeypatch.setattr(disk_watch, "_LOOK_S", 0.02)
+    monkeypatch.setattr(changes, "_LOOK_S", 0.02)
     (a,) = make(shelf, "a")
     b, other = bench(), bench()
     mirror = Mirror(b)

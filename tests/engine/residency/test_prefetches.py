@@ -6,7 +6,8 @@ import time
 import pytest
 
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.residency import prefetches, residents
+from lorikeet_engine.residency import prefetches
+from lorikeet_engine.residency.gpu import residents
 from tests.engine.blobs import everywhere
 from tests.engine.residency.bench import SIZE, make
 

@@ -1,7 +1,7 @@
 """Who may stay when the GPU or the host is full."""
 
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.residency import residents
+from lorikeet_engine.residency.gpu import residents
 from tests.engine.blobs import everywhere
 from tests.engine.residency.bench import make
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.residency.slot_usage import SlotUsage, Use
+from lorikeet_engine.residency.gpu.slot_usage import SlotUsage, Use
 from tests.engine.residency.bench import make
 
 A = AdapterRef("acme", "support", 1, "a" * 64)

@@ -22,7 +22,7 @@ class AttentionShape:
 
 
 class PagedSequences(Protocol):
-    """The part of a batch that attention reads; lorikeet_engine.batch says what each field is."""
+    """The part of a batch that attention reads; `models/batch.py` says what each field is."""
 
     @property
     def query_starts(self) -> npt.NDArray[np.int32]: ...  # noqa: D102

@@ -1,0 +1,1 @@
+"""The device itself: how much memory it has free, and copies that nobody waits for."""

@@ -1,0 +1,176 @@
+"""What steps cost, measured at start on the engine that will run them."""
+
+import logging
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from lorikeet_engine.adapter_format import BaseShape, aligned
+from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.execution.batch_builder import step_input
+from lorikeet_engine.execution.model_runner import Runner
+from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk
+from lorikeet_engine.kernels.lora.types import LoraWeights
+from lorikeet_engine.scheduling.sequence import Chunk
+from lorikeet_engine.settings import EngineSettings
+
+log = logging.getLogger(__name__)
+
+_RANK = 16
+_CONTEXT = 256  # tokens that each decode sees
+_REPEATS = 2
+_ENOUGH_S = 0.05  # what takes longer is timed once: noise is small beside it
+# Noise can hide what ranks cost a tiny model; no device reads one faster than this.
+_LEAST_RANK_S = 1e-9
+
+
+def measure_step_costs(
+    runner: Runner,
+    kv_pages: int,
+    weights: LoraWeights,
+    shape: BaseShape,
+    settings: EngineSettings,
+) -> StepCosts:
+    """Time a few steps, each in the way that real ones go.
+
+    kv_pages, weights: the runner's; the weights hold no adapter yet and are left so. What adapters
+    cost keeps its default where they have no room for rank 1 on all linears. Raises SettingsError
+    where inter_token_goal_s needs to know it even so.
+    """
+    steps = _Steps(runner, kv_pages, settings)
+    one_s, all_s = steps.decodes_s(1), steps.decodes_s(settings.max_running)
+    # More work is never faster: where it seems so, here and below, it is noise.
+    sequence_s = max(0.0, all_s - one_s) / max(1, settings.max_running - 1)
+    costs = StepCosts(
+        base_s=max(0.0, one_s - sequence_s),
+        sequence_s=sequence_s,
+        prompt_token_s=steps.prompts_s() / settings.max_batch_tokens,
+        step_tokens=settings.max_batch_tokens,
+        max_running=settings.max_running,
+    )
+    dummies = _Dummies.that_fit(weights, shape, settings)
+    if dummies.count:
+        with dummies.in_place(weights):
+            costs = _with_lora(costs, steps, dummies)
+    elif settings.inter_token_goal_s is not None:
+        raise SettingsError(
+            f"adapter_gpu_bytes={settings.adapter_gpu_bytes}: too small to measure what ranks "
+            "cost, which inter_token_goal_s needs: raise the one or do without the other"
+        )
+    log.info("step_costs_measured", extra=asdict(costs))
+    return costs
+
+
+def _with_lora(costs: StepCosts, steps: "_Steps", dummies: "_Dummies") -> StepCosts:
+    """The same with what adapters cost: their share of a step is a line over Σ rank."""
+    rank, many = dummies.rank, dummies.count
+    few = 1 if many > 1 else 0  # with a single point, the line goes through none
+    plain_s, few_s, many_s = (steps.decodes_s(many, count, rank) for count in (0, few, many))
+    rank_s = max(_LEAST_RANK_S, (many_s - few_s) / ((many - few) * rank))
+    prompt_token_s = steps.prompts_s(rank) / costs.step_tokens
+    return replace(
+        costs,
+        lora_s=max(0.0, few_s - plain_s - rank_s * few * rank),
+        rank_s=rank_s,
+        lora_token_s=max(0.0, prompt_token_s - costs.prompt_token_s),
+    )
+
+
+class _Steps:
+    """Times steps of dummies."""
+
+    def __init__(self, runner: Runner, kv_pages: int, settings: EngineSettings) -> None:
+        self._runner, self._kv_pages, self._settings = runner, kv_pages, settings
+        self._longest = min(runner.model.config.max_context, kv_pages * settings.page_size)
+
+    def decodes_s(self, sequences: int, adapters: int = 0, rank: int = 0) -> float:
+        """So many sequences decode; the first `adapters` have one each."""
+        leases = [DummyLease(i, rank) for i in range(adapters)]
+        chunks = [self._decode(i, lease) for i, lease in enumerate(leases)]
+        chunks += [self._decode(i, None) for i in range(adapters, sequences)]
+        return self._shortest_s(chunks)
+
+    def prompts_s(self, rank: int = 0) -> float:
+        """As many tokens of prompts as a step may have; with one adapter if `rank` is not 0."""
+        whole, rest = divmod(self._settings.max_batch_tokens, self._longest)
+        lengths = [self._longest] * whole + [rest] * (rest > 0)
+        lease = DummyLease(0, rank) if rank else None
+        return self._shortest_s([dummy_chunk(n, self._settings.page_size, lease) for n in lengths])
+
+    def _decode(self, index: int, lease: DummyLease | None) -> Chunk:
+        """The last token of a sequence, on pages that it shares with nobody if there are enough."""
+        context = min(_CONTEXT, self._longest)
+        sequence = dummy_chunk(context, self._settings.page_size, lease).sequence
+        kv = sequence.kv
+        pages = len(kv.pages)
+        kv.pages = array("i", [(index * pages + i) % self._kv_pages for i in range(pages)])
+        kv.computed = context - 1
+        return Chunk.of(sequence, 1)
+
+    def _shortest_s(self, chunks: list[Chunk]) -> float:
+        """Of a few times: what else the machine does can only make a step longer."""
+        device = self._runner.model.device
+        batch = step_input(chunks, self._settings.page_size).upload(device)
+        taken_s = list[float]()
+        while len(taken_s) < _REPEATS and sum(taken_s) < _ENOUGH_S:
+            began_s = time.perf_counter()
+            self._runner.forward(batch)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            taken_s.append(time.perf_counter() - began_s)
+        return min(taken_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dummies:
+    """Adapters of one rank on all linears, side by side at the front of the arena.
+
+    They share no weights, so each is read from memory. rows [count, layers, linears, 3]: the
+    table's.
+    """
+
+    rows: torch.Tensor
+    rank: int
+
+    @classmethod
+    def that_fit(
+        cls, weights: LoraWeights, shape: BaseShape, settings: EngineSettings
+    ) -> "_Dummies":
+        """As many as a step may have and the arena has room for, if need be of lower rank."""
+        arena = weights.arena.numel()
+        rank = min(_RANK, settings.max_rank, arena // _image(shape, 1)[1])
+        rows, elements = _image(shape, rank)
+        room = arena // elements if rank else 0
+        count = min(room, settings.max_batch_adapters, settings.max_running)
+        places = elements * torch.arange(count)[:, None, None, None]
+        return cls(rows + places * torch.tensor([1, 1, 0]), rank)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.rows)
+
+    @contextmanager
+    def in_place(self, weights: LoraWeights) -> Iterator[None]:
+        """Have them in the first slots of the table meanwhile."""
+        weights.table[: self.count] = self.rows.to(weights.table.device)
+        try:
+            yield
+        finally:
+            weights.table[: self.count] = 0
+
+
+def _image(shape: BaseShape, rank: int) -> tuple[torch.Tensor, int]:
+    """An adapter's row of the table, [layers, linears, 3], with its weights at 0; its elements."""
+    sizes = [
+        [aligned(rank * d) for d in shape.dims(linear)] for linear in range(len(shape.linears))
+    ]
+    sizes_ = torch.tensor(sizes).repeat(shape.layers, 1, 1)  # [layers, linears, 2]
+    ends = sizes_.flatten().cumsum(0).view_as(sizes_)
+    ranks = torch.full_like(ends[..., :1], rank)
+    return torch.cat((ends - sizes_, ranks), -1), int(ends[-1, -1, -1])

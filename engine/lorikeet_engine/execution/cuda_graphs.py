@@ -1,0 +1,219 @@
+"""CUDA graphs of steps: a few launches for a forward pass instead of some hundreds.
+
+Without graphs the host needs 10 ms to launch a pass of 32 layers, with adapters some 40: far more
+than the GPU needs for a few hundred tokens, and as much as for 2,000. Passes are captured for a
+ladder of sizes: tokens × segments of adapters. A step uses the smallest that holds it; its tensors
+are copied to the graph's buffers, and what is left over of them is padding that writes no key and
+uses no adapter.
+
+A small step, whether it decodes, begins short prompts or both, is one graph, since attention takes
+each token by itself. A larger one is graphs of what is between attentions (graph_pieces.py).
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from lorikeet_engine.execution.piecewise_graphs import Between, GraphPieces
+from lorikeet_engine.kernels.attention import AttentionBackend, CapturableAttention, PageTable
+from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
+from lorikeet_engine.models import Model
+from lorikeet_engine.models.batch import Batch
+
+_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+# Tokens that all tokens of a small step see, added up. Where prompts bring more, reading keys anew
+# for each of their tokens costs too much: a decode of 256 sequences, 2.4 ms, has 70,000.
+_SEEN = 1 << 18
+# Of steps in pieces. Above 2,048 tokens the GPU takes longer than the host.
+_PIECES_TOKENS = (512, 768, 1024, 1280, 1536, 2048)
+_FEW_SEGMENTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The most that one step can hold: tokens, distinct adapters, their rank, KV pages."""
+
+    tokens: int
+    adapters: int
+    rank: int
+    pages: int
+
+
+class _Pass(Protocol):
+    """A captured forward pass over the static buffers."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The hidden states for this batch, which the buffers hold already."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A pass in one graph, attention too."""
+
+    graph: torch.cuda.CUDAGraph
+    hidden: torch.Tensor
+    attention: AttentionBackend
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.attention.plan(batch)
+        self.graph.replay()
+        return self.hidden
+
+
+_Ladder = dict[int, dict[int, _Pass]]
+"""Tokens → segments → the pass for up to so many, both from small to large."""
+
+
+class StepGraphs:
+    """Forward passes of steps of few tokens."""
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: Model,
+        attention: CapturableAttention,
+        weights: LoraWeights,
+        kv: torch.Tensor,
+        limits: StepLimits,
+    ) -> None:
+        """Capture all graphs, which takes some seconds; kv and weights are Runner's."""
+        self._model, self._weights, self._kv, self._limits = model, weights, kv, limits
+        small, large = _sizes(_TOKENS, limits.tokens), _sizes(_PIECES_TOKENS, limits.tokens)
+        most, device = max(small[-1], large[-1]), kv.device
+        self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
+        self._kv_slots = torch.full((most,), -1, dtype=torch.int64, device=device)
+        counts = _segment_counts(min(limits.adapters, most))
+        self._segments = torch.zeros(3, counts[-1], dtype=torch.int32, device=device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._whole = self._capture_whole(small, attention)
+        self._pieces = self._capture_pieces(large, attention)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of the passes, from small to large."""
+        return tuple(sorted(self._whole.keys() | self._pieces.keys()))
+
+    def fit(self, batch: Batch) -> bool:
+        """Whether a pass was captured for batches like this one."""
+        return len(batch.token_ids) <= max(self._pieces) or self._is_small(batch)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The hidden states of batch.logit_rows, of a batch that fits.
+
+        The next forward may overwrite them.
+        """
+        ladder, rows = self._whole if self._is_small(batch) else self._pieces, len(batch.token_ids)
+        used = 0 if batch.segments is None else len(batch.segments)
+        by_count = next(by_count for size, by_count in ladder.items() if size >= rows)
+        captured = next(captured for count, captured in by_count.items() if count >= used)
+        self._fill(batch, rows, used)
+        hidden = captured.forward(batch)[:rows]
+        return hidden if len(batch.logit_rows) == rows else hidden[batch.logit_rows]
+
+    def _is_small(self, batch: Batch) -> bool:
+        tokens = len(batch.token_ids)
+        if tokens > max(self._whole):
+            return False
+        return tokens == len(batch.kv_lengths) or _seen(batch) <= _SEEN
+
+    def _fill(self, batch: Batch, rows: int, used: int) -> None:
+        self._token_ids[:rows].copy_(batch.token_ids)
+        self._positions[:rows].copy_(batch.positions)
+        self._kv_slots[:rows].copy_(batch.kv_slots)
+        self._kv_slots[rows:].fill_(-1)
+        if batch.segments is not None:
+            s = batch.segments
+            torch.stack((s.slots, s.starts, s.lengths), out=self._segments[:, :used])
+            self._segments[:, used:].zero_()
+
+    def _capture_whole(self, sizes: tuple[int, ...], attention: CapturableAttention) -> _Ladder:
+        # While capturing, each token is a sequence of its own, with a page of its own.
+        most = max(self._limits.pages, sizes[-1])
+        pages = torch.zeros(most, dtype=torch.int32, device=self._kv.device)
+        ladder: _Ladder = {}
+        for size in reversed(sizes):  # from the largest: the others fit into its memory
+            captured = attention.captured(size, pages)
+            ladder[size] = {
+                count: self._record(self._blank(size, count), captured)
+                for count in _segment_counts(min(self._limits.adapters, size))
+            }
+        return dict(reversed(ladder.items()))
+
+    def _capture_pieces(self, sizes: tuple[int, ...], attention: AttentionBackend) -> _Ladder:
+        c = self._model.config.shape
+        queries, mixed = self._kv.new_zeros(2, sizes[-1], c.heads, c.head_dim)
+        between = Between(queries, mixed)
+        ladder: _Ladder = {}
+        for size in reversed(sizes):
+            most = min(self._limits.adapters, size)
+            ladder[size] = {
+                count: self._record_pieces(self._blank(size, count), attention, between.of(size))
+                for count in sorted({0, min(_FEW_SEGMENTS, most), most})
+            }
+        return dict(reversed(ladder.items()))
+
+    def _blank(self, size: int, count: int) -> Batch:
+        """A batch in the static buffers."""
+        segments = None
+        if count:
+            slots, starts, lengths = self._segments[:, :count].unbind()
+            segments = Segments(slots, starts, lengths, self._limits.rank)
+        each = np.arange(size + 1, dtype=np.int32)
+        return Batch(
+            token_ids=self._token_ids[:size],
+            positions=self._positions[:size],
+            kv_slots=self._kv_slots[:size],
+            logit_rows=self._token_ids[:size],
+            query_starts=each,
+            kv_lengths=np.ones(size, np.int32),
+            page_table=PageTable(each, np.zeros(size, np.int32)),
+            segments=segments,
+        )
+
+    def _record(self, batch: Batch, attention: AttentionBackend) -> _Pass:
+        attention.plan(batch)
+        self._run(batch, attention)  # compiles and allocates what capturing must not
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: loading threads may use the device meanwhile
+        with torch.cuda.graph(
+            graph, self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            hidden = self._run(batch, attention)
+        return _Whole(graph, hidden, attention)
+
+    def _record_pieces(self, batch: Batch, attention: AttentionBackend, between: Between) -> _Pass:
+        attention.plan(batch)
+        self._run(batch, attention)
+        torch.cuda.synchronize()
+        return GraphPieces(partial(self._run, batch), attention, between, self._pool, self._stream)
+
+    def _run(self, batch: Batch, attention: AttentionBackend) -> torch.Tensor:
+        return self._model.forward(batch, self._kv, self._weights, attention)
+
+
+def _sizes(ladder: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """The ladder's sizes below `most`, and that or the ladder's last."""
+    return (*(size for size in ladder if size < most), min(most, ladder[-1]))
+
+
+def _seen(batch: Batch) -> int:
+    """At least as many as _SEEN is about."""
+    return int((np.diff(batch.query_starts) * batch.kv_lengths.astype(np.int64)).sum())
+
+
+def _segment_counts(most: int) -> tuple[int, ...]:
+    """0, 2, 8, 32, 64, 128, …: the last is at least `most`.
+
+    A launch has programs for every segment, and by their number it takes its Regime. A step of 256
+    tokens with 40 adapters loses 0.7 ms where it is padded to 128, nothing with fewer to 32.
+    """
+    counts = [0, 2]
+    while counts[-1] < most:
+        counts.append((4 if counts[-1] < 32 else 2) * counts[-1])
+    return tuple(counts)

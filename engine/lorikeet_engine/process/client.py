@@ -1,0 +1,225 @@
+"""An engine in a process of its own, and the process that uses it. Loads no torch."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.errors import EngineClosed
+from lorikeet_engine.process.wire import Outbox, Reply, from_rows, receive
+from lorikeet_engine.request import Output, Request
+from lorikeet_engine.scheduling.input_processor import EngineConfig
+from lorikeet_engine.telemetry.status import AdapterRows, EngineStatus, SlotUse
+
+if TYPE_CHECKING:
+    from lorikeet_engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+class _Asked(NamedTuple):
+    """A call, and when it was made."""
+
+    answer: Future[Any]
+    at_s: float
+
+
+class EngineHost:
+    """Runs an engine in a process of its own, so that its steps share no interpreter with others.
+
+    What Engine's methods return or raise comes back through futures, in the order of the calls;
+    no call waits for the engine. May be used from any thread.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], "Engine"],
+        deliver: Callable[[list[Output]], None],
+        ended: Callable[[EngineClosed], None],
+        changed: Callable[[EngineStatus], None],
+        step_timeout_s: float = 120.0,
+    ) -> None:
+        """Start the process and wait until its engine is built. Raises what `build` raises.
+
+        build: picklable; called in the new process. deliver: called with each step's outputs.
+        ended: called once, last, if the process ends by itself, with what to tell the callers of
+        all open requests. changed: called with a status that is new, at once after a quiet time
+        and ten times a second at most; the first, which comes before the constructor returns, names
+        every adapter that is nearer than remote. All three are called on a thread of the host's
+        own, and must not block. A step longer than step_timeout_s ends the process.
+        """
+        self._deliver = deliver
+        self._ended = ended
+        self._changed = changed
+        self._lock = threading.Lock()  # guards the three below
+        self._unanswered: deque[_Asked] = deque()
+        self._closing = False
+        self._error: EngineClosed | None = None
+        self._status: EngineStatus  # there with the config
+        calls, to_engine = Pipe(duplex=False)
+        from_engine, messages = Pipe(duplex=False)
+        self._outbox = Outbox(to_engine)
+        self._started: Future[EngineConfig] = self._call(build, step_timeout_s)
+        self._thread = threading.Thread(
+            target=self._run, args=(calls, messages, from_engine), name="lorikeet-host", daemon=True
+        )
+        self._thread.start()
+        try:
+            self.config = self._started.result()
+        except Exception:
+            self.close()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is an engine; without one every call raises EngineClosed."""
+        return self._error is None
+
+    @property
+    def silent_s(self) -> float:
+        """How long the engine owes an answer; an engine that works gives it in milliseconds."""
+        with self._lock:
+            return time.monotonic() - self._unanswered[0].at_s if self._unanswered else 0.0
+
+    @property
+    def status(self) -> EngineStatus:
+        """What the engine reported last: as it is now, or was a tenth of a second ago.
+
+        What changes by itself, waits and uses, may be a second old. Raises EngineClosed.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._status
+
+    def submit(self, request: Request) -> Future[Residency | None]:
+        """Engine.submit."""
+        return self._call("submit", request)
+
+    def abort(self, request_id: str, choice: int | None = None) -> Future[None]:
+        """Engine.abort."""
+        return self._call("abort", request_id, choice)
+
+    def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU) -> Future[None]:
+        """Engine.pin."""
+        return self._call("pin", ref, tier)
+
+    def unpin(self, digest: str) -> Future[None]:
+        """Engine.unpin."""
+        return self._call("unpin", digest)
+
+    def prefetch(
+        self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0
+    ) -> Future[None]:
+        """Engine.prefetch."""
+        return self._call("prefetch", ref, tier, uses)
+
+    def adapters(self, tier: Residency = Residency.DISK) -> Future[AdapterRows]:
+        """Engine.adapters."""
+        return self._call("adapters", tier)
+
+    def take_use(self) -> Future[list[SlotUse]]:
+        """Engine.take_use."""
+        return self._call("take_use")
+
+    def close(self) -> None:
+        """Let the engine finish its step, fail what is in flight with EngineClosed, and end."""
+        with self._lock:
+            self._closing = True
+        self._outbox.close()
+        self._thread.join()
+
+    def _call(self, *call: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()  # the call is made whether or not anybody waits
+        with self._lock:
+            if self._error is not None:
+                answer.set_exception(self._error)
+            else:
+                self._outbox.send(call)
+                self._unanswered.append(_Asked(answer, time.monotonic()))
+        return answer
+
+    def _run(self, calls: Connection, messages: Connection, from_engine: Connection) -> None:
+        status: int | None = None
+        try:
+            # From this thread, which outlives the process: Linux ends it with its parent's thread.
+            process = _start(calls, messages)
+            try:
+                while True:
+                    for message in receive(from_engine):
+                        self._receive(message)
+            except EOFError:
+                status = process.wait()
+        finally:
+            from_engine.close()
+            self._outbox.close()
+            self._end(status)
+
+    def _receive(self, message: Any) -> None:
+        match message:
+            case Reply():
+                self._answer(message)
+            case EngineStatus():
+                self._status = message
+                _hand_on(self._changed, message)
+            case rows:
+                _hand_on(self._deliver, from_rows(rows))
+
+    def _answer(self, reply: Reply) -> None:
+        with self._lock:
+            answer = self._unanswered.popleft().answer
+        if reply.error is not None:
+            answer.set_exception(reply.error)
+        else:
+            answer.set_result(reply.result)
+
+    def _end(self, status: int | None) -> None:
+        with self._lock:
+            closing = self._closing
+            ending = "was closed" if closing else f"ended with status {status}"
+            error = self._error = EngineClosed(f"the engine {ending}: send the request again")
+            unanswered, self._unanswered = self._unanswered, deque()
+        for asked in unanswered:
+            asked.answer.set_exception(error)
+        if not closing:
+            log.critical("engine_process_ended", extra={"status": status})
+            if self._started.exception() is None:
+                _hand_on(self._ended, error)
+
+
+def _hand_on(take: Callable[[Any], None], what: object) -> None:
+    try:
+        take(what)
+    except Exception:
+        log.exception("host_callback_failed")
+
+
+def _start(calls: Connection, messages: Connection) -> "subprocess.Popen[bytes]":
+    """Start the process with its ends of the pipes, which are closed here.
+
+    Not by multiprocessing, which would import this program's main module there.
+    """
+    with calls, messages:
+        return subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "lorikeet_engine.process.server",
+                str(calls.fileno()),
+                str(messages.fileno()),
+            ],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            pass_fds=(calls.fileno(), messages.fileno()),
+            process_group=0,  # Ctrl-C at a terminal is for the host, which then ends its engine
+            stdin=subprocess.DEVNULL,
+        )

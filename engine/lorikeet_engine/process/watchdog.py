@@ -1,0 +1,77 @@
+"""Ends the process when nothing else can help: its host learns of it and starts another."""
+
+import faulthandler
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from lorikeet_engine.telemetry.status import EngineStatus
+
+log = logging.getLogger(__name__)
+
+_STDERR = 2  # not sys.stderr, which may have been replaced by something without a file
+_LOOKS = 20  # at a step during its timeout
+
+
+class Watchdog:
+    """Ends the process when a step takes longer than timeout_s: `with watchdog:` around each step.
+
+    It needs no help from the thread that steps, which may hang in a call that never returns.
+    """
+
+    def __init__(self, timeout_s: float, status: Callable[[], EngineStatus]) -> None:
+        self._timeout_s = timeout_s
+        self._status = status
+        self._began_s: float | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lorikeet-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._put_off()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def __enter__(self) -> None:
+        self._began_s = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._began_s = None
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._timeout_s / _LOOKS):
+            self._put_off()
+            began_s = self._began_s
+            if began_s is not None and time.monotonic() - began_s > self._timeout_s:
+                self._end(time.monotonic() - began_s)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _put_off(self) -> None:
+        # An end that needs no interpreter, for a step that hangs with the interpreter's lock, or
+        # with one that the status wants: nobody puts it off any more.
+        faulthandler.dump_traceback_later(1.5 * self._timeout_s, exit=True, file=_STDERR)
+
+    def _end(self, lasted_s: float) -> NoReturn:
+        live = self._status().live
+        end_process(
+            "step_hangs",
+            seconds=round(lasted_s, 1),
+            running=live.running,
+            waiting=live.waiting,
+            kv_pages_used=live.kv_pages_used,
+        )
+
+
+def end_process(event: str, **fields: Any) -> NoReturn:
+    """Log a critical event and the stacks of all threads, and end the process with status 1."""
+    log.critical(event, extra=fields)
+    faulthandler.dump_traceback(_STDERR, all_threads=True)
+    os._exit(1)

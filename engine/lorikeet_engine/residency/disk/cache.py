@@ -1,0 +1,295 @@
+"""The disk cache: verified blobs and packed images in a folder that several processes may share.
+
+A blob's file is named by its digest, an image's by the digest and a fingerprint of what it was
+packed for. Both appear there whole, by one rename. Pins are shared locks on a file, so a process
+never removes what another has pinned.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter_format import blob_digest
+from lorikeet_engine.errors import AdapterLoadFailed
+from lorikeet_engine.residency.disk.usage import FILE, DiskStock
+from lorikeet_engine.residency.journal import Note, unnoted
+from lorikeet_engine.telemetry.status import TierStatus
+
+log = logging.getLogger(__name__)
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_PART = ".part"
+_LOCK = ".lock"
+_ABANDONED_S = 3600.0
+
+
+class AdapterSource(Protocol):
+    """Where blobs come from when no tier has them."""
+
+    def fetch(self, ref: AdapterRef, path: Path) -> str | None:
+        """Write the blob to path, replacing what is there.
+
+        The answer is the SHA-256 of what was written, 64 hex digits, if it was computed on the
+        way; with None the file is read once more. Called on loader threads; may raise anything.
+        """
+
+
+class DiskCache:
+    """Blobs and images by digest, the least recently used removed beyond the budget. Thread-safe.
+
+    The budget can be exceeded by the file just added and by pinned ones. Images with another
+    fingerprint, which other processes may use, count and age like the rest.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        budget_bytes: int,
+        source: AdapterSource,
+        fingerprint: str,
+        note: Note = unnoted,
+    ) -> None:
+        """fingerprint: 16 hex digits, the same for all that can use each other's images.
+
+        note: called with the digest of what this process adds or removes.
+        """
+        self._folder = folder
+        self.budget_bytes = budget_bytes
+        self._source = source
+        self._fingerprint = fingerprint
+        self._note = note
+        self._stock = DiskStock(folder, self._usable)
+        self._evictions = 0
+        self._pins: dict[str, int] = {}  # digest → descriptor that holds the lock
+        self._lock = threading.Lock()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._remove_abandoned()
+
+    def holds(self, digest: str) -> bool:
+        """Whether the blob or its image is there, whole and verified."""
+        # Reports ask for thousands of adapters: to build a Path takes longer than to ask.
+        return any(os.access(f"{self._folder}/{name}", os.F_OK) for name in self._names(digest))
+
+    def changed(self) -> set[str] | None:
+        """The digests of all that holds() now; None if the folder is as at the last call.
+
+        For one thread. Sees other processes' doing, too.
+        """
+        return self._stock.changed()
+
+    def status(self) -> TierStatus:
+        """What `changed` saw last, and what this process has evicted."""
+        stock = self._stock
+        budget = self.budget_bytes
+        return TierStatus(stock.adapters, stock.bytes, budget, budget, self._evictions)
+
+    def fetch(self, ref: AdapterRef) -> None:
+        """See that the blob is there, fetched and verified.
+
+        Of several that want the same one at once, in this process or another, one fetches it and
+        the others wait for it.
+
+        Raises AdapterLoadFailed for content that is not the digest's, and what the source raises.
+        """
+        if not _DIGEST.fullmatch(ref.digest):
+            raise AdapterLoadFailed(f"{ref}: {ref.digest!r} is no digest", adapter=str(ref))
+        with contextlib.suppress(FileNotFoundError):
+            self.blob(ref.digest)
+            return
+        with self._turn(ref.digest):
+            with contextlib.suppress(FileNotFoundError):
+                self.blob(ref.digest)
+                return
+            self._fetch(ref)
+
+    def blob(self, digest: str) -> Path:
+        """The blob's file, which counts as used now. It can vanish any time after.
+
+        Raises FileNotFoundError.
+        """
+        return self._used(digest)
+
+    def image(self, digest: str) -> Path:
+        """The image's file, which counts as used now. It can vanish any time after.
+
+        Raises FileNotFoundError.
+        """
+        return self._used(self.image_name(digest))
+
+    def image_name(self, digest: str) -> str:
+        """What the file of this adapter's image is called."""
+        return f"{digest}.{self._fingerprint}"
+
+    def has_image(self, digest: str) -> bool:
+        """Whether the image is there."""
+        return (self._folder / self.image_name(digest)).exists()
+
+    @contextlib.contextmanager
+    def adding_image(self, digest: str) -> Iterator[Path]:
+        """A path to write the image to; it is there once that has ended without an exception.
+
+        From then on the blob is the first to go, unless somebody uses it again.
+        """
+        name = self.image_name(digest)
+        with self._adding(name, self._folder / f"{name}.{uuid.uuid4().hex}{_PART}") as part:
+            yield part
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(self._folder / digest, (0, 0))
+
+    def remove_image(self, digest: str) -> None:
+        """It was found damaged: no pin keeps it."""
+        (self._folder / self.image_name(digest)).unlink(missing_ok=True)
+        self._note(digest)
+
+    def pin(self, digest: str) -> bool:
+        """Keep the blob or its image from now on; False while neither is there."""
+        with self._lock:
+            held = self._pins.get(digest)
+            if held is not None and os.fstat(held).st_nlink:
+                return True
+            self._unpin(digest)  # it was an image, found damaged and removed
+            for name in self._names(digest):
+                descriptor = _lock(self._folder / name, fcntl.LOCK_SH)
+                if descriptor is not None:
+                    self._pins[digest] = descriptor
+                    return True
+            return False
+
+    def unpin(self, digest: str) -> None:
+        """Let it be removed again."""
+        with self._lock:
+            self._unpin(digest)
+
+    def close(self) -> None:
+        """Give up all pins; the files stay."""
+        for digest in list(self._pins):
+            self.unpin(digest)
+
+    def _fetch(self, ref: AdapterRef) -> None:
+        # Only one fetches a digest, so what a crash left behind is overwritten.
+        with self._adding(ref.digest, self._folder / f"{ref.digest}{_PART}") as part:
+            digest = self._source.fetch(ref, part) or blob_digest(part)
+            if digest != ref.digest:
+                raise AdapterLoadFailed(
+                    f"{ref}: what was fetched has digest {digest}, not {ref.digest}: the stored "
+                    "blob is damaged; remove it from the store and register the adapter again",
+                    adapter=str(ref),
+                )
+
+    def _names(self, digest: str) -> tuple[str, ...]:
+        """Of the files that can be used, the best first; none for what is no digest."""
+        return (self.image_name(digest), digest) if _DIGEST.fullmatch(digest) else ()
+
+    def _usable(self, name: str) -> bool:
+        return len(name) == 64 or name.endswith(self._fingerprint)
+
+    def _used(self, name: str) -> Path:
+        path = self._folder / name
+        os.utime(path)
+        return path
+
+    def _unpin(self, digest: str) -> None:
+        if digest in self._pins:
+            os.close(self._pins.pop(digest))
+
+    @contextlib.contextmanager
+    def _adding(self, name: str, part: Path) -> Iterator[Path]:
+        path = self._folder / name
+        try:
+            yield part
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+            with self._alone():
+                if not path.exists():  # never replace what somebody may have pinned meanwhile
+                    part.replace(path)
+                    self._note(name[:64])
+                self._evict(keep=path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _turn(self, digest: str) -> Iterator[None]:
+        """One after the other, of all threads and processes."""
+        path = self._folder / f"{digest}{_LOCK}"
+        while True:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:
+                break
+            os.close(descriptor)  # whoever had it took the file away
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process or thread adds files or evicts any."""
+        descriptor = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _evict(self, keep: Path) -> None:
+        files = []
+        for path in self._folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                stat = path.stat()
+                if FILE.fullmatch(path.name):
+                    files.append((stat.st_mtime_ns, stat.st_size, path))
+        excess = sum(size for _, size, _ in files) - self.budget_bytes
+        for _, size, path in sorted(files):
+            if excess <= 0:
+                return
+            if path == keep:
+                continue
+            descriptor = _lock(path, fcntl.LOCK_EX)
+            if descriptor is not None:
+                path.unlink(missing_ok=True)
+                os.close(descriptor)
+                self._note(path.name[:64])
+                self._evictions += self._usable(path.name) and not self.holds(path.name[:64])
+                excess -= size
+                log.info("disk_file_removed", extra={"file": path.name, "size_bytes": size})
+
+    def _remove_abandoned(self) -> None:
+        for part in self._folder.glob(f"*{_PART}"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - part.stat().st_mtime > _ABANDONED_S:
+                    part.unlink()
+        for turn in self._folder.glob(f"*{_LOCK}"):
+            descriptor = _lock(turn, fcntl.LOCK_EX)
+            if descriptor is not None:
+                turn.unlink()
+                os.close(descriptor)
+
+
+def _lock(path: Path, kind: int) -> int | None:
+    """A descriptor that holds the lock, or None: taken by somebody, or the file is gone."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:  # too many open files: a pin can wait, the engine must not stop
+        log.warning("disk_file_not_locked", extra={"file": path.name, "error": str(error)})
+        return None
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+    except BlockingIOError:
+        pass
+    os.close(descriptor)
+    return None

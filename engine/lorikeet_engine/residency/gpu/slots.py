@@ -1,0 +1,138 @@
+"""The slot pool: which image lies where in the device's arena, in numbers.
+
+An image lies in one piece where a hole takes it; otherwise it is cut between layers, and its pieces
+fill the largest holes. Images move only where that does not do either. A slot is a row of the table
+and stays the same while its image may move.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+from lorikeet_engine.residency.blocks import FreeList
+from lorikeet_engine.residency.gpu.arena import (
+    ClearRow,
+    CloseHoles,
+    Command,
+    Move,
+    Piece,
+    WriteRow,
+)
+from lorikeet_engine.residency.packing import PackedLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An image in the arena."""
+
+    layout: PackedLayout
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A slot for an image, and what makes room for it; then it can be copied to its pieces."""
+
+    slot: int
+    pieces: tuple[Piece, ...]
+    commands: tuple[Command, ...]
+
+
+class SlotPool:
+    """Places images and closes holes when they are too small; a DeviceArena does what it says.
+
+    Belongs to the engine's thread, but for `placed`. elements: the arena's size. slots: the
+    table's rows. moved_elements: how much was to be moved to close holes since the start.
+    """
+
+    def __init__(self, elements: int, slots: int) -> None:
+        self.elements = elements
+        self.slots = slots
+        self.moved_elements = 0
+        self._blocks = FreeList(elements)
+        self._free = list(range(slots))[::-1]
+        self._placed: dict[int, Placed] = {}  # by slot; at no moment do any overlap
+
+    @property
+    def used_elements(self) -> int:
+        """What placed images occupy."""
+        return self.elements - self._blocks.free
+
+    def has_room(self, elements: int) -> bool:
+        """Whether an image of this size can be placed."""
+        return bool(self._free) and elements <= self._blocks.free
+
+    def fits(self, layout: PackedLayout) -> bool:
+        """Whether place would leave the other images where they are."""
+        return bool(self._free) and bool(self._cut(layout))
+
+    def place(self, layout: PackedLayout) -> Placement:
+        """A slot with room for the image; may move other images. Only where has_room says so."""
+        assert self.has_room(layout.elements)
+        commands, ends = list[Command](), self._cut(layout)
+        if not ends:
+            commands.append(self._gather(layout.elements))
+            ends = [layout.elements]
+        slot, pieces = self._free.pop(), list[Piece]()
+        for begin, end in pairwise([0, *ends]):
+            offset = self._blocks.allocate(end - begin)
+            assert offset is not None
+            pieces.append(Piece(offset, begin, end))
+        placed = self._placed[slot] = Placed(layout, tuple(pieces))
+        return Placement(slot, placed.pieces, (*commands, self._row(slot)))
+
+    def placed(self) -> dict[int, Placed]:
+        """All images by slot, as they lie at one moment. For any thread; holds up none."""
+        return self._placed.copy()
+
+    def evict(self, slot: int) -> ClearRow:
+        """Free the slot and its blocks."""
+        for piece in self._placed.pop(slot).pieces:
+            self._blocks.release(piece.offset, piece.end - piece.begin)
+        self._free.append(slot)
+        return ClearRow(slot)
+
+    def _cut(self, layout: PackedLayout) -> list[int]:
+        """Where each piece ends, so that they fit into the largest holes; [] if they cannot."""
+        layers, begin, ends = layout.layers, 0, list[int]()
+        for hole in self._blocks.holes():
+            if begin + hole >= layout.elements:
+                return [*ends, layout.elements]
+            end = layers[bisect_right(layers, begin + hole) - 1]
+            if end == begin:
+                break
+            ends.append(end)
+            begin = end
+        return []
+
+    def _gather(self, elements: int) -> CloseHoles:
+        """Slide what lies in one stretch to its front, until there is a hole of this size."""
+        begin, end = self._blocks.cheapest_stretch(elements)
+        inside = [
+            (piece, slot)
+            for slot, placed in self._placed.items()
+            for piece in placed.pieces
+            if begin <= piece.offset < end
+        ]
+        target, moves = begin, list[Move]()
+        for piece, slot in sorted(inside, key=lambda item: item[0].offset):
+            moves.append(Move(piece.offset, target, piece.end - piece.begin))
+            self._placed[slot] = _with_moved(self._placed[slot], piece, target)
+            target += piece.end - piece.begin
+        self.moved_elements += target - begin
+        self._blocks.close_holes(begin, end)
+        return CloseHoles(tuple(moves), tuple(self._row(slot) for slot in {s for _, s in inside}))
+
+    def _row(self, slot: int) -> WriteRow:
+        placed = self._placed[slot]
+        begins = [piece.begin for piece in placed.pieces]
+        holders = [placed.pieces[bisect_right(begins, at) - 1] for at in placed.layout.layers]
+        offsets = torch.tensor([piece.offset - piece.begin for piece in holders])
+        return WriteRow(slot, placed.layout.rows_at(offsets[:, None, None]).numpy())
+
+
+def _with_moved(placed: Placed, moved: Piece, target: int) -> Placed:
+    pieces = (replace(p, offset=target) if p is moved else p for p in placed.pieces)
+    return replace(placed, pieces=tuple(pieces))

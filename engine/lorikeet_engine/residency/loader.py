@@ -1,0 +1,247 @@
+"""Brings adapters from remote to disk and to the host, on background threads.
+
+A blob is packed once: its image goes to the disk too, and is read from there the next time.
+Downloads, packing and the writing of images have threads of their own, so neither a source that
+hangs nor a slow disk keeps what is there already from reaching the host.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
+from lorikeet_engine.errors import AdapterError, AdapterLoadFailed, AdapterRejected, AdapterTooLarge
+from lorikeet_engine.residency.disk.cache import DiskCache
+from lorikeet_engine.residency.disk.image_file import ImageFile, write_image
+from lorikeet_engine.residency.host import HostArena
+from lorikeet_engine.residency.packing import PackedLayout, pack
+from lorikeet_engine.residency.workers import Workers
+
+log = logging.getLogger(__name__)
+
+_DOWNLOADERS = 8
+_PACKERS = 2
+_DOWNLOADS = 3  # for one load: other processes may remove what was downloaded
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """A load that ended. HOST: the image is there, and held for whoever takes this.
+
+    DISK without an error: that was asked for, or the host had no room, which is worth another try
+    when its count of `frees` is no longer `frees`.
+    elements, read_s: of the image that was brought to the host, None without one, and how long
+    that took from the disk. download_s: how long the blob took to the disk, None if it was there.
+    """
+
+    ref: AdapterRef
+    residency: Residency
+    error: AdapterError | None = None
+    frees: int = 0
+    elements: int | None = None
+    read_s: float = 0.0
+    download_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Task:
+    ref: AdapterRef
+    tier: Residency
+    urgent: bool
+    started: bool = False
+    downloads: int = 0
+    download_s: float | None = None
+    reading_since_s: float = 0.0
+
+
+class Loader:
+    """One load at a time for each digest. `landed` is called on the loading threads."""
+
+    def __init__(
+        self,
+        shape: BaseShape,
+        limits: AdapterLimits,
+        disk: DiskCache,
+        host: HostArena,
+        gpu_elements: int,
+        landed: Callable[[], None],
+    ) -> None:
+        self._shape, self._limits = shape, limits
+        self._disk, self._host = disk, host
+        self._most_elements = min(gpu_elements, host.elements)
+        self._landed = landed
+        self._lock = threading.RLock()  # guards the two below
+        self._tasks: dict[str, _Task] = {}
+        self._landings: deque[Landing] = deque()
+        self._downloaders = Workers(_DOWNLOADERS, "download")
+        self._packers = Workers(_PACKERS, "pack")
+        self._writer = Workers(1, "write")
+
+    def load(self, ref: AdapterRef, tier: Residency, *, urgent: bool) -> None:
+        """Bring it up to DISK or HOST; a load that is under way goes as far and gets as urgent."""
+        with self._lock:
+            task = self._tasks.get(ref.digest)
+            if task is None:
+                task = self._tasks[ref.digest] = _Task(ref, tier, urgent)
+            elif task.urgent >= urgent and task.tier >= tier:
+                return
+            task.tier, task.urgent = max(task.tier, tier), task.urgent or urgent
+            if task.started:
+                return
+        if self._disk.holds(ref.digest):
+            self._packers.submit(partial(self._begin, task, self._from_disk), urgent=urgent)
+        else:
+            self._downloaders.submit(partial(self._begin, task, self._download), urgent=urgent)
+
+    def landings(self) -> list[Landing]:
+        """What ended since the last call."""
+        return [self._landings.popleft() for _ in range(len(self._landings))]
+
+    def close(self) -> None:
+        """Start no more loads."""
+        self._downloaders.close()
+        self._packers.close()
+        self._writer.close()
+
+    def _begin(self, task: _Task, work: Callable[[_Task], None]) -> None:
+        with self._lock:
+            if task.started:
+                return
+            task.started = True
+        self._attempt(task, work)
+
+    def _attempt(self, task: _Task, work: Callable[[_Task], None]) -> None:
+        try:
+            work(task)
+        except AdapterTooLarge as error:
+            self._land(task, error=_about(task.ref, error, AdapterTooLarge))
+        except AdapterError as error:
+            self._land(task, error=_about(task.ref, error, AdapterLoadFailed))
+        except Exception as error:  # its text is for the log: it may name the machine's folders
+            log.exception("adapter_load_failed", extra={"adapter": str(task.ref)})
+            failure = AdapterLoadFailed(
+                f"its weights could not be brought to the engine ({type(error).__name__}): try "
+                "again, or ask your admin to look into the log"
+            )
+            self._land(task, error=_about(task.ref, failure, AdapterLoadFailed))
+
+    def _download(self, task: _Task) -> None:
+        task.downloads += 1
+        began_s = time.perf_counter()
+        self._disk.fetch(task.ref)
+        task.download_s = time.perf_counter() - began_s
+        if not self._stays_on_disk(task):
+            work = partial(self._attempt, task, self._from_disk)
+            self._packers.submit(work, urgent=task.urgent)
+
+    def _from_disk(self, task: _Task) -> None:
+        if self._stays_on_disk(task):
+            return
+        task.reading_since_s = time.perf_counter()
+        try:
+            if not self._read_image(task):
+                self._pack_blob(task)
+        except FileNotFoundError:  # removed by another process's cache, or damaged and alone
+            if task.downloads == _DOWNLOADS:
+                raise
+            work = partial(self._attempt, task, self._download)
+            self._downloaders.submit(work, urgent=task.urgent)
+
+    def _stays_on_disk(self, task: _Task) -> bool:
+        """Whether it was to go no further, and has landed."""
+        with self._lock:
+            stays = task.tier is Residency.DISK
+            if stays:
+                self._land(task, Residency.DISK)
+            return stays
+
+    def _read_image(self, task: _Task) -> bool:
+        """False where there is no good one; a damaged one is removed."""
+        ref = task.ref
+        try:
+            image = ImageFile.of(self._disk.image(ref.digest), self._shape)
+            self._fill(task, image.layout, image.read)
+        except FileNotFoundError:
+            return False
+        except (AdapterRejected, OSError) as error:
+            log.warning("image_damaged", extra={"adapter": str(ref), "error": str(error)})
+            self._disk.remove_image(ref.digest)
+            return False
+        return True
+
+    def _pack_blob(self, task: _Task) -> None:
+        blob = self._disk.blob(task.ref.digest)
+        spec = read_spec(blob, self._shape, self._limits)
+        layout = PackedLayout.of(spec, self._shape)
+        if self._fill(task, layout, partial(pack, blob, spec, layout)):
+            self._writer.submit(partial(self._write_image, task.ref), urgent=False)
+
+    def _fill(
+        self, task: _Task, layout: PackedLayout, write: Callable[[torch.Tensor], None]
+    ) -> bool:
+        """Reserve the image's place on the host and write it; False if there was no room."""
+        if layout.elements > self._most_elements:
+            raise AdapterTooLarge(
+                f"the adapter has {layout.elements} elements and the arenas hold "
+                f"{self._most_elements}: enlarge the adapter memory",
+                elements=layout.elements,
+                max_elements=self._most_elements,
+            )
+        digest, frees = task.ref.digest, self._host.frees
+        out = self._host.reserve(digest, layout, insist=task.urgent)
+        if out is None:
+            self._land(task, Residency.DISK, frees=frees)
+            return False
+        try:
+            write(out)
+        except BaseException:
+            self._host.abandon(digest)
+            raise
+        self._host.commit(digest)
+        read_s = time.perf_counter() - task.reading_since_s
+        self._land(task, Residency.HOST, elements=layout.elements, read_s=read_s)
+        return True
+
+    def _write_image(self, ref: AdapterRef) -> None:
+        """To the disk, unless it is there or has left the host again."""
+        digest = ref.digest
+        held = None if self._disk.has_image(digest) else self._host.hold(digest)
+        if held is None:
+            return
+        try:
+            with self._disk.adding_image(digest) as part:
+                try:
+                    write_image(part, self._disk.image_name(digest), *held)
+                finally:  # not held while the disk takes it in, which can be seconds
+                    self._host.release(digest)
+                    self._landed()  # a load may have waited for the room
+        except OSError as error:
+            log.warning("image_not_written", extra={"adapter": str(ref), "error": str(error)})
+
+    def _land(
+        self,
+        task: _Task,
+        residency: Residency = Residency.REMOTE,
+        error: AdapterError | None = None,
+        frees: int = 0,
+        elements: int | None = None,
+        read_s: float = 0.0,
+    ) -> None:
+        landing = Landing(
+            task.ref, residency, error, frees, elements, read_s, download_s=task.download_s
+        )
+        with self._lock:
+            del self._tasks[task.ref.digest]
+            self._landings.append(landing)
+        self._landed()
+
+
+def _about(ref: AdapterRef, error: AdapterError, kind: type[AdapterError]) -> AdapterError:
+    return kind(f"{ref}: {error.message}", **{**error.fields, "adapter": str(ref)})

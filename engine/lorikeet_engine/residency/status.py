@@ -1,0 +1,131 @@
+"""What the tiers can say of themselves: where adapters are, what is on its way, what loads take."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.costs import LoadCosts
+from lorikeet_engine.residency.gpu.resident import Resident
+from lorikeet_engine.residency.gpu.residents import Residents
+from lorikeet_engine.residency.gpu.slots import Placed, SlotPool
+from lorikeet_engine.residency.gpu.transfers import Copied, Copies
+from lorikeet_engine.residency.load_times import LoadTimes
+from lorikeet_engine.residency.loader import Landing
+from lorikeet_engine.residency.pins import Pins
+from lorikeet_engine.residency.seen_adapters import Known
+from lorikeet_engine.telemetry.counters import LOAD_S, Histogram
+from lorikeet_engine.telemetry.status import AdapterStatus, Distribution
+
+
+class Accounts:
+    """Told by the engine's thread, asked by any."""
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        itemsize: int,
+        residents: Residents,
+        copies: Copies,
+        pins: Pins,
+        residency: Callable[[str], Residency],
+    ) -> None:
+        """itemsize: bytes per element of an image. residency: where an adapter is, by digest."""
+        self._pool, self._residents, self._copies, self._pins = pool, residents, copies, pins
+        self._residency = residency
+        self._itemsize = itemsize
+        self._known = Known()
+        self._times = LoadTimes()
+        self._loads = {tier: Histogram(LOAD_S) for tier in Residency if tier is not Residency.GPU}
+        self.failures = 0  # loads that ended with an error
+
+    def asked(self, ref: AdapterRef) -> None:
+        """Somebody asks for it. On any thread."""
+        self._known.add(ref)
+
+    def seen(self, digest: str, elements: int) -> None:
+        """Its image has so many elements."""
+        self._known.measured(digest, elements)
+
+    def landed(self, landing: Landing) -> None:
+        """A load to the host or the disk is over."""
+        self.failures += landing.error is not None
+        if landing.download_s is not None:
+            self._loads[Residency.REMOTE].add(landing.download_s)
+        if landing.elements is not None:
+            self._loads[Residency.DISK].add(landing.read_s)
+            size_bytes = landing.elements * self._itemsize
+            self.seen(landing.ref.digest, landing.elements)
+            self._times.reads.add(landing.read_s, size_bytes)
+            if landing.download_s is not None:
+                self._times.downloads.add(landing.download_s, size_bytes)
+
+    def copied(self, copied: Copied) -> None:
+        """A copy to the GPU is over."""
+        self._loads[Residency.HOST].add(copied.took_s)
+        self._times.copies.add(copied.took_s, copied.elements * self._itemsize)
+
+    def costs(self) -> LoadCosts:
+        """What loads take, as far as it was measured."""
+        return self._times.costs()
+
+    def loads(self) -> dict[Residency, Distribution]:
+        """What loads took, by the tier that they were from."""
+        return {tier: seconds.read() for tier, seconds in self._loads.items()}
+
+    def copy_s(self, digest: str) -> float:
+        """How long its copy from the host to the GPU takes."""
+        return self.costs().load_s(Residency.HOST, self._image_bytes(digest) or self._usual_bytes)
+
+    def loading_bytes(self, wanted: Iterable[str]) -> int:
+        """Images on their way to the GPU; one that was never seen is taken to be of the usual size.
+
+        wanted: the digests that requests wait for and that are not on the GPU.
+        """
+        usual = self._usual_bytes
+        sizes = (self._image_bytes(digest) or usual for digest in wanted)
+        return sum(sizes) + self._copies.elements * self._itemsize
+
+    def adapters(self, tier: Residency) -> list[AdapterStatus]:
+        """What lies in the arena, and what else this process has seen that is at `tier` or nearer.
+
+        For any thread; holds up none.
+        """
+        # In this order: who is evicted meanwhile has no place any more, or another has it.
+        residents = {r.ref.digest: r for r in self._residents.snapshot()}
+        placed = self._pool.placed()
+        refs = {digest: resident.ref for digest, resident in residents.items()}
+        if tier is not Residency.GPU:
+            refs = self._known.refs() | refs
+        found = [self._adapter(ref, residents.get(digest), placed) for digest, ref in refs.items()]
+        return [each for each in found if each.pieces or each.residency >= tier]
+
+    @property
+    def _usual_bytes(self) -> int:
+        return int(self._times.reads.size_bytes)
+
+    def _image_bytes(self, digest: str) -> int | None:
+        """Its image's; None while none was seen."""
+        elements = self._known.elements(digest)
+        return None if elements is None else elements * self._itemsize
+
+    def _adapter(
+        self, ref: AdapterRef, resident: Resident | None, placed: Mapping[int, Placed]
+    ) -> AdapterStatus:
+        digest, size = ref.digest, self._itemsize
+        known = (
+            *(ref.tenant, ref.name, ref.version, digest),
+            self._residency(digest),
+            resident.layout.elements * size if resident else self._image_bytes(digest),
+            self._residents.uses(digest),
+            digest in self._pins,
+        )
+        image = placed.get(resident.slot) if resident else None
+        if resident is None or image is None or image.layout is not resident.layout:
+            return AdapterStatus(*known)
+        return AdapterStatus(
+            *known,
+            rank=image.layout.max_rank,
+            leases=resident.leases,
+            kept=self._residents.keeps(digest),
+            arriving=resident.arriving,
+            pieces=tuple((p.offset * size, (p.end - p.begin) * size) for p in image.pieces),
+        )

@@ -1,0 +1,1 @@
+"""From logits to tokens: penalties, grammars, draws, log probabilities."""

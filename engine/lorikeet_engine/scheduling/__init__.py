@@ -1,0 +1,1 @@
+"""Who computes what in a step: waiting requests, turns of tenants, deadlines, KV pages."""

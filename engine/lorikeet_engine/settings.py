@@ -1,0 +1,76 @@
+"""What an engine is told when it is built."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lorikeet_engine.device.memory import Memory
+from lorikeet_engine.errors import SettingsError
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Sizes in bytes unless the name says tokens. Raises SettingsError when built.
+
+    model: a Hugging Face checkpoint's folder. dtype: of the base model and its KV cache.
+    kv_bytes, adapter_gpu_bytes: bytes, or a Share of what is free on the device: for the slot pool
+    beside the base model's weights, for the KV cache beside all else that serving needs.
+    page_size: tokens of a KV page. max_context: prompt plus output in tokens; None for as many as
+    the model and the KV cache allow. max_batch_tokens, max_running, max_batch_adapters: tokens,
+    sequences and distinct adapters of one step. cache_dir: the adapters' disk cache.
+    inter_token_goal_s: how long a step with decodes may take, for which the ranks of its adapters
+    and the tokens of prompts beside the decodes are bounded; never below one adapter and 128 such
+    tokens. None for no bound.
+    overlap: launch a step before the tokens of the one before it are read, so that a GPU need not
+    wait for the host; a CPU gains nothing by it and makes each token wait for one more step.
+    """
+
+    model: Path
+    cache_dir: Path
+    device: str = "cpu"
+    dtype: str = "float32"
+    adapter_dtype: str = "float32"
+    page_size: int = 16
+    kv_bytes: Memory = 256 << 20
+    max_context: int | None = None
+    max_batch_tokens: int = 2048
+    max_running: int = 256
+    max_batch_adapters: int = 128
+    adapter_gpu_bytes: Memory = 64 << 20
+    adapter_host_bytes: int = 256 << 20
+    adapter_disk_bytes: int = 4 << 30
+    max_rank: int = 64
+    max_adapter_bytes: int = 1 << 30
+    inter_token_goal_s: float | None = None
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "adapter_dtype"):
+            if getattr(self, name) not in _DTYPES:
+                raise SettingsError(f"{name}={getattr(self, name)!r}: want {', '.join(_DTYPES)}")
+        for name in ("page_size", "max_running", "max_batch_adapters"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"{name}={getattr(self, name)}: want an integer ≥ 1")
+        if self.inter_token_goal_s is not None and not 0 < self.inter_token_goal_s < math.inf:
+            raise SettingsError(
+                f"inter_token_goal_s={self.inter_token_goal_s}: want seconds above 0, or None"
+            )
+        if self.max_batch_tokens < self.max_running:
+            raise SettingsError(
+                f"max_batch_tokens={self.max_batch_tokens}: want at least max_running "
+                f"({self.max_running}), since every running sequence makes a token each step"
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch calls it."""
+        return _DTYPES[self.dtype]
+
+    @property
+    def torch_adapter_dtype(self) -> torch.dtype:
+        """`adapter_dtype` as torch calls it."""
+        return _DTYPES[self.adapter_dtype]

@@ -1,0 +1,65 @@
+"""What a start takes, stage by stage: memory of the device, and time."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lorikeet_engine.device.memory import free_bytes, gib
+from lorikeet_engine.errors import SettingsError
+
+
+class DeviceRoom:
+    """What is free on a device, and what took the rest. bytes: by what took them."""
+
+    def __init__(self, free: int) -> None:
+        self.free = self._free_at_first = free
+        self.bytes: dict[str, int] = {}
+
+    def take(self, name: str, size: int) -> None:
+        """So many bytes fewer are free."""
+        self.bytes[name] = size
+        self.free -= size
+
+    def __str__(self) -> str:
+        taken = "".join(f", {gib(size)} for the {name}" for name, size in self.bytes.items())
+        return f"of {gib(self._free_at_first)} free at first{taken}, {gib(self.free)} are left"
+
+
+class StartUp(DeviceRoom):
+    """Measures the stages of one start. bytes, seconds: of each stage that is over.
+
+    free: what is free on the device for the next one. Other processes' memory counts as used.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(free_bytes(device))
+        self.device = device
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Measure what is done inside. Raises SettingsError where it finds no memory."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        except RuntimeError as error:  # torch's allocator and the driver each have their own kind
+            if "out of memory" not in str(error):
+                raise
+            raise SettingsError(
+                f"{self.device} has no room for the {name}: {self}: lower adapter_gpu_bytes, "
+                "max_batch_tokens, max_running or kv_bytes, or use a larger device"
+            ) from error
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds[name] = time.perf_counter() - began_s
+        self.take(name, self.free - free_bytes(self.device))
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """All that was measured, for the log."""
+        names = {stage: stage.lower().replace(" ", "_") for stage in self.bytes}
+        sizes = {f"{names[stage]}_bytes": size for stage, size in self.bytes.items()}
+        times = {f"{names[stage]}_s": round(s, 3) for stage, s in self.seconds.items()}
+        return {**sizes, **times, "free_bytes": self.free}

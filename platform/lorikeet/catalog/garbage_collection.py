@@ -1,0 +1,161 @@
+"""Garbage collection: what nothing needs any more, found and deleted.
+
+Needed are the blobs of versions that can be used, or that were retired within the grace period and
+can therefore be restored; what uploads in flight will name; the newest snapshots; and whatever is
+younger than the grace period. Nothing here locks anything: claims.py says how what somebody is
+about to name is spared. Killed anywhere, a collection leaves garbage and marks, which the next one
+takes away; any number may run at once.
+"""
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Set
+from itertools import islice
+
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.history import Wanted
+from lorikeet.catalog.log.changes import AdapterRetired, VersionRetired
+from lorikeet.catalog.snapshots.snapshots import MANIFESTS, PARTS_PREFIX, Snapshots, manifest_seq
+from lorikeet.catalog.state import CatalogState
+from lorikeet.catalog.store.claims import DELETE_WITHIN_S, MARK_LASTS_S, MARKS, marked
+from lorikeet.catalog.store.object_store import StoredObject, in_parallel
+from lorikeet.catalog.uploads import Upload, Uploads
+from lorikeet.errors import InvalidInput, ObjectNotFound
+
+BLOBS = "blobs/"
+LEAST_GRACE_S = 86400.0
+"""Twice what may lie between a claim and the entry that names what is claimed."""
+
+_NEWEST_KEPT = 4  # readers begin at the newest and stay with it for some snapshots more
+_ONE_IN = 2**14  # entries: of older snapshots one is kept, for questions about the past
+_PAGE = 1000
+_BATCH = 64
+
+Adapters = Set[tuple[str, str]]
+
+
+class GarbageCollector:
+    """Finds and deletes garbage in a catalog's store, a kind after the other."""
+
+    def __init__(
+        self,
+        catalog: AdapterCatalog,
+        grace_s: float,
+        *,
+        dry_run: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """grace_s: seconds since something was written or retired. Raises InvalidInput."""
+        if grace_s < LEAST_GRACE_S:
+            raise InvalidInput(f"a grace period of {grace_s:g} s: want a day or more")
+        self._catalog = catalog
+        self._store = catalog.store
+        self._uploads = Uploads(catalog.store)
+        self._before = clock() - grace_s
+        self._dry_run = dry_run
+        self._run = uuid.uuid4().hex
+
+    def collect(self) -> Iterator[StoredObject]:
+        """Everything that is deleted, or would be. Raises StoreError."""
+        self._catalog.refresh()
+        self._remove_dead_marks()
+        uploads = list(self._uploads.in_flight())
+        if not self._dry_run:
+            self._uploads.sweep(self._before)
+        yield from (_stored(upload) for upload in uploads if upload.created < self._before)
+        in_flight = {upload.digest for upload in uploads if upload.created >= self._before}
+        yield from self._sweep(self._blobs(in_flight))
+        yield from self._snapshots()
+
+    def _blobs(self, in_flight: Set[str]) -> Iterator[StoredObject]:
+        retired = self._lately_retired()
+        needed = self._catalog.ask(lambda state: _needed(state, retired))
+        blobs = ((_name(found), found) for found in self._old(BLOBS))
+        return (found for name, found in blobs if name not in needed and name not in in_flight)
+
+    def _lately_retired(self) -> Adapters:
+        """The adapters some version of which was retired within the grace period."""
+        adapters: set[tuple[str, str]] = set()
+        before: int | None = None
+        while True:
+            found = self._catalog.history.find(Wanted(since=self._before), _PAGE, before)
+            adapters |= {
+                (change.tenant, change.name)
+                for entry in found.entries
+                for change in entry.changes
+                if isinstance(change, AdapterRetired | VersionRetired)
+            }
+            before = found.before
+            if before is None:
+                return adapters
+
+    def _snapshots(self) -> Iterator[StoredObject]:
+        """Old snapshots, then the parts that only they named."""
+        manifests = list(self._store.scan(MANIFESTS))
+        kept = _kept(manifests, self._before)
+        yield from self._sweep(found for found in manifests if found not in kept)
+        snapshots = Snapshots(self._store)
+        named: set[str] = set()
+        for found in kept:
+            manifest = snapshots.newest(up_to=manifest_seq(found.key))
+            named.update(manifest.parts if manifest else ())
+        parts = self._old(PARTS_PREFIX)
+        yield from self._sweep(found for found in parts if _name(found) not in named)
+
+    def _old(self, prefix: str) -> Iterator[StoredObject]:
+        return (found for found in self._store.scan(prefix) if found.modified < self._before)
+
+    def _sweep(self, garbage: Iterable[StoredObject]) -> Iterator[StoredObject]:
+        """Delete these, but for those that were written again meanwhile."""
+        left = iter(garbage)
+        while batch := list(islice(left, _BATCH)):
+            yield from batch if self._dry_run else self._delete(batch)
+
+    def _delete(self, batch: list[StoredObject]) -> list[StoredObject]:
+        deadline = time.monotonic() + DELETE_WITHIN_S
+        keys = [found.key for found in batch]
+        with marked(self._store, keys, self._run):
+            deleted = in_parallel(lambda key: self._delete_one(key, deadline), keys)
+        return [found for found, gone in zip(batch, deleted, strict=True) if gone]
+
+    def _delete_one(self, key: str, deadline: float) -> bool:
+        try:
+            if self._store.modified(key) >= self._before or time.monotonic() > deadline:
+                return False
+        except ObjectNotFound:
+            return False
+        self._store.delete(key)
+        return True
+
+    def _remove_dead_marks(self) -> None:
+        dead = time.time() - MARK_LASTS_S
+        for mark in self._store.scan(MARKS):
+            if mark.modified < dead and not self._dry_run:
+                self._store.delete(mark.key)
+
+
+def _needed(state: CatalogState, lately_retired: Adapters) -> Set[str]:
+    """The digests of what can be used or restored."""
+    return {
+        version.digest
+        for record in state.adapters()
+        for version in record.versions
+        if not version.retired or (record.tenant, record.name) in lately_retired
+    }
+
+
+def _kept(manifests: list[StoredObject], before: float) -> Set[StoredObject]:
+    """Of snapshots, newest first: the newest, the young, and now and then one of the others."""
+    of_range = {manifest_seq(found.key) // _ONE_IN: found for found in reversed(manifests)}
+    young = (found for found in manifests if found.modified >= before)
+    return {*manifests[:_NEWEST_KEPT], *young, *of_range.values()}
+
+
+def _stored(upload: Upload) -> StoredObject:
+    """What was to arrive, or had."""
+    arrives = 0 if upload.token is None else upload.size_bytes
+    return StoredObject(upload.key, arrives, upload.created)
+
+
+def _name(found: StoredObject) -> str:
+    return found.key.rpartition("/")[2]

@@ -1,0 +1,1 @@
+"""What each operation changes and refuses, given the state: pure functions."""

@@ -1,0 +1,195 @@
+"""What each operation on adapters and pins changes, given the state: pure functions that refuse
+what cannot be.
+
+All return the changes to commit together; none at all when the state already is as wanted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from lorikeet.catalog.log.changes import (
+    AdapterRetired,
+    AdapterShared,
+    AliasMoved,
+    AliasRolledBack,
+    Change,
+    Pinned,
+    ShareEnded,
+    ShareGiven,
+    Unpinned,
+    VersionRegistered,
+    VersionRetired,
+)
+from lorikeet.catalog.names import DEFAULT_ALIAS
+from lorikeet.catalog.records import AdapterRecord, BlobFacts, Share, VersionRecord
+from lorikeet.catalog.rules.pin_budget import check_budget
+from lorikeet.catalog.rules.quota import check_quota
+from lorikeet.catalog.state import CatalogState
+from lorikeet.errors import Conflict, NotFound, UnknownModel
+
+Changes = Sequence[Change]
+
+
+def register(
+    state: CatalogState,
+    tenant: str,
+    name: str,
+    facts: BlobFacts,
+    *,
+    shared: bool | None,
+    promote: bool,
+) -> Changes:
+    """Add a version with these facts, unless a usable one holds the same blob.
+
+    An adapter's only usable version becomes prod by itself. shared None leaves it as it is.
+    Raises UnknownTenant, and Conflict beyond the tenant's limits.
+    """
+    state.tenant(tenant)
+    record = state.find(tenant, name) or AdapterRecord(tenant, name)
+    changes: list[Change] = []
+    held = record.with_digest(facts.digest)
+    number = held.version if held else len(record.versions) + 1
+    if held is None:
+        changes.append(VersionRegistered(tenant=tenant, name=name, version=number, **asdict(facts)))
+    if shared is not None and shared != record.shared:
+        changes.append(AdapterShared(tenant=tenant, name=name, shared=shared))
+    if (promote or record.retired) and record.aliases.get(DEFAULT_ALIAS) != number:
+        changes.append(AliasMoved(tenant=tenant, name=name, alias=DEFAULT_ALIAS, version=number))
+    if held is None:
+        check_quota(state, tenant, changes)
+    return changes
+
+
+def promote(
+    state: CatalogState, tenant: str, name: str, version: int, alias: str, expect: int | None
+) -> Changes:
+    """Point an alias to a usable version. Raises UnknownModel, Conflict."""
+    record = state.adapter(tenant, name)
+    _usable(record, version)
+    _check_expected(record, alias, expect)
+    if record.aliases.get(alias) != version:
+        return (AliasMoved(tenant=tenant, name=name, alias=alias, version=version),)
+    if alias in record.shares:
+        return (ShareEnded(tenant=tenant, name=name, alias=alias),)
+    return ()
+
+
+def give_share(
+    state: CatalogState, tenant: str, name: str, share: Share, alias: str, expect: int | None
+) -> Changes:
+    """Give a part of an alias's requests to a usable version that it does not point to.
+
+    Raises UnknownModel, NotFound, Conflict.
+    """
+    record = state.adapter(tenant, name)
+    _usable(record, share.version)
+    _check_expected(record, alias, expect)
+    if _pointed(record, alias) == share.version:
+        raise Conflict(
+            f"{record.label}@{alias} already points to version {share.version}: a share is for "
+            "another version",
+            param="share",
+        )
+    if record.shares.get(alias) == share:
+        return ()
+    version, part = share.version, share.part
+    return (ShareGiven(tenant=tenant, name=name, alias=alias, version=version, part=part),)
+
+
+def rollback(
+    state: CatalogState, tenant: str, name: str, alias: str, expect: int | None
+) -> Changes:
+    """Take an alias's share back, or else point it to the usable version it pointed to before.
+
+    Raises NotFound, Conflict.
+    """
+    record = state.adapter(tenant, name)
+    _check_expected(record, alias, expect)
+    _pointed(record, alias)
+    if alias in record.shares:
+        return (ShareEnded(tenant=tenant, name=name, alias=alias),)
+    for number in reversed(record.alias_history[alias]):
+        if not record.versions[number - 1].retired:
+            return (AliasRolledBack(tenant=tenant, name=name, alias=alias, version=number),)
+    raise Conflict(
+        f"{record.label}@{alias} has nothing to go back to: before version "
+        f"{record.aliases[alias]} it pointed to no version that can still be used",
+        param="alias",
+    )
+
+
+def retire(state: CatalogState, tenant: str, name: str, version: int | None) -> Changes:
+    """Retire one version, or with None the adapter. Raises UnknownModel, Conflict."""
+    record = state.adapter(tenant, name)
+    if version is None:
+        return () if record.retired else (AdapterRetired(tenant=tenant, name=name),)
+    if known_version(record, version).retired:
+        return ()
+    if aliases := record.aliases_of(version):
+        raise Conflict(
+            f"{record.label}@{version} is {' and '.join(aliases)}: promote another version "
+            "there first, or retire the whole adapter",
+            param="version",
+        )
+    return (VersionRetired(tenant=tenant, name=name, version=version),)
+
+
+def pin(state: CatalogState, change: Pinned, now: float) -> Changes:
+    """Set the pin of an adapter or a tenant. now: Unix seconds.
+
+    Raises UnknownModel, UnknownTenant, and Conflict beyond the tenant's budget.
+    """
+    if change.name is not None:
+        record = state.adapter(change.tenant, change.name)
+        if record.select(change.selector) is None:
+            raise UnknownModel(
+                f"{record.label}@{change.selector} cannot be pinned: {_versions(record)}",
+                param="selector",
+            )
+    check_budget(state, change, now)
+    return (change,)
+
+
+def unpin(state: CatalogState, tenant: str, name: str | None) -> Changes:
+    """Take the pin of an adapter or a tenant away. Raises NotFound."""
+    if state.pin_of(tenant, name) is None:
+        raise NotFound(f"{tenant if name is None else f'{tenant}/{name}'!r} is not pinned")
+    return (Unpinned(tenant=tenant, name=name),)
+
+
+def known_version(record: AdapterRecord, number: int) -> VersionRecord:
+    """The version of this number, retired or not. Raises UnknownModel."""
+    version = record.version(number)
+    if version is None:
+        raise UnknownModel(
+            f"{record.label} has no version {number}: {_versions(record)}", param="version"
+        )
+    return version
+
+
+def _usable(record: AdapterRecord, number: int) -> None:
+    if known_version(record, number).retired:
+        raise Conflict(f"{record.label}@{number} is retired: {_versions(record)}", param="version")
+
+
+def _pointed(record: AdapterRecord, alias: str) -> int:
+    if alias not in record.aliases:
+        raise NotFound(f"{record.label} has no alias {alias!r}", param="alias")
+    return record.aliases[alias]
+
+
+def _versions(record: AdapterRecord) -> str:
+    usable = [str(version.version) for version in record.versions if not version.retired]
+    aliases = [f"{alias} → {at}" for alias, at in sorted(record.aliases.items())]
+    return f"it has versions {', '.join(usable) or '(none)'}, aliases {', '.join(aliases) or '-'}"
+
+
+def _check_expected(record: AdapterRecord, alias: str, expect: int | None) -> None:
+    now = record.aliases.get(alias)
+    if expect is not None and now != expect:
+        at = "nothing" if now is None else f"version {now}"
+        raise Conflict(
+            f"{record.label}@{alias} points to {at}, not to version {expect}: someone else moved "
+            "it; look again and decide anew",
+            param="expect",
+        )

@@ -1,0 +1,58 @@
+"""How much of the catalog a tenant may take: its usable adapters, and their bytes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lorikeet.catalog.log.changes import Change
+from lorikeet.catalog.log.fold import fold_changes
+from lorikeet.catalog.state import CatalogState
+from lorikeet.errors import Conflict
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A tenant's usable adapters, and the blobs of their usable versions, each once."""
+
+    adapters: int
+    total_bytes: int
+
+
+def taken(state: CatalogState, tenant: str) -> Taken:
+    """What a tenant takes now."""
+    usable = [record for record in state.adapters(tenant) if not record.retired]
+    blobs = {
+        version.digest: version.size_bytes
+        for record in usable
+        for version in record.versions
+        if not version.retired
+    }
+    return Taken(len(usable), sum(blobs.values()))
+
+
+def check_quota(state: CatalogState, tenant: str, changes: Sequence[Change]) -> None:
+    """Whether a tenant stays within its limits with these changes of its adapters.
+
+    What adds nothing is always fine. Raises Conflict, UnknownTenant.
+    """
+    record = state.tenant(tenant)
+    if record.max_adapters is None and record.max_total_bytes is None:
+        return
+    before = taken(state, tenant)
+    after = taken(fold_changes(state, changes, state.time), tenant)
+    most = record.max_adapters
+    if most is not None and after.adapters > max(most, before.adapters):
+        raise Conflict(
+            f"adapters of {tenant} in use: {before.adapters}, and its limit is {most}: retire one "
+            f"(`lorikeet retire {tenant}/NAME`), or raise the limit with "
+            f"`lorikeet tenants limit {tenant} --adapters N`",
+            param="tenant",
+        )
+    most = record.max_total_bytes
+    if most is not None and after.total_bytes > max(most, before.total_bytes):
+        raise Conflict(
+            f"the adapters of {tenant} would take {after.total_bytes} bytes, {before.total_bytes} "
+            f"without this one, and its limit is {most}: retire versions or adapters that are not "
+            f"needed (`lorikeet retire {tenant}/NAME@VERSION`), or raise the limit with "
+            f"`lorikeet tenants limit {tenant} --bytes BYTES`",
+            param="tenant",
+        )

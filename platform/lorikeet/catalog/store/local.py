@@ -1,0 +1,167 @@
+"""Objects as files of one folder, for one machine and any number of its processes."""
+
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lorikeet.catalog.store.local_multipart import LocalParts
+from lorikeet.catalog.store.object_store import StoredObject, check_key, check_prefix
+from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError
+
+_UNFINISHED = ".unfinished"  # no key starts with a dot
+
+
+class LocalStore:
+    """An ObjectStore in a folder, made when first written to.
+
+    Each object is written aside, synced, then renamed or linked into place, so that a crash
+    leaves at most an unfinished file that no reader looks at.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.absolute()
+
+    @property
+    def url(self) -> str:
+        """The folder."""
+        return str(self._folder)
+
+    @property
+    def parts(self) -> LocalParts:
+        """See ObjectStore."""
+        return LocalParts(self)
+
+    def get(self, key: str) -> bytes:
+        """See ObjectStore."""
+        with self._errors(key):
+            return self._path(key).read_bytes()
+
+    def size(self, key: str) -> int:
+        """See ObjectStore."""
+        with self._errors(key):
+            return self._path(key).stat().st_size
+
+    def modified(self, key: str) -> float:
+        """See ObjectStore."""
+        with self._errors(key):
+            return self._path(key).stat().st_mtime
+
+    def touch(self, key: str) -> None:
+        """See ObjectStore."""
+        with self._errors(key), self._path(key).open("rb") as file:
+            os.utime(file.fileno())
+
+    def put_file(self, key: str, path: Path) -> None:
+        """See ObjectStore."""
+        with self._errors(key), self._written(path) as unfinished:
+            unfinished.replace(self._place(key))
+            _sync(self._path(key).parent)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        """See ObjectStore."""
+        with self._errors(key), self._written(data) as unfinished:
+            try:
+                os.link(unfinished, self._place(key))  # unlike a rename, never replaces
+            except FileExistsError as error:
+                raise ObjectExists(f"there already is {key}") from error
+            _sync(self._path(key).parent)
+
+    def download(self, key: str, path: Path) -> str:
+        """See ObjectStore."""
+        digest = hashlib.sha256()
+        with self._errors(key), self._path(key).open("rb") as source, path.open("wb") as target:
+            while piece := source.read(2**20):
+                digest.update(piece)
+                target.write(piece)
+        return digest.hexdigest()
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
+        """See ObjectStore."""
+        top = self._folder / check_prefix(prefix).rpartition("/")[0]
+        with self._errors(prefix):
+            yield from sorted(
+                key
+                for folder, _, names in os.walk(top)
+                for key in self._keys(folder, names)
+                if key.startswith(prefix) and key > start_after
+            )
+
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
+        """See ObjectStore."""
+        for key in self.list(prefix):
+            with suppress(ObjectNotFound):  # deleted meanwhile
+                yield StoredObject(key, self.size(key), self.modified(key))
+
+    def first(self, prefix: str, start_after: str = "") -> str | None:
+        """See ObjectStore."""
+        return next(self.list(prefix, start_after), None)
+
+    def delete(self, key: str) -> None:
+        """See ObjectStore."""
+        with self._errors(key):
+            self._path(key).unlink(missing_ok=True)
+
+    def _keys(self, folder: str, names: Sequence[str]) -> Sequence[str]:
+        at = Path(folder).relative_to(self._folder).as_posix()
+        if at == _UNFINISHED:
+            return []
+        return names if at == "." else [f"{at}/{name}" for name in names]
+
+    def _path(self, key: str) -> Path:
+        return self._folder / check_key(key)
+
+    def _place(self, key: str) -> Path:
+        path = self._path(key)
+        _make_folder(path.parent)
+        return path
+
+    @contextmanager
+    def _written(self, source: bytes | Path) -> Iterator[Path]:
+        """A synced file with these bytes, gone at the end unless it was renamed."""
+        aside = self._folder / _UNFINISHED
+        _make_folder(aside)
+        path = aside / uuid.uuid4().hex
+        try:
+            with path.open("wb") as file:
+                if isinstance(source, Path):
+                    with source.open("rb") as given:
+                        shutil.copyfileobj(given, file, 2**20)
+                else:
+                    file.write(source)
+                file.flush()
+                os.fsync(file.fileno())
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and str(error.filename) == str(
+                self._folder / key
+            ):
+                raise ObjectNotFound(f"no object {key} in {self.url}") from error
+            raise StoreError(
+                f"{self.url}: {key}: {error}: check the folder's owner, mode and space"
+            ) from error
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,216 @@
+"""Objects in an S3 bucket.
+
+Endpoint, region and credentials are boto3's own business: AWS_ENDPOINT_URL_S3, AWS_PROFILE,
+AWS_ACCESS_KEY_ID, a role and so on.
+"""
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+
+import boto3
+from boto3.exceptions import Boto3Error
+from boto3.s3.transfer import TransferConfig
+from botocore.awsrequest import AWSRequest
+from botocore.config import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    EndpointConnectionError,
+    HTTPClientError,
+    IncompleteReadError,
+    NoCredentialsError,
+    PartialCredentialsError,
+)
+from botocore.exceptions import ConnectionError as HTTPConnectionError
+from botocore.response import StreamingBody
+
+from lorikeet.catalog.store import parallel_download
+from lorikeet.catalog.store.object_store import StoredObject, check_key, check_prefix
+from lorikeet.catalog.store.s3_errors import explain, is_conflict
+from lorikeet.catalog.store.s3_multipart import Place, S3Parts
+from lorikeet.errors import StoreError
+
+_ATTEMPTS = 8
+_MIB = 2**20
+_PIECE = 2**18  # of a body, at once: larger pieces cost page faults, smaller ones calls
+_TRANSFER = TransferConfig(
+    multipart_threshold=32 * _MIB,
+    multipart_chunksize=16 * _MIB,
+    max_concurrency=parallel_download.CONNECTIONS,
+    preferred_transfer_client="classic",  # the same on every instance type
+)
+_CONFIG = Config(
+    signature_version="s3v4",  # boto3 would presign with SigV2, which covers no length
+    retries={"mode": "standard", "max_attempts": 5},
+    connect_timeout=5,
+    read_timeout=30,
+    max_pool_connections=64,
+)
+
+
+class S3Store:
+    """An ObjectStore under a prefix of a bucket that supports If-None-Match on PUT."""
+
+    def __init__(self, bucket: str, prefix: str = "") -> None:
+        self._bucket = bucket
+        self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
+        with self._errors(""):
+            self._client = boto3.session.Session().client("s3", config=_CONFIG)
+
+    @property
+    def url(self) -> str:
+        """s3://bucket/prefix."""
+        return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
+
+    @property
+    def parts(self) -> S3Parts:
+        """See ObjectStore."""
+        return S3Parts(self, self._client, self._place, self._errors)
+
+    def get(self, key: str) -> bytes:
+        """See ObjectStore."""
+        with self._errors(key):
+            return self._client.get_object(**self._place(key))["Body"].read()
+
+    def size(self, key: str) -> int:
+        """See ObjectStore."""
+        with self._errors(key):
+            return self._client.head_object(**self._place(key))["ContentLength"]
+
+    def modified(self, key: str) -> float:
+        """See ObjectStore."""
+        with self._errors(key):
+            return self._client.head_object(**self._place(key))["LastModified"].timestamp()
+
+    def touch(self, key: str) -> None:
+        """See ObjectStore. One request copies up to 5 GiB onto itself."""
+        with self._errors(key):
+            place = self._place(key)
+            self._client.copy_object(
+                **place,
+                CopySource={"Bucket": place["Bucket"], "Key": place["Key"]},
+                MetadataDirective="REPLACE",
+            )
+
+    def put_file(self, key: str, path: Path) -> None:
+        """See ObjectStore."""
+        with self._errors(key):
+            self._client.upload_file(str(path), **self._place(key), Config=_TRANSFER)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        """See ObjectStore."""
+        with self._errors(key):
+            for attempt in range(_ATTEMPTS):
+                try:
+                    self._client.put_object(**self._place(key), Body=data, IfNoneMatch="*")
+                    return
+                except ClientError as error:
+                    if not is_conflict(error) or attempt == _ATTEMPTS - 1:
+                        raise
+                    time.sleep(_pause(attempt))
+
+    def download(self, key: str, path: Path) -> str:
+        """See ObjectStore."""
+        with self._errors(key):
+            size = self.size(key)
+            # Signed once: boto3 needs as long to sign a request as a megabyte needs to arrive.
+            place = self._place(key)
+            address = self._client.generate_presigned_url("get_object", Params={**place})
+            return parallel_download.download(size, path, partial(self._read, key, address))
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
+        """See ObjectStore."""
+        return (found.key for found in self._list(prefix, start_after))
+
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
+        """See ObjectStore."""
+        return self._list(prefix, "")
+
+    def first(self, prefix: str, start_after: str = "") -> str | None:
+        """See ObjectStore."""
+        with self._errors(prefix):
+            page = self._client.list_objects_v2(
+                Bucket=self._bucket,
+                Prefix=self._prefix + check_prefix(prefix),
+                StartAfter=self._prefix + start_after,
+                MaxKeys=1,
+            )
+        found = page.get("Contents", ())
+        return found[0]["Key"].removeprefix(self._prefix) if found else None
+
+    def delete(self, key: str) -> None:
+        """See ObjectStore."""
+        with self._errors(key):
+            self._client.delete_object(**self._place(key))
+
+    def _list(self, prefix: str, start_after: str) -> Iterator[StoredObject]:
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket,
+            Prefix=self._prefix + check_prefix(prefix),
+            StartAfter=self._prefix + start_after,
+        )
+        with self._errors(prefix):
+            for page in pages:
+                for found in page.get("Contents", ()):
+                    key = found["Key"].removeprefix(self._prefix)
+                    yield StoredObject(key, found["Size"], found["LastModified"].timestamp())
+
+    def _read(self, key: str, address: str, start: int, end: int) -> Iterator[bytes]:
+        """The bytes of a range; goes on from where a connection broke."""
+        for attempt in range(_ATTEMPTS):
+            body = self._range(key, address, f"bytes={start}-{end - 1}")
+            try:
+                while piece := body.read(_PIECE):
+                    yield piece
+                    start += len(piece)
+                return
+            except (HTTPClientError, IncompleteReadError):
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                time.sleep(_pause(attempt))
+
+    def _range(self, key: str, address: str, wanted: str) -> StreamingBody:
+        """A range from the signed address, or else from boto3, which knows what went wrong."""
+        request = AWSRequest("GET", address, headers={"Range": wanted}, stream_output=True)
+        http = self._client._endpoint.http_session  # type: ignore[attr-defined]  # proxies, TLS
+        with suppress(HTTPClientError, HTTPConnectionError):
+            got = http.send(request.prepare())
+            if got.status_code == HTTPStatus.PARTIAL_CONTENT:
+                return StreamingBody(got.raw, got.headers["Content-Length"])
+            got.raw.drain_conn()
+        return self._client.get_object(**self._place(key), Range=wanted)["Body"]
+
+    def _place(self, key: str) -> Place:
+        return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
+
+    @contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except ClientError as error:
+            raise explain(error, self.url, self._bucket, key) from error
+        except Boto3Error as error:  # the transfers' own wrapping
+            cause = error.__cause__ or error.__context__
+            if isinstance(cause, ClientError):
+                raise explain(cause, self.url, self._bucket, key) from error
+            raise StoreError(f"{self.url}: {key}: {error}") from error
+        except (NoCredentialsError, PartialCredentialsError) as error:
+            raise StoreError(
+                f"{self.url}: no AWS credentials: set AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or give this machine a role"
+            ) from error
+        except EndpointConnectionError as error:
+            raise StoreError(
+                f"{self.url}: {error}: check the network, AWS_ENDPOINT_URL_S3 and AWS_REGION"
+            ) from error
+        except (BotoCoreError, ValueError, OSError) as error:
+            raise StoreError(f"{self.url}: {key}: {error}") from error
+
+
+def _pause(attempt: int) -> float:
+    return random.uniform(0, 0.05 * 2**attempt)

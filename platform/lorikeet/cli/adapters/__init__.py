@@ -1,0 +1,1 @@
+"""Commands about adapters: register, convert, try, promote, retire, pin."""

@@ -1,0 +1,181 @@
+"""Pins: promises that adapters stay near the GPU."""
+
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+
+from lorikeet.catalog.rules.tenant_terms import HIGHEST_PRIORITY
+from lorikeet.cli.admin_client import admin
+from lorikeet.cli.arguments import (
+    Name,
+    parse_bound,
+    parse_count,
+    parse_duration,
+    parse_pinned,
+    parse_unpinned,
+)
+from lorikeet.cli.output import AsJson, moment, print_answer, print_json, print_line, print_table
+from lorikeet.sizes import show_size
+
+
+class Tier(Enum):
+    """How near the weights are kept."""
+
+    GPU = "gpu"
+    HOST = "host"
+    DISK = "disk"
+
+
+def pin(
+    ctx: typer.Context,
+    pinned: Annotated[
+        Name,
+        typer.Argument(
+            parser=parse_pinned,
+            metavar="TENANT[/NAME[@VERSION|@ALIAS]]",
+            help="Without @, what the alias prod points at, now and later; a tenant alone, that of"
+            " every adapter it has or will have.",
+            show_default=False,
+        ),
+    ],
+    replicas: Annotated[str, typer.Option(metavar="N|all", help="On how many replicas.")] = "all",
+    tier: Annotated[Tier, typer.Option(help="Keep it at least this near.")] = Tier.GPU,
+    priority: Annotated[
+        int,
+        typer.Option(
+            min=-HIGHEST_PRIORITY,
+            max=HIGHEST_PRIORITY,
+            help="Where not all pins fit, higher ones are kept; then older ones.",
+        ),
+    ] = 0,
+    reason: Annotated[str, typer.Option(help="Why, for whoever reads `lorikeet pins`.")] = "",
+    expires: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="Until 90s, 15m, 2h or 7d from now.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what it would move.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Keep adapters loaded, and load them now.
+
+    While an alias shares its requests between two versions, both are kept.
+
+    Example: `lorikeet pin acme/support --replicas 2 --reason "launch day" --expires 2h`
+    """
+    answer = admin(ctx).put(
+        f"/pins/{pinned.path}",
+        {
+            "selector": pinned.selector or "prod",
+            "replicas": parse_bound(parse_count, replicas, "all"),
+            "tier": tier.value,
+            "priority": priority,
+            "reason": reason,
+            "expires_s": None if expires is None else parse_duration(expires),
+            "dry_run": dry_run,
+        },
+    )
+    if as_json:
+        print_json(answer)
+    elif dry_run:
+        _print_moves(answer)
+    else:
+        _print_pin(answer)
+
+
+def unpin(
+    ctx: typer.Context,
+    pinned: Annotated[
+        Name,
+        typer.Argument(parser=parse_unpinned, metavar="TENANT[/NAME]", show_default=False),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Take a pin back: an adapter's, or a tenant's own.
+
+    What it kept stays where it is until its place is needed.
+
+    Example: `lorikeet unpin acme/support`
+    """
+    answer = admin(ctx).delete(f"/pins/{pinned.path}")
+    print_answer(answer, f"Unpinned [cyan]{pinned.path}[/cyan].", as_json)
+
+
+def pins(ctx: typer.Context, as_json: AsJson = False) -> None:
+    """List pins, and why any of them is not met.
+
+    Bytes are those of all that a pin keeps, on one replica.
+
+    Example: `lorikeet pins`
+    """
+    answer = admin(ctx).get("/pins")
+    if as_json:
+        print_json(answer)
+        return
+    print_table(
+        ["Pin", "Tier", "Replicas", "#Priority", "#Bytes", "Expires (UTC)", "Standing", "Reason"],
+        [_row(pin) for pin in answer["data"]],
+        empty="Nothing is pinned.",
+    )
+    _print_shortfalls([each for pin in answer["data"] for each in pin["shortfalls"]])
+
+
+def _print_pin(answer: dict[str, Any]) -> None:
+    until = "" if answer["expires"] is None else f" until {moment(answer['expires'])} UTC"
+    what = "Every adapter of " if answer["adapter"] is None else ""
+    print_line(
+        f"{what}[cyan]{_label(answer)}[/cyan] will be kept on {answer['tier']}"
+        f" on {_replicas(answer)}{until}; `lorikeet pins` shows when it is there."
+    )
+
+
+def _print_moves(moves: dict[str, Any]) -> None:
+    loads = moves["loads"]
+    total = show_size(sum(load["image_bytes"] for load in loads))
+    print_line(f"Would load {len(loads)} images, {total}. Nothing was changed.")
+    if loads:
+        rows = [
+            [one["replica"], _version(one), one["from"], one["to"], show_size(one["image_bytes"])]
+            for one in loads
+        ]
+        print_table(["Replica", "Loads", "From", "To", "#Bytes"], rows, empty="")
+    if moves["releases"]:
+        rows = [[each["replica"], _version(each), each["tier"]] for each in moves["releases"]]
+        print_table(["Replica", "Need not keep", "On"], rows, empty="")
+    _print_shortfalls(moves["unmet"])
+    if moves["lost"]:
+        print_line("Other pins would lose their place:")
+        _print_shortfalls(moves["lost"])
+
+
+def _print_shortfalls(shortfalls: list[dict[str, Any]]) -> None:
+    if shortfalls:
+        rows = [[each["pin"], _version(each), each["reason"]] for each in shortfalls]
+        print_table(["Pin", "Not kept", "Why"], rows, empty="")
+
+
+def _row(pin: dict[str, Any]) -> list[Any]:
+    return [
+        _label(pin),
+        pin["tier"],
+        "all" if pin["replicas"] is None else pin["replicas"],
+        pin["priority"],
+        show_size(pin["image_bytes"]),
+        moment(pin["expires"]) or "never",
+        pin["standing"],
+        pin["reason"],
+    ]
+
+
+def _label(pin: dict[str, Any]) -> str:
+    return pin["tenant"] if pin["adapter"] is None else f"{pin['adapter']}@{pin['selector']}"
+
+
+def _version(of: dict[str, Any]) -> str | None:
+    return None if of["adapter"] is None else f"{of['adapter']}@{of['version']}"
+
+
+def _replicas(pin: dict[str, Any]) -> str:
+    count = pin["replicas"]
+    return "all replicas" if count is None else f"{count} replica{'s' * (count > 1)}"

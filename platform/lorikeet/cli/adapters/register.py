@@ -1,0 +1,110 @@
+"""Registering: an adapter, wherever it is, becomes one file and goes to the catalog."""
+
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lorikeet.cli.adapters.commands import Adapter
+from lorikeet.cli.adapters.smoke import print_smoke
+from lorikeet.cli.adapters.sources import check_source, open_source
+from lorikeet.cli.adapters.upload import patiently, send_blob
+from lorikeet.cli.admin_client import admin
+from lorikeet.cli.output import AsJson, print_json, print_line
+from lorikeet.errors import InvalidInput, LorikeetError
+from lorikeet.sizes import show_size
+from lorikeet_engine.adapter_format import write_blob
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A PEFT adapter, as save_pretrained wrote it: its folder, a .tar or .tar.gz of it, "
+        "s3://bucket/prefix (of LORIKEET_IMPORT_FROM), or hf:organisation/name on the Hugging "
+        "Face Hub.",
+        show_default=False,
+    ),
+]
+
+
+def register(
+    ctx: typer.Context,
+    source: Source,
+    adapter: Adapter,
+    promote: Annotated[
+        bool, typer.Option("--promote", help="Point the alias prod at the new version.")
+    ] = False,
+    shared: Annotated[
+        bool | None,
+        typer.Option("--shared/--private", help="Whether every tenant may use it."),
+    ] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="The served base model it is for, if not the one it names.")
+    ] = None,
+    smoke: Annotated[
+        bool,
+        typer.Option(
+            "--smoke", help="Generate with it on a replica first; if that fails, do not register."
+        ),
+    ] = False,
+    revision: Annotated[
+        str | None, typer.Option(help="The branch, tag or commit of an hf: source.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Add an adapter, or a new version of one.
+
+    The first version becomes prod at once, later ones with --promote. The same weights again are
+    the same version. An upload that was cut short goes on where it was when you repeat the
+    command, and what the catalog has already is not sent.
+
+    Example: `lorikeet register ./my-adapter acme/support --promote`
+    """
+    try:
+        check_source(source, revision)
+    except InvalidInput as error:
+        raise typer.BadParameter(error.message) from error
+    with tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch:
+        blob = Path(scratch) / "adapter.safetensors"
+        with open_source(source, revision, quiet=as_json) as folder:
+            digest = _pack(folder, blob)
+        about = {"tenant": adapter.tenant, "base_model": base_model}
+        send_blob(admin(ctx), blob, digest, about, quiet=as_json)
+    wanted = {
+        "digest": digest,
+        "promote": promote,
+        "shared": shared,
+        "base_model": base_model,
+        "smoke": smoke,
+    }
+    path = f"/adapters/{adapter.path}/versions"
+    answer, is_new = patiently(lambda: admin(ctx).post_new(path, wanted))
+    if as_json:
+        print_json(answer)
+        return
+    _print_version(answer, is_new=is_new)
+    if smoke:
+        print_smoke(answer["smoke"])
+
+
+def _pack(folder: Path, blob: Path) -> str:
+    """The digest of the file that this makes of an adapter's folder."""
+    try:
+        return write_blob(folder, blob)
+    except OSError as error:
+        raise LorikeetError(
+            f"cannot pack {folder} into {blob.parent} ({error.strerror}): free some space there, "
+            "or let TMPDIR name another folder"
+        ) from error
+
+
+def _print_version(answer: dict[str, Any], *, is_new: bool) -> None:
+    aliases = f", now {', '.join(answer['aliases'])}" if answer["aliases"] else ""
+    already = "" if is_new else "already is "
+    print_line(
+        f"[cyan]{answer['adapter']}[/cyan] {already}version {answer['version']}{aliases}:"
+        f" {show_size(answer['size_bytes'])}, rank {answer['max_rank']},"
+        f" {show_size(answer['gpu_bytes'])} on a GPU\n"
+        f"digest {answer['digest']}"
+    )

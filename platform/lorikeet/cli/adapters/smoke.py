@@ -1,0 +1,59 @@
+"""Trying an adapter beside its base model."""
+
+from typing import Annotated, Any
+
+import typer
+
+from lorikeet.cli.admin_client import Json, admin
+from lorikeet.cli.arguments import Name, parse_name
+from lorikeet.cli.output import AsJson, print_json, print_line, print_table, print_warning
+
+Tried = Annotated[
+    Name, typer.Argument(parser=parse_name, metavar="TENANT/NAME[@VERSION]", show_default=False)
+]
+
+
+def smoke(
+    ctx: typer.Context,
+    adapter: Tried,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="What to ask, again for more; default: small talk.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens of each answer.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Generate with an adapter and with its base model.
+
+    One replica answers the same prompts both ways in one batch, greedily; you see how far the
+    answers differ, and a warning if they do not or if the adapter's look broken.
+
+    Example: `lorikeet smoke acme/support@3 --prompt "Where is my order?"`
+    """
+    body = {"selector": adapter.selector, "prompts": prompt or None, "max_tokens": max_tokens}
+    answer = admin(ctx).post(f"/adapters/{adapter.path}/smoke", body)
+    if as_json:
+        print_json(answer)
+        return
+    print_line(f"[cyan]{answer['adapter']}@{answer['version']}[/cyan]")
+    print_smoke(answer)
+
+
+def print_smoke(seen: Json) -> None:
+    """What a trial showed, for people; its warnings on stderr."""
+    print_table(
+        ["Prompt", "Base model", "Adapter", "#Equal"],
+        [_row(prompt) for prompt in seen["prompts"]],
+        empty="No prompts.",
+    )
+    first = seen["first_difference"]
+    differs = "none differs" if first is None else f"the first that differs is number {first + 1}"
+    print_line(
+        f"{seen['equal_share']:.0%} of {seen['tokens']} tokens are the base model's, {differs}"
+        f" (replica {seen['replica']}, adapter came from {seen['residency']})"
+    )
+    for warning in seen["warnings"]:
+        print_warning(warning)
+
+
+def _row(prompt: dict[str, Any]) -> list[Any]:
+    return [prompt["prompt"], prompt["base"], prompt["adapter"], f"{prompt['equal_share']:.0%}"]

@@ -1,0 +1,57 @@
+"""An adapter in a repository of the Hugging Face Hub, or of what HF_ENDPOINT names."""
+
+import sys
+from pathlib import Path
+
+from lorikeet.cli.adapters.sources.files import ADAPTER_FILES, check_files
+from lorikeet.errors import InvalidInput, LorikeetError
+
+PREFIX = "hf:"
+
+
+def fetch(repository: str, revision: str | None = None, *, quiet: bool = False) -> Path:
+    """The folder in the Hub's cache that has the adapter's two files; no others are fetched.
+
+    revision: a branch, tag or commit; None: the default branch. quiet: without a bar, which only
+    a person at a terminal sees anyhow. Raises LorikeetError.
+    """
+    try:
+        from huggingface_hub import HfApi, snapshot_download
+        from huggingface_hub import errors as hub
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+    except ImportError as error:
+        raise LorikeetError(
+            "reading from the Hugging Face Hub needs huggingface_hub: pip install huggingface_hub"
+        ) from error
+    if quiet or not sys.stderr.isatty():
+        disable_progress_bars()
+    where = f"{PREFIX}{repository}" + (f" at {revision}" if revision else "")
+    try:
+        info = HfApi().model_info(repository, revision=revision, files_metadata=True)
+        check_files(where, {file.rfilename: file.size or 0 for file in info.siblings or ()})
+        # By commit: what was looked at is what is downloaded.
+        return Path(
+            snapshot_download(repository, revision=info.sha, allow_patterns=list(ADAPTER_FILES))
+        )
+    except hub.GatedRepoError as error:
+        raise LorikeetError(
+            f"{where} is gated: ask for access on its page, and log in with `hf auth login`"
+        ) from error
+    except hub.RevisionNotFoundError as error:
+        raise InvalidInput(f"{where}: there is no such revision", param="revision") from error
+    except hub.RepositoryNotFoundError as error:
+        raise InvalidInput(
+            f"{where}: there is no such repository, or it is private: check the name, or log in "
+            "with `hf auth login`",
+            param="source",
+        ) from error
+    except hub.HFValidationError as error:
+        raise InvalidInput(
+            f"{where}: want {PREFIX}organisation/name, for instance {PREFIX}acme/support-lora",
+            param="source",
+        ) from error
+    except LorikeetError:
+        raise
+    except Exception as error:  # which HTTP library it has, and what that raises, is its own affair
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise LorikeetError(f"{where} could not be read: {reason}") from error

@@ -1,0 +1,187 @@
+"""Sending a blob: in parts, several at once, and on from where it was when it is sent again.
+
+The server knows an upload by its blob's digest. It tells which parts are missing and where they
+go: to an address of the store's own, or to the server itself.
+"""
+
+import base64
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import typer
+
+from lorikeet.cli.adapters.progress import Meter
+from lorikeet.cli.admin_client import AdminServer, Json, Unanswered
+from lorikeet.cli.output import print_error
+from lorikeet.errors import LorikeetError, NotFound, StoreError, Unavailable
+
+_CONNECTIONS = 4
+_CHUNK_BYTES = 1 << 16
+_TIMEOUT = httpx.Timeout(60.0, connect=5.0)
+_TRIES = 7  # in a row without a part that arrives: 45 s, in which a gateway restarts
+_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 15.0
+_MOST_REFUSALS = 2  # of the store's own addresses, before the parts go through the server
+# not_found: another register of the same blob has just ended the upload that both were sending
+_PASSING = (LorikeetError.code, NotFound.code, StoreError.code, Unavailable.code)
+_INTERRUPTED = 130  # what shells expect after Ctrl-C
+
+T = TypeVar("T")
+
+
+def send_blob(
+    server: AdminServer, blob: Path, digest: str, about: Mapping[str, Any], *, quiet: bool
+) -> None:
+    """Bring the server whatever it has not got of this file.
+
+    about: what the blob is for, which the server checks before any byte is sent. Shows a bar on
+    stderr where a person watches. Raises LorikeetError; Ctrl-C ends the command and says how to
+    go on.
+    """
+    with Meter(blob.stat().st_size, quiet=quiet) as meter:
+        try:
+            _Transfer(server, blob, digest, about, meter).run()
+        except KeyboardInterrupt:
+            meter.stop()
+            print_error(f"interrupted at {meter.place}: the same command goes on from there")
+            raise typer.Exit(_INTERRUPTED) from None
+
+
+def patiently(call: Callable[[], T]) -> T:
+    """The answer to what may be asked twice, also from a server that is away for a moment."""
+    for attempt in range(1, _TRIES):
+        try:
+            return call()
+        except Unanswered:
+            _pause(attempt)
+    return call()
+
+
+class _Transfer:
+    def __init__(
+        self,
+        server: AdminServer,
+        blob: Path,
+        digest: str,
+        about: Mapping[str, Any],
+        meter: Meter,
+    ) -> None:
+        self._server = server
+        self._blob = blob
+        self._digest = digest
+        self._order = {"digest": digest, "size_bytes": blob.stat().st_size, **about}
+        self._meter = meter
+        self._part_bytes = 0
+        self._refusals = 0
+        self._stop = threading.Event()
+
+    def run(self) -> None:
+        """Send until nothing is missing. Raises LorikeetError."""
+        missing, failures = self._missing(), 0
+        while missing:
+            before = self._meter.arrived
+            problem = self._round(missing)
+            if problem is None:
+                return
+            failures = 1 if self._meter.arrived > before else failures + 1
+            if failures == _TRIES:
+                raise LorikeetError(
+                    f"the upload is stuck at {self._meter.place}: {problem}. The same command "
+                    "goes on from there"
+                ) from problem
+            _pause(failures)
+            missing = patiently(self._missing)
+
+    def _missing(self) -> list[Json]:
+        answer = self._server.post("/uploads", self._order)
+        missing: list[Json] = answer["missing"]
+        self._part_bytes = answer["part_bytes"]
+        self._meter.restart(sum(part["size_bytes"] for part in missing))
+        return missing
+
+    def _round(self, parts: list[Json]) -> Exception | None:
+        """Send these parts. What kept one from arriving, if it may pass; raises what will not."""
+        self._stop.clear()
+        with ThreadPoolExecutor(_CONNECTIONS) as connections:
+            futures = [connections.submit(self._send, part) for part in parts]
+            try:
+                wait(futures)
+            except KeyboardInterrupt:
+                self._stop.set()
+                connections.shutdown(cancel_futures=True)
+                raise
+        problems = [error for future in futures if (error := future.exception())]
+        for error in problems:
+            if not _may_pass(error):
+                raise error
+        return next((error for error in problems if isinstance(error, LorikeetError)), None)
+
+    def _send(self, part: Json) -> None:
+        """Send one part. Raises LorikeetError, _Stopped."""
+        number = part["number"]
+        with self._blob.open("rb") as file:
+            file.seek((number - 1) * self._part_bytes)
+            data = file.read(part["size_bytes"])
+        md5 = hashlib.md5(data, usedforsecurity=False).digest()
+        headers = {
+            "content-length": str(len(data)),
+            "content-md5": base64.b64encode(md5).decode(),
+        }
+        chunks = self._chunks(number, data)
+        try:
+            if part["url"] is None or self._refusals >= _MOST_REFUSALS:
+                self._server.send(f"/uploads/{self._digest}/parts/{number}", chunks, headers)
+            else:
+                self._send_to_store(part["url"], number, chunks, headers)
+        except LorikeetError as error:
+            self._meter.lost(number)
+            if not _may_pass(error):
+                self._stop.set()  # the other parts need not be tried
+            raise
+        self._meter.has_arrived(number)
+
+    def _send_to_store(
+        self, url: str, number: int, chunks: Iterator[bytes], headers: Mapping[str, str]
+    ) -> None:
+        """Raises Unanswered: other addresses may work, or the way through the server."""
+        try:
+            answer = httpx.put(url, content=chunks, headers=headers, timeout=_TIMEOUT)
+            answer.raise_for_status()
+        except httpx.HTTPError as error:
+            self._refusals += 1
+            why = (
+                f"status {error.response.status_code}"
+                if isinstance(error, httpx.HTTPStatusError)
+                else str(error) or type(error).__name__
+            )
+            raise Unanswered(f"the store did not take part {number}: {why}") from error
+        self._refusals = 0
+
+    def _chunks(self, number: int, data: bytes) -> Iterator[bytes]:
+        for begin in range(0, len(data), _CHUNK_BYTES):
+            if self._stop.is_set():
+                raise _Stopped
+            chunk = data[begin : begin + _CHUNK_BYTES]
+            yield chunk
+            self._meter.sent(number, len(chunk))
+
+
+class _Stopped(Exception):
+    """Nobody waits for this part any more."""
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether the same request may be answered otherwise in a moment."""
+    return isinstance(error, Unanswered | _Stopped) or (
+        isinstance(error, LorikeetError) and error.code in _PASSING
+    )
+
+
+def _pause(failures: int) -> None:
+    time.sleep(min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** (failures - 1)))

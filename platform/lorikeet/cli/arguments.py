@@ -1,0 +1,176 @@
+"""Names, counts, durations and moments as they are typed on a command line.
+
+Names are held to the catalog's own rules before any address is made of them: a `..` in a path
+would lead to another route.
+"""
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+
+from lorikeet.catalog.names import check_alias, check_name, check_selector
+from lorikeet.catalog.rules.tenant_terms import LONGEST_LIFE_S
+from lorikeet.errors import InvalidInput
+from lorikeet.sizes import parse_size
+
+Query = dict[str, str | None]
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """tenant/name, or tenant/name@selector with a version's number or an alias.
+
+    name None: all adapters of the tenant, which only pins are of.
+    """
+
+    tenant: str
+    name: str | None = None
+    selector: str | None = None
+
+    @property
+    def path(self) -> str:
+        """As a part of a URL's path."""
+        return self.tenant if self.name is None else f"{self.tenant}/{self.name}"
+
+
+def parse_tenant(text: str) -> str:
+    """A tenant's name. Raises typer.BadParameter."""
+    return _checked(check_name, text, "tenant")
+
+
+def parse_alias(text: str) -> str:
+    """An alias. Raises typer.BadParameter."""
+    return _checked(check_alias, text, "alias")
+
+
+def parse_key_id(text: str) -> str:
+    """A key's id. Raises typer.BadParameter."""
+    return _checked(check_name, text, "id")
+
+
+def parse_name(text: str) -> Name:
+    """tenant/name[@selector]. Raises typer.BadParameter."""
+    whole, at, selector = text.partition("@")
+    tenant, _, name = whole.partition("/")
+    if not (tenant and name and bool(at) == bool(selector)):
+        raise typer.BadParameter(f"{text!r}: want tenant/name, such as acme/support")
+    return Name(
+        parse_tenant(tenant),
+        _checked(check_name, name, "name"),
+        _checked(check_selector, selector, "after @") if at else None,
+    )
+
+
+def parse_pinned(text: str) -> Name:
+    """tenant, tenant/name or tenant/name@selector. Raises typer.BadParameter."""
+    return parse_name(text) if "/" in text or "@" in text else Name(parse_tenant(text))
+
+
+def parse_unpinned(text: str) -> Name:
+    """Tenant or tenant/name. Raises typer.BadParameter."""
+    return parse_adapter(text) if "/" in text else parse_pinned(text)
+
+
+def parse_adapter(text: str) -> Name:
+    """tenant/name, where one version or alias would mean nothing. Raises typer.BadParameter."""
+    name = parse_name(text)
+    if name.selector is not None:
+        raise typer.BadParameter(f"{text!r}: want tenant/name without @{name.selector}")
+    return name
+
+
+def parse_version(name: Name) -> int:
+    """The selector, which must be a version's number. Raises typer.BadParameter."""
+    if name.selector is None or not name.selector.isdecimal():
+        raise typer.BadParameter(f"want a version: {name.path}@3 (`lorikeet show` lists them)")
+    return int(name.selector)
+
+
+def parse_duration(text: str) -> int:
+    """90s, 15m, 2h or 7d in seconds. Raises typer.BadParameter."""
+    match = re.fullmatch(r"([1-9][0-9]{0,11})([smhd])", text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r}: want a duration such as 90s, 15m, 2h or 7d")
+    seconds = int(match[1]) * _SECONDS[match[2]]
+    if seconds > LONGEST_LIFE_S:
+        raise typer.BadParameter(f"{text!r}: want at most {LONGEST_LIFE_S // _SECONDS['d']}d")
+    return seconds
+
+
+def parse_bytes(text: str) -> int:
+    """4096, 512MiB or 2.5GB in bytes. Raises typer.BadParameter."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: {error}") from error
+
+
+def parse_count(text: str) -> int:
+    """An integer ≥ 1. Raises typer.BadParameter."""
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
+        raise typer.BadParameter(f"{text!r}: want an integer ≥ 1")
+    return int(text)
+
+
+def parse_bound(parse: Callable[[str], int], text: str, unbounded: str) -> int | None:
+    """What `parse` makes of a text; None for the word for no bound. Raises typer.BadParameter."""
+    if text == unbounded:
+        return None
+    try:
+        return parse(text)
+    except typer.BadParameter as error:
+        raise typer.BadParameter(f"{error.message}, or {unbounded}") from error
+
+
+def parse_share(text: str) -> float:
+    """10% or 0.1, more than nothing and less than all. Raises typer.BadParameter."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)(%?)", text)
+    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < share < 1:
+        raise typer.BadParameter(f"{text!r}: want a share such as 10%, more than 0% and below 100%")
+    return share
+
+
+def parse_since(text: str) -> float:
+    """2026-11-21, 2026-11-21T10:00 (UTC) or 2h (ago) in Unix seconds. Raises typer.BadParameter."""
+    if text[-1:] in ("s", "m", "h", "d") and text[:-1].isdecimal():
+        return time.time() - parse_duration(text)
+    try:
+        moment = datetime.fromisoformat(text)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError) as error:
+        raise typer.BadParameter(
+            f"{text!r}: want a time such as 2026-11-21T10:00 (UTC), or 2h for 2 hours ago"
+        ) from error
+
+
+def parse_as_of(text: str) -> Query:
+    """An entry's number, or a time as for parse_since, as a query. Raises typer.BadParameter."""
+    if text.isdecimal() and 1 <= int(text) <= 10**12:
+        return {"as_of_seq": text}
+    return {"as_of_time": str(parse_since(text))}
+
+
+AsOf = Annotated[
+    Query | None,
+    typer.Option(
+        parser=parse_as_of,
+        metavar="ENTRY|TIME|AGO",
+        help="As it was after an entry of `lorikeet log`, at 2026-11-21T10:00 (UTC), or 2h ago.",
+        show_default=False,
+    ),
+]
+
+
+def _checked(check: Callable[[str, str], str], text: str, param: str) -> str:
+    try:
+        return check(text, param)
+    except InvalidInput as error:
+        raise typer.BadParameter(error.message) from error

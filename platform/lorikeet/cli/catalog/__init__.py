@@ -1,0 +1,1 @@
+"""Commands about the catalog itself: init, snapshot, log, restore, gc."""

@@ -1,0 +1,1 @@
+"""Commands that size and measure a service: capacity, bench."""

@@ -1,0 +1,265 @@
+"""Bench: what a running service shows of itself under load."""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.markup import escape
+
+from lorikeet.cli.output import (
+    NOTHING,
+    AsJson,
+    print_error,
+    print_json,
+    print_line,
+    print_table,
+    spinner,
+)
+from lorikeet.cli.planning.isolation import (
+    Compared,
+    Run,
+    Seen,
+    Tenant,
+    compare,
+    find_models,
+    quantile,
+)
+
+EXIT_INTERRUPTED = 130
+PUBLIC_URL = "http://127.0.0.1:8000"
+_ENOUGH = 100  # fewer answers have no p99 but their slowest
+_LATE_S = 0.05  # more than this, and the command itself was too slow
+
+_SHARES = {"p50": 0.5, "p99": 0.99}
+_QUANTILES = [column for at in _SHARES for column in (f"#{at} alone", "#shared", "#growth")]
+
+
+class _Metric(NamedTuple):
+    """One of the things that are compared: its name in JSON and in tables, and where it is."""
+
+    name: str
+    title: str
+    times_s: Callable[[Seen], list[float]]
+
+
+class _Figure(NamedTuple):
+    """One quantile of it, in seconds; None where no answer came."""
+
+    alone: float | None
+    shared: float | None
+
+    @property
+    def growth(self) -> float | None:
+        """By which share it is more beside others."""
+        return self.shared / self.alone - 1 if self.shared and self.alone else None
+
+    def cells(self) -> tuple[str, str, str]:
+        """In a table."""
+        alone, shared = (NOTHING if s is None else f"{s * 1e3:,.1f}" for s in self)
+        return alone, shared, NOTHING if self.growth is None else f"{self.growth:+.0%}"
+
+    def as_json(self) -> dict[str, float | None]:
+        """For programs."""
+        return {"alone": self.alone, "shared": self.shared, "growth": self.growth}
+
+
+_METRICS = (
+    _Metric("ttft_s", "Time to first token", lambda seen: seen.first_s),
+    _Metric("itl_s", "Between two tokens", lambda seen: seen.between_s),
+)
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def bench() -> None:
+    """Bench: what a running service shows of itself under load.
+
+    Example: `lorikeet bench isolation --keys tenants.json`
+    """
+
+
+def _parse_rate(text: str) -> tuple[str | None, float]:
+    """R, which is everyone's, or TENANT=R. Raises typer.BadParameter."""
+    tenant, named, rate = text.rpartition("=")
+    if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", rate) is None or float(rate) == 0:
+        raise typer.BadParameter(f"{text!r}: want requests a second, such as 2 or acme=20")
+    return tenant if named else None, float(rate)
+
+
+def _parse_growth(text: str) -> float:
+    """25% as 0.25. Raises typer.BadParameter."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)%", text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r}: want a share such as 25%")
+    return float(match[1]) / 100
+
+
+@app.command()
+def isolation(
+    keys: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help='JSON with each tenant\'s key: {"acme": "lk_…"}.',
+            exists=True,
+            dir_okay=False,
+            show_default=False,
+        ),
+    ],
+    rate: Annotated[
+        list[Any] | None,
+        typer.Option(
+            parser=_parse_rate,
+            metavar="[TENANT=]R",
+            help="Requests a second of each tenant, or of this one; can be repeated. Default: 1.",
+            show_default=False,
+        ),
+    ] = None,
+    url: Annotated[str, typer.Option(help="Where tenants reach the service.")] = PUBLIC_URL,
+    seconds: Annotated[float, typer.Option(min=0.1, max=86_400, help="Of each run.")] = 15,
+    tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="The same asks at the same times.")] = 0,
+    max_growth: Annotated[
+        Any,
+        typer.Option(
+            parser=_parse_growth,
+            metavar="SHARE",
+            help="Exit with 1 if a p99 grows by more than this, such as 25%.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what tenants feel of one another.
+
+    Each tenant's requests run alone, then all tenants' together: streamed answers of an adapter of
+    the tenant's own, if it has one, asked for at random times whatever has become of those before.
+    Ctrl-C shows what has come until then.
+
+    Example: `lorikeet bench isolation --keys tenants.json --rate 2 --rate acme=20`
+    """
+    secrets = _read_keys(keys)
+    rates = _rates(rate or [], secrets)
+    models = asyncio.run(find_models(url, secrets))
+    tenants = [Tenant(name, key, models[name], rates[name]) for name, key in secrets.items()]
+    rows = list(map(Compared, tenants))
+    whole = _run(url, rows, Run(seconds, tokens, seed), quiet=as_json)
+    grown = [] if max_growth is None or not whole else list(_grown(rows, max_growth))
+    if as_json:
+        print_json({"complete": whole, "tenants": list(map(_json, rows)), "grown": grown})
+    else:
+        _print(rows)
+    if not whole:
+        print_error("interrupted: this is what had come until then")
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if grown:
+        print_error(f"a p99 grew by more than {max_growth:.0%}: {', '.join(grown)}")
+        raise typer.Exit(1)
+
+
+def _read_keys(file: Path) -> dict[str, str]:
+    """Raises typer.BadParameter."""
+    try:
+        keys = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"--keys {file}: {error}") from error
+    if not (isinstance(keys, dict) and keys and all(isinstance(key, str) for key in keys.values())):
+        raise typer.BadParameter(f'--keys {file}: want {{"acme": "lk_…"}}, each tenant\'s key')
+    for tenant, key in keys.items():
+        if not (key.isascii() and key.isprintable()):
+            raise typer.BadParameter(f"--keys {file}: {tenant}'s holds characters that no key has")
+    return keys
+
+
+def _rates(given: Sequence[tuple[str | None, float]], keys: Mapping[str, str]) -> dict[str, float]:
+    """Requests a second, by tenant. Raises typer.BadParameter."""
+    rates = {None: 1.0} | dict(given)
+    for tenant in rates.keys() - keys.keys() - {None}:
+        raise typer.BadParameter(f"--rate {tenant}=…: --keys has no {tenant}")
+    return {tenant: rates.get(tenant, rates[None]) for tenant in keys}
+
+
+def _run(url: str, rows: Sequence[Compared], run: Run, *, quiet: bool) -> bool:
+    """Send it all; shows what runs where a person watches. Whether it came to its end."""
+    whole_s = (len(rows) + 1) * run.seconds
+    with spinner("Beginning", quiet=quiet) as show:
+        try:
+            asyncio.run(
+                compare(url, rows, run, lambda what: show(f"{what}; about {whole_s:.0f} s in all"))
+            )
+        except KeyboardInterrupt:
+            return False
+    return True
+
+
+def _print(rows: Sequence[Compared]) -> None:
+    print_table(
+        ["Tenant", "Model", "#Requests alone", "#errors", "#shared", "#errors"],
+        [_counts(row) for row in rows],
+        empty="",
+    )
+    for metric in _METRICS:
+        print_line(f"[bold]{metric.title}[/bold], ms")
+        cells = [
+            [cell for share in _SHARES.values() for cell in _figure(row, metric, share).cells()]
+            for row in rows
+        ]
+        named = [[row.tenant.name, *each] for row, each in zip(rows, cells, strict=True)]
+        print_table(["Tenant", *_QUANTILES], named, empty="")
+    for line in _remarks(rows):
+        print_line(escape(line))
+
+
+def _figure(row: Compared, metric: _Metric, share: float) -> _Figure:
+    alone, shared = (quantile(metric.times_s(seen), share) for seen in (row.alone, row.shared))
+    return _Figure(alone, shared)
+
+
+def _counts(row: Compared) -> list[Any]:
+    seen = [count for s in (row.alone, row.shared) for count in (s.requests, s.errors.total())]
+    return [row.tenant.name, row.tenant.model, *(f"{count:,}" for count in seen)]
+
+
+def _grown(rows: Sequence[Compared], most: float) -> Iterator[str]:
+    """Whose p99 grew by more, or cannot be told."""
+    for row in rows:
+        for metric in _METRICS:
+            growth = _figure(row, metric, _SHARES["p99"]).growth
+            if growth is None or growth > most:
+                how = "not measured" if growth is None else f"{growth:+.0%}"
+                yield f"{row.tenant.name} ({metric.title.lower()}: {how})"
+
+
+def _remarks(rows: Sequence[Compared]) -> Iterator[str]:
+    """What the tables leave out."""
+    for row in rows:
+        for when, seen in (("alone", row.alone), ("beside the others", row.shared)):
+            for error, count in seen.errors.most_common():
+                yield f"{row.tenant.name} {when}: {count:,} × {error}"
+    everything = [seen for row in rows for seen in (row.alone, row.shared)]
+    if min(len(seen.first_s) for seen in everything) < _ENOUGH:
+        yield f"Of fewer than {_ENOUGH} answers p99 is the slowest: --seconds and --rate give more."
+    late_s = max(seen.late_s for seen in everything)
+    if late_s > _LATE_S:
+        yield f"Requests went out up to {late_s * 1e3:,.0f} ms late: this machine was too slow."
+
+
+def _json(row: Compared) -> dict[str, Any]:
+    return {
+        "tenant": row.tenant.name,
+        "model": row.tenant.model,
+        "requests_per_s": row.tenant.requests_per_s,
+        "requests": {"alone": row.alone.requests, "shared": row.shared.requests},
+        "errors": {"alone": dict(row.alone.errors), "shared": dict(row.shared.errors)},
+        **{
+            metric.name: {
+                at: _figure(row, metric, share).as_json() for at, share in _SHARES.items()
+            }
+            for metric in _METRICS
+        },
+    }

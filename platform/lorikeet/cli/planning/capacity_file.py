@@ -1,0 +1,197 @@
+"""The question that `lorikeet capacity` reads: a TOML or JSON file, parsed once.
+
+docs/capacity.md describes it.
+"""
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic.functional_validators import AfterValidator
+
+from lorikeet.catalog.names import check_name
+from lorikeet.errors import InvalidInput
+from lorikeet.routing.costs import Costs
+from lorikeet.settings import Bytes
+from lorikeet.simulator.demand import Demand, Tenant
+from lorikeet.simulator.forecast import Goals, Memory, Needs
+from lorikeet.simulator.traffic import BYTES_PER_RANK, LENGTHS
+from lorikeet_engine.costs import LoadCosts, StepCosts
+from lorikeet_engine.traffic import RANKS, LengthModel, parse_popularity
+
+_P99 = 2.3263  # standard deviations above the mean
+
+
+def _popularity(text: str) -> str:
+    parse_popularity(text)
+    return text
+
+
+def _tenant_name(name: str) -> str:
+    try:
+        return check_name(name, "name")
+    except InvalidInput as error:
+        raise ValueError(error.message) from error
+
+
+def _rising(pair: tuple[float, float]) -> tuple[float, float]:
+    if not pair[0] <= pair[1]:
+        raise ValueError("want [p50, p99], the smaller first")
+    return pair
+
+
+_Strict = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+_Tokens = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_rising)]
+
+
+class _Lengths(BaseModel):
+    """p50 and p99, in tokens."""
+
+    model_config = _Strict
+    prompt: _Tokens
+    answer: _Tokens
+
+    def model(self) -> LengthModel:
+        prompt, answer = map(_lognormal, (self.prompt, self.answer))
+        return LengthModel(*prompt, *answer)
+
+
+_AnyLengths = Literal["conv", "code"] | _Lengths
+
+
+class _Traffic(BaseModel):
+    model_config = _Strict
+    base_requests_per_s: float = Field(default=0.0, ge=0)
+    lengths: _AnyLengths = "conv"
+    context: int = Field(default=8192, ge=2)
+    cv: float = Field(default=1.0, gt=0, le=10)
+
+
+class _Tenant(BaseModel):
+    model_config = _Strict
+    name: Annotated[str, AfterValidator(_tenant_name)]
+    adapters: int = Field(ge=1, le=1_000_000)
+    ranks: tuple[PositiveInt, ...] = Field(default=RANKS, min_length=1)
+    bytes_per_rank: Bytes = BYTES_PER_RANK
+    popularity: Annotated[str, AfterValidator(_popularity)] = "zipf:1.0"
+    requests_per_s: PositiveFloat
+    lengths: _AnyLengths | None = None
+    ttft_p99_ms: PositiveFloat | None = None
+
+
+class _Memory(BaseModel):
+    model_config = _Strict
+    gpu: Bytes
+    host: Bytes = 64 * 2**30
+    disk: Bytes = 500 * 2**30
+
+
+class _Goals(BaseModel):
+    model_config = _Strict
+    ttft_p99_ms: PositiveFloat | None = None
+    inter_token_p50_ms: PositiveFloat | None = None
+    inter_token_p99_ms: PositiveFloat | None = None
+    hit_rate: float | None = Field(default=None, gt=0, le=1)
+
+
+class _Costs(BaseModel):
+    model_config = _Strict
+    steps: StepCosts = StepCosts()
+    loads: LoadCosts = LoadCosts()
+
+
+class _Question(BaseModel):
+    model_config = _Strict
+    traffic: _Traffic = Field(default_factory=_Traffic)
+    tenants: tuple[_Tenant, ...] = Field(min_length=1)
+    memory: _Memory
+    goals: _Goals = Field(default_factory=_Goals)
+    costs: _Costs = Field(default_factory=_Costs)
+
+
+def read_needs(path: Path) -> Needs:
+    """The file's question. Raises InvalidInput."""
+    try:
+        text = path.read_text()
+        given = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{path} cannot be read: {error}") from error
+    return parse_needs(given, str(path))
+
+
+def parse_needs(given: Mapping[str, Any], where: str) -> Needs:
+    """The question, as a file holds it. where: for errors. Raises InvalidInput."""
+    try:
+        asked = _Question.model_validate(given)
+    except ValidationError as error:
+        problems = "; ".join(filter(None, map(_describe, error.errors())))
+        raise InvalidInput(f"{where}: {problems}") from error
+    names = [tenant.name for tenant in asked.tenants]
+    if len(set(names)) < len(names):
+        raise InvalidInput(f"{where}: tenants: want each name once")
+    if not any(asked.goals.model_dump().values()) and not any(t.ttft_p99_ms for t in asked.tenants):
+        raise InvalidInput(f"{where}: say what must hold, such as goals.ttft_p99_ms = 500")
+    return _needs(asked)
+
+
+def _needs(asked: _Question) -> Needs:
+    traffic, memory, goals = asked.traffic, asked.memory, asked.goals
+    usual = _model(traffic.lengths)
+    demand = Demand(
+        tuple(
+            Tenant(
+                each.name,
+                each.adapters,
+                each.ranks,
+                each.bytes_per_rank,
+                each.popularity,
+                each.requests_per_s,
+                usual if each.lengths is None else _model(each.lengths),
+                _seconds(each.ttft_p99_ms),
+            )
+            for each in asked.tenants
+        ),
+        usual,
+        traffic.base_requests_per_s,
+        traffic.cv,
+        traffic.context,
+    )
+    return Needs(
+        demand,
+        Memory(memory.gpu, memory.host, memory.disk),
+        Goals(
+            _seconds(goals.ttft_p99_ms),
+            _seconds(goals.inter_token_p50_ms),
+            _seconds(goals.inter_token_p99_ms),
+            goals.hit_rate,
+        ),
+        Costs(asked.costs.steps, asked.costs.loads),
+    )
+
+
+def _model(lengths: str | _Lengths) -> LengthModel:
+    return LENGTHS[lengths] if isinstance(lengths, str) else lengths.model()
+
+
+def _lognormal(tokens: tuple[float, float]) -> tuple[float, float]:
+    """μ and σ of the logarithm."""
+    return math.log(tokens[0]), math.log(tokens[1] / tokens[0]) / _P99
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
+
+
+def _describe(problem: Any) -> str | None:
+    if problem["type"] == "too_short" and problem["input"]:
+        return None  # what it holds is wrong, and is described itself
+    name = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"{name} is not known: docs/capacity.md says what is"
+    if problem["type"] == "missing":
+        return f"{name} is missing"
+    return f"{name}={problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"

@@ -1,0 +1,223 @@
+"""Sends tenants' requests to a running service: of each tenant alone, then of all together."""
+
+import asyncio
+import json
+import random
+import string
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import httpx
+import numpy as np
+
+from lorikeet.errors import LorikeetError
+from lorikeet_engine.traffic import poisson
+
+_TIMEOUT = httpx.Timeout(60.0, connect=5.0)
+_WORDS, _LETTERS = 50, 4  # of a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who asks, for what, and how often."""
+
+    name: str
+    key: str
+    model: str
+    requests_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """For so many seconds requests go out, each for so many tokens."""
+
+    seconds: float
+    tokens: int
+    seed: int
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one tenant saw of one run. Times in seconds.
+
+    first_s: from when a request was due to its first token. between_s: from one token of an answer
+    to the next. errors: how many of which kind. late_s: the most by which a request was sent after
+    it was due.
+    """
+
+    requests: int = 0
+    first_s: list[float] = field(default_factory=list)
+    between_s: list[float] = field(default_factory=list)
+    errors: Counter[str] = field(default_factory=Counter)
+    late_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Compared:
+    """What a tenant saw alone, and beside the others."""
+
+    tenant: Tenant
+    alone: Seen = field(default_factory=Seen)
+    shared: Seen = field(default_factory=Seen)
+
+
+class _Failed(Exception):
+    """A request without a whole answer; the message is short, so that failures group."""
+
+
+async def find_models(url: str, keys: Mapping[str, str]) -> dict[str, str]:
+    """The model that each tenant asks for: an adapter of its own, else any that it may use.
+
+    Raises LorikeetError when the server does not answer or does not take a key.
+    """
+    try:
+        client = _client(url)
+    except httpx.InvalidURL as error:
+        raise LorikeetError(f"cannot ask {url}: {error}") from error
+    async with client:
+        return {tenant: await _model_of(client, tenant, key) for tenant, key in keys.items()}
+
+
+async def compare(
+    url: str, rows: Sequence[Compared], run: Run, watch: Callable[[str], None]
+) -> None:
+    """Run each tenant alone, then all; fills the rows as answers come.
+
+    Each tenant first asks once, uncounted, so that nobody waits for an adapter to be loaded.
+    """
+    async with _client(url) as client:
+        for number, row in enumerate(rows, 1):
+            watch(f"{row.tenant.name} alone, {number} of {len(rows)}")
+            with suppress(_Failed):  # if it stays so, the requests that count say so
+                await _tokens_s(client, row.tenant, run, "a few words")
+            await _send_all(client, row.tenant, run, "alone", row.alone)
+        watch("all together")
+        async with asyncio.TaskGroup() as tasks:
+            for row in rows:
+                tasks.create_task(_send_all(client, row.tenant, run, "shared", row.shared))
+
+
+def _client(url: str) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(base_url=url, timeout=_TIMEOUT, limits=limits)
+
+
+async def _model_of(client: httpx.AsyncClient, tenant: str, key: str) -> str:
+    try:
+        answer = await client.get("/v1/models", headers=_headers(key))
+        models = answer.json()["data"] if answer.is_success else []
+        ranked = sorted(models, key=lambda m: (m["owned_by"] != tenant, m["parent"] is None))
+    except httpx.HTTPError as error:
+        raise LorikeetError(
+            f"nothing answers at {client.base_url}: start the service, or give the address"
+            " at which tenants reach it with --url"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise LorikeetError(
+            f"{client.base_url} does not answer in Lorikeet's words: is that the gateway's address?"
+        ) from error
+    if answer.is_error:
+        raise LorikeetError(f"the service does not take {tenant}'s key: {_reason(answer)}")
+    if not ranked:
+        raise LorikeetError(f"{tenant} may use no model: register an adapter for it")
+    return str(ranked[0]["id"])
+
+
+async def _send_all(
+    client: httpx.AsyncClient, tenant: Tenant, run: Run, kind: str, seen: Seen
+) -> None:
+    """Open loop: a request goes out when it is due, whatever has become of those before.
+
+    Both kinds of run ask at the same times, but with other prompts: none is found computed.
+    """
+    words = random.Random(f"{run.seed} {tenant.name} {kind}")
+    dice = np.random.default_rng(list(f"{run.seed} {tenant.name}".encode()))
+    due_s = poisson(tenant.requests_per_s).times(dice, run.seconds).tolist()
+    began_s = time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        for at_s in due_s:
+            await asyncio.sleep(began_s + at_s - time.perf_counter())
+            asked = _ask(client, tenant, run, _prompt(words), began_s + at_s, seen)
+            tasks.create_task(asked)
+
+
+async def _ask(
+    client: httpx.AsyncClient, tenant: Tenant, run: Run, prompt: str, due_s: float, seen: Seen
+) -> None:
+    """One request, and what it adds to what was seen."""
+    seen.requests += 1
+    seen.late_s = max(seen.late_s, time.perf_counter() - due_s)
+    try:
+        tokens_s = await _tokens_s(client, tenant, run, prompt)
+    except _Failed as failed:
+        seen.errors[str(failed)] += 1
+    else:
+        seen.first_s.append(tokens_s[0] - due_s)
+        seen.between_s += [later - sooner for sooner, later in pairwise(tokens_s)]
+
+
+async def _tokens_s(
+    client: httpx.AsyncClient, tenant: Tenant, run: Run, prompt: str
+) -> list[float]:
+    """When each piece of text came, at least one. Raises _Failed."""
+    body = {
+        "model": tenant.model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": run.tokens,
+        "min_tokens": run.tokens,
+        "stream": True,
+    }
+    came_s: list[float] = []
+    try:
+        async with client.stream(
+            "POST", "/v1/chat/completions", json=body, headers=_headers(tenant.key)
+        ) as answer:
+            if answer.is_error:
+                await answer.aread()
+                raise _Failed(_reason(answer))
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]" and came_s:
+                    return came_s
+                if _has_text(line):
+                    came_s.append(time.perf_counter())
+    except httpx.HTTPError as error:
+        raise _Failed(type(error).__name__) from error
+    raise _Failed("the stream broke off" if came_s else "an answer without text")
+
+
+def _has_text(line: str) -> bool:
+    """Whether this line of a stream is a piece of text. Raises _Failed for an error event."""
+    if not line.startswith("data: {"):
+        return False
+    event = json.loads(line.removeprefix("data: "))
+    if "error" in event:
+        raise _Failed(f"mid-stream {event['error']['code']}")
+    return any(choice["delta"].get("content") for choice in event["choices"])
+
+
+def _reason(answer: httpx.Response) -> str:
+    """Status and code, such as 429 rate_limit_exceeded."""
+    try:
+        return f"{answer.status_code} {answer.json()['error']['code']}"
+    except (ValueError, KeyError, TypeError):
+        return str(answer.status_code)
+
+
+def _headers(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def _prompt(dice: random.Random) -> str:
+    letters = dice.choices(string.ascii_lowercase, k=_WORDS * _LETTERS)
+    return " ".join("".join(letters[at::_WORDS]) for at in range(_WORDS))
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """The least value that so large a share of all do not exceed; None of nothing."""
+    if not values:
+        return None
+    return float(np.quantile(values, share, method="inverted_cdf"))

@@ -1,0 +1,69 @@
+"""Doctor: what a start of the service needs, looked at before it is started."""
+
+import os
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from lorikeet.cli.arguments import parse_bytes
+from lorikeet.cli.output import AsJson, print_json, print_line
+from lorikeet.doctor.examination import can_start, examine
+from lorikeet.doctor.finding import Finding, Verdict
+from lorikeet.doctor.planned_start import Site
+
+_COLOURS = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.PROBLEM: "bold red"}
+
+
+def doctor(
+    gpu_memory: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            parser=parse_bytes,
+            help="Plan for GPUs of this size, such as 80GiB, that are not here.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check all that `serve run serve_app:app` needs, and say what to change.
+
+    Run it where the service will be started, in the same environment. It takes seconds and leaves
+    nothing behind. The exit status is 0 if the service can start, and 1 if not.
+
+    Example: `lorikeet doctor --gpu-memory 80GiB`
+    """
+    findings = examine(Site(os.environ, gpu_memory))
+    if as_json:
+        print_json({"can_start": can_start(findings), "findings": list(map(_json, findings))})
+    else:
+        for finding in findings:
+            _print(finding)
+        print_line(_summary(findings))
+    raise typer.Exit(not can_start(findings))
+
+
+def _json(finding: Finding) -> dict[str, str | None]:
+    return {
+        "check": finding.check,
+        "verdict": finding.verdict.value,
+        "found": finding.found,
+        "cure": finding.cure,
+    }
+
+
+def _print(finding: Finding) -> None:
+    colour, verdict = _COLOURS[finding.verdict], finding.verdict.value
+    print_line(f"[{colour}]{verdict:<8}[/] [bold]{finding.check}[/]: {escape(finding.found)}")
+    if finding.cure is not None:
+        print_line(f"         → {escape(finding.cure)}")
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    problems, warnings = (
+        sum(finding.verdict is verdict for finding in findings)
+        for verdict in (Verdict.PROBLEM, Verdict.WARNING)
+    )
+    start = "It can start" if can_start(findings) else "It cannot start so"
+    return f"\n{start}. Problems: {problems}, warnings: {warnings}."

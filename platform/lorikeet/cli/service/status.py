@@ -1,0 +1,83 @@
+"""Status: what every replica does, and which adapters are resident where."""
+
+from collections import defaultdict
+from typing import Any
+
+import typer
+
+from lorikeet.cli.admin_client import admin
+from lorikeet.cli.output import AsJson, print_json, print_line, print_table
+from lorikeet.sizes import show_size
+
+_TIERS = ("gpu", "host", "disk")
+
+
+def status(ctx: typer.Context, as_json: AsJson = False) -> None:
+    """Show replicas, and what is resident where.
+
+    A * marks what is pinned. Arena is what an adapter takes on the GPU; Blob, in `lorikeet list`,
+    is its file in the catalog.
+
+    Example: `lorikeet status`
+    """
+    answer = admin(ctx).get("/status")
+    if as_json:
+        print_json(answer)
+        return
+    replicas = answer["replicas"]
+    print_line(f"Catalog at entry {answer['catalog_seq']}")
+    print_line(_pins(answer["pins"]))
+    print_table(
+        ["Replica", "Base model", "#Running", "#Waiting", "#KV pages", "#Slot pool"],
+        [_replica_row(replica) for replica in replicas],
+        empty="No replica has reported.",
+    )
+    print_table(
+        ["Adapter", "GPU", "Host", "Disk", "#Arena", "#Leases"],
+        _adapter_rows(replicas),
+        empty="No adapter is resident.",
+    )
+
+
+def _pins(counts: dict[str, int] | None) -> str:
+    if counts is None:
+        return "Pins: not known while the catalog does not answer"
+    shown = ", ".join(f"{count} {standing}" for standing, count in sorted(counts.items()))
+    why = " (`lorikeet pins` says why)" if "unmet" in counts else ""
+    return f"Pins: {shown or 'none'}{why}"
+
+
+def _replica_row(replica: dict[str, Any]) -> list[Any]:
+    return [
+        replica["replica"],
+        replica["base_model"],
+        replica["running"],
+        replica["waiting"],
+        f"{replica['kv_pages_used']} of {replica['kv_pages_total']}",
+        f"{show_size(replica['arena_bytes_used'])} of {show_size(replica['arena_bytes_total'])}",
+    ]
+
+
+def _adapter_rows(replicas: list[dict[str, Any]]) -> list[list[Any]]:
+    held: dict[str, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
+    for replica in replicas:
+        for adapter in replica["adapters"]:
+            held[f"{adapter['adapter']}@{adapter['version']}"].append((replica["replica"], adapter))
+    return [
+        [
+            name,
+            *(_holders(places, tier) for tier in _TIERS),
+            show_size(max(adapter["gpu_bytes"] for _, adapter in places) or None),
+            sum(adapter["leases"] for _, adapter in places),
+        ]
+        for name, places in sorted(held.items())
+    ]
+
+
+def _holders(places: list[tuple[str, dict[str, Any]]], tier: str) -> str | None:
+    names = [
+        replica + ("*" if adapter["pinned"] else "")
+        for replica, adapter in places
+        if adapter["residency"] == tier
+    ]
+    return " ".join(sorted(names)) or None

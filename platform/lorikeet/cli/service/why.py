@@ -1,0 +1,139 @@
+"""Why: what became of a request, where its time went, and why it went to that replica."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from lorikeet.cli.admin_client import admin
+from lorikeet.cli.output import AsJson, print_json, print_line, print_table
+
+Json = Mapping[str, Any]
+
+_STAGES = {
+    "gateway": "read and let in",
+    "replica": "waited for a replica",
+    "way": "text to tokens and back, and the way",
+    "queue": "waited in the engine's queue",
+    "adapter": "waited for its adapter",
+    "prefill": "prompt computed, to the first token",
+    "generation": "generated, to the last token",
+    "first bytes": "to the first bytes of the answer",
+    "rest": "from there to its end",
+}
+_BAR = 32  # characters
+
+
+def why(
+    ctx: typer.Context,
+    request_id: Annotated[
+        str, typer.Argument(metavar="REQUEST_ID", help="x-request-id, or the answer's own id.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Tell what became of a request: where its time went, and why that replica.
+
+    Requests are known for an hour, on a busy gateway for less.
+
+    Example: `lorikeet why chatcmpl-0f3b5c1d7a894e20b6c1d2e3f4a5b6c7`
+    """
+    found = admin(ctx).get(f"/requests/{_safe(request_id)}")
+    if as_json:
+        print_json(found)
+        return
+    for line in _account(found):
+        print_line(line)
+    print_table(
+        ["Stage", "#ms", ""], list(_timeline(found["stages"])), empty="It has only just come."
+    )
+    for number, attempt in enumerate(found["attempts"], 1):
+        _print_attempt(number, attempt, found["adapter"] is not None)
+
+
+def _safe(request_id: str) -> str:
+    """Nothing that would lead to another route. Raises typer.BadParameter."""
+    if not request_id.replace("-", "").isalnum() or not request_id.isascii():
+        raise typer.BadParameter(f"{request_id!r}: want x-request-id, or the answer's own id")
+    return request_id
+
+
+def _account(found: Json) -> Iterator[str]:
+    """Who, what and how it ended."""
+    came = datetime.fromtimestamp(found["came"], tz=UTC).strftime("%Y-%m-%d %H:%M:%S")
+    yield f"Came {came} UTC from [cyan]{found['tenant']}[/cyan] with {found['key_id']}"
+    if found["adapter"]:
+        yield f"Asked for {_plain(found['model'])}: {found['adapter']}, {found['digest'][:12]}"
+    elif found["model"]:
+        yield f"Asked for {_plain(found['model'])}"
+    yield f"[bold]{_ending(found)}[/bold]"
+    if found["replica"]:
+        there = found["there_then"]
+        yield f"On {found['replica']}, where {there['running']} ran and {there['waiting']} waited"
+    if found["residency"]:
+        came_in = (
+            "" if found["load_ms"] is None else f"; there for it after {_ms(found['load_ms'])}"
+        )
+        yield f"Its adapter was at {found['residency']}{came_in}"
+    if found["tokens"]:
+        tokens = found["tokens"]
+        yield (
+            f"Tokens: {tokens['prompt']} in, {tokens['cached']} of them cached,"
+            f" {tokens['output']} out; {found['preemptions']} preemptions"
+        )
+
+
+def _ending(found: Json) -> str:
+    outcome = found["outcome"].capitalize()
+    code = f" ({found['code']}{_of(found['param'])})" if found["code"] else ""
+    first = found["first_token_ms"]
+    begun = "" if first is None else f", the first token after {_ms(first)}"
+    verb = "for" if found["outcome"] == "running" else "after"
+    return f"{outcome}{code} {verb} {_ms(found['total_ms'])}{begun}"
+
+
+def _of(param: str | None) -> str:
+    return "" if param is None else f", {_plain(param)}"
+
+
+def _timeline(stages: Sequence[Json]) -> Iterator[tuple[str, str, str]]:
+    """A bar for each stage where it lies between the beginning and the end."""
+    total = sum(stage["ms"] for stage in stages) or 1.0
+    before = 0.0
+    for stage in stages:
+        begin = min(_BAR - 1, int(_BAR * before / total))
+        before += stage["ms"]
+        length = max(1, round(_BAR * before / total) - begin) if stage["ms"] else 0
+        yield _STAGES[stage["stage"]], f"{stage['ms']:.1f}", " " * begin + "█" * length
+
+
+def _print_attempt(number: int, attempt: Json, adapted: bool) -> None:
+    went = attempt["replica"] or "no replica"
+    best = next((each["replica"] for each in attempt["candidates"]), went)
+    passed = "" if best == went else ", as the best had no room or did not answer"
+    failed = "" if attempt["failure"] is None else f", which failed: {_plain(attempt['failure'])}"
+    print_line(f"Attempt {number} went to {went}{passed}{failed}; expected costs in ms:")
+    tier = ["Adapter"] if adapted else []
+    print_table(
+        ["Replica", *tier, "#Cost", "#Prompt", "#Queue", "#Load", "#Others", "#Copy"],
+        [
+            [each["replica"], *([each["residency"]] if adapted else []), *_costs(each)]
+            for each in attempt["candidates"]
+        ],
+        empty="The router considered none.",
+    )
+
+
+def _costs(candidate: Json) -> list[str]:
+    parts = ("cost", "prefill", "queue", "load", "others", "copy")
+    return [f"{candidate[f'{part}_ms']:.1f}" for part in parts]
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.1f} ms"
+
+
+def _plain(text: str) -> str:
+    """Text that is no markup and steers no terminal."""
+    return escape("".join(char if char.isprintable() else "?" for char in text))

@@ -1,0 +1,1 @@
+"""Commands about tenants, their keys, limits and usage."""

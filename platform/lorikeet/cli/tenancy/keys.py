@@ -1,0 +1,177 @@
+"""Keys: what tenants and admins show."""
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from lorikeet.cli.adapters.commands import Tenant
+from lorikeet.cli.admin_client import admin
+from lorikeet.cli.arguments import parse_duration, parse_key_id, parse_tenant
+from lorikeet.cli.output import AsJson, moment, print_answer, print_json, print_line, print_table
+from lorikeet.cli.tenancy.limit_options import KEY_TERMS, NONE, print_terms, takes
+
+KeyId = Annotated[str, typer.Argument(parser=parse_key_id, metavar="ID", show_default=False)]
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def keys() -> None:
+    """Keys: what tenants and admins show.
+
+    Example: `lorikeet keys create --tenant acme`
+    """
+
+
+@app.command()
+@takes(KEY_TERMS)
+def create(
+    ctx: typer.Context,
+    terms: dict[str, Any],
+    tenant: Annotated[
+        str | None,
+        typer.Option(
+            parser=parse_tenant,
+            metavar="NAME",
+            help="A key for this tenant's requests.",
+            show_default=False,
+        ),
+    ] = None,
+    for_admin: Annotated[
+        bool, typer.Option("--admin", help="A key for administering, of no tenant.")
+    ] = False,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Only for looking at things.")
+    ] = False,
+    name: Annotated[str, typer.Option(help="What people call it.", show_default=False)] = "",
+    expires: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="Until 15m, 2h or 90d from now.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key.
+
+    It is shown this once: only its SHA-256 is kept. Its limits hold beside its tenant's.
+
+    Example: `lorikeet keys create --tenant acme --name ci --expires 90d --requests-per-min 60`
+    """
+    if (tenant is None) != for_admin:
+        raise typer.BadParameter("want either --tenant NAME or --admin")
+    scope = "read-only" if read_only else "admin" if for_admin else "infer"
+    answer = admin(ctx).post(
+        "/keys" if tenant is None else f"/tenants/{tenant}/keys",
+        {
+            "scopes": [scope],
+            "name": name,
+            "expires_s": None if expires is None else parse_duration(expires),
+            **terms,
+        },
+    )
+    print_secret(answer, as_json)
+
+
+@app.command("list")
+def list_keys(ctx: typer.Context, tenant: Tenant = None, as_json: AsJson = False) -> None:
+    """List keys by their ids.
+
+    The keys themselves are kept nowhere.
+
+    Example: `lorikeet keys list --tenant acme`
+    """
+    path = "/keys" if tenant is None else f"/tenants/{tenant}/keys"
+    answer = admin(ctx).get(path)
+    if as_json:
+        print_json(answer)
+        return
+    print_table(
+        ["Id", "Name", "Tenant", "Scopes", "Since (UTC)", "Expires (UTC)", "State"],
+        [_row(key) for key in answer["data"]],
+        empty="No keys: `lorikeet keys create` makes one.",
+    )
+
+
+@app.command()
+@takes(KEY_TERMS)
+def limit(
+    ctx: typer.Context, key_id: KeyId, terms: dict[str, Any], as_json: AsJson = False
+) -> None:
+    """Change a key's own limits; those that are not named stay.
+
+    They hold beside its tenant's.
+
+    Example: `lorikeet keys limit key-3f1a97018cd4fa38 --tokens-per-min 50k --concurrent none`
+    """
+    if not terms:
+        raise typer.BadParameter("want at least one limit, such as --requests-per-min 600")
+    answer = admin(ctx).patch(f"/keys/{key_id}", terms)
+    if as_json:
+        print_json(answer)
+        return
+    print_line(f"Key [cyan]{key_id}[/cyan] now has, beside its tenant's limits:")
+    print_terms(KEY_TERMS, answer)
+
+
+@app.command()
+def rotate(
+    ctx: typer.Context,
+    key_id: KeyId,
+    overlap: Annotated[
+        str,
+        typer.Option(
+            metavar="DURATION|none", help="For so long both keys work, such as 90s, 15m, 24h or 7d."
+        ),
+    ] = "24h",
+    as_json: AsJson = False,
+) -> None:
+    """Put a new key into a key's place.
+
+    The new one has the old one's tenant, scopes, limits, name and lifetime, and is shown this once.
+
+    Example: `lorikeet keys rotate key-3f1a97018cd4fa38 --overlap 24h`
+    """
+    overlap_s = 0 if overlap == NONE else parse_duration(overlap)
+    answer = admin(ctx).post(f"/keys/{key_id}/rotate", {"overlap_s": overlap_s})
+    print_secret(answer, as_json)
+    if not as_json:
+        old = answer["replaces"]
+        until = "no more" if old["revoked"] else f"until {moment(old['expires'])} UTC"
+        print_line(f"[dim]{key_id}, which it replaces, works {until}.[/dim]")
+
+
+@app.command()
+def revoke(ctx: typer.Context, key_id: KeyId, as_json: AsJson = False) -> None:
+    """Revoke a key, for ever.
+
+    It stops working within 5 seconds, on every gateway that reaches the catalog's store.
+
+    Example: `lorikeet keys revoke key-3f1a97018cd4fa38`
+    """
+    answer = admin(ctx).delete(f"/keys/{key_id}")
+    print_answer(answer, f"Revoked [cyan]{key_id}[/cyan].", as_json)
+
+
+def print_secret(key: dict[str, Any], as_json: bool) -> None:
+    """A new key, shown once."""
+    text = f"{key['key']}\n[dim]Key {key['id']}; it is not shown again.[/dim]"
+    print_answer(key, text, as_json)
+
+
+def _row(key: dict[str, Any]) -> list[Any]:
+    return [
+        key["id"],
+        key["name"],
+        key["tenant"],
+        ", ".join(key["scopes"]),
+        moment(key["created"]),
+        moment(key["expires"]),
+        _state(key),
+    ]
+
+
+def _state(key: dict[str, Any]) -> str:
+    if key["revoked"]:
+        return "revoked"
+    if key["expires"] is not None and key["expires"] <= time.time():
+        return "expired"
+    return "" if key["replaced_by"] is None else "replaced"

@@ -1,0 +1,206 @@
+"""Limits and other terms as options of commands, and as they are shown."""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from lorikeet.cli.arguments import parse_bound, parse_bytes, parse_count, parse_duration
+from lorikeet.cli.output import print_table
+from lorikeet.sizes import show_size
+
+T = TypeVar("T")
+
+NONE = "none"
+"""What takes a limit away."""
+_NO_LIMIT, _AS_SERVED = "no limit", "as the service"
+_NEW = "Of a new adapter; the service's own limit holds besides."
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One term: its name in the API, its option, and how people write, read and call it.
+
+    absent: how it is shown that there is none, which people write as "none"; None: there is one.
+    """
+
+    name: str
+    option: str
+    metavar: str
+    parse: Callable[[str], Any]
+    show: Callable[[Any], str | None]
+    title: str
+    meaning: str
+    absent: str | None = None
+
+
+def parse_amount(text: str) -> int:
+    """600, 1M or 2.5k. Raises typer.BadParameter."""
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)([kMG]?)", text)
+    amount = round(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if amount < 1:
+        raise typer.BadParameter(f"{text!r}: want a number such as 600, 1.5k or 2M")
+    return amount
+
+
+def parse_weight(text: str) -> float:
+    """More than nothing. Raises typer.BadParameter."""
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text) or float(text) <= 0:
+        raise typer.BadParameter(f"{text!r}: want a number above 0, such as 2 or 0.5")
+    return float(text)
+
+
+def parse_priority(text: str) -> int:
+    """An integer. Raises typer.BadParameter."""
+    if not re.fullmatch(r"-?[0-9]{1,4}", text):
+        raise typer.BadParameter(f"{text!r}: want an integer such as 1 or -1")
+    return int(text)
+
+
+def amount(count: int | None) -> str:
+    """600, 1.5k or 2M for people, exactly."""
+    for unit, factor in reversed(_UNITS.items()):
+        if count is not None and count >= factor and count * 10 % factor == 0:
+            return f"{count / factor:g}{unit}"
+    return _NO_LIMIT
+
+
+def _amounts(name: str, option: str, title: str, meaning: str) -> Term:
+    return Term(name, option, "N|none", parse_amount, amount, title, meaning, _NO_LIMIT)
+
+
+def _bytes(name: str, option: str, title: str, meaning: str, absent: str = _NO_LIMIT) -> Term:
+    return Term(name, option, "BYTES|none", parse_bytes, show_size, title, meaning, absent)
+
+
+LIMITS = (
+    _amounts(
+        "requests_per_min",
+        "--requests-per-min",
+        "Requests a minute",
+        "Requests a minute, on the average, such as 600 or 1.5k.",
+    ),
+    _amounts(
+        "tokens_per_min",
+        "--tokens-per-min",
+        "Tokens a minute",
+        "Tokens a minute, of prompts and answers, such as 1M.",
+    ),
+    Term(
+        "burst_s",
+        "--burst",
+        "DURATION",
+        parse_duration,
+        lambda value: f"{value:g} s worth",
+        "At once of these",
+        "How much of these may come at once: so long's worth. At first 60s.",
+    ),
+    _amounts(
+        "max_concurrent",
+        "--concurrent",
+        "Requests in flight",
+        "Requests in flight, over all gateways.",
+    ),
+    _amounts("max_context", "--context", "Context", "Tokens of a prompt with its answer."),
+)
+"""Of tenants, and of keys beside their tenants'."""
+
+KEY_TERMS = (
+    *LIMITS,
+    Term(
+        "priority",
+        "--priority",
+        "P",
+        parse_priority,
+        str,
+        "Priority",
+        "Of its tenant's requests, those of higher ones begin first. At first 0.",
+    ),
+)
+
+TENANT_TERMS = (
+    *LIMITS,
+    _amounts(
+        "tokens_per_month",
+        "--tokens-per-month",
+        "Tokens a month",
+        "Tokens a calendar month (UTC), such as 500M.",
+    ),
+    Term(
+        "weight",
+        "--weight",
+        "W",
+        parse_weight,
+        lambda value: f"{value:g}",
+        "Weight",
+        "Its part of a busy replica beside others' weights. At first 1.",
+    ),
+    _amounts("max_adapters", "--adapters", "Adapters", "Adapters in use at once."),
+    _bytes("max_total_bytes", "--bytes", "Their bytes", "Of all versions in use, such as 2GiB."),
+    _bytes(
+        "pin_budget_bytes",
+        "--pinned-bytes",
+        "Pinned bytes",
+        "Of all its pinned adapters, on one replica.",
+    ),
+    Term("max_rank", "--rank", "RANK|none", parse_count, str, "Rank", _NEW, _AS_SERVED),
+    _bytes("max_adapter_bytes", "--adapter-bytes", "Bytes of an adapter", _NEW, _AS_SERVED),
+)
+
+
+def takes(terms: Sequence[Term]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Give a command these options, which reach it as `terms`: those given, as the API wants them.
+
+    The command's last parameter stays the last one in its help.
+    """
+
+    def add(command: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(command)
+        def run(**given: Any) -> T:
+            said = {
+                term.name: _parsed(term, text)
+                for term in terms
+                if (text := given.pop(term.name)) is not None
+            }
+            return command(**given, terms=said)
+
+        own = inspect.signature(command, eval_str=True)
+        *first, last = [each for name, each in own.parameters.items() if name != "terms"]
+        parameters = [*first, *map(_parameter, terms), last]
+        run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return add
+
+
+def print_terms(terms: Sequence[Term], record: Mapping[str, Any]) -> None:
+    """Each term of a tenant or a key as it holds now."""
+    rows = [[term.title, _shown(term, record[term.name])] for term in terms]
+    print_table(["Limit", "Now"], rows, empty="")
+
+
+def _parameter(term: Term) -> inspect.Parameter:
+    option = typer.Option(term.option, metavar=term.metavar, help=term.meaning, show_default=False)
+    return inspect.Parameter(
+        term.name,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        default=None,
+        annotation=Annotated[str | None, option],
+    )
+
+
+def _shown(term: Term, value: Any) -> str | None:
+    return term.absent if value is None else term.show(value)
+
+
+def _parsed(term: Term, text: str) -> Any:
+    try:
+        return term.parse(text) if term.absent is None else parse_bound(term.parse, text, NONE)
+    except typer.BadParameter as error:
+        raise typer.BadParameter(error.message, param_hint=term.option) from error

@@ -1,0 +1,116 @@
+"""Tenants: who is authenticated and limited."""
+
+from typing import Annotated, Any
+
+import typer
+
+from lorikeet.cli.admin_client import admin
+from lorikeet.cli.arguments import parse_tenant
+from lorikeet.cli.output import AsJson, moment, print_answer, print_json, print_line, print_table
+from lorikeet.cli.tenancy.limit_options import TENANT_TERMS, amount, print_terms, takes
+from lorikeet.sizes import show_size
+
+Tenant = Annotated[str, typer.Argument(parser=parse_tenant, metavar="TENANT", show_default=False)]
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def tenants() -> None:
+    """Tenants: who is authenticated and limited.
+
+    Example: `lorikeet tenants create acme`
+    """
+
+
+@app.command("list")
+def list_tenants(ctx: typer.Context, as_json: AsJson = False) -> None:
+    """List tenants and their first limits; `show` tells all of one.
+
+    Example: `lorikeet tenants list`
+    """
+    answer = admin(ctx).get("/tenants")
+    if as_json:
+        print_json(answer)
+        return
+    print_table(
+        [
+            "Tenant",
+            "#Requests/min",
+            "#Tokens/min",
+            "#In flight",
+            "#Tokens/month",
+            "#Weight",
+            "Since (UTC)",
+        ],
+        [
+            [
+                tenant["tenant"],
+                amount(tenant["requests_per_min"]),
+                amount(tenant["tokens_per_min"]),
+                amount(tenant["max_concurrent"]),
+                amount(tenant["tokens_per_month"]),
+                f"{tenant['weight']:g}",
+                moment(tenant["created"]),
+            ]
+            for tenant in answer["data"]
+        ],
+        empty="No tenants yet: `lorikeet tenants create NAME` adds one.",
+    )
+
+
+@app.command()
+def show(ctx: typer.Context, tenant: Tenant, as_json: AsJson = False) -> None:
+    """Show a tenant's limits and how much of the catalog it takes.
+
+    Example: `lorikeet tenants show acme`
+    """
+    answer = admin(ctx).get(f"/tenants/{tenant}")
+    if as_json:
+        print_json(answer)
+        return
+    print_terms(TENANT_TERMS, answer)
+    adapters, taken = answer["adapters"], show_size(answer["total_bytes"])
+    print_line(
+        f"Adapters of [cyan]{tenant}[/cyan] in use: {adapters}, {taken} together."
+        f" It is here since {moment(answer['created'])} UTC."
+    )
+
+
+@app.command()
+@takes(TENANT_TERMS)
+def create(
+    ctx: typer.Context, tenant: Tenant, terms: dict[str, Any], as_json: AsJson = False
+) -> None:
+    """Add a tenant, with limits or without.
+
+    One that is there stays as it is.
+
+    Example: `lorikeet tenants create acme --requests-per-min 600 --concurrent 32`
+    """
+    answer = admin(ctx).post("/tenants", {"tenant": tenant, **terms})
+    text = f"Tenant [cyan]{tenant}[/cyan] is there;"
+    text += f" `lorikeet keys create --tenant {tenant}` makes its key."
+    print_answer(answer, text, as_json)
+
+
+@app.command()
+@takes(TENANT_TERMS)
+def limit(
+    ctx: typer.Context, tenant: Tenant, terms: dict[str, Any], as_json: AsJson = False
+) -> None:
+    """Change a tenant's limits; those that are not named stay.
+
+    Requests in flight finish, and what it has beyond a new limit stays: adapters, and pins, which
+    are then shown as unmet.
+
+    Example: `lorikeet tenants limit acme --tokens-per-min 1M --burst 30s --adapters none`
+    """
+    if not terms:
+        raise typer.BadParameter("want at least one limit, such as --requests-per-min 600")
+    answer = admin(ctx).patch(f"/tenants/{tenant}", terms)
+    if as_json:
+        print_json(answer)
+        return
+    print_line(f"Tenant [cyan]{tenant}[/cyan] now has:")
+    print_terms(TENANT_TERMS, answer)

@@ -1,0 +1,113 @@
+"""Usage: who used how much of what."""
+
+import csv
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import date
+from typing import Annotated, Any
+
+import typer
+
+from lorikeet.cli.adapters.commands import Tenant
+from lorikeet.cli.admin_client import admin
+from lorikeet.cli.output import AsJson, print_json, print_line, print_table
+from lorikeet.sizes import show_size
+from lorikeet.usage.summary import By
+
+_NUMBERS = {
+    "requests": "#Requests",
+    "prompt_tokens": "#Prompt",
+    "cached_tokens": "#Cached",
+    "output_tokens": "#Output",
+    "slot_s": "#Slot s",
+    "loads": "#Loads",
+    "load_bytes": "#Loaded",
+}
+_NAMES = {"day": "Day", "tenant": "Tenant", "base_model": "Base model", "adapter": "Adapter"}
+
+
+def _parse_day(text: str) -> str:
+    try:
+        return date.fromisoformat(text).isoformat()
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: want a day such as 2026-11-21") from error
+
+
+def usage(
+    ctx: typer.Context,
+    tenant: Tenant = None,
+    first: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            parser=_parse_day,
+            metavar="DAY",
+            help="From this day on (UTC); without it, from the month's first.",
+            show_default=False,
+        ),
+    ] = None,
+    last: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            parser=_parse_day,
+            metavar="DAY",
+            help="To this day, included; without it, to today.",
+            show_default=False,
+        ),
+    ] = None,
+    by: Annotated[
+        list[By] | None,
+        typer.Option(
+            help="What has a row of its own; may be given several times. Without it, each adapter"
+            " of each tenant.",
+            show_default=False,
+        ),
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, and nothing else.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what tenants used: tokens, requests, time on GPUs, loads.
+
+    Replicas write down what they have counted every LORIKEET_USAGE_FLUSH_S; what is younger is not
+    here yet.
+
+    Example: `lorikeet usage --tenant acme --from 2026-11-01 --by day --csv`
+    """
+    if as_csv and as_json:
+        raise typer.BadParameter("want either --csv or --json")
+    query = {
+        "tenant": tenant,
+        "from": first,
+        "to": last,
+        "by": ",".join(by) if by else None,
+    }
+    answer = admin(ctx).get("/usage", query)
+    if as_json:
+        print_json(answer)
+    elif as_csv:
+        _print_csv(answer["data"])
+    else:
+        print_line(f"From {answer['from']} to {answer['to']} (UTC)")
+        _print_table(answer["data"])
+
+
+def _print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
+    if rows:
+        writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    names = [name for name in _NAMES if rows and name in rows[0]]
+    print_table(
+        [_NAMES[name] for name in names] + list(_NUMBERS.values()),
+        [[*(row[name] for name in names), *_numbers(row)] for row in rows],
+        empty="Nothing was used.",
+    )
+
+
+def _numbers(row: Mapping[str, Any]) -> list[Any]:
+    shown = {**row, "slot_s": f"{row['slot_s']:.1f}", "load_bytes": show_size(row["load_bytes"])}
+    return [shown[name] for name in _NUMBERS]

@@ -1,0 +1,89 @@
+"""Decides whether an uploaded blob is let in, and for which base model."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from lorikeet.catalog.records import BlobFacts
+from lorikeet.errors import InvalidAdapter, InvalidInput
+from lorikeet.gateway.services import BaseModel
+from lorikeet_engine.adapter_format import (
+    FLOAT32_MEMORY,
+    AdapterLimits,
+    AdapterMemory,
+    blob_digest,
+    check_values,
+    read_spec,
+)
+from lorikeet_engine.adapter_format.config import LoraConfig
+from lorikeet_engine.adapter_format.header import read_header
+from lorikeet_engine.adapter_format.spec import METADATA_KEY
+from lorikeet_engine.errors import AdapterError
+
+
+def examine(
+    blob: Path,
+    base_models: Mapping[str, BaseModel],
+    limits: AdapterLimits,
+    base_model: str | None = None,
+    memory: AdapterMemory = FLOAT32_MEMORY,
+) -> BlobFacts:
+    """Find out all that could make a blob fail later. Reads all of it; blocks.
+
+    base_model: the admin's word for which one it was trained on; None: what the blob says.
+    limits: the service's, or what is left of them for the tenant. memory: what the engines keep
+    adapters in. Raises InvalidAdapter, naming the tensor, module or config key at fault.
+    """
+    try:
+        name = check_served(base_model, base_models) if base_model else _matching(blob, base_models)
+        spec = read_spec(blob, base_models[name].shape, limits)
+        gpu_bytes = memory.image_bytes(spec)
+        check_values(blob, spec, memory.dtype)
+    except AdapterError as error:
+        raise InvalidAdapter(error.message, param=error.fields.get("field")) from error
+    return BlobFacts(
+        digest=blob_digest(blob),
+        size_bytes=spec.size_bytes,
+        max_rank=spec.max_rank,
+        base_model=name,
+        gpu_bytes=gpu_bytes,
+    )
+
+
+def check_served(base_model: str, base_models: Mapping[str, BaseModel]) -> str:
+    """Return the name of a served base model as it is. Raises InvalidInput."""
+    if base_model not in base_models:
+        raise InvalidInput(
+            f"base_model={base_model!r} is not served here: {_list(base_models)}",
+            param="base_model",
+        )
+    return base_model
+
+
+def _matching(blob: Path, base_models: Mapping[str, BaseModel]) -> str:
+    """The one served base model whose name or alias ends like the name that the blob gives."""
+    config = read_header(blob).metadata.get(METADATA_KEY)
+    if config is None:
+        raise InvalidAdapter("not a packed adapter: `lorikeet register` packs PEFT's folder")
+    declared = LoraConfig.from_json(config).base_model_name_or_path
+    found = [
+        name
+        for name, base in base_models.items()
+        if _last(declared) in map(_last, (name, *base.aliases))
+    ]
+    if len(found) != 1:
+        says = f"says that it was trained on {declared!r}" if declared else "names no base model"
+        raise InvalidAdapter(
+            f"the adapter {says}; served here: {_list(base_models)}. If it is for one of these, "
+            "say which: --base-model NAME, or ?base_model=NAME in the address",
+            param="base_model",
+        )
+    return found[0]
+
+
+def _last(path: str) -> str:
+    """meta-llama/Llama-3.1-8B → Llama-3.1-8B; what people put before it differs."""
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _list(base_models: Mapping[str, BaseModel]) -> str:
+    return ", ".join(sorted(base_models))

@@ -1,0 +1,192 @@
+"""The catalog's records as JSON."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import TypeAdapter
+from starlette.responses import Response
+
+from lorikeet.catalog.log.changes import Entry
+from lorikeet.catalog.records import (
+    AdapterRecord,
+    KeyRecord,
+    PinRecord,
+    TenantRecord,
+    VersionRecord,
+)
+from lorikeet.catalog.rules.tenant_terms import LimitTerms
+from lorikeet.placement.moves import Moves
+from lorikeet.placement.pin_status import PinStanding
+from lorikeet.placement.plan import Shortfall
+from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.telemetry.status import AdapterStatus
+
+Json = dict[str, Any]
+
+_ENTRY = TypeAdapter(Entry)
+_LIMITS_OF_KEYS = LimitTerms.__annotations__
+
+
+def list_answer(rows: Iterable[Json], **more: Any) -> Response:
+    """{"data": rows, …} as an answer: made where rows are, in a thread, since lists are long."""
+    return Response(json.dumps({"data": list(rows), **more}), media_type="application/json")
+
+
+def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:
+    """One version of an adapter."""
+    return {
+        "adapter": adapter.label,
+        "version": version.version,
+        "digest": version.digest,
+        "size_bytes": version.size_bytes,
+        "max_rank": version.max_rank,
+        "gpu_bytes": version.gpu_bytes,
+        "base_model": version.base_model,
+        "created": version.created,
+        "retired": version.retired,
+        "aliases": list(adapter.aliases_of(version.version)),
+    }
+
+
+def adapter_json(adapter: AdapterRecord) -> Json:
+    """An adapter with all its versions."""
+    return {
+        "adapter": adapter.label,
+        "shared": adapter.shared,
+        "retired": adapter.retired,
+        "aliases": dict(sorted(adapter.aliases.items())),
+        "shares": {
+            alias: {"version": share.version, "share": share.part}
+            for alias, share in sorted(adapter.shares.items())
+        },
+        "versions": [version_json(adapter, version) for version in adapter.versions],
+    }
+
+
+def pin_json(pin: PinRecord) -> Json:
+    """A pin. adapter null: the tenant's. expires: Unix seconds or null."""
+    return {
+        "tenant": pin.tenant,
+        "adapter": None if pin.name is None else f"{pin.tenant}/{pin.name}",
+        "selector": pin.selector,
+        "tier": str(pin.tier),
+        "replicas": pin.replicas,
+        "priority": pin.priority,
+        "reason": pin.reason,
+        "expires": pin.expires,
+        "created": pin.created,
+        "actor": pin.actor,
+    }
+
+
+def standing_json(found: PinStanding) -> Json:
+    """A pin and whether it holds. image_bytes: of all that it keeps, on one replica."""
+    return {
+        **pin_json(found.pin),
+        "standing": found.standing.value,
+        "versions": found.versions,
+        "image_bytes": found.image_bytes,
+        "shortfalls": list(map(_shortfall_json, found.shortfalls)),
+    }
+
+
+def moves_json(moves: Moves) -> Json:
+    """What a pin would move."""
+    return {
+        "loads": [
+            {
+                "replica": load.replica,
+                **_ref_json(load.ref),
+                "from": str(load.now),
+                "to": str(load.to),
+                "image_bytes": load.image_bytes,
+            }
+            for load in moves.loads
+        ],
+        "releases": [
+            {"replica": each.replica, **_ref_json(each.ref), "tier": str(each.tier)}
+            for each in moves.releases
+        ],
+        "unmet": list(map(_shortfall_json, moves.unmet)),
+        "lost": list(map(_shortfall_json, moves.lost)),
+    }
+
+
+def tenant_json(tenant: TenantRecord) -> Json:
+    """A tenant."""
+    return {
+        "tenant": tenant.name,
+        **asdict(tenant.limits),
+        "weight": tenant.weight,
+        "max_adapters": tenant.max_adapters,
+        "max_total_bytes": tenant.max_total_bytes,
+        "pin_budget_bytes": tenant.pin_budget_bytes,
+        "max_rank": tenant.max_rank,
+        "max_adapter_bytes": tenant.max_adapter_bytes,
+        "created": tenant.created,
+    }
+
+
+def key_json(key: KeyRecord) -> Json:
+    """A key, without its secret and without its hash. expires: Unix seconds or null."""
+    return {
+        "id": key.id,
+        "tenant": key.tenant,
+        "name": key.name,
+        "scopes": sorted(scope.value for scope in key.scopes),
+        **{name: value for name, value in asdict(key.limits).items() if name in _LIMITS_OF_KEYS},
+        "priority": key.priority,
+        "created": key.created,
+        "expires": key.expires,
+        "replaced_by": key.replaced_by,
+        "revoked": key.revoked,
+    }
+
+
+def entry_json(entry: Entry) -> Json:
+    """An entry of the log, without the hashes of keys."""
+    body: Json = _ENTRY.dump_python(entry, mode="json")
+    for change in body["changes"]:
+        change.pop("sha256", None)
+    return body
+
+
+def replica_json(report: ReplicaReport) -> Json:
+    """What a replica holds and does."""
+    live, gpu = report.status.live, report.status.tiers[Residency.GPU]
+    return {
+        "replica": report.replica,
+        "base_model": report.base_model,
+        "running": live.running,
+        "waiting": live.waiting,
+        "kv_pages_used": live.kv_pages_used,
+        "kv_pages_total": live.kv_pages_total,
+        "arena_bytes_used": gpu.used_bytes,
+        "arena_bytes_total": gpu.capacity_bytes,
+        "adapters": [_resident_json(adapter) for adapter in report.adapters],
+    }
+
+
+def _shortfall_json(shortfall: Shortfall) -> Json:
+    version = (
+        {"adapter": None, "version": None} if shortfall.ref is None else _ref_json(shortfall.ref)
+    )
+    return {"pin": shortfall.pin.label, **version, "reason": shortfall.reason}
+
+
+def _ref_json(ref: AdapterRef) -> Json:
+    return {"adapter": f"{ref.tenant}/{ref.name}", "version": ref.version}
+
+
+def _resident_json(adapter: AdapterStatus) -> Json:
+    return {
+        **_ref_json(adapter.ref),
+        "digest": adapter.digest,
+        "residency": str(adapter.residency),
+        "gpu_bytes": adapter.gpu_bytes,
+        "leases": adapter.leases,
+        "pinned": adapter.pinned,
+    }

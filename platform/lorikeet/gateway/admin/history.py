@@ -1,0 +1,106 @@
+"""Admin routes: the log, restoring what was retired, snapshots; and questions of the past."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Depends, Query
+from pydantic import Field
+
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.history import History, Wanted
+from lorikeet.catalog.names import check_name
+from lorikeet.catalog.state import CatalogState
+from lorikeet.catalog.view import CatalogView
+from lorikeet.errors import InvalidInput
+from lorikeet.gateway.admin.documents import adapter_json, entry_json
+from lorikeet.gateway.authentication import Actor
+from lorikeet.gateway.body import Body, json_body
+from lorikeet.gateway.catalog_follower import CatalogFollower
+
+MOST_ENTRIES = 1000
+
+T = TypeVar("T")
+Seq = Annotated[int, Query(ge=1, le=10**12)]
+UnixTime = Annotated[float, Query(ge=0, le=10**11)]
+
+
+class Restore(Body):
+    """Undo the retirement of one version, or of the adapter."""
+
+    version: Annotated[int, Field(ge=1)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AsOf:
+    """A moment of the catalog: right after an entry, or at a time; neither is now."""
+
+    seq: int | None
+    time: float | None
+
+    async def survey(
+        self,
+        catalog: AdapterCatalog,
+        follower: CatalogFollower,
+        question: Callable[[CatalogState], T],
+    ) -> T:
+        """The answer of the catalog as it was then. Raises InvalidInput, StoreError."""
+        if self.seq is None and self.time is None:
+            return await follower.survey(question)
+        await follower.refreshed()
+        view = await follower.in_thread(self._view, catalog.history)
+        return await follower.in_thread(view.ask, question)
+
+    def _view(self, history: History) -> CatalogView:
+        if self.seq is not None:
+            return history.as_of(self.seq)
+        assert self.time is not None
+        return history.as_of_time(self.time)
+
+
+async def _moment(as_of_seq: Seq | None = None, as_of_time: UnixTime | None = None) -> AsOf:
+    if as_of_seq is not None and as_of_time is not None:
+        raise InvalidInput("want either as_of_seq or as_of_time", param="as_of_time")
+    return AsOf(as_of_seq, as_of_time)
+
+
+Moment = Annotated[AsOf, Depends(_moment)]
+"""A parameter of the routes that answer of the past too: ?as_of_seq or ?as_of_time."""
+
+
+def history_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRouter:
+    """The log, backwards; restore; snapshots."""
+    router = APIRouter()
+
+    @router.get("/log")
+    async def log(
+        tenant: str | None = None,
+        name: str | None = None,
+        actor: str | None = None,
+        since: UnixTime | None = None,
+        before: Seq | None = None,
+        limit: Annotated[int, Query(ge=1, le=MOST_ENTRIES)] = 50,
+    ) -> dict[str, Any]:
+        if name is not None and tenant is None:
+            raise InvalidInput("name: want its tenant too", param="tenant")
+        for param, value in (("tenant", tenant), ("name", name)):
+            if value is not None:
+                check_name(value, param)
+        wanted = Wanted(tenant=tenant, name=name, actor=actor, since=since)
+        await follower.refreshed()
+        found = await follower.in_thread(
+            lambda history: history.find(wanted, limit, before), catalog.history
+        )
+        return {"data": list(map(entry_json, found.entries)), "before": found.before}
+
+    @router.post("/adapters/{tenant}/{name}/restore")
+    def restore(
+        tenant: str, name: str, wanted: Annotated[Restore, json_body(Restore)], actor: Actor
+    ) -> dict[str, Any]:
+        return adapter_json(catalog.restore(tenant, name, wanted.version, actor=actor))
+
+    @router.post("/snapshots")
+    def snapshot() -> dict[str, Any]:
+        return {"seq": catalog.snapshot()}
+
+    return router

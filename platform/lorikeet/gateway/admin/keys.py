@@ -1,0 +1,79 @@
+"""Admin routes: admins' keys, and what may be done with any key."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.responses import Response
+
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import Scope
+from lorikeet.catalog.tenants import LONGEST_OVERLAP_S
+from lorikeet.gateway.admin.documents import key_json, list_answer
+from lorikeet.gateway.admin.terms import NewKey, OfKey
+from lorikeet.gateway.authentication import Actor
+from lorikeet.gateway.body import Body, json_body
+from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.error_responses import CREATED
+
+
+class AdminKey(NewKey):
+    """An admin's key. Admins administer; they do not infer."""
+
+    scopes: list[Literal["admin", "read-only"]] = Field(
+        [Scope.ADMIN.value], min_length=1, max_length=1
+    )
+
+
+class Rotation(Body):
+    """overlap_s: for so long the old key works beside the new one."""
+
+    overlap_s: Annotated[float, Field(ge=0, le=LONGEST_OVERLAP_S)] = 86400
+
+
+def key_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRouter:
+    """List all keys, make an admin's; limit, rotate and revoke any."""
+    router = APIRouter(prefix="/keys")
+
+    @router.get("", response_model=None)
+    async def list_keys() -> Response:
+        return await follower.survey(lambda state: list_answer(map(key_json, state.keys())))
+
+    @router.post("", status_code=CREATED)
+    def create(wanted: Annotated[AdminKey, json_body(AdminKey)], actor: Actor) -> dict[str, Any]:
+        return made_key(catalog, None, wanted.scopes, wanted, actor)
+
+    @router.patch("/{key_id}")
+    def limit(
+        key_id: str, wanted: Annotated[OfKey, json_body(OfKey)], actor: Actor
+    ) -> dict[str, Any]:
+        return key_json(catalog.limit_key(key_id, actor=actor, **wanted.terms()))
+
+    @router.post("/{key_id}/rotate", status_code=CREATED)
+    def rotate(
+        key_id: str, wanted: Annotated[Rotation, json_body(Rotation)], actor: Actor
+    ) -> dict[str, Any]:
+        record, secret = catalog.rotate_key(key_id, wanted.overlap_s, actor=actor)
+        replaced = catalog.ask(lambda state: state.key(key_id))
+        return {**key_json(record), "key": secret, "replaces": key_json(replaced)}
+
+    @router.delete("/{key_id}")
+    def revoke(key_id: str, actor: Actor) -> dict[str, Any]:
+        return key_json(catalog.revoke_key(key_id, actor=actor))
+
+    return router
+
+
+def made_key(
+    catalog: AdapterCatalog,
+    tenant: str | None,
+    scopes: Sequence[str],
+    wanted: NewKey,
+    actor: str,
+) -> dict[str, Any]:
+    """A new key as JSON, with its secret."""
+    record, secret = catalog.create_key(
+        tenant, [Scope(scope) for scope in scopes], actor=actor, **wanted.terms()
+    )
+    return {**key_json(record), "key": secret}

@@ -1,0 +1,83 @@
+"""Admin routes: pins."""
+
+import asyncio
+import time
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field
+
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.names import DEFAULT_ALIAS
+from lorikeet.catalog.rules.pin_terms import LONGEST_REASON, PinTerms
+from lorikeet.catalog.rules.tenant_terms import HIGHEST_PRIORITY, LONGEST_LIFE_S
+from lorikeet.gateway.admin.documents import moves_json, pin_json, standing_json
+from lorikeet.gateway.admin.pin_survey import PinSurvey
+from lorikeet.gateway.authentication import Actor
+from lorikeet.gateway.body import Body, json_body
+from lorikeet_engine.adapter import Residency
+
+
+class Pin(Body):
+    """A promise of residency. replicas null: on all; expires_s: seconds from now.
+
+    dry_run: only say what it would move.
+    """
+
+    selector: str = DEFAULT_ALIAS
+    replicas: Annotated[int, Field(ge=1)] | None = None
+    tier: Literal["gpu", "host", "disk"] = "gpu"
+    priority: Annotated[int, Field(ge=-HIGHEST_PRIORITY, le=HIGHEST_PRIORITY)] = 0
+    reason: Annotated[str, Field(max_length=LONGEST_REASON)] = ""
+    expires_s: Annotated[float, Field(gt=0, le=LONGEST_LIFE_S)] | None = None
+    dry_run: bool = False
+
+
+PinBody = Annotated[Pin, json_body(Pin)]
+
+
+def pin_routes(catalog: AdapterCatalog, survey: PinSurvey) -> APIRouter:
+    """List, set, try, take away: of adapters and of tenants."""
+    router = APIRouter(prefix="/pins")
+
+    @router.get("")
+    async def list_pins() -> dict[str, Any]:
+        return {"data": list(map(standing_json, await survey.standings()))}
+
+    @router.put("/{tenant}")
+    async def pin_tenant(tenant: str, wanted: PinBody, actor: Actor) -> dict[str, Any]:
+        return await pin(tenant, None, wanted, actor)
+
+    @router.put("/{tenant}/{name}")
+    async def pin_adapter(tenant: str, name: str, wanted: PinBody, actor: Actor) -> dict[str, Any]:
+        return await pin(tenant, name, wanted, actor)
+
+    @router.delete("/{tenant}")
+    def unpin_tenant(tenant: str, actor: Actor) -> dict[str, Any]:
+        catalog.unpin(tenant, None, actor=actor)
+        return {"tenant": tenant, "adapter": None, "pinned": False}
+
+    @router.delete("/{tenant}/{name}")
+    def unpin_adapter(tenant: str, name: str, actor: Actor) -> dict[str, Any]:
+        catalog.unpin(tenant, name, actor=actor)
+        return {"tenant": tenant, "adapter": f"{tenant}/{name}", "pinned": False}
+
+    async def pin(tenant: str, name: str | None, wanted: Pin, actor: str) -> dict[str, Any]:
+        terms = _terms(wanted)
+        if wanted.dry_run:
+            return moves_json(await survey.moves(tenant, name, **terms))
+        made = await asyncio.to_thread(lambda: catalog.pin(tenant, name, actor=actor, **terms))
+        return pin_json(made)
+
+    return router
+
+
+def _terms(wanted: Pin) -> PinTerms:
+    return PinTerms(
+        selector=wanted.selector,
+        tier=Residency[wanted.tier.upper()],
+        replicas=wanted.replicas,
+        priority=wanted.priority,
+        reason=wanted.reason,
+        expires=None if wanted.expires_s is None else time.time() + wanted.expires_s,
+    )

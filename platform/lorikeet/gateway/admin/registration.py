@@ -1,0 +1,115 @@
+"""What makes a version of an adapter out of a blob, however the blob came here."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lorikeet.catalog.records import BlobFacts
+from lorikeet.catalog.state import CatalogState
+from lorikeet.gateway.admin.blob_validation import check_served, examine
+from lorikeet.gateway.admin.documents import version_json
+from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.services import Services
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter_format import AdapterLimits
+
+_WORKERS = 4
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What an admin wants registered.
+
+    base_model: the one it was trained on; None: the one it names. shared None leaves that as it
+    is. actor: the id of the admin's key.
+    """
+
+    tenant: str
+    name: str
+    actor: str
+    promote: bool = False
+    shared: bool | None = None
+    base_model: str | None = None
+
+
+class Registration:
+    """Examines blobs and records them.
+
+    A few threads of its own do what blocks: many uploads at once make each other wait, and not
+    the follower, through which keys are revoked.
+    """
+
+    def __init__(self, services: Services, follower: CatalogFollower) -> None:
+        self._services = services
+        self._follower = follower
+        self.workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="upload")
+        self.turns = asyncio.Semaphore(_WORKERS)
+        """Held while a whole blob of the store's lies on this machine's disk."""
+
+    async def run(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Do in a thread what blocks."""
+        return await asyncio.get_running_loop().run_in_executor(self.workers, work, *arguments)
+
+    async def check(self, tenant: str | None, base_model: str | None) -> AdapterLimits:
+        """Refuse what no bytes could make right; what those may be at most.
+
+        tenant None: not known yet. Raises UnknownTenant, InvalidInput.
+        """
+        if base_model:
+            check_served(base_model, self._services.base_models)
+        if tenant is None:
+            return self._services.limits
+        await self._follower.refreshed()
+        return await self._limits(tenant)
+
+    async def examine(self, order: Order, blob: Path) -> BlobFacts:
+        """Find out all that could make a blob fail later. Raises InvalidAdapter."""
+        return await self.run(
+            examine,
+            blob,
+            self._services.base_models,
+            await self._limits(order.tenant),
+            order.base_model,
+            self._services.adapter_memory,
+        )
+
+    async def record(
+        self, order: Order, blob: Path, facts: BlobFacts
+    ) -> tuple[dict[str, Any], bool]:
+        """The blob's version as JSON, and whether it is a new one."""
+        known = await self._follower.ask(partial(_is_version, order, facts))
+        register = partial(
+            self._services.catalog.register,
+            shared=order.shared,
+            promote=order.promote,
+            actor=order.actor,
+        )
+        version = await self.run(register, order.tenant, order.name, blob, facts)
+        adapter = await self._follower.ask(lambda state: state.adapter(order.tenant, order.name))
+        return version_json(adapter, version), not known
+
+    async def next_ref(self, order: Order, facts: BlobFacts) -> AdapterRef:
+        """What the blob will be called if nobody registers another first."""
+
+        def find(state: CatalogState) -> AdapterRef:
+            record = state.find(order.tenant, order.name)
+            known = record and record.with_digest(facts.digest)
+            number = known.version if known else len(record.versions) + 1 if record else 1
+            return AdapterRef(order.tenant, order.name, number, facts.digest)
+
+        return await self._follower.ask(find)
+
+    async def _limits(self, tenant: str) -> AdapterLimits:
+        record = await self._follower.ask(lambda state: state.tenant(tenant))
+        return self._services.limits.lowered_to(record.max_rank, record.max_adapter_bytes)
+
+
+def _is_version(order: Order, facts: BlobFacts, state: CatalogState) -> bool:
+    record = state.find(order.tenant, order.name)
+    return record is not None and record.with_digest(facts.digest) is not None

@@ -1,0 +1,64 @@
+"""All admin routes, behind one check of the key."""
+
+from fastapi import APIRouter, Depends, Request
+
+from lorikeet.catalog.names import check_name
+from lorikeet.catalog.uploads import Uploads
+from lorikeet.errors import InvalidInput
+from lorikeet.gateway.admin.adapters import adapter_routes
+from lorikeet.gateway.admin.fleet import Fleet, fleet_routes
+from lorikeet.gateway.admin.history import history_routes
+from lorikeet.gateway.admin.keys import key_routes
+from lorikeet.gateway.admin.pin_survey import PinSurvey
+from lorikeet.gateway.admin.pins import pin_routes
+from lorikeet.gateway.admin.registration import Registration
+from lorikeet.gateway.admin.smoke import smoke_routes
+from lorikeet.gateway.admin.status import status_routes
+from lorikeet.gateway.admin.tenants import tenant_routes
+from lorikeet.gateway.admin.uploads import upload_routes
+from lorikeet.gateway.authentication import Gate
+from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.routes.explanations import admin_explain_routes
+from lorikeet.gateway.routes.usage import UsageReports, admin_usage_routes
+from lorikeet.gateway.services import Services
+from lorikeet.request_log.explanations import Explanations
+from lorikeet.request_log.traffic import Traffic
+
+
+def admin_routes(
+    services: Services,
+    gate: Gate,
+    follower: CatalogFollower,
+    explanations: Explanations,
+    usage: UsageReports,
+    traffic: Traffic,
+) -> APIRouter:
+    """Everything under /admin/v1; an admin's key is wanted before anything else is looked at."""
+    checks = [Depends(gate.admin), Depends(_check_path)]
+    router = APIRouter(prefix="/admin/v1", dependencies=checks)
+    pins = PinSurvey(services.catalog, services.engines, follower)
+    registration = Registration(services, follower)
+    uploads = Uploads(services.catalog.store, services.part_bytes)
+    router.include_router(upload_routes(services, uploads, registration))
+    router.include_router(smoke_routes(services, follower))
+    router.include_router(adapter_routes(services.catalog, follower))
+    router.include_router(history_routes(services.catalog, follower))
+    router.include_router(pin_routes(services.catalog, pins))
+    router.include_router(tenant_routes(services.catalog, follower))
+    router.include_router(key_routes(services.catalog, follower))
+    router.include_router(status_routes(services.engines, follower, pins))
+    router.include_router(fleet_routes(Fleet(services.engines, follower, traffic, pins)))
+    router.include_router(admin_explain_routes(explanations))
+    router.include_router(admin_usage_routes(usage))
+    return router
+
+
+async def _check_path(request: Request) -> None:
+    """Hold the names in a path to the catalog's rules before any route acts on them.
+
+    An encoded slash would reach another route than the client named. Raises InvalidInput.
+    """
+    if b"%2f" in request.scope.get("raw_path", b"").lower():
+        raise InvalidInput("no name in an address has a '/': want it without %2F")
+    for param, name in request.path_params.items():
+        check_name(name, "id" if param == "key_id" else param)

@@ -1,0 +1,44 @@
+"""Admin route: what every replica holds and does."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter
+
+from lorikeet.errors import StoreError
+from lorikeet.gateway.admin.documents import replica_json
+from lorikeet.gateway.admin.pin_survey import PinSurvey
+from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.services import EngineClient
+from lorikeet.protocol.replica_report import ReplicaReport
+
+_LONGEST_WAIT_S = 3.0
+
+
+def status_routes(engines: EngineClient, follower: CatalogFollower, survey: PinSurvey) -> APIRouter:
+    """GET /status."""
+    router = APIRouter()
+
+    @router.get("/status")
+    async def status() -> dict[str, Any]:
+        reports = sorted(await engines.reports(), key=lambda report: report.replica)
+        return {
+            "catalog_seq": follower.state.seq,
+            "pins": await _count_pins(reports, survey),
+            "replicas": [replica_json(report) for report in reports],
+        }
+
+    return router
+
+
+async def _count_pins(
+    reports: Sequence[ReplicaReport], survey: PinSurvey
+) -> Mapping[str, int] | None:
+    """Pins by how they stand; None while the catalog does not answer."""
+    try:
+        async with asyncio.timeout(_LONGEST_WAIT_S):
+            return Counter(found.standing.value for found in await survey.standings(reports))
+    except (StoreError, TimeoutError):
+        return None

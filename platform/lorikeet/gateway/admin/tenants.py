@@ -1,0 +1,77 @@
+"""Admin routes: tenants and their keys."""
+
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.responses import Response
+
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import Scope
+from lorikeet.catalog.rules.quota import taken
+from lorikeet.catalog.state import CatalogState
+from lorikeet.gateway.admin.documents import key_json, list_answer, tenant_json
+from lorikeet.gateway.admin.keys import made_key
+from lorikeet.gateway.admin.terms import NewKey, OfTenant
+from lorikeet.gateway.authentication import Actor
+from lorikeet.gateway.body import json_body
+from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.error_responses import CREATED
+
+
+class NewTenant(OfTenant):
+    """A new tenant and its terms."""
+
+    tenant: str
+
+
+class TenantKey(NewKey):
+    """A tenant's key. Tenants infer; they do not administer."""
+
+    scopes: list[Literal["infer", "read-only"]] = Field(
+        [Scope.INFER.value], min_length=1, max_length=1
+    )
+
+
+def tenant_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRouter:
+    """List, show, make and limit tenants; list and make their keys."""
+    router = APIRouter(prefix="/tenants")
+
+    @router.get("", response_model=None)
+    async def list_tenants() -> Response:
+        return await follower.survey(lambda state: list_answer(map(tenant_json, state.tenants())))
+
+    @router.post("", status_code=CREATED)
+    def create(wanted: Annotated[NewTenant, json_body(NewTenant)], actor: Actor) -> dict[str, Any]:
+        return tenant_json(catalog.create_tenant(wanted.tenant, actor=actor, **wanted.terms()))
+
+    @router.get("/{tenant}")
+    async def show(tenant: str) -> dict[str, Any]:
+        return await follower.survey(partial(_shown, tenant))
+
+    @router.patch("/{tenant}")
+    def limit(
+        tenant: str, wanted: Annotated[OfTenant, json_body(OfTenant)], actor: Actor
+    ) -> dict[str, Any]:
+        return tenant_json(catalog.limit_tenant(tenant, actor=actor, **wanted.terms()))
+
+    @router.get("/{tenant}/keys")
+    async def list_keys(tenant: str) -> dict[str, Any]:
+        keys = await follower.survey(lambda state: state.keys(tenant))
+        return {"data": list(map(key_json, keys))}
+
+    @router.post("/{tenant}/keys", status_code=CREATED)
+    def create_key(
+        tenant: str, wanted: Annotated[TenantKey, json_body(TenantKey)], actor: Actor
+    ) -> dict[str, Any]:
+        return made_key(catalog, tenant, wanted.scopes, wanted, actor)
+
+    return router
+
+
+def _shown(tenant: str, state: CatalogState) -> dict[str, Any]:
+    """A tenant with what it takes of the catalog."""
+    shown = tenant_json(state.tenant(tenant))
+    used = taken(state, tenant)
+    return shown | {"adapters": used.adapters, "total_bytes": used.total_bytes}

@@ -1,0 +1,71 @@
+"""What may be asked for a tenant or a key, as JSON: what is absent stays as it is."""
+
+import time
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from lorikeet.catalog.rules.tenant_terms import (
+    LONGEST_LIFE_S,
+    KeyLimitTerms,
+    LimitTerms,
+    TenantTerms,
+)
+from lorikeet.gateway.body import Body
+
+_NEVER_NONE = {"burst_s", "weight", "priority"}
+"""Terms that there always are; null is absent, as elsewhere."""
+
+
+class OfLimits(Body):
+    """Limits; see catalog/records.py. null takes one away. named: the fields that are terms."""
+
+    named: ClassVar[frozenset[str]] = frozenset(LimitTerms.__annotations__)
+    nulls: ClassVar[frozenset[str]] = named - _NEVER_NONE
+
+    requests_per_min: int | None = None
+    tokens_per_min: int | None = None
+    burst_s: float | None = None
+    max_concurrent: int | None = None
+    max_context: int | None = None
+
+    def terms(self) -> dict[str, Any]:
+        """What it says of them."""
+        return self.model_dump(include=set(self.named), exclude_unset=True)
+
+
+class OfTenant(OfLimits):
+    """A tenant's terms."""
+
+    named: ClassVar[frozenset[str]] = frozenset(TenantTerms.__annotations__)
+    nulls: ClassVar[frozenset[str]] = named - _NEVER_NONE
+
+    tokens_per_month: int | None = None
+    weight: float | None = None
+    max_adapters: int | None = None
+    max_total_bytes: int | None = None
+    pin_budget_bytes: int | None = None
+    max_rank: int | None = None
+    max_adapter_bytes: int | None = None
+
+
+class OfKey(OfLimits):
+    """What may change of a key."""
+
+    named: ClassVar[frozenset[str]] = frozenset(KeyLimitTerms.__annotations__)
+
+    priority: int | None = None
+
+
+class NewKey(OfKey):
+    """A key to be made. name: what people call it. expires_s: seconds from now; null: never."""
+
+    name: str = ""
+    expires_s: Annotated[float, Field(gt=0, le=LONGEST_LIFE_S)] | None = None
+
+    def terms(self) -> dict[str, Any]:
+        """What it says of them, and of the key."""
+        own: dict[str, Any] = {"name": self.name} if self.name else {}
+        if self.expires_s is not None:
+            own["expires"] = time.time() + self.expires_s
+        return own | super().terms()

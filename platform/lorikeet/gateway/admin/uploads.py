@@ -1,0 +1,220 @@
+"""Admin routes: an adapter's blob becomes a version, in one request or in parts.
+
+PUT /adapters/…/versions takes a small blob whole. POST /uploads says which parts of a large one are
+missing and where to PUT them, straight into the store where it can; PUT /uploads/…/parts/… takes
+those that cannot go there; POST /adapters/…/versions makes the upload a version. All of them may
+be repeated at will.
+"""
+
+import asyncio
+import base64
+import hashlib
+import tempfile
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from lorikeet.catalog.records import BlobFacts
+from lorikeet.catalog.uploads import Uploads
+from lorikeet.errors import InvalidAdapter, InvalidInput, RequestTooLarge, StoreError
+from lorikeet.gateway.admin.registration import Order, Registration
+from lorikeet.gateway.admin.smoke_report import smoke
+from lorikeet.gateway.authentication import Actor
+from lorikeet.gateway.body import Body, json_body, limited
+from lorikeet.gateway.error_responses import CREATED, OK
+from lorikeet.gateway.request_scope import request_id_of
+from lorikeet.gateway.services import Services
+
+_WRITE_BYTES = 4 * 2**20
+
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Json = dict[str, Any]
+
+
+class Begin(Body):
+    """A blob that is to come. digest: SHA-256 of its bytes.
+
+    tenant, base_model: what it is to be registered for, if that should be checked already.
+    """
+
+    digest: Digest
+    size_bytes: Annotated[int, Field(ge=1)]
+    tenant: str | None = None
+    base_model: str | None = None
+
+
+class Uploaded(Body):
+    """A blob that came, or that the store had already, and what to do with it.
+
+    smoke: only if a replica can generate with it, and say how it differs from the base model.
+    """
+
+    digest: Digest
+    promote: bool = False
+    shared: bool | None = None
+    base_model: str | None = None
+    smoke: bool = False
+
+
+def upload_routes(services: Services, uploads: Uploads, registration: Registration) -> APIRouter:
+    """Register a blob; begin or resume an upload, send its parts, register it."""
+    endpoints = UploadEndpoints(services, uploads, registration)
+    router = APIRouter()
+    versions = "/adapters/{tenant}/{name}/versions"
+    router.add_api_route(versions, endpoints.register_body, methods=["PUT"])
+    router.add_api_route("/uploads", endpoints.begin, methods=["POST"])
+    router.add_api_route("/uploads/{digest}/parts/{number}", endpoints.put_part, methods=["PUT"])
+    router.add_api_route(versions, endpoints.register, methods=["POST"])
+    return router
+
+
+class UploadEndpoints:
+    """What the routes for blobs do."""
+
+    def __init__(self, services: Services, uploads: Uploads, registration: Registration) -> None:
+        self._services, self._uploads, self._registration = services, uploads, registration
+
+    async def register_body(
+        self,
+        request: Request,
+        response: Response,
+        tenant: str,
+        name: str,
+        actor: Actor,
+        promote: bool = False,
+        shared: bool | None = None,
+        base_model: str | None = None,
+    ) -> Json:
+        """The body is the blob; it is validated before anything is stored."""
+        registration = self._registration
+        order = Order(tenant, name, actor, promote, shared, base_model)
+        limits = await registration.check(tenant, base_model)
+        with tempfile.TemporaryDirectory(prefix="lorikeet-upload-") as folder:
+            blob = Path(folder) / "adapter.safetensors"
+            await _receive(request, blob, limits.max_bytes, registration.workers)
+            facts = await registration.examine(order, blob)
+            version, is_new = await registration.record(order, blob, facts)
+        response.status_code = CREATED if is_new else OK
+        return version
+
+    async def begin(self, wanted: Annotated[Begin, json_body(Begin)], actor: Actor) -> Json:
+        """Which parts are missing, and where they go."""
+        limits = await self._registration.check(wanted.tenant, wanted.base_model)
+        if wanted.size_bytes > limits.max_bytes:
+            raise RequestTooLarge(
+                f"the adapter has {wanted.size_bytes} bytes: the limit is {limits.max_bytes}",
+                param="size_bytes",
+            )
+        return await self._registration.run(_begun, self._uploads, wanted, actor)
+
+    async def put_part(self, request: Request, digest: str, number: int, actor: Actor) -> Json:
+        """Take a part."""
+        run, uploads = self._registration.run, self._uploads
+        upload = await run(uploads.find, digest, actor)
+        if number not in upload.numbers:
+            raise InvalidInput(
+                f"number={number}: this upload has the parts 1 to {upload.numbers[-1]}",
+                param="number",
+            )
+        size = upload.part_size(number)
+        with tempfile.TemporaryDirectory(prefix="lorikeet-part-") as folder:
+            part = Path(folder) / "part"
+            await _receive(request, part, size, self._registration.workers)
+            await run(_check_part, part, size, request.headers.get("content-md5"))
+            await run(uploads.put, upload, number, part)
+        return {"number": number, "size_bytes": size}
+
+    async def register(
+        self,
+        request: Request,
+        response: Response,
+        tenant: str,
+        name: str,
+        wanted: Annotated[Uploaded, json_body(Uploaded)],
+        actor: Actor,
+    ) -> Json:
+        """Make what was uploaded a version."""
+        registration = self._registration
+        order = Order(tenant, name, actor, wanted.promote, wanted.shared, wanted.base_model)
+        await registration.check(tenant, wanted.base_model)
+        async with registration.turns:
+            with tempfile.TemporaryDirectory(prefix="lorikeet-upload-") as folder:
+                blob = Path(folder) / "adapter.safetensors"
+                version, is_new = await self._record(order, wanted, blob, request_id_of(request))
+        await registration.run(self._uploads.end, wanted.digest, actor)
+        response.status_code = CREATED if is_new else OK
+        return version
+
+    async def _record(
+        self, order: Order, wanted: Uploaded, blob: Path, request_id: str
+    ) -> tuple[Json, bool]:
+        registration, uploads = self._registration, self._uploads
+        await registration.run(uploads.download, wanted.digest, order.actor, blob)
+        facts = await self._examined(order, wanted.digest, blob)
+        await registration.run(uploads.keep, wanted.digest, order.actor, blob)
+        seen: Json = {}
+        if wanted.smoke:
+            ref = await registration.next_ref(order, facts)
+            seen = {"smoke": await smoke(self._services, facts.base_model, ref, request_id)}
+        version, is_new = await registration.record(order, blob, facts)
+        return version | seen, is_new
+
+    async def _examined(self, order: Order, digest: str, blob: Path) -> BlobFacts:
+        try:
+            return await self._registration.examine(order, blob)
+        except InvalidAdapter as error:
+            if error.param != "base_model":  # else it is right once the admin says which
+                await self._registration.run(self._uploads.end, digest, order.actor)
+            raise
+
+
+async def _receive(request: Request, path: Path, max_bytes: int, workers: Executor) -> None:
+    """Write the body to `path`. Raises RequestTooLarge, and StoreError when the disk is full."""
+    loop = asyncio.get_running_loop()
+    try:
+        with path.open("wb") as file:
+            held: list[bytes] = []
+            held_bytes = 0
+            async for part in limited(request, max_bytes):
+                held.append(part)
+                held_bytes += len(part)
+                if held_bytes >= _WRITE_BYTES:
+                    await loop.run_in_executor(workers, file.write, b"".join(held))
+                    held, held_bytes = [], 0
+            await loop.run_in_executor(workers, file.write, b"".join(held))
+    except OSError as error:
+        raise StoreError(
+            f"the gateway could not keep the upload ({error.strerror}): free space in "
+            f"{path.parent.parent}, then send it again"
+        ) from error
+
+
+def _begun(uploads: Uploads, wanted: Begin, actor: str) -> Json:
+    upload, missing = uploads.begin(wanted.digest, wanted.size_bytes, actor)
+    return {
+        "digest": upload.digest,
+        "size_bytes": upload.size_bytes,
+        "part_bytes": upload.part_bytes,
+        "missing": [
+            {
+                "number": number,
+                "size_bytes": upload.part_size(number),
+                "url": uploads.url(upload, number),
+            }
+            for number in missing
+        ],
+    }
+
+
+def _check_part(part: Path, size: int, md5: str | None) -> None:
+    """Raises InvalidInput."""
+    if part.stat().st_size != size:
+        raise InvalidInput(f"the part has {part.stat().st_size} bytes: want {size}")
+    if md5 is not None:
+        with part.open("rb") as file:
+            found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).digest()
+        if base64.b64encode(found).decode() != md5:
+            raise InvalidInput("the part was damaged on its way: send it again")

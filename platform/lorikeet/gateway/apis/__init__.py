@@ -1,0 +1,1 @@
+"""What tenants may send and what they are answered, in OpenAI's words."""

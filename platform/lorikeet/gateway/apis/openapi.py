@@ -1,0 +1,165 @@
+"""GET /v1/openapi.json: the tenants' API, described from the types that make it."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import TypeAdapter
+from starlette.responses import JSONResponse
+
+from lorikeet.gateway.apis.openai_requests import ChatRequest, CompletionRequest
+from lorikeet.gateway.apis.response_types import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    Error,
+    Model,
+    ModelList,
+)
+from lorikeet.gateway.authentication import Gate
+
+_REF = "#/components/schemas/{model}"
+_TYPES: Sequence[Any] = (
+    ChatRequest,
+    CompletionRequest,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    Model,
+    ModelList,
+    Error,
+)
+_ERRORS = {
+    "400": "A field is not right or not supported; `param` names it.",
+    "401": "No key, or none that is known.",
+    "403": "The key's scopes do not allow this.",
+    "404": "No such model, or not this tenant's.",
+    "413": "The body is too large.",
+    "422": "The adapter cannot be served.",
+    "429": "A limit is reached, or the budget; Retry-After says when to come back.",
+    "500": "The service failed.",
+    "503": "The service cannot do this now; Retry-After says when to come back.",
+}
+
+
+_OBJECT = {"application/json": {"schema": {"type": "object"}}}
+
+
+def openapi_routes(gate: Gate) -> APIRouter:
+    """The document, for whoever has a key."""
+    router = APIRouter(prefix="/v1")
+
+    @router.get("/openapi.json")
+    async def openapi(request: Request) -> JSONResponse:
+        await gate.tenant(request)
+        return JSONResponse(document())
+
+    return router
+
+
+@cache
+def document() -> dict[str, Any]:
+    """The OpenAPI 3.1 document. Not to be changed."""
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Lorikeet", "version": version("lorikeet-serve")},
+        "security": [{"key": []}],
+        "paths": {
+            "/v1/chat/completions": _generate(
+                "Answer a chat", "ChatRequest", "ChatCompletion", "ChatCompletionChunk"
+            ),
+            "/v1/completions": _generate(
+                "Continue prompts", "CompletionRequest", "Completion", "Completion"
+            ),
+            "/v1/models": _get("list_models", "List models", _json("ModelList")),
+            "/v1/models/{model}": _get(
+                "get_model",
+                "Look up a model",
+                _json("Model"),
+                _path("model", "tenant/name, tenant/name@version or a base model"),
+            ),
+            "/v1/requests/{request_id}": _get(
+                "explain_request",
+                "Tell what became of a request",
+                _OBJECT,
+                _path("request_id", "x-request-id, or the answer's own id"),
+            ),
+            "/v1/usage": _get(
+                "get_usage",
+                "Sum up what was used",
+                _OBJECT,
+                _query("from", "date", "the first day, UTC; else the month's"),
+                _query("to", "date", "the last day, included; else today"),
+                _query("by", "", "adapter, day, or both with a comma between"),
+            ),
+        },
+        "components": {
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "schemas": _schemas(),
+        },
+    }
+
+
+def _generate(summary: str, request: str, answer: str, event: str) -> dict[str, Any]:
+    events = {"text/event-stream": {"schema": _event(event)}}
+    post = {
+        "operationId": request,
+        "summary": summary,
+        "requestBody": {"required": True, "content": _json(request)},
+        "responses": _answers(_json(answer) | events),
+    }
+    return {"post": post}
+
+
+def _get(
+    operation: str, summary: str, answer: Mapping[str, Any], *parameters: dict[str, Any]
+) -> dict[str, Any]:
+    asked = {"parameters": list(parameters)} if parameters else {}
+    told = {"operationId": operation, "summary": summary, "responses": _answers(answer)}
+    return {"get": told | asked}
+
+
+def _path(name: str, description: str) -> dict[str, Any]:
+    schema = {"type": "string", "minLength": 1}
+    given = {"name": name, "in": "path", "required": True}
+    return given | {"description": description, "schema": schema}
+
+
+def _query(name: str, form: str, description: str) -> dict[str, Any]:
+    schema = {"type": "string"} | ({"format": form} if form else {})
+    return {"name": name, "in": "query", "description": description, "schema": schema}
+
+
+def _event(model: str) -> dict[str, Any]:
+    references = [{"$ref": _REF.format(model=name)} for name in (model, "Error")]
+    told = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": references},
+        "description": "An Error where the stream failed.",
+    }
+    last = {"const": "[DONE]", "description": "The last event."}
+    data = {"anyOf": [last, told]}
+    return {"type": "object", "required": ["data"], "properties": {"data": data}}
+
+
+def _answers(content: Mapping[str, Any]) -> dict[str, Any]:
+    errors = {
+        status: {"description": description, "content": _json("Error")}
+        for status, description in _ERRORS.items()
+    }
+    return {"200": {"description": "The answer.", "content": content}} | errors
+
+
+def _json(model: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": _REF.format(model=model)}}}
+
+
+def _schemas() -> dict[str, Any]:
+    _, schemas = TypeAdapter.json_schemas(
+        [(kind.__name__, "validation", TypeAdapter(kind)) for kind in _TYPES], ref_template=_REF
+    )
+    definitions: dict[str, Any] = schemas["$defs"]
+    return definitions

@@ -1,0 +1,108 @@
+"""The way in: whose request is it, and which model does it mean?"""
+
+import time
+from typing import Annotated, NamedTuple
+
+from fastapi import Depends
+from starlette.requests import Request
+
+from lorikeet.catalog.records import Scope, TenantRecord
+from lorikeet.catalog.state import CatalogState
+from lorikeet.errors import Unavailable
+from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.services import Services
+from lorikeet.tenancy import Principal, authenticate
+from lorikeet_engine.adapter import AdapterRef
+
+
+class Model(NamedTuple):
+    """What the `model` of a request means.
+
+    rank, image_bytes: the adapter's largest, and what it takes on a GPU; 0 for a base model.
+    """
+
+    base_model: str
+    adapter: AdapterRef | None = None
+    rank: int = 0
+    image_bytes: int = 0
+
+
+class Caller(NamedTuple):
+    """Who sends a request, and by which key."""
+
+    tenant: TenantRecord
+    key: Principal
+
+    @property
+    def max_context(self) -> int | None:
+        """The tighter one of the tenant's limit and the key's."""
+        both = (self.tenant.limits.max_context, self.key.limits.max_context)
+        return min((limit for limit in both if limit is not None), default=None)
+
+
+class Gate:
+    """Answers from the catalog's last view, and looks once more before it refuses."""
+
+    def __init__(self, services: Services, follower: CatalogFollower) -> None:
+        self._base_models = services.base_models
+        self._follower = follower
+
+    async def caller(self, request: Request) -> Caller:
+        """Who asks for an answer. Raises InvalidKey, Forbidden, Unavailable."""
+        key = await self._authenticate(request, Scope.INFER)
+        tenant = key.tenant
+        assert tenant is not None
+        return Caller(await self._follower.ask(lambda state: state.tenant(tenant)), key)
+
+    async def tenant(self, request: Request) -> TenantRecord:
+        """The tenant whose key this is. Raises InvalidKey, Forbidden, Unavailable."""
+        return (await self.caller(request)).tenant
+
+    async def admin(self, request: Request) -> None:
+        """A dependency of every admin route. Raises InvalidKey, Forbidden, Unavailable."""
+        request.state.principal = await self._authenticate(request, Scope.ADMIN)
+
+    async def resolve(self, model: str, tenant: str, session: str | None = None) -> Model:
+        """What `model` means to a tenant.
+
+        session: what decides between two versions that share an alias; None: the first.
+
+        Raises UnknownModel, alike for what is absent and for what is another's; Unavailable when
+        nothing here serves its base model, or the catalog cannot be asked about an unknown name.
+        """
+        if model in self._base_models:
+            return Model(model)
+
+        def find(state: CatalogState) -> Model:
+            ref = state.resolve(model, tenant, session)
+            version = state.version_of(ref)
+            return Model(version.base_model, ref, version.max_rank, version.gpu_bytes)
+
+        meant = await self._follower.find(find, (tenant, model))
+        if meant.base_model not in self._base_models:
+            raise Unavailable(
+                f"{meant.adapter} needs the base model {meant.base_model!r}, "
+                "which is not served now"
+            )
+        return meant
+
+    async def _authenticate(self, request: Request, scope: Scope) -> Principal:
+        authorization = request.headers.get("authorization")
+        reading = request.method in ("GET", "HEAD")
+
+        def check(state: CatalogState) -> Principal:
+            return authenticate(state, authorization, scope, time.time(), reading=reading)
+
+        if authorization is None:
+            return await self._follower.ask(check)  # no other view has a key for it
+        return await self._follower.find(check)
+
+
+async def actor_of(request: Request) -> str:
+    """Who an admin's change is written down to."""
+    principal: Principal = request.state.principal
+    return principal.key_id
+
+
+Actor = Annotated[str, Depends(actor_of)]
+"""A parameter of the routes that change something."""

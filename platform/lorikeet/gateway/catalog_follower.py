@@ -1,0 +1,186 @@
+"""Keeps the gateway's view of the catalog fresh without asking the store too often."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.snapshots.partitions import NotRead
+from lorikeet.catalog.state import CatalogState
+from lorikeet.errors import EndedKey, InvalidKey, Unavailable, UnknownModel
+
+log = logging.getLogger(__name__)
+
+MIN_GAP_S = 0.1
+"""Refreshes begin at most this often, however many unknown names clients ask for."""
+LONGEST_WAIT_S = 2.0
+"""A store that hangs delays the answer to an unknown name by this much and nothing else."""
+MISSING_S = 1.0
+"""For so long a name that was just looked up in vain is refused without looking again."""
+_MOST_MISSING = 4096
+_READERS = 8
+
+Name = tuple[str, str]
+"""A tenant and the model that it asks for."""
+A = TypeVar("A")
+T = TypeVar("T")
+
+
+class CatalogFollower:
+    """Refreshes the catalog off the event loop, one refresh at a time. For one event loop.
+
+    A store that fails leaves the last view in force; that is logged once, and so is its end.
+    """
+
+    def __init__(self, catalog: AdapterCatalog, interval_s: float) -> None:
+        self._catalog = catalog
+        self._interval_s = interval_s
+        self._next: asyncio.Task[bool] | None = None
+        self._refreshing = asyncio.Lock()
+        self._begun_s = -MIN_GAP_S
+        self._failing = False
+        self._answered_s = time.monotonic()  # whoever made the catalog has read it
+        self._parts: dict[int, asyncio.Task[None]] = {}
+        self._missing = _NegativeCache()
+        # threads of their own: a store that hangs must not keep refreshes from theirs
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="catalog-part")
+        self._surveyors = ThreadPoolExecutor(_READERS, thread_name_prefix="catalog-survey")
+
+    @property
+    def state(self) -> CatalogState:
+        """The last view; never blocks."""
+        return self._catalog.state
+
+    @property
+    def age_s(self) -> float:
+        """How long ago the store last said whether there is anything new."""
+        return time.monotonic() - self._answered_s
+
+    async def ask(self, question: Callable[[CatalogState], T]) -> T:
+        """The last view's answer; parts that it needs are read first, off the event loop.
+
+        Raises Unavailable if the store does not answer.
+        """
+        while True:
+            try:
+                return question(self.state)
+            except NotRead as missing:
+                await self._read_parts(missing.numbers)
+
+    async def find(self, question: Callable[[CatalogState], T], name: Name | None = None) -> T:
+        """The last view's answer; where it knows no such key or model, that of a newer view.
+
+        name: a model that the newer view lacks too is taken to be missing for MISSING_S. Raises
+        InvalidKey and UnknownModel, and Unavailable where there may be something newer that cannot
+        be read.
+        """
+        try:
+            return await self.ask(question)
+        except (InvalidKey, UnknownModel) as error:
+            if isinstance(error, EndedKey) or self._missing.holds(name):
+                raise
+        await self.looked_again()
+        try:
+            return await self.ask(question)
+        except UnknownModel:
+            if name is not None:
+                self._missing.add(name)
+            raise
+
+    async def survey(self, question: Callable[[CatalogState], T]) -> T:
+        """The answer of a view as from `refreshed`, worked out in a thread: for long lists.
+
+        Raises StoreError if parts that it needs cannot be read.
+        """
+        await self.refreshed()
+        return await self.in_thread(self._catalog.ask, question)
+
+    async def in_thread(self, work: Callable[[A], T], argument: A) -> T:
+        """What takes long, in one of the threads for that."""
+        return await asyncio.get_running_loop().run_in_executor(self._surveyors, work, argument)
+
+    async def follow(self) -> None:
+        """Refresh every interval, until cancelled."""
+        while True:
+            await asyncio.sleep(self._interval_s)
+            await self.refreshed()
+
+    async def refreshed(self) -> CatalogState:
+        """A view that was read after this call, or the last one if the store does not answer."""
+        await self._read()
+        return self.state
+
+    async def looked_again(self) -> CatalogState:
+        """A view that was read after this call. Raises Unavailable if the store does not answer."""
+        if not await self._read():
+            raise Unavailable(
+                "what this request names is not known here, and the catalog cannot be read now: "
+                "send it again later"
+            )
+        return self.state
+
+    async def _read_parts(self, numbers: Collection[int]) -> None:
+        """Read these parts, each once for all who wait for it."""
+        wanted = [number for number in numbers if number not in self._parts]
+        if wanted:
+            reading = asyncio.create_task(self._read_together(wanted))
+            self._parts.update(dict.fromkeys(wanted, reading))
+        tasks = {self._parts[number] for number in numbers}
+        done, waiting = await asyncio.wait(tasks, timeout=LONGEST_WAIT_S)
+        failures = [error for task in done if (error := task.exception())]
+        if waiting or failures:
+            raise Unavailable(
+                "what this request names is not read yet, and the catalog cannot be read now: "
+                "send it again later"
+            ) from next(iter(failures), None)
+
+    async def _read_together(self, numbers: list[int]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._readers, self._catalog.read, numbers)
+        finally:
+            for number in numbers:
+                del self._parts[number]
+
+    async def _read(self) -> bool:
+        """Whether it worked in time. All who call before the read begins share it."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._refresh())
+        done, _ = await asyncio.wait([self._next], timeout=LONGEST_WAIT_S)
+        return any(task.result() for task in done)
+
+    async def _refresh(self) -> bool:
+        async with self._refreshing:
+            await asyncio.sleep(self._begun_s + MIN_GAP_S - time.monotonic())
+            self._begun_s = time.monotonic()
+            self._next = None  # who asks from here on wants a later read
+            try:
+                await asyncio.to_thread(self._catalog.refresh)
+            except Exception as error:  # whatever it is, the last view serves on
+                if not self._failing:
+                    log.warning("catalog_unreachable", extra={"error": repr(error)})
+                self._failing = True
+                return False
+            if self._failing:
+                log.info("catalog_reachable", extra={"seq": self.state.seq})
+            self._failing = False
+            self._answered_s = time.monotonic()
+            return True
+
+
+class _NegativeCache:
+    """Names that were looked up in vain, for MISSING_S, and few of them."""
+
+    def __init__(self) -> None:
+        self._until: dict[Name, float] = {}
+
+    def add(self, name: Name) -> None:
+        if len(self._until) >= _MOST_MISSING:
+            self._until.clear()
+        self._until[name] = time.monotonic() + MISSING_S
+
+    def holds(self, name: Name | None) -> bool:
+        return name is not None and self._until.get(name, 0.0) > time.monotonic()

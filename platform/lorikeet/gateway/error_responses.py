@@ -1,0 +1,107 @@
+"""Errors as HTTP answers."""
+
+import math
+from collections.abc import Iterable
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from lorikeet.errors import (
+    InsufficientQuota,
+    LorikeetError,
+    RateLimited,
+    Standing,
+    error_body,
+    status_of,
+)
+from lorikeet.gateway.body import describe
+from lorikeet.protocol.messages import Refusal
+from lorikeet.retry_after import whole_seconds
+
+OK = 200
+CREATED = 201
+
+_INTERNAL = "the service failed, not this request: send it again, or give your admin x-request-id"
+_ROUNDING = 1e-6
+
+
+class Refused(LorikeetError):
+    """A replica's Refusal, raised."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message, param=refusal.param, retry_after_s=refusal.retry_after_s)
+        self.code = refusal.code
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer every error in OpenAI's shape."""
+    app.add_exception_handler(LorikeetError, _answer_ours)
+    app.add_exception_handler(RequestValidationError, _answer_validation)
+    app.add_exception_handler(HTTPException, _answer_http)
+
+
+def error_response(error: LorikeetError) -> Response:
+    """One of our errors as an answer, with Retry-After where trying again makes sense."""
+    status = status_of(error.code)
+    headers = {}
+    if status in (429, 503):
+        headers["retry-after"] = str(whole_seconds(error.retry_after_s))
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, RateLimited):
+        headers |= limit_headers(error.standings)
+    if isinstance(error, InsufficientQuota):
+        headers["x-should-retry"] = "false"  # OpenAI's clients heed it
+    return JSONResponse(error_body(error.code, error.message, error.param), status, headers)
+
+
+def limit_headers(standings: Iterable[Standing]) -> dict[str, str]:
+    """How limits per minute stand, as OpenAI says it."""
+    headers = {}
+    for kind, limit, remaining, reset_s in standings:
+        headers[f"x-ratelimit-limit-{kind}"] = str(limit)
+        headers[f"x-ratelimit-remaining-{kind}"] = str(remaining)
+        headers[f"x-ratelimit-reset-{kind}"] = _duration(reset_s)
+    return headers
+
+
+def internal_error_response() -> Response:
+    """The answer to an exception nobody expected; it says nothing of its insides."""
+    return JSONResponse(error_body(LorikeetError.code, _INTERNAL), 500)
+
+
+async def _answer_ours(_: Request, error: Exception) -> Response:
+    assert isinstance(error, LorikeetError)
+    return error_response(error)
+
+
+async def _answer_validation(_: Request, error: Exception) -> Response:
+    """FastAPI's own checks of paths and queries, whose locations begin with where they were."""
+    assert isinstance(error, RequestValidationError)
+    return error_response(describe([{**p, "loc": p["loc"][1:]} for p in error.errors()]))
+
+
+async def _answer_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        body = error_body("not_found", f"there is no {request.url.path} here")
+    elif error.status_code == 405:
+        body = error_body("method_not_allowed", f"{request.method} does not work here")
+    else:
+        body = error_body(LorikeetError.code, _INTERNAL)
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: 120ms, 1s, 6m0s, 1h0m0s; rounded up."""
+    milliseconds = math.ceil(1000 * seconds - _ROUNDING)
+    if milliseconds < 1000:
+        return f"{max(0, milliseconds)}ms"
+    minutes, rest_s = divmod(math.ceil(seconds - _ROUNDING), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes_left}m{rest_s}s"
+    return f"{minutes}m{rest_s}s" if minutes else f"{rest_s}s"

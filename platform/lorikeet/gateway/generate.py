@@ -1,0 +1,113 @@
+"""POST /v1/chat/completions and /v1/completions: a request's walk through its gateway."""
+
+import re
+import time
+from collections.abc import Mapping
+
+from starlette.requests import Request
+from starlette.routing import Route
+
+from lorikeet.errors import InvalidInput
+from lorikeet.gateway.apis.openai_requests import ChatRequest, CompletionRequest, GenerateRequest
+from lorikeet.gateway.authentication import Caller, Gate
+from lorikeet.gateway.body import read_json
+from lorikeet.gateway.rate_limits import RateLimitObserver
+from lorikeet.gateway.replica_response import ReplicaResponse
+from lorikeet.gateway.request_scope import request_id_of
+from lorikeet.gateway.services import Services
+from lorikeet.request_log.explanations import Explanations
+from lorikeet.request_log.trace import Trace
+from lorikeet.tenancy import Admission
+from lorikeet_engine.request import Terms
+
+KINDS: Mapping[str, type[GenerateRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+}
+"""What is asked for at which path. A kind is a schema that becomes a Call."""
+
+SESSION_HEADER = "x-lorikeet-session"
+"""Whose request this is, where an alias shares its requests between two versions; else the body's
+`user`; a request without either may get either version."""
+LOAD_HEADER = "x-lorikeet-max-adapter-wait-ms"
+"""How long the caller waits for an adapter that is not there."""
+_LONGEST_LOAD_MS = 3_600_000
+
+
+def generate_routes(
+    services: Services, gate: Gate, admission: Admission, explanations: Explanations
+) -> list[Route]:
+    """One for each kind, without FastAPI's dependencies.
+
+    These have none, and to find that out at each request takes a quarter of the gateway's own time.
+    """
+    return [
+        Route(
+            path,
+            GenerateEndpoint(kind, services, gate, admission, explanations).answer,
+            methods=["POST"],
+        )
+        for path, kind in KINDS.items()
+    ]
+
+
+class GenerateEndpoint:
+    """Answers generate requests of one kind."""
+
+    def __init__(
+        self,
+        kind: type[GenerateRequest],
+        services: Services,
+        gate: Gate,
+        admission: Admission,
+        explanations: Explanations,
+    ) -> None:
+        self._kind, self._services = kind, services
+        self._gate, self._admission, self._explanations = gate, admission, explanations
+
+    async def answer(self, request: Request) -> ReplicaResponse:
+        """Read and check a request; the response that is returned calls a replica as it is sent.
+
+        Raises LorikeetError.
+        """
+        traceparent = request.headers.get("traceparent")
+        trace = self._explanations.trace(request_id_of(request), request.scope["path"], traceparent)
+        with trace.asking():
+            return await self._walk(request, trace)
+
+    async def _walk(self, request: Request, trace: Trace) -> ReplicaResponse:
+        caller = await self._gate.caller(request)
+        trace.comes_from(caller.tenant.name, caller.key.key_id)
+        hold = self._admission.check(caller.tenant, caller.key)
+        terms = self._terms(request, caller)  # what is wrong with a header costs no parse
+        body = await read_json(request, self._kind)
+        trace.asks_for(body.model)
+        request_id = request_id_of(request)
+        session = request.headers.get(SESSION_HEADER) or body.user or request_id
+        model = await self._gate.resolve(body.model, caller.tenant.name, session)
+        call = body.to_call(request_id, int(time.time()), caller, terms, model)
+        trace.becomes(call, model.base_model)
+        return ReplicaResponse(
+            call,
+            self._services.engines.generate(model.base_model, call),
+            [trace, RateLimitObserver(hold, call, model.base_model)],
+            self._services.first_item_timeout_s,
+        )
+
+    def _terms(self, request: Request, caller: Caller) -> Terms:
+        """What the engine's scheduler is to know. Raises InvalidInput."""
+        tenant, max_queue_s = caller.tenant, self._services.max_queue_s
+        max_load_s = _max_load_s(request.headers.get(LOAD_HEADER))
+        return Terms(tenant.name, tenant.weight, caller.key.priority, max_queue_s, max_load_s)
+
+
+def _max_load_s(header: str | None) -> float | None:
+    """Raises InvalidInput."""
+    if header is None:
+        return None
+    if not re.fullmatch("[0-9]{1,9}", header) or int(header) > _LONGEST_LOAD_MS:
+        raise InvalidInput(
+            f"{LOAD_HEADER}: want milliseconds, an integer from 0 to {_LONGEST_LOAD_MS}",
+            param=LOAD_HEADER,
+        )
+    return int(header) / 1000

@@ -1,0 +1,64 @@
+"""A call under the limits of its tenant and its key."""
+
+from types import TracebackType
+
+from lorikeet.gateway.error_responses import limit_headers
+from lorikeet.protocol.messages import Call, FinalUsage, Header, StreamItem
+from lorikeet.protocol.observer import Headers, RequestObserver
+from lorikeet.tenancy import RateLimitHold
+
+TYPICAL_ANSWER_TOKENS = 256
+"""Reserved for a choice that may fill the context."""
+
+
+class RateLimitObserver(RequestObserver):
+    """Reserves what a call may take while it runs, and settles what it took.
+
+    A call that was made to its end says so. One that failed before its first bytes took nothing.
+    Of any other, whose client left or whose replica was lost in mid stream, nobody here knows what
+    it took: what was reserved counts.
+    """
+
+    def __init__(self, hold: RateLimitHold, call: Call, base_model: str) -> None:
+        self._hold = hold
+        self._base_model = base_model
+        self._tokens = expected_tokens(call)
+        self._answered = False
+
+    def __enter__(self) -> None:
+        """Reserve. Raises RateLimited, Overloaded."""
+        self._hold.take(self._tokens, self._base_model)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        """Give back what was not taken."""
+        if isinstance(error, Exception) and not self._answered:
+            self._hold.settle(0)
+        self._hold.release()
+
+    def on_item(self, item: StreamItem) -> None:
+        """The replica says that the call has its first token, or what it took."""
+        match item:
+            case Header() if item.load_s is not None:
+                self._hold.first_token()
+            case FinalUsage():
+                self._hold.settle(item.prompt_tokens + item.completion_tokens)
+
+    def on_first_bytes(self) -> Headers:
+        """How the limits stand."""
+        self._answered = True
+        self._hold.first_token()
+        headers = limit_headers(self._hold.standings())
+        return [(name.encode(), value.encode()) for name, value in headers.items()]
+
+
+def expected_tokens(call: Call) -> int:
+    """What a call takes at most, or where that is not said, about."""
+    answer = call.max_tokens or TYPICAL_ANSWER_TOKENS
+    if call.max_context is not None:
+        answer = min(answer, call.max_context)
+    return call.work.prompt_tokens + call.work.sequences * answer

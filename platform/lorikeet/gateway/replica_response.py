@@ -1,0 +1,156 @@
+"""The response to a generate request: a replica's bytes, passed on as they come."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import ExitStack, aclosing
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable, error_body
+from lorikeet.gateway.error_responses import OK, Refused
+from lorikeet.gateway.request_scope import log_unexpected
+from lorikeet.protocol.messages import Call, Header, Refusal, StreamItem
+from lorikeet.protocol.observer import Headers, RequestObserver
+
+Items = AsyncGenerator[StreamItem, None]
+
+_SILENT = "the replica ended without an answer: send the request again"
+
+
+class ReplicaResponse(Response):
+    """Runs one call and sends its answer.
+
+    Nothing is sent before the replica's first bytes are there, so whatever fails until then gets
+    a status of its own; later failures end a stream with an error event. A client that goes away
+    closes `items` at once. Observers are entered in their order and left in the opposite one.
+    """
+
+    background = None
+
+    def __init__(
+        self,
+        call: Call,
+        items: Items,
+        observers: Sequence[RequestObserver],
+        first_item_timeout_s: float,
+    ) -> None:
+        self._call = call
+        self._items = items
+        self._observers = observers
+        self._first_item_timeout_s = first_item_timeout_s
+
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+        """Answer. Raises LorikeetError only while nothing was sent."""
+        with ExitStack() as left_at_the_end:
+            for observer in self._observers:
+                left_at_the_end.enter_context(observer)
+            await _while_connected(receive, self._answer(send))
+
+    async def _answer(self, send: Send) -> None:
+        async with aclosing(self._items) as items:
+            header, first = await self._begin(items)
+            if self._call.stream:
+                await send(self._start(header, b"text/event-stream; charset=utf-8"))
+                async for chunk in self._chunks(first, items):
+                    await send(_body(chunk, more=True))
+                await send(_body(b"", more=False))
+            else:
+                body = first + b"".join([self._bytes(item) async for item in items])
+                await send(self._start(header, b"application/json", len(body)))
+                await send(_body(body, more=False))
+
+    async def _begin(self, items: Items) -> tuple[Header, bytes]:
+        """Wait for the first bytes, and the last header before them.
+
+        A replica sends a second one, and so does a replica that takes over from a dead one.
+        """
+        header: Header | None = None
+        try:
+            async with asyncio.timeout(self._first_item_timeout_s) as limit:
+                async for item in items:
+                    if isinstance(item, Header):
+                        header = item
+                        limit.reschedule(None)  # how long its work takes is the client's matter
+                    if first := self._bytes(item):
+                        assert header is not None, "a header comes before bytes"
+                        return header, first
+        except TimeoutError as error:
+            raise Unavailable(
+                f"no replica took this request in {self._first_item_timeout_s:g} s: send it again"
+            ) from error
+        raise GenerationFailed(_SILENT)
+
+    async def _chunks(self, first: bytes, items: Items) -> AsyncGenerator[bytes, None]:
+        yield first
+        try:
+            async for item in items:
+                if chunk := self._bytes(item):
+                    yield chunk
+        except LorikeetError as error:
+            yield failed_event(error.code, error.message, error.param)
+        except Exception as error:
+            log_unexpected("stream_failed", self._call.request_id, error)
+            yield failed_event(GenerationFailed.code, _SILENT)
+
+    def _bytes(self, item: StreamItem) -> bytes:
+        """The client's part of an item, which may be none. Raises Refused."""
+        if isinstance(item, bytes):
+            return item
+        for observer in self._observers:
+            observer.on_item(item)
+        if isinstance(item, Refusal):
+            raise Refused(item)
+        return b""
+
+    def _start(self, header: Header, content_type: bytes, length: int | None = None) -> Message:
+        headers = [(b"content-type", content_type), *_headers(header)]
+        if length is None:
+            headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        else:
+            headers.append((b"content-length", b"%d" % length))
+        for observer in self._observers:
+            headers += observer.on_first_bytes()
+        return {"type": "http.response.start", "status": OK, "headers": headers}
+
+
+def failed_event(code: str, message: str, param: str | None = None) -> bytes:
+    """The event that ends a stream which failed after its first byte; no [DONE] follows."""
+    body = json.dumps(error_body(code, message, param), separators=(",", ":"))
+    return b"data: " + body.encode("ascii") + b"\n\n"
+
+
+async def _while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Run `work`; cancel it, and wait for its end, when the client goes away."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+    finally:  # also when the server cancels this request itself
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+    if not working.cancelled():
+        working.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _headers(header: Header) -> Headers:
+    """Which weights answer, where they were, and how long they took to come."""
+    headers = [(b"x-lorikeet-replica", header.replica.encode())]
+    if header.digest is not None:
+        headers.append((b"x-lorikeet-adapter-digest", header.digest.encode()))
+    if header.residency is not None:
+        headers.append((b"x-lorikeet-residency", str(header.residency).encode()))
+    if header.digest is not None and header.load_s is not None:
+        headers.append((b"x-lorikeet-adapter-load-ms", b"%d" % round(1000 * header.load_s)))
+    return headers
+
+
+def _body(chunk: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": chunk, "more_body": more}

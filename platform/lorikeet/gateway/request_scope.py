@@ -1,0 +1,61 @@
+"""What every request gets, whatever it asks: an id, and an answer even when the code breaks."""
+
+import logging
+import traceback
+import uuid
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lorikeet.gateway.error_responses import internal_error_response
+
+log = logging.getLogger(__name__)
+
+HEADER = "x-request-id"
+
+
+class RequestScope:
+    """Middleware: makes the request's id, and turns an unexpected exception into a plain 500.
+
+    The id is always made here: one that a client chose could collide with another's.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = scope.setdefault("state", {})["request_id"] = uuid.uuid4().hex
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)[HEADER] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            return  # it left while sending its body: nobody reads an answer
+        except Exception as error:
+            log_unexpected("request_failed", request_id, error)
+            if started:
+                raise
+            await internal_error_response()(scope, receive, send_with_id)
+
+
+def request_id_of(request: Request) -> str:
+    """The id of this request, 32 hex digits."""
+    return str(request.state.request_id)
+
+
+def log_unexpected(event: str, request_id: str, error: Exception) -> None:
+    """Log what broke and where. Not the exception's text: it may quote a prompt or a key."""
+    where = "".join(traceback.format_tb(error.__traceback__))
+    log.error(event, extra={"request_id": request_id, "error": type(error).__name__, "at": where})

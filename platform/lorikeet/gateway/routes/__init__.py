@@ -1,0 +1,1 @@
+"""Routes beside generation: models, usage, metrics, explanations."""

@@ -1,0 +1,92 @@
+"""What tenants used: GET /v1/usage for one's own, GET /admin/v1/usage for all."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+
+from lorikeet.catalog.names import check_name
+from lorikeet.catalog.store.object_store import ObjectStore
+from lorikeet.errors import InvalidInput
+from lorikeet.gateway.authentication import Gate
+from lorikeet.usage.counts import day_of
+from lorikeet.usage.reader import UsageReader
+from lorikeet.usage.summary import By, rows
+
+First = Annotated[date | None, Query(alias="from")]
+_AT_ONCE = 2
+
+Json = dict[str, Any]
+
+
+class UsageReports:
+    """Reads usage in threads of its own, a few reports at once. For one event loop."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._reader = UsageReader(store)
+        self._readers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="usage")
+
+    async def report(
+        self, first: date | None, last: date | None, by: Sequence[By], tenant: str | None = None
+    ) -> Json:
+        """The rows of some days, both included; without them, of this month until today.
+
+        tenant: only this one's. Raises InvalidInput, StoreError.
+        """
+        today = day_of(time.time())
+        first, last = first or today.replace(day=1), last or today
+
+        def read() -> list[Json]:
+            return rows(self._reader.read(first, last), by, tenant)
+
+        data = await asyncio.get_running_loop().run_in_executor(self._readers, read)
+        return {"from": first.isoformat(), "to": last.isoformat(), "data": data}
+
+
+def parse_by(text: str, allowed: Sequence[By]) -> list[By]:
+    """day,adapter as what has a row. Raises InvalidInput."""
+    try:
+        by = [By(each) for each in text.split(",")]
+    except ValueError:
+        by = []
+    if not by or not set(by) <= set(allowed):
+        raise InvalidInput(
+            f"by={text[:80]!r}: want some of {', '.join(allowed)}, with commas between", param="by"
+        )
+    return by
+
+
+def usage_routes(gate: Gate, reports: UsageReports) -> APIRouter:
+    """A tenant's own."""
+    router = APIRouter(prefix="/v1")
+
+    @router.get("/usage")
+    async def usage(
+        request: Request, first: First = None, to: date | None = None, by: str = By.ADAPTER
+    ) -> Json:
+        tenant = await gate.tenant(request)
+        return await reports.report(first, to, parse_by(by, (By.DAY, By.ADAPTER)), tenant.name)
+
+    return router
+
+
+def admin_usage_routes(reports: UsageReports) -> APIRouter:
+    """Any tenant's, and all."""
+    router = APIRouter()
+
+    @router.get("/usage")
+    async def usage(
+        first: First = None,
+        to: date | None = None,
+        by: str = f"{By.TENANT},{By.ADAPTER}",
+        tenant: str | None = None,
+    ) -> Json:
+        if tenant is not None:
+            check_name(tenant, "tenant")
+        return await reports.report(first, to, parse_by(by, tuple(By)), tenant)
+
+    return router

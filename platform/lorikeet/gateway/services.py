@@ -1,0 +1,120 @@
+"""What the API is built from."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.uploads import PART_BYTES
+from lorikeet.errors import InvalidSetting
+from lorikeet.metrics.gateway import GatewayMetrics
+from lorikeet.protocol.messages import Call, Refusal, StreamItem, Trial, TrialResult
+from lorikeet.protocol.peers import Peers
+from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet.tenancy.budget import Written
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter_format import (
+    FLOAT32_MEMORY,
+    AdapterLimits,
+    AdapterMemory,
+    BaseShape,
+    read_json,
+)
+from lorikeet_engine.errors import ModelError
+
+if TYPE_CHECKING:  # its libraries are wanted only where traces are
+    from lorikeet.tracing.export import Traces
+
+
+class EngineClient(Protocol):
+    """The way to the replicas."""
+
+    def generate(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
+        """A replica's answer: a Header, then bytes, or a Refusal before the first bytes.
+
+        Closing or cancelling it frees at once what the request holds. Raises LorikeetError.
+        """
+        ...
+
+    async def smoke(self, base_model: str, trial: Trial) -> TrialResult | Refusal:
+        """A replica's trial of an adapter. Raises LorikeetError."""
+        ...
+
+    async def reports(self, tier: Residency = Residency.DISK) -> Sequence[ReplicaReport]:
+        """What every replica of every base model holds and does.
+
+        tier: adapters are named that are there or nearer; those in the GPU's arena always are.
+        """
+        ...
+
+
+async def no_pages() -> Sequence[bytes]:
+    """Where this gateway is the whole service."""
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """A base model that is served. aliases: what adapters may call it, e.g. its Hub name."""
+
+    shape: BaseShape
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The parts behind the API. base_models: by the name that clients use.
+
+    gateways: how many there are; each enforces its share of a tenant's limit. refresh_s: how old
+    the view of the catalog may be. first_item_timeout_s: how long a replica may take to answer
+    at all; how long it may take to generate is not limited here. max_generations: requests that
+    this gateway carries at once, of all tenants together; None: no bound. part_bytes: of large
+    uploads. adapter_memory: what the engines keep adapters in, as far as it is known here. name:
+    of this gateway. peers: the other gateways. written: what tenants have used, for their
+    budgets; what they used in the last written_s seconds may be missing in it.
+    max_queue_s: how long a request may wait for its turn on a replica; None: as long as it takes.
+    seats: requests that the replicas of each base model run at once, this gateway's part of them.
+    traces: where requests that are over are told; None: nowhere. metrics: this gateway's. pages:
+    what each replica and the controller measure, as parts of the page of metrics.
+    """
+
+    catalog: AdapterCatalog
+    base_models: Mapping[str, BaseModel]
+    limits: AdapterLimits
+    engines: EngineClient
+    gateways: int = 1
+    refresh_s: float = 1.0
+    first_item_timeout_s: float = 60.0
+    max_generations: int | None = None
+    part_bytes: int = PART_BYTES
+    adapter_memory: AdapterMemory = FLOAT32_MEMORY
+    name: str = "gateway"
+    peers: Peers = field(default_factory=Peers)
+    written: Written | None = None
+    written_s: float = 30.0
+    max_queue_s: float | None = None
+    seats: Mapping[str, int] = field(default_factory=dict)
+    traces: "Traces | None" = None
+    metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
+    pages: Callable[[], Awaitable[Sequence[bytes]]] = no_pages
+
+
+def read_base_models(folders: Mapping[str, Path]) -> dict[str, BaseModel]:
+    """Read every folder's config.json. Raises InvalidSetting, naming the folder.
+
+    An adapter may call its base model by the served name, the folder's, or the one in config.json.
+    """
+    return {name: _read(folder) for name, folder in folders.items()}
+
+
+def _read(folder: Path) -> BaseModel:
+    try:
+        config = read_json(folder / "config.json")
+        shape = BaseShape.from_config(config)
+    except ModelError as error:
+        raise InvalidSetting(
+            f"LORIKEET_BASE_MODELS: {folder} is no Hugging Face model folder that can be served: "
+            f"{error}"
+        ) from error
+    return BaseModel(shape, tuple(filter(None, (folder.name, config.get("_name_or_path")))))

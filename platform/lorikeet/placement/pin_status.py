@@ -1,0 +1,81 @@
+"""How pins stand: whether what was promised is so already, will be, or cannot be."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from lorikeet.catalog.records import PinKey, PinRecord
+from lorikeet.catalog.rules.pin_budget import PinnedVersion, charged_bytes
+from lorikeet.placement.plan import Placement, Shortfall, place_pins
+from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
+from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet_engine.adapter import Residency
+
+
+class Standing(Enum):
+    """MET: all is where it was promised. LOADING: it will be. UNMET: not all of it can be."""
+
+    MET = "met"
+    LOADING = "loading"
+    UNMET = "unmet"
+
+
+@dataclass(frozen=True, slots=True)
+class PinStanding:
+    """One pin, how many versions it keeps and their bytes on one replica, and what is amiss."""
+
+    pin: PinRecord
+    standing: Standing
+    versions: int
+    image_bytes: int
+    shortfalls: tuple[Shortfall, ...]
+
+
+class AdapterTiers:
+    """Where adapters are, as replicas report."""
+
+    def __init__(self, reports: Sequence[ReplicaReport]) -> None:
+        self._replicas: dict[str, int] = defaultdict(int)  # of each base model
+        self._held: dict[str, dict[str, Residency]] = defaultdict(dict)  # digest → replica → tier
+        for report in reports:
+            self._replicas[report.base_model] += 1
+            for adapter in report.adapters:
+                self._held[adapter.digest][report.replica] = adapter.residency
+
+    def tier(self, digest: str, replica: str) -> Residency:
+        """The nearest place on that replica that has it."""
+        return self._held.get(digest, {}).get(replica, Residency.REMOTE)
+
+    def has(self, version: PinnedVersion, pin: PinRecord) -> bool:
+        """Whether it is on as many replicas as promised."""
+        wanted = self._replicas[version.base_model] if pin.replicas is None else pin.replicas
+        held = self._held.get(version.ref.digest, {}).values()
+        return sum(tier >= pin.tier for tier in held) >= wanted
+
+
+def standings(
+    pins: ResolvedPins, reports: Sequence[ReplicaReport], placement: Placement | None = None
+) -> Iterator[PinStanding]:
+    """How each pin stands, in their order, by the plan that the controller makes.
+
+    placement: that plan, where it was made already.
+    """
+    residents = AdapterTiers(reports)
+    short: dict[PinKey, list[Shortfall]] = defaultdict(list)
+    for shortfall in (placement or place_pins(pins, reports)).shortfalls:
+        short[shortfall.pin.key].append(shortfall)
+    for resolved in pins.all:
+        shortfalls = tuple(short[resolved.pin.key])
+        yield PinStanding(
+            resolved.pin,
+            Standing.UNMET if shortfalls else _standing(resolved, residents),
+            len(resolved.versions),
+            charged_bytes(resolved.versions),
+            shortfalls,
+        )
+
+
+def _standing(resolved: ResolvedPin, residents: AdapterTiers) -> Standing:
+    met = all(residents.has(version, resolved.pin) for version in resolved.versions)
+    return Standing.MET if met else Standing.LOADING

@@ -1,0 +1,60 @@
+"""What one replica says of the pressure on it, as an object and as the numbers that Serve takes."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet_engine.adapter import Residency
+
+# Uses from which an adapter belongs to the working set: more than one of late.
+_IN_USE = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """One replica at one moment.
+
+    working_bytes: adapters in use there, wherever they are, and pinned ones. oldest_wait_s: of the
+    requests without a token. seats, kv: share of the sequences of one step that run or wait, and of
+    the KV pages in use. sole_copies: share of the adapters in use that no other replica has on GPU
+    or host; None while it does not know.
+    """
+
+    working_bytes: float
+    arena_bytes: float
+    oldest_wait_s: float
+    seats: float
+    kv: float
+    sole_copies: float | None = None
+
+
+_NAMES = {each.name for each in fields(Signals)}
+
+
+def measure(report: ReplicaReport, max_running: int, sole_copies: float | None) -> Signals:
+    """A replica's signals, from what it reports."""
+    live = report.status.live
+    working = (
+        adapter.image_bytes or 0
+        for adapter in report.adapters
+        if adapter.uses >= _IN_USE or (adapter.pinned and adapter.pieces)
+    )
+    return Signals(
+        working_bytes=sum(working),
+        arena_bytes=report.status.tiers[Residency.GPU].capacity_bytes,
+        oldest_wait_s=live.oldest_wait_s,
+        seats=(live.decoding + live.pending) / max_running,
+        kv=live.kv_pages_used / live.kv_pages_total,
+        sole_copies=sole_copies,
+    )
+
+
+def to_stats(signals: Signals) -> dict[str, float]:
+    """As numbers; what is not known is left out."""
+    return {name: value for name, value in asdict(signals).items() if value is not None}
+
+
+def from_stats(stats: Mapping[str, float]) -> Signals | None:
+    """The same from those numbers; None if some are missing, as when another version sent them."""
+    known = {name: stats[name] for name in _NAMES if name in stats}
+    return Signals(**known) if known.keys() | {"sole_copies"} == _NAMES else None

@@ -1,0 +1,112 @@
+"""The grammars of answers that call tools, in llguidance's dialect of Lark."""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import regex
+
+from lorikeet.answer_stream.tool_calls import Syntax
+from lorikeet.answer_stream.vocabulary import Vocabulary
+from lorikeet.protocol.messages import Format, ToolUse
+from lorikeet.replica.grammar import LAYOUT
+
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As chat templates write arguments."""
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_PARAMETERS = {"parameters": {"type": "object"}}
+_TEXT_BESIDE_JSON = r"\s*([^\s;{](?s:.*)|;\s*([^\s{](?s:.*))?)?"
+"""Text in which nobody looks for calls where these are plain JSON: LLAMA.opens is not there."""
+
+
+def call_grammar(
+    use: ToolUse, syntax: Syntax, vocabulary: Vocabulary, otherwise: Format | None = None
+) -> str:
+    """Calls of the forced tools, as the syntax writes them, and nothing else.
+
+    Where none is forced: calls of any, or an answer in the format of `otherwise`.
+    """
+    literal = partial(_literal, syntax=syntax, vocabulary=vocabulary)
+    functions = {tool["function"]["name"]: tool["function"] for tool in use.tools}
+    arguments = {name: _parameters(functions[name]) for name in use.forced or functions}
+    more = f" ({literal(syntax.between)} call)*" if use.parallel else ""
+    start = "calls"
+    if otherwise is not None and not use.forced:
+        schema = json.loads(otherwise.schema) or {"type": "object"}
+        start += f" | %json {json.dumps({**schema, 'x-guidance': LAYOUT})}"
+    rules = [
+        f"start: {start}",
+        f"calls: {literal(syntax.before)} call{more} {literal(syntax.after)}",
+    ]
+    return "\n".join(rules + _call(arguments, syntax, literal))
+
+
+def text_grammar(use: ToolUse, syntax: Syntax, vocabulary: Vocabulary) -> str:
+    """Text and calls of any tool, of which strict ones have arguments that their schemas allow.
+
+    What begins like a call has to become one. Special tokens come in calls only.
+    """
+    literal = partial(_literal, syntax=syntax, vocabulary=vocabulary)
+    functions = {tool["function"]["name"]: tool["function"] for tool in use.tools}
+    arguments = {
+        name: _parameters(function if function.get("strict") else _ANY_PARAMETERS)
+        for name, function in functions.items()
+    }
+    more = f" ({literal(syntax.between)} call)*" if use.parallel else ""
+    words = ",".join(map(str, _words(syntax, vocabulary)))
+    rules = [*_call(arguments, syntax, literal), "TEXT: /(?s:.*)/"]
+    if not syntax.before:
+        said = f"BEGIN (<[{words}]> TEXT)*" if words else "BEGIN"
+        rules += [f"start: {said} | call{more}", f"BEGIN: /{_TEXT_BESIDE_JSON}/"]
+        return "\n".join(rules)
+    mark = syntax.tokens[0]
+    if mark in syntax.between:
+        more = ""  # behind a call is text, and the next one's mark
+    before = f"(TEXT <[{words}]>)* " if words else ""
+    begin = f"(letters | TEXT {literal(mark)})" if mark in vocabulary.added else "letters"
+    rest, after = literal(syntax.before.removeprefix(mark)), literal(syntax.after)
+    rules += [
+        "start: calls* said" if use.parallel else "start: calls | said",
+        f"said: {before}TEXT",
+        f"calls: {before}{begin} {rest} call{more} {after}",
+        f"letters[lazy]: TEXT {json.dumps(mark)}",  # readers take them for the token
+    ]
+    return "\n".join(rules)
+
+
+def _words(syntax: Syntax, vocabulary: Vocabulary) -> list[int]:
+    """Tokens that are text to a client, such as <think>, and none in a grammar."""
+    shown = vocabulary.added.keys() - set(syntax.tokens)
+    return sorted({vocabulary.added[word] for word in shown} - vocabulary.special)
+
+
+def _call(
+    arguments: Mapping[str, Mapping[str, Any]], syntax: Syntax, literal: Callable[[str], str]
+) -> list[str]:
+    """The rules of one call. arguments: by function, their schema."""
+    rules = [f"call: {' | '.join(f'call_{index}' for index in range(len(arguments)))}"]
+    for index, (name, schema) in enumerate(arguments.items()):
+        head = literal(f'{{"name": "{name}", "{syntax.arguments}": ')
+        rules += [
+            f'call_{index}: {head} call_{index}_arguments "}}"',
+            f"call_{index}_arguments: %json {json.dumps(schema)}",
+        ]
+    return rules
+
+
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = function.get("parameters") or _NO_PARAMETERS
+    return {"type": "object", **parameters, "x-guidance": {**LAYOUT, **_COMPACT}}
+
+
+def _literal(text: str, syntax: Syntax, vocabulary: Vocabulary) -> str:
+    """A text in a rule. Marks that are tokens are named by their ids, since no letters are them."""
+    tokens = {
+        token: vocabulary.added[token] for token in syntax.tokens if token in vocabulary.added
+    }
+    marks = "|".join(map(regex.escape, tokens))
+    parts = regex.split(f"({marks})", text) if tokens else [text]
+    return " ".join(
+        f"<[{tokens[part]}]>" if part in tokens else json.dumps(part) for part in parts if part
+    )

@@ -1,0 +1,27 @@
+"""What runs in an engine's own process: the only part of a replica that loads torch."""
+
+from typing import TYPE_CHECKING
+
+from lorikeet.catalog.store.object_store import open_store
+from lorikeet.logs import log_to_stderr
+from lorikeet.replica.source import BlobSource
+from lorikeet.settings import Settings
+
+if TYPE_CHECKING:
+    from lorikeet_engine.engine import Engine
+
+
+def build_engine(settings: Settings, base_model: str) -> "Engine":
+    """The engine of one base model, with adapters from the catalog; sends events to stderr.
+
+    Raises EngineError, LorikeetError.
+    """
+    # Here, because the replica imports this module to name this function to its host.
+    from lorikeet.replica.engine_settings import engine_settings
+    from lorikeet.replica.grammar import ModelGrammars
+    from lorikeet_engine.engine import Engine
+
+    log_to_stderr()
+    source = BlobSource(open_store(settings.catalog))
+    grammars = ModelGrammars(settings.base_models[base_model])
+    return Engine(engine_settings(settings, base_model), source, grammars=grammars)

@@ -1,0 +1,67 @@
+"""From the service's settings to one engine's: what `auto` means on this machine."""
+
+import torch
+
+from lorikeet.settings import Memory, Settings
+from lorikeet_engine.adapter_format import AdapterMemory
+from lorikeet_engine.device.memory import Share
+from lorikeet_engine.settings import EngineSettings
+
+_DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+_DEFAULT_KV: dict[str, int | Share] = {"cpu": 256 << 20, "cuda": Share(0.9)}
+_DEFAULT_SLOT_POOL: dict[str, int | Share] = {"cpu": 64 << 20, "cuda": Share(0.1)}
+
+
+def device_of(settings: Settings) -> str:
+    """`auto` is cuda where this process sees a CUDA device."""
+    if settings.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return settings.device
+
+
+def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
+    """What the engine of one base model is told, on the machine where it will run."""
+    device = device_of(settings)
+    goal_ms = settings.inter_token_goal_ms
+    return EngineSettings(
+        model=settings.base_models[base_model],
+        cache_dir=settings.cache_dir,
+        device=device,
+        dtype=_dtype(settings, device),
+        adapter_dtype=_adapter_dtype(settings, device),
+        kv_bytes=_memory(settings.kv_memory, _DEFAULT_KV[device]),
+        max_context=settings.context.get(base_model),
+        max_batch_tokens=settings.max_batch_tokens,
+        max_running=settings.max_running,
+        max_batch_adapters=settings.max_batch_adapters,
+        adapter_gpu_bytes=_memory(settings.adapter_gpu_memory, _DEFAULT_SLOT_POOL[device]),
+        adapter_host_bytes=settings.adapter_host_memory,
+        adapter_disk_bytes=settings.adapter_disk,
+        max_rank=settings.max_rank,
+        max_adapter_bytes=settings.max_adapter_bytes,
+        inter_token_goal_s=goal_ms / 1000 if goal_ms is not None else None,
+        overlap=device == "cuda",
+    )
+
+
+def adapter_memory(settings: Settings) -> AdapterMemory:
+    """What engines keep adapters in, as far as settings say: a share of a device is not known."""
+    device = device_of(settings)
+    slot_pool = _memory(settings.adapter_gpu_memory, _DEFAULT_SLOT_POOL[device])
+    known = [settings.adapter_host_memory, *([slot_pool] if isinstance(slot_pool, int) else [])]
+    return AdapterMemory(_adapter_dtype(settings, device), min(known))
+
+
+def _dtype(settings: Settings, device: str) -> str:
+    return settings.dtype if settings.dtype != "auto" else _DEFAULT_DTYPE[device]
+
+
+def _adapter_dtype(settings: Settings, device: str) -> str:
+    given = settings.adapter_dtype
+    return given if given != "auto" else _dtype(settings, device)
+
+
+def _memory(given: Memory, default: int | Share) -> int | Share:
+    if given == "auto":
+        return default
+    return Share(given) if isinstance(given, float) else given

@@ -1,0 +1,145 @@
+"""Grammars on llguidance: JSON schemas as grammars, and what engines ask of them.
+
+A grammar is a text in llguidance's dialect of Lark, or its JSON for a schema. Nothing here tells
+callers what was said under a grammar, since errors are logged.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask_par
+
+from lorikeet.errors import InvalidInput
+from lorikeet_engine.errors import InvalidRequest
+from lorikeet_engine.sampling.grammar import Bits, Matcher
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+_MOST_BYTES = 256 << 10
+LAYOUT: "JsonCompileOptions" = {
+    # One space, or a new line and its indentation: a model that may write any whitespace may
+    # write it for ever.
+    "whitespace_pattern": r" |\n[ \t]{0,40}",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+_STEP_FUEL = 50_000  # the worst mask takes 0.2 s of a step instead of 1 s; others need far less
+_THREADS = 4
+_LONGEST_REASON = 300  # characters; some quote a whole expression
+
+
+def grammar_of(schema: str) -> str:
+    """The grammar of what a JSON schema's text allows; {} allows any object.
+
+    The schema itself is not judged here: grammar_trial.py does. Raises InvalidInput.
+    """
+    if len(schema) > _MOST_BYTES:
+        raise _invalid(f"a schema of {len(schema)} characters: want at most {_MOST_BYTES}")
+    try:
+        if json.loads(schema) == {}:
+            schema = '{"type": "object"}'
+        return LLMatcher.grammar_from_json_schema(schema, overrides=LAYOUT)
+    except RecursionError as error:
+        raise _invalid("the schema is nested too deeply") from error
+    except ValueError as error:
+        raise _invalid(f"this is no JSON schema: {error}") from error
+
+
+def _invalid(message: str) -> InvalidInput:
+    return InvalidInput(message, param="response_format")
+
+
+class ModelGrammars:
+    """The engine's Grammars over one base model's tokenizer, which is read when first needed.
+
+    cached: how many compiled grammars are kept; a copy takes microseconds.
+    """
+
+    def __init__(self, model: Path, cached: int = 64) -> None:
+        self._model = model
+        self._compiled = lru_cache(cached)(self._compile)
+
+    def compile(self, text: str) -> "TextMatcher":
+        """A choice that has said nothing yet. Raises InvalidRequest."""
+        return TextMatcher(self._compiled(text).deep_copy())
+
+    def fill(self, matchers: Sequence[Matcher], bits: Bits) -> list[InvalidRequest | None]:
+        """Set the tokens that may follow, as the engine's `Grammars` asks."""
+        ours = [matcher.state for matcher in matchers if isinstance(matcher, TextMatcher)]
+        assert len(ours) == len(matchers), "matchers of another's making"
+        words = np.zeros((len(ours), -(-self._tokenizer.vocab_size // 32)), np.int32)
+        rows = [(matcher, row) for row, matcher in enumerate(ours)]
+        fill_next_token_bitmask_par(self._executor, rows, words)
+        octets = words.view(np.uint8)
+        for token in self._tokenizer.eos_tokens:
+            octets[:, token // 8] &= 255 ^ (1 << token % 8)
+        width = min(octets.shape[1], bits.shape[1])  # vocabularies of models are rounded up
+        bits[:, :width] = octets[:, :width]
+        return [_broken(matcher) if matcher.is_error() else None for matcher in ours]
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        eos = sorted({*_eos(self._model / "config.json"), *_eos(self._model / _GENERATION)})
+        try:
+            return LLTokenizer(str(self._model / "tokenizer.json"), eos_token=eos or None)
+        except ValueError as error:
+            raise InvalidRequest(f"no grammar fits this model's tokenizer: {error}") from error
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        return LLExecutor(_THREADS)
+
+    def _compile(self, text: str) -> LLMatcher:
+        limits = LLParserLimits(step_lexer_fuel=_STEP_FUEL, verbose_errors=False)
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
+        if matcher.is_error():
+            reason = matcher.get_error().split("\n<", 1)[0]
+            raise InvalidRequest(reason[:_LONGEST_REASON], param="grammar")
+        return matcher
+
+
+class TextMatcher:
+    """One choice under a grammar: lorikeet_engine.sampling.grammar.Matcher."""
+
+    def __init__(self, state: LLMatcher) -> None:
+        self.state = state
+
+    @property
+    def may_end(self) -> bool:
+        """Whether what it has said is whole."""
+        return self.state.is_accepting()
+
+    @property
+    def must_end(self) -> bool:
+        """Whether nothing can follow."""
+        return self.state.is_stopped()
+
+    def accept(self, token: int) -> None:
+        """The choice says this. Raises InvalidRequest."""
+        if not self.state.consume_token(token):
+            raise _broken(self.state)
+
+    def copy(self) -> "TextMatcher":
+        """Another choice that has come as far."""
+        return TextMatcher(self.state.deep_copy())
+
+
+_GENERATION = "generation_config.json"
+
+
+def _eos(config: Path) -> list[int]:
+    found = json.loads(config.read_text()).get("eos_token_id") if config.exists() else None
+    if found is None:
+        return []
+    return [found] if isinstance(found, int) else list(found)
+
+
+def _broken(matcher: LLMatcher) -> InvalidRequest:
+    # Its error would quote what was said.
+    return InvalidRequest(f"the grammar is too complex to follow on: {matcher.stop_reason()}")

@@ -1,0 +1,71 @@
+"""What a replica counts for its tenants, and how it gets into the store."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+
+from lorikeet.answer_stream.token_meter import TokenMeter
+from lorikeet.catalog.store.object_store import ObjectStore
+from lorikeet.protocol.messages import Call
+from lorikeet.usage.counts import Account, Counts
+from lorikeet.usage.ledger import Ledger
+from lorikeet.usage.writer import UsageWriter
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.errors import EngineError
+from lorikeet_engine.process.client import EngineHost
+from lorikeet_engine.telemetry.status import SlotUse
+
+_GATHER_S = 5.0
+_LAST_FLUSH_S = 10.0
+
+
+class Metering:
+    """A replica's ledger, and the thread that writes it down."""
+
+    def __init__(
+        self, store: ObjectStore, engine: EngineHost, base_model: str, interval_s: float
+    ) -> None:
+        self._engine, self._base_model = engine, base_model
+        self._ledger = Ledger()
+        self._writer = UsageWriter(store, self._ledger, interval_s, self._gather)
+        self._writer.start()
+
+    @contextmanager
+    def measured(self, call: Call, prompts: Sequence[Sequence[int]]) -> Iterator[TokenMeter]:
+        """Count a call, however it ends."""
+        meter = TokenMeter(call, prompts)
+        try:
+            yield meter
+        except EngineError:
+            meter.failed()
+            raise
+        finally:
+            self._count(call, meter)
+
+    def close(self) -> None:
+        """Write what there is. The engine must still answer."""
+        self._writer.close(_LAST_FLUSH_S)
+
+    def _count(self, call: Call, meter: TokenMeter) -> None:
+        counts = meter.counts()
+        if counts is not None:
+            self._ledger.add(self._account(call.tenant, call.adapter), counts)
+
+    def _gather(self) -> None:
+        """Slots and loads, which the engine's process counts."""
+        asked = self._engine.take_use()
+        asked.add_done_callback(self._book)  # even if it comes late: it is told once
+        with suppress(EngineError, TimeoutError):
+            asked.result(_GATHER_S)
+
+    def _book(self, answered: Future[list[SlotUse]]) -> None:
+        if answered.exception() is None:
+            for use in answered.result():
+                if use.tenant:  # an admin's trial is nobody's
+                    account = self._account(use.tenant, use.ref)
+                    slots = Counts(slot_s=use.leased_s, loads=use.loads, load_bytes=use.load_bytes)
+                    self._ledger.add(account, slots)
+
+    def _account(self, tenant: str, adapter: AdapterRef | None) -> Account:
+        label = f"{adapter.tenant}/{adapter.name}" if adapter else None
+        return Account(tenant, self._base_model, label)

@@ -1,0 +1,165 @@
+"""How a service's requests fare: its last minutes as lines, and who waits now.
+
+Each gateway counts its own, second by second; whichever is asked adds up what all of them say.
+"""
+
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from lorikeet.protocol.peers import Peers, Poll
+from lorikeet.request_log.explanations import Explanations
+from lorikeet.request_log.record import RequestRecord
+from lorikeet_engine.adapter import Residency
+
+SPAN_S = 180
+"""Seconds that are told."""
+WINDOW_S = 5
+"""Each point of a line is of so many seconds: one alone has few requests, quantiles fewer."""
+
+CAME, REFUSED, FAILED, LOOKED, HIT = "came", "refused", "failed", "looked", "hit"
+Second = Counter[str | int]
+"""How often what happened in one second: the names above, and as integers the buckets of times to
+first token."""
+Lines = Mapping[str, Sequence[float | None]]
+"""A value for each of SPAN_S seconds, by what it is; None where there is none."""
+
+_QUESTION = "traffic"
+_LEAST_S = 1e-4
+_PER_OCTAVE = 8  # buckets: quantiles are right to 5%
+
+
+class Waiting(NamedTuple):
+    """Requests of one tenant for one adapter, None for the base model alone, without a first token.
+
+    oldest_s: how long the first of them has waited.
+    """
+
+    tenant: str
+    base_model: str
+    adapter: str | None
+    requests: int
+    oldest_s: float
+
+
+class GatewayTraffic(NamedTuple):
+    """What one gateway says. seconds: by Unix second."""
+
+    seconds: Mapping[int, Second]
+    waiting: Sequence[Waiting]
+
+
+class Traffic:
+    """Counts one gateway's requests, and asks the other gateways for theirs. One event loop."""
+
+    def __init__(self, peers: Peers, explanations: Explanations) -> None:
+        self._peers, self._explanations = peers, explanations
+        self._seconds: defaultdict[int, Second] = defaultdict(Counter)
+        peers.answers(_QUESTION, self._answer)
+        explanations.tell(self.ended)
+
+    def ended(self, record: RequestRecord) -> None:
+        """Count a request that is over."""
+        _count(record, self._seconds)
+        if len(self._seconds) > 2 * (SPAN_S + WINDOW_S):
+            since = time.time() - SPAN_S - WINDOW_S
+            for at in [at for at in self._seconds if at < since]:
+                del self._seconds[at]
+
+    async def everywhere(self) -> Poll:
+        """What all gateways say now, a GatewayTraffic each."""
+        return await self._peers.ask(_QUESTION)
+
+    async def _answer(self) -> GatewayTraffic:
+        running = self._explanations.running()
+        waits: dict[tuple[str, str, str | None], list[float]] = defaultdict(list)
+        for record in running:
+            if record.first_s is None and record.load_s is None:  # told with the first token
+                adapter = str(record.adapter) if record.adapter else None
+                at = record.tenant or "", record.base_model or "", adapter
+                waits[at].append(record.until_s)
+        waiting = [Waiting(*at, len(waited), max(waited)) for at, waited in waits.items()]
+        return GatewayTraffic(self._of_late(running), waiting)
+
+    def _of_late(self, running: Iterable[RequestRecord]) -> dict[int, Second]:
+        """The last seconds; requests that are not over count as far as they are."""
+        since = time.time() - SPAN_S - WINDOW_S
+        seconds = defaultdict(Counter, {t: s.copy() for t, s in self._seconds.items() if t > since})
+        for record in running:
+            _count(record, seconds)
+        return dict(seconds)
+
+
+def waiting_of(said: Sequence[GatewayTraffic]) -> list[Waiting]:
+    """Who waits at any gateway, the longest first."""
+    together: dict[tuple[str, str, str | None], Waiting] = {}
+    for one in (each for gateway in said for each in gateway.waiting):
+        other = together.get(one[:3])
+        if other is not None:
+            oldest_s = max(one.oldest_s, other.oldest_s)
+            one = one._replace(requests=one.requests + other.requests, oldest_s=oldest_s)
+        together[one[:3]] = one
+    return sorted(together.values(), key=lambda one: -one.oldest_s)
+
+
+def lines_of(said: Sequence[GatewayTraffic], now: float) -> Lines:
+    """The last SPAN_S whole seconds before `now`, Unix seconds; each point of WINDOW_S of them.
+
+    requests, refused, failed: a second. hit_rate: of requests with an adapter, whose adapter was on
+    the GPU. ttft_p50_ms, ttft_p99_ms: time to first token.
+    """
+    seconds: defaultdict[int, Second] = defaultdict(Counter)
+    for one in said:
+        for at, second in one.seconds.items():
+            seconds[at].update(second)
+    lines: dict[str, list[float | None]] = defaultdict(list)
+    window, until = Second(), int(now)
+    begin = until - SPAN_S
+    for at in range(begin - WINDOW_S + 1, until):
+        window.update(seconds[at])
+        if at < begin:
+            continue
+        for name, what in (("requests", CAME), ("refused", REFUSED), ("failed", FAILED)):
+            lines[name].append(round(window[what] / WINDOW_S, 2))
+        looked = window[LOOKED]
+        lines["hit_rate"].append(round(window[HIT] / looked, 4) if looked else None)
+        for name, share in (("ttft_p50_ms", 0.5), ("ttft_p99_ms", 0.99)):
+            found_s = _quantile_s(window, share)
+            lines[name].append(None if found_s is None else round(1000 * found_s, 2))
+        window.subtract(seconds[at - WINDOW_S + 1])
+    return lines
+
+
+def _quantile_s(second: Second, share: float) -> float | None:
+    """A quantile of its times to first token; None without any."""
+    buckets = sorted((at, times) for at, times in second.items() if isinstance(at, int) and times)
+    left = share * sum(times for _, times in buckets)
+    for bucket, times in buckets:
+        left -= times
+        if left <= 0:
+            return _LEAST_S * math.exp2((bucket - 0.5) / _PER_OCTAVE)
+    return None
+
+
+def _count(record: RequestRecord, seconds: defaultdict[int, Second]) -> None:
+    """Each thing in the second in which it happened."""
+
+    def happened(after_s: float, what: str | int) -> None:
+        seconds[int(record.came + after_s)][what] += 1
+
+    happened(0.0, CAME)
+    end = record.outcome
+    if end in (REFUSED, FAILED):
+        happened(record.until_s, end)
+    if record.residency is not None and record.found_s is not None:
+        happened(record.found_s, LOOKED)
+        if record.residency is Residency.GPU:
+            happened(record.found_s, HIT)
+    if (first_s := record.first_token_s) is not None:
+        happened(first_s, _bucket(first_s))
+
+
+def _bucket(duration_s: float) -> int:
+    return math.ceil(_PER_OCTAVE * math.log2(max(duration_s, _LEAST_S) / _LEAST_S))

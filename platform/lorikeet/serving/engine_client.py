@@ -1,0 +1,206 @@
+"""The gateway's way to the engines: Ray Serve handles behind the API's own protocol."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterable, Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, cast
+
+from ray.exceptions import RayTaskError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from lorikeet.answer_stream.response_buffer import ResponseBuffer, ResponseBuffers
+from lorikeet.answer_stream.response_stream import DeltaGroup
+from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
+from lorikeet.gateway.request_scope import log_unexpected
+from lorikeet.protocol.messages import (
+    Attempt,
+    Call,
+    Header,
+    Refusal,
+    StreamItem,
+    Trial,
+    TrialResult,
+)
+from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet.retry_after import NO_REPLICA_S
+from lorikeet.routing.fleet import HEADER_AGE_S, Fleet
+from lorikeet.serving.fleets import fleet_of
+from lorikeet.serving.handles import LOST, broadcast, is_own_cancelling, streaming
+from lorikeet.serving.replica_streams import ReplicaStreams
+from lorikeet.serving.status_watcher import Watching
+from lorikeet_engine.adapter import Residency
+
+log = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+_LOAD_FAILED = "adapter_load_failed"
+_LATE_S = 10.0
+"""When a replica's call has ended, the rest of its answer is on its way: it takes no longer."""
+
+
+class ServeEngines:
+    """Implements api's EngineClient: one handle for each base model. Build it on the event loop.
+
+    gateway: this one's name, by which replicas know where answers go.
+    """
+
+    def __init__(self, handles: Mapping[str, DeploymentHandle[Any]], gateway: str) -> None:
+        self._handles = handles
+        self._generate = {name: streaming(each).generate for name, each in handles.items()}
+        self._gateway = gateway
+        self._buffers = ResponseBuffers()
+        loop = asyncio.get_running_loop()
+        self._tasks = {loop.create_task(self._listen(handle)) for handle in handles.values()}
+
+    async def generate(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
+        """Stream a replica's answer.
+
+        A replica that is lost before the answer's first byte is replaced by another, and one that
+        cannot load the adapter by one that has it. Raises Unavailable when none answers,
+        GenerationFailed when the replica's own code broke.
+        """
+        generate = self._generate[base_model]
+        fleet = _fleet(generate)
+        for attempt in range(_ATTEMPTS):
+            # An id of its own: a lost replica may still be at work on the attempt before.
+            again = replace(call, request_id=f"{call.request_id}-{attempt}") if attempt else call
+            begun = False
+            fleet.expect(again.request_id)
+            sent_s = time.monotonic()
+            try:
+                async with aclosing(self._answer(generate, fleet, again)) as items:
+                    async for item in items:
+                        if isinstance(item, Header) and item.load_s is None:
+                            yield _attempt(fleet, again.request_id, sent_s)
+                        if attempt + 1 < _ATTEMPTS and _another_has_it(fleet, call, item):
+                            raise Unavailable("the replica could not load the adapter")
+                        if not begun and isinstance(item, bytes):
+                            begun = True
+                            fleet.begun(again.request_id)
+                        yield item
+            except LorikeetError as error:
+                yield _attempt(fleet, again.request_id, sent_s, error.message)
+                if begun or not isinstance(error, Unavailable):
+                    raise
+            else:
+                return
+            finally:
+                fleet.ended(again.request_id)
+        raise Unavailable("no replica could answer", retry_after_s=NO_REPLICA_S)
+
+    async def smoke(self, base_model: str, trial: Trial) -> TrialResult | Refusal:
+        """A replica's trial. Raises Unavailable when it is lost, GenerationFailed if it broke."""
+        try:
+            answer = await self._handles[base_model].smoke.remote(trial)
+            return cast("TrialResult | Refusal", answer)
+        except (RayTaskError, *LOST) as error:
+            raise _lost(error, trial.request_id) from error
+
+    async def reports(self, tier: Residency = Residency.DISK) -> list[ReplicaReport]:
+        """What every replica of every base model holds; one that does not answer is left out."""
+        asked = (broadcast(handle, "report", tier) for handle in self._handles.values())
+        return [report for some in await asyncio.gather(*asked) for report in some]
+
+    async def _answer(
+        self, generate: DeploymentHandle[Any], fleet: Fleet, call: Call
+    ) -> AsyncGenerator[StreamItem, None]:
+        """One replica's answer. Raises Unavailable when it is lost or will not take the call."""
+        request_id = call.request_id
+        with self._buffers.opened(request_id) as buffer:
+            response: Any = generate.remote(call, self._gateway)
+            asking = asyncio.create_task(_ask(response, buffer))
+            self._tasks.add(asking)
+            asking.add_done_callback(self._tasks.discard)
+            try:
+                while items := await buffer.take():
+                    for item in items:
+                        if isinstance(item, Refusal) and item.code == Unavailable.code:
+                            raise Unavailable(item.message)
+                        if isinstance(item, Header) and item.load_s is None:
+                            _learn(fleet, request_id, item)
+                        yield item
+            except RayTaskError as error:
+                raise _lost(error, request_id) from error
+            except (Unavailable, *LOST) as error:
+                fleet.lost(fleet.taker(request_id))
+                raise _lost(error, request_id) from error
+            except asyncio.CancelledError as error:
+                if is_own_cancelling():
+                    raise
+                fleet.lost(fleet.taker(request_id))
+                raise Unavailable("the replica cancelled this request") from error
+            finally:
+                if not buffer.ended:  # else the call is about to end by itself
+                    asking.cancel()
+                    response.cancel()
+
+    async def _listen(self, handle: DeploymentHandle[Any]) -> None:
+        """Watch the replicas of one deployment, and hear their answers."""
+
+        def opened(replica: str) -> "DeploymentResponseGenerator[list[DeltaGroup]]":
+            groups = streamed.responses.remote(replica=replica, gateway=self._gateway)
+            return cast("DeploymentResponseGenerator[list[DeltaGroup]]", groups)
+
+        def needed(replica: str) -> bool:
+            return fleet.busy(replica) or buffers.awaits(replica)
+
+        streamed, fleet, buffers = streaming(handle), _fleet(handle), self._buffers
+        answers = ReplicaStreams(fleet, opened, buffers.sort, None, needed)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(Watching(handle, fleet).run())
+            tasks.create_task(answers.follow())
+
+
+async def _ask(response: AsyncIterable[Refusal | None], buffer: ResponseBuffer) -> None:
+    """See a call to its end; an answer that does not come to its own soon after fails."""
+    try:
+        async for refusal in response:
+            if refusal is not None:
+                buffer.put((refusal,), ended=True)
+        if not buffer.ended:
+            await asyncio.sleep(_LATE_S)
+            buffer.fail(Unavailable("the end of the answer was lost: send the request again"))
+    except (Exception, asyncio.CancelledError) as error:
+        buffer.fail(error)
+
+
+def _attempt(fleet: Fleet, request_id: str, sent_s: float, failure: str | None = None) -> Attempt:
+    """What is known of a call that was sent then."""
+    decision, now_s = fleet.decision(request_id), time.monotonic()
+    if decision is None or decision.taken_s is None:
+        weighed = decision.weighed if decision else ()
+        return Attempt(request_id, None, now_s - sent_s, weighed, failure)
+    waited_s = decision.taken_s - sent_s
+    return Attempt(request_id, decision.replica, waited_s, decision.weighed, failure)
+
+
+def _another_has_it(fleet: Fleet, call: Call, item: StreamItem) -> bool:
+    """Whether a replica could not load the adapter, but another need not."""
+    failed = isinstance(item, Refusal) and item.code == _LOAD_FAILED
+    return failed and call.adapter is not None and fleet.unfetchable(call.adapter.digest)
+
+
+def _learn(fleet: Fleet, request_id: str, header: Header) -> None:
+    """What an answer says of its replica."""
+    fleet.accepted(request_id, header.replica)  # Serve may say so later, on another stream
+    if header.status is not None:
+        fleet.heard(header.replica, header.status, HEADER_AGE_S)
+    if header.digest is not None and header.residency is not None:
+        fleet.found(header.replica, header.digest, header.residency)
+
+
+def _fleet(handle: DeploymentHandle[Any]) -> Fleet:
+    return fleet_of(handle.app_name, handle.deployment_name)
+
+
+def _lost(error: Exception, request_id: str) -> LorikeetError:
+    """What Ray raised, in our words."""
+    if isinstance(error, Unavailable):
+        return error
+    if isinstance(error, RayTaskError):
+        log_unexpected("replica_broke", request_id, error)
+        return GenerationFailed("the replica failed this request")
+    return Unavailable(f"the replica was lost ({type(error).__name__}): send the request again")

@@ -1,0 +1,118 @@
+"""The two doors of a gateway: one for tenants, one for operators.
+
+Tenants come through Serve's HTTP port, behind which the gateway wraps its application in
+PublicDoor. Operators and Prometheus come to a listener in the gateway's own process, AdminDoor,
+which serves the application whole. What no public proxy passes on needs no rule in one.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, nullcontext
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lorikeet.errors import InvalidSetting
+from lorikeet.gateway.error_responses import add_error_handlers
+from lorikeet.gateway.request_scope import RequestScope
+from lorikeet.settings import Address
+
+log = logging.getLogger(__name__)
+
+_LAST_REQUESTS_S = 20  # what runs when the gateway ends may take so long to finish
+
+
+class PublicDoor:
+    """Passes on what is the tenants': `/v1/*` and `/healthz`. Anything else is not found."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._nothing = FastAPI(openapi_url=None, redirect_slashes=False)
+        self._nothing.add_middleware(RequestScope)
+        add_error_handlers(self._nothing)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass it on, or refuse it as any path that does not exist."""
+        passes = scope["type"] == "lifespan" or _is_public(scope)
+        await (self._app if passes else self._nothing)(scope, receive, send)
+
+
+class AdminDoor:
+    """A listener at an address that the gateways of one host share (SO_REUSEPORT).
+
+    The kernel gives each connection to one of those that listen, so a gateway that comes in a
+    rolling update needs not wait for the one that goes. Building it takes the address, so that a
+    start fails early, but nobody is let in before the application runs.
+    Raises InvalidSetting when the address cannot be had.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._socket = _take(address)
+
+    def open_with(self, app: FastAPI) -> None:
+        """Let in whoever comes from the end of the application's start to its own end."""
+        running = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
+            async with running(app), self._open(app):
+                yield
+
+        app.router.lifespan_context = lifespan
+
+    @asynccontextmanager
+    async def _open(self, app: FastAPI) -> AsyncGenerator[None, None]:
+        server = _Server(
+            uvicorn.Config(
+                app,
+                lifespan="off",  # it runs already
+                access_log=False,
+                log_config=None,
+                log_level=logging.CRITICAL,  # it would log exceptions, which may quote a prompt
+                timeout_graceful_shutdown=_LAST_REQUESTS_S,
+            )
+        )
+        self._socket.listen(server.config.backlog)
+        serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+        log.info("admin_door_open", extra={"address": str(self._address)})
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            await serving
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to the process that it is in."""
+
+    capture_signals = nullcontext  # type: ignore[assignment]
+
+
+def _is_public(scope: Scope) -> bool:
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path == "/healthz" or path.startswith("/v1/")
+
+
+def _take(address: Address) -> socket.socket:
+    """Bind it; a bound socket gets no connections until it listens."""
+    taken: socket.socket | None = None
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM
+        )[0]
+        taken = socket.socket(family, kind, protocol)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind(where)
+    except OSError as error:
+        if taken is not None:
+            taken.close()
+        raise InvalidSetting(
+            f"LORIKEET_ADMIN_ADDRESS={address}: {error.strerror}: stop what listens there, or give"
+            " another address of this machine"
+        ) from error
+    return taken

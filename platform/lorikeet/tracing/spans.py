@@ -1,0 +1,247 @@
+"""The spans of one request, made when it is over.
+
+    POST /v1/chat/completions     the gateway's: from the first line to the end
+    ├── understand                key, limits, body, model
+    └── attempt                   one for each replica that was tried
+        ├── route                 until one had room for it
+        └── chat                  that replica's, from then on
+            ├── adapter           until the adapter was there; these four by the engine's clock
+            ├── queue             until the first step
+            ├── prefill           until the first token
+            └── generate
+
+What the last four leave uncovered are prompts becoming tokens, tokens becoming text, and the way
+between processes. Of several choices they show the one that took longest. The engine tells how long
+each took and the gateway notes what it heard and when, so they may stand as late as a message took.
+Names are OpenTelemetry's (HTTP and GenAI conventions) where it has any. A record holds no prompt,
+answer or key, so neither do spans.
+"""
+
+from functools import lru_cache
+from http import HTTPStatus
+from typing import NamedTuple
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import (
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    get_current_span,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from lorikeet.errors import status_of
+from lorikeet.request_log.record import RequestRecord, engine_s
+from lorikeet_engine.request import Course
+
+Attributes = dict[str, str | int | float | bool | None]
+
+_SCOPE = InstrumentationScope("lorikeet")
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_IDS = RandomIdGenerator()
+_RANDOM_BITS = 56
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+class Origin(NamedTuple):
+    """Where a request's spans belong. parent: the caller's span, if it sent one."""
+
+    trace_id: int
+    parent: SpanContext | None
+
+
+def origin_of(request_id: str, traceparent: str | None, share: float) -> Origin | None:
+    """None where it is not traced.
+
+    What a caller decided in its traceparent (W3C Trace Context) stands. Without one, the request's
+    id is the trace's, and its last 56 bits decide: all random in a UUID of version 4, as
+    OpenTelemetry's consistent probability sampling wants them.
+    """
+    if traceparent is not None:
+        context = _PROPAGATOR.extract({"traceparent": traceparent})
+        parent = get_current_span(context).get_span_context()
+        if parent.is_valid:
+            return Origin(parent.trace_id, parent) if parent.trace_flags.sampled else None
+    trace_id = int(request_id, 16)
+    drawn = trace_id & (2**_RANDOM_BITS - 1)
+    return Origin(trace_id, None) if drawn >= (1 - share) * 2**_RANDOM_BITS else None
+
+
+def gateway_resource(name: str) -> Resource:
+    """Who makes a gateway's spans; OTEL_RESOURCE_ATTRIBUTES adds to it."""
+    return Resource.create(_service("lorikeet-gateway", name))
+
+
+@lru_cache(maxsize=1024)
+def replica_resource(name: str, base_model: str) -> Resource:
+    """Whose the spans of a replica are, although its gateway makes them."""
+    return Resource(_service("lorikeet-engine", name) | {"lorikeet.base_model": base_model})
+
+
+def spans_of(origin: Origin, record: RequestRecord, gateway: Resource) -> list[ReadableSpan]:
+    """The whole tree; parents come before their children."""
+    spans = _Spans(origin.trace_id, round(record.came * 1e9))
+    operation = _OPERATIONS.get(record.path, "")
+    failure = record.code if record.outcome == "failed" else None
+    root = spans.add(
+        f"POST {record.path}",
+        origin.parent,
+        (0.0, record.until_s),
+        gateway,
+        kind=SpanKind.SERVER,
+        attributes=_request(record, operation) | _answer(record),
+        failure=failure,
+    )
+    sent_s = record.until_s if record.entered_s is None else record.entered_s
+    spans.add("understand", root, (0.0, sent_s), gateway)
+    for tried in record.attempts:
+        end_s = record.until_s if tried.failed_s is None else tried.failed_s
+        taken_s = end_s if tried.taken_s is None else min(tried.taken_s, end_s)
+        attempt = spans.add(
+            "attempt",
+            root,
+            (sent_s, end_s),
+            gateway,
+            kind=SpanKind.CLIENT,
+            attributes={"lorikeet.request_id": tried.request_id, "lorikeet.replica": tried.replica},
+            failure=tried.failure,
+        )
+        spans.add("route", attempt, (sent_s, taken_s), gateway)
+        if tried.replica is not None:
+            there = replica_resource(tried.replica, record.base_model or "")
+            _add_replica(spans, attempt, record, operation, (taken_s, end_s), there)
+        sent_s = end_s
+    return spans.made
+
+
+class _Spans:
+    """The spans of one trace. Times are seconds from `came_ns` on, as a Record's."""
+
+    def __init__(self, trace_id: int, came_ns: int) -> None:
+        self._trace_id, self._came_ns = trace_id, came_ns
+        self.made: list[ReadableSpan] = []
+
+    def add(
+        self,
+        name: str,
+        parent: SpanContext | None,
+        during: tuple[float, float],
+        resource: Resource,
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Attributes | None = None,
+        failure: str | None = None,
+    ) -> SpanContext:
+        """Its context, for its children."""
+        context = SpanContext(self._trace_id, _IDS.generate_span_id(), False, _SAMPLED)
+        begin_s, end_s = during
+        # Not by a tracer: those follow code as it runs, and here everything has happened.
+        span = ReadableSpan(
+            name,
+            context,
+            parent,
+            resource,
+            {key: value for key, value in (attributes or {}).items() if value is not None},
+            kind=kind,
+            status=Status() if failure is None else Status(StatusCode.ERROR, failure),
+            start_time=self._came_ns + round(begin_s * 1e9),
+            end_time=self._came_ns + round(end_s * 1e9),
+            instrumentation_scope=_SCOPE,
+        )
+        self.made.append(span)
+        return context
+
+
+def _add_replica(
+    spans: _Spans,
+    attempt: SpanContext,
+    record: RequestRecord,
+    operation: str,
+    during: tuple[float, float],
+    there: Resource,
+) -> None:
+    taken_s, end_s = during
+    course = record.slowest if end_s == record.until_s else None  # none if it failed
+    replica = spans.add(
+        operation,
+        attempt,
+        during,
+        there,
+        kind=SpanKind.SERVER,
+        attributes=_answer(record) if course else None,
+    )
+    if course is None:
+        return
+    at_s = _begun_s(record, course, taken_s, end_s)
+    for stage, took_s in (
+        ("adapter", course.load_s),
+        ("queue", course.queued_s - course.load_s),
+        ("prefill", course.prefill_s),
+        ("generate", course.decode_s),
+    ):
+        then_s = min(at_s + took_s, end_s)
+        spans.add(stage, replica, (at_s, then_s), there)
+        at_s = then_s
+
+
+def _begun_s(record: RequestRecord, course: Course, taken_s: float, end_s: float) -> float:
+    """When the engine began, at the latest that agrees with all that the gateway saw."""
+    latest = [end_s - engine_s(course)]
+    if record.found_s is not None:
+        latest.append(record.found_s)
+    if record.stream and record.first_s is not None and len(record.courses) == 1:
+        latest.append(record.first_s - course.queued_s - course.prefill_s)
+    return max(taken_s, min(latest))
+
+
+def _request(record: RequestRecord, operation: str) -> Attributes:
+    """What was asked, and how it ended."""
+    status = record.code and status_of(record.code)
+    if record.first_s is not None:
+        status = HTTPStatus.OK
+    return {
+        "http.request.method": "POST",
+        "http.route": record.path,
+        "http.response.status_code": status,
+        "error.type": record.code,
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "lorikeet",
+        "gen_ai.request.model": record.model,
+        "gen_ai.request.stream": record.stream,
+        "gen_ai.response.model": str(record.adapter) if record.adapter else record.base_model,
+        "gen_ai.response.time_to_first_chunk": record.first_s if record.stream else None,
+        "lorikeet.request_id": record.request_id,
+        "lorikeet.tenant": record.tenant,
+        "lorikeet.outcome": record.outcome,
+    }
+
+
+def _answer(record: RequestRecord) -> Attributes:
+    """Who answered, with what, and what it took."""
+    adapter = record.adapter
+    prompt, cached, output = record.tokens or (None, None, None)
+    return {
+        "gen_ai.usage.input_tokens": prompt,
+        "gen_ai.usage.cache_read.input_tokens": cached,
+        "gen_ai.usage.output_tokens": output,
+        "lorikeet.base_model": record.base_model,
+        "lorikeet.adapter": str(adapter) if adapter else None,
+        "lorikeet.digest": adapter.digest if adapter else None,
+        "lorikeet.residency": None if record.residency is None else str(record.residency),
+        "lorikeet.replica": record.replica,
+        "lorikeet.choices": len(record.courses) or None,
+    }
+
+
+def _service(name: str, instance: str) -> dict[str, str]:
+    return {
+        "service.namespace": "lorikeet",
+        "service.name": name,
+        "service.instance.id": instance,
+    }

@@ -1,0 +1,250 @@
+"""A small step says the same from a graph as without one, whatever its size and its adapters."""
+
+from array import array
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.benchmarks.random_adapters import Shelf
+from engine.benchmarks.random_model import random_model, write_config
+from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.execution import cuda_graphs
+from lorikeet_engine.execution.cuda_graphs import StepGraphs, StepLimits, _Whole
+from lorikeet_engine.kernels.attention import PageTable, SdpaAttention
+from lorikeet_engine.kernels.attention.paged_decode import query_rows
+from lorikeet_engine.models.batch import Batch
+from tests.engine.driving import Answers, greedy
+
+PAGE = 16
+_EMPTY = torch.zeros(0, dtype=torch.int64)
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Rows:
+    """CapturableAttention without a GPU: torch's, each query token planned as a row of its own."""
+
+    def captured(self, tokens, pages):
+        return Rows()
+
+    def plan(self, batch):
+        starts, lengths = query_rows(batch)
+        pages = batch.page_table.pages
+        tables = [array("i", pages[start:]) for start in starts]
+        self._rows = Batch(
+            *[_EMPTY] * 4,
+            query_starts=np.arange(len(lengths) + 1, dtype=np.int32),
+            kv_lengths=lengths,
+            page_table=PageTable.of(tables, lengths, PAGE),
+            segments=None,
+        )
+
+    def attend(self, q, layer_kv, batch):
+        out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
+        rows = len(self._rows.kv_lengths)
+        out[:rows] = SdpaAttention().attend(q[:rows], layer_kv, self._rows)
+        return out
+
+
+class Replayed:
+    """A graph without a GPU: computes anew what it recorded."""
+
+    def __init__(self, replay):
+        self.replay = replay
+
+
+def recorded(graphs, blank, attention):
+    attention.plan(blank)
+    hidden = graphs._run(blank, attention)
+    again = Replayed(lambda: hidden.copy_(graphs._run(blank, attention)))
+    return _Whole(again, hidden, attention)
+
+
+class Piecewise:
+    """GraphPieces without a GPU: the static tensors, but attention for a step's own tokens."""
+
+    def __init__(self, graphs, blank, between):
+        self._graphs, self._blank, self._mixed = graphs, blank, between.mixed
+
+    def forward(self, batch):
+        self._batch = batch
+        return self._graphs._run(self._blank, self)
+
+    def attend(self, q, layer_kv, _):
+        rows = len(self._batch.token_ids)
+        self._mixed.fill_(torch.nan)
+        self._mixed[:rows] = SdpaAttention().attend(q[:rows], layer_kv, self._batch)
+        return self._mixed
+
+
+def recorded_in_pieces(graphs, blank, attention, between):
+    return Piecewise(graphs, blank, between)
+
+
+class Twice:
+    """A runner that computes what fits a graph with and without it, and compares."""
+
+    def __init__(self, runner):
+        self.runner = runner
+        self.compared = []
+
+    def forward(self, batch):
+        graphs = self.runner._graphs
+        if not graphs.fit(batch):
+            return self.runner.forward(batch)
+        got = self.runner.forward(batch).clone()
+        want = self.runner.without_graph(batch)
+        self._compare(got, want)
+        segments = len(batch.segments) if batch.segments else 0
+        self.compared.append((len(batch.token_ids), len(want), segments))
+        return got
+
+    def _compare(self, got, want):
+        assert got.shape == want.shape
+        if not len(want):  # a chunk: whether its keys are right shows in what comes after it
+            return
+        steps = 8 if want.dtype == torch.bfloat16 else 64
+        atol = steps * torch.finfo(want.dtype).eps * want.abs().max().item()
+        torch.testing.assert_close(got, want, rtol=0, atol=atol)
+        top = want.topk(2).values
+        clear = top[:, 0] - top[:, 1] > 2 * atol
+        assert torch.equal(got.argmax(-1)[clear], want.argmax(-1)[clear])
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=on_gpu)])
+def engine(request, tmp_path, monkeypatch):
+    shelf = Shelf(tmp_path / "blobs", BaseShape.from_config(CONFIG), count=5, rank=12)
+    settings = EngineSettings(
+        model=write_config(tmp_path / "model", CONFIG),
+        cache_dir=tmp_path / "cache",
+        device=request.param,
+        dtype="bfloat16" if request.param == "cuda" else "float32",
+        adapter_dtype="bfloat16" if request.param == "cuda" else "float32",
+        max_running=12,
+        max_batch_adapters=5,
+        max_rank=16,
+        max_batch_tokens=512,
+        page_size=PAGE,
+        kv_bytes=16 << 20,
+    )
+    engine = Engine(settings, shelf, random_model)
+    engine.refs = shelf.refs
+    if request.param == "cpu":
+        torch.set_num_threads(1)  # two would mostly wait for each other over tensors this small
+        monkeypatch.setattr(cuda_graphs, "_TOKENS", (1, 4, 16, 64, 128))
+        monkeypatch.setattr(cuda_graphs, "_PIECES_TOKENS", (32, 200, 350))
+        monkeypatch.setattr(StepGraphs, "_record", recorded)
+        monkeypatch.setattr(StepGraphs, "_record_pieces", recorded_in_pieces)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+        add_graphs(engine._runner, settings)
+    yield engine
+    engine.close()
+
+
+def add_graphs(runner, settings):
+    limits = StepLimits(settings.max_batch_tokens, 5, 16, runner._kv.shape[2])
+    runner._graphs = StepGraphs(runner.model, Rows(), runner._weights, runner._kv, limits)
+
+
+def test_a_graph_says_what_the_plain_pass_says(engine):
+    engine._runner = twice = Twice(engine._runner)
+    answers = Answers(engine)
+    for i in range(14):
+        adapter = engine.refs[i % 5] if i % 3 else None
+        prompt = [(7 * i + j) % 512 for j in range(1 + 9 * i)]
+        answers.submit(greedy(f"r{i}", prompt, adapter=adapter, max_tokens=4 + 2 * i))
+        answers.step()
+    answers.all()
+    assert not answers.errors
+    tokens, rows, segments = zip(*twice.compared, strict=True)
+    assert set(rows) >= {1, 3, 7}
+    assert set(segments) >= {1, 4, 5}
+    assert max(tokens) > 100, "prompts and decodes share graphs too"
+
+
+def test_base_requests_alone_use_a_graph_without_adapters(engine):
+    engine._runner = twice = Twice(engine._runner)
+    answers = Answers(engine)
+    answers.submit(greedy("r", [5, 6, 7], max_tokens=20))
+    answers.all()
+    assert twice.compared == [(3, 1, 0)] + [(1, 1, 0)] * 19
+
+
+def test_a_prompt_in_chunks_and_one_behind_a_cached_prefix(engine):
+    engine._runner = twice = Twice(engine._runner)
+    long = [i % 512 for i in range(300)]
+    engine._scheduler._bounds = replace(engine._scheduler._bounds, tokens=64)
+    answers = Answers(engine)
+    for name, prompt in (("chunks", long), ("prefix", [*long[:280], 7, 8, 9])):
+        answers.submit(greedy(name, prompt, adapter=engine.refs[0], max_tokens=3))
+        answers.all()
+    sizes = [(tokens, rows) for tokens, rows, _ in twice.compared]
+    assert sizes[:5] == [(64, 0)] * 4 + [(44, 1)]
+    assert sizes[7][0] < 16, "the prefix was computed anew"
+
+
+def test_a_step_that_sees_too_much_for_one_graph_is_computed_in_pieces(engine, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "_SEEN", 100)
+    pieces = engine._runner._graphs._pieces
+    used = []
+    for size, by_count in pieces.items():
+        for count, captured in by_count.items():
+            by_count[count] = Spied(captured, used, (size, count))
+    engine._runner = twice = Twice(engine._runner)
+    answers = Answers(engine)
+    answers.submit(greedy("r", list(range(20)), max_tokens=3))
+    answers.all()
+    assert twice.compared == [(20, 1, 0)] + [(1, 1, 0)] * 2
+    assert used == [(min(pieces), 0)]
+
+
+class Spied:
+    def __init__(self, captured, used, key):
+        self._captured, self._used, self._key = captured, used, key
+
+    def forward(self, batch):
+        self._used.append(self._key)
+        return self._captured.forward(batch)
+
+
+def test_prompts_of_many_adapters_in_pieces(engine, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "_SEEN", 0)
+    answers = Answers(engine)
+    for i, adapter in enumerate(engine.refs):  # no prompt below waits for its adapter
+        answers.submit(greedy(f"load{i}", [1], adapter=adapter, max_tokens=1))
+    answers.all()
+    engine._runner = twice = Twice(engine._runner)
+    for i in range(7):
+        adapter = engine.refs[i % 5] if i % 4 else None
+        prompt = [(11 * i + j) % 512 for j in range(20 + 25 * i % 40)]
+        answers.submit(greedy(f"r{i}", prompt, adapter=adapter, max_tokens=6))
+    answers.all()
+    assert not answers.errors
+    assert twice.compared[0] == (265, 7, 4)
+
+
+def test_a_step_beyond_all_graphs_is_launched_kernel_by_kernel(engine, monkeypatch):
+    graphs = engine._runner._graphs
+    monkeypatch.setattr(graphs, "_pieces", {4: graphs._pieces[min(graphs._pieces)]})
+    monkeypatch.setattr(graphs, "_whole", {2: graphs._whole[min(graphs._whole)]})
+    engine._runner = twice = Twice(engine._runner)
+    answers = Answers(engine)
+    answers.submit(greedy("r", list(range(20)), max_tokens=2))
+    answers.all()
+    assert twice.compared == [(1, 1, 0)]

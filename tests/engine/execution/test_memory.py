@@ -1,0 +1,175 @@
+"""What an engine takes of its device: the slot pool and the KV cache from what is measured free."""
+
+import logging
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.device.memory import Share, free_bytes
+from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.execution.assembly import assemble, count_pages, count_slots
+from lorikeet_engine.models import ModelConfig
+from lorikeet_engine.settings import EngineSettings
+from lorikeet_engine.telemetry.start_up import StartUp
+from tests.engine.blobs import Shelf
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+}
+SETTINGS = EngineSettings(
+    Path(), Path(), max_running=4, max_batch_adapters=3, adapter_host_bytes=1 << 20
+)
+PAGE_BYTES = 2 * 2 * 16 * 1 * 128 * 4  # layers, k and v, tokens, heads, head_dim, float32
+CPU = torch.device("cpu")
+GIB = 1 << 30
+
+
+@pytest.fixture
+def config(tmp_path):
+    return ModelConfig.from_folder(write_config(tmp_path / "model", CONFIG))
+
+
+@pytest.fixture
+def build(tmp_path):
+    """Assemble an engine's parts; `facts` are what the log says of it."""
+
+    def build(**changes):
+        folder = write_config(tmp_path / "model", CONFIG)
+        settings = replace(SETTINGS, model=folder, cache_dir=tmp_path / "cache", **changes)
+        return assemble(settings, Shelf(tmp_path / "blobs"), random_model, lambda: None)
+
+    return build
+
+
+def started(free):
+    """A start at the point where `free` bytes are left."""
+    start = StartUp(CPU)
+    start.free = free
+    return start
+
+
+def test_kv_pages_of_bytes_and_of_a_share(config):
+    def pages(kv_bytes):
+        settings = replace(SETTINGS, kv_bytes=kv_bytes)
+        return count_pages(config, settings, started(1000 * PAGE_BYTES))
+
+    assert pages(10 * PAGE_BYTES) == pages(11 * PAGE_BYTES - 1) == 10
+    assert pages(Share(0.25)) == 250
+    assert pages(Share(1.0)) == 1000
+
+
+@pytest.mark.parametrize(
+    ("kv_bytes", "context", "message"),
+    [
+        (10 * PAGE_BYTES, 161, rf"kv_bytes={10 * PAGE_BYTES}: room for 160 tokens .* 161 needs"),
+        (Share(0.5), 161, r"kv_bytes=Share\(of_free=0.5\): room for 96 tokens .* 161 needs"),
+        (PAGE_BYTES - 1, None, "room for 0 tokens"),
+        (13 * PAGE_BYTES, None, r"room for 208 tokens in 0\.00 GiB"),
+    ],
+    ids=["bytes", "share", "not one page", "more than is free"],
+)
+def test_too_little_memory_is_refused_with_the_numbers_and_the_remedy(
+    config, kv_bytes, context, message
+):
+    settings = replace(SETTINGS, kv_bytes=kv_bytes, max_context=context)
+    with pytest.raises(SettingsError, match=message) as refused:
+        count_pages(config, settings, started(12 * PAGE_BYTES))
+    assert "are left: lower max_context, adapter_gpu_bytes" in refused.value.message
+
+
+def test_a_share_is_above_nothing_and_at_most_all():
+    for of_free in (0.0, -0.1, 1.01):
+        with pytest.raises(SettingsError, match="above 0 and up to 1"):
+            Share(of_free)
+
+
+def test_a_stage_without_memory_names_what_the_others_took():
+    start = StartUp(CPU)
+    with start.stage("weights"):
+        pass
+    start.bytes["weights"] = 15 * GIB
+    with (
+        pytest.raises(SettingsError, match=r"no room for the slot pool: .* 15\.00 GiB for the w"),
+        start.stage("slot pool"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_other_errors_of_a_stage_stay_what_they_are():
+    with pytest.raises(RuntimeError, match="illegal"), StartUp(CPU).stage("weights"):
+        raise RuntimeError("illegal memory access")
+
+
+def test_the_table_has_rows_for_thousands_of_small_adapters_and_for_a_steps():
+    shape = BaseShape.from_config(LLAMA_3_1_8B)
+    rank_8_on_q_and_v = 8 * 32 * (4096 + 4096 + 4096 + 1024)
+    assert count_slots(2000 * rank_8_on_q_and_v, shape, at_least=128) >= 2000
+    assert count_slots(0, shape, at_least=128) == 128
+
+
+def test_the_log_says_what_a_start_took(build, caplog):
+    caplog.set_level(logging.INFO, "lorikeet_engine.execution.assembly")
+    parts = build(kv_bytes=10 * PAGE_BYTES)
+    (record,) = caplog.records
+    assert record.getMessage() == "engine_assembled"
+    assert record.kv_tokens == parts.kv_pages * SETTINGS.page_size == 160
+    assert record.weights_s > 0
+    assert record.free_bytes > 0
+
+
+def test_shares_are_of_what_is_free_when_the_engine_starts(build, monkeypatch):
+    monkeypatch.setattr(
+        "lorikeet_engine.telemetry.start_up.free_bytes", lambda device: 100 * PAGE_BYTES
+    )
+    parts = build(kv_bytes=Share(0.5), adapter_gpu_bytes=Share(0.25))
+    assert parts.kv_pages == 50
+    assert parts.tiers.status()[Residency.GPU].capacity_bytes == 25 * PAGE_BYTES
+
+
+def test_an_engine_that_cannot_start_leaves_no_threads(build):
+    before = threading.active_count()
+    with pytest.raises(SettingsError):
+        build(kv_bytes=1)
+    assert threading.active_count() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnGpu:
+    @pytest.fixture
+    def settings(self):
+        return {"device": "cuda", "dtype": "bfloat16", "adapter_dtype": "bfloat16"}
+
+    def test_the_kv_cache_takes_its_share_of_what_all_else_leaves(self, build, settings, caplog):
+        caplog.set_level(logging.INFO, "lorikeet_engine.execution.assembly")
+        before = free_bytes(torch.device("cuda"))
+        parts = build(**settings, kv_bytes=Share(0.5), adapter_gpu_bytes=Share(0.1))
+        facts = vars(caplog.records[-1])
+        kv_bytes = parts.kv_pages * PAGE_BYTES // 2
+        beside = facts["weights_bytes"] + facts["slot_pool_bytes"] + facts["steps_and_graphs_bytes"]
+        assert abs(kv_bytes - (before - beside) / 2) < 64 << 20
+        assert before / 10 - (64 << 20) < facts["slot_pool_bytes"] < before / 9
+        assert abs(facts["free_bytes"] - kv_bytes) < 256 << 20
+
+    def test_what_does_not_fit_beside_other_processes_is_refused(self, build, settings):
+        device = torch.device("cuda")
+        torch.cuda.empty_cache()  # what earlier tests left to torch would be room for more
+        taken = torch.empty(free_bytes(device) - 2 * GIB, dtype=torch.uint8, device=device)
+        with pytest.raises(SettingsError, match=r"no room for the slot pool: of 2\.00 GiB free"):
+            build(**settings, adapter_gpu_bytes=3 * GIB)
+        with pytest.raises(SettingsError, match=r"kv_bytes=.* left"):
+            build(**settings, kv_bytes=2 * GIB)
+        del taken

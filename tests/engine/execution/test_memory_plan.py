@@ -1,0 +1,97 @@
+"""What is planned of a device's memory is what an engine does with it."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.benchmarks.random_model import LLAMA_3_1_8B, write_config
+from lorikeet_engine.device.memory import Share
+from lorikeet_engine.errors import ModelError, SettingsError
+from lorikeet_engine.execution.memory_plan import plan_memory
+from lorikeet_engine.models import ModelConfig, load_model, rehearse_load
+from tests.engine.tiny_engine import SETTINGS, tiny_engine
+
+GIB = 1 << 30
+WEIGHTS = 16_060_522_496  # Llama-3.1-8B in bfloat16
+ON_GPU = replace(
+    SETTINGS,
+    device="cuda",
+    dtype="bfloat16",
+    adapter_dtype="bfloat16",
+    kv_bytes=Share(0.9),
+    adapter_gpu_bytes=Share(0.1),
+    max_running=256,
+    max_batch_tokens=8192,
+)
+
+
+@pytest.fixture
+def llama_8b(tmp_path: Path) -> ModelConfig:
+    return ModelConfig.from_folder(write_config(tmp_path / "8b", LLAMA_3_1_8B))
+
+
+def test_a_rehearsal_finds_what_loading_finds(tiny_checkpoints: dict[str, Path]) -> None:
+    for folder in tiny_checkpoints.values():
+        config, weights = rehearse_load(folder, torch.float32)
+        assert config == load_model(folder, torch.device("cpu"), torch.float32).config
+        stored = folder / "model.safetensors"
+        assert weights == pytest.approx(stored.stat().st_size, rel=0.05)
+        assert rehearse_load(folder, torch.bfloat16)[1] == weights / 2
+
+
+def test_a_rehearsal_misses_a_shard(variant_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(variant_checkpoints["sharded"], tmp_path / "model")
+    rehearse_load(folder, torch.float32)
+    gone = sorted(folder.glob("model-*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(ModelError, match="does not exist") as lacking:
+        rehearse_load(folder, torch.float32)
+    assert lacking.value.field == gone.name
+
+
+def test_a_rehearsal_sees_tensors_of_another_model(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_checkpoints["llama"], tmp_path / "model")
+    shutil.copy(tiny_checkpoints["qwen3"] / "model.safetensors", folder)
+    with pytest.raises(ModelError, match="want"):
+        rehearse_load(folder, torch.float32)
+
+
+def test_an_engine_has_the_kv_tokens_that_were_planned(tmp_path: Path) -> None:
+    with_room = replace(SETTINGS, kv_bytes=1 << 20)
+    engine = tiny_engine(tmp_path, settings=with_room)
+    try:
+        pages = engine.status().live.kv_pages_total
+    finally:
+        engine.close()
+    config = ModelConfig.from_folder(tmp_path / "model")
+    plan = plan_memory(config, 0, with_room, GIB)
+    assert plan.kv_tokens == pages * with_room.page_size
+    assert plan.kv <= 1 << 20
+
+
+def test_an_8b_model_on_an_h200_is_divided_as_was_measured(llama_8b: ModelConfig) -> None:
+    """docs/benchmarks.md: 14.1 GiB of weights that share embeddings, 12.5 for adapters, 3.8 for
+    steps, and 97.1 for 795,216 tokens.
+    """
+    plan = plan_memory(llama_8b, int(14.1 * GIB), ON_GPU, int(139.1 * GIB))
+    assert plan.slot_pool == pytest.approx(12.5 * GIB, rel=0.01)
+    assert plan.steps == pytest.approx(3.8 * GIB, rel=0.1)
+    assert plan.kv_tokens == pytest.approx(795_216, rel=0.01)
+
+
+def test_what_finds_no_room_is_named(llama_8b: ModelConfig) -> None:
+    with pytest.raises(SettingsError, match=r"no room for the weights, 14\.96 GiB"):
+        plan_memory(llama_8b, WEIGHTS, ON_GPU, 8 * GIB)
+    greedy = replace(ON_GPU, adapter_gpu_bytes=20 * GIB)
+    with pytest.raises(SettingsError, match="no room for the slot pool, 20"):
+        plan_memory(llama_8b, WEIGHTS, greedy, 24 * GIB)
+    with pytest.raises(SettingsError, match="no room for the steps and graphs"):
+        plan_memory(llama_8b, WEIGHTS, ON_GPU, 16 * GIB)
+    long = replace(ON_GPU, max_context=131_072)
+    with pytest.raises(SettingsError, match=r"one sequence of 131072 needs 16\.00 GiB"):
+        plan_memory(llama_8b, WEIGHTS, long, 24 * GIB)

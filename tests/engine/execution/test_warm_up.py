@@ -1,0 +1,154 @@
+"""A started engine has seen every kind of step: none compiles a kernel, none asks for memory."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.benchmarks.random_model import random_model, write_config
+from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.execution.warm_up import every_kind_of_step, largest_step
+from tests.engine.blobs import Shelf
+from tests.engine.driving import Answers, greedy, prompt
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+}
+SETTINGS = EngineSettings(
+    Path(),
+    Path(),
+    kv_bytes=16 << 20,
+    max_batch_tokens=96,
+    max_running=7,
+    max_batch_adapters=5,
+    max_rank=40,
+    adapter_host_bytes=64 << 20,
+)
+RANKS = (1, 3, 8, 12, 16, 24, 32, 40)
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    return Shelf(tmp_path / "blobs")
+
+
+@pytest.fixture
+def refs(shelf):
+    shape = BaseShape.from_config(CONFIG)
+    everywhere = [(layer, linear) for layer in range(shape.layers) for linear in range(7)]
+    return [shelf.make(f"r{r}", dict.fromkeys(everywhere, r), shape=shape) for r in RANKS]
+
+
+@pytest.fixture
+def make(tmp_path, shelf):
+    engines = []
+
+    def make(**changes):
+        model = write_config(tmp_path / "model", CONFIG)
+        settings = replace(SETTINGS, model=model, cache_dir=tmp_path / "cache", **changes)
+        engines.append(Engine(settings, shelf, random_model))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+class Recorder:
+    """A runner that computes nothing and notes what it was to compute."""
+
+    def __init__(self, runner):
+        self.model, self.batches = runner.model, []
+
+    def forward(self, batch):
+        self.batches.append(batch)
+        return torch.zeros(len(batch.logit_rows), CONFIG["vocab_size"])
+
+    without_graph = forward
+
+
+def answer(engine, refs):
+    """Greedy tokens of a request for each adapter and one for none."""
+    answers = Answers(engine)
+    for i, ref in enumerate([None, *refs]):
+        answers.submit(greedy(f"{i}", prompt(40 + i, i), adapter=ref))
+    answers.all()
+    return answers.tokens
+
+
+def test_the_largest_step_is_as_large_as_the_settings_allow(make):
+    recorder = Recorder(make()._runner)
+    largest_step(recorder, SETTINGS)
+    (batch,) = recorder.batches
+    assert len(batch.token_ids) == 96
+    assert len(batch.logit_rows) == 7
+    assert len(batch.segments) == 5
+    assert batch.segments.max_rank == 40
+
+
+def test_the_kinds_of_steps_span_what_the_settings_allow_and_no_more(make):
+    recorder = Recorder(make()._runner)
+    every_kind_of_step(recorder, SETTINGS)
+    batches = [batch for batch in recorder.batches if batch.segments]
+    assert {len(batch.segments) for batch in batches} == {1, 2, 4, 5}
+    assert {batch.segments.max_rank for batch in batches} == {1, 16, 32, 40}
+    assert {len(batch.token_ids) for batch in batches} >= {1, 5, 5 + 2, 64 + 2}
+    assert all(len(batch.token_ids) <= 96 for batch in recorder.batches)
+    alone = {(len(b.token_ids), len(b.kv_lengths)) for b in recorder.batches if not b.segments}
+    assert alone >= {(1, 1), (7, 7), (2, 1), (64, 1), (96, 1)}
+
+
+def test_no_sequence_of_a_warm_up_exceeds_the_context(make):
+    recorder = Recorder(make(max_context=10)._runner)
+    largest_step(recorder, SETTINGS)
+    every_kind_of_step(recorder, SETTINGS)
+    assert max(length for batch in recorder.batches for length in batch.kv_lengths) == 10
+
+
+def test_warming_up_changes_no_token(make, refs):
+    few = {"max_batch_adapters": 2, "max_rank": 8, "max_batch_tokens": 30}
+    warm, cold = make(**few), make(**few)
+    every_kind_of_step(warm._runner, replace(SETTINGS, **few))
+    assert answer(warm, refs[:3]) == answer(cold, refs[:3])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_traffic_of_all_kinds_compiles_nothing(make, refs, monkeypatch):
+    from flashinfer.jit.core import JitSpec
+    from triton import knobs
+
+    engine = make(device="cuda", dtype="bfloat16", adapter_dtype="bfloat16")
+    compiled = []
+    monkeypatch.setattr(
+        knobs.runtime, "jit_post_compile_hook", lambda **kernel: compiled.append(kernel["repr"])
+    )
+    monkeypatch.setattr(JitSpec, "build_and_load", lambda self: compiled.append(self.name))
+    answers, dice = Answers(engine), random.Random(5)
+    for i in range(120):
+        params = dice.choice(
+            [
+                {},
+                {"temperature": 1.0},
+                {"temperature": 0.7, "top_p": 0.9},
+                {"presence_penalty": 1.0, "logit_bias": ((5, 2.0),), "logprobs": 4},
+            ]
+        )
+        tokens, ref = prompt(dice.randint(1, 200), i), dice.choice([None, *refs])
+        made = dice.randint(1, 40)
+        answers.submit(greedy(f"{i}", tokens, adapter=ref, max_tokens=made, **params))
+        for _ in range(dice.randint(0, 12)):
+            answers.step()
+    answers.all()
+    assert not answers.errors
+    assert compiled == []

@@ -1,0 +1,137 @@
+"""Decode attention in Triton equals torch's; without a GPU it runs in Triton's interpreter."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lorikeet_engine.kernels.attention import AttentionShape, PageTable, SdpaAttention
+from lorikeet_engine.kernels.attention.paged_decode import (
+    SHORTEST_ITEM,
+    PagedDecode,
+    cut,
+    workspace_bytes,
+)
+from lorikeet_engine.models.batch import Batch
+from tests.engine.interpreter import INTERPRETED, run_in_interpreter
+
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=on_gpu)]
+PAGE = 16
+SHAPES = {
+    "llama": AttentionShape(8, 2, 128, PAGE, torch.bfloat16),
+    "small heads": AttentionShape(6, 6, 64, PAGE, torch.bfloat16),
+    "wide heads": AttentionShape(32, 1, 256, PAGE, torch.bfloat16),
+}
+TOLERANCE = 4 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return torch.device(request.param)
+
+
+def dtype_of(device):
+    # Triton's interpreter multiplies the raw bits of bfloat16
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def step_of(lengths, queries):
+    """A step of sequences of these lengths, their last tokens queries; pages dealt out of order."""
+    random = torch.Generator().manual_seed(len(lengths))
+    counts = [-(-length // PAGE) for length in lengths]
+    pages = torch.randperm(sum(counts) + 3, generator=random).int()
+    owned = np.cumsum([0, *counts], dtype=np.int32)
+    nothing = [torch.zeros(0, dtype=torch.int64)] * 4
+    starts = np.cumsum([0, *queries], dtype=np.int32)
+    table = PageTable(owned, pages[: sum(counts)].numpy())
+    return Batch(*nothing, starts, np.array(lengths, np.int32), table, segments=None)
+
+
+def compare(shape, lengths, device, *, queries=None, room=None, times=1, spare=0):
+    """Attend over one back end's static buffers, several times, and as torch would.
+
+    queries: of each sequence; one, where it is not said.
+    """
+    queries = queries or [1] * len(lengths)
+    dtype = dtype_of(device)
+    shape = replace(shape, dtype=dtype)
+    room = room or sum(queries)
+    pages = torch.zeros(4096, dtype=torch.int32, device=device)
+    workspace = torch.full((workspace_bytes(shape, room),), 255, dtype=torch.uint8, device=device)
+    backend = PagedDecode(shape, room, pages, workspace)
+    batch = step_of(lengths, queries)
+    table = batch.page_table
+    total = int(table.pages.max()) + 4
+    random = torch.Generator(device).manual_seed(1)
+    size = (2, total, PAGE, shape.kv_heads, shape.head_dim)
+    kv = torch.randn(size, generator=random, device=device).to(dtype)
+    for end, length in zip(table.starts[1:], lengths, strict=True):
+        if length % PAGE:  # nobody may look behind the end
+            kv[:, table.pages[end - 1], length % PAGE :] = torch.nan
+    rows = sum(queries)
+    for _ in range(times):
+        size = (rows + spare, shape.heads + 2 * shape.kv_heads, shape.head_dim)
+        qkv = torch.randn(size, generator=random, device=device).to(dtype)
+        q = qkv[:, : shape.heads]  # as it lies between the keys and values
+        backend.plan(batch)
+        got = backend.attend(q, kv, batch)[:rows]
+        want = SdpaAttention().attend(q[:rows], kv, batch)
+        torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+    return got
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_sequences_of_any_length_equal_torch(device, name):
+    compare(SHAPES[name], [1, 15, 16, 17, 63, 64, 65, 130], device)
+
+
+def test_a_long_sequence_is_cut_and_put_together_again_every_time(device):
+    compare(SHAPES["llama"], [900, 3, 70], device, times=3)
+
+
+def test_a_prompts_tokens_see_what_comes_before_them(device):
+    lengths, queries = [40, 17, 130, 5, 70], [40, 1, 33, 5, 2]
+    compare(SHAPES["llama"], lengths, device, queries=queries, times=2)
+
+
+def test_spare_rows_change_nothing(device):
+    compare(SHAPES["llama"], [40, 5], device, room=4, spare=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_many_sequences_and_one_long_one_say_the_same_every_time():
+    lengths = [1 + 7 * i % 300 for i in range(255)] + [20_000]
+    runs = [compare(SHAPES["llama"], lengths, torch.device("cuda")) for _ in range(3)]
+    assert all(torch.equal(run, runs[0]) for run in runs)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
+@pytest.mark.parametrize("capacity", [4, 7, 40])
+def test_the_pieces_of_a_step_hold_every_token_once_and_fit(capacity):
+    lengths = np.array([1000, 1, 64, 130], np.int32)
+    pages = np.array([0, 63, 64, 68], np.int32)
+    items = cut(pages, lengths, capacity)
+    assert items.shape == (capacity, 6)
+    used = items[items[:, 0] >= 0]
+    assert (items[len(used) :] == -1).all()
+    for sequence, length in enumerate(lengths):
+        mine = used[used[:, 0] == sequence]
+        assert mine[0, 2] == 0
+        assert mine[-1, 3] == length
+        assert (mine[1:, 2] == mine[:-1, 3]).all()
+        assert (mine[:, 5] == len(mine)).all()
+        assert (mine[:, 4] == np.flatnonzero(used[:, 0] == sequence)[0]).all()
+        assert (mine[:, 1] == pages[sequence]).all()
+    sizes = used[:, 3] - used[:, 2]
+    assert sizes.min() >= 1
+    assert sizes.max() <= max(2 * SHORTEST_ITEM, 2 * -(-lengths.sum() // max(1, capacity - 3)))
+
+
+def test_in_the_interpreter():
+    run_in_interpreter(__file__)

@@ -1,0 +1,177 @@
+"""Every family computes what transformers computes, however its tokens are cut into batches."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.execution.model_runner import Runner
+from lorikeet_engine.kernels.attention import SdpaAttention
+from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
+from lorikeet_engine.models import load_model
+
+NAMES = ["llama", "mistral", "qwen2", "qwen3", "llama3_rope", "biased", "tied", "sharded"]
+EPS = torch.finfo(torch.float32).eps
+
+
+@pytest.fixture(scope="module")
+def folder_of(tiny_checkpoints, variant_checkpoints):
+    return {**tiny_checkpoints, **variant_checkpoints}
+
+
+def load(folder, device="cpu", dtype=torch.float32):
+    return load_model(folder, torch.device(device), dtype)
+
+
+def reference(folder, prompt, changes=()):
+    """Logits [tokens, vocab] of transformers; changes: what to add to which weights."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.inference_mode():
+        for name, change in changes:
+            model.get_parameter(name).add_(change)
+        return model(torch.tensor([prompt])).logits[0]
+
+
+def prompt_of(length, seed=0):
+    generator = torch.Generator().manual_seed(length + 1000 * seed)
+    return torch.randint(256, (length,), generator=generator).tolist()
+
+
+def random_adapter(shape, rank):
+    """An adapter of every linear, in slot 0 and as changes to the base model's weights."""
+    parts, changes, end = [], [], 0
+    generator = torch.Generator().manual_seed(5)
+    table = torch.zeros(1, shape.layers, len(shape.linears), 3, dtype=torch.int64)
+    for layer in range(shape.layers):
+        for i, linear in enumerate(shape.linears):
+            d_in, d_out = shape.dims(i)
+            a = torch.randn(rank, d_in, generator=generator) / 10
+            b = torch.randn(d_out, rank, generator=generator) / 10
+            changes.append((f"{linear.path(layer)}.weight", b @ a))
+            table[0, layer, i] = torch.tensor([end, end + a.numel(), rank])
+            parts += [a.flatten(), b.T.flatten()]
+            end += a.numel() + b.numel()
+    return LoraWeights(torch.cat(parts), table), changes
+
+
+class Run:
+    """A model over a KV cache full of NaN; collects each sequence's logits."""
+
+    def __init__(self, folder, tokens, dtype=torch.float32, lora=None):
+        model = load(folder, tokens.device, dtype)
+        c = model.config.shape
+        shape = (c.layers, 2, tokens.pages, tokens.page_size, c.kv_heads, c.head_dim)
+        kv = torch.full(shape, torch.nan, dtype=dtype, device=tokens.device)
+        self.runner = Runner(model, SdpaAttention(), lora, kv)
+        self.tokens = tokens
+        self.logits = {}
+
+    def step(self, chunks):
+        batch = self.tokens.batch(chunks)
+        parts = self.runner.forward(batch).split([len(chunk) for chunk in chunks.values()])
+        for name, part in zip(chunks, parts, strict=True):
+            rows = [*self.logits.get(name, ()), *part.float().split(1)]
+            self.logits[name] = torch.cat(rows).split(1)
+
+    def of(self, name):
+        return torch.cat(self.logits[name])
+
+
+def assert_equal(got, want, eps=EPS):
+    # two runs of 40 sums over 64 and more terms, each off by some roundings of its own
+    torch.testing.assert_close(got, want, rtol=0, atol=100 * eps * want.abs().max().item())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_transformers_however_the_prompts_are_cut(name, folder_of, paged_tokens):
+    prompts = {"one": prompt_of(1), "odd": prompt_of(63), "long": prompt_of(133)}
+    want = {key: reference(folder_of[name], prompt) for key, prompt in prompts.items()}
+
+    whole = Run(folder_of[name], paged_tokens())
+    whole.step(prompts)
+
+    chunked = Run(folder_of[name], paged_tokens())
+    chunked.step({"odd": prompts["odd"][:40], "long": prompts["long"][:17]})
+    chunked.step(
+        {"long": prompts["long"][17:80], "one": prompts["one"], "odd": prompts["odd"][40:]}
+    )
+    chunked.step({"long": prompts["long"][80:]})
+
+    single = Run(folder_of[name], paged_tokens())
+    single.step({"long": prompts["long"][:100]})
+    for i in range(33):
+        single.step({"odd": prompts["odd"][i : i + 1], "long": prompts["long"][100 + i : 101 + i]})
+
+    for key in prompts:
+        assert_equal(whole.of(key), want[key])
+        assert_equal(chunked.of(key), want[key])
+    assert_equal(single.of("long"), want["long"])
+    assert_equal(single.of("odd"), want["odd"][:33])
+
+
+def test_long_positions_turn_as_transformers_turns_them(folder_of, paged_tokens):
+    prompt = prompt_of(512)
+    run = Run(folder_of["llama3_rope"], paged_tokens())
+    run.step({"a": prompt})
+    assert_equal(run.of("a"), reference(folder_of["llama3_rope"], prompt))
+
+
+def test_only_the_wanted_rows_get_logits(tiny_checkpoints, paged_tokens):
+    run = Run(tiny_checkpoints["llama"], paged_tokens())
+    batch = run.tokens.batch({"a": prompt_of(5), "b": prompt_of(3)})
+    logits = run.runner.forward(replace(batch, logit_rows=torch.tensor([7, 4])))
+    assert_equal(logits[1:], reference(tiny_checkpoints["llama"], prompt_of(5))[-1:])
+    assert_equal(logits[:1], reference(tiny_checkpoints["llama"], prompt_of(3))[-1:])
+
+
+def test_adapters_change_the_logits_of_their_own_sequences(tiny_checkpoints, paged_tokens):
+    base, prompts = tiny_checkpoints["llama"], {"plain": prompt_of(5), "tuned": prompt_of(7)}
+    shape = BaseShape.from_config(json.loads((base / "config.json").read_text()))
+    lora, merged = random_adapter(shape, rank=3)
+    run = Run(base, paged_tokens(), lora=lora)
+    segments = Segments(*(torch.tensor([n], dtype=torch.int32) for n in (0, 5, 7)), max_rank=3)
+    batch = replace(run.tokens.batch(prompts), segments=segments)
+    logits = run.runner.forward(batch)
+    assert_equal(logits[:5], reference(base, prompts["plain"]))
+    assert_equal(logits[5:], reference(base, prompts["tuned"], merged))
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_stays_within_its_precision(name, device, folder_of, paged_tokens):
+    prompt = prompt_of(63)
+    run = Run(folder_of[name], paged_tokens(device), torch.bfloat16)
+    run.step({"a": prompt[:40], "b": prompt_of(5)})
+    for token in prompt[40:]:
+        run.step({"a": [token]})
+    got, want = run.of("a").cpu(), reference(folder_of[name], prompt)
+    error = (got - want).square().mean().sqrt() / want.square().mean().sqrt()
+    assert error < 8 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_half_precision_checkpoints_are_cast_exactly(stored, edited, paged_tokens):
+    folder = edited("mistral")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({k: v.to(stored) for k, v in tensors.items()}, folder / "model.safetensors")
+    run = Run(folder, paged_tokens())
+    run.step({"a": prompt_of(5)})
+    assert_equal(run.of("a"), reference(folder, prompt_of(5)))

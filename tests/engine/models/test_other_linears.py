@@ -1,0 +1,201 @@
+"""A family whose checkpoints store other linears needs no more than its own tuple of them.
+
+Phi-3 stores q, k and v as one linear, and gate and up as one: transformers and PEFT know it, and it
+is made a family here.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter_format import FAMILIES, AdapterLimits, BaseShape, Family, read_spec
+from lorikeet_engine.adapter_format.families import Linear, Parallel, Width
+from lorikeet_engine.errors import AdapterRejected, SettingsError
+from lorikeet_engine.models import ModelConfig
+from lorikeet_engine.residency.disk.image_file import ImageFile, fingerprint, write_image
+from lorikeet_engine.residency.packing import PackedLayout, pack
+from lorikeet_engine.residency.shard import Shard
+from tests.engine.driving import Answers, build, greedy, prompt
+from tests.engine.peft_adapters import BlobShelf, save_adapter
+
+QKV = (Width.QUERIES, Width.KEYS, Width.KEYS)
+GATE_UP = (Width.INTERMEDIATE, Width.INTERMEDIATE)
+FUSED = Family(
+    "Phi 3",
+    (
+        Linear("self_attn.qkv_proj", Width.HIDDEN, QKV, "qkv", Parallel.COLUMN),
+        Linear("self_attn.o_proj", Width.QUERIES, (Width.HIDDEN,), "o", Parallel.ROW),
+        Linear("mlp.gate_up_proj", Width.HIDDEN, GATE_UP, "gate_up", Parallel.COLUMN),
+        Linear("mlp.down_proj", Width.INTERMEDIATE, (Width.HIDDEN,), "down", Parallel.ROW),
+    ),
+)
+CONFIG: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "original_max_position_embeddings": 512,
+    "sliding_window": None,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "everywhere": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
+    "fused": {"r": 5, "lora_alpha": 7, "target_modules": ["qkv_proj", "gate_up_proj"]},
+    "patterns": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["qkv_proj", "o_proj", "down_proj"],
+        "rank_pattern": {"qkv_proj": 12, r"layers\.1\.mlp\.down_proj": 3},
+        "alpha_pattern": {"o_proj": 32},
+    },
+}
+LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 20)
+TOKENS = 24
+
+
+@pytest.fixture(autouse=True)
+def family() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "phi3", FUSED)  # type: ignore[arg-type]
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("phi3")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        config = transformers.AutoConfig.for_model("phi3", **CONFIG)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """PEFT's folders by the adapter's name."""
+    root = tmp_path_factory.mktemp("adapters")
+    return {
+        name: save_adapter(checkpoint, root / name, seed, **lora)
+        for seed, (name, lora) in enumerate(ADAPTERS.items())
+    }
+
+
+@pytest.fixture
+def shape(checkpoint: Path) -> BaseShape:
+    return ModelConfig.from_folder(checkpoint).shape
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> BlobShelf:
+    return BlobShelf(tmp_path / "blobs")
+
+
+def answer_of_peft(checkpoint: Path, ids: list[int], adapter: Path | None) -> list[int]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    if adapter is not None:
+        model = peft.PeftModel.from_pretrained(model, adapter)
+    tokens = torch.tensor([ids])
+    made = model.generate(
+        input_ids=tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    answer: list[int] = made[0, len(ids) :].tolist()
+    return answer
+
+
+def test_an_engine_answers_as_peft_does_with_every_adapter_in_one_batch(
+    checkpoint: Path, folders: dict[str, Path], shelf: BlobShelf, tmp_path: Path
+) -> None:
+    refs: dict[str, AdapterRef | None] = {"plain": None}
+    refs |= {name: shelf.add(folder, name) for name, folder in folders.items()}
+    prompts = {name: prompt(9 + 7 * index) for index, name in enumerate(refs)}
+    answers = Answers(build(checkpoint, shelf, tmp_path / "cache"))
+    for ref in refs.values():
+        if ref is not None:
+            answers.engine.pin(ref)
+    answers.until(
+        lambda: all(answers.engine.residency(r) is Residency.GPU for r in refs.values() if r)
+    )
+    for name, ref in refs.items():
+        answers.submit(greedy(name, prompts[name], adapter=ref, max_tokens=TOKENS))
+    answers.all()
+    answers.engine.close()
+    for name in refs:
+        want = answer_of_peft(checkpoint, prompts[name], folders.get(name))
+        assert answers.of(name) == want, name
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_image_holds_each_matrix_once_and_is_read_back_from_its_file(
+    folders: dict[str, Path], shape: BaseShape, shelf: BlobShelf, tmp_path: Path, name: str
+) -> None:
+    blob = shelf.folder / shelf.add(folders[name], name).digest
+    spec = read_spec(blob, shape, LIMITS)
+    layout = PackedLayout.of(spec, shape)
+    image = torch.full((layout.elements,), torch.nan)
+    pack(blob, spec, layout, image)
+    assert not image.isnan().any()
+    assert layout.elements == spec.packed_elements()
+    assert layout.rows.shape == (2, 4, 3)
+
+    write_image(tmp_path / "image", "image", layout, image)
+    file = ImageFile.of(tmp_path / "image", shape)
+    again = torch.full_like(image, torch.nan)
+    file.read(again)
+    assert torch.equal(again, image)
+    assert torch.equal(file.layout.rows, layout.rows)
+
+
+def test_the_linears_are_as_wide_as_the_models_own(checkpoint: Path, shape: BaseShape) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    for index, linear in enumerate(shape.linears):
+        module = model.get_submodule(linear.path(1))
+        assert shape.dims(index) == (module.in_features, module.out_features)
+
+
+def test_linears_of_another_family_are_refused_by_name(
+    folders: dict[str, Path], shelf: BlobShelf
+) -> None:
+    llama = BaseShape("llama", 2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16)
+    blob = shelf.folder / shelf.add(folders["fused"], "fused").digest
+    with pytest.raises(AdapterRejected, match="up_proj cannot be adapted: want q_proj, k"):
+        read_spec(blob, llama, LIMITS)
+
+
+def test_an_image_of_other_linears_has_another_fingerprint(shape: BaseShape) -> None:
+    llama = BaseShape("llama", 2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16)
+    kinds = {fingerprint(one, LIMITS, torch.float32) for one in (shape, llama)}
+    assert len(kinds) == 2
+
+
+def test_what_stores_several_linears_as_one_is_not_cut(shape: BaseShape) -> None:
+    whole = Shard().cuts(shape)
+    assert [(len(cut.inputs), len(cut.outputs)) for cut in whole] == [
+        shape.dims(index) for index in range(4)
+    ]
+    with pytest.raises(SettingsError, match="choose one GPU"):
+        Shard(0, 2).cuts(shape)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES.values(), FUSED], ids=[*FAMILIES, "fused"])
+def test_a_group_reads_one_input_and_its_linears_are_neighbours(family: Family) -> None:
+    groups = [linear.group for linear in family.linears]
+    assert groups == sorted(groups, key=groups.index)
+    for group in groups:
+        assert len({linear.inputs for linear in family.linears if linear.group == group}) == 1

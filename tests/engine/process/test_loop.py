@@ -1,0 +1,197 @@
+"""The engine's thread: it sleeps when there is nothing to do, wakes at once, and does not die."""
+
+import threading
+import time
+
+import pytest
+
+from lorikeet_engine.errors import EngineClosed, StepFailed
+from lorikeet_engine.process.loop import EngineLoop
+from lorikeet_engine.request import Failed
+from tests.engine.driving import Witness, build, greedy, prompt
+from tests.engine.peft_adapters import BlobShelf, save_adapter
+
+
+class Inbox:
+    """What a loop has delivered."""
+
+    def __init__(self):
+        self.outputs = []
+        self.changed = threading.Condition()
+        self.error = None
+
+    def __call__(self, outputs):
+        assert outputs
+        with self.changed:
+            self.outputs += outputs
+            self.changed.notify_all()
+        if self.error is not None:
+            raise self.error
+
+    def of(self, request_id):
+        return [output for output in self.outputs if output.request_id == request_id]
+
+    def ended(self, request_id):
+        return any(isinstance(o, Failed) or o.finish is not None for o in self.of(request_id))
+
+    def until(self, holds, timeout_s=20):
+        with self.changed:
+            assert self.changed.wait_for(holds, timeout_s)
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    return BlobShelf(tmp_path / "blobs")
+
+
+@pytest.fixture
+def engine(tiny_checkpoints, shelf, tmp_path):
+    return build(tiny_checkpoints["llama"], shelf, tmp_path / "cache", max_running=8)
+
+
+@pytest.fixture
+def inbox():
+    return Inbox()
+
+
+@pytest.fixture
+def loop(engine, inbox):
+    loop = EngineLoop(engine, inbox, step_timeout_s=60)
+    loop.start()
+    yield loop
+    loop.close()
+
+
+def soon(holds, within_s=1.0):
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_many_threads_submit_and_all_are_answered(engine, loop, inbox):
+    def submit(name):
+        for i in range(5):
+            engine.submit(greedy(f"{name}{i}", prompt(5 + i), max_tokens=4))
+
+    threads = [threading.Thread(target=submit, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    names = [f"{name}{i}" for name in "abcd" for i in range(5)]
+    inbox.until(lambda: all(inbox.ended(name) for name in names))
+    for name in names:
+        assert sum(len(output.token_ids) for output in inbox.of(name)) == 4
+
+
+def test_an_idle_engine_does_not_step(engine, loop):
+    soon(lambda: engine._idle)
+    steps = []
+    engine.step, step = lambda: steps.append(1) or step(), engine.step
+    time.sleep(0.3)
+    assert len(steps) <= 1
+
+
+def test_an_abort_of_what_waits_for_its_adapter_is_done_within_a_second(
+    engine, loop, inbox, shelf, tiny_checkpoints, tmp_path
+):
+    folder = save_adapter(tiny_checkpoints["llama"], tmp_path / "a", target_modules=["q_proj"])
+    ref = shelf.add(folder, "a")
+    shelf.hold(ref)
+    engine.submit(greedy("gone", prompt(5), adapter=ref))
+    engine.submit(greedy("kept", prompt(5), adapter=ref))
+    soon(lambda: engine.status().live.waiting == 2)
+    engine.abort("gone")
+    soon(lambda: engine.status().live.waiting == 1)
+    shelf.release(ref)
+    inbox.until(lambda: inbox.ended("kept"))
+    assert not inbox.of("gone")
+
+
+def test_an_abort_of_what_runs_frees_its_pages_within_a_second(engine, loop, inbox):
+    engine.submit(greedy("r", prompt(5), max_tokens=400))
+    inbox.until(lambda: inbox.of("r"))
+    engine.abort("r")
+    soon(lambda: engine.status().live.kv_pages_used == 0)
+    assert not inbox.ended("r")
+
+
+def test_a_failing_forward_pass_fails_its_step_and_the_loop_goes_on(engine, loop, inbox):
+    witness = Witness(engine)
+    witness.error = RuntimeError("device-side assert")
+    engine.submit(greedy("bad", prompt(5)))
+    inbox.until(lambda: inbox.ended("bad"))
+    assert isinstance(inbox.of("bad")[-1].error, StepFailed)
+    engine.submit(greedy("good", prompt(5)))
+    inbox.until(lambda: inbox.ended("good"))
+    assert len(inbox.of("good")) == 12
+
+
+def test_a_bug_in_the_engine_fails_what_is_in_flight_and_the_loop_goes_on(engine, loop, inbox):
+    engine.submit(greedy("running", prompt(5), max_tokens=500))
+    inbox.until(lambda: inbox.of("running"))
+
+    def plan(_goal):
+        raise AssertionError("the accounts do not add up")
+
+    engine._scheduler.plan = plan
+    inbox.until(lambda: inbox.ended("running"))
+    assert isinstance(inbox.of("running")[-1].error, StepFailed)
+    engine.submit(greedy("good", prompt(5)))
+    inbox.until(lambda: inbox.ended("good"))
+    soon(lambda: engine.status().live.kv_pages_used == 0)
+
+
+def test_a_deliverer_that_raises_does_not_stop_the_loop(engine, loop, inbox):
+    inbox.error = RuntimeError("the event loop is closed")
+    engine.submit(greedy("r", prompt(5)))
+    inbox.until(lambda: inbox.ended("r"))
+
+
+def test_closing_ends_the_thread_and_fails_what_is_in_flight(engine, loop, inbox):
+    engine.submit(greedy("r", prompt(5), max_tokens=400))
+    inbox.until(lambda: inbox.of("r"))
+    loop.close()
+    assert "lorikeet-engine" not in {thread.name for thread in threading.enumerate()}
+    assert isinstance(inbox.of("r")[-1].error, EngineClosed)
+    with pytest.raises(EngineClosed):
+        engine.submit(greedy("late", prompt(5)))
+    loop.close()
+
+
+def test_a_loop_that_never_started_can_be_closed(engine, inbox):
+    engine.submit(greedy("r", prompt(5)))
+    EngineLoop(engine, inbox, step_timeout_s=60).close()
+    assert isinstance(inbox.of("r")[0].error, EngineClosed)
+
+
+@pytest.fixture
+def crowded(tiny_checkpoints, shelf, inbox, tmp_path):
+    """A loop whose GPU holds one adapter and whose host holds two, and six adapters."""
+    target = ["q_proj", "down_proj"]
+    folders = [
+        save_adapter(tiny_checkpoints["llama"], tmp_path / f"{i}", i, r=8, target_modules=target)
+        for i in range(6)
+    ]
+    refs = [shelf.add(folder, folder.name) for folder in folders]
+    elements = 2 * 8 * (64 + 64 + 96 + 64)  # layers × rank × (d_in + d_out of both linears)
+    cache, sizes = tmp_path / "crowded", {"adapter_gpu_bytes": 5 * elements}
+    sizes["adapter_host_bytes"] = 10 * elements
+    engine = build(tiny_checkpoints["llama"], shelf, cache, max_running=1, **sizes)
+    loop = EngineLoop(engine, inbox, step_timeout_s=60)
+    loop.start()
+    yield engine, refs
+    loop.close()
+
+
+def test_more_adapters_than_fit_anywhere_are_all_served(crowded, inbox):
+    engine, refs = crowded
+    names = [f"{i}" for i in range(18)]
+    for i, name in enumerate(names):
+        engine.submit(greedy(name, prompt(5 + i), adapter=refs[i % 6], max_tokens=3))
+        if i % 5 == 0:
+            engine.submit(greedy(f"aborted {i}", prompt(5), adapter=refs[-i % 6], max_tokens=99))
+            engine.abort(f"aborted {i}")
+    inbox.until(lambda: all(inbox.ended(name) for name in names))
+    assert not any(isinstance(output, Failed) for output in inbox.outputs)
+    soon(lambda: engine.status().live.kv_pages_used == 0)
+    assert not any(adapter.leases for adapter in engine.adapters())

@@ -1,0 +1,295 @@
+"""An engine in a process of its own: it says what an engine in this one says, and dies cleanly."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.errors import EngineClosed, InvalidRequest, ModelError
+from lorikeet_engine.process.client import EngineHost
+from lorikeet_engine.request import Failed
+from lorikeet_engine.telemetry.status import AdapterStatus
+from tests.engine import hosted
+from tests.engine.driving import Answers, greedy, prompt
+from tests.engine.driving import build as build_here
+from tests.engine.peft_adapters import BlobShelf, save_adapter
+
+ROOT = Path(__file__).parents[3]
+
+
+class Inbox:
+    """What a host has delivered, and how its engine ended."""
+
+    def __init__(self):
+        self.outputs = []
+        self.ending = None
+        self.statuses = []  # when it came, what it says
+        self._changed = threading.Condition()
+
+    def deliver(self, outputs):
+        with self._changed:
+            self.outputs += outputs
+            self._changed.notify_all()
+
+    def end(self, error):
+        with self._changed:
+            assert self.ending is None
+            self.ending = error
+            self._changed.notify_all()
+
+    def status(self, status):
+        with self._changed:
+            self.statuses.append((time.monotonic(), status))
+            self._changed.notify_all()
+
+    def where(self, ref):
+        moved = [status.moved for _, status in self.statuses if ref.digest in status.moved]
+        return moved[-1][ref.digest] if moved else Residency.REMOTE
+
+    def until(self, holds, timeout_s=20):
+        with self._changed:
+            assert self._changed.wait_for(holds, timeout_s)
+
+    def tokens(self, request_id):
+        return [t for o in self.outputs if o.request_id == request_id for t in o.token_ids]
+
+    def finished(self, request_id):
+        return any(o.request_id == request_id and o.finish for o in self.outputs)
+
+
+def adapters_of(host):
+    return [AdapterStatus(*row) for row in host.adapters().result()]
+
+
+def start(build, inbox, **options):
+    return EngineHost(build, inbox.deliver, inbox.end, inbox.status, **options)
+
+
+@pytest.fixture
+def inbox():
+    return Inbox()
+
+
+@pytest.fixture
+def host(tiny_checkpoints, tmp_path, inbox):
+    """Start a host of an engine that `hosted` builds."""
+    hosts = []
+
+    def host_of(build=hosted.sound, **options):
+        ready = partial(build, tiny_checkpoints["llama"], tmp_path)
+        hosts.append(start(ready, inbox, **options))
+        return hosts[-1]
+
+    yield host_of
+    for host in hosts:
+        host.close()
+
+
+@pytest.fixture
+def ref(tiny_checkpoints, tmp_path):
+    folder = save_adapter(tiny_checkpoints["llama"], tmp_path / "a", target_modules=["q_proj"])
+    return BlobShelf(tmp_path / "blobs").add(folder, "a")
+
+
+def events(capfd):
+    """The events in what was written to stderr, and all of it."""
+    written = capfd.readouterr().err
+    return [json.loads(line) for line in written.splitlines() if line[:1] == "{"], written
+
+
+def gone(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def eventually(holds, within_s=5.0):
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_its_tokens_are_those_of_an_engine_in_this_process(
+    host, inbox, ref, tiny_checkpoints, tmp_path
+):
+    requests = [greedy("base", prompt(20)), greedy("adapted", prompt(20), adapter=ref)]
+    apart = host()
+    found = [apart.submit(request).result() for request in requests]
+    assert found == [None, Residency.REMOTE]
+    inbox.until(lambda: all(inbox.finished(r.request_id) for r in requests))
+    assert apart.submit(greedy("again", prompt(5), adapter=ref)).result() is Residency.GPU
+
+    here = build_here(
+        tiny_checkpoints["llama"], hosted.Blobs(tmp_path / "blobs"), tmp_path / "here"
+    )
+    answers = Answers(here)
+    for request in requests:
+        answers.submit(request)
+    answers.all()
+    assert apart.config.eos_token_ids == here.config.eos_token_ids
+    assert apart.config.max_context == here.config.max_context
+    for request in requests:
+        assert inbox.tokens(request.request_id) == answers.of(request.request_id)
+    here.close()
+
+
+def test_a_refused_request_raises_as_it_does_here(host):
+    apart = host()
+    with pytest.raises(InvalidRequest, match="a prompt of 600 tokens") as caught:
+        apart.submit(greedy("long", prompt(600))).result()
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_an_aborted_request_frees_its_pages(host, inbox):
+    apart = host()
+    apart.submit(greedy("r", prompt(5), max_tokens=400))
+    inbox.until(lambda: inbox.outputs)
+    eventually(lambda: apart.status.live.kv_pages_used > 0)
+    apart.abort("r")
+    eventually(lambda: apart.status.live.kv_pages_used == 0)
+    assert not inbox.finished("r")
+
+
+def test_a_pin_holds_until_it_is_taken_back(host, ref):
+    def pinned():
+        return [adapter.pinned for adapter in adapters_of(apart)]
+
+    apart = host()
+    apart.pin(ref)
+    eventually(lambda: pinned() == [True])
+    apart.unpin(ref.digest)
+    eventually(lambda: pinned() == [False])
+
+
+def test_a_status_comes_within_150_ms_of_a_change(host, inbox, tiny_checkpoints, tmp_path):
+    apart, shelf, late_s = host(), BlobShelf(tmp_path / "blobs"), []
+    for n in range(5):
+        folder = save_adapter(tiny_checkpoints["llama"], tmp_path / f"n{n}", n, r=4)
+        ref = shelf.add(folder, f"n{n}")
+        apart.submit(greedy(ref.name, prompt(5), adapter=ref, max_tokens=1))
+        inbox.until(lambda ref=ref: inbox.finished(ref.name))
+        used_s = time.monotonic()  # so it was on the GPU before
+        inbox.until(lambda ref=ref: inbox.where(ref) is Residency.GPU)
+        late_s.append(inbox.statuses[-1][0] - used_s)
+    assert sorted(late_s)[2] < 0.15
+    eventually(lambda: all(inbox.where(a.ref) is a.residency for a in adapters_of(apart)))
+
+
+def test_nothing_is_reported_while_nothing_changes(host, inbox, ref):
+    began_s, apart = time.monotonic(), host()
+    apart.prefetch(ref)
+    apart.submit(greedy("r", prompt(5)))
+    inbox.until(lambda: inbox.finished("r") and inbox.where(ref) is Residency.GPU)
+    time.sleep(2.5)  # until the disk has been looked at
+    told = len(inbox.statuses)
+    assert told <= 1 + (time.monotonic() - began_s) / 0.1
+    time.sleep(1.3)
+    assert len(inbox.statuses) == told
+
+
+def test_a_prefetched_adapter_is_there_when_it_is_asked_for(host, inbox, ref):
+    apart = host()
+    apart.prefetch(ref)
+    inbox.until(lambda: inbox.where(ref) is Residency.GPU)
+    assert apart.submit(greedy("r", prompt(5), adapter=ref)).result() is Residency.GPU
+
+
+def test_what_building_raises_is_raised_here(tmp_path, inbox):
+    with pytest.raises(ModelError) as caught:
+        start(partial(hosted.sound, tmp_path, tmp_path), inbox)
+    assert caught.value.field == "config.json"
+    with pytest.raises(TypeError) as unexpected:
+        start(partial(hosted.sound, None, tmp_path), inbox)
+    assert "in sound" in unexpected.value.__notes__[0]
+    assert not hosted.processes()
+
+
+def test_closing_fails_what_is_in_flight_and_ends_the_process(host, inbox):
+    apart = host()
+    (pid,) = hosted.processes()
+    apart.submit(greedy("r", prompt(5), max_tokens=400))
+    inbox.until(lambda: inbox.outputs)
+    apart.close()
+    assert not apart.alive
+    assert gone(pid)
+    last = inbox.outputs[-1]
+    assert isinstance(last, Failed)
+    assert isinstance(last.error, EngineClosed)
+    assert inbox.ending is None
+    with pytest.raises(EngineClosed, match="send the request again"):
+        apart.submit(greedy("late", prompt(5))).result()
+
+
+def test_a_killed_process_is_noticed_at_once(host, inbox, capfd):
+    apart = host()
+    (pid,) = hosted.processes()
+    os.kill(pid, signal.SIGSTOP)
+    waiting = apart.submit(greedy("r", prompt(5)))
+    os.kill(pid, signal.SIGKILL)
+    inbox.until(lambda: inbox.ending, timeout_s=1)
+    assert not apart.alive
+    for call in (waiting, apart.adapters()):
+        with pytest.raises(EngineClosed, match="status -9: send the request again"):
+            call.result(1)
+
+
+@pytest.mark.parametrize("hangs", [hosted.hanging, hosted.seizing], ids=["free", "seized"])
+def test_a_step_that_hangs_ends_the_process_and_shows_where_it_hung(host, inbox, capfd, hangs):
+    apart = host(hangs, step_timeout_s=1.0)
+    apart.submit(greedy("r", prompt(5)))
+    inbox.until(lambda: inbox.ending, timeout_s=5)
+    assert "status 1" in inbox.ending.message
+    logged, written = events(capfd)
+    assert "tests/engine/hosted.py" in written
+    if hangs is hosted.hanging:
+        (hang,) = [event for event in logged if event["event"] == "step_hangs"]
+        assert hang["level"] == "critical"
+        assert hang["seconds"] >= 1.0
+        assert hang["waiting"] == 1
+
+
+@pytest.mark.parametrize(
+    ("build", "event", "why"),
+    [
+        (hosted.without_device, "device_lost", "illegal memory access"),
+        (hosted.beyond_repair, "engine_lost", "do not add up"),
+    ],
+    ids=["device", "engine"],
+)
+def test_what_cannot_go_on_ends_the_process_with_one_critical_line(
+    host, inbox, capfd, build, event, why
+):
+    host(build).submit(greedy("r", prompt(5)))
+    inbox.until(lambda: inbox.ending, timeout_s=5)
+    assert "status 1" in inbox.ending.message
+    (critical,) = [event for event in events(capfd)[0] if event["level"] == "critical"]
+    assert critical["event"] == event
+    assert why in critical["error"]
+
+
+def test_an_engine_dies_with_its_host_even_in_a_step_that_hangs(tiny_checkpoints, tmp_path):
+    code = "from tests.engine.hosted import main; main()"
+    host = subprocess.Popen(
+        [sys.executable, "-c", code, tiny_checkpoints["llama"], tmp_path],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+    )
+    assert host.stdout.readline() == b"steps\n"
+    tasks = Path(f"/proc/{host.pid}/task").iterdir()
+    (pid,) = [pid for task in tasks for pid in (task / "children").read_text().split()]
+    host.kill()
+    host.wait()
+    eventually(lambda: gone(pid), within_s=2)
+
+
+def test_the_host_loads_no_torch():
+    code = "import sys, lorikeet_engine.process.client; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

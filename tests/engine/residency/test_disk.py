@@ -1,0 +1,401 @@
+"""The disk cache: files appear whole, the least recently used go, pins hold, processes share it."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.errors import AdapterLoadFailed
+from lorikeet_engine.residency.disk.cache import DiskCache
+from tests.engine.blobs import Shelf, everywhere
+
+KIND, OTHER = "0123456789abcdef", "fedcba9876543210"
+
+
+@pytest.fixture
+def shelf(tmp_path) -> Shelf:
+    return Shelf(tmp_path / "remote")
+
+
+@pytest.fixture
+def refs(shelf) -> list[AdapterRef]:
+    return [shelf.make(name, everywhere(4)) for name in "abcd"]
+
+
+@pytest.fixture
+def cache(shelf, refs, tmp_path):
+    """Makes caches of one folder; room: how many blobs' size the budget is."""
+    size = shelf.blob("a").stat().st_size
+
+    def make(room: float, fingerprint: str = KIND) -> DiskCache:
+        return DiskCache(tmp_path / "disk", int(room * size), shelf, fingerprint)
+
+    return make
+
+
+def add_image(cache: DiskCache, ref: AdapterRef, size: int) -> None:
+    with cache.adding_image(ref.digest) as part:
+        part.write_bytes(b"i" * size)
+    time.sleep(0.01)  # a later time in the file's inode
+
+
+def fetch(cache: DiskCache, ref: AdapterRef) -> None:
+    cache.fetch(ref)
+    time.sleep(0.01)
+
+
+def kinds(cache: DiskCache, refs: list[AdapterRef], folder) -> list[str]:
+    """For each adapter, b for its blob and i for its image."""
+    names = {path.name for path in (folder / "disk").iterdir()}
+    assert all(cache.holds(ref.digest) == bool(_kinds(ref, names)) for ref in refs)
+    return [_kinds(ref, names) for ref in refs]
+
+
+def _kinds(ref: AdapterRef, names: set[str]) -> str:
+    return "b" * (ref.digest in names) + "i" * (f"{ref.digest}.{KIND}" in names)
+
+
+def test_the_least_recently_used_blob_beyond_the_budget_goes(cache, refs, tmp_path):
+    disk = cache(room=2)
+    for ref in (refs[0], refs[1], refs[0], refs[2]):
+        fetch(disk, ref)
+    assert kinds(disk, refs, tmp_path) == ["b", "", "b", ""]
+    assert disk.pin(refs[0].digest)
+    for ref in (refs[3], refs[1]):
+        fetch(disk, ref)
+    assert kinds(disk, refs, tmp_path) == ["b", "b", "", ""]
+
+
+def test_images_count_and_blobs_that_have_one_go_first(cache, refs, shelf, tmp_path):
+    disk, size = cache(room=3), shelf.blob("a").stat().st_size
+    for ref in refs[:2]:
+        fetch(disk, ref)
+        add_image(disk, ref, size)
+    assert kinds(disk, refs, tmp_path) == ["i", "bi", "", ""]
+    fetch(disk, refs[2])
+    assert kinds(disk, refs, tmp_path) == ["i", "i", "b", ""]
+    disk.image(refs[0].digest)
+    fetch(disk, refs[3])
+    assert kinds(disk, refs, tmp_path) == ["i", "", "b", "b"]
+
+
+def test_a_blob_that_is_used_beside_its_image_ages_like_the_rest(cache, refs, shelf, tmp_path):
+    disk, size = cache(room=3), shelf.blob("a").stat().st_size
+    fetch(disk, refs[0])
+    add_image(disk, refs[0], size)
+    disk.blob(refs[0].digest)
+    for ref in refs[1:3]:
+        fetch(disk, ref)
+    assert kinds(disk, refs, tmp_path) == ["b", "b", "b", ""]
+
+
+def test_images_of_another_fingerprint_are_not_used_and_age(cache, refs, shelf, tmp_path):
+    mine, other = cache(room=2), cache(room=2, fingerprint=OTHER)
+    add_image(other, refs[0], shelf.blob("a").stat().st_size)
+    assert other.holds(refs[0].digest)
+    assert not mine.holds(refs[0].digest)
+    assert not mine.has_image(refs[0].digest)
+    assert not mine.pin(refs[0].digest)
+    with pytest.raises(FileNotFoundError):
+        mine.image(refs[0].digest)
+    fetch(mine, refs[1])
+    fetch(mine, refs[2])
+    assert not other.holds(refs[0].digest)
+
+
+def test_only_what_is_remote_is_fetched(cache, refs, shelf):
+    disk = cache(room=8)
+    for _ in range(2):
+        disk.fetch(refs[0])
+    assert shelf.fetched == ["a"]
+    assert disk.blob(refs[0].digest).read_bytes() == shelf.blob("a").read_bytes()
+
+
+def test_an_image_is_not_there_before_all_of_it_is(cache, refs, tmp_path):
+    disk = cache(room=8)
+    with disk.adding_image(refs[0].digest) as part:
+        part.write_bytes(b"half")
+        assert not disk.holds(refs[0].digest)
+        part.write_bytes(b"whole")
+    assert disk.image(refs[0].digest).read_bytes() == b"whole"
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(cache, refs, monkeypatch):
+    disk, synced, fsync = cache(room=8), [], os.fsync
+
+    def watched(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append((os.fstat(descriptor).st_size, disk.holds(refs[0].digest)))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    add_image(disk, refs[0], 10)
+    assert synced == [(10, False)]
+    assert disk.holds(refs[0].digest)
+
+
+def test_an_image_whose_writing_failed_leaves_nothing(cache, refs, tmp_path):
+    disk = cache(room=8)
+
+    def write() -> None:
+        with disk.adding_image(refs[0].digest) as part:
+            part.write_bytes(b"half")
+            raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        write()
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_what_a_crash_left_is_no_image_and_removed_when_it_is_old(cache, refs, tmp_path):
+    disk = cache(room=8)
+    add_image(disk, refs[0], 10)
+    for age, kind in [(1, ""), (time.time(), f".{KIND}")]:
+        part = tmp_path / "disk" / f"{refs[1].digest}{kind}.0f.part"
+        part.write_bytes(b"half")
+        os.utime(part, (age, age))
+    again = cache(room=8)
+    assert kinds(again, refs, tmp_path) == ["i", "", "", ""]
+    assert [p.name for p in (tmp_path / "disk").glob("*.part")] == [part.name]
+
+
+@pytest.mark.parametrize("kind", ["b", "i"])
+def test_a_process_never_removes_what_another_has_pinned(kind, cache, refs, shelf, tmp_path):
+    one, two = cache(room=1), cache(room=1)
+    if kind == "b":
+        fetch(one, refs[0])
+    else:
+        add_image(one, refs[0], shelf.blob("a").stat().st_size)
+    assert one.pin(refs[0].digest)
+    for ref in refs[1:3]:
+        fetch(two, ref)
+    assert kinds(two, refs, tmp_path) == [kind, "", "b", ""]
+    one.unpin(refs[0].digest)
+    fetch(two, refs[1])
+    assert kinds(two, refs, tmp_path) == ["", "b", "", ""]
+
+
+def test_a_pin_keeps_the_image_and_lets_the_blob_go(cache, refs, shelf, tmp_path):
+    disk = cache(room=2)
+    fetch(disk, refs[0])
+    add_image(disk, refs[0], shelf.blob("a").stat().st_size)
+    assert disk.pin(refs[0].digest)
+    for ref in refs[1:3]:
+        fetch(disk, ref)
+    assert kinds(disk, refs, tmp_path) == ["i", "", "b", ""]
+
+
+def test_what_is_pinned_is_not_replaced_by_a_process_that_adds_it_too(cache, refs, tmp_path):
+    one, two = cache(room=1), cache(room=1)
+    with two.adding_image(refs[0].digest) as part:
+        part.write_bytes(b"second")
+        with one.adding_image(refs[0].digest) as first:
+            first.write_bytes(b"first")
+        assert one.pin(refs[0].digest)
+    for ref in refs[1:3]:
+        fetch(two, ref)
+    assert kinds(two, refs, tmp_path) == ["i", "", "b", ""]
+    assert one.image(refs[0].digest).read_bytes() == b"first"
+
+
+def test_a_pin_whose_image_was_damaged_holds_the_blob_or_says_that_nothing_is_left(cache, refs):
+    disk = cache(room=8)
+    for ref in refs[:2]:
+        add_image(disk, ref, 10)
+        assert disk.pin(ref.digest)
+        disk.remove_image(ref.digest)
+    disk.fetch(refs[0])
+    assert disk.pin(refs[0].digest)
+    assert not disk.pin(refs[1].digest)
+
+
+def test_what_is_not_a_digest_never_becomes_a_path(cache, shelf, tmp_path):
+    disk = cache(room=8)
+    outside = AdapterRef("acme", "a", 1, "../" * 3 + "x" * 55)
+    (tmp_path / "secret").write_bytes(b"s")
+    for digest in (outside.digest, "../secret"):
+        assert not disk.holds(digest)
+        assert not disk.pin(digest)
+    with pytest.raises(AdapterLoadFailed, match="no digest"):
+        disk.fetch(outside)
+    assert shelf.fetched == []
+
+
+def test_threads_that_add_one_image_at_the_same_time_do_not_disturb_each_other(cache, refs):
+    disk, together = cache(room=8), threading.Barrier(2)
+
+    def write() -> None:
+        with disk.adding_image(refs[0].digest) as part:
+            part.write_bytes(b"whole")
+            together.wait(10)
+
+    threads = [threading.Thread(target=write) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert disk.image(refs[0].digest).read_bytes() == b"whole"
+
+
+def test_of_many_that_want_a_blob_one_fetches_it_and_the_others_wait(refs, shelf, tmp_path):
+    size = shelf.blob("a").stat().st_size
+    caches = [DiskCache(tmp_path / "disk", 8 * size, shelf, KIND) for _ in range(3)]
+    shelf.gates["a"] = threading.Event()
+    threads = [threading.Thread(target=cache.fetch, args=(refs[0],)) for cache in caches * 3]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    shelf.gates["a"].set()
+    for thread in threads:
+        thread.join(10)
+    assert shelf.fetched == ["a"]
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == [refs[0].digest]
+
+
+def test_one_that_waits_fetches_itself_what_another_could_not(cache, refs, shelf, tmp_path):
+    disk, waiting, tried = cache(room=8), threading.Event(), []
+
+    class Failing:
+        def fetch(self, ref, path):
+            tried.append(ref)
+            path.write_bytes(b"half")
+            waiting.wait(10)
+            raise OSError("connection reset")
+
+    first = DiskCache(tmp_path / "disk", 2**20, Failing(), KIND)
+
+    def fail() -> None:
+        with pytest.raises(OSError, match="reset"):
+            first.fetch(refs[0])
+
+    failing = threading.Thread(target=fail)
+    failing.start()
+    while not tried:
+        time.sleep(0.001)
+    second = threading.Thread(target=disk.fetch, args=(refs[0],))
+    second.start()
+    time.sleep(0.05)
+    assert shelf.fetched == []
+    waiting.set()
+    failing.join(10)
+    second.join(10)
+    assert disk.blob(refs[0].digest).read_bytes() == shelf.blob("a").read_bytes()
+
+
+def test_a_digest_that_the_source_computed_is_held_to(refs, tmp_path):
+    class Hashing:
+        def fetch(self, ref, path):
+            path.write_bytes(b"other")
+            return hashlib.sha256(b"other").hexdigest()
+
+    disk = DiskCache(tmp_path / "disk", 2**20, Hashing(), KIND)
+    with pytest.raises(AdapterLoadFailed, match="register the adapter again"):
+        disk.fetch(refs[0])
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+DYING = """
+import sys, time
+from pathlib import Path
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.residency.disk.cache import DiskCache
+
+class Half:
+    def fetch(self, ref, path):
+        path.write_bytes(b"h" * 2**20)
+        print("half", flush=True)
+        time.sleep(60)
+
+folder, digest, fingerprint = sys.argv[1:]
+DiskCache(Path(folder), 2**30, Half(), fingerprint).fetch(AdapterRef("acme", "a", 1, digest))
+"""
+
+
+def test_a_process_that_dies_in_a_download_leaves_it_to_the_next(cache, refs, shelf, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", DYING, str(tmp_path / "disk"), refs[0].digest, KIND],
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"half\n"
+    disk = cache(room=8)
+    waiting = threading.Thread(target=disk.fetch, args=(refs[0],))
+    waiting.start()
+    time.sleep(0.05)
+    assert shelf.fetched == []
+    process.kill()
+    process.communicate()
+    waiting.join(10)
+    assert disk.blob(refs[0].digest).read_bytes() == shelf.blob("a").read_bytes()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == [refs[0].digest]
+
+
+SHARING = """
+import hashlib, sys, time
+from pathlib import Path
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.residency.disk.cache import DiskCache
+
+remote, folder, budget, fingerprint, *adapters = sys.argv[1:]
+
+class Copy:
+    def fetch(self, ref, path):
+        path.write_bytes(b"")
+        time.sleep(0.002)
+        path.write_bytes((Path(remote) / ref.name).read_bytes())
+
+cache = DiskCache(Path(folder), int(budget), Copy(), fingerprint)
+refs = [AdapterRef("acme", pair.split(":")[0], 1, pair.split(":")[1]) for pair in adapters]
+blobs = images = 0
+for n in range(300):
+    ref = refs[(n * n + n // 7) % len(refs)]
+    image = (fingerprint + ref.digest).encode() * 40
+    try:
+        assert cache.image(ref.digest).read_bytes() == image
+        images += 1
+        continue
+    except FileNotFoundError:
+        pass
+    try:
+        cache.fetch(ref)
+        data = cache.blob(ref.digest).read_bytes()
+    except FileNotFoundError:
+        continue
+    assert hashlib.sha256(data).hexdigest() == ref.digest
+    blobs += 1
+    if not cache.has_image(ref.digest):
+        with cache.adding_image(ref.digest) as part:
+            part.write_bytes(image[:99])
+            time.sleep(0.002)
+            part.write_bytes(image)
+    if cache.pin(refs[0].digest):
+        cache.fetch(refs[1])
+        assert cache.holds(refs[0].digest)
+        cache.unpin(refs[0].digest)
+assert blobs > 20 and images > 20, (blobs, images)
+"""
+
+
+@pytest.mark.parametrize("other", [KIND, OTHER])
+def test_two_processes_share_a_folder(other, shelf, refs, tmp_path):
+    blob_bytes, folder = shelf.blob("a").stat().st_size, tmp_path / "disk"
+    adapters = [f"{ref.name}:{ref.digest}" for ref in refs]
+    arguments = [str(tmp_path / "remote"), str(folder), str(2 * blob_bytes)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARING, *arguments, fingerprint, *adapters],
+            stderr=subprocess.PIPE,
+        )
+        for fingerprint in (KIND, other)
+    ]
+    for process in running:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors.decode()
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    names = {ref.digest + end for ref in refs for end in ("", f".{KIND}", f".{OTHER}")}
+    assert set(sizes) <= names
+    assert 0 < sum(sizes.values()) <= 4 * blob_bytes  # each exceeds the budget by a file at most

@@ -1,0 +1,143 @@
+"""Images as files: what is read back is what was packed, and nothing else is taken for an image."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
+from lorikeet_engine.errors import AdapterRejected
+from lorikeet_engine.residency.disk.image_file import ImageFile, fingerprint, write_image
+from lorikeet_engine.residency.packing import PackedLayout, pack
+from lorikeet_engine.residency.shard import WHOLE, Shard
+from tests.engine.blobs import SHAPE, Shelf, everywhere
+
+LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 20)
+UNEVEN = {(0, 0): 3, (0, 2): 5, (0, 6): 1, (1, 4): 8, (1, 5): 2}
+NAME = "an image"
+OTHER_SHAPES = {
+    "family": "mistral",
+    "layers": 4,
+    "hidden": 32,
+    "intermediate": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+}
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Packs an adapter and writes its image: the file, the layout and the image."""
+    shelf = Shelf(tmp_path)
+
+    def write(ranks=UNEVEN, dtype=torch.bfloat16, shape=SHAPE, shard=WHOLE):
+        shelf.make("x", ranks, shape=shape)
+        spec = read_spec(shelf.blob("x"), shape, LIMITS)
+        layout = PackedLayout.of(spec, shape, shard)
+        image = torch.zeros(layout.elements, dtype=dtype)
+        pack(shelf.blob("x"), spec, layout, image)
+        path = tmp_path / NAME
+        write_image(path, NAME, layout, image)
+        return path, layout, image
+
+    return write
+
+
+@pytest.mark.parametrize("ranks", [everywhere(4), UNEVEN, {(1, 3): 64}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2), Shard(0, 2, fully=True)])
+def test_the_image_and_its_layout_come_back_to_the_bit(written, ranks, dtype, shard):
+    shape = BaseShape("llama", 2, hidden=18, intermediate=22, heads=2, kv_heads=1, head_dim=5)
+    path, layout, image = written(ranks, dtype, shape, shard)
+    file = ImageFile.of(path, shape, shard)
+    out = torch.full_like(image, torch.nan)
+    file.read(out)
+    assert torch.equal(out.view(torch.uint8), image.view(torch.uint8))
+    assert torch.equal(file.layout.rows, layout.rows)
+    for field in ("elements", "max_rank", "cuts", "layers"):
+        assert getattr(file.layout, field) == getattr(layout, field)
+
+
+def test_any_reader_of_safetensors_can_open_it(written):
+    path, _, image = written()
+    assert torch.equal(load_file(path)["image"], image)
+
+
+def test_an_image_is_read_to_its_place_among_others(written):
+    path, layout, image = written()
+    arena = torch.zeros(3 * layout.elements, dtype=image.dtype)
+    middle = arena[layout.elements : 2 * layout.elements]
+    ImageFile.of(path, SHAPE).read(middle)
+    assert torch.equal(middle, image)
+    assert arena.count_nonzero() == image.count_nonzero()
+
+
+def test_all_that_an_image_depends_on_changes_its_fingerprint():
+    assert OTHER_SHAPES.keys() == {field.name for field in dataclasses.fields(SHAPE)}
+    base = (SHAPE, LIMITS, torch.float16, WHOLE)
+    changes = [
+        *(
+            (dataclasses.replace(SHAPE, **{field: value}), *base[1:])
+            for field, value in OTHER_SHAPES.items()
+        ),
+        (SHAPE, dataclasses.replace(LIMITS, max_rank=32), *base[2:]),
+        (*base[:2], torch.bfloat16, WHOLE),
+        *((*base[:3], shard) for shard in (Shard(0, 2), Shard(1, 2), Shard(0, 2, fully=True))),
+    ]
+    fingerprints = {fingerprint(*facts) for facts in (base, *changes)}
+    assert len(fingerprints) == 1 + len(changes)
+    assert fingerprint(*base) == fingerprint(dataclasses.replace(SHAPE), *base[1:])
+
+
+@pytest.mark.parametrize("kept", [0, 7, 100, -100, -1])
+def test_a_file_that_was_cut_off_is_refused(written, kept):
+    path, _, _ = written()
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(AdapterRejected):
+        ImageFile.of(path, SHAPE)
+
+
+def test_a_file_that_is_cut_off_after_it_was_opened_is_refused(written):
+    path, _, image = written()
+    file = ImageFile.of(path, SHAPE)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(AdapterRejected, match="damaged"):
+        file.read(torch.empty_like(image))
+
+
+def test_random_bytes_are_refused(written):
+    path, _, _ = written()
+    for length in (0, 8, 1000):
+        path.write_bytes(length.to_bytes(8, "little") + b"\xa5" * 2000)
+        with pytest.raises(AdapterRejected):
+            ImageFile.of(path, SHAPE)
+
+
+def test_a_file_under_another_name_is_refused(written):
+    path, _, _ = written()
+    other = path.rename(path.with_name("another image"))
+    with pytest.raises(AdapterRejected, match="damaged"):
+        ImageFile.of(other, SHAPE)
+
+
+@pytest.mark.parametrize("ranks", [None, "", "3 4", "3 " * 15, "3 " * 13 + "x", "3 " * 13 + "-3"])
+def test_ranks_that_cannot_be_those_of_the_image_are_refused(written, ranks):
+    path, _, image = written()
+    header = {"image": {"dtype": "BF16", "shape": [len(image)], "data_offsets": [0, image.nbytes]}}
+    header["__metadata__"] = {"name": NAME} | ({} if ranks is None else {"ranks": ranks})
+    text = json.dumps(header).encode()
+    data = image.view(torch.uint8).numpy().tobytes()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    with pytest.raises(AdapterRejected, match="damaged"):
+        ImageFile.of(path, SHAPE)
+
+
+def test_an_image_of_another_size_than_its_ranks_say_is_refused(written):
+    path, _, _ = written(everywhere(4))
+    text = path.read_bytes()
+    path.write_bytes(text.replace(b"4 4 4", b"4 4 5"))
+    with pytest.raises(AdapterRejected, match="damaged"):
+        ImageFile.of(path, SHAPE)

@@ -1,0 +1,352 @@
+"""The slot pool: images of different sizes in one arena, found through the table, never torn."""
+
+import itertools
+import pickle
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.kernels.lora import LoraWeights
+from lorikeet_engine.residency.blocks import FreeList
+from lorikeet_engine.residency.eviction import LeastRecentlyUsed
+from lorikeet_engine.residency.gpu import arena
+from lorikeet_engine.residency.gpu.arena import ClearRow, CloseHoles, DeviceArena, Move, WriteRow
+from lorikeet_engine.residency.gpu.residents import Residents
+from lorikeet_engine.residency.gpu.slots import SlotPool
+from lorikeet_engine.residency.packing import PackedLayout
+
+TOTAL = 320
+LAYERS = 4
+LONG = 100_000  # loads
+
+
+class Pool(SlotPool):
+    """A pool, and an arena that does at once what it says."""
+
+    def __init__(self, elements: int, count: int, layers: int) -> None:
+        super().__init__(elements, count)
+        self.arena = arena_of(elements, count, layers)
+        self.weights = self.arena.weights
+
+    def put(self, layout: PackedLayout) -> int:
+        placement = self.place(layout)
+        self.arena.run(*placement.commands)
+        return placement.slot
+
+    def evict(self, slot: int) -> ClearRow:
+        command = super().evict(slot)
+        self.arena.run(command)
+        return command
+
+    def blocks(self, slot: int) -> list[torch.Tensor]:
+        return self.arena.blocks(self.placed()[slot].pieces)
+
+
+def arena_of(elements: int, count: int, layers: int) -> DeviceArena:
+    table = torch.zeros(count, layers, 7, 3, dtype=torch.int64)
+    return DeviceArena(LoraWeights(torch.zeros(elements), table), torch.device("cpu"))
+
+
+def pool_of(elements: int = TOTAL, count: int = 7, layers: int = LAYERS) -> Pool:
+    return Pool(elements, count, layers)
+
+
+def layout_of(*sizes: int) -> PackedLayout:
+    """In each layer A and B of half its size each; nothing in a layer of size 0."""
+    rows = torch.zeros(len(sizes), 7, 3, dtype=torch.int64)
+    begins = (0, *itertools.accumulate(sizes[:-1]))
+    for layer, (size, begin) in enumerate(zip(sizes, begins, strict=True)):
+        if size:
+            rows[layer, 0] = torch.tensor([begin, begin + size // 2, 1])
+    return PackedLayout(rows, sum(sizes), max_rank=1, cuts=(), layers=begins)
+
+
+def whole(elements: int) -> PackedLayout:
+    """All in the first layer, so that it cannot be cut."""
+    return layout_of(elements, *[0] * (LAYERS - 1))
+
+
+def fill(pool: Pool, layout: PackedLayout, seed: int) -> tuple[int, torch.Tensor]:
+    slot = pool.put(layout)
+    image = torch.arange(layout.elements) + 1000.0 * seed
+    blocks = pool.blocks(slot)
+    for block, part in zip(blocks, image.split([b.numel() for b in blocks]), strict=True):
+        block.copy_(part)
+    return slot, image
+
+
+def image_of(pool: Pool, slot: int) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+    """What the table finds for a slot, layer by layer, and where in the arena it lies."""
+    found, spans = [], []
+    for a_at, b_at, rank in pool.weights.table[slot, :, 0].tolist():
+        if rank:
+            spans.append((a_at, b_at + b_at - a_at))  # B is as long as A
+            found.append(pool.weights.arena[slice(*spans[-1])])
+    return torch.cat(found), spans
+
+
+def check(pool: Pool, live: dict[int, torch.Tensor]) -> None:
+    spans = []
+    for slot in range(pool.slots):
+        if slot not in live:
+            assert not pool.weights.table[slot].any(), "a free slot has rank 0"
+            continue
+        found, where = image_of(pool, slot)
+        assert torch.equal(found, live[slot])
+        assert torch.equal(torch.cat(pool.blocks(slot)), live[slot])
+        spans += where
+    spans.sort()
+    assert all(one[1] <= two[0] for one, two in itertools.pairwise(spans))
+    assert pool.used_elements == sum(image.numel() for image in live.values())
+
+
+# The free list.
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 99)), max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_blocks_never_overlap_and_none_is_lost(steps):
+    blocks, taken = FreeList(64), []
+    for take, number in steps:
+        if take:
+            size = number % 20 + 1
+            holes = holes_beside(taken)
+            offset = blocks.allocate(size)
+            if offset is None:
+                assert max(holes, default=0) < size, "a hole was large enough"
+            else:
+                occupied = {at for begin, length in taken for at in range(begin, begin + length)}
+                assert not occupied & set(range(offset, offset + size))
+                assert offset + size <= 64
+                taken.append((offset, size))
+        elif taken:
+            blocks.release(*taken.pop(number % len(taken)))
+        assert blocks.free == 64 - sum(size for _, size in taken)
+        assert blocks.holes() == sorted(holes_beside(taken), reverse=True)
+    for block in taken:
+        blocks.release(*block)
+    assert blocks.allocate(64) == 0
+
+
+def holes_beside(taken: Sequence[tuple[int, int]], begin: int = 0, end: int = 64) -> list[int]:
+    """The sizes of the holes between some blocks."""
+    line = ["."] * 64
+    for offset, size in taken:
+        line[offset : offset + size] = "x" * size
+    return [len(run) for run in "".join(line[begin:end]).split("x") if run]
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=12), st.integers(1, 30))
+@settings(max_examples=200, deadline=None)
+def test_the_cheapest_stretch_holds_what_is_asked_for_among_the_fewest_elements(layout, size):
+    blocks, taken = FreeList(64), []
+    for length, kept in layout:
+        offset = blocks.allocate(length)
+        if offset is not None:
+            taken.append((offset, length, kept))
+    for offset, length, kept in taken:
+        if not kept:
+            blocks.release(offset, length)
+    kept_blocks = [(offset, length) for offset, length, kept in taken if kept]
+    if size > blocks.free:
+        return
+
+    def cost(begin: int, end: int) -> int:
+        holes = sum(holes_beside(kept_blocks, begin, end))
+        return end - begin - holes if holes >= size else 65
+
+    edges = sorted({0, 64} | {e for o, n in kept_blocks for e in (o, o + n)})
+    best = min(cost(b, e) for b, e in itertools.combinations(edges, 2))
+    stretch = blocks.cheapest_stretch(size)
+    assert cost(*stretch) == best
+    blocks.close_holes(*stretch)
+    assert blocks.holes()[0] >= size
+    assert blocks.free == 64 - sum(length for _, length in kept_blocks)
+
+
+def test_a_block_comes_from_the_smallest_hole_that_takes_it():
+    blocks = FreeList(100)
+    first, kept, second = (blocks.allocate(size) for size in (30, 10, 12))
+    blocks.allocate(48)
+    blocks.release(first, 30)
+    blocks.release(second, 12)
+    assert blocks.allocate(11) == second
+    assert kept == 30
+
+
+# The pool.
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9999)), max_size=50))
+@settings(max_examples=200, deadline=None)
+def test_every_image_survives_whatever_is_placed_evicted_and_moved(steps):
+    pool, live = pool_of(), {}
+    for seed, (place, number) in enumerate(steps):
+        sizes = [16 * (number // 6**layer % 6) for layer in range(LAYERS)]
+        if place:
+            layout = layout_of(*sizes) if sum(sizes) else whole(16)
+            used = sum(image.numel() for image in live.values())
+            room = len(live) < pool.slots and used + layout.elements <= TOTAL
+            assert pool.has_room(layout.elements) == room
+            if room:
+                slot, image = fill(pool, layout, seed + 1)
+                assert slot not in live
+                live[slot] = image
+        elif live:
+            slot = sorted(live)[number % len(live)]
+            del live[slot]
+            pool.evict(slot)
+        check(pool, live)
+
+
+def test_an_image_is_cut_between_layers_rather_than_that_another_moves():
+    pool = pool_of()
+    placed = [fill(pool, whole(64), seed) for seed in range(5)]
+    for slot, _ in placed[::2]:
+        pool.evict(slot)
+    slot, image = fill(pool, layout_of(48, 48, 0, 64), 9)
+    check(pool, dict(placed[1::2]) | {slot: image})
+    assert len(pool.blocks(slot)) == 3
+    assert pool.moved_elements == 0
+
+
+def test_an_image_lies_in_one_piece_where_a_hole_takes_it():
+    pool = pool_of()
+    placed = [fill(pool, whole(size), seed) for seed, size in enumerate((96, 16, 128, 16, 64))]
+    for slot, _ in placed[::2]:
+        pool.evict(slot)
+    slot, _ = fill(pool, layout_of(32, 32, 32, 0), 9)
+    assert [block.numel() for block in pool.blocks(slot)] == [96]
+
+
+def test_holes_are_closed_where_that_moves_least_and_only_when_none_takes_a_layer():
+    pool = pool_of()
+    sizes = (32, 64, 48, 32, 48, 64, 32)  # every other one will be a hole
+    placed = [fill(pool, whole(size), seed) for seed, size in enumerate(sizes)]
+    for slot, _ in placed[::2]:
+        pool.evict(slot)
+
+    placement = pool.place(whole(96))
+    close, write = placement.commands
+    assert isinstance(close, CloseHoles)
+    assert close.moves == (Move(source=144, target=96, elements=32),)
+    assert [row.slot for row in close.rows] == [placed[3][0]]
+    assert isinstance(write, WriteRow)
+    pool.arena.run(close, write)
+    pool.evict(placement.slot)
+    check(pool, dict(placed[1::2]))
+
+
+def test_an_arena_that_is_told_the_same_lies_the_same():
+    """As other processes' would: what they are told is plain data."""
+    pool, follower = pool_of(count=12), arena_of(TOTAL, 12, LAYERS)
+    chance, live, moved = random.Random(3), [], 0
+
+    def tell(*commands):
+        pool.arena.run(*commands)
+        follower.run(*pickle.loads(pickle.dumps(commands)))
+
+    for number in range(300):
+        layout = layout_of(*[16 * chance.randint(0, 2) for _ in range(LAYERS - 1)], 16)
+        while not pool.has_room(layout.elements):
+            tell(SlotPool.evict(pool, live.pop(chance.randrange(len(live)))))
+        placement = pool.place(layout)
+        tell(*placement.commands)
+        moved += len(placement.commands) > 1
+        live.append(placement.slot)
+        for each in (pool.arena, follower):
+            each.copy(torch.full((layout.elements,), float(number)), placement.pieces)
+        assert torch.equal(pool.weights.arena, follower.weights.arena)
+        assert torch.equal(pool.weights.table, follower.weights.table)
+    assert moved > 10
+
+
+@pytest.mark.parametrize(
+    ("leased", "left", "moved"), [("b", "bew", 0), ("bd", "bdw", 64), ("bde", "bdew", 64)]
+)
+def test_what_may_go_goes_rather_than_that_others_move(leased, left, moved):
+    pool, clock = pool_of(), itertools.count()
+    adapters = Residents(pool, pool.arena, LeastRecentlyUsed(), lambda: float(next(clock)))
+
+    def place(name: str, elements: int) -> None:
+        assert adapters.make_room(elements, insist=True)
+        ref = AdapterRef("acme", name, 1, name)
+        adapters.place(ref, whole(elements), torch.zeros(elements), wanted=False)
+
+    for name in "abcde":
+        place(name, 64)
+    leases = [adapters.lease(name) for name in leased]
+    place("w", 128)  # in the places of a and c, which are used least, there is room but no hole
+    assert sorted(resident.ref.name for resident in adapters.snapshot()) == list(left)
+    assert pool.moved_elements == moved
+    assert all(leases)
+
+
+def test_nothing_moves_in_an_arena_of_many_sizes_and_little_of_it_is_empty():
+    """Whoever leaves is drawn at random; adapters of ranks 4 to 256, a quarter on q and v alone."""
+
+    class Chance:
+        def worth(self, _use) -> float:
+            return chance.random()
+
+    layers, per_rank, chance, used = 8, {True: 2, False: 12}, random.Random(5), []
+    pool = pool_of(elements=200_000, count=400, layers=layers)
+    adapters = Residents(pool, pool.arena, Chance(), lambda: 0.0)
+    for load in range(600):
+        size = chance.choice([4, 8, 16, 32, 64, 128, 256]) * per_rank[chance.random() < 0.25]
+        layout = layout_of(*[size] * layers)
+        assert adapters.make_room(layout.elements, insist=True)
+        ref = AdapterRef("acme", str(load), 1, str(load))
+        adapters.place(ref, layout, torch.zeros(layout.elements), wanted=False)
+        used.append(pool.used_elements / pool.elements)
+    assert pool.moved_elements == 0
+    assert sum(used[300:]) / 300 > 0.93
+
+
+@pytest.mark.parametrize("buffer", [1, 7, 16, 4096])
+@pytest.mark.parametrize("gap", [16, 160])
+def test_a_block_that_moves_onto_itself_is_not_torn(gap, buffer, monkeypatch):
+    monkeypatch.setattr(arena, "_MOVE_ELEMENTS", buffer)
+    pool = pool_of()
+    first, _ = fill(pool, whole(gap), 1)
+    slot, image = fill(pool, whole(TOTAL - gap - 16), 2)
+    pool.evict(first)
+    last, _ = fill(pool, whole(gap + 16), 3)
+    pool.evict(last)
+    check(pool, {slot: image})
+    assert pool.weights.table[slot, 0, 0, 0].item() == 0
+
+
+def test_slots_are_as_limited_as_elements():
+    pool = pool_of(count=2)
+    fill(pool, whole(16), 1)
+    slot, _ = fill(pool, whole(16), 2)
+    assert not pool.has_room(16)
+    pool.evict(slot)
+    assert pool.has_room(16)
+
+
+@pytest.mark.parametrize("loads", [2000, pytest.param(LONG, marks=pytest.mark.soak)])
+def test_no_memory_is_ever_stranded(loads):
+    """Adapters of ranks 4 to 256, a quarter of them on q and v alone, in and out at random."""
+    layers, per_rank, chance, live = 8, {True: 2, False: 12}, random.Random(5), {}
+    noise = torch.randint(127, (loads + layers * 256 * 12,), dtype=torch.int8)
+    pool = pool_of(elements=300_000, count=200, layers=layers)
+    for load in range(loads):
+        size = chance.choice([4, 8, 16, 32, 64, 128, 256]) * per_rank[chance.random() < 0.25]
+        layout = layout_of(*[size] * layers)
+        while pool.used_elements + layout.elements > pool.elements:
+            slot = chance.choice(list(live))
+            assert torch.equal(image_of(pool, slot)[0], live.pop(slot))
+            pool.evict(slot)
+        slot = pool.put(layout)
+        live[slot] = image = noise[load:][: layout.elements]
+        blocks = pool.blocks(slot)
+        for block, part in zip(blocks, image.split([b.numel() for b in blocks]), strict=True):
+            block.copy_(part)
+    check(pool, live)

@@ -1,0 +1,278 @@
+"""Tenants' turns: who is served how much, who pays for what, and that nobody is passed for ever."""
+
+import itertools
+from statistics import quantiles
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorikeet_engine.request import Terms
+from lorikeet_engine.scheduling.admission import PATIENCE
+from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, Accounts
+from tests.engine.world import COSTS, PAGE, World
+
+A, B = Terms("a"), Terms("b")
+
+
+def bound(world, longest, weight=1.0):
+    """The paper's: by how much two that always wait may differ in what is done for them."""
+    batch = world.cache.pages * PAGE
+    return 2 * max(PROMPT_TOKEN * longest, OUTPUT_TOKEN * batch) / weight
+
+
+def keep_waiting(world, terms, count, **request):
+    """Add requests until so many of the tenant's wait."""
+    waiting = sum(s.request.terms == terms for s in world.scheduler.waiting)
+    for _ in range(count - waiting):
+        world.add(**{"prompt": 6, "max_tokens": 8, **request}, terms=terms)
+
+
+def spread(differences):
+    """The most by which a difference changed over any span of time."""
+    return max(differences) - min(differences)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pages", [100, 12])
+def test_two_that_always_wait_are_served_alike_whatever_they_send(overlap, pages):
+    world, ahead = World(tokens=24, sequences=6, pages=pages, overlap=overlap), []
+    for _ in range(600):
+        keep_waiting(world, A, 40)
+        keep_waiting(world, B, 8, prompt=17, max_tokens=3)
+        world.step()
+        ahead.append(world.served["a"] - world.served["b"])
+    assert spread(ahead) <= bound(world, longest=17)
+    assert world.served.total() > 5 * bound(world, longest=17), "else this would prove nothing"
+
+
+def steps_to_first_tokens(noisy_streams):
+    """Of a tenant with 8 clients, one request after the other, beside one with so many."""
+    world, took, streams = World(tokens=64, sequences=16, pages=400), [], {A: 8, B: noisy_streams}
+    since = {}  # request under way → the step in which it came
+    for _ in range(1500):
+        for terms, most in streams.items():
+            for _ in range(most - sum(s.request.terms == terms for s in since)):
+                since[world.add(30 + world.arrivals % 7, max_tokens=4, terms=terms)] = world.steps
+        world.step()
+        took += [world.steps - since[s] for s in since if s.made == 1 and s.request.terms == A]
+        since = {s: step for s, step in since.items() if not s.ended}
+    return took
+
+
+def test_ten_times_as_many_clients_delay_the_others_first_tokens_little():
+    alike, one_noisy = steps_to_first_tokens(8), steps_to_first_tokens(80)
+    assert quantiles(one_noisy, n=100)[98] < 1.25 * quantiles(alike, n=100)[98]
+    assert len(one_noisy) > 0.8 * len(alike)
+
+
+def test_weights_share_in_proportion():
+    world = World(tokens=24, sequences=6)
+    light, heavy = Terms("light", weight=1.0), Terms("heavy", weight=3.0)
+    for _ in range(2000):
+        keep_waiting(world, light, 10)
+        keep_waiting(world, heavy, 10, prompt=11)
+        world.step()
+    assert world.served["heavy"] / world.served["light"] == pytest.approx(3.0, rel=0.03)
+
+
+def test_having_been_away_is_no_credit():
+    world, ahead = World(tokens=24, sequences=6), []
+    for step in range(900):
+        keep_waiting(world, A, 10)
+        if step >= 300:
+            keep_waiting(world, B, 10)
+            ahead.append(world.served["a"] - world.served["b"])
+        world.step()
+    assert world.served["a"] > 3 * bound(world, longest=6)
+    assert spread(ahead) <= bound(world, longest=6)
+
+
+def test_nor_is_having_waited_for_an_adapter():
+    world, ahead = World(tokens=24, sequences=6), []
+    world.shelf.remote = {"slow"}
+    for step in range(900):
+        keep_waiting(world, A, 10)
+        keep_waiting(world, B, 10, adapter="slow")
+        if step == 300:
+            world.shelf.remote = set()
+        world.step()
+        if step > 300:
+            ahead.append(world.served["a"] - world.served["b"])
+    assert spread(ahead) <= bound(world, longest=6)
+    assert world.served["b"] > bound(world, longest=6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_whatever_comes_the_bound_holds(data):
+    """Between any two tenants, for as long as both wait."""
+    integers = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
+    sequences = integers(1, 5)
+    world = World(
+        tokens=sequences + integers(0, 12),
+        sequences=sequences,
+        pages=12,
+        overlap=data.draw(st.booleans()),
+    )
+    tenants = [Terms(name, data.draw(st.sampled_from([1.0, 1.0, 2.0, 5.0]))) for name in "abc"]
+    limit, added = bound(world, longest=30), []
+    spans = {}  # pair of tenants → by how much the first was ahead, while both wait
+    for _ in range(integers(5, 25)):
+        for _ in range(integers(0, 8)):
+            terms = data.draw(st.sampled_from(tenants))
+            added.append(world.add(integers(1, 30), None, integers(1, 17), terms=terms))
+        if added and integers(0, 4) == 0:
+            world.scheduler.drop({data.draw(st.sampled_from(added))}.__contains__)
+        for _ in range(integers(1, 9)):
+            before = {s.request.terms for s in world.scheduler.waiting}
+            world.step()
+            waiting = before & {s.request.terms for s in world.scheduler.waiting}
+            for one in tenants:
+                for other in tenants:
+                    span = spans.setdefault((one.tenant, other.tenant), [])
+                    if not {one, other} <= waiting:
+                        span.clear()
+                    shares = [world.served[t.tenant] / t.weight for t in (one, other)]
+                    span.append(shares[0] - shares[1])
+                    assert spread(span) <= limit
+    world.run()
+
+
+def test_the_last_to_wait_gives_the_level_to_who_comes_into_an_empty_line():
+    accounts = Accounts()
+    busy, comer = accounts.open("busy", 1.0), accounts.open("comer", 1.0)
+    accounts.wait(busy)
+    busy.charge(500)
+    accounts.leave(busy)
+    busy.charge(20)  # it goes on to run
+    accounts.wait(comer)
+    assert comer.counter == 520
+
+
+def test_a_cold_load_is_charged_to_whom_it_is_for():
+    """Every request of one tenant needs a load; the other sends as many tokens without."""
+    world, ahead = World(tokens=24, sequences=6, adapters=100), []
+    world.shelf.takes_s, load = 10 * COSTS.prompt_token_s, 10 * PROMPT_TOKEN
+    for _ in range(600):
+        keep_waiting(world, A, 8, adapter=f"a{world.arrivals}")
+        keep_waiting(world, B, 8)
+        world.step()
+        loads = len(world.shelf.on_gpu)
+        ahead.append(world.served["a"] + load * loads - world.served["b"])
+    request = PROMPT_TOKEN * 6 + OUTPUT_TOKEN * 8
+    assert spread(ahead) <= bound(world, longest=6) + 8 * load
+    ratio = world.served["a"] / world.served["b"]
+    assert ratio == pytest.approx(request / (request + load), rel=0.1)
+
+
+def test_what_is_found_in_the_cache_is_not_charged():
+    world = World()
+    first = world.add(list(range(5 * PAGE + 1)), max_tokens=1, terms=A)
+    world.run()
+    again = world.add(list(range(5 * PAGE + 1)), max_tokens=1, terms=A)
+    world.run()
+    assert again.bill.account is first.bill.account
+    assert again.progress.cached_tokens == 5 * PAGE
+    whole = PROMPT_TOKEN * (5 * PAGE + 1) + OUTPUT_TOKEN
+    assert first.bill.account.counter == whole + PROMPT_TOKEN + OUTPUT_TOKEN
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_a_preempted_sequence_computes_anew_is_not_charged(overlap):
+    world = World(pages=7, overlap=overlap)
+    made = [world.add(9, max_tokens=16, terms=A) for _ in range(5)]
+    world.run()
+    assert any(sequence.progress.preemptions for sequence in made)
+    assert made[0].bill.account.counter == 5 * (9 * PROMPT_TOKEN + 16 * OUTPUT_TOKEN)
+
+
+def test_what_an_aborted_request_has_made_is_charged():
+    world = World()
+    doomed = world.add(5, max_tokens=50, terms=A)
+    for _ in range(10):
+        world.step()
+    world.scheduler.drop(lambda s: s is doomed)
+    assert doomed.bill.account.counter == 5 * PROMPT_TOKEN + 10 * OUTPUT_TOKEN
+
+
+def test_within_a_tenant_the_higher_priority_goes_first_then_the_older():
+    world = World(sequences=1)
+    priorities = {world.add(3, terms=Terms("a", priority=p)): p for p in (0, 2, 1, 2, -1)}
+    world.run()
+    assert [priorities[s] for s in world.finished] == [2, 2, 1, 0, -1]
+    twos = [s for s in world.finished if priorities[s] == 2]
+    assert twos == sorted(twos, key=lambda s: s.arrival)
+
+
+def test_a_priority_counts_within_its_tenant_alone():
+    world = World(sequences=1)
+    for _ in range(3):
+        world.add(3, terms=Terms("a", priority=9)), world.add(3, terms=B)
+    world.run()
+    assert [s.request.terms.tenant for s in world.finished] == ["a", "b"] * 3
+
+
+def test_a_long_prompt_that_runs_keeps_no_other_tenant_waiting():
+    world = World(tokens=8)
+    long = world.add(60, terms=A)
+    assert world.step() == [(long, 8)]
+    short = [world.add(5, terms=B), world.add(5, terms=B)]
+    assert world.step() == [(long, 8)], "which came first"
+    assert world.step() == [(short[0], 5), (short[1], 3)]
+    assert world.step() == [(short[0], 1), (long, 7)]
+
+
+def test_prompts_that_run_share_the_steps_tokens():
+    world, computed = World(tokens=8, pages=400), {"a": 0, "b": 0}
+    for terms in (A, A, A, B):
+        world.add(200, terms=terms)
+    for _ in range(40):
+        for sequence, length in world.step():
+            computed[sequence.request.terms.tenant] += length
+        assert abs(computed["a"] - computed["b"]) <= 2 * 8
+
+
+def test_who_is_preempted_is_the_youngest_of_the_tenant_furthest_ahead():
+    world = World(pages=9)
+    ahead = [world.add(7, max_tokens=14, terms=A) for _ in range(2)]
+    world.step()
+    behind = world.add(7, max_tokens=14, terms=B)
+    while not any(s.progress.preemptions for s in (*ahead, behind)):
+        world.step()
+    assert [s.progress.preemptions for s in (*ahead, behind)] == [0, 1, 0]
+    world.run()
+
+
+def test_an_adapter_that_is_kept_out_comes_although_it_is_passed_in_others_turns_alone():
+    """Places come free one at a time, and in its own tenant's turns the base model takes them."""
+    world, lengths = World(sequences=6, adapters=1), itertools.cycle((4, 7, 5, 9, 6))
+
+    def begin():
+        keep_waiting(world, A, 8, prompt=3, max_tokens=next(lengths))
+        keep_waiting(world, B, 8, prompt=3, max_tokens=next(lengths), adapter="x")
+        return sum(s.progress.steps == 1 and s.adapter is not None for s, _ in world.step())
+
+    for _ in range(60):
+        begin()
+    starved = world.add(3, "c", terms=Terms("a", priority=1))
+    begun = 0
+    while starved not in world.finished:
+        begun += begin()
+        assert begun < 3 * PATIENCE
+    assert begun > PATIENCE // 2, "and until then others passed it"
+
+
+def test_tenants_that_are_gone_are_forgotten_and_gain_nothing_by_it():
+    world, tenants = World(sequences=4, tokens=16), 1500
+    hog = world.add(3, max_tokens=4, terms=Terms("t0"))
+    for number in range(tenants):
+        world.add(3, max_tokens=1, terms=Terms(f"t{number}"))
+        world.step()
+    accounts = world.scheduler._accounts
+    assert len(accounts) < tenants / 3
+    world.run()
+    level = accounts.level
+    back = world.add(3, terms=Terms("t0"))
+    assert back.bill.account is not hog.bill.account, "it was forgotten"
+    assert back.bill.account.counter >= level >= hog.bill.account.counter

@@ -1,0 +1,141 @@
+"""An engine on a device that takes longer the larger the ranks of a step are, with a goal."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from engine.benchmarks.random_model import write_config
+from lorikeet_engine import engine as engine_module
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.execution import calibration
+from lorikeet_engine.models import ModelConfig
+from lorikeet_engine.scheduling import step_counters
+from tests.engine.blobs import Shelf
+from tests.engine.driving import Answers, greedy
+from tests.engine.hash_model import CONFIG, PAGE, SHAPE, HashModel
+
+BASE_S, SEQUENCE_S, SLOPE_S = 4e-3, 20e-6, 50e-6
+GOAL_S = 7e-3  # 24 sequences leave room for Σ rank 50
+RANKS = (4, 4, 8, 8, 16, 16, 32, 32)
+
+
+class SlowModel(HashModel):
+    """A HashModel whose steps take time: by the clock, and by the ranks that the table has."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.now_s, self.decodes_s, self.mixed_s = 0.0, [], []
+
+    def perf_counter(self):
+        return self.now_s
+
+    def forward(self, batch, kv, lora, attention):
+        slots = [] if batch.segments is None else batch.segments.slots.tolist()
+        ranks = sum(int(lora.table[slot, :, :, 2].max()) for slot in slots)
+        step_s = BASE_S + SEQUENCE_S * len(batch.token_ids) + SLOPE_S * ranks
+        if len(batch.token_ids) == len(batch.kv_lengths):
+            self.decodes_s.append(step_s)
+        elif 1 in np.diff(batch.query_starts):
+            self.mixed_s.append(step_s)
+        self.now_s += step_s
+        return super().forward(batch, kv, lora, attention)
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    return Shelf(tmp_path / "blobs")
+
+
+@pytest.fixture
+def refs(shelf):
+    return [shelf.make(f"{i}", {(0, 0): r}, shape=SHAPE) for i, r in enumerate(RANKS)]
+
+
+@pytest.fixture
+def make(tmp_path, shelf, monkeypatch):
+    engines = []
+
+    def make(**settings):
+        folder = tmp_path / "model"
+        if not folder.exists():
+            write_config(folder, CONFIG)
+        model = SlowModel(ModelConfig.from_folder(folder))
+        for module in (calibration, engine_module, step_counters):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=model.perf_counter))
+        sizes = {"kv_bytes": 1 << 20, "max_running": 24, "adapter_gpu_bytes": 1 << 20, **settings}
+        told = EngineSettings(folder, tmp_path / "cache", page_size=PAGE, **sizes)
+        engines.append(Engine(told, shelf, lambda *_: model))
+        return engines[-1], model
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def serve(engine, refs):
+    """Many requests at once for every adapter and for none."""
+    answers = Answers(engine)
+    for ref in refs:
+        engine.pin(ref)
+    answers.until(lambda: all(engine.residency(ref) is Residency.GPU for ref in refs))
+    for i in range(200):
+        ref = [*refs, None][i * 7 % (len(refs) + 1)]
+        answers.submit(greedy(f"{i}", [3, 4, 5 + i % 50], adapter=ref, max_tokens=5 + i % 20))
+    answers.all()
+    assert not answers.errors
+    assert len(answers.finish) == 200
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_most_steps_keep_the_goal_and_without_one_few_do(make, refs, overlap):
+    kept = {}
+    for goal_s in (None, GOAL_S):
+        engine, model = make(inter_token_goal_s=goal_s, overlap=overlap)
+        model.decodes_s.clear()
+        serve(engine, refs)
+        within = [step_s <= 1.05 * GOAL_S for step_s in model.decodes_s]
+        kept[goal_s] = sum(within) / len(within)
+    assert kept[None] < 0.4
+    assert kept[GOAL_S] > 0.95
+
+
+def longest_mixed_s(engine, model):
+    """Of the steps in which a long prompt is computed beside eight decodes."""
+    answers = Answers(engine)
+    for i in range(8):
+        answers.submit(greedy(f"{i}", [3, 4, 5 + i], max_tokens=60))
+    answers.until(lambda: len(engine._scheduler.running) == 8)
+    model.mixed_s.clear()
+    answers.submit(greedy("long", [7] * 1900, max_tokens=2))
+    answers.all()
+    assert not answers.errors
+    return max(model.mixed_s)
+
+
+def test_a_long_prompt_beside_decodes_keeps_the_goal_and_without_one_does_not(make):
+    goal_s = 2 * GOAL_S
+    assert longest_mixed_s(*make()) > 2 * goal_s
+    assert longest_mixed_s(*make(inter_token_goal_s=goal_s)) <= 1.05 * goal_s
+
+
+def test_a_goal_out_of_reach_lets_one_adapter_run_at_a_time(make, refs):
+    engine, model = make(inter_token_goal_s=BASE_S / 2)
+    model.decodes_s.clear()
+    serve(engine, refs)
+    assert max(model.decodes_s) <= BASE_S + 24 * SEQUENCE_S + max(RANKS) * SLOPE_S
+
+
+@pytest.mark.parametrize("arena_bytes", [1 << 20, 40_000, 5_000])
+def test_what_a_rank_costs_is_measured_and_leaves_nothing_behind(make, arena_bytes):
+    engine, _ = make(inter_token_goal_s=GOAL_S, adapter_gpu_bytes=arena_bytes)
+    base_s = BASE_S + 24 * SEQUENCE_S
+    assert engine._budget.ranks == pytest.approx((GOAL_S - base_s) / SLOPE_S)
+    assert not engine._tiers.weights.table.any()
+
+
+def test_an_arena_too_small_to_measure_in_is_refused(make):
+    with pytest.raises(SettingsError, match="adapter_gpu_bytes=200"):
+        make(inter_token_goal_s=GOAL_S, adapter_gpu_bytes=200)

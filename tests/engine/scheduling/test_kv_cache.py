@@ -1,0 +1,177 @@
+"""The accounts of KV pages: none is lost, none is shared wrongly, prefixes are found again."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from lorikeet_engine.scheduling.kv_cache import KVCache, SequencePages
+
+PAGE = 4
+
+
+def keys_of(tokens, salt="", digest=None, pages=None):
+    full = len(tokens) // PAGE if pages is None else pages
+    return SequencePages(list(tokens), PAGE, salt, digest).keys(full)
+
+
+def cache_tokens(cache, tokens, salt="", digest=None):
+    """As a sequence does that computes all its tokens and ends; returns the pages it had."""
+    pages = cache.take(cache.pages_for(len(tokens)))
+    for page, key in zip(pages, keys_of(tokens, salt, digest), strict=False):
+        cache.publish(page, key)
+    cache.release(pages)
+    return pages
+
+
+def test_a_prefix_is_found_page_by_page_up_to_the_first_difference():
+    cache = KVCache(8, PAGE)
+    pages = cache_tokens(cache, range(12))
+    assert cache.find(keys_of(range(12))) == pages
+    assert cache.find(keys_of([0, 1, 2, 3, 4, 5, 6, 99, 8, 9, 10, 11])) == pages[:1]
+
+
+def test_equal_tokens_behind_different_ones_are_not_the_same_page():
+    cache = KVCache(8, PAGE)
+    cache_tokens(cache, [1, 1, 1, 1, 5, 6, 7, 8])
+    assert cache.find(keys_of([2, 2, 2, 2, 5, 6, 7, 8])) == []
+    assert cache.find(keys_of([5, 6, 7, 8])) == []
+
+
+def test_a_partial_page_is_never_shared():
+    cache = KVCache(8, PAGE)
+    pages = cache_tokens(cache, range(7))
+    assert cache.find(keys_of(range(8))) == pages[:1]
+
+
+@pytest.mark.parametrize(
+    ("salt", "digest"), [("globex", "a" * 64), ("acme", "b" * 64), ("acme", None), ("", "a" * 64)]
+)
+def test_another_salt_or_adapter_never_finds_the_pages(salt, digest):
+    cache = KVCache(8, PAGE)
+    cache_tokens(cache, range(8), "acme", "a" * 64)
+    assert cache.find(keys_of(range(8), salt, digest)) == []
+    assert len(cache.find(keys_of(range(8), "acme", "a" * 64))) == 2
+
+
+def test_salt_and_digest_cannot_be_shifted_into_one_another():
+    assert keys_of(range(4), "ab", "c") != keys_of(range(4), "a", "bc")
+
+
+def test_keys_grow_with_the_tokens_and_stay_what_they_were():
+    tokens = list(range(9))
+    kv = SequencePages(tokens, PAGE)
+    before = kv.keys(2)
+    tokens += [9, 10, 11]
+    assert kv.keys(3)[:2] == before
+    assert kv.keys(3) == keys_of(range(12))
+
+
+def test_cached_pages_are_given_out_last_and_the_least_recently_used_first():
+    cache = KVCache(4, PAGE)
+    old = cache_tokens(cache, [1] * PAGE)
+    new = cache_tokens(cache, [2] * PAGE)
+    assert set(cache.take(2)).isdisjoint(old + new)
+    assert cache.take(1) == old
+    assert cache.find(keys_of([1] * PAGE)) == []
+    assert cache.find(keys_of([2] * PAGE)) == new
+
+
+def test_a_chain_is_forgotten_from_its_tail():
+    cache = KVCache(3, PAGE)
+    pages = cache_tokens(cache, range(12))
+    cache.take(1)
+    assert cache.find(keys_of(range(12))) == pages[:2]
+
+
+def test_a_shared_page_outlives_each_of_its_users_but_the_last():
+    cache = KVCache(2, PAGE)
+    pages = cache_tokens(cache, range(4))
+    cache.share(pages)
+    cache.share(pages)
+    cache.release(pages)
+    assert (cache.used, cache.free) == (1, 1)
+    assert cache.take(1) != pages
+    cache.release(pages)
+    assert (cache.used, cache.free) == (1, 1)
+
+
+def test_the_first_to_publish_a_key_keeps_it():
+    cache = KVCache(4, PAGE)
+    first, second = cache.take(2)
+    (key,) = keys_of(range(4))
+    cache.publish(first, key)
+    cache.publish(second, key)
+    cache.release([second])
+    cache.take(3)  # the second's page among them
+    assert cache.find([key]) == [first]
+
+
+class Accounts(RuleBasedStateMachine):
+    """Sequences come, share, grow and go at random; a plain model says what must hold."""
+
+    @initialize(pages=st.integers(1, 12))
+    def begin(self, pages):
+        self.cache = KVCache(pages, PAGE)
+        self.sequences = []  # (tokens, pages)
+        self.written = {}  # page → the tokens up to its end, once full
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5 * PAGE))
+    def arrive(self, tokens):
+        keys = keys_of(tokens, pages=(len(tokens) - 1) // PAGE)
+        shared = self.cache.find(keys)
+        for i, page in enumerate(shared):
+            assert self.written[page] == tuple(tokens[: (i + 1) * PAGE]), "a wrong page was found"
+        self.cache.share(shared)
+        fresh = self.cache.pages_for(len(tokens)) - len(shared)
+        if fresh > self.cache.free:
+            self.cache.release(shared)
+            return
+        pages = shared + self.cache.take(fresh)
+        self.sequences.append((tokens, pages))
+        self.compute(tokens, pages, len(shared))
+
+    @rule(which=st.integers(0), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=PAGE))
+    def grow(self, which, tokens):
+        if self.sequences:
+            old, pages = self.sequences[which % len(self.sequences)]
+            missing = self.cache.pages_for(len(old) + len(tokens)) - len(pages)
+            if missing <= self.cache.free:
+                full = len(old) // PAGE
+                old += tokens
+                pages += self.cache.take(missing)
+                self.compute(old, pages, full)
+
+    @rule(which=st.integers(0))
+    def leave(self, which):
+        if self.sequences:
+            _, pages = self.sequences.pop(which % len(self.sequences))
+            self.cache.release(pages)
+
+    def compute(self, tokens, pages, first):
+        owners = [page for _, held in self.sequences for page in held]
+        for page in pages[first:]:
+            assert owners.count(page) == 1, "a page that is written to has two owners"
+            self.written.pop(page, None)
+        for i, key in enumerate(keys_of(tokens)):
+            if i >= first:
+                self.written[pages[i]] = tuple(tokens[: (i + 1) * PAGE])
+                self.cache.publish(pages[i], key)
+
+    @invariant()
+    def no_page_is_lost(self):
+        if hasattr(self, "cache"):
+            held = {page for _, pages in self.sequences for page in pages}
+            assert self.cache.used == len(held)
+            assert self.cache.used + self.cache.free == self.cache.pages
+
+    def teardown(self):
+        if hasattr(self, "cache"):
+            for _, pages in self.sequences:
+                self.cache.release(pages)
+            everything = self.cache.take(self.cache.pages)
+            assert sorted(everything) == list(range(self.cache.pages))
+
+
+TestAccounts = Accounts.TestCase
+TestAccounts.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

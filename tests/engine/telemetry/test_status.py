@@ -1,0 +1,151 @@
+"""What an engine says of itself: what it does, where adapters are, and only what has changed."""
+
+import time
+
+import pytest
+
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.telemetry.status import LiveStats
+from tests.engine.driving import Answers, build, greedy, prompt
+from tests.engine.peft_adapters import BlobShelf, save_adapter
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    return BlobShelf(tmp_path / "blobs")
+
+
+@pytest.fixture
+def refs(tiny_checkpoints, shelf, tmp_path):
+    """Adapters of ranks 4 and 8."""
+    folders = [
+        save_adapter(tiny_checkpoints["llama"], tmp_path / f"r{r}", r=r, target_modules=["q_proj"])
+        for r in (4, 8)
+    ]
+    return [shelf.add(folder, folder.name) for folder in folders]
+
+
+@pytest.fixture
+def engine(tiny_checkpoints, shelf, tmp_path):
+    engine = build(tiny_checkpoints["llama"], shelf, tmp_path / "cache", overlap=False)
+    yield engine
+    engine.close()
+
+
+def arena_bytes(engine):
+    return engine.status().tiers[Residency.GPU].capacity_bytes
+
+
+def test_an_idle_engine_has_nothing_to_do(engine):
+    live, arena = engine.status().live, arena_bytes(engine)
+    pages = live.kv_pages_total
+    assert live == LiveStats(kv_pages_total=pages, free_bytes=arena, room_bytes=arena)
+
+
+def test_the_live_stats_are_what_waits_and_what_decodes(engine, refs):
+    answers = Answers(engine)
+    answers.submit(greedy("a", prompt(20), prompt(3), n=2, adapter=refs[0]))
+    answers.submit(greedy("b", prompt(30), adapter=refs[1]))
+    answers.submit(greedy("base", prompt(7)))
+    live = engine.status().live
+    assert (live.running, live.waiting, live.pending_tokens) == (0, 6, 2 * 23 + 30 + 7)
+    answers.until(lambda: engine.status().live.decoding == 6)
+    live = engine.status().live
+    assert (live.running, live.pending, live.pending_tokens, live.oldest_wait_s) == (6, 0, 0, 0.0)
+    assert live.ranks == 4 + 8
+    assert live.kv_pages_used > 0
+    answers.all()
+    live = engine.status().live
+    assert live.running == live.decoding == live.ranks == live.kv_pages_used == 0
+
+
+def test_a_prompt_that_is_half_computed_runs_and_is_pending(tiny_checkpoints, shelf, tmp_path):
+    engine = build(
+        tiny_checkpoints["llama"],
+        shelf,
+        tmp_path / "cache",
+        max_batch_tokens=16,
+        max_running=4,
+        overlap=False,
+    )
+    answers = Answers(engine)
+    answers.submit(greedy("long", prompt(40)))
+    answers.step()
+    live = engine.status().live
+    assert (live.running, live.decoding, live.prefilling, live.waiting) == (1, 0, 1, 0)
+    assert (live.pending, live.pending_tokens) == (1, 24)
+    assert live.oldest_wait_s > 0
+    engine.close()
+
+
+def test_a_load_under_way_is_told_with_how_long_it_keeps_somebody_waiting(engine, shelf, refs):
+    answers = Answers(engine)
+    answers.submit(greedy("a", prompt(5), adapter=refs[0]))
+    answers.all()
+    size = engine.adapters()[0].image_bytes
+    shelf.hold(refs[1])
+    answers.submit(greedy("b", prompt(5), adapter=refs[1]))
+    answers.step()
+    time.sleep(0.05)
+    live = engine.status().live
+    assert live.oldest_wait_s > 0.05
+    assert live.loading_bytes == size  # of an image that was never seen: as large as others
+    shelf.release(refs[1])
+    answers.all()
+    assert engine.status().live.loading_bytes == 0
+
+
+def test_what_would_be_evicted_first_is_told(engine, refs):
+    answers = Answers(engine)
+    for name, ref in (("a", refs[0]), ("b", refs[1]), ("c", refs[1])):
+        answers.submit(greedy(name, prompt(5), adapter=ref))
+        answers.all()
+    live, found = engine.status().live, {each.name: each for each in engine.adapters()}
+    assert live.victim == (found["r4"].image_bytes, 1.0)
+    assert found["r4"].image_bytes == found["r8"].image_bytes / 2
+    assert found["r4"].uses == pytest.approx(1.0, rel=0.1)
+    assert found["r8"].uses == pytest.approx(2.0, rel=0.1)
+    assert live.free_bytes == arena_bytes(engine) - sum(each.gpu_bytes for each in found.values())
+    assert live.room_bytes == arena_bytes(engine)
+    engine.submit(greedy("d", prompt(5), adapter=refs[0]))
+    engine.step()
+    busy = engine.status().live
+    assert busy.victim.image_bytes == found["r8"].image_bytes
+    assert busy.room_bytes == live.room_bytes - found["r4"].image_bytes
+
+
+def test_without_a_resident_adapter_there_is_no_victim(engine):
+    assert engine.status().live.victim is None
+
+
+def test_adapters_are_asked_for_by_how_near_they_are(engine, refs):
+    answers = Answers(engine)
+    answers.submit(greedy("a", prompt(5), adapter=refs[0]))
+    answers.all()
+    engine.prefetch(refs[1], Residency.DISK)
+    answers.until(lambda: engine.residency(refs[1]) is Residency.DISK)
+    assert [each.ref for each in engine.adapters(Residency.GPU)] == [refs[0]]
+    found = {each.ref: each for each in engine.adapters()}
+    assert found.keys() == set(refs)
+    there, elsewhere = found[refs[0]], found[refs[1]]
+    assert (there.rank, there.gpu_bytes) == (4, there.image_bytes)
+    assert (elsewhere.rank, elsewhere.gpu_bytes, elsewhere.image_bytes) == (None, 0, None)
+
+
+def test_only_what_has_changed_is_reported(engine, refs):
+    answers = Answers(engine)
+    assert engine.changed_status() == engine.status()
+    assert engine.changed_status() is None
+    answers.submit(greedy("a", prompt(5), adapter=refs[0]))
+    assert engine.changed_status().live.waiting == 1
+    answers.all()
+    status = engine.changed_status()
+    assert status.moved == {refs[0].digest: Residency.GPU}
+    assert status.live == engine.status().live
+    assert status.costs.loads.disk_latency_s > 0
+    assert status.costs.steps == engine.config.step_costs
+    engine.step()
+    time.sleep(0.05)  # its image is written to the disk meanwhile
+    told = engine.changed_status()
+    assert told is None or (told.live, told.moved) == (status.live, {})
+    assert engine.changed_status() is None

@@ -1,0 +1,179 @@
+"""The traffic models against their formulas."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lorikeet_engine.traffic import (
+    AZURE_CODE,
+    AZURE_CONV,
+    UNIFORM,
+    Distinct,
+    GammaArrivals,
+    Identical,
+    LengthModel,
+    Trace,
+    Zipf,
+    choose_adapters,
+    cut_to_context,
+    deal_ranks,
+    parse_popularity,
+    poisson,
+)
+
+N = 1000
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+@pytest.mark.parametrize(("exponent", "share"), [(1.0, 0.63), (1.2, 0.79), (1.5, 0.93)])
+def test_the_64_most_popular_of_1000_carry_most_of_zipfs_traffic(
+    exponent: float, share: float
+) -> None:
+    shares = Zipf(exponent).shares(N)
+    assert shares.sum() == pytest.approx(1)
+    assert shares[:64].sum() == pytest.approx(share, abs=0.005)
+    drawn = Zipf(exponent).draw(rng(), N, 200_000)
+    assert (drawn < 64).mean() == pytest.approx(share, abs=0.01)
+
+
+@pytest.mark.parametrize(("exponent", "distinct"), [(1.0, 76), (1.2, 56)])
+def test_a_batch_of_128_holds_as_many_distinct_adapters_as_zipfs_law_expects(
+    exponent: float, distinct: int
+) -> None:
+    shares = Zipf(exponent).shares(N)
+    expected = (1 - (1 - shares) ** 128).sum()
+    assert expected == pytest.approx(distinct, abs=0.6)
+    batches = Zipf(exponent).draw(rng(), N, 300 * 128).reshape(300, 128)
+    counted = np.mean([len(set(batch.tolist())) for batch in batches])
+    assert counted == pytest.approx(expected, abs=1)
+
+
+def test_uniform_gives_every_adapter_the_same_share() -> None:
+    np.testing.assert_allclose(UNIFORM.shares(50), 1 / 50)
+
+
+def test_distinct_repeats_no_adapter_before_all_have_been_asked_for() -> None:
+    drawn = Distinct().draw(rng(), 10, 25)
+    assert sorted(drawn[:10]) == sorted(drawn[10:20]) == list(range(10))
+
+
+def test_identical_asks_for_one_adapter() -> None:
+    assert len(set(Identical().draw(rng(), 10, 25).tolist())) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "popularity"),
+    [
+        ("distinct", Distinct()),
+        ("uniform", UNIFORM),
+        ("identical", Identical()),
+        ("zipf:1.2", Zipf(1.2)),
+    ],
+)
+def test_a_popularity_has_a_name(text: str, popularity: object) -> None:
+    assert parse_popularity(text) == popularity
+
+
+@pytest.mark.parametrize("text", ["", "zipf", "zipf:", "zipf:much", "zipf:nan", "uniform:1"])
+def test_an_unknown_popularity_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="want distinct"):
+        parse_popularity(text)
+
+
+def test_reshuffling_changes_who_is_popular_and_not_how_popular() -> None:
+    times_s = np.linspace(0, 600, 20_000, endpoint=False)
+    chosen = choose_adapters(Zipf(1.5), 100, times_s, seed=3, reshuffle_s=300)
+    first, second = (np.bincount(half, minlength=100) for half in np.split(chosen, 2))
+    assert first.argmax() != second.argmax()
+    np.testing.assert_allclose(first.max(), second.max(), rtol=0.05)
+    whole = choose_adapters(Zipf(1.5), 100, times_s, seed=3, reshuffle_s=math.inf)
+    np.testing.assert_array_equal(whole[:10_000], chosen[:10_000])
+
+
+def test_the_same_seed_gives_the_same_adapters() -> None:
+    times_s = np.arange(100.0)
+    chosen = [
+        choose_adapters(UNIFORM, 9, times_s, seed=seed, reshuffle_s=30).tolist()
+        for seed in (1, 1, 2)
+    ]
+    assert chosen[0] == chosen[1] != chosen[2]
+
+
+def test_ranks_are_dealt_round() -> None:
+    assert deal_ranks(6).tolist() == [8, 16, 32, 64, 8, 16]
+
+
+@pytest.mark.parametrize("cv", [1.0, 2.0, 4.0])
+def test_gamma_arrivals_have_the_rate_and_the_burstiness_asked_for(cv: float) -> None:
+    times_s = GammaArrivals(50, cv).times(rng(), 2000)
+    gaps = np.diff(times_s)
+    assert (gaps >= 0).all()
+    assert 0 < times_s[0] < times_s[-1] < 2000
+    assert len(times_s) / 2000 == pytest.approx(50, rel=0.05)
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
+
+
+def test_poisson_gaps_are_exponential() -> None:
+    gaps = np.diff(poisson(10).times(rng(), 5000))
+    for t in (0.05, 0.1, 0.3):
+        assert (gaps > t).mean() == pytest.approx(math.exp(-10 * t), abs=0.01)
+
+
+def test_no_time_means_no_arrivals() -> None:
+    assert len(poisson(10).times(rng(), 0)) == 0
+
+
+@pytest.mark.parametrize("model", [AZURE_CONV, AZURE_CODE])
+def test_lengths_are_lognormal(model: LengthModel) -> None:
+    inputs, outputs = model.draw(rng(), 100_000)
+    assert min(inputs.min(), outputs.min()) >= 1
+    assert np.median(inputs) == pytest.approx(math.exp(model.input_mu), rel=0.02)
+    assert np.median(outputs) == pytest.approx(math.exp(model.output_mu), rel=0.04)
+    assert np.log(inputs).std() == pytest.approx(model.input_sigma, rel=0.02)
+
+
+def test_lengths_are_cut_to_the_context() -> None:
+    inputs, outputs = AZURE_CONV.draw(rng(), 10_000)
+    cut_in, cut_out = cut_to_context(inputs, outputs, 512)
+    assert (cut_in + cut_out <= 512).all()
+    assert min(cut_in.min(), cut_out.min()) >= 1
+    fits = inputs + outputs <= 512
+    np.testing.assert_array_equal(cut_in[fits], inputs[fits])
+    np.testing.assert_array_equal(cut_out[fits], outputs[fits])
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Trace:
+    path = tmp_path / "trace.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n"
+        "2023-11-16 18:15:47.6805900,396,109\n"
+        "2023-11-16 18:15:50.6805900,879,55\n"
+    )
+    return Trace.read(path)
+
+
+def test_a_trace_is_replayed_as_it_was_recorded(trace: Trace) -> None:
+    np.testing.assert_allclose(trace.times_s, [0, 1, 4])
+    assert trace.inputs.tolist() == [374, 396, 879]
+    assert trace.outputs.tolist() == [44, 109, 55]
+
+
+def test_a_trace_is_sped_up_to_a_rate_and_keeps_its_bursts(trace: Trace) -> None:
+    fast = trace.at_rate(5)
+    np.testing.assert_allclose(fast.times_s, [0, 0.1, 0.4])
+    assert len(fast.until(0.2)) == 2
+
+
+@pytest.mark.parametrize("text", ["", "TIMESTAMP,A\n2023-11-16 18:15:46,1\n"])
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "other.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"other\.csv"):
+        Trace.read(path)

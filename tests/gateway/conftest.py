@@ -1,0 +1,269 @@
+"""A gateway on loopback, over a real catalog and a replica that replays what a test wants."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import uvicorn
+from safetensors.numpy import save_file
+
+from lorikeet.answer_stream.openai_format import Choice, EventStream, json_body
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import Scope
+from lorikeet.catalog.store.local import LocalStore
+from lorikeet.catalog.store.object_store import ObjectStore
+from lorikeet.gateway.app import BaseModel, Services, create_app
+from lorikeet.protocol.messages import (
+    Call,
+    Continuation,
+    Endpoint,
+    FinalUsage,
+    Header,
+    Refusal,
+    StreamItem,
+    Trial,
+    TrialResult,
+)
+from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, write_blob
+from lorikeet_engine.request import FinishReason
+from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, TierStatus
+from tests.placement.given import held
+
+SHAPE = BaseShape("llama", 1, 8, 16, 2, 1, 4)
+WIDER = BaseShape("llama", 1, 16, 32, 4, 2, 4)
+LIMITS = AdapterLimits(max_rank=4, max_bytes=100_000)
+Items = AsyncGenerator[StreamItem, None]
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator["Gateway"]:
+    """A gateway with tenants acme and globex; acme has the adapter acme/support."""
+    with serving(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Gateway"]:
+    """The same, for tests that change nothing in it."""
+    with serving(tmp_path_factory.mktemp("unchanged")) as running:
+        yield running
+
+
+@contextmanager
+def serving(folder: Path, store: ObjectStore | None = None, **services: Any) -> Iterator["Gateway"]:
+    catalog = AdapterCatalog.init(store or LocalStore(folder / "store"))
+    engines = ReplayEngines()
+    _, admin_key = catalog.create_key(None, {Scope.ADMIN}, actor="test")
+    base_models = {
+        "tiny": BaseModel(SHAPE, ("org/Tiny-1B",)),
+        "wider": BaseModel(WIDER, ("org/Wider-2B",)),
+    }
+    app = create_app(Services(catalog, base_models, LIMITS, engines, **services))
+    with listening(app) as url:
+        gateway = Gateway(url, catalog, engines, admin_key, folder)
+        for tenant in ("acme", "globex"):
+            gateway.add_tenant(tenant)
+        gateway.register("acme/support")
+        yield gateway
+
+
+@contextmanager
+def listening(app: Any) -> Iterator[str]:
+    """The address of a server for an ASGI application."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        eventually(lambda: server.started or not thread.is_alive())
+        assert server.started
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(timeout=10)
+
+
+def eventually(holds: Callable[[], bool], within_s: float = 5.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+@dataclass
+class Gateway:
+    url: str
+    catalog: AdapterCatalog
+    engines: "ReplayEngines"
+    admin_key: str
+    folder: Path
+    keys: dict[str, str] = field(default_factory=dict)
+
+    def add_tenant(self, tenant: str, max_concurrent: int | None = None) -> None:
+        self.catalog.create_tenant(tenant, max_concurrent=max_concurrent, actor="test")
+        _, self.keys[tenant] = self.catalog.create_key(tenant, {Scope.INFER}, actor="test")
+
+    def register(self, adapter: str, seed: int = 0, **query: Any) -> dict[str, Any]:
+        answer = self.upload(adapter, make_blob(self.folder / "made", seed=seed), **query)
+        assert answer.is_success, answer.text
+        version: dict[str, Any] = answer.json()
+        return version
+
+    def upload(self, adapter: str, blob: bytes, **query: Any) -> httpx.Response:
+        path = f"/admin/v1/adapters/{adapter}/versions"
+        return self.request("PUT", path, self.admin_key, content=blob, params=query)
+
+    def admin(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        return self.request(method, f"/admin/v1{path}", self.admin_key, json=body)
+
+    def post(self, path: str, body: Any, tenant: str = "acme", **rest: Any) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.request("POST", path, self.keys[tenant], content=content, **rest)
+
+    def request(self, method: str, path: str, key: str | None, **rest: Any) -> httpx.Response:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        return httpx.request(method, self.url + path, headers=headers, timeout=20, **rest)
+
+    def openai(self, tenant: str = "acme") -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=self.keys[tenant], max_retries=0, timeout=20
+        )
+
+
+def chat(model: str = "acme/support", content: str = "hello there", **more: Any) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": content}], **more}
+
+
+class ReplayEngines:
+    """An EngineClient whose replica repeats the prompt's words, unless a test says otherwise."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Call]] = []
+        self.closed: list[str] = []
+        self.replay: Callable[[Call], Items] = repeat
+        self.trials: list[tuple[str, Trial]] = []
+        self.try_out: Callable[[Trial], TrialResult | Refusal] = all_differ
+        self.maps: list[ReplicaReport] = []
+
+    async def generate(self, base_model: str, call: Call) -> Items:
+        self.calls.append((base_model, call))
+        items = self.replay(call)
+        try:
+            async for item in items:
+                yield item
+        finally:
+            await items.aclose()
+            self.closed.append(call.request_id)
+
+    async def smoke(self, base_model: str, trial: Trial) -> TrialResult | Refusal:
+        self.trials.append((base_model, trial))
+        return self.try_out(trial)
+
+    async def reports(self, tier: Residency = Residency.DISK) -> list[ReplicaReport]:
+        if tier is Residency.GPU:
+            return self.maps
+        ref = AdapterRef("acme", "support", 1, "d" * 64)
+        live = LiveStats(running=1, waiting=2, kv_pages_used=3, kv_pages_total=4)
+        status = EngineStatus(live, {Residency.GPU: TierStatus(1, 5, 6, 0, 0)})
+        adapter = held(ref, Residency.GPU, 64, leases=2, pinned=True)
+        return [ReplicaReport("r0", "tiny", status, (adapter,))]
+
+    @property
+    def last(self) -> Call:
+        return self.calls[-1][1]
+
+
+def header(call: Call) -> Header:
+    if call.adapter is None:
+        return Header("replica-7", None, None)
+    return Header("replica-7", call.adapter.digest, Residency.HOST)
+
+
+async def repeat(call: Call) -> Items:
+    """What a replica answers: every choice is its prompt, word by word."""
+    yield header(call)
+    prompts = [str(call.messages[-1]["content"])] if call.messages else list(map(str, call.prompts))
+    texts = [text for text in prompts for _ in range(call.n)]
+    usage = FinalUsage(sum(len(p.split()) for p in prompts), 0, sum(len(t.split()) for t in texts))
+    if not call.stream:
+        yield json_body(call, [Choice(text, FinishReason.STOP) for text in texts], usage)
+        return
+    events = EventStream(call)
+    for index, text in enumerate(texts):
+        for word in text.split():
+            yield events.delta(index, word + " ")
+            await asyncio.sleep(0)
+        yield events.delta(index, "", FinishReason.STOP)
+    yield events.end(usage)
+
+
+async def endless(call: Call) -> Items:
+    """A stream that ends only when it is closed."""
+    assert call.stream
+    assert call.endpoint is Endpoint.CHAT
+    events = EventStream(call)
+    yield header(call)
+    while True:
+        yield events.delta(0, "more ")
+        await asyncio.sleep(0.01)
+
+
+def all_differ(trial: Trial) -> TrialResult:
+    """A trial in which the adapter says the words backwards."""
+    base = [tuple(range(trial.max_tokens)) for _ in trial.prompts]
+    return trial_result(base, [tokens[::-1] for tokens in base])
+
+
+def trial_result(base: Sequence[Sequence[int]], adapted: Sequence[Sequence[int]]) -> TrialResult:
+    def said(choices: Sequence[Sequence[int]]) -> tuple[Continuation, ...]:
+        return tuple(Continuation(tuple(c), " ".join(map(str, c))) for c in choices)
+
+    return TrialResult("replica-7", Residency.REMOTE, said(base), said(adapted))
+
+
+def make_peft(
+    folder: Path,
+    *,
+    seed: int = 0,
+    config: dict[str, Any] | None = None,
+    rank: int = 2,
+    width: int = SHAPE.hidden,
+) -> Path:
+    """A PEFT folder of one adapted linear, as save_pretrained would write it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = np.random.default_rng(seed)
+    at = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{at}.lora_A.weight": numbers.standard_normal((rank, width), dtype=np.float32),
+        f"{at}.lora_B.weight": numbers.standard_normal((width, rank), dtype=np.float32),
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+    words = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": "/models/Tiny-1B",
+        "r": rank,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj"],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(words | (config or {})))
+    return folder
+
+
+def make_blob(folder: Path, **peft: Any) -> bytes:
+    out = folder / "blob"
+    write_blob(make_peft(folder, **peft), out)
+    return out.read_bytes()

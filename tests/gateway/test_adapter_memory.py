@@ -1,0 +1,55 @@
+"""What the engines have no room or no number for is refused when it is registered."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from lorikeet_engine.adapter_format import AdapterMemory, write_blob
+from tests.gateway.conftest import make_blob, make_peft, serving
+from tests.gateway.test_bad_requests import error_of
+
+ELEMENTS = 2 * (8 + 8)  # rank 2 of one linear of 8 by 8
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("float16", 2), ("bfloat16", 2)])
+def test_the_bytes_on_a_gpu_are_told_wherever_the_adapter_is(
+    dtype: str, size: int, tmp_path: Path
+) -> None:
+    with serving(tmp_path, adapter_memory=AdapterMemory(dtype)) as gateway:
+        registered = gateway.register("acme/new", seed=1)
+        shown = gateway.admin("GET", "/adapters/acme/new").json()["versions"][0]
+        listed: dict[str, Any] = gateway.admin("GET", "/adapters?tenant=acme").json()["data"][0]
+    for version in (registered, shown, listed["versions"][0]):
+        assert version["gpu_bytes"] == ELEMENTS * size
+
+
+def test_an_adapter_that_no_engine_has_room_for_is_refused(tmp_path: Path) -> None:
+    memory = AdapterMemory("float16", ELEMENTS * 2)  # as much as acme/support takes
+    with serving(tmp_path, adapter_memory=memory) as gateway:
+        answer = gateway.upload(
+            "acme/large", make_blob(tmp_path / "large", rank=3)
+        )  # each matrix is aligned
+        error = error_of(answer, 422)
+    assert (error["code"], error["param"]) == ("invalid_adapter", "gpu_bytes")
+    assert (
+        "takes 128 bytes as float16 and the engines' memory for adapters holds 64"
+        in (error["message"])
+    )
+
+
+def test_a_value_beyond_the_engines_dtype_is_refused(tmp_path: Path) -> None:
+    path = make_peft(tmp_path / "peft") / "adapter_model.safetensors"
+    tensors = load_file(path)
+    (b,) = (name for name in tensors if "lora_B" in name)
+    tensors[b][0, 0] = np.float32(40_000)  # doubled by its scaling
+    save_file(tensors, path)
+    write_blob(path.parent, tmp_path / "blob")
+    blob = (tmp_path / "blob").read_bytes()
+    for dtype, status in (("bfloat16", 201), ("float16", 422)):
+        with serving(tmp_path / dtype, adapter_memory=AdapterMemory(dtype)) as gateway:
+            answer = gateway.upload("acme/new", blob)
+            assert answer.status_code == status
+    assert "lora_B holds 80000, which float16 cannot hold" in answer.json()["error"]["message"]

@@ -1,0 +1,92 @@
+"""What is kept of requests that are over: all of it, within its room, the newest."""
+
+import random
+import uuid
+from itertools import islice
+
+import pytest
+
+from lorikeet.protocol.messages import FinalUsage
+from lorikeet.request_log.archive import Archive
+from lorikeet.request_log.record import AttemptRecord, RequestRecord
+from lorikeet.routing.ranking import Candidate, Cost
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.request import Course
+
+ROOMY = 2**30
+
+
+def ids(count: int) -> list[str]:
+    return [uuid.uuid4().hex for _ in range(count)]
+
+
+def story(request_id: str) -> RequestRecord:
+    """As much as there is to tell of a request, with times of its own."""
+    names = tuple(random.sample(("replica-1", "replica-2", "replica-3"), 3))
+    costs = (random.random() for _ in range(5 * len(names)))
+    weighed = tuple(Candidate(name, Residency.GPU, Cost(*islice(costs, 5))) for name in names)
+    tenant = f"tenant-{random.randrange(200)}"
+    digest = f"{random.Random(tenant).getrandbits(256):064x}"
+    return RequestRecord(
+        request_id,
+        "/v1/chat/completions",
+        None,
+        random.random(),
+        tenant,
+        f"key-{tenant}",
+        f"{tenant}/own",
+        "base",
+        AdapterRef(tenant, "own", 1, digest),
+        entered_s=random.random(),
+        until_s=random.random(),
+        over=True,
+        replica=names[0],
+        residency=Residency.GPU,
+        attempts=(AttemptRecord(request_id, names[0], random.random(), None, weighed, None),),
+        usage=FinalUsage(12, 8, 34, (Course(queued_s=random.random(), steps=9),)),
+    )
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 133])
+def test_what_is_kept_is_found_whole(count: int) -> None:
+    archive = Archive(ROOMY)
+    kept = {request_id: story(request_id) for request_id in ids(count)}
+    for one in kept.values():
+        archive.keep(one, 0.0)
+    assert {request_id: archive.find(request_id, 0.0) for request_id in kept} == kept
+    assert archive.find(*ids(1), 0.0) is None
+
+
+def test_the_oldest_make_room() -> None:
+    archive, many = Archive(100_000), ids(1000)
+    for request_id in many:
+        archive.keep(story(request_id), 0.0)
+    found = [request_id for request_id in many if archive.find(request_id, 0.0)]
+    assert found == many[-len(found) :]
+    assert 200 < len(found) < 500  # some 300 bytes each
+
+
+def test_what_was_over_too_long_ago_is_not_found() -> None:
+    archive, many = Archive(ROOMY), ids(50)
+    for now_s, request_id in enumerate(many):
+        archive.keep(story(request_id), float(now_s))
+    assert [archive.find(request_id, 20.0) is None for request_id in many] == [
+        now_s < 20 for now_s in range(50)
+    ]
+
+
+def test_what_is_too_old_is_dropped() -> None:
+    archive, many = Archive(ROOMY), ids(96)
+    for now_s, request_id in enumerate(many):
+        archive.keep(story(request_id), float(now_s))
+    archive.forget(60.0)
+    assert [archive.find(request_id, 0.0) is None for request_id in many] == [
+        now_s < 32 for now_s in range(96)
+    ]
+
+
+def test_the_end_of_one_id_and_the_beginning_of_the_next_are_none() -> None:
+    archive, many = Archive(ROOMY), ids(32)
+    for request_id in many:
+        archive.keep(story(request_id), 0.0)
+    assert archive.find(many[3][16:] + many[4][:16], 0.0) is None

@@ -1,0 +1,271 @@
+"""Everything a client can get wrong, and what it is told. A bad request never reaches a replica."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from pydantic import ValidationError
+
+from lorikeet.gateway.apis.openai_requests import ChatRequest, CompletionRequest, GenerateRequest
+from lorikeet.gateway.body import MAX_JSON_BYTES
+from tests.gateway.conftest import Gateway, chat
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+TURN = {"role": "user", "content": "hi"}
+
+
+def error_of(answer: Any, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert len(answer.headers["x-request-id"]) == 32
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return dict(body["error"])
+
+
+BAD_VALUES = [
+    ({"messages": [TURN]}, "model", "required"),
+    (chat(model=""), "model", "at least 1"),
+    (chat(model="m" * 257), "model", "at most 256"),
+    ({"model": "tiny"}, "messages", "required"),
+    ({"model": "tiny", "messages": []}, "messages", "at least 1"),
+    ({"model": "tiny", "messages": "hi"}, "messages", "valid"),
+    ({"model": "tiny", "messages": [1, 2]}, "messages[0]", "object"),
+    ({"model": "tiny", "messages": [{"role": "bot", "content": "x"}]}, "messages[0].role", "user"),
+    ({"model": "tiny", "messages": [TURN, {"role": "user"}]}, "messages[1].content", "required"),
+    (chat(content=5), "messages[0].content", "string"),  # type: ignore[arg-type]
+    (chat(content=[{"type": "image_url"}]), "messages[0].content", "text"),  # type: ignore[arg-type]
+    (chat(content=[{"type": "text"}]), "messages[0].content", "text"),  # type: ignore[arg-type]
+    (chat(max_tokens=0), "max_tokens", "greater than or equal to 1"),
+    (chat(max_tokens=2**31), "max_tokens", "less than"),
+    (chat(max_tokens=1.5), "max_tokens", "integer"),
+    (chat(max_tokens="9"), "max_tokens", "integer"),
+    (chat(max_tokens=1, max_completion_tokens=2), "max_tokens", "not both"),
+    (chat(max_tokens=3, min_tokens=4), "min_tokens", "at most max_tokens (3)"),
+    (chat(min_tokens=-1), "min_tokens", "greater"),
+    (chat(temperature=-0.1), "temperature", "greater"),
+    (chat(temperature=2.1), "temperature", "less"),
+    (chat(temperature="hot"), "temperature", "number"),
+    (chat(top_p=0), "top_p", "greater than 0"),
+    (chat(top_p=1.1), "top_p", "less"),
+    (chat(top_k=-1), "top_k", "greater"),
+    (chat(top_k=2**40), "top_k", "less"),
+    (chat(seed=2**63), "seed", "less"),
+    (chat(n=0), "n", "greater"),
+    (chat(n=17), "n", "less than or equal to 16"),
+    (chat(n=True), "n", "integer"),
+    (chat(stop=["a"] * 5), "stop", "at most 4"),
+    (chat(stop=""), "stop", "1 to 256"),
+    (chat(stop=[1]), "stop", "strings"),
+    (chat(stop={}), "stop", "string or a list"),
+    (chat(stream="yes"), "stream", "boolean"),
+    (chat(stream_options={"include_usage": True}), "stream_options", "stream"),
+    (chat(metadata={"a": 1}), "metadata", "strings"),
+    (chat(metadata=[]), "metadata", "at most 16"),
+    (chat(metadata={str(i): "" for i in range(17)}), "metadata", "at most 16"),
+    (chat(metadata={"k" * 65: ""}), "metadata", "at most 64"),
+    (chat(metadata={"k": "v" * 513}), "metadata", "at most 512"),
+    ({"model": "tiny", "messages": [TURN] * 4097}, "messages", "at most 4096"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "says"), BAD_VALUES)
+def test_a_bad_value_is_named(
+    unchanged: Gateway, body: dict[str, Any], param: str, says: str
+) -> None:
+    error = error_of(unchanged.post(CHAT, body), 400)
+    assert (error["code"], error["type"]) == ("invalid_value", "invalid_request_error")
+    assert error["param"] == param
+    assert says in error["message"]
+    assert unchanged.engines.calls == []
+
+
+@pytest.mark.parametrize(
+    "prompt", [[], [[]], [1, "a"], [-1], [2**31], 5, {}, [True], [[1], "a"], ["a", None]]
+)
+def test_a_prompt_is_text_or_token_ids(unchanged: Gateway, prompt: Any) -> None:
+    error = error_of(unchanged.post(COMPLETIONS, {"model": "tiny", "prompt": prompt}), 400)
+    assert error["param"] == "prompt"
+    assert "want a string" in error["message"]
+
+
+def test_prompts_times_n_is_bounded(unchanged: Gateway) -> None:
+    body = {"model": "tiny", "prompt": ["a"] * 65, "n": 2}
+    assert "at most 128" in error_of(unchanged.post(COMPLETIONS, body), 400)["message"]
+
+
+MANY = 100_000
+FLOODS: list[tuple[type[GenerateRequest], dict[str, Any]]] = [
+    (ChatRequest, chat(metadata={str(i): i for i in range(MANY)})),
+    (ChatRequest, chat(stop=[1] * MANY)),
+    (ChatRequest, chat(stream_options={str(i): i for i in range(MANY)})),
+    (ChatRequest, chat(content=[{}] * MANY)),  # type: ignore[arg-type]
+    (ChatRequest, {"model": "tiny", "messages": [1] * MANY}),
+    (ChatRequest, chat(tools=[1] * MANY)),
+    (ChatRequest, chat(logit_bias={str(i): "" for i in range(MANY)})),
+    (ChatRequest, {"model": "tiny", "messages": [TURN | {"tool_calls": [1] * MANY}]}),
+    (ChatRequest, {"model": "tiny", "messages": [TURN] * MANY}),
+    (CompletionRequest, {"model": "tiny", "prompt": [[1]] * MANY}),
+    (CompletionRequest, {"model": "tiny", "prompt": ["a"] * MANY}),
+    (CompletionRequest, {"model": "tiny", "prompt": [{}] * MANY}),
+]
+
+
+@pytest.mark.parametrize(("schema", "body"), FLOODS, ids=range(len(FLOODS)))
+def test_a_flood_of_bad_values_is_one_error(
+    schema: type[GenerateRequest], body: dict[str, Any]
+) -> None:
+    with pytest.raises(ValidationError) as refused:
+        schema.model_validate_json(json.dumps(body))
+    assert refused.value.error_count() == 1
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("audio", "best_of", "echo", "function_call", "functions", "modalities", "moderation"),
+        *("prediction", "prompt", "prompt_cache_key", "prompt_cache_options", "suffix"),
+        *("prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier"),
+        *("store", "verbosity", "web_search_options", "made_up"),
+    ],
+)
+def test_an_unsupported_field_is_refused_by_name(unchanged: Gateway, field: str) -> None:
+    error = error_of(unchanged.post(CHAT, chat(**{field: 1})), 400)
+    assert error["code"] == "unsupported_parameter"
+    assert error["param"] == field
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        (CHAT, "functions", [{"name": "f"}]),
+        (CHAT, "function_call", {"name": "f"}),
+        (CHAT, "modalities", ["text", "audio"]),
+        (CHAT, "reasoning_effort", "low"),
+        (CHAT, "service_tier", "flex"),
+        (CHAT, "store", True),
+        (CHAT, "verbosity", "low"),
+        (CHAT, "echo", False),
+        (CHAT, "tool_choice", {"type": "allowed_tools"}),
+        (COMPLETIONS, "best_of", 2),
+        (COMPLETIONS, "suffix", "!"),
+        (COMPLETIONS, "tools", []),
+    ],
+)
+def test_a_value_that_asks_for_what_is_not_served_is_refused_by_name(
+    unchanged: Gateway, path: str, field: str, value: Any
+) -> None:
+    body = chat() if path == CHAT else {"model": "tiny", "prompt": "a"}
+    error = error_of(unchanged.post(path, body | {field: value}), 400)
+    assert (error["code"], error["param"]) == ("unsupported_parameter", field)
+
+
+def test_a_body_for_the_other_endpoint_is_told_which(unchanged: Gateway) -> None:
+    error = error_of(unchanged.post(CHAT, {"model": "tiny", "prompt": "a"}), 400)
+    assert "/v1/completions" in error["message"]
+    error = error_of(unchanged.post(COMPLETIONS, chat()), 400)
+    assert "/v1/chat/completions" in error["message"]
+
+
+def test_an_unsupported_field_deep_inside_is_named_with_its_place(unchanged: Gateway) -> None:
+    body = {"model": "tiny", "messages": [TURN, {**TURN, "audio": {"id": "a"}}]}
+    assert error_of(unchanged.post(CHAT, body), 400)["param"] == "messages[1].audio"
+    body = chat(stream=True, stream_options={"include_obfuscation": True})
+    assert (
+        error_of(unchanged.post(CHAT, body), 400)["param"] == "stream_options.include_obfuscation"
+    )
+
+
+def test_a_flood_of_unknown_fields_is_a_short_answer(unchanged: Gateway) -> None:
+    flood = {f"field_{i}" + "x" * 200: i for i in range(20_000)}
+    error = error_of(unchanged.post(CHAT, {**chat(), **flood}), 400)
+    assert error["code"] == "unsupported_parameter"
+    assert len(error["message"]) < 500
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"{",
+        b"hello",
+        b'{"model": "\xff"}',
+        b'{"model": "\\ud800", "messages": []}',
+        b"[" * 100_000,
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "top_p": 1e}',
+    ],
+)
+def test_what_is_not_json_is_said_to_be_so(unchanged: Gateway, raw: bytes) -> None:
+    error = error_of(unchanged.post(CHAT, raw), 400)
+    assert error["message"].startswith("the body is not JSON: ")
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"null", b'"x"', b"5"])
+def test_json_that_is_no_request_is_refused(unchanged: Gateway, raw: bytes) -> None:
+    error_of(unchanged.post(CHAT, raw), 400)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_are_finite(unchanged: Gateway, number: str) -> None:
+    raw = json.dumps(chat(temperature=1)).replace('"temperature": 1', f'"temperature": {number}')
+    assert error_of(unchanged.post(CHAT, raw.encode()), 400)["param"] == "temperature"
+
+
+def test_a_body_above_the_limit_is_refused(unchanged: Gateway) -> None:
+    error = error_of(unchanged.post(CHAT, b" " * (MAX_JSON_BYTES + 1)), 413)
+    assert error["code"] == "request_too_large"
+    assert str(MAX_JSON_BYTES) in error["message"]
+
+
+def test_a_body_of_undeclared_length_is_cut_off_too(unchanged: Gateway) -> None:
+    parts = (b" " * 2**20 for _ in range(MAX_JSON_BYTES // 2**20 + 1))
+    answer = unchanged.request("POST", CHAT, unchanged.keys["acme"], content=parts)
+    error_of(answer, 413)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("acme/absent", "acme/support@2", "acme/support@beta", "acme/support@", "acme/support@-1"),
+        *(
+            "acme/support@01",
+            "absent",
+            "acme",
+            "acme/",
+            "/support",
+            "../../etc/passwd",
+            "acme/../x",
+        ),
+        *("Acme/support", "acme/support@@1", "acme/support/x", "tiny@1", "acme/support\n", "雀/雀"),
+    ],
+)
+def test_a_model_that_is_not_there_is_404(unchanged: Gateway, model: str) -> None:
+    error = error_of(unchanged.post(CHAT, chat(model)), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+def test_an_unknown_route_and_a_wrong_method_have_the_same_shape(unchanged: Gateway) -> None:
+    key = unchanged.keys["acme"]
+    unknown = error_of(unchanged.request("GET", "/v2/nothing", key), 404)
+    assert unknown["code"] == "not_found"
+    wrong = unchanged.request("GET", CHAT, key)
+    assert error_of(wrong, 405)["code"] == "method_not_allowed"
+    assert wrong.headers["allow"] == "POST"
+
+
+def test_openais_client_raises_its_own_errors(unchanged: Gateway) -> None:
+    client = unchanged.openai()
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(**chat("acme/absent"))
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(**chat(temperature=9))
+    assert bad.value.param == "temperature"
+
+
+def test_nothing_is_told_to_who_has_no_key(unchanged: Gateway) -> None:
+    for path in ("/docs", "/redoc", "/openapi.json"):
+        assert unchanged.request("GET", path, None).status_code == 404
+    assert unchanged.request("GET", "/healthz", None).json() == {"status": "ok"}

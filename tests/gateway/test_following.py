@@ -1,0 +1,262 @@
+"""How soon a gateway knows what others wrote, and what it does when the store is away."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import Scope
+from lorikeet.catalog.state import CatalogState
+from lorikeet.catalog.store.local import LocalStore
+from lorikeet.errors import StoreError, Unavailable
+from lorikeet.gateway.app import Services, create_app
+from lorikeet.gateway.catalog_follower import MIN_GAP_S, CatalogFollower
+from tests.gateway.conftest import LIMITS, Gateway, ReplayEngines, chat, eventually, serving
+from tests.gateway.test_bad_requests import CHAT, error_of
+
+HOUR = 3600.0
+
+
+class CountingCatalog(AdapterCatalog):
+    """Counts refreshes, and fails them when told to."""
+
+    reads = 0
+    fails = False
+
+    def refresh(self) -> CatalogState:
+        self.reads += 1
+        if self.fails:
+            raise StoreError("the store is away")
+        return super().refresh()
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> CountingCatalog:
+    AdapterCatalog.init(LocalStore(tmp_path))
+    return CountingCatalog(LocalStore(tmp_path))
+
+
+def elsewhere(gateway: Gateway) -> AdapterCatalog:
+    """Another process's catalog on the same store."""
+    return AdapterCatalog(LocalStore(gateway.folder / "store"))
+
+
+def test_a_key_and_an_adapter_made_elsewhere_work_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path, refresh_s=HOUR) as gateway:
+        other = elsewhere(gateway)
+        other.create_tenant("initech", actor="test")
+        _, gateway.keys["initech"] = other.create_key("initech", {Scope.INFER}, actor="test")
+        other.promote("acme", "support", 1, "next", actor="test")
+        assert gateway.post(CHAT, chat("tiny"), tenant="initech").status_code == 200
+        assert gateway.post(CHAT, chat("acme/support@next")).status_code == 200
+
+
+def test_what_is_taken_away_elsewhere_is_gone_within_the_interval(tmp_path: Path) -> None:
+    with serving(tmp_path, refresh_s=0.05) as gateway:
+        assert gateway.post(CHAT, chat()).status_code == 200
+        elsewhere(gateway).retire("acme", "support", actor="test")
+        eventually(lambda: gateway.post(CHAT, chat()).status_code == 404)
+
+
+def test_what_is_registered_here_is_served_here_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path, refresh_s=HOUR) as gateway:
+        gateway.register("globex/new", seed=3)
+        assert gateway.post(CHAT, chat("globex/new"), tenant="globex").status_code == 200
+        gateway.admin("POST", "/adapters/globex/new/retire")
+        assert gateway.post(CHAT, chat("globex/new"), tenant="globex").status_code == 404
+
+
+def test_an_outage_of_the_store_leaves_the_last_view_in_force(tmp_path: Path) -> None:
+    with serving(tmp_path, refresh_s=0.05) as gateway:
+        store = gateway.folder / "store"
+        store.rename(gateway.folder / "away")
+        store.touch()  # a file where the folder should be
+        time.sleep(0.2)
+        assert gateway.post(CHAT, chat()).status_code == 200
+        unknown = gateway.post(CHAT, chat("acme/absent"))
+        assert error_of(unknown, 503)["code"] == "unavailable"
+        assert "retry-after" in unknown.headers
+        unknown = gateway.request("GET", "/v1/models", "lk_made-elsewhere")
+        assert error_of(unknown, 503)["code"] == "unavailable"
+        failed = gateway.admin("POST", "/tenants", {"tenant": "hooli"})
+        assert error_of(failed, 503)["code"] == "store_error"
+
+
+def test_a_store_that_hangs_is_no_proof_that_a_name_is_unknown(
+    catalog: CountingCatalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.gateway.catalog_follower.LONGEST_WAIT_S", 0.05)
+    answers = threading.Event()
+    monkeypatch.setattr(catalog, "refresh", lambda: answers.wait(5))
+
+    async def look() -> None:
+        follower = CatalogFollower(catalog, HOUR)
+        with pytest.raises(Unavailable):
+            await follower.looked_again()
+        assert await follower.refreshed() is follower.state
+        answers.set()
+        await follower.looked_again()
+
+    asyncio.run(look())
+
+
+class SlowParts(CountingCatalog):
+    """Counts reads of parts, which wait until they are let go."""
+
+    def __init__(self, store: LocalStore) -> None:
+        super().__init__(store)
+        self.part_reads = 0
+        self.goes = threading.Event()
+
+    def read(self, numbers: Collection[int]) -> None:
+        self.part_reads += 1
+        assert self.goes.wait(10)
+        super().read(numbers)
+
+
+def test_parts_are_read_off_the_loop_and_once_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = AdapterCatalog.init(LocalStore(tmp_path))
+    writer.create_tenant("acme", actor="test")
+    writer.snapshot()
+    catalog = SlowParts(LocalStore(tmp_path))
+    catalog.refresh()
+    monkeypatch.setattr("lorikeet.gateway.catalog_follower.LONGEST_WAIT_S", 0.1)
+
+    async def ask() -> None:
+        follower = CatalogFollower(catalog, HOUR)
+        with pytest.raises(Unavailable):  # and a refresh is not kept from its work
+            await follower.ask(lambda state: state.tenant("acme"))
+        assert (await follower.refreshed()).seq == 2
+        monkeypatch.setattr("lorikeet.gateway.catalog_follower.LONGEST_WAIT_S", 5.0)
+        asking = [follower.ask(lambda state: state.tenant("acme")) for _ in range(50)]
+        answers = asyncio.gather(*asking)
+        await asyncio.sleep(0.05)
+        catalog.goes.set()
+        assert {tenant.name for tenant in await answers} == {"acme"}
+
+    asyncio.run(ask())
+    assert catalog.part_reads == 1
+
+
+def test_a_part_that_cannot_be_read_now_is_read_later(tmp_path: Path) -> None:
+    writer = AdapterCatalog.init(LocalStore(tmp_path))
+    writer.create_tenant("acme", actor="test")
+    writer.snapshot()
+    catalog = AdapterCatalog(LocalStore(tmp_path))
+    catalog.refresh()
+
+    async def ask() -> None:
+        follower = CatalogFollower(catalog, HOUR)
+        (tmp_path / "snapshot-parts").rename(tmp_path / "away")
+        with pytest.raises(Unavailable):
+            await follower.ask(lambda state: state.tenant("acme"))
+        (tmp_path / "away").rename(tmp_path / "snapshot-parts")
+        assert (await follower.ask(lambda state: state.tenant("acme"))).name == "acme"
+
+    asyncio.run(ask())
+
+
+def test_an_unknown_name_is_not_looked_up_again_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path, refresh_s=HOUR) as gateway:
+        reads: list[float] = []
+        refresh = gateway.catalog.refresh
+
+        def count() -> CatalogState:
+            reads.append(time.monotonic())
+            return refresh()
+
+        gateway.catalog.refresh = count  # type: ignore[method-assign]
+        for _ in range(5):
+            assert gateway.post(CHAT, chat("acme/absent")).status_code == 404
+        assert len(reads) == 1
+        assert gateway.post(CHAT, chat("acme/another")).status_code == 404
+        assert len(reads) == 2
+
+
+def test_many_misses_share_one_read(catalog: CountingCatalog) -> None:
+    async def miss_together() -> None:
+        follower = CatalogFollower(catalog, HOUR)
+        await asyncio.gather(*(follower.refreshed() for _ in range(100)))
+
+    asyncio.run(miss_together())
+    assert catalog.reads == 1
+
+
+def test_unknown_names_cannot_hammer_the_store(catalog: CountingCatalog) -> None:
+    async def miss_for(duration_s: float) -> None:
+        follower = CatalogFollower(catalog, HOUR)
+        until = time.monotonic() + duration_s
+        while time.monotonic() < until:
+            await follower.refreshed()
+
+    asyncio.run(miss_for(5 * MIN_GAP_S))
+    assert 1 <= catalog.reads <= 6
+
+
+def test_a_refresh_sees_what_was_written_before_it_was_asked_for(catalog: CountingCatalog) -> None:
+    other = AdapterCatalog(catalog.store)
+
+    async def write_and_look() -> None:
+        follower = CatalogFollower(catalog, HOUR)
+        for number in range(4):
+            early = asyncio.create_task(follower.refreshed())
+            await asyncio.sleep(0.01 * number)
+            await asyncio.to_thread(other.create_tenant, f"tenant-{number}", actor="test")
+            assert (await follower.refreshed()).holdings(f"tenant-{number}") is not None
+            await early
+
+    asyncio.run(write_and_look())
+
+
+def test_an_outage_is_logged_once_and_so_is_its_end(
+    catalog: CountingCatalog, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def live_through() -> None:
+        follower = CatalogFollower(catalog, HOUR)
+        catalog.fails = True
+        for _ in range(3):
+            await follower.refreshed()
+        catalog.fails = False
+        for _ in range(2):
+            await follower.refreshed()
+
+    asyncio.run(live_through())
+    assert [record.msg for record in caplog.records if record.name.startswith("lorikeet")] == [
+        "catalog_unreachable",
+        "catalog_reachable",
+    ]
+
+
+def test_following_goes_on_after_an_outage(catalog: CountingCatalog) -> None:
+    async def follow() -> CatalogState:
+        follower = CatalogFollower(catalog, 0.01)
+        catalog.fails = True
+        following = asyncio.create_task(follower.follow())
+        await asyncio.sleep(3 * MIN_GAP_S)
+        catalog.fails = False
+        await asyncio.sleep(3 * MIN_GAP_S)
+        following.cancel()
+        return follower.state
+
+    assert asyncio.run(follow()).seq == 1
+
+
+def test_a_gateway_without_a_catalog_does_not_start(tmp_path: Path) -> None:
+    services = Services(AdapterCatalog(LocalStore(tmp_path)), {}, LIMITS, ReplayEngines())
+
+    async def start() -> None:
+        app = create_app(services)
+        async with app.router.lifespan_context(app):
+            pass
+
+    with pytest.raises(StoreError, match="lorikeet init"):
+        asyncio.run(start())

@@ -1,0 +1,122 @@
+"""A request's walk through its gateway, without a server around it."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.records import Scope
+from lorikeet.catalog.store.local import LocalStore
+from lorikeet.errors import InvalidInput, InvalidKey, RateLimited, UnknownModel
+from lorikeet.gateway.apis.openai_requests import ChatRequest, CompletionRequest, GenerateRequest
+from lorikeet.gateway.app import BaseModel, Services
+from lorikeet.gateway.authentication import Gate
+from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.generate import GenerateEndpoint
+from lorikeet.request_log.explanations import Explanations
+from lorikeet.tenancy import Admission, Budget, Shares
+from tests.gateway.conftest import LIMITS, SHAPE, ReplayEngines, chat
+
+KINDS = {
+    ChatRequest: chat("tiny"),
+    CompletionRequest: {"model": "tiny", "prompt": "hello there"},
+}
+
+
+class Walks:
+    """A gateway whose tenant may send one request a minute."""
+
+    def __init__(self, folder: Path) -> None:
+        catalog = AdapterCatalog.init(LocalStore(folder))
+        catalog.create_tenant("acme", requests_per_min=1, actor="test")
+        _, self.key = catalog.create_key("acme", {Scope.INFER}, actor="test")
+        catalog.refresh()
+        self.engines = ReplayEngines()
+        self._services = Services(catalog, {"tiny": BaseModel(SHAPE)}, LIMITS, self.engines)
+
+    def answer(
+        self, kind: type[GenerateRequest], *bodies: Any, key: str | None = None
+    ) -> list[dict[str, Any]]:
+        """What each is answered, one after the other."""
+
+        async def answers() -> list[dict[str, Any]]:
+            services = self._services
+            endpoint = GenerateEndpoint(
+                kind,
+                services,
+                Gate(services, CatalogFollower(services.catalog, interval_s=3600.0)),
+                Admission(Shares("g0", 1, 0.0), Budget(None)),
+                Explanations(services.peers),
+            )
+            return [await _one(endpoint, key or self.key, body) for body in bodies]
+
+        return asyncio.run(answers())
+
+
+async def _one(endpoint: GenerateEndpoint, key: str, body: Any) -> dict[str, Any]:
+    messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        return await asyncio.Event().wait()  # the client stays
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    request = Request(
+        {
+            "type": "http",
+            "method": "POST",
+            "path": "/",
+            "headers": [(b"authorization", f"Bearer {key}".encode())],
+            "state": {"request_id": "a" * 32},
+        },
+        receive,
+    )
+    response = await endpoint.answer(request)
+    assert not sent  # a refusal would have had a status of its own
+    await response(request.scope, receive, send)
+    return dict(json.loads(sent[1]["body"]))
+
+
+@pytest.fixture
+def walks(tmp_path: Path) -> Walks:
+    return Walks(tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_walks_the_same_way(walks: Walks, kind: type[GenerateRequest]) -> None:
+    (answer,) = walks.answer(kind, KINDS[kind])
+    assert "hello there" in str(answer["choices"])
+    (base_model, call) = walks.engines.calls[-1]
+    assert base_model == "tiny"
+    assert (call.tenant, call.terms.tenant) == ("acme", "acme")
+
+
+def test_a_bad_key_is_refused_before_all_else(walks: Walks) -> None:
+    with pytest.raises(InvalidKey):
+        walks.answer(ChatRequest, "no object", key="lk_nobody")
+
+
+def test_a_limit_is_looked_at_before_the_body(walks: Walks) -> None:
+    with pytest.raises(RateLimited):
+        walks.answer(ChatRequest, chat("tiny"), "no object")
+    assert len(walks.engines.calls) == 1
+
+
+def test_the_body_is_read_before_its_model_is_looked_for(walks: Walks) -> None:
+    with pytest.raises(InvalidInput, match="n"):
+        walks.answer(ChatRequest, chat("acme/absent", n=0))
+    assert not walks.engines.calls
+
+
+def test_an_unknown_model_reaches_no_replica(walks: Walks) -> None:
+    with pytest.raises(UnknownModel):
+        walks.answer(ChatRequest, chat("acme/absent"))
+    assert not walks.engines.calls

@@ -1,0 +1,254 @@
+"""What a client sees of its limits: headers, refusals, and what a request has cost."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from lorikeet.catalog.records import Scope
+from lorikeet.errors import Standing, Unavailable
+from lorikeet.gateway.error_responses import limit_headers
+from lorikeet.protocol.messages import Call, FinalUsage, Header, Refusal
+from tests.gateway.conftest import (
+    Gateway,
+    Items,
+    chat,
+    endless,
+    eventually,
+    header,
+    repeat,
+    serving,
+)
+from tests.gateway.test_bad_requests import CHAT, error_of
+
+BODY = chat("tiny", "hello", max_tokens=100)
+
+
+def add(gateway: Gateway, tenant: str, of_key: dict[str, Any] | None = None, **limits: Any) -> None:
+    """A tenant that finds a minute's worth in a gateway that is new: a tenth of the burst."""
+    gateway.catalog.create_tenant(tenant, actor="test", burst_s=600.0, **limits)
+    made = gateway.catalog.create_key(tenant, {Scope.INFER}, actor="test", **(of_key or {}))
+    gateway.keys[tenant] = made[1]
+
+
+def remaining(answer: httpx.Response, kind: str = "tokens") -> int:
+    return int(answer.headers[f"x-ratelimit-remaining-{kind}"])
+
+
+def used(prompt: int, answer: int) -> Any:
+    """A replica that says that this is what an answer took."""
+
+    async def replay(call: Call) -> Items:
+        async for item in repeat(call):
+            if isinstance(item, bytes) and b"finish_reason" in item:
+                yield FinalUsage(prompt, 0, answer)
+            yield item
+
+    return replay
+
+
+def test_answers_say_how_the_limits_stand(gateway: Gateway) -> None:
+    add(gateway, "small", requests_per_min=60, tokens_per_min=6000)
+    for stream in (False, True):
+        headers = gateway.post(CHAT, {**BODY, "stream": stream}, tenant="small").headers
+        assert headers["x-ratelimit-limit-requests"] == "60"
+        assert headers["x-ratelimit-limit-tokens"] == "6000"
+    assert 58 <= int(headers["x-ratelimit-remaining-requests"]) <= 62
+    assert headers["x-ratelimit-reset-requests"].startswith("9m")  # the burst is ten minutes' worth
+    assert 5700 < int(headers["x-ratelimit-remaining-tokens"]) < 6200
+
+
+def test_without_limits_nothing_is_said_of_them(unchanged: Gateway) -> None:
+    answer = unchanged.post(CHAT, BODY)
+    assert not any(name.startswith("x-ratelimit") for name in answer.headers)
+
+
+def test_who_is_over_a_limit_is_told_which_and_when_to_come_back(gateway: Gateway) -> None:
+    add(gateway, "small", requests_per_min=2)
+    for _ in range(2):
+        assert gateway.post(CHAT, BODY, tenant="small").status_code == 200
+    refused = gateway.post(CHAT, BODY, tenant="small")
+    error = error_of(refused, 429)
+    assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
+    assert "2 requests per minute is this tenant's limit" in error["message"]
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert 25 <= int(refused.headers["retry-after"]) <= 30
+    assert refused.headers["x-ratelimit-reset-requests"].startswith(("9m", "10m"))
+    with pytest.raises(openai.RateLimitError):
+        gateway.openai("small").chat.completions.create(**BODY)
+
+
+def test_a_keys_own_limit_is_named(gateway: Gateway) -> None:
+    add(gateway, "small", of_key={"requests_per_min": 1, "burst_s": 600.0}, requests_per_min=60)
+    assert gateway.post(CHAT, BODY, tenant="small").headers["x-ratelimit-limit-requests"] == "1"
+    error = error_of(gateway.post(CHAT, BODY, tenant="small"), 429)
+    assert "1 requests per minute is this key's limit" in error["message"]
+
+
+def test_who_is_over_a_limit_is_refused_before_the_body_is_read(gateway: Gateway) -> None:
+    add(gateway, "small", requests_per_min=1)
+    gateway.post(CHAT, b"{not json", tenant="small")  # counts: it took a place in the line
+    assert gateway.post(CHAT, b"{not json", tenant="small").status_code == 429
+
+
+def test_tokens_are_reserved_until_it_is_known_what_was_used(gateway: Gateway) -> None:
+    add(gateway, "small", tokens_per_min=6000)
+    gateway.engines.replay = used(40, 60)
+    for stream in (False, True):
+        gateway.post(CHAT, {**BODY, "stream": stream, "max_tokens": 2000}, tenant="small")
+    left = remaining(gateway.post(CHAT, BODY, tenant="small"))
+    assert 5600 < left < 6000  # two that are settled, one reserved; not 2 × 2,000
+
+
+@pytest.mark.parametrize(
+    "failure", [Refusal("generation_failed", "no"), Unavailable("lost"), ZeroDivisionError()]
+)
+def test_what_failed_before_its_first_byte_took_no_tokens(
+    gateway: Gateway, failure: Refusal | Exception
+) -> None:
+    add(gateway, "small", tokens_per_min=6000)
+
+    async def fail(call: Call) -> Items:
+        yield header(call)
+        if isinstance(failure, Exception):
+            raise failure
+        yield failure
+
+    gateway.engines.replay = fail
+    assert gateway.post(CHAT, {**BODY, "max_tokens": 3000}, tenant="small").status_code >= 500
+    gateway.engines.replay = repeat
+    assert remaining(gateway.post(CHAT, BODY, tenant="small")) > 5800
+
+
+def test_of_a_client_that_leaves_what_was_reserved_counts(gateway: Gateway) -> None:
+    add(gateway, "small", tokens_per_min=6000)
+    gateway.engines.replay = endless
+    body = {**BODY, "stream": True, "max_tokens": 3000}
+    with gateway.openai("small").chat.completions.create(**body) as stream:
+        next(iter(stream))
+    eventually(lambda: len(gateway.engines.closed) == 1)
+    gateway.engines.replay = repeat
+    assert remaining(gateway.post(CHAT, BODY, tenant="small")) < 3500
+
+
+class Written:
+    """Usage files that say what a test wants."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def of(self, tenant: str) -> int:
+        return self.tokens
+
+    def refresh(self) -> None:
+        pass
+
+
+def test_who_has_used_up_the_budget_is_out_of_quota(tmp_path: Path) -> None:
+    with serving(tmp_path, written=Written(1000)) as gateway:
+        add(gateway, "small", tokens_per_month=1001)
+        assert gateway.post(CHAT, BODY, tenant="small").status_code == 200
+        refused = gateway.post(CHAT, BODY, tenant="small")
+        error = error_of(refused, 429)
+        assert (error["code"], error["type"]) == ("insufficient_quota", "insufficient_quota")
+        assert int(refused.headers["retry-after"]) > 0
+        assert refused.headers["x-should-retry"] == "false"
+        began = time.monotonic()
+        with pytest.raises(openai.RateLimitError):
+            openai.OpenAI(
+                base_url=f"{gateway.url}/v1", api_key=gateway.keys["small"], max_retries=5
+            ).chat.completions.create(**BODY)
+        assert time.monotonic() - began < 0.4  # it does not try again
+
+
+def test_a_call_says_how_the_scheduler_should_treat_it(tmp_path: Path) -> None:
+    with serving(tmp_path, max_queue_s=7.0) as gateway:
+        add(gateway, "big", of_key={"max_context": 50, "priority": 2}, max_context=90, weight=3.0)
+        path, headers = gateway.url + CHAT, {"authorization": f"Bearer {gateway.keys['big']}"}
+        waiting = headers | {"x-lorikeet-max-adapter-wait-ms": "1500"}
+        assert httpx.post(path, json=BODY, headers=waiting).status_code == 200
+        call = gateway.engines.last
+        terms = call.terms
+        assert (terms.tenant, terms.weight, terms.priority) == ("big", 3.0, 2)
+        assert (terms.max_queue_s, terms.max_load_s) == (7.0, 1.5)
+        assert call.max_context == 50
+        (key,) = gateway.catalog.refresh().keys("big")
+        assert call.key_id == key.id
+        httpx.post(path, json=BODY, headers=headers)
+        assert gateway.engines.last.terms.max_load_s is None
+
+
+@pytest.mark.parametrize("wait", ["-1", "0.5", "soon", "", "99999999999", "٣"])
+def test_a_bad_wait_is_refused_by_name(unchanged: Gateway, wait: str) -> None:
+    headers = {
+        b"authorization": f"Bearer {unchanged.keys['acme']}".encode(),
+        b"x-lorikeet-max-adapter-wait-ms": wait.encode(),
+    }
+    answer = httpx.post(unchanged.url + CHAT, json=BODY, headers=headers)
+    assert error_of(answer, 400)["param"] == "x-lorikeet-max-adapter-wait-ms"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_headers_say_how_long_the_adapter_took_to_come(gateway: Gateway, stream: bool) -> None:
+    async def cold(call: Call) -> Items:
+        found = header(call)
+        yield found
+        yield Header(found.replica, found.digest, found.residency, load_s=0.2504)
+        async for item in repeat(call):
+            if not isinstance(item, Header):
+                yield item
+
+    gateway.engines.replay = cold
+    answer = gateway.post(CHAT, chat(stream=stream))
+    assert answer.headers["x-lorikeet-residency"] == "host"
+    assert answer.headers["x-lorikeet-adapter-load-ms"] == "250"
+    base = gateway.post(CHAT, chat("tiny", stream=stream))
+    assert "x-lorikeet-adapter-load-ms" not in base.headers
+
+
+@pytest.mark.parametrize("code", ["adapter_not_ready", "overloaded"])
+def test_a_replicas_refusal_says_when_to_come_back(unchanged: Gateway, code: str) -> None:
+    async def refuse(call: Call) -> Items:
+        yield Refusal(code, "not now", None, retry_after_s=4.2)
+
+    unchanged.engines.replay = refuse
+    refused = unchanged.post(CHAT, chat())
+    assert error_of(refused, 503)["type"] == "server_error"
+    assert refused.headers["retry-after"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0, "0ms"),
+        (0.12, "120ms"),
+        (1, "1s"),
+        (1.2, "2s"),
+        (59.5, "1m0s"),
+        (360, "6m0s"),
+        (3600, "1h0m0s"),
+        (90061, "25h1m1s"),
+    ],
+)
+def test_times_are_written_as_openai_writes_them(seconds: float, said: str) -> None:
+    headers = limit_headers([Standing("requests", 60, 1, seconds)])
+    assert headers["x-ratelimit-reset-requests"] == said
+
+
+def test_many_at_once_stay_within_the_limit(gateway: Gateway) -> None:
+    add(gateway, "small", requests_per_min=20)
+    gateway.post(CHAT, BODY, tenant="small")
+
+    async def ask_all() -> list[int]:
+        headers = {"authorization": f"Bearer {gateway.keys['small']}"}
+        async with httpx.AsyncClient(headers=headers, timeout=20) as client:
+            asks = (client.post(gateway.url + CHAT, json=BODY) for _ in range(60))
+            return [answer.status_code for answer in await asyncio.gather(*asks)]
+
+    statuses = asyncio.run(ask_all())
+    assert 19 <= statuses.count(200) <= 21
+    assert statuses.count(200) + statuses.count(429) == 60

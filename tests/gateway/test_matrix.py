@@ -1,0 +1,307 @@
+"""Who reaches what: every route and every command, with every kind of key.
+
+A route or a command that is in none of the tables here fails the first tests: say in which plane
+it is, and how it is asked for something by name.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import pytest
+import typer
+from fastapi.routing import iter_route_contexts
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from lorikeet.catalog.records import Scope
+from lorikeet.cli import app as command
+from lorikeet.gateway.app import Services, create_app
+from tests.gateway.conftest import LIMITS, Gateway, ReplayEngines, chat, make_peft
+from tests.gateway.test_bad_requests import error_of
+
+Route = tuple[str, str]
+
+OPEN: set[Route] = {("GET", "/healthz"), ("GET", "/ui"), ("GET", "/ui/{name}")}
+
+TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
+    ("POST", "/v1/chat/completions"): lambda model, _: ("/v1/chat/completions", chat(model)),
+    ("POST", "/v1/completions"): lambda model, _: (
+        "/v1/completions",
+        {"model": model, "prompt": "hello"},
+    ),
+    ("GET", "/v1/models"): None,
+    ("GET", "/v1/models/{model}"): lambda model, _: (f"/v1/models/{model}", None),
+    ("GET", "/v1/requests/{request_id}"): lambda _, asked: (f"/v1/requests/{asked}", None),
+    ("GET", "/v1/usage"): None,
+    ("GET", "/v1/openapi.json"): None,
+}
+"""How each route of the tenants' plane is asked for a model, or for a request that was for it.
+
+Path and body. None: it names nothing.
+"""
+
+ADMINS: set[Route] = {
+    ("GET", "/adapters"),
+    ("GET", "/adapters/{tenant}/{name}"),
+    ("PUT", "/adapters/{tenant}/{name}/versions"),
+    ("POST", "/adapters/{tenant}/{name}/versions"),
+    ("POST", "/adapters/{tenant}/{name}/promote"),
+    ("POST", "/adapters/{tenant}/{name}/rollback"),
+    ("POST", "/adapters/{tenant}/{name}/retire"),
+    ("POST", "/adapters/{tenant}/{name}/restore"),
+    ("POST", "/adapters/{tenant}/{name}/smoke"),
+    ("POST", "/uploads"),
+    ("PUT", "/uploads/{digest}/parts/{number}"),
+    ("GET", "/log"),
+    ("POST", "/snapshots"),
+    ("GET", "/pins"),
+    ("PUT", "/pins/{tenant}"),
+    ("PUT", "/pins/{tenant}/{name}"),
+    ("DELETE", "/pins/{tenant}"),
+    ("DELETE", "/pins/{tenant}/{name}"),
+    ("GET", "/tenants"),
+    ("POST", "/tenants"),
+    ("GET", "/tenants/{tenant}"),
+    ("PATCH", "/tenants/{tenant}"),
+    ("GET", "/tenants/{tenant}/keys"),
+    ("POST", "/tenants/{tenant}/keys"),
+    ("GET", "/keys"),
+    ("POST", "/keys"),
+    ("PATCH", "/keys/{key_id}"),
+    ("POST", "/keys/{key_id}/rotate"),
+    ("DELETE", "/keys/{key_id}"),
+    ("GET", "/status"),
+    ("GET", "/fleet"),
+    ("GET", "/requests/{request_id}"),
+    ("GET", "/usage"),
+}
+"""Under /admin/v1."""
+
+SCRAPED: set[Route] = {("GET", "/metrics")}
+"""For admins' keys too; tests/metrics asks it with every kind."""
+
+HIDDEN = ("acme/support", "acme/support@1", "acme/support@prod")
+"""What globex must not find."""
+
+FILLED = {"tenant": "acme", "name": "support", "digest": "0" * 64, "number": "1"}
+"""What stands for a path's parameters; ids of keys and requests are real ones."""
+
+ASKING: Mapping[str, list[str]] = {
+    "register": ["{folder}", "acme/support"],
+    "smoke": ["acme/support"],
+    "list": ["--tenant", "acme"],
+    "show": ["acme/support"],
+    "promote": ["acme/support@1"],
+    "rollback": ["acme/support"],
+    "retire": ["acme/support"],
+    "restore": ["acme/support"],
+    "pin": ["acme/support", "--reason", "test"],
+    "unpin": ["acme/support"],
+    "pins": [],
+    "status": [],
+    "log": ["--adapter", "acme/support"],
+    "why": ["0" * 32],
+    "usage": ["--tenant", "acme"],
+    "snapshot": [],
+    "tenants list": [],
+    "tenants create": ["initech"],
+    "tenants show": ["acme"],
+    "tenants limit": ["acme", "--concurrent", "1"],
+    "keys create": ["--tenant", "acme"],
+    "keys list": ["--tenant", "acme"],
+    "keys limit": ["{key_id}", "--concurrent", "1"],
+    "keys rotate": ["{key_id}"],
+    "keys revoke": ["{key_id}"],
+}
+"""How each command that asks the admins' plane is called."""
+
+WITHOUT_ADMINS = {"init", "convert", "gc", "capacity", "bench isolation", "doctor", "settings"}
+"""Commands that ask no server, or ask as the tenants whose keys they are given."""
+
+
+NO_REQUEST = "0" * 32
+
+
+class Keys:
+    """One of every kind that a gateway can meet; asked: acme's requests, by their model."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        catalog = gateway.catalog
+
+        def make(tenant: str | None, scope: Scope) -> tuple[str, str]:
+            record, secret = catalog.create_key(tenant, {scope}, actor="test")
+            return record.id, secret
+
+        revoked_id, self.revoked = make("acme", Scope.INFER)
+        catalog.revoke_key(revoked_id, actor="test")
+        expired_id, self.expired = make("acme", Scope.INFER)
+        catalog.rotate_key(expired_id, 0, actor="test")
+        revoked_id, self.revoked_admin = make(None, Scope.ADMIN)
+        catalog.revoke_key(revoked_id, actor="test")
+        expired_id, self.expired_admin = make(None, Scope.ADMIN)
+        catalog.rotate_key(expired_id, 0, actor="test")
+        self.acme_id, self.reading = make("acme", Scope.READ_ONLY)
+        _, self.others_reading = make("globex", Scope.READ_ONLY)
+        _, self.admins_reading = make(None, Scope.READ_ONLY)
+        self.infer, self.others_infer = gateway.keys["acme"], gateway.keys["globex"]
+        self.asked: dict[str, str] = {}
+
+    def invalid(self) -> list[str | None]:
+        """Keys that are nobody's."""
+        of_admins = self.revoked_admin, self.expired_admin
+        return [None, "lk_made-up", self.revoked, self.expired, *of_admins]
+
+    def of_tenants(self) -> list[str]:
+        """Good ones of the tenants' plane."""
+        return [self.infer, self.reading, self.others_infer, self.others_reading]
+
+
+class Ask(Protocol):
+    def __call__(
+        self, method: str, path: str, key: str | None, body: object = None
+    ) -> httpx.Response: ...
+
+
+@pytest.fixture(scope="module")
+def ask(unchanged: Gateway) -> Iterator[Ask]:
+    """Sends one request; all of them on one connection, for the sake of speed."""
+    with httpx.Client(base_url=unchanged.url, timeout=20) as client:
+
+        def ask(method: str, path: str, key: str | None, body: object = None) -> httpx.Response:
+            headers = {} if key is None else {"authorization": f"Bearer {key}"}
+            return client.request(method, path, headers=headers, json=body)
+
+        yield ask
+
+
+@pytest.fixture(scope="module")
+def keys(unchanged: Gateway) -> Keys:
+    made = Keys(unchanged)
+    unchanged.register("acme/support", seed=1)  # a second version
+    for model in HIDDEN:
+        answer = unchanged.post("/v1/chat/completions", chat(model))
+        made.asked[model] = answer.headers["x-request-id"]
+    return made
+
+
+def routes_of(services: Services) -> set[Route]:
+    contexts = iter_route_contexts(create_app(services).routes)
+    return {
+        (method, re.sub(r":\w+}", "}", context.path))
+        for context in contexts
+        for method in context.methods - {"HEAD"}
+    }
+
+
+def commands(group: Any, path: str = "") -> Iterator[str]:
+    for name, child in group.commands.items():
+        if isinstance(child, typer.core.TyperGroup):
+            yield from commands(child, f"{path}{name} ")
+        else:
+            yield f"{path}{name}"
+
+
+def filled(path: str, keys: Keys) -> str:
+    names = FILLED | {"key_id": keys.acme_id, "request_id": keys.asked[HIDDEN[0]]}
+    return "/admin/v1" + path.format(**names)
+
+
+def test_every_route_is_in_the_matrix(unchanged: Gateway) -> None:
+    there = routes_of(Services(unchanged.catalog, {}, LIMITS, ReplayEngines()))
+    admins = {(method, f"/admin/v1{path}") for method, path in ADMINS}
+    assert there == OPEN | TENANTS.keys() | admins | SCRAPED
+
+
+def test_every_command_is_in_the_matrix() -> None:
+    assert set(commands(get_command(command))) == ASKING.keys() | WITHOUT_ADMINS
+
+
+@pytest.mark.parametrize(("method", "path"), sorted(ADMINS))
+def test_the_admins_plane_is_for_admins(
+    unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str
+) -> None:
+    before, at = unchanged.catalog.state.seq, filled(path, keys)
+    for key in keys.invalid():
+        assert error_of(ask(method, at, key), 401)["code"] == "invalid_api_key"
+    for key in keys.of_tenants():
+        answers = [ask(method, at.replace("support", n), key) for n in ("support", "nothing")]
+        assert error_of(answers[0], 403)["code"] == "forbidden"
+        assert answers[0].content == answers[1].content
+    if method != "GET":
+        answer = ask(method, at, keys.admins_reading)
+        assert error_of(answer, 403)["code"] == "forbidden"
+    assert unchanged.catalog.state.seq == before
+    if method == "GET":
+        assert ask(method, at, keys.admins_reading).is_success
+
+
+@pytest.mark.parametrize(("method", "path"), sorted(TENANTS))
+def test_the_tenants_plane_is_for_tenants(
+    unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str
+) -> None:
+    make = TENANTS[method, path] or (lambda *_: (path, None))
+    at, body = make("acme/support", keys.asked["acme/support"])
+    for key in keys.invalid():
+        assert error_of(ask(method, at, key, body), 401)
+    for key in (unchanged.admin_key, keys.admins_reading):
+        assert error_of(ask(method, at, key, body), 403)
+    read = ask(method, at, keys.reading, body)
+    assert read.status_code == (200 if method == "GET" else 403)
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize(("method", "path"), sorted(r for r, make in TENANTS.items() if make))
+def test_what_is_anothers_looks_like_what_is_not_there(
+    unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str, hidden: str
+) -> None:
+    make, absent = TENANTS[method, path], hidden.replace("support", "nothing")
+    assert make is not None
+    asked = len(unchanged.engines.calls)
+    for key in (keys.others_infer, keys.others_reading):
+        seen = []
+        for name in (hidden, absent):
+            at, body = make(name, keys.asked.get(name, NO_REQUEST))
+            answer = ask(method, at, key, body)
+            seen.append(appearance(answer, name))
+        assert seen[0] == seen[1]
+        assert seen[0][0] in ((403,) if (method, key) == ("POST", keys.others_reading) else (404,))
+    at, body = make(hidden, keys.asked[hidden])
+    assert ask(method, at, keys.infer, body).is_success
+    assert len(unchanged.engines.calls) == asked + (method == "POST")
+
+
+def appearance(answer: httpx.Response, name: str) -> tuple[int, list[tuple[str, str]], bytes]:
+    """All that a client can see, but for the name it asked for and what no two answers share."""
+    headers = [
+        (header, value)
+        for header, value in answer.headers.items()
+        if header not in ("x-request-id", "date")
+    ]
+    return answer.status_code, headers, answer.content.replace(name.encode(), b"{name}")
+
+
+def test_lists_name_nothing_of_others(keys: Keys, ask: Ask) -> None:
+    for path in [path for (method, path), make in TENANTS.items() if make is None]:
+        for key in (keys.others_infer, keys.others_reading):
+            answer = ask("GET", path, key)
+            assert answer.is_success
+            assert b"acme" not in answer.content
+
+
+@pytest.mark.parametrize("words", sorted(ASKING))
+def test_a_command_does_nothing_with_a_tenants_key(
+    unchanged: Gateway, keys: Keys, tmp_path: Path, words: str
+) -> None:
+    before = unchanged.catalog.state.seq
+    given = {"folder": str(make_peft(tmp_path)), "key_id": keys.acme_id}
+    arguments = [*words.split(), *(part.format(**given) for part in ASKING[words])]
+    for key in (keys.others_infer, keys.reading):
+        environment = {"LORIKEET_SERVER": unchanged.url, "LORIKEET_ADMIN_KEY": key}
+        result = CliRunner().invoke(command, arguments, env=environment)
+        assert result.exit_code == 1, result.output
+        assert "this key is not an admin's" in " ".join(result.stderr.split())
+        assert result.stdout == ""
+    assert unchanged.catalog.state.seq == before

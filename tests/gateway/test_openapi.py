@@ -1,0 +1,111 @@
+"""The OpenAPI document tells the truth: what it describes may be sent, and is what comes back."""
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from lorikeet.gateway.apis.openapi import document
+from tests.gateway.conftest import Gateway, chat
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+
+
+OPERATIONS = [
+    ("/v1/chat/completions", "POST"),
+    ("/v1/completions", "POST"),
+    ("/v1/models", "GET"),
+    ("/v1/models/{model}", "GET"),
+    ("/v1/requests/{request_id}", "GET"),
+    ("/v1/usage", "GET"),
+]
+
+
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+def test_whatever_is_sent_the_answer_is_as_described(
+    unchanged: Gateway, path: str, method: str
+) -> None:
+    send_many(unchanged.url, unchanged.keys["acme"], "tiny", path, method, examples=25)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+def test_however_much_is_sent_the_answer_is_as_described(
+    unchanged: Gateway, path: str, method: str
+) -> None:
+    send_many(unchanged.url, unchanged.keys["acme"], "tiny", path, method, examples=3000)
+
+
+def send_many(url: str, key: str, model: str, path: str, method: str, examples: int) -> None:
+    """Requests as described, others, and some that the model is likely to answer."""
+    operation = schemathesis.openapi.from_dict(document())[path][method]
+    kinds = st.one_of(*(operation.as_strategy(mode) for mode in GenerationMode))
+    described = operation.as_strategy(GenerationMode.POSITIVE)
+    likely = described.flatmap(partial(likely_answered, model))
+    headers = {"authorization": f"Bearer {key}"}
+
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.one_of(likely, kinds))
+    def send(case: Any) -> None:
+        case.call_and_validate(base_url=url, headers=headers, checks=CHECKS, timeout=120)
+
+    send()
+
+
+def likely_answered(model: str, case: Any) -> st.SearchStrategy[Any]:
+    """One that asks the model, with few of its fields: most do not go together."""
+    if not isinstance(case.body, dict):
+        return st.just(case)
+    asked = {"prompt": "hello there"} if "prompt" in case.body else chat()
+
+    def reduce(kept: set[str]) -> Any:
+        body = {name: case.body[name] for name in kept} | asked | {"model": model}
+        case.body = {"max_tokens": 20} | body
+        return case
+
+    return st.sets(st.sampled_from(sorted(case.body)), max_size=3).map(reduce)
+
+
+def test_the_document_is_for_whoever_has_a_key(unchanged: Gateway) -> None:
+    path = "/v1/openapi.json"
+    assert unchanged.request("GET", path, None).status_code == 401
+    answer = unchanged.request("GET", path, unchanged.keys["acme"])
+    assert answer.json() == document()
+
+
+def of(name: str) -> Draft202012Validator:
+    """Whether something is what the document calls by this name."""
+    whole = {**document(), "$ref": f"#/components/schemas/{name}"}
+    return Draft202012Validator(whole)
+
+
+@pytest.mark.parametrize("endpoint", ["chat/completions", "completions"])
+def test_answers_whole_and_streamed_are_as_described(unchanged: Gateway, endpoint: str) -> None:
+    is_chat = endpoint.startswith("chat")
+    body = chat() if is_chat else {"model": "tiny", "prompt": "hello there"}
+    whole = unchanged.post(f"/v1/{endpoint}", body)
+    of("ChatCompletion" if is_chat else "Completion").validate(whole.json())
+    streaming = {"stream": True, "stream_options": {"include_usage": True}}
+    stream = unchanged.post(f"/v1/{endpoint}", body | streaming)
+    events = [line[6:] for line in stream.text.split("\n\n") if line]
+    assert events.pop() == "[DONE]"
+    assert len(events) > 3
+    for event in events:
+        of("ChatCompletionChunk" if is_chat else "Completion").validate(json.loads(event))

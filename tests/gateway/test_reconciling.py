@@ -1,0 +1,126 @@
+"""A gateway goes on asking the others and reading usage, whatever they answer."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from lorikeet.catalog.records import Limits, TenantRecord
+from lorikeet.errors import InsufficientQuota, StoreError
+from lorikeet.gateway import limit_sync
+from lorikeet.gateway.limit_sync import Reconciling
+from lorikeet.protocol.peers import Peers, Poll
+from lorikeet.tenancy import Admission, Budget, Principal, Shares
+from lorikeet.tenancy.shares import Subject
+
+KEY = Principal("acme", "k", frozenset(), Limits())
+
+
+class Gateway:
+    """One of several in one process, which ask each other directly."""
+
+    def __init__(self, name: str, others: list["Gateway"], written: Any = None) -> None:
+        self.peers = DirectPeers(self, others)
+        self.shares = Shares(name, 2, time.monotonic())
+        budget = Budget(written, unseen_s=0)
+        self.admission = Admission(self.shares, budget)
+        self.reconciling = Reconciling(self.peers, self.shares, self.admission, budget)
+        others.append(self)
+
+    def share(self) -> float:
+        return self.shares.part(Subject("acme"), time.monotonic()).share
+
+    def check(self, **limits: Any) -> None:
+        self.admission.check(TenantRecord("acme", 0.0, Limits(**limits)), KEY)
+
+
+class DirectPeers(Peers):
+    def __init__(self, gateway: Gateway, all_of_them: list[Gateway]) -> None:
+        super().__init__()
+        self.gateway, self.all_of_them = gateway, all_of_them
+        self.trouble: Exception | None = None
+
+    async def poll(self, question: str, *arguments: Any) -> Poll:
+        if self.trouble is not None:
+            raise self.trouble
+        others = [each.peers for each in self.all_of_them if each is not self.gateway]
+        return Poll([await each.answer(question, *arguments) for each in others], 0)
+
+
+async def until(holds: Any) -> None:
+    async with asyncio.timeout(5):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limit_sync, "ROUND_S", 0.01)
+
+
+def run(scenario: Any, gateways: list[Gateway]) -> None:
+    async def inside() -> None:
+        loops = [asyncio.create_task(each.reconciling.run()) for each in gateways]
+        try:
+            await scenario
+        finally:
+            for loop in loops:
+                loop.cancel()
+
+    asyncio.run(inside())
+
+
+def test_gateways_agree_and_go_on_after_trouble(caplog: pytest.LogCaptureFixture) -> None:
+    both: list[Gateway] = []
+    first, second = Gateway("g0", both), Gateway("g1", both)
+
+    async def scenario() -> None:
+        for _ in range(100):
+            first.check(max_concurrent=1)
+        await until(lambda: first.share() > 0.8 and second.share() < 0.2)
+        first.peers.trouble = ZeroDivisionError("a bug, a lost controller, anything")
+        await until(lambda: caplog.records)
+        for _ in range(10000):
+            second.check(max_concurrent=1)
+        await asyncio.sleep(0.1)
+        assert first.share() > 0.8  # the last share holds
+        first.peers.trouble = None
+        await until(lambda: first.share() < 0.2 and second.share() > 0.8)
+
+    run(scenario(), both)
+    assert [record.msg for record in caplog.records] == ["peers_unreachable"]
+
+
+class Written:
+    def __init__(self) -> None:
+        self.failures = 3
+        self.tokens = 0
+
+    def of(self, tenant: str) -> int:
+        return self.tokens
+
+    def refresh(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise StoreError("the store is away")
+        self.tokens = 100
+
+
+def test_a_budget_is_read_as_soon_as_the_store_answers(caplog: pytest.LogCaptureFixture) -> None:
+    gateway = Gateway("g0", [], Written())
+
+    async def scenario() -> None:
+        gateway.check(tokens_per_month=100)  # nothing is known yet
+
+        def exhausted() -> bool:
+            try:
+                gateway.check(tokens_per_month=100)
+            except InsufficientQuota:
+                return True
+            return False
+
+        await until(exhausted)
+
+    run(scenario(), [gateway])
+    assert [record.msg for record in caplog.records] == ["usage_unreadable"]

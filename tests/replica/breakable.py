@@ -1,0 +1,26 @@
+"""An engine whose forward passes can be made to fail from another process."""
+
+from pathlib import Path
+
+from lorikeet.replica.engine_process import build_engine
+from lorikeet.settings import Settings
+from lorikeet_engine.engine import Engine
+
+
+def break_file(settings: Settings) -> Path:
+    """While this file exists, every step fails."""
+    return settings.cache_dir / "broken"
+
+
+def breakable_engine(settings: Settings, base_model: str) -> Engine:
+    """build_engine's, but for break_file."""
+    engine = build_engine(settings, base_model)
+    forward = engine._runner.forward
+
+    def forward_unless_broken(batch):
+        if break_file(settings).exists():
+            raise RuntimeError("device-side assert")
+        return forward(batch)
+
+    engine._runner.forward = forward_unless_broken  # type: ignore[method-assign]
+    return engine

@@ -1,0 +1,49 @@
+"""What `auto` means on each device, and which settings reach the engine."""
+
+import pytest
+
+from lorikeet.replica.engine_settings import adapter_memory, engine_settings
+from lorikeet.settings import Settings
+from lorikeet_engine.device.memory import Share
+
+
+def told(**environ):
+    variables = {f"LORIKEET_{name}": value for name, value in environ.items()}
+    return engine_settings(Settings.from_env(variables), "lorikeet-demo")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "kv", "slot_pool", "overlap"),
+    [("cpu", "float32", 2**28, 2**26, False), ("cuda", "bfloat16", Share(0.9), Share(0.1), True)],
+)
+def test_what_is_not_set_follows_from_the_device(device, dtype, kv, slot_pool, overlap):
+    settings = told(DEVICE=device)
+    assert (settings.dtype, settings.adapter_dtype) == (dtype, dtype)
+    assert (settings.kv_bytes, settings.adapter_gpu_bytes) == (kv, slot_pool)
+    assert settings.overlap is overlap
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_that_is_set_is_the_same_on_every_device(device):
+    settings = told(DEVICE=device, KV_MEMORY="70%", ADAPTER_GPU_MEMORY="1GiB")
+    assert (settings.kv_bytes, settings.adapter_gpu_bytes) == (Share(0.7), 2**30)
+
+
+@pytest.mark.parametrize(
+    ("device", "pool", "dtype", "holds"),
+    [
+        ("cpu", "auto", "float32", 2**26),
+        ("cuda", "auto", "bfloat16", 2**28),  # a share of the device: only the host's is known
+        ("cuda", "1MiB", "bfloat16", 2**20),
+        ("cuda", "1GiB", "bfloat16", 2**28),
+    ],
+)
+def test_the_gateway_lets_in_what_the_smaller_known_arena_holds(device, pool, dtype, holds):
+    variables = {"LORIKEET_DEVICE": device, "LORIKEET_ADAPTER_GPU_MEMORY": pool}
+    memory = adapter_memory(Settings.from_env(variables))
+    assert (memory.dtype, memory.max_bytes) == (dtype, holds)
+
+
+def test_an_inter_token_goal_is_given_in_milliseconds_and_there_is_none_unless_it_is():
+    assert told().inter_token_goal_s is None
+    assert told(INTER_TOKEN_GOAL_MS="12.5").inter_token_goal_s == pytest.approx(0.0125)

@@ -1,0 +1,339 @@
+"""JSON schemas as grammars: what a model says under one is what the schema allows."""
+
+import asyncio
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from lorikeet.errors import InvalidInput
+from lorikeet.protocol.messages import Call, Endpoint, Format, Refusal, ToolUse
+from lorikeet.replica.grammar import ModelGrammars, grammar_of
+from lorikeet.replica.grammar_trial import GrammarTrial
+from lorikeet.replica.replica import Replica
+from lorikeet.settings import Settings
+from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.errors import InvalidRequest
+from lorikeet_engine.request import FinishReason, Request, SamplingParams
+from tests.engine.blobs import Shelf
+from tests.engine.driving import Answers
+from tests.serving.local_gateway import answer_of
+
+DEMO = Path(__file__).parents[2] / "demo" / "model"
+EOS = 1
+SCHEMAS = {
+    "nested": {
+        "type": "object",
+        "properties": {
+            "who": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "maxLength": 12},
+                    "age": {"type": "integer", "minimum": 0, "maximum": 130},
+                },
+                "required": ["name"],
+                "additionalProperties": False,
+            },
+            "mood": {"enum": ["glad", "sad", None, 7]},
+        },
+        "required": ["who", "mood"],
+        "additionalProperties": False,
+    },
+    "arrays": {
+        "type": "object",
+        "properties": {
+            "scores": {
+                "type": "array",
+                "items": {"type": "number", "minimum": -1, "maximum": 1},
+                "minItems": 1,
+                "maxItems": 3,
+            },
+            "tags": {
+                "type": "array",
+                "items": {"enum": ["red", "green", "blue"]},
+                "maxItems": 4,
+            },
+        },
+        "required": ["scores"],
+        "additionalProperties": False,
+    },
+    "options": {
+        "$defs": {"point": {"type": "array", "items": {"type": "integer"}, "maxItems": 2}},
+        "type": "object",
+        "properties": {
+            "at": {"$ref": "#/$defs/point"},
+            "flag": {"type": "boolean"},
+            "shape": {
+                "anyOf": [
+                    {"type": "string", "pattern": "^[a-f]{2,5}$"},
+                    {"type": "object", "properties": {"r": {"const": 2}}, "required": ["r"]},
+                ]
+            },
+        },
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    return ModelGrammars(DEMO)
+
+
+@pytest.fixture(scope="module")
+def trial():
+    trial = GrammarTrial(DEMO)
+    yield trial
+    trial.close()
+
+
+@pytest.fixture
+def says(grammars, tokenizer):
+    """Whether an answer may be this text, and no less."""
+
+    def says(schema, text):
+        matcher = grammars.compile(grammar_of(json.dumps(schema)))
+        for token in tokenizer.encode(text, add_special_tokens=False).ids:
+            try:
+                matcher.accept(token)
+            except InvalidRequest:
+                return False
+        return matcher.may_end
+
+    return says
+
+
+def possible(grammars, matcher, octets=33):
+    """The tokens that may follow."""
+    bits = np.zeros((1, octets), np.uint8)
+    assert grammars.fill([matcher], bits) == [None]
+    return set(np.flatnonzero(np.unpackbits(bits[0], bitorder="little")).tolist())
+
+
+class TestEngine:
+    """The demo model at temperature 1, which says what it likes where nothing holds it."""
+
+    @pytest.fixture
+    def answer(self, tmp_path):
+        def answer(requests, overlap):
+            torch.set_num_threads(1)
+            sizes = {"kv_bytes": 64 << 20, "max_batch_tokens": 256, "max_running": 64}
+            cache = tmp_path / "cache"
+            settings = EngineSettings(model=DEMO, cache_dir=cache, overlap=overlap, **sizes)
+            shelf = Shelf(tmp_path / "blobs")
+            answers = Answers(Engine(settings, shelf, grammars=ModelGrammars(DEMO)))
+            for request in requests:
+                answers.submit(request)
+            answers.until(lambda: not answers.pending, timeout_s=240)
+            answers.engine.close()
+            return answers
+
+        return answer
+
+    def test_what_fifty_seeds_say_is_what_the_schemas_allow(self, answer, tokenizer):
+        prompt = tuple(tokenizer.encode("Tell me about it.").ids)
+        bound, plain = [], []
+        for seed in range(50):
+            name = list(SCHEMAS)[seed % len(SCHEMAS)]
+            params = SamplingParams(600, seed=seed, grammar=grammar_of(json.dumps(SCHEMAS[name])))
+            bound.append(Request(f"{name} {seed}", (prompt,), params))
+        for seed in range(8):
+            params = SamplingParams(60, seed=seed, ignore_eos=True, top_p=0.95)
+            plain.append(Request(f"plain {seed}", (prompt,), params))
+        both = answer([*bound, *plain], overlap=True)
+        for request in bound:
+            key = (request.request_id, 0)
+            assert both.finish[key] is FinishReason.STOP
+            said = json.loads(tokenizer.decode(both.tokens[key]))
+            jsonschema.validate(said, SCHEMAS[request.request_id.split()[0]])
+        assert len({tuple(tokens) for tokens in both.tokens.values()}) > 45
+        assert both.tokens == answer([*bound, *plain], overlap=False).tokens
+        alone = answer(plain, overlap=True).tokens
+        assert alone == {key: both.tokens[key] for key in alone}
+
+    def test_max_tokens_may_end_it_in_the_middle(self, answer):
+        grammar = grammar_of(json.dumps(SCHEMAS["nested"]))
+        answers = answer([Request("r", ((5, 6),), SamplingParams(4, grammar=grammar))], True)
+        assert answers.finish["r", 0] is FinishReason.LENGTH
+        assert len(answers.of("r")) == 4
+
+
+class TestGrammars:
+    def test_no_schema_is_any_object_and_nothing_else(self, says):
+        assert says({}, '{"a": [1, {"b": null}], "c": "d"}')
+        assert says({}, "{}")
+        for text in ("[]", "1", '"{}"', "null", "", "{", " {}", "{} "):
+            assert not says({}, text), text
+
+    def test_a_model_writes_json_as_printers_do_and_no_endless_spaces(self, says):
+        value = {"a": [1, {"b": "c"}], "d": True}
+        for indent in (None, 4, "\t"):
+            assert says({}, json.dumps(value, indent=indent))
+        assert says({}, json.dumps(value, separators=(",", ":")))
+        for text in ('{"a":  1}', '{"a":\n\n1}', '{"a":\n' + " " * 41 + "1}"):
+            assert not says({}, text), text
+
+    def test_a_schema_cannot_loosen_what_it_is_held_to(self, trial):
+        loose = {"x-guidance": {"lenient": True}, "type": "object", "not": {"required": ["a"]}}
+        assert "not" in trial._problem(grammar_of(json.dumps(loose)))
+
+    def test_the_end_of_the_sequence_is_left_to_the_engine(self, grammars, tokenizer):
+        matcher = grammars.compile(grammar_of('{"type": "integer"}'))
+        digits = set(tokenizer.encode("0123456789", add_special_tokens=False).ids)
+        minus = tokenizer.encode("-", add_special_tokens=False).ids[0]
+        assert possible(grammars, matcher) == digits | {minus}
+        assert not matcher.may_end
+        matcher.accept(max(digits))
+        assert possible(grammars, matcher) == digits
+        assert matcher.may_end
+        assert not matcher.must_end
+        assert EOS not in digits
+
+    def test_a_copy_goes_its_own_way(self, grammars, tokenizer):
+        first = grammars.compile(grammar_of('{"enum": ["ab", "ac"]}'))
+        for token in tokenizer.encode('"a', add_special_tokens=False).ids:
+            first.accept(token)
+        second = first.copy()
+        b, c, quote = tokenizer.encode('bc"', add_special_tokens=False).ids
+        assert possible(grammars, first) == {b, c}
+        first.accept(b)
+        assert possible(grammars, first) == {quote}
+        assert possible(grammars, second) == {b, c}
+        first.accept(quote)
+        assert first.must_end
+        assert not second.may_end
+
+    @pytest.mark.parametrize("octets", [32, 33, 40])
+    def test_a_models_vocabulary_may_be_smaller_or_larger(self, grammars, octets):
+        matcher = grammars.compile(grammar_of("{}"))
+        assert possible(grammars, matcher, octets) == possible(grammars, matcher)
+
+    def test_errors_do_not_say_what_was_said(self, grammars, tokenizer):
+        matcher = grammars.compile(grammar_of('{"enum": ["planted secret"]}'))
+        for token in tokenizer.encode('"planted s', add_special_tokens=False).ids:
+            matcher.accept(token)
+        with pytest.raises(InvalidRequest) as refused:
+            matcher.accept(5)
+        assert "plant" not in str(refused.value)
+
+
+def chain(links):
+    """A schema of few bytes a level, and as many levels as links."""
+    defs = {
+        f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["x"]}
+        for i in range(links)
+    }
+    return {"$ref": "#/$defs/d0", "$defs": {**defs, f"d{links}": {"type": "integer"}}}
+
+
+class TestRefusals:
+    BAD = (
+        ({"type": "nope"}, "nope"),
+        ({"not": {}}, "not"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"$ref": "https://example.com/schema"}, "example.com"),
+        ({"$ref": "#/$defs/none"}, "none"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
+        ({"type": "integer", "minimum": 5, "maximum": 2}, "minimum"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+    )
+    EXPLODING = (
+        chain(2000),  # more stack than there is
+        {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]},  # minutes
+        {"type": "string", "pattern": "^(a{1000}){1000}$"},  # hundreds of megabytes
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(4000)}},
+    )
+    CALL = Call("r", Endpoint.CHAT, 0, "acme", "demo", None)
+
+    def refused(self, trial, schema, call=CALL):
+        with pytest.raises(InvalidInput) as refused:
+            asyncio.run(trial.check(call, grammar_of(json.dumps(schema))))
+        return refused.value
+
+    @pytest.mark.parametrize(("schema", "reason"), BAD, ids=lambda value: str(value)[:20])
+    def test_a_schema_that_cannot_be_followed_is_refused_with_the_reason(
+        self, trial, schema, reason
+    ):
+        error = self.refused(trial, schema)
+        assert error.param == "response_format"
+        assert reason in error.message
+
+    @pytest.mark.parametrize("schema", EXPLODING, ids=lambda value: str(value)[:20])
+    def test_a_schema_that_costs_too_much_is_refused_and_hurts_nobody(self, trial, schema):
+        began_s = time.monotonic()
+        assert "too much time or memory" in self.refused(trial, schema).message
+        asyncio.run(trial.check(self.CALL, grammar_of(json.dumps(SCHEMAS["nested"]))))
+        assert time.monotonic() - began_s < 30  # one or two, on a machine that has time
+
+    def test_a_grammar_is_tried_once(self, trial, monkeypatch):
+        bad, good = {"type": "nobody"}, {"type": "integer", "minimum": 77}
+        first = self.refused(trial, bad).message
+        asyncio.run(trial.check(self.CALL, grammar_of(json.dumps(good))))
+        monkeypatch.setattr(trial, "_problem", lambda grammar: pytest.fail("tried again"))
+        assert self.refused(trial, bad).message == first
+        asyncio.run(trial.check(self.CALL, grammar_of(json.dumps(good))))
+
+    def test_a_tools_parameters_are_refused_by_their_name(self, trial):
+        for tools in (ToolUse((), ("look",)), ToolUse(())):
+            call = replace(self.CALL, tools=tools)
+            assert self.refused(trial, {"type": "nope"}, call).param == "tools"
+        call = replace(call, format=Format('{"type": "nope"}'))
+        assert self.refused(trial, {"type": "nope"}, call).param == "response_format"
+
+    @pytest.mark.parametrize("text", ["nonsense", "[]", "true", "[" * 5000, '{"a":' * 200 + "1"])
+    def test_a_text_that_is_no_schema_is_refused(self, text):
+        with pytest.raises(InvalidInput) as refused:
+            grammar_of(text)
+        assert refused.value.param == "response_format"
+
+    def test_so_is_a_schema_that_is_too_long(self):
+        with pytest.raises(InvalidInput, match="characters"):
+            grammar_of(json.dumps({"enum": ["x" * 300_000]}))
+
+
+def test_a_replica_answers_in_the_format_that_a_call_asks_for(tmp_path):
+    given = {
+        "LORIKEET_BASE_MODELS": f"demo={DEMO}",
+        "LORIKEET_CATALOG": str(tmp_path / "catalog"),
+        "LORIKEET_CACHE_DIR": str(tmp_path / "cache"),
+        "LORIKEET_MAX_RUNNING": "4",
+        "LORIKEET_MAX_BATCH_TOKENS": "64",
+    }
+    asked = Call(
+        request_id="r",
+        endpoint=Endpoint.CHAT,
+        created=0,
+        tenant="acme",
+        model="demo",
+        adapter=None,
+        messages=({"role": "user", "content": "Tell me about it."},),
+        max_tokens=600,
+        sampling=SamplingParams(seed=4),
+        format=Format(json.dumps(SCHEMAS["nested"])),
+    )
+
+    async def inside():
+        replica = Replica("r0", "demo", Settings.from_env(given))
+        try:
+            bad = replace(asked, request_id="bad", format=Format('{"type": "nope"}'))
+            return [[i async for i in answer_of(replica, call)] for call in (asked, bad)]
+        finally:
+            replica.close()
+
+    answer, refusal = asyncio.run(inside())
+    body = json.loads(b"".join(item for item in answer if isinstance(item, bytes)))
+    content = json.loads(body["choices"][0]["message"]["content"])
+    jsonschema.validate(content, SCHEMAS["nested"])
+    assert isinstance(refusal[-1], Refusal)
+    assert (refusal[-1].code, refusal[-1].param) == ("invalid_value", "response_format")

@@ -1,0 +1,140 @@
+"""What a replica counts, and that it is in the store: the demo model, a catalog in a folder."""
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+from datetime import date, timedelta
+
+import pytest
+
+from demo.fill import fill_catalog
+from demo.tasks import TASKS
+from lorikeet.answer_stream.token_meter import TokenMeter
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.store.object_store import open_store
+from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal
+from lorikeet.replica.replica import Replica
+from lorikeet.settings import Settings
+from lorikeet.usage.counts import Account, Counts, add_to
+from lorikeet.usage.reader import UsageReader
+from lorikeet_engine.errors import StepFailed
+from lorikeet_engine.request import Course, Failed, SamplingParams, Terms, Tokens
+from tests.serving.local_gateway import answer_of
+
+BASE = "lorikeet-demo"
+TASK = TASKS[0]
+CALL = Call(
+    request_id="r",
+    endpoint=Endpoint.COMPLETIONS,
+    created=0,
+    tenant=TASK.tenant,
+    model=BASE,
+    adapter=None,
+    prompts=("once upon", "twice"),
+    max_tokens=8,
+    sampling=SamplingParams(temperature=0, ignore_eos=True),
+    n=2,
+    terms=Terms(tenant=TASK.tenant),
+)
+PROMPTS = ((1, 2, 3), (4, 5))
+
+
+def tokens(choice: int, *token_ids: int, cached: int | None = None) -> Tokens:
+    course = None if cached is None else Course(cached_tokens=cached)
+    return Tokens("r", choice, token_ids, course=course)
+
+
+def test_an_answer_made_to_its_end_counts_as_it_says_itself():
+    meter = TokenMeter(CALL, PROMPTS)
+    meter.made([tokens(0, 7, cached=0), tokens(1, 7, 8, 9)])  # some after a stop string
+    meter.told(FinalUsage(5, 2, 3))
+    assert meter.counts() == Counts(1, 5, 2, 3)
+
+
+def test_a_client_that_left_pays_for_what_was_computed_until_then():
+    meter = TokenMeter(CALL, PROMPTS)
+    assert meter.counts() == Counts(requests=1)
+    meter.made([tokens(0, 7, cached=2), tokens(1, 7, cached=3)])
+    meter.made([tokens(0, 8), tokens(1, 8)])
+    assert meter.counts() == Counts(1, 3, 2, 4)  # nothing yet of the second prompt
+    meter.made([tokens(2, 7, cached=0)])
+    assert meter.counts() == Counts(1, 5, 2, 5)
+
+
+def test_what_failed_before_the_client_had_anything_counts_nothing():
+    meter = TokenMeter(CALL, PROMPTS)
+    meter.made([tokens(0, 7, cached=0), Failed("r", StepFailed("it broke"))])
+    meter.told(Refusal("generation_failed", "it broke"))
+    assert meter.counts() is None
+
+
+def test_what_failed_in_its_midst_counts_what_the_client_has():
+    meter = TokenMeter(CALL, PROMPTS)
+    meter.made([tokens(0, 7, cached=0)])
+    meter.told(b"data: ...")
+    meter.failed()
+    assert meter.counts() == Counts(1, 3, 0, 1)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    root = tmp_path_factory.mktemp("metering")
+    given = {
+        "LORIKEET_CATALOG": str(root / "catalog"),
+        "LORIKEET_CACHE_DIR": str(root / "cache"),
+        "LORIKEET_USAGE_FLUSH_S": "0.2",
+    }
+    settings = Settings.from_env(given)
+    fill_catalog(settings, root)
+    return settings
+
+
+def used(settings) -> dict[Account, Counts]:
+    today = date.today()
+    day = timedelta(days=1)
+    sums: dict[Account, Counts] = {}
+    reader = UsageReader(open_store(settings.catalog))
+    for use in reader.read(today - day, today + day).values():
+        for account, counts in use.items():
+            add_to(sums, account, counts)
+    return sums
+
+
+def test_a_replica_writes_what_was_used_and_the_rest_when_it_is_closed(settings):
+    state = AdapterCatalog(open_store(settings.catalog)).refresh()
+    ref = state.resolve(TASK.model, TASK.tenant)
+    adapted = replace(CALL, adapter=ref, prompts=("once upon",), n=1)
+    support = Account(TASK.tenant, BASE, f"{ref.tenant}/{ref.name}")
+    base = Account(TASK.tenant, BASE)
+
+    async def scenario() -> FinalUsage:
+        replica = Replica("r0", BASE, settings)
+        try:
+            items = [item async for item in answer_of(replica, adapted)]
+            usage = next(item for item in items if isinstance(item, FinalUsage))
+            async with asyncio.timeout(30):
+                while support not in used(settings) or not used(settings)[support].requests:
+                    await asyncio.sleep(0.05)
+            endless = replace(CALL, request_id="s", n=1, max_tokens=1000, stream=True)
+            async with aclosing(answer_of(replica, endless)) as left:
+                async for item in left:
+                    if isinstance(item, bytes):
+                        break
+            too_long = replace(CALL, request_id="t", prompts=(tuple([1] * 100_000),))
+            assert isinstance([item async for item in answer_of(replica, too_long)][-1], Refusal)
+        finally:
+            replica.close()
+        return usage
+
+    usage = asyncio.run(scenario())
+    counted = used(settings)
+    said = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+    adapter = counted[support]
+    assert (adapter.requests, adapter.prompt_tokens, adapter.cached_tokens) == (1, *said[:2])
+    assert adapter.output_tokens == said[2] == 8
+    assert (adapter.loads, adapter.load_bytes > 0, 0 < adapter.slot_s < 30) == (1, True, True)
+    assert counted.keys() == {support, base}
+    assert counted[base].requests == 1
+    assert counted[base].prompt_tokens > 0
+    assert counted[base].output_tokens >= 1
+    assert counted[base].slot_s == counted[base].loads == 0

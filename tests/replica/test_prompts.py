@@ -1,0 +1,91 @@
+"""What chat templates are shown of a call, and what is refused because they cannot show it."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lorikeet.answer_stream.tool_calls import HERMES, LLAMA
+from lorikeet.errors import InvalidInput, UnsupportedParameter
+from lorikeet.protocol.messages import Call, Endpoint, Format, ToolUse
+from lorikeet.replica.prompts import PromptEncoder
+
+DEMO = Path("demo/model")
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+CHAT = Call(
+    "r1", Endpoint.CHAT, 0, "acme", "m", None, messages=({"role": "user", "content": "hi"},)
+)
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+SHOWN = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + PLAIN
+
+
+def encoder(folder: Path, template: str) -> PromptEncoder:
+    """The demo's tokenizer with another chat template."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder / name)
+    (folder / "chat_template.jinja").write_text(template)
+    return PromptEncoder(folder, 4096)
+
+
+def text_of(encoder: PromptEncoder, call: Call) -> str:
+    (ids,) = encoder.encode(call)
+    return encoder.backend.decode(list(ids), skip_special_tokens=False)
+
+
+def test_the_demos_template_knows_tools_and_their_syntax() -> None:
+    demo = PromptEncoder(DEMO, 4096)
+    assert demo.syntax is HERMES
+    shown = text_of(demo, replace(CHAT, tools=ToolUse((TOOL,))))
+    assert '{"name": "look", "parameters": {"type": "object"}}' in shown
+    assert text_of(demo, CHAT) == "<|bos|><|user|>hi<|eos|><|assistant|>"
+
+
+def test_a_template_that_shows_no_tools_refuses_them_by_name(tmp_path: Path) -> None:
+    plain = encoder(tmp_path, PLAIN)
+    assert text_of(plain, CHAT) == "user: hi\n"
+    with pytest.raises(UnsupportedParameter, match="leave tools out") as refused:
+        plain.encode(replace(CHAT, tools=ToolUse((TOOL,))))
+    assert refused.value.param == "tools"
+
+
+def test_a_template_with_an_unknown_syntax_refuses_tools_too(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedParameter, match="tools"):
+        encoder(tmp_path, SHOWN).encode(replace(CHAT, tools=ToolUse((TOOL,))))
+
+
+def test_the_syntax_is_found_in_the_template(tmp_path: Path) -> None:
+    llama = SHOWN + """{{ '"parameters": ' if calls else '' }}"""
+    assert encoder(tmp_path, llama).syntax is LLAMA
+
+
+@pytest.mark.parametrize("broken", ["{{ raise_exception('no') }}", "{{ 1 + messages[0].content }}"])
+def test_what_a_template_cannot_render_is_the_callers_to_change(
+    tmp_path: Path, broken: str
+) -> None:
+    with pytest.raises(InvalidInput, match="chat template refuses") as refused:
+        encoder(tmp_path, broken).encode(CHAT)
+    assert refused.value.param == "messages"
+
+
+def test_beside_calls_that_look_like_json_no_json_can_be_asked_for(tmp_path: Path) -> None:
+    llama = encoder(tmp_path, SHOWN + """{{ '"parameters": ' if calls else '' }}""")
+    both = replace(CHAT, tools=ToolUse((TOOL,)), format=Format("{}"))
+    with pytest.raises(UnsupportedParameter, match="plain JSON") as refused:
+        llama.encode(both)
+    assert refused.value.param == "response_format"
+    llama.encode(replace(both, tools=ToolUse((TOOL,), forced=("look",))))
+    PromptEncoder(DEMO, 4096).encode(both)
+
+
+def test_only_forced_calls_strict_tools_and_formats_are_held_to_a_grammar() -> None:
+    demo = PromptEncoder(DEMO, 4096)
+    assert demo.grammar(CHAT) is None
+    assert demo.grammar(replace(CHAT, tools=ToolUse((TOOL,)))) is None
+    forced = demo.grammar(replace(CHAT, tools=ToolUse((TOOL,), forced=("look",))))
+    assert forced is not None
+    assert "look" in forced
+    strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+    held = demo.grammar(replace(CHAT, tools=ToolUse((TOOL, strict))))
+    assert held is not None
+    assert "TEXT" in held

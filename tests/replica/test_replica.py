@@ -1,0 +1,414 @@
+"""A replica without Ray: the demo model, a catalog in a folder, calls as a gateway sends them."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+
+import pytest
+
+from demo.fill import fill_catalog
+from demo.tasks import TASKS
+from lorikeet.answer_stream import response_stream as response_stream_module
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.store.object_store import open_store
+from lorikeet.errors import InvalidSetting
+from lorikeet.gateway.apis.openai_requests import prompt_tokens
+from lorikeet.protocol.messages import Call, Endpoint, Header, Refusal
+from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision, PrefetchTarget
+from lorikeet.replica import replica as replica_module
+from lorikeet.replica.prompts import PromptEncoder
+from lorikeet.replica.replica import Replica
+from lorikeet.routing.ranking import Work
+from lorikeet.routing.status_update import from_stats
+from lorikeet.settings import Settings
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.errors import EngineClosed
+from lorikeet_engine.request import SamplingParams, Terms
+from tests.engine import hosted
+from tests.replica.breakable import break_file, breakable_engine
+from tests.serving.local_gateway import answer_of, local_gateway
+
+BASE = "lorikeet-demo"
+TASK = TASKS[0]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    root = tmp_path_factory.mktemp("replica")
+    given = {"LORIKEET_CATALOG": str(root / "catalog"), "LORIKEET_CACHE_DIR": str(root / "cache")}
+    settings = Settings.from_env(given)
+    fill_catalog(settings, root)
+    return settings
+
+
+@pytest.fixture
+def ref(settings):
+    state = AdapterCatalog(open_store(settings.catalog)).refresh()
+    return state.resolve(TASK.model, TASK.tenant)
+
+
+CALL = Call(
+    request_id="r",
+    endpoint=Endpoint.COMPLETIONS,
+    created=0,
+    tenant=TASK.tenant,
+    model=BASE,
+    adapter=None,
+    prompts=("once upon",),
+    max_tokens=8,
+    sampling=SamplingParams(temperature=0, ignore_eos=True),
+)
+
+
+def run(settings, scenario):
+    async def inside():
+        replica = Replica("r0", BASE, settings)
+        try:
+            return await asyncio.wait_for(scenario(replica), 60)
+        finally:
+            replica.close()
+
+    return asyncio.run(inside())
+
+
+async def items_of(replica, call):
+    return await rest_of(answer_of(replica, call))
+
+
+async def rest_of(answer):
+    return [item async for item in answer]
+
+
+def kill_engine(how=signal.SIGKILL):
+    """Send a signal to the process of the one engine that this process hosts."""
+    (pid,) = hosted.processes()
+    os.kill(pid, how)
+
+
+async def until(holds, replica, within_s=5.0):
+    """Wait until something holds of the replica's report."""
+    deadline = time.monotonic() + within_s
+    while not holds(await replica.report()):
+        assert time.monotonic() < deadline, "not in time"
+        await asyncio.sleep(0.01)
+
+
+def test_a_header_comes_first_and_says_where_the_adapter_was(settings, ref):
+    async def scenario(replica):
+        call = replace(
+            CALL,
+            adapter=ref,
+            endpoint=Endpoint.CHAT,
+            messages=({"role": "user", "content": TASK.example.prompt},),
+            max_tokens=None,
+            sampling=SamplingParams(temperature=0),
+        )
+        cold = await items_of(replica, call)
+        warm = await items_of(replica, call)
+        return cold, warm, await replica.report(Residency.GPU)
+
+    cold, warm, there = run(settings, scenario)
+    assert isinstance(cold[0], Header)
+    assert cold[0].residency < Residency.GPU
+    assert (warm[0].replica, warm[0].digest) == ("r0", ref.digest)
+    assert warm[0].residency is Residency.GPU
+    assert warm[0].status.seq > cold[0].status.seq
+    (adapter,) = there.adapters
+    assert (there.replica, adapter.digest) == ("r0", ref.digest)
+    assert adapter.gpu_bytes == there.status.tiers[Residency.GPU].used_bytes
+    for items in (cold, warm):
+        message = json.loads(items[-1])["choices"][0]["message"]
+        assert message["content"] == TASK.example.answer
+
+
+def test_a_second_header_says_how_long_the_adapter_took_to_come(settings, ref):
+    async def scenario(replica):
+        call = replace(CALL, adapter=ref)
+        cold = await items_of(replica, call)
+        again = await items_of(replica, replace(call, request_id="again"))
+        return cold, again
+
+    cold, again = run(settings, scenario)
+    for items, came in ((cold, True), (again, False)):
+        first, second = (item for item in items if isinstance(item, Header))
+        assert first.load_s is None
+        assert (second.replica, second.digest) == (first.replica, first.digest)
+        assert second.residency == first.residency
+        assert (second.load_s > 0) is came
+        assert items.index(second) < min(i for i, item in enumerate(items) if type(item) is bytes)
+
+
+def test_who_will_not_wait_for_an_adapter_is_told_when_it_will_be_there(settings, ref):
+    async def scenario(replica):
+        impatient = replace(CALL, adapter=ref, terms=Terms(TASK.tenant, max_load_s=0.0))
+        return (await items_of(replica, impatient))[-1]
+
+    refusal = run(settings, scenario)
+    assert refusal.code == "adapter_not_ready"
+    assert refusal.retry_after_s > 0
+
+
+def test_closing_an_answer_frees_its_pages_and_lease(settings, ref):
+    async def scenario(replica):
+        call = replace(CALL, adapter=ref, max_tokens=900, stream=True)
+        async with aclosing(answer_of(replica, call)) as items:
+            async for item in items:
+                if isinstance(item, bytes):
+                    break
+        await until(lambda report: [a.leases for a in report.adapters] == [0], replica, within_s=1)
+        await until(lambda report: report.status.live.kv_pages_used == 0, replica, within_s=1)
+
+    run(settings, scenario)
+
+
+def test_answers_that_cannot_reach_their_gateway_are_given_up(settings, ref):
+    async def scenario(replica):
+        endless = replace(CALL, adapter=ref, max_tokens=900, stream=True)
+        calls = [replace(endless, request_id=str(n)) for n in range(3)]
+        async with local_gateway(replica, "lost") as lost, local_gateway(replica, "well") as well:
+            bodies = asyncio.create_task(rest_of(well.generate(replace(CALL, max_tokens=200))))
+            async with AsyncExitStack() as stack:
+                streams = [
+                    await stack.enter_async_context(aclosing(lost.generate(c))) for c in calls
+                ]
+                for stream in streams:
+                    assert isinstance(await anext(stream), Header)
+                async with local_gateway(replica, "lost"):  # the same one, after a broken line
+                    for stream in streams:
+                        assert (await rest_of(stream))[-1].code == "unavailable"
+            whole = await bodies
+        await until(lambda report: report.status.live.kv_pages_used == 0, replica)
+        return whole
+
+    whole = run(settings, scenario)
+    assert json.loads(whole[-1])["usage"]["completion_tokens"] == 200
+
+
+def test_the_call_itself_ends_with_one_item(settings):
+    """Of a stream without any gRPC may lose the word that the replica has taken it."""
+
+    async def scenario(replica):
+        async with local_gateway(replica, "other"):
+            return await rest_of(replica.generate(CALL, "other"))
+
+    assert run(settings, scenario) == [None]
+
+
+def test_a_gateway_that_does_not_listen_is_told_to_go_elsewhere(settings, monkeypatch):
+    monkeypatch.setattr(response_stream_module, "_OPENING_S", 0.1)
+
+    async def scenario(replica):
+        return await rest_of(replica.generate(CALL, "deaf"))
+
+    (refusal,) = run(settings, scenario)
+    assert refusal.code == "unavailable"
+
+
+def test_a_request_id_in_flight_is_refused_and_the_first_goes_on(settings):
+    async def scenario(replica):
+        first = asyncio.create_task(items_of(replica, replace(CALL, max_tokens=100)))
+        await until(lambda report: report.status.live.running, replica)
+        (refusal,) = await items_of(replica, CALL)
+        return refusal, await first
+
+    refusal, first = run(settings, scenario)
+    assert isinstance(refusal, Refusal)
+    assert json.loads(first[-1])["usage"]["completion_tokens"] == 100
+
+
+@pytest.mark.parametrize("prompt", ["word " * 300_000, "word " * 1_200], ids=["text", "tokens"])
+def test_a_prompt_that_cannot_fit_is_refused_without_stopping_others(settings, prompt):
+    call = replace(CALL, prompts=(prompt,), work=Work(prompt_tokens(prompt)))
+
+    async def scenario(replica):
+        gaps, last = [], time.monotonic()
+        refused = asyncio.create_task(items_of(replica, call))
+        while not refused.done():
+            await asyncio.sleep(0.005)
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+        return await refused, max(gaps)
+
+    (refusal,), longest_gap_s = run(settings, scenario)
+    assert refusal.code == "context_length_exceeded"
+    assert longest_gap_s < 0.5
+
+
+def test_a_short_prompt_does_not_wait_until_long_ones_are_encoded(settings, monkeypatch):
+    encode, may_go_on, held = PromptEncoder.encode, threading.Event(), []
+
+    def slow(self, call):
+        if call != CALL:
+            held.append(call)
+            assert may_go_on.wait(30)
+        return encode(self, call)
+
+    monkeypatch.setattr(PromptEncoder, "encode", slow)
+    long = replace(CALL, work=Work(prompt_tokens=1_000))
+
+    async def scenario(replica):
+        calls = [replace(long, request_id=f"long-{i}") for i in range(4)]
+        waiting = [asyncio.create_task(items_of(replica, call)) for call in calls]
+        async with asyncio.timeout(20):
+            while len(held) < replica_module._ENCODERS:
+                await asyncio.sleep(0.01)
+            *_, answer = await items_of(replica, CALL)
+        assert not any(task.done() for task in waiting)
+        may_go_on.set()
+        return answer, await asyncio.gather(*waiting)
+
+    answer, later = run(settings, scenario)
+    assert json.loads(answer)["usage"]["completion_tokens"]
+    assert len(later) == 4
+
+
+def test_orders_bring_adapters_nearer_and_the_autoscaler_hears_how_hard_it_works(settings, ref):
+    async def scenario(replica):
+        quiet = await replica.record_autoscaling_stats()
+        orders = PlacementDecision(
+            sole_copies=0.25, prefetches=(PrefetchTarget(ref, Residency.GPU, 1.0),)
+        )
+        assert await replica.apply_plan({"r0": orders}) == "r0"
+        await until(
+            lambda report: [a.residency for a in report.adapters] == [Residency.GPU], replica
+        )
+        for n in range(2):
+            await items_of(replica, replace(CALL, adapter=ref, request_id=f"r{n}"))
+        return quiet, await replica.record_autoscaling_stats()
+
+    quiet, used = run(settings, scenario)
+    assert (quiet["working_bytes"], quiet["seats"]) == (0, 0)
+    assert "sole_copies" not in quiet
+    assert 0 < used["working_bytes"] < used["arena_bytes"]
+    assert used["sole_copies"] == 0.25
+
+
+def test_a_plan_that_does_not_name_the_replica_changes_nothing(settings, ref):
+    async def scenario(replica):
+        def pinned(report):
+            return [a.pinned for a in report.adapters if a.ref == ref] == [True]
+
+        await replica.apply_plan(
+            {"r0": PlacementDecision({ref.digest: PinTarget(ref, Residency.GPU)})}
+        )
+        await until(pinned, replica)
+        await replica.apply_plan({"other": PlacementDecision()})
+        await asyncio.sleep(0.2)
+        assert pinned(await replica.report())
+        await replica.apply_plan({"r0": PlacementDecision()})
+        await until(lambda report: not pinned(report), replica)
+
+    run(settings, scenario)
+
+
+def test_step_after_step_failing_makes_a_replica_unhealthy(settings, monkeypatch):
+    monkeypatch.setattr(replica_module, "build_engine", breakable_engine)
+    broken = break_file(settings)
+
+    async def scenario(replica):
+        broken.touch()
+        for attempt in range(5):
+            replica.check_health()
+            (_, refusal) = await items_of(replica, replace(CALL, request_id=f"r{attempt}"))
+            assert refusal.code == "generation_failed"
+        with pytest.raises(RuntimeError, match="5 steps failed"):
+            replica.check_health()
+        broken.unlink()
+        await items_of(replica, CALL)
+        replica.check_health()
+
+    run(settings, scenario)
+
+
+def test_a_closed_engine_sends_the_request_elsewhere(settings):
+    async def scenario(replica):
+        replica.close()
+        (refusal,) = await items_of(replica, CALL)
+        assert refusal.code == "unavailable"
+        with pytest.raises(RuntimeError, match="ended"):
+            replica.check_health()
+
+    run(settings, scenario)
+
+
+def test_when_the_engines_process_dies_streams_end_with_an_error_and_no_call_is_taken(settings):
+    async def scenario(replica):
+        call = replace(CALL, max_tokens=900, stream=True)
+        items = []
+        async for item in answer_of(replica, call):
+            items.append(item)
+            if len(items) == 3:
+                kill_engine()
+        with pytest.raises(RuntimeError, match="ended"):
+            replica.check_health()
+        return items[-1], await items_of(replica, CALL)
+
+    last, (refusal,) = run(settings, scenario)
+    assert last.code == refusal.code == "unavailable"
+    assert "send the request again" in last.message
+
+
+def test_a_replica_whose_engine_hangs_sends_requests_elsewhere_and_says_nothing(
+    settings, monkeypatch
+):
+    for name, seconds in {"_LATE_S": 0.2, "_SUBMIT_S": 0.4, "_DEAD_S": 0.6}.items():
+        monkeypatch.setattr(replica_module, name, seconds)
+
+    async def scenario(replica):
+        async with aclosing(replica.watch("r0")) as watch:
+            await anext(watch)
+            said = await replica.record_routing_stats()
+            kill_engine(signal.SIGSTOP)
+            (refusal,) = await items_of(replica, CALL)
+            assert refusal.code == "unavailable"
+            update = asyncio.ensure_future(anext(watch))
+            await asyncio.wait({update}, timeout=2)
+            assert not update.done()
+            assert await replica.record_routing_stats() == said
+            with pytest.raises(EngineClosed):
+                await replica.metrics()
+            with pytest.raises(RuntimeError, match="not answered"):
+                replica.check_health()
+            kill_engine(signal.SIGCONT)
+            assert (await update).seq > from_stats(said).seq
+            replica.check_health()
+
+    run(settings, scenario)
+
+
+def test_a_replica_loads_no_torch(settings):
+    code = (
+        "import asyncio, os, sys\n"
+        "from lorikeet.serving.app import Replica\n"
+        "from lorikeet.settings import Settings\n"
+        "async def main():\n"
+        f"    Replica('r0', '{BASE}', Settings.from_env()).close()\n"
+        "    sys.exit('torch' in sys.modules)\n"
+        "asyncio.run(main())"
+    )
+    environ = {"LORIKEET_CATALOG": settings.catalog, "LORIKEET_CACHE_DIR": str(settings.cache_dir)}
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **environ}, check=True)
+
+
+def test_an_adapter_that_is_nowhere_fails_with_its_name(settings):
+    nowhere = AdapterRef(TASK.tenant, "nowhere", 1, "0" * 64)
+
+    async def scenario(replica):
+        return await items_of(replica, replace(CALL, adapter=nowhere))
+
+    _, refusal = run(settings, scenario)
+    assert refusal.code == "adapter_load_failed"
+    assert f"{TASK.tenant}/nowhere@1" in refusal.message
+
+
+def test_a_base_model_without_a_fast_tokenizer_is_refused_by_name(tmp_path):
+    with pytest.raises(InvalidSetting, match=r"no tokenizer\.json"):
+        PromptEncoder(tmp_path, 128)

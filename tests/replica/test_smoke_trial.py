@@ -1,0 +1,101 @@
+"""Trying adapters on a replica: the demo model, real adapters and broken ones."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from demo.fill import ADAPTERS, fill_catalog
+from demo.tasks import TASKS
+from lorikeet.catalog.catalog import AdapterCatalog, blob_key
+from lorikeet.catalog.store.object_store import open_store
+from lorikeet.gateway.admin.smoke_report import report
+from lorikeet.protocol.messages import Refusal, Trial
+from lorikeet.replica.replica import Replica
+from lorikeet.settings import Settings
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter_format import write_blob
+
+TASK = TASKS[0]
+PEFT = ADAPTERS / TASK.tenant / TASK.name
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    root = tmp_path_factory.mktemp("trial")
+    given = {"LORIKEET_CATALOG": str(root / "catalog"), "LORIKEET_CACHE_DIR": str(root / "cache")}
+    settings = Settings.from_env(given)
+    fill_catalog(settings, root)
+    return settings
+
+
+@pytest.fixture(scope="module")
+def try_out(settings):
+    """try_out(trial): the answer of the one replica of these tests."""
+
+    async def start():
+        return Replica("r0", "lorikeet-demo", settings)
+
+    with asyncio.Runner() as loop:
+        replica = loop.run(start())
+        try:
+            yield lambda trial: loop.run(asyncio.wait_for(replica.smoke(trial), 60))
+        finally:
+            replica.close()
+
+
+def trained(settings):
+    return AdapterCatalog(open_store(settings.catalog)).refresh().resolve(TASK.model, TASK.tenant)
+
+
+def stored(settings, tmp_path, change):
+    """The ref of the task's adapter with every B changed; no version names it."""
+    tensors = load_file(PEFT / "adapter_model.safetensors")
+    changed = {
+        name: change(tensor) if "lora_B" in name else tensor for name, tensor in tensors.items()
+    }
+    save_file(changed, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_bytes((PEFT / "adapter_config.json").read_bytes())
+    digest = write_blob(tmp_path, tmp_path / "blob")
+    open_store(settings.catalog).put_file(blob_key(digest), tmp_path / "blob")
+    return AdapterRef(TASK.tenant, "tried", 1, digest)
+
+
+def trial_of(ref, *prompts):
+    return Trial("t", ref, prompts or (TASK.example.prompt, "hello"), 48)
+
+
+def test_a_fine_tune_does_its_task_and_the_base_model_does_not(settings, try_out):
+    trial = trial_of(trained(settings))
+    cold, warm = try_out(trial), try_out(replace(trial, request_id="again"))
+    assert cold.adapted[0].text == TASK.example.answer
+    assert cold.base[0].text != TASK.example.answer
+    assert cold.residency < warm.residency == Residency.GPU
+    assert (cold.base, cold.adapted) == (warm.base, warm.adapted)
+    seen = report(trial, cold)
+    assert seen["equal_share"] < 1
+    assert seen["warnings"] == []
+
+
+def test_an_adapter_of_zeros_changes_nothing_and_is_warned_of(settings, try_out, tmp_path):
+    trial = trial_of(stored(settings, tmp_path, np.zeros_like))
+    result = try_out(trial)
+    assert result.base == result.adapted
+    (warning,) = report(trial, result)["warnings"]
+    assert "changed none" in warning
+
+
+def test_an_adapter_that_overflows_is_refused_by_name(settings, try_out, tmp_path):
+    huge = stored(settings, tmp_path, lambda tensor: np.full_like(tensor, 1e38))
+    refusal = try_out(trial_of(huge))
+    assert isinstance(refusal, Refusal)
+    assert refusal.code == "invalid_adapter"
+    assert str(huge) in refusal.message
+    assert try_out(trial_of(trained(settings))).adapted[0].text == TASK.example.answer
+
+
+def test_a_prompt_that_cannot_fit_is_refused(settings, try_out):
+    refusal = try_out(trial_of(trained(settings), "word " * 5000))
+    assert refusal.code == "context_length_exceeded"

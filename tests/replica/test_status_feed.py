@@ -1,0 +1,149 @@
+"""What those who follow a replica hear, whenever they begin and however slowly they listen."""
+
+import asyncio
+from random import Random
+
+import pytest
+
+from lorikeet.replica import status_feed as module
+from lorikeet.replica.status_feed import StatusFeed
+from lorikeet.routing.fleet import Fleet
+from lorikeet.routing.status_update import from_stats, to_stats
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.costs import LoadCosts, MeasuredCosts, StepCosts
+from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, Victim
+
+BUSY = LiveStats(decoding=7, waiting=2, victim=Victim(10, 0.5))
+COSTS = MeasuredCosts(StepCosts(base_s=0.007), LoadCosts(disk_latency_s=0.5))
+
+
+def status(live=BUSY, **moved):
+    where = {digest: Residency[tier] for digest, tier in moved.items()}
+    return EngineStatus(live, costs=COSTS, moved=where)
+
+
+def run(scenario):
+    async def inside():
+        return await asyncio.wait_for(scenario(StatusFeed(EngineStatus())), 10)
+
+    return asyncio.run(inside())
+
+
+async def close(*followers):
+    for follower in followers:
+        await follower.aclose()
+
+
+def test_a_feed_begins_with_everything_and_goes_on_with_changes():
+    async def scenario(feed):
+        feed.post(status(a="GPU", b="DISK", c="HOST"))
+        feed.post(status(c="REMOTE"))
+        follower = feed.follow()
+        first = await anext(follower)
+        assert first.moved == {"a": Residency.GPU, "b": Residency.DISK}
+        assert first.begins_snapshot
+        assert first.ends_snapshot
+        assert first.live == BUSY
+        assert first.costs.steps.base_s == 0.007
+        feed.post(status(LiveStats(decoding=9), b="HOST", a="REMOTE"))
+        change = await anext(follower)
+        assert change.moved == {"b": Residency.HOST, "a": Residency.REMOTE}
+        assert (change.begins_snapshot, change.ends_snapshot, change.costs) == (False, False, None)
+        assert change.live.decoding == 9
+        assert change.seq > first.seq
+        await close(follower)
+
+    run(scenario)
+
+
+def test_many_adapters_come_in_parts(monkeypatch):
+    monkeypatch.setattr(module, "_PART", 3)
+
+    async def scenario(feed):
+        feed.post(status(**{f"d{number}": "DISK" for number in range(7)}))
+        follower = feed.follow()
+        parts = [await anext(follower) for _ in range(3)]
+        assert [len(part.moved) for part in parts] == [3, 3, 1]
+        assert [part.begins_snapshot for part in parts] == [True, False, False]
+        assert [part.ends_snapshot for part in parts] == [False, False, True]
+        await close(follower)
+
+    run(scenario)
+
+
+def test_a_slow_watcher_gets_one_message_for_all_that_it_missed():
+    async def scenario(feed):
+        slow, quick = feed.follow(), feed.follow()
+        await anext(slow)
+        await anext(quick)
+        for number in range(1000):
+            feed.post(status(a="GPU" if number % 2 else "HOST", **{f"d{number % 10}": "DISK"}))
+            await anext(quick)
+        missed = await anext(slow)
+        assert len(missed.moved) == 11
+        assert missed.moved["a"] is Residency.GPU
+        await close(slow, quick)
+
+    run(scenario)
+
+
+def test_a_quiet_replica_says_so(monkeypatch):
+    monkeypatch.setattr(module, "HEARTBEAT_S", 0.02)
+
+    async def scenario(feed):
+        follower = feed.follow()
+        heard = [await anext(follower) for _ in range(4)]
+        assert all(not one.moved for one in heard)
+        assert [one.seq for one in heard] == sorted({one.seq for one in heard})
+        await close(follower)
+
+    run(scenario)
+
+
+def test_a_feed_ends_by_itself_and_leaves_nothing(monkeypatch):
+    monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
+
+    async def scenario(feed):
+        assert len([one async for one in feed.follow(lasting_s=0.1)]) >= 2
+        assert not feed._followers
+
+    run(scenario)
+
+
+def test_stats_carry_live_stats_and_costs_and_no_adapters():
+    async def scenario(feed):
+        feed.post(status(a="GPU"))
+        update = feed.update_with_costs()
+        assert from_stats(to_stats(update)) == update
+        assert update.costs == COSTS
+        assert not update.moved
+        assert from_stats({}) is None
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_fleet_that_listens_on_and_off_ends_up_knowing_what_is_held(monkeypatch, seed):
+    monkeypatch.setattr(module, "_PART", 4)
+    rng, digests = Random(seed), [f"d{number}" for number in range(20)]
+
+    async def scenario(feed):
+        fleet = Fleet()
+        fleet.exist(["r0"])
+        held = dict.fromkeys(digests, Residency.REMOTE)
+        follower = feed.follow()
+        for _ in range(2000):
+            held[digest := rng.choice(digests)] = tier = rng.choice(list(Residency))
+            feed.post(status(**{digest: tier.name}))
+            if rng.random() < 0.3:
+                fleet.heard("r0", await anext(follower))
+            if rng.random() < 0.05:
+                await close(follower)
+                follower = feed.follow()
+        feed.post(status())
+        while (message := await anext(follower)).moved:
+            fleet.heard("r0", message)
+        assert {d: fleet._locations.tier("r0", d) for d in digests} == held
+        await close(follower)
+
+    run(scenario)

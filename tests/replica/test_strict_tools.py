@@ -1,0 +1,221 @@
+"""Answers beside strict tools: any text, and calls whose arguments the tools' schemas allow."""
+
+import itertools
+import json
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from lorikeet.answer_stream.detokenizer import Detokenizer
+from lorikeet.answer_stream.tool_calls import HERMES, LLAMA, MISTRAL, Syntax, ToolReader
+from lorikeet.answer_stream.vocabulary import Vocabulary
+from lorikeet.protocol.messages import ToolUse
+from lorikeet.replica.call_grammar import text_grammar
+from lorikeet.replica.grammar import ModelGrammars, TextMatcher
+from lorikeet_engine.errors import InvalidRequest
+
+DEMO = Path(__file__).parents[2] / "demo" / "model"
+PLACE = {
+    "type": "object",
+    "properties": {
+        "place": {"type": "string", "maxLength": 9},
+        "days": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+    },
+    "required": ["place"],
+    "additionalProperties": False,
+}
+STRICT = {"name": "weather", "parameters": PLACE, "strict": True}
+BARE = {"name": "time", "strict": True}
+FREE = {"name": "note", "parameters": PLACE}
+USE = ToolUse(tuple({"type": "function", "function": f} for f in (STRICT, BARE, FREE)))
+SCHEMAS = {
+    "weather": PLACE,
+    "time": {"type": "object", "maxProperties": 0},
+    "note": {"type": "object"},
+}
+MOST_TOKENS = 200
+
+
+@dataclass
+class Model:
+    """A tokenizer, and what its chat template calls in."""
+
+    syntax: Syntax
+    tokenizer: Tokenizer
+    grammars: ModelGrammars
+
+    def grammar(self, use: ToolUse = USE) -> str:
+        return text_grammar(use, self.syntax, Vocabulary(self.tokenizer))
+
+    def ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def allows(self, text: str, use: ToolUse = USE) -> bool:
+        """Whether an answer may be this text, and no less."""
+        matcher = self.grammars.compile(self.grammar(use))
+        try:
+            for token in self.ids(text):
+                matcher.accept(token)
+        except InvalidRequest:
+            return False
+        return matcher.may_end
+
+    def read(self, tokens: list[int], use: ToolUse = USE) -> tuple[str, list[tuple[str, object]]]:
+        """What a client gets of an answer: what is said, and the calls."""
+        hidden = Vocabulary(self.tokenizer).special_but(self.syntax.tokens)
+        stream = Detokenizer(self.tokenizer, (), hidden=hidden)
+        reader = ToolReader(self.syntax, use)
+        said, pieces = "", []
+        for token in tokens:
+            more, called = reader.push(stream.push([token]))
+            said, pieces = said + more, [*pieces, *called]
+        more, called = reader.push(stream.finish(), last=True)
+        pieces += called
+        names = [piece.name for piece in pieces if piece.name]
+        arguments = [json.loads(piece.arguments) for piece in pieces if not piece.name]
+        return said + more, list(zip(names, arguments, strict=True))
+
+
+MARKS = {
+    "letters": lambda tokenizer, mark: None,
+    "a token": lambda tokenizer, mark: tokenizer.add_tokens([AddedToken(mark, normalized=False)]),
+    "a special token": lambda tokenizer, mark: tokenizer.add_special_tokens([mark]),
+}
+
+
+@pytest.fixture(
+    params=[*itertools.product([HERMES, MISTRAL], MARKS), (LLAMA, "letters")],
+    ids=lambda param: f"{param[0].before.strip() or 'llama'} as {param[1]}",
+)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
+    syntax, marks = request.param
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
+    for mark in syntax.tokens:
+        MARKS[marks](tokenizer, mark)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    shutil.copy(DEMO / "config.json", tmp_path)
+    return Model(syntax, tokenizer, ModelGrammars(tmp_path))
+
+
+def babble(model: Model, use: ToolUse, dice: random.Random) -> list[int] | None:
+    """What a model says that knows nothing, but often begins a call and closes what is open.
+
+    None: it did not come to an end.
+    """
+    matcher = model.grammars.compile(model.grammar(use))
+    closing = {model.ids(character)[0] for character in '"}]\n'}
+    begin = model.syntax.before or '{"'
+    said: list[int] = []
+    plan: list[int] = []
+    while len(said) < MOST_TOKENS:
+        allowed = possible(model, matcher)
+        if not allowed or (matcher.may_end and dice.random() < 0.05):
+            return said
+        if not plan and dice.random() < (0.1 if said else 0.7):
+            plan = model.ids(begin)
+        if plan and plan[0] in allowed:
+            token = plan.pop(0)
+        else:
+            plan, liked = [], sorted(allowed & closing)
+            token = dice.choice(liked if liked and dice.random() < 0.5 else sorted(allowed))
+        matcher.accept(token)
+        said.append(token)
+        if matcher.must_end:
+            return said
+    return None
+
+
+def possible(model: Model, matcher: TextMatcher) -> set[int]:
+    bits = np.zeros((1, -(-model.tokenizer.get_vocab_size() // 8)), np.uint8)
+    assert model.grammars.fill([matcher], bits) == [None]
+    return set(np.flatnonzero(np.unpackbits(bits[0], bitorder="little")).tolist())
+
+
+def test_a_model_that_knows_nothing_says_text_or_makes_proper_calls(model: Model) -> None:
+    dice, called, spoke = random.Random(0), set(), 0
+    for _ in range(40):
+        tokens = babble(model, USE, dice)
+        if tokens is None:
+            continue
+        said, calls = model.read(tokens)
+        for name, arguments in calls:
+            jsonschema.validate(arguments, SCHEMAS[name])
+            called.add(name)
+        assert not any(mark in said for mark in model.syntax.tokens)
+        if model.syntax is LLAMA:
+            assert not (said and calls)
+            assert not said.lstrip().startswith("{")
+        spoke += bool(said)
+    assert called == {"weather", "time", "note"}
+    assert spoke > 5
+
+
+def written(syntax: Syntax, *calls: tuple[str, object]) -> str:
+    texts = [json.dumps({"name": name, syntax.arguments: arguments}) for name, arguments in calls]
+    return syntax.before + syntax.between.join(texts) + syntax.after
+
+
+def test_any_text_may_be_said(model: Model) -> None:
+    texts = ("", "a", "Ünïcode \n\n 🦜", "a <b> [c] {d} </tool>", "<tool", "<think>\n{hm}")
+    assert all(map(model.allows, texts))
+
+
+def test_calls_are_held_to_the_schemas_of_strict_tools_alone(model: Model) -> None:
+    syntax = model.syntax
+    assert model.allows(written(syntax, ("weather", {"place": "here", "days": [1]})))
+    assert model.allows(written(syntax, ("weather", {"place": "x"}), ("time", {})))
+    assert model.allows(written(syntax, ("note", {"any": [{"thing": None}]})))
+    for call in (
+        ("weather", {}),
+        ("weather", {"place": 7}),
+        ("weather", {"place": "x", "more": 1}),
+        ("time", {"zone": "utc"}),
+        ("note", ["no object"]),
+        ("unknown", {}),
+    ):
+        assert not model.allows(written(syntax, call)), call
+
+
+def test_text_may_stand_around_calls_that_have_marks(model: Model) -> None:
+    call = written(model.syntax, ("time", {}))
+    if model.syntax is LLAMA:
+        assert not model.allows(f"{call} and more")
+        assert model.allows(f"I would say {call}")  # which no reader takes for a call
+    else:
+        assert model.allows(f"I look.\n{call}\nAnd again. {call} Good.")
+        assert not model.allows(f"I look.\n{call}\n{model.syntax.before} no call")
+
+
+def test_one_call_is_the_last_where_several_are_not_wanted(model: Model) -> None:
+    one = ToolUse(USE.tools, parallel=False)
+    call, both = (written(model.syntax, *[("time", {})] * count) for count in (1, 2))
+    assert model.allows("I say nothing.", one)
+    assert model.allows(call, one)
+    assert not model.allows(both, one)
+    assert not model.allows(f"{call} {call}", one)
+    assert not model.allows(f"{call} and more", one)
+
+
+def test_a_call_that_has_begun_cannot_be_left(model: Model) -> None:
+    call = written(model.syntax, ("weather", {"place": "x"}))
+    begun = len(model.syntax.before) or 1
+    for length in range(begun, len(call)):
+        assert not model.allows(call[:length]), call[:length]
+
+
+def test_beside_plain_json_text_is_what_no_reader_looks_into(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "config.json"):
+        shutil.copy(DEMO / name, tmp_path)
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    model = Model(LLAMA, tokenizer, ModelGrammars(tmp_path))
+    for length in range(5):
+        for text in map("".join, itertools.product(" \n;{a", repeat=length)):
+            assert model.allows(text) == (LLAMA.opens.match(text) is None), repr(text)

@@ -1,0 +1,98 @@
+"""Serve's side of scaling: numbers in and out, as Serve hands them on."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from ray.serve.config import AutoscalingContext
+
+from lorikeet.placement.scaling import Pace
+from lorikeet.serving.autoscaling import Policy, autoscaling
+
+policy = Policy()
+PRESSED_S, CALM_S = Pace().pressed_s, Pace().calm_s
+IDLE = {
+    "working_bytes": 0,
+    "arena_bytes": 100,
+    "oldest_wait_s": 0,
+    "seats": 0,
+    "kv": 0,
+    "sole_copies": 0,
+}
+
+
+def context(
+    stats: Mapping[str, Mapping[str, float]],
+    now_s: float,
+    state: Any,
+    target: int,
+    age_s: float = 0,
+) -> AutoscalingContext:
+    """What Serve knows when these replicas' numbers came `age_s` ago."""
+    series: dict[str, dict[str, list[Any]]] = {}
+    for replica, numbers in stats.items():
+        for name, value in numbers.items():
+            points = [(now_s - age_s - 2, 9e9), (now_s - age_s, value)]
+            series.setdefault(name, {})[replica] = [
+                SimpleNamespace(timestamp=at, value=each) for at, each in points
+            ]
+    return AutoscalingContext(
+        deployment_id=None,  # type: ignore[arg-type]
+        deployment_name="engine-tiny",
+        app_name="default",
+        current_num_replicas=len(stats),
+        target_num_replicas=target,
+        running_replicas=list(stats),  # type: ignore[arg-type]
+        total_num_requests=0,
+        total_queued_requests=0,
+        aggregated_metrics={},
+        raw_metrics=lambda: series,  # type: ignore[arg-type, return-value]
+        capacity_adjusted_min_replicas=1,
+        capacity_adjusted_max_replicas=3,
+        policy_state=state,
+        last_scale_up_time=None,
+        last_scale_down_time=None,
+        current_time=now_s,
+        config=None,
+    )
+
+
+def decide(stats: Mapping[str, float], for_s: float, count: int, age_s: float = 0) -> int:
+    """What the policy says of so many replicas after these numbers have lasted so long."""
+    state: dict[str, Any] = {}
+    said = count
+    for second in range(0, int(for_s) + 1, 2):
+        everyone = {f"r{n}": stats for n in range(count)}
+        said, state = policy(context(everyone, 1e9 + second, state, count, age_s))
+    return said
+
+
+def test_the_policy_grows_and_shrinks_by_the_last_numbers():
+    full = {**IDLE, "working_bytes": 250}
+    assert decide(full, PRESSED_S - 2, 1) == 1
+    assert decide(full, PRESSED_S, 1) == 3
+    assert decide(IDLE, CALM_S - 2, 3) == 3
+    assert decide(IDLE, CALM_S, 3) == 2
+    assert decide({**IDLE, "sole_copies": 0.2}, CALM_S, 3) == 3
+
+
+def test_old_numbers_and_none_change_nothing():
+    assert decide({**IDLE, "seats": 2}, PRESSED_S, 1, age_s=60) == 1
+    assert decide(IDLE, CALM_S, 3, age_s=60) == 3
+    assert decide({}, CALM_S, 3) == 3
+
+
+def test_a_number_that_is_no_longer_sent_is_not_known():
+    at = context({"r0": IDLE, "r1": IDLE}, 1e9, {"since": {"pressed_s": None, "calm_s": 0.0}}, 2)
+    del at.raw_metrics["sole_copies"]["r0"][-1]  # type: ignore[index]
+    assert policy(at)[0] == 1  # it has waited long enough
+    at.policy_state = {"since": {"pressed_s": None, "calm_s": 1e9 - CALM_S}}
+    assert policy(at)[0] == 2
+
+
+def test_serve_is_given_the_range_the_pace_and_no_delays_of_its_own():
+    config = autoscaling(2, 6, calm_s=1.0)
+    assert (config.min_replicas, config.max_replicas) == (2, 6)
+    assert config.upscale_delay_s == config.downscale_delay_s == 0
+    policy = config.policy.get_policy()(**config.policy.policy_kwargs)
+    assert policy(context({}, 0.0, {}, 2))[0] == 2

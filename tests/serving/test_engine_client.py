@@ -1,0 +1,146 @@
+"""A gateway's calls, by handles that are not Serve's: where answers come from, what ends them."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from lorikeet.errors import Unavailable
+from lorikeet.protocol.messages import Attempt, Call, Endpoint, FinalUsage, Header, Refusal
+from lorikeet.routing.ranking import Ask, Work
+from lorikeet.serving import engine_client as engines_module
+from lorikeet.serving.engine_client import ServeEngines
+from lorikeet.serving.fleets import fleet_of
+from tests.serving.fake_stream import FakeStream
+
+BASE, GATEWAY = "tiny", "g0"
+CALL = Call("r", Endpoint.CHAT, 0, "acme", BASE, None)
+HEADER, USAGE = Header("r0", None, None), FinalUsage(1, 0, 1)
+
+
+class Handle:
+    """Of one replica, `r0`, that does what the test says."""
+
+    app_name, deployment_name = "test", "engine-tiny"
+
+    def __init__(self):
+        self.calls, self.responses_opened = [], []
+        self.generate = self.watch = self.responses = self
+
+    def options(self, **_):
+        return self
+
+    def remote(self, call=None, gateway=None, replica=None):
+        stream = FakeStream()
+        if call is not None:
+            assert gateway == GATEWAY
+            self.calls.append((call, stream))
+        elif gateway is not None:
+            self.responses_opened.append(stream)
+        return stream
+
+    def broadcast(self, *_):
+        raise RuntimeError("nobody is there")
+
+    def deliver(self, *items, ended=False, attempt=-1):
+        self.responses_opened[-1].say([(self.calls[attempt][0].request_id, list(items), ended)])
+
+
+def run(scenario):
+    async def inside():
+        fleet_of(Handle.app_name, Handle.deployment_name).exist(["r0"])
+        handle = Handle()
+        engines = ServeEngines({BASE: handle}, GATEWAY)
+        await until(lambda: handle.responses_opened)
+        try:
+            await asyncio.wait_for(scenario(engines, handle), 20)
+        finally:
+            for task in engines._tasks:
+                task.cancel()
+
+    asyncio.run(inside())
+
+
+async def until(holds):
+    while not holds():
+        await asyncio.sleep(0.005)
+
+
+async def asked(engines, handle):
+    """A call that has reached its replica; its result is the answer's items."""
+
+    async def items():
+        return [item async for item in engines.generate(BASE, CALL)]
+
+    asking = asyncio.create_task(items())
+    await until(lambda: handle.calls)
+    return asking
+
+
+def test_an_answer_comes_on_the_response_stream_and_its_call_ends_by_itself():
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        sent, fleet = Ask(Work(prompt_tokens=1)), fleet_of("test", "engine-tiny")
+        fleet.intend("r", "r0", sent)  # as the router does; Serve has not said who took it
+        handle.deliver(HEADER, b"a")
+        handle.deliver(USAGE, b"b", ended=True)
+        attempt, *items = await asking
+        assert isinstance(attempt, Attempt)
+        assert attempt.replica == "r0"
+        assert items == [HEADER, b"a", USAGE, b"b"]
+        ((_, call),) = handle.calls
+        assert not call.cancelled
+        call.end()
+        await until(lambda: len(engines._tasks) == 1)
+
+    run(scenario)
+
+
+def test_a_client_that_leaves_cancels_the_call():
+    async def scenario(engines, handle):
+        async with aclosing(engines.generate(BASE, CALL)) as items:
+            reading = asyncio.create_task(anext(items))
+            await until(lambda: handle.calls)
+            handle.deliver(HEADER, b"a")
+            await reading
+        assert handle.calls[0][1].cancelled
+
+    run(scenario)
+
+
+def test_a_refusal_of_the_call_itself_is_its_answer():
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        refusal = Refusal("invalid_value", "no")
+        handle.calls[0][1].say(refusal)
+        assert await asking == [refusal]
+
+    run(scenario)
+
+
+def test_a_call_that_ended_without_the_end_of_its_answer_is_made_again(monkeypatch):
+    monkeypatch.setattr(engines_module, "_LATE_S", 0.05)
+
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        handle.deliver(HEADER)
+        handle.calls[0][1].end()
+        await until(lambda: len(handle.calls) == 2)
+        handle.deliver(HEADER, USAGE, b"whole", ended=True)
+        handle.deliver(b"too late", attempt=0)
+        assert [item for item in await asking if isinstance(item, bytes)] == [b"whole"]
+
+    run(scenario)
+
+
+def test_an_answer_that_had_begun_fails_when_its_end_is_lost(monkeypatch):
+    monkeypatch.setattr(engines_module, "_LATE_S", 0.05)
+
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        handle.deliver(HEADER, b"a")
+        handle.calls[0][1].end()
+        with pytest.raises(Unavailable):
+            await asking
+
+    run(scenario)
