@@ -30,7 +30,7 @@ from lorikeet.catalog.log.log import Log
 from lorikeet.catalog.reader import SNAPSHOT_EVERY
 from lorikeet.catalog.records import AdapterRecord, Holdings, Limits, TenantRecord, VersionRecord
 from lorikeet.catalog.snapshots.partition_format import encode_holdings
-from lorikeet.catalog.snapshots.partitions import PARTS, Part, part_of
+from lorikeet.catalog.snapshots.partitions import PARTS, Partition, part_of
 from lorikeet.catalog.snapshots.snapshots import Snapshots
 
 TAIL = SNAPSHOT_EVERY // 2
@@ -49,7 +49,7 @@ def build(url: str, tenants: int, adapters: int) -> None:
     for number in range(tenants):
         holdings = make_holdings(f"tenant-{number:05d}", adapters // tenants)
         spread[part_of(holdings.record.name)][holdings.record.name] = encode_holdings(holdings)
-    parts = (*map(Part, spread), Part())
+    parts = (*map(Partition, spread), Partition())
     Snapshots(store).write(CatalogState(catalog.state.seq, time.time(), parts))
     writer = AdapterCatalog(store)
     for number in range(TAIL):

@@ -22,13 +22,13 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from loadtest.report import quantiles_ms
-from lorikeet.protocol.messages import Call, Endpoint, Header
+from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint
 from lorikeet.replica.status_feed import StatusFeed
 from lorikeet.routing.fleet import Fleet
 from lorikeet.routing.ranking import Work
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.serving.fleets import fleet_of
-from lorikeet.serving.status_watcher import Watching
+from lorikeet.serving.status_watcher import StatusWatcher
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.telemetry.status import EngineStatus, LiveStats
 from lorikeet_engine.traffic import Zipf
@@ -55,9 +55,9 @@ class Echo:
         moved = {_digest(i): Residency.GPU for i in held}
         self._feed.post(EngineStatus(_LIVE, moved=moved))
 
-    async def generate(self, _: Call) -> AsyncIterator[Header]:
+    async def generate(self, _: Call) -> AsyncIterator[AnswerHeader]:
         """A header, as a replica's first item is."""
-        yield Header(self._name, None, None, self._feed.update())
+        yield AnswerHeader(self._name, None, None, self._feed.update())
 
     async def watch(self, replica: str) -> AsyncIterator[StatusUpdate]:
         """As a replica's."""
@@ -79,7 +79,7 @@ class Gateway:
         """Seconds to each call's first item, by router; the answer to any HTTP request."""
         ours = self._handles["ours"]
         fleet = fleet_of(ours.app_name, ours.deployment_name)
-        watching = asyncio.create_task(Watching(ours, fleet).run())
+        watching = asyncio.create_task(StatusWatcher(ours, fleet).run())
         while len(fleet.replicas) < REPLICAS:
             await asyncio.sleep(0.1)
         await asyncio.sleep(1.0)  # until all have said what they hold

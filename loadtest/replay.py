@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from lorikeet.answer_stream.answer import refusal_of
 from lorikeet.answer_stream.openai_format import EventStream
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStream, ResponseStreams
-from lorikeet.protocol.messages import Call, FinalUsage, Header, Refusal
+from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, Refusal
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.replica.status_feed import StatusFeed
 from lorikeet.routing.status_update import StatusUpdate, to_stats
@@ -58,7 +58,7 @@ class Replay:
         """max_tokens tokens, the first at once."""
         responses = await self._response_streams.to(gateway)
         digest = call.adapter.digest if call.adapter else None
-        header = Header(self._name, digest, Residency.GPU, self._feed.update())
+        header = AnswerHeader(self._name, digest, Residency.GPU, self._feed.update())
         events = EventStream(call)
         responses.put(call.request_id, (header, events.delta(0, _TOKEN)))
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()

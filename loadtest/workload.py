@@ -17,7 +17,7 @@ from lorikeet_engine.traffic import (
     GammaArrivals,
     Ints,
     LengthModel,
-    Trace,
+    TrafficTrace,
     choose_adapters,
     cut_to_context,
     parse_popularity,
@@ -95,10 +95,10 @@ class Workload:
         if self.context < 2 or not 0 <= self.base_share <= 1:
             raise BadOption("want --context ≥ 2 and --base-share between 0 and 1")
 
-    def _arrivals(self, rng: np.random.Generator) -> tuple[Floats, Trace | None]:
+    def _arrivals(self, rng: np.random.Generator) -> tuple[Floats, TrafficTrace | None]:
         kind, _, argument = self.arrivals.partition(":")
         if kind == "trace" and argument in TRACES:
-            trace = Trace.read(DATA / f"azure_llm_2023_{argument}.csv").at_rate(self.rate)
+            trace = TrafficTrace.read(DATA / f"azure_llm_2023_{argument}.csv").at_rate(self.rate)
             trace = trace.until(self.duration)
             return trace.times_s, trace
         if self.arrivals == "poisson":
@@ -108,7 +108,7 @@ class Workload:
         raise BadOption(f"--arrivals {self.arrivals}: want poisson, gamma:<cv> or trace:conv|code")
 
     def _lengths(
-        self, rng: np.random.Generator, requests: int, recorded: Trace | None
+        self, rng: np.random.Generator, requests: int, recorded: TrafficTrace | None
     ) -> tuple[Ints, Ints]:
         kind, _, argument = self.lengths.partition(":")
         if self.lengths in LENGTH_MODELS:

@@ -41,7 +41,7 @@ def test_every_error_of_the_engines_has_a_code_with_a_row(kind):
         (engine.InvalidRequest("no"), "invalid_value"),
         (engine.InvalidRequest("no", code="context_length_exceeded"), "context_length_exceeded"),
         (engine.EngineClosed("no"), "unavailable"),
-        (engine.Overloaded("no"), "overloaded"),
+        (engine.EngineOverloaded("no"), "overloaded"),
         (engine.AdapterNotReady("no"), "adapter_not_ready"),
         (engine.AdapterTooLarge("no"), "invalid_adapter"),
         (engine.AdapterRejected("no"), "adapter_load_failed"),

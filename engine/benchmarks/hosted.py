@@ -8,7 +8,7 @@ from typing import Self
 
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import EngineClosed
-from lorikeet_engine.process.client import EngineHost
+from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.request import Failed, Output
 
 
@@ -23,7 +23,7 @@ class Client:
         self.came_s: defaultdict[str, list[float]] = defaultdict(list)
         self.ended: set[str] = set()
         self._error: Exception | None = None
-        self.host = EngineHost(build, self._deliver, self._fail, lambda _status: None)
+        self.host = EngineProcessClient(build, self._deliver, self._fail, lambda _status: None)
 
     def __enter__(self) -> Self:
         return self

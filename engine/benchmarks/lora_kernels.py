@@ -36,7 +36,7 @@ from lorikeet_engine.kernels.lora import (
     linear_before_gate,
 )
 from lorikeet_engine.kernels.pointwise import gate
-from lorikeet_engine.models import Model
+from lorikeet_engine.models import LlamaModel
 from lorikeet_engine.models.batch import Batch
 
 LAYERS, SCALED_TO = 8, 32
@@ -99,7 +99,7 @@ class Pass:
     """One row's step on the device: captured with its adapters and without, and checked."""
 
     @torch.inference_mode()
-    def __init__(self, model: Model, row: Row) -> None:
+    def __init__(self, model: LlamaModel, row: Row) -> None:
         """Raises AssertionError where a linear's delta is not the float32 reference's."""
         torch.manual_seed(row.tokens + row.adapters)
         self._model, self._device = model, model.device
@@ -217,7 +217,7 @@ def _assert_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     assert error <= TOLERANCE, f"{what} is off by {error:.4f}"
 
 
-def build_model() -> Model:
+def build_model() -> LlamaModel:
     """Eight layers of random weights on the first CUDA device."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(Path(folder) / "model", CONFIG)

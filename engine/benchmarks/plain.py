@@ -16,12 +16,12 @@ import torch
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.execution.batch_builder import by_adapter, step_input
-from lorikeet_engine.execution.model_runner import Runner
+from lorikeet_engine.execution.model_runner import ModelRunner
 from lorikeet_engine.kernels.attention import SdpaAttention
-from lorikeet_engine.models import Model
+from lorikeet_engine.models import LlamaModel
 from lorikeet_engine.request import Request
 from lorikeet_engine.residency.tiers import Tiers
-from lorikeet_engine.scheduling.sequence import Chunk, Lease, Sequence
+from lorikeet_engine.scheduling.sequence import AdapterLease, Chunk, Sequence
 
 PAGE = 16
 # Rows of logits at a time: 2 GB at a vocabulary of 128,256.
@@ -67,7 +67,7 @@ def check(engine: Engine, answers: Series[Answer]) -> float:
     return max(found)
 
 
-def shortfalls(model: Model, tiers: Tiers, answers: Series[Answer]) -> list[float]:
+def shortfalls(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> list[float]:
     """For each answer, how far its worst token's logit is under the plain path's best.
 
     As a share of the row's largest absolute logit; NaN where a logit is. One adapter at a time.
@@ -80,7 +80,7 @@ def shortfalls(model: Model, tiers: Tiers, answers: Series[Answer]) -> list[floa
     return [found[i] for i in range(len(answers))]
 
 
-def plain_logits(model: Model, tiers: Tiers, answers: Series[Answer]) -> list[torch.Tensor]:
+def plain_logits(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> list[torch.Tensor]:
     """For each answer, logits [tokens, vocab] float32 from which its tokens were to be drawn.
 
     All at once: their rows must fit into memory. Their adapters, which must fit too, it loads.
@@ -102,7 +102,7 @@ def plain_logits(model: Model, tiers: Tiers, answers: Series[Answer]) -> list[to
         torch.arange(start + chunk.sequence.prompt_length - 1, end)
         for chunk, (start, end) in zip(chunks, pairwise(batch.query_starts), strict=True)
     ]
-    runner = Runner(model, SdpaAttention(), tiers.weights, kv)
+    runner = ModelRunner(model, SdpaAttention(), tiers.weights, kv)
     logits = runner.forward(replace(batch, logit_rows=torch.cat(rows).to(model.device)))
     for sequence in sequences:
         if sequence.lease is not None:
@@ -159,7 +159,7 @@ def _sequences(answers: Series[Answer]) -> list[Sequence]:
     return sequences
 
 
-def _lease(tiers: Tiers, ref: AdapterRef) -> Lease:
+def _lease(tiers: Tiers, ref: AdapterRef) -> AdapterLease:
     deadline = time.monotonic() + _LOADED_WITHIN_S
     while (lease := tiers.lease(ref)) is None:
         assert time.monotonic() < deadline, f"{ref} did not reach the device"

@@ -17,7 +17,7 @@ from engine.benchmarks import harness
 from engine.benchmarks.gpu_time import GpuTime, gpu_time, medians_ms, watch
 from engine.benchmarks.offline import Run, Work, generate
 from lorikeet_engine.engine import Engine
-from lorikeet_engine.models import Model, ModelConfig
+from lorikeet_engine.models import LlamaModel, ModelConfig
 
 STEPS = 10
 SQUARE = 8192  # rows and columns of the matmul
@@ -80,7 +80,7 @@ def _step(engine: Engine, work: Work, run: int) -> Run:
     return done
 
 
-def _matmul_tflops(model: Model) -> float:
+def _matmul_tflops(model: LlamaModel) -> float:
     x = torch.randn(SQUARE, SQUARE, device=model.device, dtype=model.dtype)
     (took_ms,) = medians_ms([lambda: x @ x], STEPS)
     return 2 * SQUARE**3 / took_ms / 1e9

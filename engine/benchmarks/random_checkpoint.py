@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.benchmarks.random_model import RandomCheckpoint, write_config
-from lorikeet_engine.models import Model, ModelConfig
+from lorikeet_engine.models import LlamaModel, ModelConfig
 from lorikeet_engine.models.weights import INDEX
 
 SHARD_BYTES = 5 * 10**9
@@ -22,7 +22,7 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], device: torch.devi
     """
     if not (folder / INDEX).exists():
         shards = _Shards(write_config(folder, config), device)
-        Model(ModelConfig.from_folder(folder), shards)
+        LlamaModel(ModelConfig.from_folder(folder), shards)
         shards.close()
     return folder
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lorikeet_engine.models import Model, ModelConfig
+from lorikeet_engine.models import LlamaModel, ModelConfig
 from lorikeet_engine.models.weights import Checkpoint
 
 LLAMA_3_1_8B: Mapping[str, Any] = {
@@ -50,10 +50,10 @@ class RandomCheckpoint(Checkpoint):
 
 def random_model(
     folder: Path, device: torch.device, dtype: torch.dtype, max_context: int | None = None
-) -> Model:
+) -> LlamaModel:
     """What load_model gives for a folder that holds a config.json alone."""
     config = ModelConfig.from_folder(folder, max_context)
-    return Model(config, RandomCheckpoint(device, dtype))
+    return LlamaModel(config, RandomCheckpoint(device, dtype))
 
 
 def write_config(folder: Path, config: Mapping[str, Any] = LLAMA_3_1_8B) -> Path:

@@ -1,4 +1,4 @@
-"""An engine whose adapters lie on its GPU, on its host and on its disk; for EngineHost to build."""
+"""An engine whose adapters lie on its GPU, on its host and on its disk."""
 
 import time
 from collections.abc import Mapping, Sequence

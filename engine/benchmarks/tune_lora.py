@@ -19,7 +19,7 @@ import torch
 from engine.benchmarks.lora_kernels import ROWS, Pass, Row, build_model, measure
 from lorikeet_engine.kernels.lora import tiles, tuning
 from lorikeet_engine.kernels.lora.tuning import Cut, Regime
-from lorikeet_engine.models import Model
+from lorikeet_engine.models import LlamaModel
 
 _LEFT = (0, 8, 24, 40, 56)
 _VALUES = {
@@ -39,7 +39,7 @@ _GAIN = 0.005
 _REPLAYS = 10
 
 
-def tune(model: Model, regime: Regime, rows: list[Row]) -> Cut:
+def tune(model: LlamaModel, regime: Regime, rows: list[Row]) -> Cut:
     """The best cut that was found for these rows; prints what helped."""
     best = tuning.cut_of(regime, model.device)
     steps = [Pass(model, row) for row in rows]

@@ -18,19 +18,19 @@ from lorikeet_engine.errors import (
 )
 from lorikeet_engine.execution.assembly import LoadModel, assemble
 from lorikeet_engine.execution.batch_builder import by_adapter, step_input
-from lorikeet_engine.execution.sampling_step import Drawn, Draws, draw
+from lorikeet_engine.execution.sampling_step import Draws, SampledTokens, draw
 from lorikeet_engine.models import load_model
 from lorikeet_engine.request import Failed, Output, Request, Tokens
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.sampling.grammar import Grammars
 from lorikeet_engine.sampling.sampler import Sampler
 from lorikeet_engine.scheduling.deadlines import Deadlines
-from lorikeet_engine.scheduling.input_processor import EngineConfig, Intake
+from lorikeet_engine.scheduling.input_processor import EngineConfig, InputProcessor
 from lorikeet_engine.scheduling.kv_cache import KVCache
-from lorikeet_engine.scheduling.request_queue import Inbox
+from lorikeet_engine.scheduling.request_queue import RequestQueue
 from lorikeet_engine.scheduling.scheduler import Bounds, Scheduler
 from lorikeet_engine.scheduling.sequence import Chunk, Sequence
-from lorikeet_engine.scheduling.step_counters import Launch, StepCounts
+from lorikeet_engine.scheduling.step_counters import Launch, StepCounters
 from lorikeet_engine.settings import EngineSettings
 from lorikeet_engine.status_reader import read_status
 from lorikeet_engine.telemetry.status import AdapterStatus, EngineStatus, SlotUse
@@ -86,15 +86,15 @@ class Engine:
             parts.step_costs,
         )
         self._grammars = grammars
-        self._intake = Intake(self.config, settings.page_size, grammars)
+        self._intake = InputProcessor(self.config, settings.page_size, grammars)
         self._sampler = Sampler()
         self._flight: _Flight | None = None
         self._budget = parts.rank_budget
-        self._counts = StepCounts()
+        self._counts = StepCounters()
         self._begin()
         self._idle = True
         self._again_s: float | None = None  # after which adapters want a step
-        self._inbox = Inbox()
+        self._inbox = RequestQueue()
         self._deadlines = Deadlines(lambda t: self._scheduler.wait_s(t), self._tiers.load_s)
 
     def submit(self, request: Request) -> Residency | None:
@@ -102,9 +102,10 @@ class Engine:
 
         Returns where its adapter is now, if it has one. max_tokens is cut to what the context
         leaves after each prompt. The context always fits into the KV cache, so whatever is taken
-        can run. A grammar is compiled here, which may take a second; no step waits for it. Raises
-        InvalidRequest, EngineClosed, and Overloaded where it could not begin in nearly the time
-        that it may wait.
+        can run. A grammar is compiled here, which may take a second; no step waits for it.
+
+        Raises InvalidRequest, EngineClosed, and EngineOverloaded where the request could not
+        begin in nearly the time that it may wait.
         """
         self._deadlines.check(request.terms)
         choices = self._intake.sequences(request)
@@ -285,7 +286,7 @@ class Engine:
                 outputs += self._accept(chunk.sequence, row, drawn)
         return outputs
 
-    def _accept(self, sequence: Sequence, row: int, drawn: Drawn) -> list[Output]:
+    def _accept(self, sequence: Sequence, row: int, drawn: SampledTokens) -> list[Output]:
         request_id, token = sequence.request.request_id, drawn.tokens[row]
         try:
             if error := drawn.errors.get(row):

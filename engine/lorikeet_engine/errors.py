@@ -3,7 +3,7 @@
 EngineError
 ├── SettingsError        settings that contradict each other or do not fit the machine
 ├── InvalidRequest       a request that can never run: too long, bad sampling values
-├── Overloaded           waited longer than it may, or would: `retry_after_s` says when to come back
+├── EngineOverloaded     waited longer than it may, or would: `retry_after_s` says when to come back
 ├── EngineClosed         submitted after close, or the engine died
 ├── StepFailed           the forward pass this request was part of raised
 ├── NotFinite            the logits of this request overflowed
@@ -52,7 +52,7 @@ class InvalidRequest(EngineError):
     """A request that can never run. `param` names the offending field."""
 
 
-class Overloaded(EngineError):
+class EngineOverloaded(EngineError):
     """The request waited as long as it may, or would. `retry_after_s`: when to send it again."""
 
 

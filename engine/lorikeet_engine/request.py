@@ -80,7 +80,7 @@ class Terms:
 
     tenant: requests of one tenant share its turn; the engine's time is divided between tenants that
     wait in proportion to their weight. priority: among requests of one tenant the higher goes
-    first. max_queue_s: a request that has not begun to run by then fails with Overloaded.
+    first. max_queue_s: a request that has not begun to run by then fails with EngineOverloaded.
     max_load_s: so long it waits for its adapter, then fails with AdapterNotReady; the adapter comes
     nevertheless. None is no bound.
     """

@@ -9,7 +9,7 @@ from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.scheduler import Scheduler
 from lorikeet_engine.scheduling.sequence import Sequence
-from lorikeet_engine.scheduling.step_counters import StepCounts
+from lorikeet_engine.scheduling.step_counters import StepCounters
 from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, TierStatus
 
 
@@ -18,7 +18,7 @@ def read_status(
     scheduler: Scheduler,
     cache: KVCache,
     tiers: Tiers,
-    steps: StepCounts,
+    steps: StepCounters,
     step_costs: StepCosts,
 ) -> EngineStatus:
     """On any thread: some 150 µs with a full batch, however many adapters there are.

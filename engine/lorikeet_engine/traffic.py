@@ -165,7 +165,7 @@ def cut_to_context(inputs: Ints, outputs: Ints, context: int) -> tuple[Ints, Int
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class TrafficTrace:
     """Recorded traffic, to be replayed: arrival, prompt and answer length of each request.
 
     times_s rises from 0; all [requests].
@@ -179,7 +179,7 @@ class Trace:
         return len(self.times_s)
 
     @classmethod
-    def read(cls, path: Path) -> "Trace":
+    def read(cls, path: Path) -> "TrafficTrace":
         """A CSV with the columns TIMESTAMP, ContextTokens, GeneratedTokens. Raises ValueError."""
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
@@ -194,15 +194,15 @@ class Trace:
         times_s = np.array([(stamp - stamps[0]).total_seconds() for stamp in stamps])
         return cls(times_s, inputs, outputs)
 
-    def at_rate(self, rate_per_s: float) -> "Trace":
+    def at_rate(self, rate_per_s: float) -> "TrafficTrace":
         """The same bursts, sped up or slowed down to a mean rate."""
         factor = (len(self) - 1) / (rate_per_s * self.times_s[-1])
-        return Trace(self.times_s * factor, self.inputs, self.outputs)
+        return TrafficTrace(self.times_s * factor, self.inputs, self.outputs)
 
-    def until(self, duration_s: float) -> "Trace":
+    def until(self, duration_s: float) -> "TrafficTrace":
         """The requests that arrive before duration_s."""
         kept = self.times_s < duration_s
-        return Trace(self.times_s[kept], self.inputs[kept], self.outputs[kept])
+        return TrafficTrace(self.times_s[kept], self.inputs[kept], self.outputs[kept])
 
 
 def _whole(values: Floats | list[float]) -> Ints:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from lorikeet_engine.engine import Engine
-    from lorikeet_engine.models import Model
+    from lorikeet_engine.models import LlamaModel
     from lorikeet_engine.models.batch import Batch
 
 LETTER = 6 + ord("a")
@@ -54,7 +54,7 @@ class Pace:
 class PacedModel:
     """The model of another, whose forward passes take at least what the costs say."""
 
-    def __init__(self, model: "Model", steps: StepCosts, notes: Path) -> None:
+    def __init__(self, model: "LlamaModel", steps: StepCosts, notes: Path) -> None:
         """notes: the file where it says how it keeps pace."""
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
         self._model, self._steps, self._notes = model, steps, notes
@@ -62,7 +62,7 @@ class PacedModel:
         self._owed_s = self._took_s = 0.0
 
     def forward(self, batch: "Batch", kv: Any, lora: Any, attention: Any) -> "torch.Tensor":
-        """Model.forward; a step right behind another begins when that ended, as on a GPU."""
+        """LlamaModel.forward; a step right behind another begins when that ended, as on a GPU."""
         began_s = time.perf_counter()
         if began_s - self._ended_s < _ONE_AFTER_THE_OTHER_S:
             began_s = self._ended_s
@@ -75,7 +75,7 @@ class PacedModel:
         return hidden
 
     def logits(self, hidden: "torch.Tensor") -> "torch.Tensor":
-        """Model.logits, with LETTER far ahead."""
+        """LlamaModel.logits, with LETTER far ahead."""
         logits = self._model.logits(hidden)
         logits[:, LETTER] += 1e6
         return logits

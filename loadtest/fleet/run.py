@@ -18,7 +18,7 @@ from loadtest.simulator.baselines import PowerOfTwo
 from loadtest.simulator.trial import measure
 from lorikeet.routing.costs import H200_LLAMA_8B
 from lorikeet.settings import Address, Settings
-from lorikeet.simulator.fleet import Fleet
+from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.outcome import Outcome, count
 from lorikeet.simulator.traffic import Requests, Scenario
 from lorikeet_engine.adapter import Residency
@@ -130,7 +130,7 @@ def measure_real(
     began_s, answers = send(url, key, requests)
     owed_s, took_s = _steps_s(notes) - before_s
     # Noted as the simulator notes what it simulates, and counted as that is.
-    fleet = Fleet(scenario.setup(), requests, PowerOfTwo(0), LeastRecentlyUsed())
+    fleet = SimulatedFleet(scenario.setup(), requests, PowerOfTwo(0), LeastRecentlyUsed())
     replicas = sorted({answer.replica for answer in answers})
     fleet.ttft_s[:] = ttfts_s(answers)
     fleet.found[:] = [Residency[answer.residency.upper()] for answer in answers]

@@ -7,8 +7,8 @@ from hashlib import blake2b
 from itertools import cycle
 from random import Random
 
-from lorikeet.simulator.fleet import Fleet
-from lorikeet.simulator.replica import Replica
+from lorikeet.simulator.fleet import SimulatedFleet
+from lorikeet.simulator.replica import SimulatedReplica
 from lorikeet.simulator.router import LeastCost
 
 BOUND = 1.25
@@ -21,11 +21,11 @@ class PowerOfTwo:
     def __init__(self, seed: int) -> None:
         self._rng = Random(seed)
 
-    def route(self, fleet: Fleet, request: int, now_s: float) -> Replica:  # noqa: ARG002
+    def route(self, fleet: SimulatedFleet, request: int, now_s: float) -> SimulatedReplica:  # noqa: ARG002
         """See Router."""
         return self.among(fleet.replicas)
 
-    def among(self, replicas: list[Replica]) -> Replica:
+    def among(self, replicas: list[SimulatedReplica]) -> SimulatedReplica:
         """The less busy of two of these."""
         if len(replicas) == 1:
             return replicas[0]
@@ -42,7 +42,7 @@ class Multiplexing:
     def __init__(self, seed: int, most: int = 256) -> None:
         self._pick, self._most = PowerOfTwo(seed), most
 
-    def route(self, fleet: Fleet, request: int, now_s: float) -> Replica:  # noqa: ARG002
+    def route(self, fleet: SimulatedFleet, request: int, now_s: float) -> SimulatedReplica:  # noqa: ARG002
         """See Router."""
         adapter = fleet.adapter_of[request]
         holders = fleet.on_gpu[adapter] if adapter is not None else []
@@ -78,10 +78,10 @@ class BoundedHashing:
 
     def __init__(self, seed: int) -> None:
         self._pick = PowerOfTwo(seed)
-        self._replicas: dict[str, Replica] = {}
+        self._replicas: dict[str, SimulatedReplica] = {}
         self._ring = HashRing(())
 
-    def route(self, fleet: Fleet, request: int, now_s: float) -> Replica:  # noqa: ARG002
+    def route(self, fleet: SimulatedFleet, request: int, now_s: float) -> SimulatedReplica:  # noqa: ARG002
         """See Router."""
         adapter = fleet.adapter_of[request]
         if adapter is None:

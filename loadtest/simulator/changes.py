@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from loadtest.simulator.goals import USUAL
-from lorikeet.simulator.fleet import Fleet
-from lorikeet.simulator.placement import Placement
+from lorikeet.simulator.fleet import SimulatedFleet
+from lorikeet.simulator.placement import SimulatedPlacement
 from lorikeet.simulator.router import LeastCost
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
@@ -58,7 +58,7 @@ def course(case: tuple[str, str, bool]) -> Course:
     name, event, placement = case
     runs = [_run(replace(FLEETS[name], seed=seed), event, placement) for seed in SEEDS]
 
-    def means(of: Callable[[Fleet, np.ndarray], float]) -> list[float]:
+    def means(of: Callable[[SimulatedFleet, np.ndarray], float]) -> list[float]:
         each = [[of(fleet, window) for window in _windows(fleet)] for fleet in runs]
         return np.mean(each, axis=0).tolist()
 
@@ -75,13 +75,13 @@ def course(case: tuple[str, str, bool]) -> Course:
     )
 
 
-def _run(scenario: Scenario, event: str, placement: bool) -> Fleet:
+def _run(scenario: Scenario, event: str, placement: bool) -> SimulatedFleet:
     if event == RESHUFFLED:
         scenario = replace(scenario, reshuffle_s=AT_S)
     policy = LeastUsedForItsSize()
-    fleet = Fleet(scenario.setup(), scenario.requests(), LeastCost(scenario.seed), policy)
+    fleet = SimulatedFleet(scenario.setup(), scenario.requests(), LeastCost(scenario.seed), policy)
     if placement:
-        Placement(fleet)
+        SimulatedPlacement(fleet)
     if event == JOINS:
         fleet.at(AT_S, fleet.join)
     if event == DIES:
@@ -90,18 +90,18 @@ def _run(scenario: Scenario, event: str, placement: bool) -> Fleet:
     return fleet
 
 
-def _windows(fleet: Fleet) -> Iterator[np.ndarray]:
+def _windows(fleet: SimulatedFleet) -> Iterator[np.ndarray]:
     after_s = fleet.requests.times_s - AT_S
     for begin_s, end_s in WINDOWS:
         yield (after_s >= begin_s) & (after_s < end_s)
 
 
-def _joined_hits(fleet: Fleet, window: np.ndarray) -> float:
+def _joined_hits(fleet: SimulatedFleet, window: np.ndarray) -> float:
     own = window & (fleet.served_by == fleet.setup.replicas)
     return float(fleet.hits[own].mean()) if own.any() else 0.0
 
 
-def _loads(fleet: Fleet) -> list[float]:
+def _loads(fleet: SimulatedFleet) -> list[float]:
     after_s = np.array([at_s for at_s, _ in fleet.loads]) - AT_S
     return [
         float(((after_s >= begin_s) & (after_s < end_s)).sum() / (end_s - begin_s))

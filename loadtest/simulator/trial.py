@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from loadtest.simulator.baselines import ROUTERS
 from loadtest.simulator.oracle import ORACLE, oracle
-from lorikeet.simulator.fleet import Fleet
+from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.outcome import Outcome, count
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.residency.eviction import (
@@ -36,7 +36,9 @@ def measure(trial: Trial) -> Outcome:
     policy: EvictionPolicy = LeastRecentlyUsed()
     if name == "lorikeet" or name != router:
         policy = LeastUsedForItsSize()
-    fleet = Fleet(scenario.setup(), scenario.requests(), ROUTERS[name](scenario.seed), policy)
+    fleet = SimulatedFleet(
+        scenario.setup(), scenario.requests(), ROUTERS[name](scenario.seed), policy
+    )
     fleet.run()
     return count(router, fleet)
 

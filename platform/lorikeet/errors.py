@@ -76,7 +76,7 @@ _ENGINE_CODES: Mapping[type, str] = {
     engine.EngineError: "generation_failed",
     engine.InvalidRequest: "invalid_value",  # unless the error names a code of its own
     engine.EngineClosed: "unavailable",
-    engine.Overloaded: "overloaded",
+    engine.EngineOverloaded: "overloaded",
     engine.AdapterError: "adapter_load_failed",
     engine.AdapterNotReady: "adapter_not_ready",
     engine.AdapterTooLarge: "invalid_adapter",
@@ -197,7 +197,7 @@ class Conflict(LorikeetError):
     code = "conflict"
 
 
-class Standing(NamedTuple):
+class LimitStatus(NamedTuple):
     """How a limit per minute stands. kind: "requests" or "tokens".
 
     remaining: what may pass at once; reset_s: until all may again that may at once.
@@ -215,7 +215,7 @@ class RateLimited(LorikeetError):
     code = "rate_limit_exceeded"
 
     def __init__(
-        self, message: str, *, retry_after_s: float, standings: Sequence[Standing] = ()
+        self, message: str, *, retry_after_s: float, standings: Sequence[LimitStatus] = ()
     ) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
         self.standings = standings

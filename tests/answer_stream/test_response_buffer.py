@@ -7,10 +7,10 @@ import pytest
 
 from lorikeet.answer_stream.response_buffer import PIECES_PER_S, ResponseBuffer, ResponseBuffers
 from lorikeet.errors import Unavailable
-from lorikeet.protocol.messages import Header, StreamItem
+from lorikeet.protocol.messages import AnswerHeader, StreamItem
 
 REST_S = 0.05
-HEADER = Header("r0", None, None)
+HEADER = AnswerHeader("r0", None, None)
 
 
 async def fill(buffer: ResponseBuffer, pieces: list[bytes], step_s: float) -> None:

@@ -7,10 +7,10 @@ import pytest
 
 from lorikeet.answer_stream import response_stream as response_stream_module
 from lorikeet.answer_stream.response_stream import ResponseStream, ResponseStreams, joined
-from lorikeet.protocol.messages import FinalUsage, Header
+from lorikeet.protocol.messages import AnswerHeader, FinalUsage
 from lorikeet_engine.errors import EngineClosed
 
-HEADER, USAGE = Header("r0", None, None), FinalUsage(1, 0, 2)
+HEADER, USAGE = AnswerHeader("r0", None, None), FinalUsage(1, 0, 2)
 
 
 def test_what_is_put_before_it_is_taken_travels_together() -> None:

@@ -11,13 +11,13 @@ from lorikeet.answer_stream.response_stream import ResponseStream
 from lorikeet.answer_stream.sender import AnswerSender
 from lorikeet.answer_stream.token_meter import TokenMeter
 from lorikeet.answer_stream.vocabulary import Vocabulary
-from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Header, Refusal
+from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, Refusal
 from lorikeet.usage.counts import Counts
 from lorikeet_engine.errors import StepFailed
 from lorikeet_engine.request import Course, Failed, FinishReason, Tokens
 
 CALL = Call("r", Endpoint.COMPLETIONS, 0, "acme", "tiny", None, prompts=("x",), stream=True)
-HEADER = Header("r0", None, None)
+HEADER = AnswerHeader("r0", None, None)
 A, B, C = ord("a") - 32, ord("b") - 32, ord("c") - 32
 
 
@@ -50,7 +50,7 @@ def test_what_was_made_before_the_header_comes_after_it(tokenizer: Tokenizer) ->
         one.sender.take(token(B, FinishReason.LENGTH))
         (first, second, begun, usage, end), ended = await one.heard()
         assert first == HEADER
-        assert isinstance(second, Header)
+        assert isinstance(second, AnswerHeader)
         assert second.load_s == 0.25
         assert isinstance(begun, bytes)
         assert isinstance(usage, FinalUsage)

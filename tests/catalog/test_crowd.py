@@ -19,7 +19,7 @@ from lorikeet.catalog import AdapterCatalog, blob_key, open_store
 from lorikeet.catalog.log.changes import AliasMoved, Entry, VersionRegistered
 from lorikeet.catalog.log.fold import fold
 from lorikeet.catalog.log.log import Log
-from lorikeet.catalog.snapshots.partitions import PARTS, Part, part_to_bytes
+from lorikeet.catalog.snapshots.partitions import PARTS, Partition, part_to_bytes
 from lorikeet.catalog.state import CatalogState
 
 CROWD = Path(__file__).with_name("crowd.py")
@@ -160,4 +160,4 @@ def by_writer(entries: Sequence[Entry]) -> dict[str, Done]:
 
 
 def contents(state: CatalogState) -> list[bytes]:
-    return [part_to_bytes(part) for part in state.parts if isinstance(part, Part)]
+    return [part_to_bytes(part) for part in state.parts if isinstance(part, Partition)]

@@ -23,7 +23,7 @@ from lorikeet.catalog.rules.tenant_terms import TenantTerms
 from lorikeet.catalog.snapshots.partitions import (
     COMMON,
     PARTS,
-    Part,
+    Partition,
     Unread,
     part_from_bytes,
     part_of,
@@ -172,7 +172,7 @@ def stored(state: CatalogState) -> CatalogView:
     unread = tuple(map(Unread, data))
 
     class Stored:
-        def read(self, digests: Collection[str]) -> dict[str, Part]:
+        def read(self, digests: Collection[str]) -> dict[str, Partition]:
             return {digest: part_from_bytes(data[digest], digest) for digest in digests}
 
     return CatalogView(Stored(), CatalogState(state.seq, state.time, unread))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from lorikeet.catalog import AdapterCatalog, Scope, VersionRecord, open_store
-from lorikeet.catalog.history import Wanted
+from lorikeet.catalog.history import HistoryQuery
 from lorikeet.catalog.log.log import BLOCK
 from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import Conflict, InvalidInput, UnknownModel
@@ -24,7 +24,7 @@ def prod(view: CatalogView) -> int:
 
 
 def found(catalog: AdapterCatalog, limit: int = 100, **wanted: object) -> list[int]:
-    page = catalog.history.find(Wanted(**wanted), limit)  # type: ignore[arg-type]
+    page = catalog.history.find(HistoryQuery(**wanted), limit)  # type: ignore[arg-type]
     return [entry.seq for entry in page.entries]
 
 
@@ -51,7 +51,7 @@ def test_entries_are_found_by_whom_they_concern_and_who_wrote_them(
 
 def test_a_batch_shows_what_was_asked_for(catalog: AdapterCatalog, register: Register) -> None:
     register("acme/support", b"1")
-    (entry,) = catalog.history.find(Wanted(tenant="acme", name="support"), 1).entries
+    (entry,) = catalog.history.find(HistoryQuery(tenant="acme", name="support"), 1).entries
     assert [change.type for change in entry.changes] == ["version_registered", "alias_moved"]
 
 
@@ -62,7 +62,7 @@ def test_a_search_goes_on_where_it_ended(catalog: AdapterCatalog) -> None:
     seqs: list[int] = []
     before = None
     while True:
-        page = catalog.history.find(Wanted(), 50, before)
+        page = catalog.history.find(HistoryQuery(), 50, before)
         seqs += [entry.seq for entry in page.entries]
         before = page.before
         if before is None:
@@ -85,7 +85,7 @@ def test_a_long_search_stops_and_says_where(
     monkeypatch.setattr("lorikeet.catalog.history._MOST_READ", 10)
     for number in range(30):
         catalog.limit_tenant("acme", max_concurrent=number + 1, actor="ann")
-    page = catalog.history.find(Wanted(actor="nobody"), 5)
+    page = catalog.history.find(HistoryQuery(actor="nobody"), 5)
     assert page.entries == ()
     assert page.before == catalog.state.seq - 9
 

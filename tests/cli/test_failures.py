@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from typer.testing import CliRunner, Result
 
 from lorikeet.cli import app
-from lorikeet.serving.listeners import PublicDoor
+from lorikeet.serving.listeners import PublicListener
 from tests.cli.conftest import Lorikeet
 from tests.gateway.conftest import listening
 
@@ -50,7 +50,7 @@ def test_a_server_that_is_not_lorikeet_is_recognised(stranger: str) -> None:
 
 
 def test_the_tenants_door_is_told_from_the_admins() -> None:
-    with listening(PublicDoor(FastAPI())) as url:
+    with listening(PublicListener(FastAPI())) as url:
         assert f"is {url} the admin door?" in sentence(
             run("--server", url, "--key", "lk_x", "list")
         )

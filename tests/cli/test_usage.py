@@ -9,17 +9,17 @@ from datetime import UTC, datetime
 
 import pytest
 
-from lorikeet.usage.counts import Account, Counts
+from lorikeet.usage.counts import Counts, UsageAccount
 from lorikeet.usage.files import day_prefix
 from lorikeet.usage.ledger import Ledger
 from lorikeet.usage.writer import UsageWriter
 from tests.cli.conftest import Lorikeet
 
 DAY_S = 86400.0
-SUPPORT = Account("acme", "tiny", "acme/support")
+SUPPORT = UsageAccount("acme", "tiny", "acme/support")
 
 
-def write(lorikeet: Lorikeet, ago: int = 0, account: Account = SUPPORT) -> str:
+def write(lorikeet: Lorikeet, ago: int = 0, account: UsageAccount = SUPPORT) -> str:
     """The day on which it was used."""
     at = time.time() - ago * DAY_S
     ledger = Ledger(lambda: at)
@@ -30,7 +30,7 @@ def write(lorikeet: Lorikeet, ago: int = 0, account: Account = SUPPORT) -> str:
 
 @pytest.fixture
 def days(lorikeet: Lorikeet) -> list[str]:
-    write(lorikeet, account=Account("globex", "tiny"))
+    write(lorikeet, account=UsageAccount("globex", "tiny"))
     return [write(lorikeet, ago) for ago in (3, 0)]
 
 

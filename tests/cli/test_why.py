@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from lorikeet.catalog.records import Scope
-from lorikeet.protocol.messages import Attempt, Call, FinalUsage, Header, Refusal, StreamItem
+from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, Refusal, StreamItem
 from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
@@ -24,7 +24,9 @@ WEIGHED = (
 async def told(base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
     yield Attempt(call.request_id, "r3", 0.001, WEIGHED[::-1], "the replica was lost")
     yield Attempt(f"{call.request_id}-1", "r7", 0.001, WEIGHED[::-1])
-    yield Header("r7", None, None, StatusUpdate(1, LiveStats(decoding=5, prefilling=1, waiting=1)))
+    yield AnswerHeader(
+        "r7", None, None, StatusUpdate(1, LiveStats(decoding=5, prefilling=1, waiting=1))
+    )
     yield FinalUsage(12, 8, 34, (Course(queued_s=0.5, prefill_s=0.25, decode_s=1.0),))
     yield b"{}"
 

@@ -13,9 +13,9 @@ import pytest
 from demo.fill import fill_catalog
 from lorikeet.doctor.cuda import Cuda, Gpu
 from lorikeet.doctor.examination import CHECKS, examine
-from lorikeet.doctor.finding import Finding, Verdict
+from lorikeet.doctor.finding import Finding, Severity
 from lorikeet.doctor.host import Host
-from lorikeet.doctor.planned_start import Site
+from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ class Patient:
     def examined(self, *names: str, **changes: object) -> list[Finding]:
         """names: of the checks; none: all. changes: fields of this."""
         it = replace(self, **changes)  # type: ignore[arg-type]
-        site = Site(
+        site = PlannedStart(
             {name: value for name, value in {**it.environ, **it.more}.items() if value},
             it.gpu_memory,
             it.http_port,
@@ -59,7 +59,7 @@ class Patient:
 
 
 def faults(findings: list[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.verdict is not Verdict.OK]
+    return [finding for finding in findings if finding.verdict is not Severity.OK]
 
 
 def free_port() -> int:

@@ -17,12 +17,12 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.doctor import environment, versions
 from lorikeet.doctor.cuda import Cuda
-from lorikeet.doctor.finding import Verdict
+from lorikeet.doctor.finding import Severity
 from lorikeet.gateway.body import MAX_JSON_BYTES
 from tests.doctor.conftest import GIB, H100, HOST, Patient, faults
 from tests.s3_proxy import proxied
 
-OK, WARNING, PROBLEM = Verdict.OK, Verdict.WARNING, Verdict.PROBLEM
+OK, WARNING, PROBLEM = Severity.OK, Severity.WARNING, Severity.PROBLEM
 
 
 def keys_of(url: str) -> set[str]:
@@ -50,7 +50,7 @@ class Fault(NamedTuple):
 
     checks: str
     change: Mapping[str, object]
-    verdict: Verdict
+    verdict: Severity
     found: str
     cure: str
 
@@ -252,7 +252,7 @@ def test_a_folder_that_is_not_whole(
     patient: Patient,
     file: str,
     plant: Callable[[Path], None],
-    verdict: Verdict,
+    verdict: Severity,
     found: str,
     cure: str,
 ) -> None:

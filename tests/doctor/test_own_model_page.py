@@ -5,7 +5,7 @@ from pathlib import Path
 
 from engine.benchmarks.random_model import LLAMA_3_1_8B, write_config
 from lorikeet.doctor.cuda import Cuda
-from lorikeet.doctor.planned_start import Site
+from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.execution.memory_plan import plan_memory
 from lorikeet_engine.models import ModelConfig
@@ -33,7 +33,7 @@ def table(model: Path) -> Iterator[str]:
                 "LORIKEET_BASE_MODELS": f"llama={model}",
                 "LORIKEET_ADAPTER_GPU_MEMORY": share,
             }
-            site = Site(environ, int(size * GIB), look=Cuda)
+            site = PlannedStart(environ, int(size * GIB), look=Cuda)
             assert site.device_free is not None
             plan = plan_memory(config, WEIGHTS, site.engine_settings("llama"), site.device_free)
             yield (

@@ -5,7 +5,7 @@ import asyncio
 from ray import serve
 
 from lorikeet.answer_stream.response_stream import ResponseStreams
-from lorikeet.protocol.messages import Header
+from lorikeet.protocol.messages import AnswerHeader
 from lorikeet.replica.status_feed import StatusFeed
 from lorikeet_engine.telemetry.status import EngineStatus
 
@@ -19,7 +19,7 @@ class Held:
 
     async def generate(self, call, gateway):
         stream = await self._response_streams.to(gateway)
-        stream.put(call.request_id, (Header(self._name, None, None, self._feed.update()),))
+        stream.put(call.request_id, (AnswerHeader(self._name, None, None, self._feed.update()),))
         if call.request_id.startswith("held"):
             await asyncio.Event().wait()
         stream.put(call.request_id, (b"done",), ended=True)

@@ -13,9 +13,9 @@ from demo.tasks import TASKS
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.gateway.routing_request import ask_of
-from lorikeet.protocol.messages import Attempt, Call, Endpoint, Header
+from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, Endpoint
 from lorikeet.routing.ranking import Work
-from lorikeet.serving.engine_client import ServeEngines
+from lorikeet.serving.engine_client import ServeEngineClient
 from lorikeet.serving.fleets import fleet_of
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import SamplingParams
@@ -62,13 +62,13 @@ class Second:
     async def ask(self, call):
         async with aclosing(self.engines.generate(BASE, call)) as items:
             found = [item async for item in items if not isinstance(item, Attempt)]
-        assert isinstance(found[0], Header)
+        assert isinstance(found[0], AnswerHeader)
         assert isinstance(found[-1], bytes)
         return found[0]
 
     async def _start(self, application, deployment):
         self.handle = serve.get_deployment_handle(deployment, application)
-        return ServeEngines({BASE: self.handle}, "second")
+        return ServeEngineClient({BASE: self.handle}, "second")
 
 
 @pytest.fixture(scope="module")

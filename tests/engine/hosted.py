@@ -13,7 +13,7 @@ from lorikeet.logs import log_to_stderr
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import DeviceLost
-from lorikeet_engine.process.client import EngineHost
+from lorikeet_engine.process.client import EngineProcessClient
 from tests.engine.driving import build, greedy, prompt
 
 
@@ -91,7 +91,9 @@ def _command(pid: int) -> bytes:
 
 def main() -> None:
     """A host whose engine hangs in a step; says so and goes on until it is killed."""
-    host = EngineHost(partial(hanging, *map(Path, sys.argv[1:])), print, print, lambda _news: None)
+    host = EngineProcessClient(
+        partial(hanging, *map(Path, sys.argv[1:])), print, print, lambda _news: None
+    )
     host.submit(greedy("r", prompt(5))).result()
     print("steps", flush=True)
     time.sleep(600)

@@ -14,7 +14,7 @@ from lorikeet_engine.traffic import (
     GammaArrivals,
     Identical,
     LengthModel,
-    Trace,
+    TrafficTrace,
     Zipf,
     choose_adapters,
     cut_to_context,
@@ -148,7 +148,7 @@ def test_lengths_are_cut_to_the_context() -> None:
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> Trace:
+def trace(tmp_path: Path) -> TrafficTrace:
     path = tmp_path / "trace.csv"
     path.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -156,16 +156,16 @@ def trace(tmp_path: Path) -> Trace:
         "2023-11-16 18:15:47.6805900,396,109\n"
         "2023-11-16 18:15:50.6805900,879,55\n"
     )
-    return Trace.read(path)
+    return TrafficTrace.read(path)
 
 
-def test_a_trace_is_replayed_as_it_was_recorded(trace: Trace) -> None:
+def test_a_trace_is_replayed_as_it_was_recorded(trace: TrafficTrace) -> None:
     np.testing.assert_allclose(trace.times_s, [0, 1, 4])
     assert trace.inputs.tolist() == [374, 396, 879]
     assert trace.outputs.tolist() == [44, 109, 55]
 
 
-def test_a_trace_is_sped_up_to_a_rate_and_keeps_its_bursts(trace: Trace) -> None:
+def test_a_trace_is_sped_up_to_a_rate_and_keeps_its_bursts(trace: TrafficTrace) -> None:
     fast = trace.at_rate(5)
     np.testing.assert_allclose(fast.times_s, [0, 0.1, 0.4])
     assert len(fast.until(0.2)) == 2
@@ -176,4 +176,4 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.csv"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"other\.csv"):
-        Trace.read(path)
+        TrafficTrace.read(path)

@@ -13,7 +13,7 @@ from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.scheduler import Bounds, Scheduler
 from lorikeet_engine.scheduling.sequence import Sequence
-from lorikeet_engine.scheduling.step_counters import StepCounts
+from lorikeet_engine.scheduling.step_counters import StepCounters
 
 PAGE = 4
 COSTS = StepCosts()
@@ -78,7 +78,7 @@ class ShelfLease:
 
 
 class Goal(NamedTuple):
-    """What a RankBudget tells a scheduler."""
+    """What a StepBudget tells a scheduler."""
 
     ranks: float
     tokens: int
@@ -108,7 +108,7 @@ class World:
         self.cache = KVCache(pages, PAGE)
         self.shelf = Shelf(places)
         self.bounds, self.ranks = Bounds(tokens, sequences, adapters), ranks
-        self.scheduler = Scheduler(self.bounds, self.cache, self.shelf, COSTS, StepCounts())
+        self.scheduler = Scheduler(self.bounds, self.cache, self.shelf, COSTS, StepCounters())
         self.arrivals = 0
         self.finished = {}
         self.failed = []

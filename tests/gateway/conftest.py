@@ -25,11 +25,11 @@ from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.gateway.app import BaseModel, Services, create_app
 from lorikeet.protocol.messages import (
+    AnswerHeader,
     Call,
     Continuation,
     Endpoint,
     FinalUsage,
-    Header,
     Refusal,
     StreamItem,
     Trial,
@@ -187,10 +187,10 @@ class ReplayEngines:
         return self.calls[-1][1]
 
 
-def header(call: Call) -> Header:
+def header(call: Call) -> AnswerHeader:
     if call.adapter is None:
-        return Header("replica-7", None, None)
-    return Header("replica-7", call.adapter.digest, Residency.HOST)
+        return AnswerHeader("replica-7", None, None)
+    return AnswerHeader("replica-7", call.adapter.digest, Residency.HOST)
 
 
 async def repeat(call: Call) -> Items:

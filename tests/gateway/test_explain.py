@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from lorikeet.errors import InvalidInput, NotFound, Unavailable
-from lorikeet.protocol.messages import Attempt, Call, FinalUsage, Header, Refusal
+from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, Refusal
 from lorikeet.protocol.peers import Peers, Poll
 from lorikeet.request_log.explanations import KEPT_S, Explanations
-from lorikeet.request_log.trace import Trace
+from lorikeet.request_log.trace import RequestTrace
 from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
@@ -38,8 +38,8 @@ async def told(call: Call) -> Items:
     yield Attempt(first, "replica-3", 0.001, WEIGHED[::-1], "the replica was lost")
     yield Attempt(f"{first}-1", "replica-7", 0.002, WEIGHED)
     live = LiveStats(decoding=5, waiting=2)
-    yield Header("replica-7", call.adapter.digest, Residency.HOST, StatusUpdate(1, live))
-    yield Header("replica-7", call.adapter.digest, Residency.HOST, load_s=0.003)
+    yield AnswerHeader("replica-7", call.adapter.digest, Residency.HOST, StatusUpdate(1, live))
+    yield AnswerHeader("replica-7", call.adapter.digest, Residency.HOST, load_s=0.003)
     await asyncio.sleep(0.05)
     async for item in repeat(call):
         if isinstance(item, bytes):
@@ -300,14 +300,16 @@ def _seconds(explanations: Explanations, rounds: int) -> float:
 
 
 @contextmanager
-def ended(explanations: Explanations, request_id: str) -> Iterator[Trace]:
+def ended(explanations: Explanations, request_id: str) -> Iterator[RequestTrace]:
     """A request with all that can be told of one."""
     trace = explanations.trace(request_id)
     trace.comes_from("acme", "key-1")
     trace.asks_for("acme/support")
     with trace:
         trace.on_item(Attempt(request_id, "replica-7", 0.001, WEIGHED * 3))
-        trace.on_item(Header("replica-7", "d" * 64, Residency.GPU, StatusUpdate(1, LiveStats())))
+        trace.on_item(
+            AnswerHeader("replica-7", "d" * 64, Residency.GPU, StatusUpdate(1, LiveStats()))
+        )
         trace.on_first_bytes()
         trace.on_item(FinalUsage(12, 8, 34, (SLOW,)))
         yield trace

@@ -16,7 +16,7 @@ import pytest
 
 from lorikeet.errors import StoreError, Unavailable
 from lorikeet.gateway.admin import fleet as fleet_routes
-from lorikeet.protocol.messages import Call, Header, Refusal
+from lorikeet.protocol.messages import AnswerHeader, Call, Refusal
 from lorikeet.protocol.peers import Peers, Poll
 from lorikeet.request_log.explanations import Explanations
 from lorikeet.request_log.record import RequestRecord
@@ -50,7 +50,7 @@ def fleet(gateway: Gateway) -> dict[str, Any]:
 def found_on(tier: Residency):
     async def answer(call: Call) -> Items:
         async for item in repeat(call):
-            yield Header("r0", "d" * 64, tier) if isinstance(item, Header) else item
+            yield AnswerHeader("r0", "d" * 64, tier) if isinstance(item, AnswerHeader) else item
 
     return answer
 
@@ -155,7 +155,7 @@ def waiting(gateway: Gateway, *models: str) -> Iterator[None]:
     answering = threading.Event()
 
     async def later(call: Call) -> Items:
-        yield Header("r0", "d" * 64, Residency.REMOTE)
+        yield AnswerHeader("r0", "d" * 64, Residency.REMOTE)
         while not answering.is_set():
             await asyncio.sleep(0.01)
         async for item in repeat(call):

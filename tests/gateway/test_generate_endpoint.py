@@ -14,11 +14,11 @@ from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import InvalidInput, InvalidKey, RateLimited, UnknownModel
 from lorikeet.gateway.apis.openai_requests import ChatRequest, CompletionRequest, GenerateRequest
 from lorikeet.gateway.app import BaseModel, Services
-from lorikeet.gateway.authentication import Gate
+from lorikeet.gateway.authentication import RequestAuthenticator
 from lorikeet.gateway.catalog_follower import CatalogFollower
 from lorikeet.gateway.generate import GenerateEndpoint
 from lorikeet.request_log.explanations import Explanations
-from lorikeet.tenancy import Admission, Budget, Shares
+from lorikeet.tenancy import Budget, RateLimiter, Shares
 from tests.gateway.conftest import LIMITS, SHAPE, ReplayEngines, chat
 
 KINDS = {
@@ -48,8 +48,10 @@ class Walks:
             endpoint = GenerateEndpoint(
                 kind,
                 services,
-                Gate(services, CatalogFollower(services.catalog, interval_s=3600.0)),
-                Admission(Shares("g0", 1, 0.0), Budget(None)),
+                RequestAuthenticator(
+                    services, CatalogFollower(services.catalog, interval_s=3600.0)
+                ),
+                RateLimiter(Shares("g0", 1, 0.0), Budget(None)),
                 Explanations(services.peers),
             )
             return [await _one(endpoint, key or self.key, body) for body in bodies]

@@ -10,9 +10,9 @@ import openai
 import pytest
 
 from lorikeet.catalog.records import Scope
-from lorikeet.errors import Standing, Unavailable
+from lorikeet.errors import LimitStatus, Unavailable
 from lorikeet.gateway.error_responses import limit_headers
-from lorikeet.protocol.messages import Call, FinalUsage, Header, Refusal
+from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, Refusal
 from tests.gateway.conftest import (
     Gateway,
     Items,
@@ -197,9 +197,9 @@ def test_headers_say_how_long_the_adapter_took_to_come(gateway: Gateway, stream:
     async def cold(call: Call) -> Items:
         found = header(call)
         yield found
-        yield Header(found.replica, found.digest, found.residency, load_s=0.2504)
+        yield AnswerHeader(found.replica, found.digest, found.residency, load_s=0.2504)
         async for item in repeat(call):
-            if not isinstance(item, Header):
+            if not isinstance(item, AnswerHeader):
                 yield item
 
     gateway.engines.replay = cold
@@ -235,7 +235,7 @@ def test_a_replicas_refusal_says_when_to_come_back(unchanged: Gateway, code: str
     ],
 )
 def test_times_are_written_as_openai_writes_them(seconds: float, said: str) -> None:
-    headers = limit_headers([Standing("requests", 60, 1, seconds)])
+    headers = limit_headers([LimitStatus("requests", 60, 1, seconds)])
     assert headers["x-ratelimit-reset-requests"] == said
 
 

@@ -9,9 +9,9 @@ import pytest
 from lorikeet.catalog.records import Limits, TenantRecord
 from lorikeet.errors import InsufficientQuota, StoreError
 from lorikeet.gateway import limit_sync
-from lorikeet.gateway.limit_sync import Reconciling
+from lorikeet.gateway.limit_sync import LimitSync
 from lorikeet.protocol.peers import Peers, Poll
-from lorikeet.tenancy import Admission, Budget, Principal, Shares
+from lorikeet.tenancy import Budget, Principal, RateLimiter, Shares
 from lorikeet.tenancy.shares import Subject
 
 KEY = Principal("acme", "k", frozenset(), Limits())
@@ -24,8 +24,8 @@ class Gateway:
         self.peers = DirectPeers(self, others)
         self.shares = Shares(name, 2, time.monotonic())
         budget = Budget(written, unseen_s=0)
-        self.admission = Admission(self.shares, budget)
-        self.reconciling = Reconciling(self.peers, self.shares, self.admission, budget)
+        self.admission = RateLimiter(self.shares, budget)
+        self.reconciling = LimitSync(self.peers, self.shares, self.admission, budget)
         others.append(self)
 
     def share(self) -> float:

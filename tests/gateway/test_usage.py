@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from lorikeet.catalog.store.local import LocalStore
-from lorikeet.usage.counts import Account, Counts
+from lorikeet.usage.counts import Counts, UsageAccount
 from lorikeet.usage.ledger import Ledger
 from lorikeet.usage.writer import UsageWriter
 from tests.gateway.conftest import Gateway
 from tests.gateway.test_bad_requests import error_of
 
 DAY_S = 86400.0
-SUPPORT = Account("acme", "tiny", "acme/support")
-SHARED = Account("globex", "tiny", "acme/support")
+SUPPORT = UsageAccount("acme", "tiny", "acme/support")
+SHARED = UsageAccount("globex", "tiny", "acme/support")
 NONE = {"cached_tokens": 0, "slot_s": 0.0, "loads": 0, "load_bytes": 0}
 
 
@@ -23,7 +23,7 @@ def day(ago: int = 0) -> str:
     return datetime.fromtimestamp(time.time() - ago * DAY_S, UTC).date().isoformat()
 
 
-def write(gateway: Gateway, account: Account, ago: int = 0, **counts: Any) -> None:
+def write(gateway: Gateway, account: UsageAccount, ago: int = 0, **counts: Any) -> None:
     at = time.time() - ago * DAY_S
     ledger = Ledger(lambda: at)
     ledger.add(account, Counts(requests=1, **counts))
@@ -35,7 +35,7 @@ def write(gateway: Gateway, account: Account, ago: int = 0, **counts: Any) -> No
 def used(gateway: Gateway) -> Gateway:
     write(gateway, SUPPORT, prompt_tokens=10, output_tokens=1)
     write(gateway, SUPPORT, ago=1, prompt_tokens=10, output_tokens=2)
-    write(gateway, Account("acme", "tiny"), prompt_tokens=7, output_tokens=3)
+    write(gateway, UsageAccount("acme", "tiny"), prompt_tokens=7, output_tokens=3)
     write(gateway, SHARED, prompt_tokens=100, output_tokens=50, slot_s=1.25, loads=1, load_bytes=9)
     return gateway
 

@@ -10,7 +10,7 @@ from loadtest.simulator.baselines import ROUTERS
 from loadtest.simulator.oracle import oracle
 from lorikeet.routing.costs import H200_LLAMA_8B
 from lorikeet.routing.ranking import RoutingStatus
-from lorikeet.simulator.fleet import Fleet
+from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.memory import Arena, Link
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.residency.eviction import LeastRecentlyUsed, LeastUsedForItsSize
@@ -28,7 +28,9 @@ def run(scenario, router="lorikeet", policy=None):
 
 def fleet_of(scenario, router="lorikeet", policy=None):
     routed = ROUTERS[router](scenario.seed)
-    return Fleet(scenario.setup(), scenario.requests(), routed, policy or LeastUsedForItsSize())
+    return SimulatedFleet(
+        scenario.setup(), scenario.requests(), routed, policy or LeastUsedForItsSize()
+    )
 
 
 def fixed_lengths(monkeypatch, prompt, answer):

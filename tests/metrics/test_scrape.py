@@ -14,7 +14,7 @@ from lorikeet.errors import Unavailable
 from lorikeet.gateway.routes.metrics import KEPT_S
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.metrics.page import render
-from lorikeet.protocol.messages import Attempt, Call, FinalUsage, Header, Refusal
+from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, Refusal
 from lorikeet.protocol.peers import Peers, Poll
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import Course
@@ -37,8 +37,8 @@ async def answer(call: Call) -> Items:
     digest = call.adapter.digest if call.adapter else None
     found = Residency.HOST if call.adapter else None
     yield Attempt(call.request_id, "replica-7", 0.001)
-    yield Header("replica-7", digest, found)
-    yield Header("replica-7", digest, found, load_s=0.1)
+    yield AnswerHeader("replica-7", digest, found)
+    yield AnswerHeader("replica-7", digest, found, load_s=0.1)
     async for item in repeat(call):
         if isinstance(item, bytes):
             yield FinalUsage(12, 8, 34, (COURSE,))
@@ -52,7 +52,7 @@ async def answer_after_a_loss(call: Call) -> Items:
 
 
 async def refuse(call: Call) -> Items:
-    yield Header("replica-7", None, Residency.HOST)
+    yield AnswerHeader("replica-7", None, Residency.HOST)
     yield Refusal("overloaded", "too many wait")
 
 

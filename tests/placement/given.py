@@ -2,7 +2,7 @@
 
 from lorikeet.catalog.records import PinRecord
 from lorikeet.catalog.rules.pin_budget import PinnedVersion
-from lorikeet.placement.plan import Placement, place_pins
+from lorikeet.placement.plan import PlacementPlan, place_pins
 from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
@@ -64,7 +64,7 @@ def place(
     *promises: ResolvedPin,
     reports: list[ReplicaReport] | None = None,
     budgets: dict[str, int] | None = None,
-) -> Placement:
+) -> PlacementPlan:
     everywhere = [report(replica) for replica in REPLICAS]
     return place_pins(
         ResolvedPins(promises, budgets or {}), everywhere if reports is None else reports

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from lorikeet.placement.plan import Placement
+from lorikeet.placement.plan import PlacementPlan
 from lorikeet.placement.resolved_pins import ResolvedPin
 from lorikeet.protocol.placement_decision import PinTarget
 from lorikeet.rendezvous import by_preference
@@ -13,11 +13,11 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from tests.placement.given import REPLICAS, ROOMY, held, place, promise, ref, report
 
 
-def holders(placement: Placement, wanted: AdapterRef) -> set[str]:
+def holders(placement: PlacementPlan, wanted: AdapterRef) -> set[str]:
     return {replica for replica, keeps in placement.plan.items() if wanted.digest in keeps}
 
 
-def short(placement: Placement) -> list[str]:
+def short(placement: PlacementPlan) -> list[str]:
     return [each.ref.name for each in placement.shortfalls if each.ref]
 
 
@@ -27,7 +27,7 @@ SUPPORT, LEGAL, SALES = ref("support"), ref("legal"), ref("sales")
 def test_a_pin_on_all_replicas_reaches_each():
     placement = place(promise(SUPPORT))
     keep = {SUPPORT.digest: PinTarget(SUPPORT, Residency.GPU)}
-    assert placement == Placement(dict.fromkeys(REPLICAS, keep), ())
+    assert placement == PlacementPlan(dict.fromkeys(REPLICAS, keep), ())
 
 
 def test_a_pin_on_n_replicas_takes_those_its_requests_prefer():
@@ -244,7 +244,7 @@ def test_ten_thousand_pins_on_64_replicas_are_planned_again_within_a_tick():
     assert time.process_time() - begun_s < 1.0
 
 
-def homes(placement: Placement, one: ResolvedPin) -> set[str]:
+def homes(placement: PlacementPlan, one: ResolvedPin) -> set[str]:
     return holders(placement, one.versions[0].ref)
 
 

@@ -8,7 +8,7 @@ from lorikeet.placement.prefetching import Prefetching
 from lorikeet.protocol.placement_decision import PinTarget, PrefetchTarget
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.residency.eviction import LeastUsedForItsSize, Use, Uses
+from lorikeet_engine.residency.eviction import LeastUsedForItsSize, UsageRecord, Uses
 from lorikeet_engine.telemetry.status import AdapterStatus
 from tests.placement.given import held, ref, report
 
@@ -89,7 +89,7 @@ class Engine:
         self._seen.add(name)
         if name not in self and len(self._worth) == self._room:
             del self._worth[min(self._worth, key=self._worth.__getitem__)]
-        self._worth[name] = self._policy.worth(Use(10, self._uses.at(name, now_s), now_s))
+        self._worth[name] = self._policy.worth(UsageRecord(10, self._uses.at(name, now_s), now_s))
 
     def report(self, now_s: float) -> ReplicaReport:
         adapters = (

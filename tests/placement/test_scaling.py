@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.placement.pressure import Signals
+from lorikeet.placement.pressure import ReplicaPressure
 from lorikeet.placement.scaling import (
-    Pace,
+    ScalingDelays,
     Since,
     could_shrink,
     scale,
 )
 
-PACE = Pace()
+PACE = ScalingDelays()
 PRESSED_S, CALM_S, MOVING_S = PACE.pressed_s, PACE.calm_s, PACE.moving_s
-IDLE = Signals(0, 100, 0.0, 0.0, 0.0, sole_copies=0)
+IDLE = ReplicaPressure(0, 100, 0.0, 0.0, 0.0, sole_copies=0)
 
 
 def signals(
@@ -25,8 +25,8 @@ def signals(
     seats: float = 0,
     kv: float = 0,
     sole_copies: float | None = 0,
-) -> Signals:
-    return Signals(working, 100, wait, seats, kv, sole_copies)
+) -> ReplicaPressure:
+    return ReplicaPressure(working, 100, wait, seats, kv, sole_copies)
 
 
 class Fleet:
@@ -40,7 +40,7 @@ class Fleet:
         self.now_s = 0.0
         self.targets = [replicas]
 
-    def run(self, load: Callable[[int], Signals], seconds: float) -> None:
+    def run(self, load: Callable[[int], ReplicaPressure], seconds: float) -> None:
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += 2.0
@@ -67,7 +67,7 @@ class Fleet:
                 self.targets.append(self.target)
 
 
-def shared(**volumes: float) -> Callable[[int], Signals]:
+def shared(**volumes: float) -> Callable[[int], ReplicaPressure]:
     """A load that the replicas share."""
     return lambda running: signals(**{name: each / running for name, each in volumes.items()})
 

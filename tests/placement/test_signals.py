@@ -1,6 +1,6 @@
 """What a replica says of itself, in numbers."""
 
-from lorikeet.placement.pressure import Signals, from_stats, measure, to_stats
+from lorikeet.placement.pressure import ReplicaPressure, from_stats, measure, to_stats
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, TierStatus
@@ -20,12 +20,12 @@ def test_what_is_used_more_than_once_or_pinned_is_the_working_set():
     )  # fmt: skip
     status = EngineStatus(live, {Residency.GPU: TierStatus(2, 60, 100, 90, 0)})
     report = ReplicaReport("r0", "tiny", status, adapters)
-    assert measure(report, 16, sole_copies=0.4) == Signals(40, 100, 0.5, 0.5, 0.25, 0.4)
+    assert measure(report, 16, sole_copies=0.4) == ReplicaPressure(40, 100, 0.5, 0.5, 0.25, 0.4)
 
 
 def test_numbers_carry_all_that_is_known():
     for sole_copies in (None, 0.0, 0.4):
-        signals = Signals(40, 100, 0.5, 0.5, 0.25, sole_copies)
+        signals = ReplicaPressure(40, 100, 0.5, 0.5, 0.25, sole_copies)
         assert from_stats(to_stats(signals) | {"running_requests": 3}) == signals
         assert from_stats({"arena_bytes": 100}) is None
         assert all(isinstance(value, int | float) for value in to_stats(signals).values())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lorikeet.placement.pin_status import Standing, standings
+from lorikeet.placement.pin_status import PinState, standings
 from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
@@ -12,7 +12,7 @@ from tests.placement.given import held, promise, ref, report
 SUPPORT, LEGAL = ref("support"), ref("legal")
 
 
-def stands(one: ResolvedPin, *reports: ReplicaReport) -> Standing:
+def stands(one: ResolvedPin, *reports: ReplicaReport) -> PinState:
     (found,) = standings(ResolvedPins((one,)), reports)
     return found.standing
 
@@ -25,7 +25,7 @@ def at(adapter: AdapterRef, tier: Residency) -> AdapterStatus:
 @pytest.mark.parametrize("found", [Residency.DISK, Residency.HOST, Residency.GPU])
 def test_met_is_at_the_promised_tier_or_nearer(promised: Residency, found: Residency) -> None:
     standing = stands(promise(SUPPORT, tier=promised), report("r0", adapters=(at(SUPPORT, found),)))
-    assert standing is (Standing.MET if found >= promised else Standing.LOADING)
+    assert standing is (PinState.MET if found >= promised else PinState.LOADING)
 
 
 def test_met_is_on_every_replica_of_the_base_model_or_on_so_many() -> None:
@@ -34,23 +34,23 @@ def test_met_is_on_every_replica_of_the_base_model_or_on_so_many() -> None:
         report("r1"),
         report("w0", base_model="wide"),
     ]
-    assert stands(promise(SUPPORT), *reports) is Standing.LOADING
-    assert stands(promise(SUPPORT), reports[0], reports[2]) is Standing.MET
-    assert stands(promise(SUPPORT, replicas=1), *reports) is Standing.MET
+    assert stands(promise(SUPPORT), *reports) is PinState.LOADING
+    assert stands(promise(SUPPORT), reports[0], reports[2]) is PinState.MET
+    assert stands(promise(SUPPORT, replicas=1), *reports) is PinState.MET
 
 
 def test_a_tenants_pin_is_met_when_all_of_its_adapters_are() -> None:
     one = at(SUPPORT, Residency.GPU), at(LEGAL, Residency.HOST)
-    assert stands(promise(SUPPORT, LEGAL), report("r0", adapters=one)) is Standing.LOADING
+    assert stands(promise(SUPPORT, LEGAL), report("r0", adapters=one)) is PinState.LOADING
     assert stands(promise(SUPPORT, LEGAL, tier=Residency.HOST), report("r0", adapters=one)) is (
-        Standing.MET
+        PinState.MET
     )
 
 
 def test_what_has_no_place_in_the_plan_is_unmet_wherever_it_is_now() -> None:
     """It is there by chance, and the next request for another may take its place."""
     there = report("r0", gpu=5, adapters=(at(SUPPORT, Residency.GPU),))
-    assert stands(promise(SUPPORT), there) is Standing.UNMET
+    assert stands(promise(SUPPORT), there) is PinState.UNMET
 
 
 def test_each_pin_has_its_own_shortfalls_and_bytes() -> None:
@@ -58,4 +58,4 @@ def test_each_pin_has_its_own_shortfalls_and_bytes() -> None:
     first, second = standings(ResolvedPins(pins), [report("r0", gpu=15)])
     assert (first.versions, first.image_bytes) == (2, 20)
     assert [each.ref for each in first.shortfalls] == [LEGAL]
-    assert (second.standing, second.shortfalls) == (Standing.LOADING, ())
+    assert (second.standing, second.shortfalls) == (PinState.LOADING, ())

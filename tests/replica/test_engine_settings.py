@@ -4,7 +4,7 @@ import pytest
 
 from lorikeet.replica.engine_settings import adapter_memory, engine_settings
 from lorikeet.settings import Settings
-from lorikeet_engine.device.memory import Share
+from lorikeet_engine.device.memory import MemoryShare
 
 
 def told(**environ):
@@ -14,7 +14,10 @@ def told(**environ):
 
 @pytest.mark.parametrize(
     ("device", "dtype", "kv", "slot_pool", "overlap"),
-    [("cpu", "float32", 2**28, 2**26, False), ("cuda", "bfloat16", Share(0.9), Share(0.1), True)],
+    [
+        ("cpu", "float32", 2**28, 2**26, False),
+        ("cuda", "bfloat16", MemoryShare(0.9), MemoryShare(0.1), True),
+    ],
 )
 def test_what_is_not_set_follows_from_the_device(device, dtype, kv, slot_pool, overlap):
     settings = told(DEVICE=device)
@@ -26,7 +29,7 @@ def test_what_is_not_set_follows_from_the_device(device, dtype, kv, slot_pool, o
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_memory_that_is_set_is_the_same_on_every_device(device):
     settings = told(DEVICE=device, KV_MEMORY="70%", ADAPTER_GPU_MEMORY="1GiB")
-    assert (settings.kv_bytes, settings.adapter_gpu_bytes) == (Share(0.7), 2**30)
+    assert (settings.kv_bytes, settings.adapter_gpu_bytes) == (MemoryShare(0.7), 2**30)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from lorikeet.catalog.store.object_store import open_store
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
-from lorikeet.usage.counts import Account, Counts, add_to
+from lorikeet.usage.counts import Counts, UsageAccount, add_to
 from lorikeet.usage.reader import UsageReader
 from lorikeet_engine.errors import StepFailed
 from lorikeet_engine.request import Course, Failed, SamplingParams, Terms, Tokens
@@ -89,10 +89,10 @@ def settings(tmp_path_factory):
     return settings
 
 
-def used(settings) -> dict[Account, Counts]:
+def used(settings) -> dict[UsageAccount, Counts]:
     today = date.today()
     day = timedelta(days=1)
-    sums: dict[Account, Counts] = {}
+    sums: dict[UsageAccount, Counts] = {}
     reader = UsageReader(open_store(settings.catalog))
     for use in reader.read(today - day, today + day).values():
         for account, counts in use.items():
@@ -104,8 +104,8 @@ def test_a_replica_writes_what_was_used_and_the_rest_when_it_is_closed(settings)
     state = AdapterCatalog(open_store(settings.catalog)).refresh()
     ref = state.resolve(TASK.model, TASK.tenant)
     adapted = replace(CALL, adapter=ref, prompts=("once upon",), n=1)
-    support = Account(TASK.tenant, BASE, f"{ref.tenant}/{ref.name}")
-    base = Account(TASK.tenant, BASE)
+    support = UsageAccount(TASK.tenant, BASE, f"{ref.tenant}/{ref.name}")
+    base = UsageAccount(TASK.tenant, BASE)
 
     async def scenario() -> FinalUsage:
         replica = Replica("r0", BASE, settings)

@@ -20,7 +20,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import InvalidSetting
 from lorikeet.gateway.apis.openai_requests import prompt_tokens
-from lorikeet.protocol.messages import Call, Endpoint, Header, Refusal
+from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, Refusal
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision, PrefetchTarget
 from lorikeet.replica import replica as replica_module
 from lorikeet.replica.prompts import PromptEncoder
@@ -115,7 +115,7 @@ def test_a_header_comes_first_and_says_where_the_adapter_was(settings, ref):
         return cold, warm, await replica.report(Residency.GPU)
 
     cold, warm, there = run(settings, scenario)
-    assert isinstance(cold[0], Header)
+    assert isinstance(cold[0], AnswerHeader)
     assert cold[0].residency < Residency.GPU
     assert (warm[0].replica, warm[0].digest) == ("r0", ref.digest)
     assert warm[0].residency is Residency.GPU
@@ -137,7 +137,7 @@ def test_a_second_header_says_how_long_the_adapter_took_to_come(settings, ref):
 
     cold, again = run(settings, scenario)
     for items, came in ((cold, True), (again, False)):
-        first, second = (item for item in items if isinstance(item, Header))
+        first, second = (item for item in items if isinstance(item, AnswerHeader))
         assert first.load_s is None
         assert (second.replica, second.digest) == (first.replica, first.digest)
         assert second.residency == first.residency
@@ -179,7 +179,7 @@ def test_answers_that_cannot_reach_their_gateway_are_given_up(settings, ref):
                     await stack.enter_async_context(aclosing(lost.generate(c))) for c in calls
                 ]
                 for stream in streams:
-                    assert isinstance(await anext(stream), Header)
+                    assert isinstance(await anext(stream), AnswerHeader)
                 async with local_gateway(replica, "lost"):  # the same one, after a broken line
                     for stream in streams:
                         assert (await rest_of(stream))[-1].code == "unavailable"

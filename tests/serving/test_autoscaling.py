@@ -6,11 +6,11 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-from lorikeet.placement.scaling import Pace
+from lorikeet.placement.scaling import ScalingDelays
 from lorikeet.serving.autoscaling import Policy, autoscaling
 
 policy = Policy()
-PRESSED_S, CALM_S = Pace().pressed_s, Pace().calm_s
+PRESSED_S, CALM_S = ScalingDelays().pressed_s, ScalingDelays().calm_s
 IDLE = {
     "working_bytes": 0,
     "arena_bytes": 100,

@@ -6,16 +6,16 @@ from contextlib import aclosing
 import pytest
 
 from lorikeet.errors import Unavailable
-from lorikeet.protocol.messages import Attempt, Call, Endpoint, FinalUsage, Header, Refusal
+from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, Endpoint, FinalUsage, Refusal
 from lorikeet.routing.ranking import Ask, Work
 from lorikeet.serving import engine_client as engines_module
-from lorikeet.serving.engine_client import ServeEngines
+from lorikeet.serving.engine_client import ServeEngineClient
 from lorikeet.serving.fleets import fleet_of
 from tests.serving.fake_stream import FakeStream
 
 BASE, GATEWAY = "tiny", "g0"
 CALL = Call("r", Endpoint.CHAT, 0, "acme", BASE, None)
-HEADER, USAGE = Header("r0", None, None), FinalUsage(1, 0, 1)
+HEADER, USAGE = AnswerHeader("r0", None, None), FinalUsage(1, 0, 1)
 
 
 class Handle:
@@ -50,7 +50,7 @@ def run(scenario):
     async def inside():
         fleet_of(Handle.app_name, Handle.deployment_name).exist(["r0"])
         handle = Handle()
-        engines = ServeEngines({BASE: handle}, GATEWAY)
+        engines = ServeEngineClient({BASE: handle}, GATEWAY)
         await until(lambda: handle.responses_opened)
         try:
             await asyncio.wait_for(scenario(engines, handle), 20)

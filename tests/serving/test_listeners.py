@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from lorikeet.errors import InvalidSetting
 from lorikeet.gateway.error_responses import add_error_handlers
 from lorikeet.gateway.request_scope import RequestScope
-from lorikeet.serving.listeners import AdminDoor, PublicDoor
+from lorikeet.serving.listeners import AdminListener, PublicListener
 from lorikeet.settings import Address
 from tests.gateway.conftest import listening
 
@@ -54,8 +54,8 @@ def application(name: str) -> FastAPI:
 def gateway(name: str, address: Address) -> Iterator[str]:
     """One with both doors; the address of its public one."""
     app = application(name)
-    AdminDoor(address).open_with(app)
-    with listening(PublicDoor(app)) as url:
+    AdminListener(address).open_with(app)
+    with listening(PublicListener(app)) as url:
         yield url
 
 
@@ -92,7 +92,7 @@ def test_the_admin_door_serves_everything(address: Address) -> None:
 
 def test_a_path_below_a_prefix_is_judged_without_it(address: Address) -> None:
     async def ask(path: str) -> int:
-        transport = httpx.ASGITransport(PublicDoor(application("a")), root_path="/two")
+        transport = httpx.ASGITransport(PublicListener(application("a")), root_path="/two")
         async with httpx.AsyncClient(transport=transport, base_url="http://a") as client:
             return (await client.get(path)).status_code
 
@@ -101,12 +101,12 @@ def test_a_path_below_a_prefix_is_judged_without_it(address: Address) -> None:
 
 
 def test_nobody_is_let_in_before_the_start_or_after_the_end(address: Address) -> None:
-    door = AdminDoor(address)
+    door = AdminListener(address)
     with pytest.raises(httpx.ConnectError):
         CLIENT.get(f"http://{address}/")
     app = application("a")
     door.open_with(app)
-    with listening(PublicDoor(app)):
+    with listening(PublicListener(app)):
         assert CLIENT.get(f"http://{address}/").is_success
     with pytest.raises(httpx.ConnectError):
         CLIENT.get(f"http://{address}/")
@@ -117,12 +117,12 @@ def test_a_taken_address_says_what_to_change(address: Address) -> None:
         socket.create_server(address),
         pytest.raises(InvalidSetting, match=f"LORIKEET_ADMIN_ADDRESS={address}: .*in use: stop"),
     ):
-        AdminDoor(address)
+        AdminListener(address)
 
 
 def test_an_address_of_another_machine_is_refused(address: Address) -> None:
     with pytest.raises(InvalidSetting, match="another address of this machine"):
-        AdminDoor(Address("198.51.100.1", address.port))
+        AdminListener(Address("198.51.100.1", address.port))
 
 
 def test_gateways_of_one_host_share_the_address(address: Address) -> None:

@@ -1,9 +1,9 @@
 """What a simulated replica must have settled once its run is over."""
 
-from lorikeet.simulator.replica import Replica
+from lorikeet.simulator.replica import SimulatedReplica
 
 
-def idle(replica: Replica) -> bool:
+def idle(replica: SimulatedReplica) -> bool:
     """Nothing is left that it would do."""
     arena = replica.arena
     leased = (each.leases > (adapter in arena._kept) for adapter, each in arena.residents.items())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lorikeet.rendezvous import by_preference
-from lorikeet.simulator.fleet import Fleet
+from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.router import LeastCost
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.adapter import Residency
@@ -20,7 +20,9 @@ SMALL = Scenario(
 
 def fleet_of(scenario, **changes):
     setup = replace(scenario.setup(), **changes)
-    return Fleet(setup, scenario.requests(), LeastCost(scenario.seed), LeastUsedForItsSize())
+    return SimulatedFleet(
+        setup, scenario.requests(), LeastCost(scenario.seed), LeastUsedForItsSize()
+    )
 
 
 def test_when_a_replica_dies_who_has_no_token_yet_is_answered_elsewhere():

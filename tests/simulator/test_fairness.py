@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lorikeet.routing.costs import H200_LLAMA_8B, capacity_per_s
-from lorikeet.simulator.fleet import Fleet
+from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.router import LeastCost
 from lorikeet.simulator.traffic import Requests, Setup
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
@@ -44,7 +44,7 @@ class Run:
         setup = Setup(
             replicas=REPLICAS, ranks=one, sizes=one, gpu_bytes=1, host_bytes=1, disk_bytes=1
         )
-        self.fleet = Fleet(setup, requests, LeastCost(1), LeastUsedForItsSize())
+        self.fleet = SimulatedFleet(setup, requests, LeastCost(1), LeastUsedForItsSize())
         self.tenants, self.spread = requests.tenants, 0.0
         self.fleet.at(0.0, self.look)
         self.fleet.run()

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lorikeet.simulator.fleet import Fleet
+from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.memory import Arena
-from lorikeet.simulator.placement import Placement
+from lorikeet.simulator.placement import SimulatedPlacement
 from lorikeet.simulator.router import LeastCost
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.adapter import Residency
@@ -18,8 +18,10 @@ SMALL = Scenario(adapters=200, replicas=4, gpu_room=0.15, host_room=0.2, duratio
 
 
 def run(scenario, act=None):
-    fleet = Fleet(scenario.setup(), scenario.requests(), LeastCost(1), LeastUsedForItsSize())
-    Placement(fleet)
+    fleet = SimulatedFleet(
+        scenario.setup(), scenario.requests(), LeastCost(1), LeastUsedForItsSize()
+    )
+    SimulatedPlacement(fleet)
     if act is not None:
         act(fleet)
     fleet.run()
@@ -96,7 +98,7 @@ def test_who_joins_is_brought_adapters_that_nobody_asked_it_for():
 
 
 def test_a_request_takes_over_what_is_being_brought():
-    fleet = Fleet(
+    fleet = SimulatedFleet(
         replace(SMALL, disk_room=0.0).setup(),
         SMALL.requests(),
         LeastCost(1),

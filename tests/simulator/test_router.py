@@ -5,11 +5,11 @@ from random import Random
 
 import pytest
 
-from lorikeet.routing.fleet import Fleet as GatewaysFleet
+from lorikeet.routing.fleet import SimulatedFleet as GatewaysFleet
 from lorikeet.routing.ranking import Ask, Work
 from lorikeet.routing.status_update import StatusUpdate
-from lorikeet.simulator.fleet import Fleet
-from lorikeet.simulator.replica import Replica
+from lorikeet.simulator.fleet import SimulatedFleet
+from lorikeet.simulator.replica import SimulatedReplica
 from lorikeet.simulator.router import LeastCost
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.adapter import AdapterRef
@@ -28,18 +28,18 @@ SCENARIO = Scenario(
 )
 
 
-def ref(fleet: Fleet, adapter: int) -> AdapterRef:
+def ref(fleet: SimulatedFleet, adapter: int) -> AdapterRef:
     return AdapterRef("any", fleet.names[adapter], 1, fleet.names[adapter])
 
 
-def ask(fleet: Fleet, adapter: int | None, prompt_tokens: int) -> Ask:
+def ask(fleet: SimulatedFleet, adapter: int | None, prompt_tokens: int) -> Ask:
     if adapter is None:
         return Ask(Work(prompt_tokens))
     work = Work(prompt_tokens, fleet.ranks[adapter], fleet.sizes[adapter])
     return Ask(work, ref(fleet, adapter))
 
 
-def live_stats(replica: Replica, now_s: float) -> LiveStats:
+def live_stats(replica: SimulatedReplica, now_s: float) -> LiveStats:
     """What an engine in this replica's place would say."""
     arena, status, victim = replica.arena, replica.status, None
     if arena._front():
@@ -57,7 +57,7 @@ def live_stats(replica: Replica, now_s: float) -> LiveStats:
     )
 
 
-def gateways_fleet(fleet: Fleet, now_s: float) -> GatewaysFleet:
+def gateways_fleet(fleet: SimulatedFleet, now_s: float) -> GatewaysFleet:
     """That of a gateway which has sent all requests of this moment, and has just heard of them."""
     known = GatewaysFleet(lambda: now_s, Random(1), fleet.setup.costs)
     known.exist([replica.name for replica in fleet.replicas])
@@ -98,7 +98,7 @@ class Compared(LeastCost):
 @pytest.mark.parametrize("replicas", [2, 6])
 def test_the_simulator_and_a_gateways_fleet_rank_equal_candidates_alike(replicas):
     scenario, router = replace(SCENARIO, replicas=replicas), Compared()
-    fleet = Fleet(scenario.setup(), scenario.requests(), router, LeastUsedForItsSize())
+    fleet = SimulatedFleet(scenario.setup(), scenario.requests(), router, LeastUsedForItsSize())
     fleet.run()
     assert len(router.looked_at) > 100
     assert sum(router.looked_at) > 1.5 * len(router.looked_at)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lorikeet.catalog.records import Limits, TenantRecord
-from lorikeet.tenancy import Admission, Budget, Principal, RateLimitHold, Shares
+from lorikeet.tenancy import Budget, Principal, RateLimiter, RateLimitHold, Shares
 
 
 class Clock:
@@ -29,7 +29,9 @@ class Door:
     ) -> None:
         self.clock = clock
         self.shares = Shares(name, gateways, clock())
-        self.admission = Admission(self.shares, budget or Budget(None), most, clock, clock, **line)
+        self.admission = RateLimiter(
+            self.shares, budget or Budget(None), most, clock, clock, **line
+        )
 
     def check(
         self, limits: Limits, tenant: str = "acme", key_id: str = "k1", of_key: Limits | None = None

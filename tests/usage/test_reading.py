@@ -8,7 +8,7 @@ from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import InvalidInput, StoreError
 from lorikeet.usage.counts import Counts
 from lorikeet.usage.day import Day
-from lorikeet.usage.files import Content, Part, joined_key, part_key, to_json
+from lorikeet.usage.files import Content, UsageObject, joined_key, part_key, to_json
 from lorikeet.usage.joining import join
 from lorikeet.usage.month import MonthTokens
 from lorikeet.usage.reader import UsageReader
@@ -53,7 +53,7 @@ def tokens(day: Day[str]) -> dict[str, int]:
 
 def put(store: ObjectStore, writer: str, number: int, made: float, output_tokens: int) -> None:
     content = Content({SUPPORT: Counts(output_tokens=output_tokens)})
-    store.put_if_absent(part_key(TODAY, Part(writer * 16, number), made), to_json(content))
+    store.put_if_absent(part_key(TODAY, UsageObject(writer * 16, number), made), to_json(content))
 
 
 def test_a_period_is_read_by_day(store: ObjectStore) -> None:

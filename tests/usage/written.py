@@ -3,7 +3,7 @@
 from datetime import date
 
 from lorikeet.catalog.store.object_store import ObjectStore
-from lorikeet.usage.counts import Account, Counts, Use, add_to
+from lorikeet.usage.counts import Counts, UsageAccount, Use, add_to
 from lorikeet.usage.ledger import Ledger
 from lorikeet.usage.reader import UsageReader
 from lorikeet.usage.writer import UsageWriter
@@ -12,9 +12,9 @@ DAY_S = 86400.0
 NOON = 1_795_348_800.0  # 22 November 2026, 12:00 UTC
 TODAY = date(2026, 11, 22)
 YESTERDAY = date(2026, 11, 21)
-SUPPORT = Account("acme", "tiny", "acme/support")
-BASE = Account("acme", "tiny")
-GLOBEX = Account("globex", "tiny", "acme/support")
+SUPPORT = UsageAccount("acme", "tiny", "acme/support")
+BASE = UsageAccount("acme", "tiny")
+GLOBEX = UsageAccount("globex", "tiny", "acme/support")
 
 
 class Clock:
@@ -32,7 +32,7 @@ class Replica:
         self.ledger = Ledger(clock)
         self.writer = UsageWriter(store, self.ledger, 60.0, lambda: None, clock)
 
-    def uses(self, account: Account, **counts: float) -> None:
+    def uses(self, account: UsageAccount, **counts: float) -> None:
         self.ledger.add(account, Counts(**counts))
 
     def flush(self) -> bool:
@@ -41,7 +41,7 @@ class Replica:
 
 def total(store: ObjectStore, clock: Clock, first: date = TODAY, last: date = TODAY) -> Use:
     """What a reader finds who knows nothing yet, over all days."""
-    sums: dict[Account, Counts] = {}
+    sums: dict[UsageAccount, Counts] = {}
     for use in UsageReader(store, clock).read(first, last).values():
         for account, counts in use.items():
             add_to(sums, account, counts)

@@ -36,7 +36,7 @@ class TensorSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class BlobHeader:
     """What a file says about itself: tensors by name, and the texts of `__metadata__`."""
 
     tensors: dict[str, TensorSpan]
@@ -44,7 +44,7 @@ class Header:
     file_bytes: int
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> BlobHeader:
     """Parse and check: spans cover the file without holes or overlaps, sizes fit the shapes.
 
     Raises AdapterRejected, whose `field` is the tensor at fault or "header".
@@ -67,7 +67,7 @@ def read_header(path: Path) -> Header:
         raise _bad(f"{len(entries)} tensors: the limit is {MAX_TENSORS}")
     tensors = {name: _span(name, entry, 8 + length) for name, entry in entries.items()}
     _check_cover(tensors, 8 + length, file_bytes)
-    return Header(tensors, metadata, file_bytes)
+    return BlobHeader(tensors, metadata, file_bytes)
 
 
 def header_bytes(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lorikeet_engine.adapter_format.config import LoraConfig
-from lorikeet_engine.adapter_format.header import Header, TensorSpan, read_header
+from lorikeet_engine.adapter_format.header import BlobHeader, TensorSpan, read_header
 from lorikeet_engine.adapter_format.shape import BaseShape
 from lorikeet_engine.adapter_format.tensor_names import (
     locate_module,
@@ -109,7 +109,7 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
     )
 
 
-def pair_tensors(header: Header) -> dict[str, dict[str, TensorSpan]]:
+def pair_tensors(header: BlobHeader) -> dict[str, dict[str, TensorSpan]]:
     """{module: {"A": span, "B": span}}. Raises AdapterRejected for anything incomplete."""
     pairs: dict[str, dict[str, TensorSpan]] = {}
     for name, span in header.tensors.items():

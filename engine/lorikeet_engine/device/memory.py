@@ -11,7 +11,7 @@ from lorikeet_engine.errors import SettingsError
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class MemoryShare:
     """A part, above 0 and up to 1, of the memory that is free when its turn to allocate comes."""
 
     of_free: float
@@ -21,13 +21,13 @@ class Share:
             raise SettingsError(f"a share of {self.of_free}: want one above 0 and up to 1")
 
 
-Memory = int | Share
+Memory = int | MemoryShare
 """Bytes, or a share of what is free."""
 
 
 def resolve(memory: Memory, free: int) -> int:
     """`memory` in bytes where `free` bytes are free; at least one byte."""
-    return max(1, int(memory.of_free * free)) if isinstance(memory, Share) else memory
+    return max(1, int(memory.of_free * free)) if isinstance(memory, MemoryShare) else memory
 
 
 def free_bytes(device: torch.device) -> int:

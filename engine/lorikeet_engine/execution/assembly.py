@@ -13,8 +13,8 @@ from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.device.memory import gib, resolve
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.calibration import measure_step_costs
-from lorikeet_engine.execution.cuda_graphs import StepGraphs, StepLimits
-from lorikeet_engine.execution.model_runner import Runner
+from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits
+from lorikeet_engine.execution.model_runner import ModelRunner
 from lorikeet_engine.execution.warm_up import every_kind_of_step, largest_step
 from lorikeet_engine.kernels.attention import (
     AttentionBackend,
@@ -23,16 +23,16 @@ from lorikeet_engine.kernels.attention import (
     choose_attention,
 )
 from lorikeet_engine.kernels.lora.types import LoraWeights
-from lorikeet_engine.models import Model, ModelConfig
+from lorikeet_engine.models import LlamaModel, ModelConfig
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
-from lorikeet_engine.scheduling.step_budget import RankBudget
+from lorikeet_engine.scheduling.step_budget import StepBudget
 from lorikeet_engine.settings import EngineSettings
 from lorikeet_engine.telemetry.start_up import DeviceRoom, StartUp
 
 log = logging.getLogger(__name__)
 
-LoadModel = Callable[[Path, torch.device, torch.dtype, int | None], Model]
+LoadModel = Callable[[Path, torch.device, torch.dtype, int | None], LlamaModel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Assembly:
     step_costs: as measured. rank_budget: for the goal of the settings, if there is one.
     """
 
-    runner: Runner
+    runner: ModelRunner
     tiers: Tiers
     kv_pages: int
     step_costs: StepCosts
-    rank_budget: RankBudget | None
+    rank_budget: StepBudget | None
 
 
 def assemble(
@@ -74,7 +74,7 @@ def assemble(
         raise
     log.info("engine_assembled", extra=start.facts | {"kv_tokens": kv_pages * settings.page_size})
     goal_s = settings.inter_token_goal_s
-    rank_budget = RankBudget(goal_s, step_costs, runner.sizes) if goal_s is not None else None
+    rank_budget = StepBudget(goal_s, step_costs, runner.sizes) if goal_s is not None else None
     return Assembly(runner, tiers, kv_pages, step_costs, rank_budget)
 
 
@@ -147,8 +147,8 @@ def allocate_kv(
 
 
 def build_runner(
-    model: Model, weights: LoraWeights, settings: EngineSettings, start: StartUp
-) -> tuple[Runner, int]:
+    model: LlamaModel, weights: LoraWeights, settings: EngineSettings, start: StartUp
+) -> tuple[ModelRunner, int]:
     """A runner and how many KV pages it has; on CUDA with all kernels compiled.
 
     What steps and graphs take is measured, not reckoned: on CUDA the engine is first tried out
@@ -159,9 +159,9 @@ def build_runner(
     shape = AttentionShape(c.heads, c.kv_heads, c.head_dim, settings.page_size, model.dtype)
     attention = choose_attention(shape, device)
 
-    def build(pages: int) -> Runner:
+    def build(pages: int) -> ModelRunner:
         kv = allocate_kv(model.config, settings, pages, device)
-        return Runner(
+        return ModelRunner(
             model, attention, weights, kv, _capture(model, attention, weights, kv, settings)
         )
 
@@ -182,12 +182,12 @@ def build_runner(
 
 
 def _capture(
-    model: Model,
+    model: LlamaModel,
     attention: AttentionBackend,
     weights: LoraWeights,
     kv: torch.Tensor,
     settings: EngineSettings,
-) -> StepGraphs | None:
+) -> CudaGraphs | None:
     """The graphs of small steps where attention can be captured."""
     if not isinstance(attention, CapturableAttention):
         return None
@@ -197,4 +197,4 @@ def _capture(
         rank=settings.max_rank,
         pages=settings.max_running * -(-model.config.max_context // settings.page_size),
     )
-    return StepGraphs(model, attention, weights, kv, limits)
+    return CudaGraphs(model, attention, weights, kv, limits)

@@ -6,7 +6,7 @@ import numpy as np
 
 from lorikeet_engine.kernels.attention import PageTable
 from lorikeet_engine.models.batch import Int32s, Int64s, StepInput
-from lorikeet_engine.scheduling.sequence import Chunk, Lease
+from lorikeet_engine.scheduling.sequence import AdapterLease, Chunk
 
 
 def by_adapter(chunks: list[Chunk]) -> list[Chunk]:
@@ -60,7 +60,7 @@ def _token_ids(chunks: list[Chunk]) -> tuple[Int64s, Int64s, Int64s]:
     return np.array(ids, np.int64), np.array(pending, np.int64), np.array(drawn_in, np.int64)
 
 
-def _segments(leases: list[Lease], starts: Int64s, lengths: Int64s) -> Int32s:
+def _segments(leases: list[AdapterLease], starts: Int64s, lengths: Int64s) -> Int32s:
     # Chunks with a lease come first, so index i is the same in leases, starts and lengths.
     if not leases:
         return np.zeros((3, 0), np.int32)

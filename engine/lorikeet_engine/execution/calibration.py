@@ -13,7 +13,7 @@ from lorikeet_engine.adapter_format import BaseShape, aligned
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.batch_builder import step_input
-from lorikeet_engine.execution.model_runner import Runner
+from lorikeet_engine.execution.model_runner import ModelRunner
 from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.scheduling.sequence import Chunk
@@ -30,7 +30,7 @@ _LEAST_RANK_S = 1e-9
 
 
 def measure_step_costs(
-    runner: Runner,
+    runner: ModelRunner,
     kv_pages: int,
     weights: LoraWeights,
     shape: BaseShape,
@@ -84,7 +84,7 @@ def _with_lora(costs: StepCosts, steps: "_Steps", dummies: "_Dummies") -> StepCo
 class _Steps:
     """Times steps of dummies."""
 
-    def __init__(self, runner: Runner, kv_pages: int, settings: EngineSettings) -> None:
+    def __init__(self, runner: ModelRunner, kv_pages: int, settings: EngineSettings) -> None:
         self._runner, self._kv_pages, self._settings = runner, kv_pages, settings
         self._longest = min(runner.model.config.max_context, kv_pages * settings.page_size)
 

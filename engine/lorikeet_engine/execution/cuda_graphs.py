@@ -17,10 +17,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from lorikeet_engine.execution.piecewise_graphs import Between, GraphPieces
+from lorikeet_engine.execution.piecewise_graphs import Between, PiecewiseGraphs
 from lorikeet_engine.kernels.attention import AttentionBackend, CapturableAttention, PageTable
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
-from lorikeet_engine.models import Model
+from lorikeet_engine.models import LlamaModel
 from lorikeet_engine.models.batch import Batch
 
 _TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -67,13 +67,13 @@ _Ladder = dict[int, dict[int, _Pass]]
 """Tokens → segments → the pass for up to so many, both from small to large."""
 
 
-class StepGraphs:
+class CudaGraphs:
     """Forward passes of steps of few tokens."""
 
     @torch.inference_mode()
     def __init__(
         self,
-        model: Model,
+        model: LlamaModel,
         attention: CapturableAttention,
         weights: LoraWeights,
         kv: torch.Tensor,
@@ -191,7 +191,9 @@ class StepGraphs:
         attention.plan(batch)
         self._run(batch, attention)
         torch.cuda.synchronize()
-        return GraphPieces(partial(self._run, batch), attention, between, self._pool, self._stream)
+        return PiecewiseGraphs(
+            partial(self._run, batch), attention, between, self._pool, self._stream
+        )
 
     def _run(self, batch: Batch, attention: AttentionBackend) -> torch.Tensor:
         return self._model.forward(batch, self._kv, self._weights, attention)

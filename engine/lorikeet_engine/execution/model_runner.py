@@ -2,23 +2,23 @@
 
 import torch
 
-from lorikeet_engine.execution.cuda_graphs import StepGraphs
+from lorikeet_engine.execution.cuda_graphs import CudaGraphs
 from lorikeet_engine.kernels.attention import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights
-from lorikeet_engine.models import Model
+from lorikeet_engine.models import LlamaModel
 from lorikeet_engine.models.batch import Batch
 
 
-class Runner:
+class ModelRunner:
     """Runs batches through a model; holds the KV pages and the adapters' weights it works on."""
 
     def __init__(
         self,
-        model: Model,
+        model: LlamaModel,
         attention: AttentionBackend,
         weights: LoraWeights | None,
         kv: torch.Tensor,
-        graphs: StepGraphs | None = None,
+        graphs: CudaGraphs | None = None,
     ) -> None:
         """Take a loaded model and what it works on.
 

@@ -31,7 +31,7 @@ class Between:
         return Between(self.queries[:tokens], self.mixed[:tokens])
 
 
-class GraphPieces:
+class PiecewiseGraphs:
     """One forward pass of a fixed number of tokens, captured."""
 
     def __init__(

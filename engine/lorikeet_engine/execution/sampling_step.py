@@ -16,7 +16,7 @@ from lorikeet_engine.scheduling.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledTokens:
     """What a step drew, by row. errors: of the rows that have no token."""
 
     tokens: list[int]
@@ -44,7 +44,7 @@ class Draws:
         self._logprobs = logprobs
         self._errors = errors
 
-    def wait(self) -> Drawn:
+    def wait(self) -> SampledTokens:
         """Once everything is there. Raises what went wrong on the device meanwhile."""
         tokens = self._download.wait().tolist()
         logprobs = self._logprobs.read() if self._logprobs else {}
@@ -53,7 +53,7 @@ class Draws:
             for row, token in enumerate(tokens):
                 if token == NOT_FINITE:
                     errors.setdefault(row, _not_finite(self._sequences[row].request))
-        return Drawn(tokens, logprobs, errors)
+        return SampledTokens(tokens, logprobs, errors)
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lorikeet_engine.execution.batch_builder import step_input
-from lorikeet_engine.execution.model_runner import Runner
+from lorikeet_engine.execution.model_runner import ModelRunner
 from lorikeet_engine.request import MAX_LOGPROBS, Request, SamplingParams
 from lorikeet_engine.sampling.logprobs import Logprobs
 from lorikeet_engine.sampling.sampler import Sampler, SamplingRow
@@ -29,7 +29,7 @@ _WAYS = (
 )
 
 
-def largest_step(runner: Runner, settings: EngineSettings) -> None:
+def largest_step(runner: ModelRunner, settings: EngineSettings) -> None:
     """The step that takes the most memory: all tokens, all sequences, all adapters, all ways."""
     sequences, context = settings.max_running, runner.model.config.max_context
     most, longer = divmod(settings.max_batch_tokens, sequences)
@@ -38,7 +38,7 @@ def largest_step(runner: Runner, settings: EngineSettings) -> None:
     _run(runner, settings, lengths, adapters, settings.max_rank, _WAYS[-1:])
 
 
-def every_kind_of_step(runner: Runner, settings: EngineSettings) -> None:
+def every_kind_of_step(runner: ModelRunner, settings: EngineSettings) -> None:
     """Steps over all that kernels are compiled for: tokens, adapters and their rank."""
     longest = min(settings.max_batch_tokens, runner.model.config.max_context)
     for sequences in _doubling(1, settings.max_running):
@@ -66,7 +66,7 @@ class DummyLease:
 
 
 def _run(
-    runner: Runner,
+    runner: ModelRunner,
     settings: EngineSettings,
     lengths: list[int],
     adapters: int = 0,

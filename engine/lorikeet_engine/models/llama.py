@@ -31,7 +31,7 @@ class _Step:
     sin: torch.Tensor
 
 
-class Model:
+class LlamaModel:
     """Token ids to hidden states to logits, over paged KV and with an adapter per sequence."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -73,7 +73,7 @@ class Model:
 
 def load_model(
     folder: Path, device: torch.device, dtype: torch.dtype, max_context: int | None = None
-) -> Model:
+) -> LlamaModel:
     """Load a Hugging Face checkpoint folder (config.json and safetensors) onto the device.
 
     max_context as in ModelConfig.from_folder. Raises ModelError, whose `field` names the config
@@ -97,8 +97,8 @@ def rehearse_load(
         return config, checkpoint.nbytes
 
 
-def _read(config: ModelConfig, checkpoint: Checkpoint) -> Model:
-    model = Model(config, checkpoint)
+def _read(config: ModelConfig, checkpoint: Checkpoint) -> LlamaModel:
+    model = LlamaModel(config, checkpoint)
     checkpoint.check_all_read(["lm_head.weight"] if config.tied_embeddings else [])
     return model
 

@@ -33,7 +33,7 @@ class _Asked(NamedTuple):
     at_s: float
 
 
-class EngineHost:
+class EngineProcessClient:
     """Runs an engine in a process of its own, so that its steps share no interpreter with others.
 
     What Engine's methods return or raise comes back through futures, in the order of the calls;

@@ -14,7 +14,7 @@ from typing import Any
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import EngineError
 from lorikeet_engine.process.loop import EngineLoop
-from lorikeet_engine.process.status_reporter import Reporter
+from lorikeet_engine.process.status_reporter import StatusReporter
 from lorikeet_engine.process.wire import Outbox, Reply, receive, to_rows
 
 _PR_SET_PDEATHSIG = 1
@@ -47,7 +47,7 @@ def _serve(calls: Connection, outbox: Outbox) -> None:
     gc.collect()
     gc.freeze()  # what exists now stays: no collection walks through it in the middle of a step
     loop = EngineLoop(engine, lambda outputs: outbox.send(to_rows(outputs)), step_timeout_s)
-    reporter = Reporter(engine, outbox.send)
+    reporter = StatusReporter(engine, outbox.send)
     reporter.start()  # before our answer: who has that has a status
     outbox.send(Reply(engine.config))
     loop.start()

@@ -15,7 +15,7 @@ _APART_S = 0.1
 _LOOK_S = 1.0
 
 
-class Reporter:
+class StatusReporter:
     """Reports what has changed: at once after a quiet time, then once in a tenth of a second.
 
     `report` is called by `start`, with everything that is nearer than remote as moved; then on this

@@ -11,7 +11,7 @@ _REMEMBERED = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class UsageRecord:
     """An adapter at the moment of a use: its size, how often it was used, when that is.
 
     uses: this one and those before, each halved every HALF_LIFE_S.
@@ -28,14 +28,14 @@ class EvictionPolicy(Protocol):
     Until its next use the number stays: what ages must rise with the time of use instead.
     """
 
-    def worth(self, use: Use) -> float:
+    def worth(self, use: UsageRecord) -> float:
         """What it is worth to keep the adapter, from this use on."""
 
 
 class LeastRecentlyUsed:
     """The one that was used longest ago goes first."""
 
-    def worth(self, use: Use) -> float:
+    def worth(self, use: UsageRecord) -> float:
         """The time of its last use."""
         return use.at_s
 
@@ -48,7 +48,7 @@ class LeastUsedForItsSize:
     numbers.
     """
 
-    def worth(self, use: Use) -> float:
+    def worth(self, use: UsageRecord) -> float:
         """The logarithm of that, where age is a later use's advantage instead of a loss."""
         return math.log2(use.uses) - 0.5 * math.log2(use.elements) + use.at_s / HALF_LIFE_S
 

@@ -11,7 +11,7 @@ from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.residency.blocks import FreeList
 from lorikeet_engine.residency.journal import Note, unnoted
 from lorikeet_engine.residency.packing import PackedLayout
-from lorikeet_engine.residency.reservations import Pledges
+from lorikeet_engine.residency.reservations import MemoryReservations
 from lorikeet_engine.telemetry.status import TierStatus
 
 
@@ -47,7 +47,7 @@ class HostArena:
         self._note = note
         self._lock = threading.Lock()
         self._blocks = FreeList(self.elements)
-        self._pledges = Pledges(self.elements)
+        self._pledges = MemoryReservations(self.elements)
         self._images: dict[str, _Image] = {}  # least recently held first
         self.frees = 0  # grows whenever waiting for room may have become worthwhile
         self._evictions = 0

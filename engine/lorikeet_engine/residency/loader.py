@@ -32,7 +32,7 @@ _DOWNLOADS = 3  # for one load: other processes may remove what was downloaded
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
+class LoadResult:
     """A load that ended. HOST: the image is there, and held for whoever takes this.
 
     DISK without an error: that was asked for, or the host had no room, which is worth another try
@@ -79,7 +79,7 @@ class Loader:
         self._landed = landed
         self._lock = threading.RLock()  # guards the two below
         self._tasks: dict[str, _Task] = {}
-        self._landings: deque[Landing] = deque()
+        self._landings: deque[LoadResult] = deque()
         self._downloaders = Workers(_DOWNLOADERS, "download")
         self._packers = Workers(_PACKERS, "pack")
         self._writer = Workers(1, "write")
@@ -100,7 +100,7 @@ class Loader:
         else:
             self._downloaders.submit(partial(self._begin, task, self._download), urgent=urgent)
 
-    def landings(self) -> list[Landing]:
+    def landings(self) -> list[LoadResult]:
         """What ended since the last call."""
         return [self._landings.popleft() for _ in range(len(self._landings))]
 
@@ -234,7 +234,7 @@ class Loader:
         elements: int | None = None,
         read_s: float = 0.0,
     ) -> None:
-        landing = Landing(
+        landing = LoadResult(
             task.ref, residency, error, frees, elements, read_s, download_s=task.download_s
         )
         with self._lock:

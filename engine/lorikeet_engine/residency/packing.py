@@ -21,7 +21,7 @@ from lorikeet_engine.adapter_format import (
     aligned,
 )
 from lorikeet_engine.errors import AdapterRejected
-from lorikeet_engine.residency.shard import WHOLE, Cut, Shard
+from lorikeet_engine.residency.shard import WHOLE, Shard, ShardRange
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -40,7 +40,7 @@ class PackedLayout:
     rows: torch.Tensor
     elements: int
     max_rank: int
-    cuts: tuple[Cut, ...]
+    cuts: tuple[ShardRange, ...]
     layers: tuple[int, ...]
 
     @classmethod

@@ -11,7 +11,7 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.residency.disk.cache import DiskCache
 from lorikeet_engine.residency.gpu.residents import Residents
 from lorikeet_engine.residency.host import HostArena
-from lorikeet_engine.residency.loader import Landing, Loader
+from lorikeet_engine.residency.loader import Loader, LoadResult
 from lorikeet_engine.residency.packing import PackedLayout
 
 RETRY_S = 5.0
@@ -59,7 +59,7 @@ class Pins:
         """From the next keep on, keep it no more."""
         self._asked.append((digest, None))
 
-    def landed(self, landing: Landing) -> None:
+    def landed(self, landing: LoadResult) -> None:
         """A load ended, for a pin or not."""
         digest = landing.ref.digest
         self._loading.discard(digest)

@@ -9,7 +9,7 @@ import torch
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.residency.gpu.residents import Residents
 from lorikeet_engine.residency.host import HostArena
-from lorikeet_engine.residency.loader import Landing, Loader
+from lorikeet_engine.residency.loader import Loader, LoadResult
 from lorikeet_engine.residency.packing import PackedLayout
 
 # Of those that wait; beyond that the oldest is forgotten.
@@ -46,7 +46,7 @@ class Prefetches:
         """Bring it to this tier when there is time."""
         self._waiting.append(_Prefetch(ref, tier, uses))
 
-    def landed(self, landing: Landing) -> None:
+    def landed(self, landing: LoadResult) -> None:
         """A load ended, for a prefetch or not."""
         prefetch = self._loading.pop(landing.ref.digest, None)
         if prefetch is not None and landing.residency is Residency.HOST:

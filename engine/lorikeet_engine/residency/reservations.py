@@ -1,7 +1,7 @@
 """Which pins a tier can keep: never so many that another adapter has no room."""
 
 
-class Pledges:
+class MemoryReservations:
     """Promises to keep adapters in an arena of `capacity` elements. Not thread-safe.
 
     Room for the largest adapter that requests have asked for is never pledged away, so a pin can

@@ -15,7 +15,7 @@ class _Fact:
     elements: int | None = None
 
 
-class Known:
+class SeenAdapters:
     """Adapters that were asked for, and how large their images are. Thread-safe."""
 
     def __init__(self) -> None:

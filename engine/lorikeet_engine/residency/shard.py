@@ -20,7 +20,7 @@ from lorikeet_engine.errors import SettingsError
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ShardRange:
     """What a process keeps of one linear: columns of A [rank, d_in], rows of B [d_out, rank].
 
     Of A's rows it keeps every `stride`-th from `first` on.
@@ -54,23 +54,23 @@ class Shard:
     def __post_init__(self) -> None:
         assert 0 <= self.index < self.world
 
-    def cuts(self, shape: BaseShape) -> tuple[Cut, ...]:
+    def cuts(self, shape: BaseShape) -> tuple[ShardRange, ...]:
         """One for each of the shape's linears.
 
         Raises SettingsError when the base model cannot be cut so.
         """
         return tuple(self._cut(linear, shape) for linear in shape.linears)
 
-    def _cut(self, linear: Linear, shape: BaseShape) -> Cut:
+    def _cut(self, linear: Linear, shape: BaseShape) -> ShardRange:
         if linear.parallel is Parallel.ROW:
             b_shard = self if self.fully else WHOLE
             inputs = self._share((linear.inputs,), shape)
-            return Cut(inputs, b_shard._share(linear.outputs, shape))
+            return ShardRange(inputs, b_shard._share(linear.outputs, shape))
         # Every world-th row of A, not a run of rows: gathered and interleaved, v comes out in
         # order whatever the ranks in a batch are, and a rank need not be a multiple of the world.
         by_rank = (self.index, self.world) if self.fully else (0, 1)
         inputs = WHOLE._share((linear.inputs,), shape)
-        return Cut(inputs, self._share(linear.outputs, shape), *by_rank)
+        return ShardRange(inputs, self._share(linear.outputs, shape), *by_rank)
 
     def _share(self, widths: tuple[Width, ...], shape: BaseShape) -> range:
         """The process's elements of one side of a linear."""

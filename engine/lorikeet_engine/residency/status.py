@@ -7,16 +7,16 @@ from lorikeet_engine.costs import LoadCosts
 from lorikeet_engine.residency.gpu.resident import Resident
 from lorikeet_engine.residency.gpu.residents import Residents
 from lorikeet_engine.residency.gpu.slots import Placed, SlotPool
-from lorikeet_engine.residency.gpu.transfers import Copied, Copies
+from lorikeet_engine.residency.gpu.transfers import Copied, Transfers
 from lorikeet_engine.residency.load_times import LoadTimes
-from lorikeet_engine.residency.loader import Landing
+from lorikeet_engine.residency.loader import LoadResult
 from lorikeet_engine.residency.pins import Pins
-from lorikeet_engine.residency.seen_adapters import Known
+from lorikeet_engine.residency.seen_adapters import SeenAdapters
 from lorikeet_engine.telemetry.counters import LOAD_S, Histogram
 from lorikeet_engine.telemetry.status import AdapterStatus, Distribution
 
 
-class Accounts:
+class ResidencyStatus:
     """Told by the engine's thread, asked by any."""
 
     def __init__(
@@ -24,7 +24,7 @@ class Accounts:
         pool: SlotPool,
         itemsize: int,
         residents: Residents,
-        copies: Copies,
+        copies: Transfers,
         pins: Pins,
         residency: Callable[[str], Residency],
     ) -> None:
@@ -32,7 +32,7 @@ class Accounts:
         self._pool, self._residents, self._copies, self._pins = pool, residents, copies, pins
         self._residency = residency
         self._itemsize = itemsize
-        self._known = Known()
+        self._known = SeenAdapters()
         self._times = LoadTimes()
         self._loads = {tier: Histogram(LOAD_S) for tier in Residency if tier is not Residency.GPU}
         self.failures = 0  # loads that ended with an error
@@ -45,7 +45,7 @@ class Accounts:
         """Its image has so many elements."""
         self._known.measured(digest, elements)
 
-    def landed(self, landing: Landing) -> None:
+    def landed(self, landing: LoadResult) -> None:
         """A load to the host or the disk is over."""
         self.failures += landing.error is not None
         if landing.download_s is not None:

@@ -24,22 +24,22 @@ from lorikeet_engine.costs import LoadCosts
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.disk.cache import AdapterSource, DiskCache
-from lorikeet_engine.residency.disk.changes import DiskWatch
+from lorikeet_engine.residency.disk.changes import DiskChanges
 from lorikeet_engine.residency.disk.image_file import fingerprint
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
 from lorikeet_engine.residency.gpu.arena import DeviceArena
 from lorikeet_engine.residency.gpu.resident import Lease
 from lorikeet_engine.residency.gpu.residents import Residents
-from lorikeet_engine.residency.gpu.slot_usage import SlotUsage, Use
+from lorikeet_engine.residency.gpu.slot_usage import SlotHold, SlotUsage
 from lorikeet_engine.residency.gpu.slots import SlotPool
-from lorikeet_engine.residency.gpu.transfers import Copied, Copies
+from lorikeet_engine.residency.gpu.transfers import Copied, Transfers
 from lorikeet_engine.residency.host import HostArena
 from lorikeet_engine.residency.journal import Journal
-from lorikeet_engine.residency.loader import Landing, Loader
+from lorikeet_engine.residency.loader import Loader, LoadResult
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.pins import Pins
 from lorikeet_engine.residency.prefetches import Prefetches
-from lorikeet_engine.residency.status import Accounts
+from lorikeet_engine.residency.status import ResidencyStatus
 from lorikeet_engine.telemetry.status import (
     AdapterStatus,
     Distribution,
@@ -105,17 +105,17 @@ class Tiers:
         self._loader = Loader(shape, limits, self._disk, self._host, self._pool.elements, wake)
         self._pins = Pins(self._residents, self._host, self._disk, self._loader, self._place)
         self._prefetches = Prefetches(self._residents, self._host, self._loader, self._place_spare)
-        self._copies = Copies(wake)
-        self._accounts = Accounts(
+        self._copies = Transfers(wake)
+        self._accounts = ResidencyStatus(
             self._pool, dtype.itemsize, self._residents, self._copies, self._pins, self.where
         )
         self._wake = wake
         self._usage = SlotUsage(time.monotonic)
-        self._wanted: dict[str, Use] = {}  # wanted and not on the GPU, and who did first
+        self._wanted: dict[str, SlotHold] = {}  # wanted and not on the GPU, and who did first
         self._line: dict[str, AdapterRef] = {}  # of these, held on the host
         self._parked: dict[str, int] = {}  # of these, waiting for the host: its frees then
         self._failures: dict[str, _Failure] = {}
-        self._watch = DiskWatch(self._disk, self._journal)
+        self._watch = DiskChanges(self._disk, self._journal)
 
     @property
     def loading_bytes(self) -> int:
@@ -181,7 +181,7 @@ class Tiers:
                 return
             del self._failures[digest]
         self._accounts.asked(ref)
-        self._wanted[digest] = Use(tenant, ref)
+        self._wanted[digest] = SlotHold(tenant, ref)
         self._bring(ref)
 
     def lease(self, ref: AdapterRef, tenant: str = "") -> Lease | None:
@@ -193,7 +193,7 @@ class Tiers:
         failure = self._failures.pop(ref.digest, None)
         if failure is not None:
             raise failure.error
-        use = Use(tenant, ref)
+        use = SlotHold(tenant, ref)
         lease = self._residents.lease(ref.digest, partial(self._usage.ended, use))
         if lease is not None:
             self._usage.leased(use)
@@ -285,7 +285,7 @@ class Tiers:
         else:
             self._loader.load(ref, Residency.HOST, urgent=True)
 
-    def _receive(self, landing: Landing) -> None:
+    def _receive(self, landing: LoadResult) -> None:
         ref, digest = landing.ref, landing.ref.digest
         self._pins.landed(landing)
         self._prefetches.landed(landing)

@@ -19,7 +19,7 @@ from typing import Protocol
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.scheduling.kv_cache import KVCache
-from lorikeet_engine.scheduling.sequence import KeptOut, Lease, Sequence
+from lorikeet_engine.scheduling.sequence import AdapterLease, KeptOut, Sequence
 
 PATIENCE = 32
 
@@ -42,7 +42,7 @@ class Adapters(Protocol):
     def rank(self, ref: AdapterRef) -> int | None:
         """Its largest rank while it is on the GPU."""
 
-    def lease(self, ref: AdapterRef, tenant: str) -> Lease | None:
+    def lease(self, ref: AdapterRef, tenant: str) -> AdapterLease | None:
         """A tenant's lease once it is on the GPU. Raises AdapterError if it cannot come there."""
 
 

@@ -9,7 +9,7 @@ from itertools import count
 from typing import NamedTuple
 
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.errors import AdapterNotReady, EngineError, Overloaded
+from lorikeet_engine.errors import AdapterNotReady, EngineError, EngineOverloaded
 from lorikeet_engine.request import Request, Terms
 from lorikeet_engine.scheduling.sequence import Sequence
 
@@ -56,7 +56,7 @@ class Deadlines:
         self._numbers = count()
 
     def check(self, terms: Terms) -> None:
-        """Raise Overloaded for a request that would wait much longer than it may."""
+        """Raise EngineOverloaded for a request that would wait much longer than it may."""
         if terms.max_queue_s is not None:
             wait_s = self._wait_s(terms)
             if wait_s > _FAR * terms.max_queue_s:
@@ -97,7 +97,7 @@ class Deadlines:
                 errors[request.request_id] = error
         return errors
 
-    def _queued(self, request: Request) -> Overloaded:
+    def _queued(self, request: Request) -> EngineOverloaded:
         return _overloaded(request.terms, self._wait_s(request.terms))
 
     def _loading(self, request: Request) -> AdapterNotReady | None:
@@ -112,10 +112,10 @@ class Deadlines:
         )
 
 
-def _overloaded(terms: Terms, wait_s: float) -> Overloaded:
+def _overloaded(terms: Terms, wait_s: float) -> EngineOverloaded:
     assert terms.max_queue_s is not None
     retry_after_s = max(_SOONEST_S, wait_s - terms.max_queue_s)
-    return Overloaded(
+    return EngineOverloaded(
         f"this replica cannot begin the request within the {terms.max_queue_s:g} s that it may "
         f"wait: send it again in {retry_after_s:.0f} s",
         retry_after_s=retry_after_s,

@@ -30,7 +30,7 @@ _FEW = 256
 
 
 @dataclass(slots=True, eq=False)
-class Account:
+class VirtualCounter:
     """One tenant's. open: its sequences that have not ended. backlog: tokens' worth that waits."""
 
     tenant: str
@@ -51,7 +51,7 @@ class Bill:
     paid: so many tokens of its prompt were charged, or found in the cache before them.
     """
 
-    account: Account
+    account: VirtualCounter
     worth: float
     paid: int = 0
 
@@ -66,39 +66,39 @@ class Bill:
         return worth
 
 
-class Accounts:
+class VirtualCounters:
     """Of all tenants that could be ahead of one that comes; the others are forgotten.
 
     Used by one thread; `ahead_of` may be called from any.
     """
 
     def __init__(self) -> None:
-        self._accounts: dict[str, Account] = {}
-        self._waiting: dict[str, Account] = {}
-        self._last: Account | None = None  # that stopped waiting
+        self._accounts: dict[str, VirtualCounter] = {}
+        self._waiting: dict[str, VirtualCounter] = {}
+        self._last: VirtualCounter | None = None  # that stopped waiting
         self._forget_above = _FEW
 
     def __len__(self) -> int:
         return len(self._accounts)
 
-    def open(self, tenant: str, weight: float) -> Account:
+    def open(self, tenant: str, weight: float) -> VirtualCounter:
         """The account for one more sequence of this tenant."""
         account = self._accounts.get(tenant)
         if account is None:
             if len(self._accounts) >= self._forget_above:
                 self._forget()
-            account = self._accounts[tenant] = Account(tenant)
+            account = self._accounts[tenant] = VirtualCounter(tenant)
         account.weight = weight
         account.open += 1
         return account
 
-    def wait(self, account: Account) -> None:
+    def wait(self, account: VirtualCounter) -> None:
         """It has something to be served from now on; nothing happens if it had."""
         if account.tenant not in self._waiting:
             account.counter = max(account.counter, self.level)
             self._waiting[account.tenant] = account
 
-    def leave(self, account: Account) -> None:
+    def leave(self, account: VirtualCounter) -> None:
         """It has nothing that could be served; nothing happens if it had not."""
         if self._waiting.pop(account.tenant, None):
             self._last = account
@@ -114,7 +114,7 @@ class Accounts:
 
         Its own that waits, and of each other tenant what its turns allow until that is served.
         """
-        own = self._accounts.get(tenant) or Account(tenant)
+        own = self._accounts.get(tenant) or VirtualCounter(tenant)
         served_at = max(own.counter, self.level) + own.backlog / weight
         return own.backlog + sum(
             min(other.backlog, max(0.0, served_at - other.counter) * other.weight)

@@ -24,7 +24,7 @@ class EngineConfig:
     step_costs: StepCosts
 
 
-class Intake:
+class InputProcessor:
     """Refuses requests that could never run; makes the choices of the others, in order."""
 
     def __init__(

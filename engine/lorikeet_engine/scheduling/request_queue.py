@@ -9,7 +9,7 @@ Abort = tuple[str, int | None]
 """A request's id, and which of its choices; None for all."""
 
 
-class Inbox:
+class RequestQueue:
     """Between the threads that call an engine and the one that steps it. Any may use it.
 
     open: request id → choices that have not ended.

@@ -11,13 +11,19 @@ from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.request import Terms
 from lorikeet_engine.scheduling.admission import Adapters, Admission
-from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, Account, Accounts, Bill
+from lorikeet_engine.scheduling.fairness import (
+    OUTPUT_TOKEN,
+    PROMPT_TOKEN,
+    Bill,
+    VirtualCounter,
+    VirtualCounters,
+)
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.sequence import Chunk, Sequence
-from lorikeet_engine.scheduling.step_budget import RankBudget
-from lorikeet_engine.scheduling.step_counters import StepCounts
-from lorikeet_engine.scheduling.throughput import Pace
-from lorikeet_engine.scheduling.waiting_queue import Turns, Waiting
+from lorikeet_engine.scheduling.step_budget import StepBudget
+from lorikeet_engine.scheduling.step_counters import StepCounters
+from lorikeet_engine.scheduling.throughput import Throughput
+from lorikeet_engine.scheduling.waiting_queue import Turns, WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +55,16 @@ class Scheduler:
         cache: KVCache,
         adapters: Adapters,
         costs: StepCosts,
-        counts: StepCounts,
+        counts: StepCounters,
     ) -> None:
         self._bounds = bounds
         self._cache = cache
         self._adapters = adapters
         self._prompt_token_s = costs.prompt_token_s
-        self._accounts = Accounts()
-        self._pace = Pace(costs)
+        self._accounts = VirtualCounters()
+        self._pace = Throughput(costs)
         self._counts = counts
-        self.waiting = Waiting(self._accounts)
+        self.waiting = WaitingQueue(self._accounts)
         self.running: list[Sequence] = []  # in the order of arrival
         self._admitted = 0  # sequences with adapters, so far
         self._promised: Sequence | None = None  # the next with an adapter to begin
@@ -84,7 +90,7 @@ class Scheduler:
             return 0.0
         return self._accounts.ahead_of(terms.tenant, terms.weight) / self._pace.per_s
 
-    def plan(self, goal: RankBudget | None = None) -> Plan:
+    def plan(self, goal: StepBudget | None = None) -> Plan:
         """Choose the next step's chunks and give them KV pages; preempts where too few are free.
 
         goal: bounds the ranks of adapters that run, and prompts' tokens beside decodes.
@@ -188,7 +194,7 @@ class Scheduler:
         """Chunks of prompts that run and of who may begin; whether more were kept out by room."""
         chunks: list[Chunk] = []
         begun: list[Sequence] = []
-        served: set[Account] = set()  # or would be but for room
+        served: set[VirtualCounter] = set()  # or would be but for room
         full = True
         turns = self.waiting.turns(prompts, admission.refuses)
         for sequence in self._candidates(turns):

@@ -12,7 +12,7 @@ from lorikeet_engine.scheduling.fairness import Bill
 from lorikeet_engine.scheduling.kv_cache import SequencePages
 
 
-class Lease(Protocol):
+class AdapterLease(Protocol):
     """The right to use one adapter's slot on the GPU until it is released."""
 
     @property
@@ -126,7 +126,7 @@ class Sequence:
         self.prompt_length = self.length = len(self.tokens)
         digest = request.adapter.digest if request.adapter else None
         self.kv = SequencePages(self.tokens, page_size, request.salt, digest)
-        self.lease: Lease | None = None
+        self.lease: AdapterLease | None = None
         self.kept_out = KeptOut()
         self.progress = Progress()
         self.ended = False

@@ -31,7 +31,7 @@ _STEPS = 15
 _LEAST_PROMPT_TOKENS = 128
 
 
-class RankBudget:
+class StepBudget:
     """Follows the steps of one engine; belongs to its thread."""
 
     def __init__(self, goal_s: float, costs: StepCosts, sizes: Sequence[int] = ()) -> None:

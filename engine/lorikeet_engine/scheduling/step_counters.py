@@ -11,7 +11,7 @@ from lorikeet_engine.telemetry.counters import SIZES, STEP_S, Histogram, Tally
 class Launch(NamedTuple):
     """A step that was launched then, by perf_counter: its sequences and distinct adapters.
 
-    ranks: Σ rank of those, where a RankBudget wants to know.
+    ranks: Σ rank of those, where a StepBudget wants to know.
     """
 
     at_s: float
@@ -20,7 +20,7 @@ class Launch(NamedTuple):
     ranks: int | None
 
 
-class StepCounts:
+class StepCounters:
     """Counted by the engine's thread, lookups by any; any may read the fields, which only grow."""
 
     def __init__(self) -> None:

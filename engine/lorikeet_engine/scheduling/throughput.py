@@ -13,7 +13,7 @@ _ANSWER_TOKENS = 128.0
 _ANSWERS = 100
 
 
-class Pace:
+class Throughput:
     """Tokens' worth per second, as fairness.py counts it, and how long answers are.
 
     full: whether somebody is kept waiting by the step's room alone. Only such time is counted;

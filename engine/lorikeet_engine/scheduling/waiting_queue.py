@@ -5,19 +5,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
 
-from lorikeet_engine.scheduling.fairness import Account, Accounts
+from lorikeet_engine.scheduling.fairness import VirtualCounter, VirtualCounters
 from lorikeet_engine.scheduling.sequence import Sequence
 
 
-class Waiting:
+class WaitingQueue:
     """Of each tenant, who was preempted comes first, then the higher priority, then the older.
 
     Changed by one thread; may be counted and iterated on any.
     """
 
-    def __init__(self, accounts: Accounts) -> None:
+    def __init__(self, accounts: VirtualCounters) -> None:
         self._accounts = accounts
-        self._lines: dict[Account, list[Sequence]] = {}  # none of them empty
+        self._lines: dict[VirtualCounter, list[Sequence]] = {}  # none of them empty
 
     def __len__(self) -> int:
         return sum(map(len, list(self._lines.values())))
@@ -50,14 +50,14 @@ class Waiting:
         begun: that run already and come before others of their tenants. refuses: whether one need
         not be looked at, for its adapter cannot be used.
         """
-        lines: dict[Account, list[Sequence]] = {}
+        lines: dict[VirtualCounter, list[Sequence]] = {}
         for sequence in begun:
             lines.setdefault(sequence.bill.account, []).append(sequence)
         for account, line in self._lines.items():
             lines[account] = [*lines[account], *line] if account in lines else line
         return Turns(lines, refuses)
 
-    def stand_aside(self, accounts: Iterable[Account]) -> None:
+    def stand_aside(self, accounts: Iterable[VirtualCounter]) -> None:
         """None of what waits for them could have been served: they gain no credit by it."""
         for account in accounts:
             self._accounts.leave(account)
@@ -71,10 +71,10 @@ class Turns:
     """
 
     def __init__(
-        self, lines: Mapping[Account, list[Sequence]], refuses: Callable[[Sequence], bool]
+        self, lines: Mapping[VirtualCounter, list[Sequence]], refuses: Callable[[Sequence], bool]
     ) -> None:
         self._lines, self._refuses = lines, refuses
-        self.over: list[Account] = []
+        self.over: list[VirtualCounter] = []
 
     def __iter__(self) -> Iterator[Sequence]:
         rests = [(account, iter(line)) for account, line in self._lines.items()]
@@ -95,7 +95,7 @@ class Turns:
 _Turn = tuple[float, int, Sequence, Iterator[Sequence]]
 
 
-def _turn(account: Account, sequence: Sequence, rest: Iterator[Sequence]) -> _Turn:
+def _turn(account: VirtualCounter, sequence: Sequence, rest: Iterator[Sequence]) -> _Turn:
     return account.counter, sequence.arrival, sequence, rest
 
 

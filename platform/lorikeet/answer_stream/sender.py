@@ -7,7 +7,7 @@ from dataclasses import replace
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.response_stream import ResponseStream
 from lorikeet.answer_stream.token_meter import TokenMeter
-from lorikeet.protocol.messages import Call, Header, StreamItem
+from lorikeet.protocol.messages import AnswerHeader, Call, StreamItem
 from lorikeet_engine.request import Output, Tokens
 
 Abort = Callable[[str, int], object]
@@ -26,11 +26,11 @@ class AnswerSender:
     ) -> None:
         self._request_id = call.request_id
         self._answer, self._meter, self._stream, self._abort = answer, meter, stream, abort
-        self._header: Header | None = None
+        self._header: AnswerHeader | None = None
         self._early: list[Output] = []
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def begin(self, header: Header) -> None:
+    def begin(self, header: AnswerHeader) -> None:
         """Say the header first, then what was made before it."""
         self._header = header
         self._stream.put(self._request_id, (header,))
@@ -47,7 +47,7 @@ class AnswerSender:
             except Exception as error:
                 self.ended.set_exception(error)
 
-    def _advance(self, output: Output, header: Header) -> None:
+    def _advance(self, output: Output, header: AnswerHeader) -> None:
         items: list[StreamItem] = []
         load_s = output.course.load_s if isinstance(output, Tokens) and output.course else None
         if header.load_s is None and load_s is not None:

@@ -8,9 +8,9 @@ from lorikeet.catalog.log.fold import fold_changes
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_alias, check_name
 from lorikeet.catalog.records import (
     AdapterRecord,
+    AdapterShare,
     BlobFacts,
     PinRecord,
-    Share,
     VersionRecord,
 )
 from lorikeet.catalog.rules import adapters as adapter_rules
@@ -109,7 +109,7 @@ class AdapterCatalog(TenantCatalog):
         check_alias(alias)
         if not 0 < part < 1:
             raise InvalidInput(f"share={part}: want more than 0 and less than 1", param="share")
-        share = Share(version, part)
+        share = AdapterShare(version, part)
         after = self._commit(
             actor, lambda state: adapter_rules.give_share(state, tenant, name, share, alias, expect)
         )

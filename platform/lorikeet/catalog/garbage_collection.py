@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from itertools import islice
 
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.history import Wanted
+from lorikeet.catalog.history import HistoryQuery
 from lorikeet.catalog.log.changes import AdapterRetired, VersionRetired
 from lorikeet.catalog.snapshots.snapshots import MANIFESTS, PARTS_PREFIX, Snapshots, manifest_seq
 from lorikeet.catalog.state import CatalogState
@@ -78,7 +78,7 @@ class GarbageCollector:
         adapters: set[tuple[str, str]] = set()
         before: int | None = None
         while True:
-            found = self._catalog.history.find(Wanted(since=self._before), _PAGE, before)
+            found = self._catalog.history.find(HistoryQuery(since=self._before), _PAGE, before)
             adapters |= {
                 (change.tenant, change.name)
                 for entry in found.entries

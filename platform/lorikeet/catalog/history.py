@@ -18,7 +18,7 @@ _CLOCKS_DIFFER_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class HistoryQuery:
     """Which changes: None is any. since: Unix seconds. name: with its tenant alone."""
 
     tenant: str | None = None
@@ -61,7 +61,7 @@ class History:
         self._snapshots = snapshots
         self._newest = newest
 
-    def find(self, wanted: Wanted, limit: int, before: int | None = None) -> Found:
+    def find(self, wanted: HistoryQuery, limit: int, before: int | None = None) -> Found:
         """The newest `limit` entries that are wanted, of those before entry `before`."""
         found: list[Entry] = []
         start = min(before or self._newest + 1, self._newest + 1)

@@ -107,7 +107,7 @@ class VersionRecord(BlobFacts):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class AdapterShare:
     """The part of an alias's requests that a second version gets: 0 < part < 1."""
 
     version: int
@@ -130,7 +130,7 @@ class AdapterRecord:
     versions: tuple[VersionRecord, ...] = ()
     aliases: Mapping[str, int] = field(default_factory=dict)
     alias_history: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    shares: Mapping[str, Share] = field(default_factory=dict)
+    shares: Mapping[str, AdapterShare] = field(default_factory=dict)
     retired_at: int | None = None
 
     @property

@@ -13,7 +13,7 @@ from lorikeet.catalog.records import (
     TenantRecord,
     VersionRecord,
 )
-from lorikeet.catalog.snapshots.partitions import COMMON, PARTS, NotRead, Part, Unread, part_of
+from lorikeet.catalog.snapshots.partitions import COMMON, PARTS, NotRead, Partition, Unread, part_of
 from lorikeet.errors import UnknownKey, UnknownModel, UnknownTenant
 from lorikeet_engine.adapter import AdapterRef
 
@@ -28,7 +28,7 @@ class CatalogState:
 
     seq: int = 0
     time: float = 0.0
-    parts: tuple[Part | Unread, ...] = field(default=(Part(),) * (PARTS + 1), repr=False)
+    parts: tuple[Partition | Unread, ...] = field(default=(Partition(),) * (PARTS + 1), repr=False)
 
     def resolve(self, model: str, tenant: str, session: str | None = None) -> AdapterRef:
         """The version that `model` names for this tenant: its own adapter's or a shared one's.
@@ -158,7 +158,7 @@ class CatalogState:
     def _tenant_names(self) -> list[str]:
         return sorted(name for part in self._all() for name in part.tenants)
 
-    def _all(self) -> list[Part]:
+    def _all(self) -> list[Partition]:
         self._need(range(PARTS))
         return [self._part(number) for number in range(PARTS)]
 
@@ -168,7 +168,7 @@ class CatalogState:
         if missing:
             raise NotRead(missing)
 
-    def _part(self, number: int) -> Part:
+    def _part(self, number: int) -> Partition:
         part = self.parts[number]
         if isinstance(part, Unread):
             raise NotRead(frozenset((number,)))

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from lorikeet.catalog.log.changes import Entry
 from lorikeet.catalog.log.fold import fold, fold_part
-from lorikeet.catalog.snapshots.partitions import NotRead, Part, Unread
+from lorikeet.catalog.snapshots.partitions import NotRead, Partition, Unread
 from lorikeet.catalog.snapshots.snapshots import Manifest, Snapshots
 from lorikeet.catalog.state import CatalogState
 
@@ -77,18 +77,20 @@ class CatalogView:
             self._base_seq = manifest.seq
             parts = list(map(partial(_rebased, manifest.seq), self._state.parts, manifest.parts))
             for number, part in enumerate(written.parts if written else ()):
-                if part is parts[number] and isinstance(part, Part):
+                if part is parts[number] and isinstance(part, Partition):
                     parts[number] = replace(part, digest=manifest.parts[number])
             self._state = replace(self._state, parts=tuple(parts))
 
 
-def _caught_up(part: Part | Unread, number: int, read: Mapping[str, Part]) -> Part | Unread:
+def _caught_up(
+    part: Partition | Unread, number: int, read: Mapping[str, Partition]
+) -> Partition | Unread:
     if not isinstance(part, Unread) or part.digest not in read:
         return part  # read by somebody else, or rebased meanwhile
     return fold_part(read[part.digest], number, part.pending) if part.pending else read[part.digest]
 
 
-def _rebased(seq: int, part: Part | Unread, digest: str) -> Part | Unread:
+def _rebased(seq: int, part: Partition | Unread, digest: str) -> Partition | Unread:
     if not isinstance(part, Unread):
         return part
     return Unread(digest, tuple(entry for entry in part.pending if entry.seq > seq))

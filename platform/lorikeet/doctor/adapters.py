@@ -6,12 +6,12 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import VersionRecord
 from lorikeet.catalog.state import CatalogState
 from lorikeet.doctor.finding import Finding, ok, problem, warning
-from lorikeet.doctor.planned_start import Site
+from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.sizes import show_size
 from lorikeet_engine.errors import EngineError
 
 
-def check_adapters(site: Site, catalog: AdapterCatalog) -> Iterator[Finding]:
+def check_adapters(site: PlannedStart, catalog: AdapterCatalog) -> Iterator[Finding]:
     """Whether arenas hold the largest, and all base models are served."""
     versions = catalog.ask(_usable)
     served = site.settings.base_models
@@ -37,7 +37,7 @@ def _usable(state: CatalogState) -> list[VersionRecord]:
     ]
 
 
-def _check_sizes(site: Site, versions: list[VersionRecord]) -> Iterator[Finding]:
+def _check_sizes(site: PlannedStart, versions: list[VersionRecord]) -> Iterator[Finding]:
     largest: dict[str, int] = {}
     for version in versions:
         name = version.base_model
@@ -54,7 +54,7 @@ def _check_sizes(site: Site, versions: list[VersionRecord]) -> Iterator[Finding]
             yield problem("adapters", f"{found}, the slot pool has {pool}", cure)
 
 
-def _check_ranks(site: Site, versions: list[VersionRecord]) -> Iterator[Finding]:
+def _check_ranks(site: PlannedStart, versions: list[VersionRecord]) -> Iterator[Finding]:
     highest = max((version.max_rank for version in versions), default=0)
     if highest > site.settings.max_rank:
         yield problem(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lorikeet.doctor.finding import Finding, ok, problem, warning
-from lorikeet.doctor.planned_start import Site
+from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet_engine.adapter_format import FAMILIES, read_json
@@ -13,7 +13,7 @@ from lorikeet_engine.errors import ModelError
 _POINTER = b"version https://git-lfs"
 
 
-def check_base_models(site: Site) -> Iterator[Finding]:
+def check_base_models(site: PlannedStart) -> Iterator[Finding]:
     """Each folder: config, weights, tokenizer, chat template."""
     for name, folder in site.settings.base_models.items():
         check, plan = f"base model {name}", site.plans.get(name)

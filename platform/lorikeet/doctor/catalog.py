@@ -10,13 +10,13 @@ from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.doctor.adapters import check_adapters
 from lorikeet.doctor.finding import Finding, ok, problem, warning
-from lorikeet.doctor.planned_start import Site
+from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.doctor.store import check_writes, unusable
 from lorikeet.errors import InvalidSetting, LorikeetError, StoreError
 from lorikeet.tenancy import authenticate
 
 
-def check_catalog(site: Site) -> Iterator[Finding]:
+def check_catalog(site: PlannedStart) -> Iterator[Finding]:
     """From its store to its adapters, as far as the way is open."""
     url = site.settings.catalog
     missing = problem("catalog", f"there is no catalog at {url}", "lorikeet init")

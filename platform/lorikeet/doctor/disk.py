@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lorikeet.doctor.finding import Finding, ok, problem
-from lorikeet.doctor.planned_start import Site
+from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.sizes import show_size
 
 
-def check_disk(site: Site) -> Iterator[Finding]:
+def check_disk(site: PlannedStart) -> Iterator[Finding]:
     """Whether it can be written to, and has room for what the cache may take."""
     folder, wanted = site.settings.cache_dir, site.settings.adapter_disk
     there = _existing(folder)

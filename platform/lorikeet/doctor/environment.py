@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lorikeet.doctor.finding import Finding, ok, problem, warning
-from lorikeet.doctor.planned_start import Site
+from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.errors import InvalidSetting
 from lorikeet.settings import Settings
 from lorikeet_engine.errors import SettingsError
@@ -34,7 +34,7 @@ _RAY_VARIABLES = (
 )
 
 
-def check_settings(site: Site) -> Iterator[Finding]:
+def check_settings(site: PlannedStart) -> Iterator[Finding]:
     """Whether they parse, and do not contradict one another."""
     try:
         settings = site.settings
@@ -50,7 +50,7 @@ def check_settings(site: Site) -> Iterator[Finding]:
         yield ok("settings", f"{given} of {all_of_them} are given, the others have their defaults")
 
 
-def check_ray_variables(site: Site) -> Iterator[Finding]:
+def check_ray_variables(site: PlannedStart) -> Iterator[Finding]:
     """Whether they are set outside of serve_app, where it would be too late."""
     missing = [
         each for each in _RAY_VARIABLES if not _does(site.environ.get(each.name), each.value)

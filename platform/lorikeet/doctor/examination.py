@@ -16,8 +16,8 @@ from lorikeet.doctor import (
     ports,
     versions,
 )
-from lorikeet.doctor.finding import Finding, Verdict, problem
-from lorikeet.doctor.planned_start import Site
+from lorikeet.doctor.finding import Finding, Severity, problem
+from lorikeet.doctor.planned_start import PlannedStart
 
 _ALL_S = 120.0
 _LEAST_S = 2.0  # what each check has, however long others took
@@ -31,7 +31,7 @@ class Check:
     """needs_settings: not run where they do not parse. cure: where it is not done in time."""
 
     name: str
-    run: Callable[[Site], Iterable[Finding]]
+    run: Callable[[PlannedStart], Iterable[Finding]]
     within_s: float = _SLOW_S
     cure: str = "see what this machine is busy with, and run it again"
     needs_settings: bool = True
@@ -53,7 +53,7 @@ CHECKS: Sequence[Check] = (
 )
 
 
-def examine(site: Site, checks: Iterable[Check] = CHECKS) -> list[Finding]:
+def examine(site: PlannedStart, checks: Iterable[Check] = CHECKS) -> list[Finding]:
     """What all checks find, in their order."""
     until = time.monotonic() + _ALL_S
     findings: list[Finding] = []
@@ -65,10 +65,10 @@ def examine(site: Site, checks: Iterable[Check] = CHECKS) -> list[Finding]:
 
 def can_start(findings: Iterable[Finding]) -> bool:
     """Whether nothing was found that would keep the service from working."""
-    return all(finding.verdict is not Verdict.PROBLEM for finding in findings)
+    return all(finding.verdict is not Severity.PROBLEM for finding in findings)
 
 
-def _findings(check: Check, site: Site, within_s: float) -> list[Finding]:
+def _findings(check: Check, site: PlannedStart, within_s: float) -> list[Finding]:
     """In a thread that is left alone when it takes too long."""
     found: list[Finding] = []
     if check.needs_settings and not site.readable:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Verdict(Enum):
+class Severity(Enum):
     """WARNING: it starts, and something will be missed. PROBLEM: it will not start, or not work."""
 
     OK = "ok"
@@ -17,21 +17,21 @@ class Finding:
     """check: what was looked at. cure: a command or a setting; None: nothing is to be done."""
 
     check: str
-    verdict: Verdict
+    verdict: Severity
     found: str
     cure: str | None = None
 
 
 def ok(check: str, found: str) -> Finding:
     """All is well."""
-    return Finding(check, Verdict.OK, found)
+    return Finding(check, Severity.OK, found)
 
 
 def warning(check: str, found: str, cure: str) -> Finding:
     """It works, but worse than it could."""
-    return Finding(check, Verdict.WARNING, found, cure)
+    return Finding(check, Severity.WARNING, found, cure)
 
 
 def problem(check: str, found: str, cure: str) -> Finding:
     """It does not work so."""
-    return Finding(check, Verdict.PROBLEM, found, cure)
+    return Finding(check, Severity.PROBLEM, found, cure)

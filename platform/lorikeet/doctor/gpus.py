@@ -7,14 +7,14 @@ from pathlib import Path
 
 from lorikeet.doctor.cuda import Cuda, Version
 from lorikeet.doctor.finding import Finding, ok, problem, warning
-from lorikeet.doctor.planned_start import Site
+from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.doctor.versions import lacks, requirement_of_extra
 
 _FLASHINFER = "flashinfer-python"
 _PREBUILT = "flashinfer_jit_cache"
 
 
-def check_gpus(site: Site) -> Iterator[Finding]:
+def check_gpus(site: PlannedStart) -> Iterator[Finding]:
     """As many as engines, and a driver that knows torch's CUDA."""
     if site.gpu_memory:
         yield ok("gpus", "not looked at: --gpu-memory plans for others")
@@ -36,7 +36,7 @@ def check_gpus(site: Site) -> Iterator[Finding]:
         )
 
 
-def check_kernels(site: Site) -> Iterator[Finding]:
+def check_kernels(site: PlannedStart) -> Iterator[Finding]:
     """FlashInfer, and what it and Triton compile with, where engines run on CUDA here."""
     if site.device == "cpu" or site.gpu_memory:
         return
@@ -88,7 +88,7 @@ def _fault_of_driver(cuda: Cuda) -> Finding | None:
     return None
 
 
-def _check_count(site: Site) -> Iterator[Finding]:
+def _check_count(site: PlannedStart) -> Iterator[Finding]:
     settings, there = site.settings, len(site.cuda.gpus)
     most = sum(map(settings.most_replicas, settings.base_models))
     names = ", ".join(sorted({gpu.name for gpu in site.cuda.gpus})) or "none"
@@ -113,7 +113,7 @@ def _cure(gpus: int, models: int) -> str:
     return f"LORIKEET_REPLICAS={gpus // models}, or more GPUs: engines without one wait for ever"
 
 
-def _missing_tools(site: Site) -> Iterator[str]:
+def _missing_tools(site: PlannedStart) -> Iterator[str]:
     """Triton needs a C compiler; FlashInfer more, unless its kernels are there."""
     if not _finds(site, site.environ.get("CC", ""), "cc", "gcc", "clang"):
         yield "C compiler"
@@ -127,12 +127,12 @@ def _missing_tools(site: Site) -> Iterator[str]:
         yield "nvcc"
 
 
-def _finds(site: Site, *programs: str) -> bool:
+def _finds(site: PlannedStart, *programs: str) -> bool:
     path = site.environ.get("PATH")
     return any(shutil.which(program, path=path) for program in programs if program)
 
 
-def _prebuilt(site: Site) -> bool:
+def _prebuilt(site: PlannedStart) -> bool:
     """Whether FlashInfer's kernels are there, from a package or from an earlier start."""
     home = site.environ.get("FLASHINFER_WORKSPACE_BASE") or site.environ.get("HOME", "/")
     built = (Path(home) / ".cache" / "flashinfer").rglob("*.so")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from lorikeet.doctor.finding import Finding, ok, warning
-from lorikeet.doctor.planned_start import Site
+from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.sizes import show_size
 
 _RAY_SHARE = 0.3  # of the memory, for its object store
@@ -12,7 +12,7 @@ _FILES = 1024  # of a proxy or a gateway, without requests
 _FILES_OF_REQUEST = 2
 
 
-def check_limits(site: Site) -> Iterator[Finding]:
+def check_limits(site: PlannedStart) -> Iterator[Finding]:
     """/dev/shm for Ray, and files for as many requests as may be open."""
     host, settings = site.host, site.settings
     shm = min(_RAY_MOST, int(_RAY_SHARE * host.memory))

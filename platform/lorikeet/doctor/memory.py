@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lorikeet.doctor.finding import Finding, ok, problem, warning
-from lorikeet.doctor.planned_start import Site
+from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.sizes import show_size
 from lorikeet_engine.errors import EngineError, ModelError
 
@@ -16,7 +16,7 @@ _GATEWAY_BYTES = 1 << 29
 _TIGHT = 0.9
 
 
-def check_device_memory(site: Site) -> Iterator[Finding]:
+def check_device_memory(site: PlannedStart) -> Iterator[Finding]:
     """Weights, slot pool, steps and KV pages on the device of one engine."""
     if site.device_free is None:
         yield warning(
@@ -61,7 +61,7 @@ def _cure(device: str) -> str:
     )
 
 
-def check_host_memory(site: Site) -> Iterator[Finding]:
+def check_host_memory(site: PlannedStart) -> Iterator[Finding]:
     """Host arenas and processes of all engines, and on CPU the models too."""
     settings, host, engines = site.settings, site.host, site.engines
     arenas = engines * settings.adapter_host_memory

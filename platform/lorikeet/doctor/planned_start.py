@@ -20,7 +20,7 @@ _CONTEXT_BYTES = 1 << 29  # CUDA's own, of each process that uses a GPU
 
 
 @dataclass(frozen=True)
-class Site:
+class PlannedStart:
     """The environment of a start, and the machine. Finds out what is asked for, once.
 
     gpu_memory: bytes of GPUs that are elsewhere; None: those that are here count. http_port:

@@ -4,12 +4,12 @@ import socket
 from collections.abc import Iterator
 
 from lorikeet.doctor.finding import Finding, ok, problem, warning
-from lorikeet.doctor.planned_start import Site
+from lorikeet.doctor.planned_start import PlannedStart
 
 _RAY = {6379: "ray start", 8265: "Ray's dashboard"}
 
 
-def check_ports(site: Site) -> Iterator[Finding]:
+def check_ports(site: PlannedStart) -> Iterator[Finding]:
     """Whether they are free."""
     admin = site.settings.admin_address
     wanted = {site.http_port: "the tenants' door", admin.port: "the admin door"}

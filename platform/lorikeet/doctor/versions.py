@@ -8,14 +8,14 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from lorikeet.doctor.finding import Finding, ok, problem
-from lorikeet.doctor.planned_start import Site
+from lorikeet.doctor.planned_start import PlannedStart
 
 _PACKAGE = "lorikeet-serve"
 _SHOWN = ("ray", "torch", "triton", "transformers")
 _CURE = "pip install --constraint constraints.txt --editable ."
 
 
-def check_versions(_: Site) -> Iterator[Finding]:
+def check_versions(_: PlannedStart) -> Iterator[Finding]:
     """Whether all that pyproject.toml asks for is there."""
     about = metadata.metadata(_PACKAGE)
     python, wanted = platform.python_version(), about["Requires-Python"]

@@ -9,11 +9,11 @@ from fastapi import FastAPI
 
 from lorikeet.gateway.admin.routes import admin_routes
 from lorikeet.gateway.apis.openapi import openapi_routes
-from lorikeet.gateway.authentication import Gate
+from lorikeet.gateway.authentication import RequestAuthenticator
 from lorikeet.gateway.catalog_follower import CatalogFollower
 from lorikeet.gateway.error_responses import add_error_handlers
 from lorikeet.gateway.generate import generate_routes
-from lorikeet.gateway.limit_sync import Reconciling
+from lorikeet.gateway.limit_sync import LimitSync
 from lorikeet.gateway.request_scope import RequestScope
 from lorikeet.gateway.routes.explanations import explain_routes
 from lorikeet.gateway.routes.metrics import Scrape, counting, metrics_routes, show
@@ -22,7 +22,7 @@ from lorikeet.gateway.routes.usage import UsageReports, usage_routes
 from lorikeet.gateway.services import BaseModel, EngineClient, Services
 from lorikeet.request_log.explanations import Explanations
 from lorikeet.request_log.traffic import Traffic
-from lorikeet.tenancy import Admission, Budget, Shares
+from lorikeet.tenancy import Budget, RateLimiter, Shares
 from lorikeet.ui.routes import ui_routes
 
 __all__ = ["BaseModel", "EngineClient", "Services", "create_app"]
@@ -34,10 +34,10 @@ def create_app(services: Services) -> FastAPI:
     Starting raises StoreError when there is no catalog to read.
     """
     follower = CatalogFollower(services.catalog, services.refresh_s)
-    gate = Gate(services, follower)
+    gate = RequestAuthenticator(services, follower)
     shares = Shares(services.name, services.gateways, time.monotonic())
     budget = Budget(services.written, services.written_s)
-    admission = Admission(
+    admission = RateLimiter(
         shares,
         budget,
         services.max_generations,
@@ -52,7 +52,7 @@ def create_app(services: Services) -> FastAPI:
         explanations.tell(traces.ended)
     show(services, explanations, follower)
     usage = UsageReports(services.catalog.store)
-    reconciling = Reconciling(services.peers, shares, admission, budget)
+    reconciling = LimitSync(services.peers, shares, admission, budget)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:

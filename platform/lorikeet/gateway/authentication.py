@@ -15,7 +15,7 @@ from lorikeet.tenancy import Principal, authenticate
 from lorikeet_engine.adapter import AdapterRef
 
 
-class Model(NamedTuple):
+class ResolvedModel(NamedTuple):
     """What the `model` of a request means.
 
     rank, image_bytes: the adapter's largest, and what it takes on a GPU; 0 for a base model.
@@ -40,7 +40,7 @@ class Caller(NamedTuple):
         return min((limit for limit in both if limit is not None), default=None)
 
 
-class Gate:
+class RequestAuthenticator:
     """Answers from the catalog's last view, and looks once more before it refuses."""
 
     def __init__(self, services: Services, follower: CatalogFollower) -> None:
@@ -62,7 +62,7 @@ class Gate:
         """A dependency of every admin route. Raises InvalidKey, Forbidden, Unavailable."""
         request.state.principal = await self._authenticate(request, Scope.ADMIN)
 
-    async def resolve(self, model: str, tenant: str, session: str | None = None) -> Model:
+    async def resolve(self, model: str, tenant: str, session: str | None = None) -> ResolvedModel:
         """What `model` means to a tenant.
 
         session: what decides between two versions that share an alias; None: the first.
@@ -71,12 +71,12 @@ class Gate:
         nothing here serves its base model, or the catalog cannot be asked about an unknown name.
         """
         if model in self._base_models:
-            return Model(model)
+            return ResolvedModel(model)
 
-        def find(state: CatalogState) -> Model:
+        def find(state: CatalogState) -> ResolvedModel:
             ref = state.resolve(model, tenant, session)
             version = state.version_of(ref)
-            return Model(version.base_model, ref, version.max_rank, version.gpu_bytes)
+            return ResolvedModel(version.base_model, ref, version.max_rank, version.gpu_bytes)
 
         meant = await self._follower.find(find, (tenant, model))
         if meant.base_model not in self._base_models:

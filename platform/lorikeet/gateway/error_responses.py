@@ -11,9 +11,9 @@ from starlette.responses import JSONResponse, Response
 
 from lorikeet.errors import (
     InsufficientQuota,
+    LimitStatus,
     LorikeetError,
     RateLimited,
-    Standing,
     error_body,
     status_of,
 )
@@ -58,7 +58,7 @@ def error_response(error: LorikeetError) -> Response:
     return JSONResponse(error_body(error.code, error.message, error.param), status, headers)
 
 
-def limit_headers(standings: Iterable[Standing]) -> dict[str, str]:
+def limit_headers(standings: Iterable[LimitStatus]) -> dict[str, str]:
     """How limits per minute stand, as OpenAI says it."""
     headers = {}
     for kind, limit, remaining, reset_s in standings:

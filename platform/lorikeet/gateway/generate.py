@@ -9,15 +9,15 @@ from starlette.routing import Route
 
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.apis.openai_requests import ChatRequest, CompletionRequest, GenerateRequest
-from lorikeet.gateway.authentication import Caller, Gate
+from lorikeet.gateway.authentication import Caller, RequestAuthenticator
 from lorikeet.gateway.body import read_json
 from lorikeet.gateway.rate_limits import RateLimitObserver
 from lorikeet.gateway.replica_response import ReplicaResponse
 from lorikeet.gateway.request_scope import request_id_of
 from lorikeet.gateway.services import Services
 from lorikeet.request_log.explanations import Explanations
-from lorikeet.request_log.trace import Trace
-from lorikeet.tenancy import Admission
+from lorikeet.request_log.trace import RequestTrace
+from lorikeet.tenancy import RateLimiter
 from lorikeet_engine.request import Terms
 
 KINDS: Mapping[str, type[GenerateRequest]] = {
@@ -35,7 +35,10 @@ _LONGEST_LOAD_MS = 3_600_000
 
 
 def generate_routes(
-    services: Services, gate: Gate, admission: Admission, explanations: Explanations
+    services: Services,
+    gate: RequestAuthenticator,
+    admission: RateLimiter,
+    explanations: Explanations,
 ) -> list[Route]:
     """One for each kind, without FastAPI's dependencies.
 
@@ -58,8 +61,8 @@ class GenerateEndpoint:
         self,
         kind: type[GenerateRequest],
         services: Services,
-        gate: Gate,
-        admission: Admission,
+        gate: RequestAuthenticator,
+        admission: RateLimiter,
         explanations: Explanations,
     ) -> None:
         self._kind, self._services = kind, services
@@ -75,7 +78,7 @@ class GenerateEndpoint:
         with trace.asking():
             return await self._walk(request, trace)
 
-    async def _walk(self, request: Request, trace: Trace) -> ReplicaResponse:
+    async def _walk(self, request: Request, trace: RequestTrace) -> ReplicaResponse:
         caller = await self._gate.caller(request)
         trace.comes_from(caller.tenant.name, caller.key.key_id)
         hold = self._admission.check(caller.tenant, caller.key)

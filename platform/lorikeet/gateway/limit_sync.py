@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from lorikeet.errors import Unavailable
 from lorikeet.protocol.peers import Peers, Poll
-from lorikeet.tenancy import Admission, Budget, Shares, Statement
+from lorikeet.tenancy import Budget, RateLimiter, Shares, Statement
 
 log = logging.getLogger(__name__)
 
@@ -17,10 +17,12 @@ ROUND_S = 1.0
 _QUESTION = "shares"
 
 
-class Reconciling:
+class LimitSync:
     """Two loops beside the requests. Where one fails, what was known before holds."""
 
-    def __init__(self, peers: Peers, shares: Shares, admission: Admission, budget: Budget) -> None:
+    def __init__(
+        self, peers: Peers, shares: Shares, admission: RateLimiter, budget: Budget
+    ) -> None:
         self._peers, self._shares = peers, shares
         self._admission, self._budget = admission, budget
         self._noted: dict[str, str] = {}

@@ -3,7 +3,7 @@
 from types import TracebackType
 
 from lorikeet.gateway.error_responses import limit_headers
-from lorikeet.protocol.messages import Call, FinalUsage, Header, StreamItem
+from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, StreamItem
 from lorikeet.protocol.observer import Headers, RequestObserver
 from lorikeet.tenancy import RateLimitHold
 
@@ -43,7 +43,7 @@ class RateLimitObserver(RequestObserver):
     def on_item(self, item: StreamItem) -> None:
         """The replica says that the call has its first token, or what it took."""
         match item:
-            case Header() if item.load_s is not None:
+            case AnswerHeader() if item.load_s is not None:
                 self._hold.first_token()
             case FinalUsage():
                 self._hold.settle(item.prompt_tokens + item.completion_tokens)

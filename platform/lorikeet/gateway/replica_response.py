@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable, error_body
 from lorikeet.gateway.error_responses import OK, Refused
 from lorikeet.gateway.request_scope import log_unexpected
-from lorikeet.protocol.messages import Call, Header, Refusal, StreamItem
+from lorikeet.protocol.messages import AnswerHeader, Call, Refusal, StreamItem
 from lorikeet.protocol.observer import Headers, RequestObserver
 
 Items = AsyncGenerator[StreamItem, None]
@@ -61,16 +61,16 @@ class ReplicaResponse(Response):
                 await send(self._start(header, b"application/json", len(body)))
                 await send(_body(body, more=False))
 
-    async def _begin(self, items: Items) -> tuple[Header, bytes]:
+    async def _begin(self, items: Items) -> tuple[AnswerHeader, bytes]:
         """Wait for the first bytes, and the last header before them.
 
         A replica sends a second one, and so does a replica that takes over from a dead one.
         """
-        header: Header | None = None
+        header: AnswerHeader | None = None
         try:
             async with asyncio.timeout(self._first_item_timeout_s) as limit:
                 async for item in items:
-                    if isinstance(item, Header):
+                    if isinstance(item, AnswerHeader):
                         header = item
                         limit.reschedule(None)  # how long its work takes is the client's matter
                     if first := self._bytes(item):
@@ -104,7 +104,9 @@ class ReplicaResponse(Response):
             raise Refused(item)
         return b""
 
-    def _start(self, header: Header, content_type: bytes, length: int | None = None) -> Message:
+    def _start(
+        self, header: AnswerHeader, content_type: bytes, length: int | None = None
+    ) -> Message:
         headers = [(b"content-type", content_type), *_headers(header)]
         if length is None:
             headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -140,7 +142,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _headers(header: Header) -> Headers:
+def _headers(header: AnswerHeader) -> Headers:
     """Which weights answer, where they were, and how long they took to come."""
     headers = [(b"x-lorikeet-replica", header.replica.encode())]
     if header.digest is not None:

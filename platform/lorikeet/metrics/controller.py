@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from lorikeet.metrics.families import gauge
-from lorikeet.placement.pin_status import PinStanding, Standing
+from lorikeet.placement.pin_status import PinState, PinStatus
 from lorikeet.placement.plan import Cause
 
 
@@ -20,7 +20,7 @@ class Replicas:
 
 
 def controller_metrics(
-    pins: Iterable[PinStanding], replicas: Mapping[str, Replicas], survey_s: float
+    pins: Iterable[PinStatus], replicas: Mapping[str, Replicas], survey_s: float
 ) -> Iterator[Metric]:
     """All of them. replicas: by base model; survey_s: what the last survey took."""
     yield from _pins(list(pins))
@@ -40,13 +40,13 @@ def controller_metrics(
     )
 
 
-def _pins(pins: list[PinStanding]) -> Iterator[Metric]:
+def _pins(pins: list[PinStatus]) -> Iterator[Metric]:
     standings = Counter(pin.standing for pin in pins)
     yield gauge(
         "lorikeet_pins",
         "Pins in force, by how they stand.",
         "standing",
-        {standing.value: standings[standing] for standing in Standing},
+        {standing.value: standings[standing] for standing in PinState},
     )
     causes = Counter(cause for pin in pins for cause in {s.cause for s in pin.shortfalls})
     yield gauge(

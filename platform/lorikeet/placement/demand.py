@@ -15,7 +15,7 @@ _FORGOTTEN = 0.01  # uses: one, five minutes ago
 
 
 @dataclass(slots=True)
-class Wanted:
+class AdapterDemand:
     """An adapter and its uses by all replicas, each halved every HALF_LIFE_S.
 
     image_bytes: what it takes on a GPU; None while no replica knows.
@@ -34,7 +34,7 @@ class Demand:
     """
 
     def __init__(self) -> None:
-        self.adapters: dict[str, Wanted] = {}
+        self.adapters: dict[str, AdapterDemand] = {}
         self._observed_s = -math.inf
 
     def observe(self, reports: Iterable[ReplicaReport], now_s: float) -> None:
@@ -48,7 +48,7 @@ class Demand:
             for adapter in report.adapters:
                 digest = adapter.digest
                 if digest not in self.adapters:
-                    self.adapters[digest] = Wanted(adapter.ref, 0.0, None)
+                    self.adapters[digest] = AdapterDemand(adapter.ref, 0.0, None)
                 wanted = self.adapters[digest]
                 wanted.image_bytes = adapter.image_bytes or wanted.image_bytes
                 counted[digest] += adapter.uses

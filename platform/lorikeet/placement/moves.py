@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lorikeet.catalog.records import PinKey
 from lorikeet.placement.pin_status import AdapterTiers
-from lorikeet.placement.plan import Placement, Shortfall, image_sizes, place_pins
+from lorikeet.placement.plan import PlacementPlan, Shortfall, image_sizes, place_pins
 from lorikeet.placement.resolved_pins import ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
@@ -71,7 +71,7 @@ def _image_bytes(pins: ResolvedPins, reports: Sequence[ReplicaReport]) -> Mappin
 
 
 def _loads(
-    old: Placement, new: Placement, image_bytes: Mapping[str, int], residents: AdapterTiers
+    old: PlacementPlan, new: PlacementPlan, image_bytes: Mapping[str, int], residents: AdapterTiers
 ) -> Iterator[Load]:
     for replica, keeps in new.plan.items():
         for digest, keep in keeps.items():
@@ -80,7 +80,7 @@ def _loads(
                 yield Load(replica, keep.ref, now, keep.tier, image_bytes[digest])
 
 
-def _releases(old: Placement, new: Placement) -> Iterator[Release]:
+def _releases(old: PlacementPlan, new: PlacementPlan) -> Iterator[Release]:
     for replica, keeps in old.plan.items():
         for digest, keep in keeps.items():
             after = new.plan[replica].get(digest)

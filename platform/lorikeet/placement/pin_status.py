@@ -7,13 +7,13 @@ from enum import Enum
 
 from lorikeet.catalog.records import PinKey, PinRecord
 from lorikeet.catalog.rules.pin_budget import PinnedVersion, charged_bytes
-from lorikeet.placement.plan import Placement, Shortfall, place_pins
+from lorikeet.placement.plan import PlacementPlan, Shortfall, place_pins
 from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 
 
-class Standing(Enum):
+class PinState(Enum):
     """MET: all is where it was promised. LOADING: it will be. UNMET: not all of it can be."""
 
     MET = "met"
@@ -22,11 +22,11 @@ class Standing(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class PinStanding:
+class PinStatus:
     """One pin, how many versions it keeps and their bytes on one replica, and what is amiss."""
 
     pin: PinRecord
-    standing: Standing
+    standing: PinState
     versions: int
     image_bytes: int
     shortfalls: tuple[Shortfall, ...]
@@ -55,8 +55,8 @@ class AdapterTiers:
 
 
 def standings(
-    pins: ResolvedPins, reports: Sequence[ReplicaReport], placement: Placement | None = None
-) -> Iterator[PinStanding]:
+    pins: ResolvedPins, reports: Sequence[ReplicaReport], placement: PlacementPlan | None = None
+) -> Iterator[PinStatus]:
     """How each pin stands, in their order, by the plan that the controller makes.
 
     placement: that plan, where it was made already.
@@ -67,15 +67,15 @@ def standings(
         short[shortfall.pin.key].append(shortfall)
     for resolved in pins.all:
         shortfalls = tuple(short[resolved.pin.key])
-        yield PinStanding(
+        yield PinStatus(
             resolved.pin,
-            Standing.UNMET if shortfalls else _standing(resolved, residents),
+            PinState.UNMET if shortfalls else _standing(resolved, residents),
             len(resolved.versions),
             charged_bytes(resolved.versions),
             shortfalls,
         )
 
 
-def _standing(resolved: ResolvedPin, residents: AdapterTiers) -> Standing:
+def _standing(resolved: ResolvedPin, residents: AdapterTiers) -> PinState:
     met = all(residents.has(version, resolved.pin) for version in resolved.versions)
-    return Standing.MET if met else Standing.LOADING
+    return PinState.MET if met else PinState.LOADING

@@ -42,14 +42,14 @@ class Shortfall:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PlacementPlan:
     """The plan, and what it cannot keep."""
 
     plan: Plan
     shortfalls: tuple[Shortfall, ...]
 
 
-def place_pins(pins: ResolvedPins, reports: Iterable[ReplicaReport]) -> Placement:
+def place_pins(pins: ResolvedPins, reports: Iterable[ReplicaReport]) -> PlacementPlan:
     """Give each pin its replicas, the ones its requests are routed to first.
 
     Every replica has its part, if only an empty one. Where two pins name one adapter's weights on
@@ -62,7 +62,7 @@ def place_pins(pins: ResolvedPins, reports: Iterable[ReplicaReport]) -> Placemen
         for resolved in sorted(pins.all, key=_precedence)
         for shortfall in draft.keep(resolved)
     ]
-    return Placement(draft.plan, tuple(shortfalls))
+    return PlacementPlan(draft.plan, tuple(shortfalls))
 
 
 def image_sizes(reports: Iterable[ReplicaReport]) -> dict[str, int]:

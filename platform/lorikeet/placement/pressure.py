@@ -11,7 +11,7 @@ _IN_USE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Signals:
+class ReplicaPressure:
     """One replica at one moment.
 
     working_bytes: adapters in use there, wherever they are, and pinned ones. oldest_wait_s: of the
@@ -28,10 +28,10 @@ class Signals:
     sole_copies: float | None = None
 
 
-_NAMES = {each.name for each in fields(Signals)}
+_NAMES = {each.name for each in fields(ReplicaPressure)}
 
 
-def measure(report: ReplicaReport, max_running: int, sole_copies: float | None) -> Signals:
+def measure(report: ReplicaReport, max_running: int, sole_copies: float | None) -> ReplicaPressure:
     """A replica's signals, from what it reports."""
     live = report.status.live
     working = (
@@ -39,7 +39,7 @@ def measure(report: ReplicaReport, max_running: int, sole_copies: float | None) 
         for adapter in report.adapters
         if adapter.uses >= _IN_USE or (adapter.pinned and adapter.pieces)
     )
-    return Signals(
+    return ReplicaPressure(
         working_bytes=sum(working),
         arena_bytes=report.status.tiers[Residency.GPU].capacity_bytes,
         oldest_wait_s=live.oldest_wait_s,
@@ -49,12 +49,12 @@ def measure(report: ReplicaReport, max_running: int, sole_copies: float | None) 
     )
 
 
-def to_stats(signals: Signals) -> dict[str, float]:
+def to_stats(signals: ReplicaPressure) -> dict[str, float]:
     """As numbers; what is not known is left out."""
     return {name: value for name, value in asdict(signals).items() if value is not None}
 
 
-def from_stats(stats: Mapping[str, float]) -> Signals | None:
+def from_stats(stats: Mapping[str, float]) -> ReplicaPressure | None:
     """The same from those numbers; None if some are missing, as when another version sent them."""
     known = {name: stats[name] for name in _NAMES if name in stats}
-    return Signals(**known) if known.keys() | {"sole_copies"} == _NAMES else None
+    return ReplicaPressure(**known) if known.keys() | {"sole_copies"} == _NAMES else None

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lorikeet.placement.pressure import Signals
+from lorikeet.placement.pressure import ReplicaPressure
 
 # What one replica should bear, and what of that each may bear after one has gone.
 _WORKING = 0.9  # adapters in use, of the arena
@@ -23,7 +23,7 @@ _SOLE_COPIES = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class ScalingDelays:
     """How long, in seconds, pressure must last; how long one replica fewer must have been enough;
     and how much longer at most is waited for adapters to come to second replicas.
     """
@@ -40,7 +40,7 @@ class Since(NamedTuple):
     calm_s: float | None = None
 
 
-class Verdict(NamedTuple):
+class ScalingDecision(NamedTuple):
     """How many replicas there should be, why, and what to hand in next time."""
 
     replicas: int
@@ -49,15 +49,15 @@ class Verdict(NamedTuple):
 
 
 def scale(
-    signals: Collection[Signals],
+    signals: Collection[ReplicaPressure],
     running: int,
     target: int,
     least: int,
     most: int,
     since: Since,
     now_s: float,
-    pace: Pace,
-) -> Verdict:
+    pace: ScalingDelays,
+) -> ScalingDecision:
     """How many of `least` to `most` replicas there should be.
 
     signals: of the replicas heard of lately. running: how many there are; target: how many were
@@ -67,20 +67,20 @@ def scale(
     if min(wanted, most) > target:
         began_s = now_s if since.pressed_s is None else since.pressed_s
         if now_s - began_s >= pace.pressed_s:
-            return Verdict(min(wanted, most), reason, Since())
-        return Verdict(target, reason, Since(pressed_s=began_s))
+            return ScalingDecision(min(wanted, most), reason, Since())
+        return ScalingDecision(target, reason, Since(pressed_s=began_s))
     if not running == target == len(signals) > least or not could_shrink(signals):
-        return Verdict(target, None, Since())
+        return ScalingDecision(target, None, Since())
     began_s = now_s if since.calm_s is None else since.calm_s
     calm_s = now_s - began_s
     shares = [each.sole_copies for each in signals]
     moved = all(share is not None and share <= _SOLE_COPIES for share in shares)
     if calm_s >= pace.calm_s + (0 if moved else pace.moving_s):
-        return Verdict(target - 1, f"one fewer has been enough for {calm_s:.0f} s", Since())
-    return Verdict(target, None, Since(calm_s=began_s))
+        return ScalingDecision(target - 1, f"one fewer has been enough for {calm_s:.0f} s", Since())
+    return ScalingDecision(target, None, Since(calm_s=began_s))
 
 
-def could_shrink(signals: Collection[Signals]) -> bool:
+def could_shrink(signals: Collection[ReplicaPressure]) -> bool:
     """Whether one replica fewer would be far from pressure."""
     count = len(signals)
     if count < 2:
@@ -89,7 +89,7 @@ def could_shrink(signals: Collection[Signals]) -> bool:
     return volume * count / (count - 1) <= _RELAXED and _queue(signals) <= _RELAXED
 
 
-def _wanted(signals: Collection[Signals]) -> tuple[int, str | None]:
+def _wanted(signals: Collection[ReplicaPressure]) -> tuple[int, str | None]:
     """Replicas that would bear it, and why; the queue says that more are needed, not how many."""
     count = len(signals)
     if not count:
@@ -102,7 +102,7 @@ def _wanted(signals: Collection[Signals]) -> tuple[int, str | None]:
     return count, None
 
 
-def _volume(signals: Collection[Signals]) -> tuple[float, str]:
+def _volume(signals: Collection[ReplicaPressure]) -> tuple[float, str]:
     """How much of what they should bear they bear; more replicas would have less each."""
     count = len(signals)
     arenas = max(1.0, sum(each.arena_bytes for each in signals))
@@ -116,7 +116,7 @@ def _volume(signals: Collection[Signals]) -> tuple[float, str]:
     )
 
 
-def _queue(signals: Collection[Signals]) -> float:
+def _queue(signals: Collection[ReplicaPressure]) -> float:
     """The mean, so that one replica's queue alone does not count for much: others could take it."""
     waits = [min(each.oldest_wait_s, 4 * _WAIT_S) for each in signals]
     return sum(waits) / len(waits) / _WAIT_S

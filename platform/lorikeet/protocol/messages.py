@@ -83,7 +83,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class AnswerHeader:
     """The first item of every answer: where it runs, and where its adapter was found.
 
     Before the first bytes comes a second one, with load_s: how long the adapter took to come.
@@ -138,7 +138,7 @@ class Attempt:
     failure: str | None = None
 
 
-StreamItem = Header | Refusal | FinalUsage | Attempt | bytes
+StreamItem = AnswerHeader | Refusal | FinalUsage | Attempt | bytes
 """bytes: final SSE events when `stream` is set, else one JSON body."""
 
 

@@ -4,12 +4,12 @@ import torch
 
 from lorikeet.settings import Memory, Settings
 from lorikeet_engine.adapter_format import AdapterMemory
-from lorikeet_engine.device.memory import Share
+from lorikeet_engine.device.memory import MemoryShare
 from lorikeet_engine.settings import EngineSettings
 
 _DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
-_DEFAULT_KV: dict[str, int | Share] = {"cpu": 256 << 20, "cuda": Share(0.9)}
-_DEFAULT_SLOT_POOL: dict[str, int | Share] = {"cpu": 64 << 20, "cuda": Share(0.1)}
+_DEFAULT_KV: dict[str, int | MemoryShare] = {"cpu": 256 << 20, "cuda": MemoryShare(0.9)}
+_DEFAULT_SLOT_POOL: dict[str, int | MemoryShare] = {"cpu": 64 << 20, "cuda": MemoryShare(0.1)}
 
 
 def device_of(settings: Settings) -> str:
@@ -61,7 +61,7 @@ def _adapter_dtype(settings: Settings, device: str) -> str:
     return given if given != "auto" else _dtype(settings, device)
 
 
-def _memory(given: Memory, default: int | Share) -> int | Share:
+def _memory(given: Memory, default: int | MemoryShare) -> int | MemoryShare:
     if given == "auto":
         return default
-    return Share(given) if isinstance(given, float) else given
+    return MemoryShare(given) if isinstance(given, float) else given

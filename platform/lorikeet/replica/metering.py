@@ -7,12 +7,12 @@ from contextlib import contextmanager, suppress
 from lorikeet.answer_stream.token_meter import TokenMeter
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.protocol.messages import Call
-from lorikeet.usage.counts import Account, Counts
+from lorikeet.usage.counts import Counts, UsageAccount
 from lorikeet.usage.ledger import Ledger
 from lorikeet.usage.writer import UsageWriter
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.errors import EngineError
-from lorikeet_engine.process.client import EngineHost
+from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.telemetry.status import SlotUse
 
 _GATHER_S = 5.0
@@ -23,7 +23,7 @@ class Metering:
     """A replica's ledger, and the thread that writes it down."""
 
     def __init__(
-        self, store: ObjectStore, engine: EngineHost, base_model: str, interval_s: float
+        self, store: ObjectStore, engine: EngineProcessClient, base_model: str, interval_s: float
     ) -> None:
         self._engine, self._base_model = engine, base_model
         self._ledger = Ledger()
@@ -66,6 +66,6 @@ class Metering:
                     slots = Counts(slot_s=use.leased_s, loads=use.loads, load_bytes=use.load_bytes)
                     self._ledger.add(account, slots)
 
-    def _account(self, tenant: str, adapter: AdapterRef | None) -> Account:
+    def _account(self, tenant: str, adapter: AdapterRef | None) -> UsageAccount:
         label = f"{adapter.tenant}/{adapter.name}" if adapter else None
-        return Account(tenant, self._base_model, label)
+        return UsageAccount(tenant, self._base_model, label)

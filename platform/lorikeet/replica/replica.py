@@ -18,7 +18,7 @@ from lorikeet.gateway.request_scope import log_unexpected
 from lorikeet.metrics.page import render
 from lorikeet.metrics.replica import replica_metrics
 from lorikeet.placement import pressure
-from lorikeet.protocol.messages import Call, Header, Refusal, Trial, TrialResult
+from lorikeet.protocol.messages import AnswerHeader, Call, Refusal, Trial, TrialResult
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.replica.context import answer_room
@@ -32,7 +32,7 @@ from lorikeet.routing.status_update import StatusUpdate, to_stats
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import EngineClosed, EngineError, InvalidRequest, StepFailed
-from lorikeet_engine.process.client import EngineHost
+from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.request import Failed, Output, Request, Tokens
 from lorikeet_engine.telemetry.status import EngineStatus
 
@@ -76,7 +76,9 @@ class Replica:
         self._encoding = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode")
         store = self._encoding.submit(open_store, settings.catalog)  # beside the engine's start
         build = partial(build_engine, settings, base_model)
-        self._engine = EngineHost(build, self._deliver, self.engine_ended, self._status_changed)
+        self._engine = EngineProcessClient(
+            build, self._deliver, self.engine_ended, self._status_changed
+        )
         self._feed = StatusFeed(self._engine.status)
         context = self._engine.config.max_context
         self._encoder = PromptEncoder(settings.base_models[base_model], context)
@@ -87,10 +89,10 @@ class Replica:
     async def generate(self, call: Call, gateway: str) -> AsyncIterator[Refusal | None]:
         """Answer one call; its gateway hears the answer among its `responses`.
 
-        That is a Header, then bytes; or a Refusal at any point before the first byte. This itself
-        yields one item: None when all is on its way, else the Refusal of a call that the engine did
-        not take, or that can reach its gateway no more. Closing it aborts what is not finished and
-        frees its KV pages and lease.
+        That is an AnswerHeader, then bytes; or a Refusal at any point before the first byte. This
+        itself yields one item: None when all is on its way, else the Refusal of a call that the
+        engine did not take, or that can reach its gateway no more. Closing it aborts what is not
+        finished and frees its KV pages and lease.
 
         A stream of one item: of a plain result Serve says only with it which replica has taken the
         call, and of a stream with none gRPC may lose that word.
@@ -106,7 +108,7 @@ class Replica:
                 with self._receiving(call.request_id, sender.take):
                     found = await self._submit(request)
                     digest = call.adapter.digest if call.adapter else None
-                    sender.begin(Header(self.name, digest, found, self._feed.update()))
+                    sender.begin(AnswerHeader(self.name, digest, found, self._feed.update()))
                     await stream.carry(sender.ended)
             yield None
         except (EngineError, InvalidInput) as error:

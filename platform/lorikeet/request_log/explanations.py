@@ -8,7 +8,7 @@ from lorikeet.errors import NotFound, Unavailable
 from lorikeet.protocol.peers import Peers
 from lorikeet.request_log.archive import Archive
 from lorikeet.request_log.record import RequestRecord
-from lorikeet.request_log.trace import Trace
+from lorikeet.request_log.trace import RequestTrace
 from lorikeet.request_log.why import Json, explain
 
 KEPT_S = 3600.0
@@ -33,7 +33,7 @@ class Explanations:
     ) -> None:
         self._peers, self._clock = peers, clock
         self._listeners: list[Listener] = []
-        self._running: dict[str, Trace] = {}
+        self._running: dict[str, RequestTrace] = {}
         self._ended = Archive(kept_bytes)
         peers.answers(_QUESTION, self._answer)
 
@@ -41,9 +41,11 @@ class Explanations:
         """Call it with the record of each request that is over."""
         self._listeners.append(listener)
 
-    def trace(self, request_id: str, path: str = "", traceparent: str | None = None) -> Trace:
+    def trace(
+        self, request_id: str, path: str = "", traceparent: str | None = None
+    ) -> RequestTrace:
         """Follow a request that has just come."""
-        return Trace(request_id, self._begin, self._end, path, traceparent)
+        return RequestTrace(request_id, self._begin, self._end, path, traceparent)
 
     @property
     def open(self) -> int:
@@ -90,7 +92,7 @@ class Explanations:
             return trace.record()
         return self._ended.find(request_id, self._clock() - KEPT_S)
 
-    def _begin(self, trace: Trace) -> None:
+    def _begin(self, trace: RequestTrace) -> None:
         self._running[trace.request_id] = trace
 
     def _end(self, record: RequestRecord) -> None:

@@ -9,14 +9,14 @@ from types import TracebackType
 from starlette.requests import ClientDisconnect
 
 from lorikeet.errors import LorikeetError, Unavailable
-from lorikeet.protocol.messages import Attempt, Call, FinalUsage, Header, Refusal, StreamItem
+from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, Refusal, StreamItem
 from lorikeet.protocol.observer import Headers, RequestObserver
 from lorikeet.request_log.record import AttemptRecord, RequestRecord
 
 _SHOWN_MODEL = 200  # characters of a name that may be nobody's
 
 
-class Trace(RequestObserver):
+class RequestTrace(RequestObserver):
     """Follows one request from its first line to its end.
 
     running: called when its call begins. ended: called when it is over, with all that is known.
@@ -25,7 +25,7 @@ class Trace(RequestObserver):
     def __init__(
         self,
         request_id: str,
-        running: Callable[["Trace"], None],
+        running: Callable[["RequestTrace"], None],
         ended: Callable[[RequestRecord], None],
         path: str = "",
         traceparent: str | None = None,
@@ -83,7 +83,7 @@ class Trace(RequestObserver):
         match item:
             case Attempt():
                 self._tried(item)
-            case Header():
+            case AnswerHeader():
                 if item.load_s is None:
                     known.found_s = self._now_s()
                 known.replica, known.load_s = item.replica, item.load_s

@@ -31,7 +31,7 @@ _LEAST_S = 1e-4
 _PER_OCTAVE = 8  # buckets: quantiles are right to 5%
 
 
-class Waiting(NamedTuple):
+class WaitingRequest(NamedTuple):
     """Requests of one tenant for one adapter, None for the base model alone, without a first token.
 
     oldest_s: how long the first of them has waited.
@@ -48,7 +48,7 @@ class GatewayTraffic(NamedTuple):
     """What one gateway says. seconds: by Unix second."""
 
     seconds: Mapping[int, Second]
-    waiting: Sequence[Waiting]
+    waiting: Sequence[WaitingRequest]
 
 
 class Traffic:
@@ -80,7 +80,7 @@ class Traffic:
                 adapter = str(record.adapter) if record.adapter else None
                 at = record.tenant or "", record.base_model or "", adapter
                 waits[at].append(record.until_s)
-        waiting = [Waiting(*at, len(waited), max(waited)) for at, waited in waits.items()]
+        waiting = [WaitingRequest(*at, len(waited), max(waited)) for at, waited in waits.items()]
         return GatewayTraffic(self._of_late(running), waiting)
 
     def _of_late(self, running: Iterable[RequestRecord]) -> dict[int, Second]:
@@ -92,9 +92,9 @@ class Traffic:
         return dict(seconds)
 
 
-def waiting_of(said: Sequence[GatewayTraffic]) -> list[Waiting]:
+def waiting_of(said: Sequence[GatewayTraffic]) -> list[WaitingRequest]:
     """Who waits at any gateway, the longest first."""
-    together: dict[tuple[str, str, str | None], Waiting] = {}
+    together: dict[tuple[str, str, str | None], WaitingRequest] = {}
     for one in (each for gateway in said for each in gateway.waiting):
         other = together.get(one[:3])
         if other is not None:

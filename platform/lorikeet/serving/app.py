@@ -27,9 +27,9 @@ from lorikeet.retry_after import FULL_PROXY_S
 from lorikeet.serving.allocator import give_freed_memory_back
 from lorikeet.serving.autoscaling import autoscaling
 from lorikeet.serving.controller import Controller
-from lorikeet.serving.engine_client import ServeEngines
+from lorikeet.serving.engine_client import ServeEngineClient
 from lorikeet.serving.handles import broadcast_all
-from lorikeet.serving.listeners import AdminDoor, PublicDoor
+from lorikeet.serving.listeners import AdminListener, PublicListener
 from lorikeet.serving.peers import ServePeers
 from lorikeet.settings import Settings
 from lorikeet.usage.month import MonthTokens
@@ -165,7 +165,7 @@ class Gateway:
                 catalog=catalog,
                 base_models=read_base_models(settings.base_models),
                 limits=AdapterLimits(settings.max_rank, settings.max_adapter_bytes),
-                engines=ServeEngines(engines, name),
+                engines=ServeEngineClient(engines, name),
                 gateways=settings.gateways,
                 max_generations=_most_generations(settings),
                 adapter_memory=adapter_memory,
@@ -180,7 +180,7 @@ class Gateway:
                 pages=partial(broadcast_all, [*engines.values(), controller], "metrics"),
             )
             self._trim = asyncio.create_task(give_freed_memory_back())
-            self._admin_door = AdminDoor(settings.admin_address)
+            self._admin_door = AdminListener(settings.admin_address)
 
     async def answer_peer(self, asker: str, question: str, *arguments: Any) -> list[Any]:
         """What another gateway wants to know."""
@@ -189,7 +189,7 @@ class Gateway:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         app = create_app(self._services)
         self._admin_door.open_with(app)
-        return PublicDoor(app)
+        return PublicListener(app)
 
 
 def _traces(settings: Settings, gateway: str) -> "Traces | None":

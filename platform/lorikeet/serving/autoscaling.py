@@ -10,8 +10,8 @@ from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from lorikeet.placement.pressure import Signals, from_stats
-from lorikeet.placement.scaling import Pace, Since, scale
+from lorikeet.placement.pressure import ReplicaPressure, from_stats
+from lorikeet.placement.scaling import ScalingDelays, Since, scale
 
 log = logging.getLogger("ray.serve")  # the policy runs in a process where only Serve logs
 
@@ -21,7 +21,7 @@ _STALE_S = 15.0
 
 
 def autoscaling(least: int, most: int, **pace: float) -> AutoscalingConfig:
-    """From `least` to `most` replicas, as the pressure on them asks for. pace: as Pace takes it."""
+    """From `least` to `most` replicas, as their pressure asks for; pace as for ScalingDelays."""
     return AutoscalingConfig(
         min_replicas=least,
         max_replicas=most,
@@ -40,7 +40,7 @@ class Policy:
     """Serve's view of `scale`."""
 
     def __init__(self, **pace: float) -> None:
-        self._pace = Pace(**pace)
+        self._pace = ScalingDelays(**pace)
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """How many replicas there should be, and the state to be called with next time."""
@@ -63,7 +63,7 @@ class Policy:
         return verdict.replicas, {"since": verdict.since._asdict()}
 
 
-def _heard(metrics: Mapping[str, Mapping[Any, Any]], now_s: float) -> list[Signals]:
+def _heard(metrics: Mapping[str, Mapping[Any, Any]], now_s: float) -> list[ReplicaPressure]:
     """The last numbers of each replica that was heard of lately. metrics: by name, then replica."""
     heard = []
     for replica, series in metrics.get("arena_bytes", {}).items():

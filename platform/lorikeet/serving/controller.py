@@ -15,7 +15,7 @@ from lorikeet.logs import log_to_stderr
 from lorikeet.metrics.controller import controller_metrics
 from lorikeet.metrics.page import render
 from lorikeet.placement.pin_status import standings
-from lorikeet.placement.plan import Placement, place_pins
+from lorikeet.placement.plan import PlacementPlan, place_pins
 from lorikeet.placement.prefetching import SURVEY_S
 from lorikeet.placement.resolved_pins import PinResolver, ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
@@ -49,7 +49,7 @@ class Controller:
         self._pins = ResolvedPins()
         self._pins_seq: int | None = None
         self._survey_due_s = 0.0
-        self._placement: Placement | None = None
+        self._placement: PlacementPlan | None = None
         self._survey_s = 0.0
         self._failure = ""
         self._ticked_s = time.monotonic()
@@ -149,7 +149,7 @@ class Controller:
                 log.error("usage_not_joined", extra={"error": str(error)})
 
 
-def _log_change(before: Placement | None, after: Placement) -> None:
+def _log_change(before: PlacementPlan | None, after: PlacementPlan) -> None:
     """A new plan, and what of the pins it cannot keep that the one before could."""
     adapters = sum(map(len, after.plan.values()))
     short = {(each.pin.label, str(each.ref)): each.reason for each in after.shortfalls}

@@ -16,9 +16,9 @@ from lorikeet.answer_stream.response_stream import DeltaGroup
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
 from lorikeet.gateway.request_scope import log_unexpected
 from lorikeet.protocol.messages import (
+    AnswerHeader,
     Attempt,
     Call,
-    Header,
     Refusal,
     StreamItem,
     Trial,
@@ -30,7 +30,7 @@ from lorikeet.routing.fleet import HEADER_AGE_S, Fleet
 from lorikeet.serving.fleets import fleet_of
 from lorikeet.serving.handles import LOST, broadcast, is_own_cancelling, streaming
 from lorikeet.serving.replica_streams import ReplicaStreams
-from lorikeet.serving.status_watcher import Watching
+from lorikeet.serving.status_watcher import StatusWatcher
 from lorikeet_engine.adapter import Residency
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _LATE_S = 10.0
 """When a replica's call has ended, the rest of its answer is on its way: it takes no longer."""
 
 
-class ServeEngines:
+class ServeEngineClient:
     """Implements api's EngineClient: one handle for each base model. Build it on the event loop.
 
     gateway: this one's name, by which replicas know where answers go.
@@ -73,7 +73,7 @@ class ServeEngines:
             try:
                 async with aclosing(self._answer(generate, fleet, again)) as items:
                     async for item in items:
-                        if isinstance(item, Header) and item.load_s is None:
+                        if isinstance(item, AnswerHeader) and item.load_s is None:
                             yield _attempt(fleet, again.request_id, sent_s)
                         if attempt + 1 < _ATTEMPTS and _another_has_it(fleet, call, item):
                             raise Unavailable("the replica could not load the adapter")
@@ -119,7 +119,7 @@ class ServeEngines:
                     for item in items:
                         if isinstance(item, Refusal) and item.code == Unavailable.code:
                             raise Unavailable(item.message)
-                        if isinstance(item, Header) and item.load_s is None:
+                        if isinstance(item, AnswerHeader) and item.load_s is None:
                             _learn(fleet, request_id, item)
                         yield item
             except RayTaskError as error:
@@ -150,7 +150,7 @@ class ServeEngines:
         streamed, fleet, buffers = streaming(handle), _fleet(handle), self._buffers
         answers = ReplicaStreams(fleet, opened, buffers.sort, None, needed)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(Watching(handle, fleet).run())
+            tasks.create_task(StatusWatcher(handle, fleet).run())
             tasks.create_task(answers.follow())
 
 
@@ -183,7 +183,7 @@ def _another_has_it(fleet: Fleet, call: Call, item: StreamItem) -> bool:
     return failed and call.adapter is not None and fleet.unfetchable(call.adapter.digest)
 
 
-def _learn(fleet: Fleet, request_id: str, header: Header) -> None:
+def _learn(fleet: Fleet, request_id: str, header: AnswerHeader) -> None:
     """What an answer says of its replica."""
     fleet.accepted(request_id, header.replica)  # Serve may say so later, on another stream
     if header.status is not None:

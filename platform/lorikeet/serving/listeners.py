@@ -1,7 +1,7 @@
 """The two doors of a gateway: one for tenants, one for operators.
 
 Tenants come through Serve's HTTP port, behind which the gateway wraps its application in
-PublicDoor. Operators and Prometheus come to a listener in the gateway's own process, AdminDoor,
+PublicListener. Operators and Prometheus come to AdminListener in the gateway's own process,
 which serves the application whole. What no public proxy passes on needs no rule in one.
 """
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _LAST_REQUESTS_S = 20  # what runs when the gateway ends may take so long to finish
 
 
-class PublicDoor:
+class PublicListener:
     """Passes on what is the tenants': `/v1/*` and `/healthz`. Anything else is not found."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -40,7 +40,7 @@ class PublicDoor:
         await (self._app if passes else self._nothing)(scope, receive, send)
 
 
-class AdminDoor:
+class AdminListener:
     """A listener at an address that the gateways of one host share (SO_REUSEPORT).
 
     The kernel gives each connection to one of those that listen, so a gateway that comes in a

@@ -20,7 +20,7 @@ _DOOR_S = 0.25
 _SILENCE_S = 5.0
 
 
-class Watching:
+class StatusWatcher:
     """Watches every replica, and tells them which adapters wait for a place."""
 
     def __init__(self, handle: DeploymentHandle[Any], fleet: Fleet) -> None:

@@ -18,7 +18,7 @@ from lorikeet_engine.traffic import (
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
+class SimulatedTenant:
     """Adapters that are alike.
 
     ranks: dealt round among the adapters. bytes_per_rank: of an image on the GPU. popularity: of
@@ -38,14 +38,14 @@ class Tenant:
 
 
 @dataclass(frozen=True)
-class Demand:
+class SimulatedDemand:
     """All traffic. Adapters are numbered through the tenants.
 
     base_rate_per_s, base_lengths: of requests without an adapter. cv: of the gaps between requests.
     context: most tokens of a prompt with its answer.
     """
 
-    tenants: Sequence[Tenant]
+    tenants: Sequence[SimulatedTenant]
     base_lengths: LengthModel
     base_rate_per_s: float = 0.0
     cv: float = 1.0

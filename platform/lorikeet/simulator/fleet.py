@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lorikeet.rendezvous import by_preference
 from lorikeet.simulator.memory import Arena, ByteLru
-from lorikeet.simulator.replica import Replica
+from lorikeet.simulator.replica import SimulatedReplica
 from lorikeet.simulator.traffic import BASE_MODEL, Requests, Setup
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.eviction import EvictionPolicy
@@ -22,11 +22,11 @@ from lorikeet_engine.traffic import Floats, Ints
 class Router(Protocol):
     """Gives each request a replica."""
 
-    def route(self, fleet: "Fleet", request: int, now_s: float) -> Replica:
+    def route(self, fleet: "SimulatedFleet", request: int, now_s: float) -> SimulatedReplica:
         """The replica that gets it."""
 
 
-class Fleet:
+class SimulatedFleet:
     """One run of a fleet under one router and one eviction policy.
 
     replicas: those that live; another list after each change. ttft_s, found, served_by: [requests],
@@ -57,16 +57,16 @@ class Fleet:
         self.gaps: defaultdict[int, float] = defaultdict(float)
         self.loads: list[tuple[float, int]] = []
         self.in_flight = 0
-        self.on_gpu: list[list[Replica]] = [[] for _ in self.sizes]
-        self.on_host: list[list[Replica]] = [[] for _ in self.sizes]
-        self.on_disk: list[list[Replica]] = [[] for _ in self.sizes]
+        self.on_gpu: list[list[SimulatedReplica]] = [[] for _ in self.sizes]
+        self.on_host: list[list[SimulatedReplica]] = [[] for _ in self.sizes]
+        self.on_disk: list[list[SimulatedReplica]] = [[] for _ in self.sizes]
         self.names = [str(adapter) for adapter in range(len(self.sizes))]
         self._arrived_s = requests.times_s.tolist()
         self._now_s = 0.0
         self._numbers = count()
         self._events: list[tuple[float, int, Callable[[float], object]]] = []
         self._joined = count()
-        self.replicas: list[Replica] = []
+        self.replicas: list[SimulatedReplica] = []
         for _ in range(setup.replicas):
             self._join(disk=True)
         self._pin()
@@ -87,11 +87,11 @@ class Fleet:
             self._send(request, at_s)
         self._run_until(math.inf)
 
-    def join(self, now_s: float) -> Replica:  # noqa: ARG002
+    def join(self, now_s: float) -> SimulatedReplica:  # noqa: ARG002
         """A replica comes, with nothing in any tier."""
         return self._join(disk=False)
 
-    def lose(self, replica: Replica, now_s: float) -> None:
+    def lose(self, replica: SimulatedReplica, now_s: float) -> None:
         """It dies. Its requests without a first token are sent elsewhere, the others are cut."""
         self.replicas = [one for one in self.replicas if one is not replica]
         for holders in chain(self.on_gpu, self.on_host, self.on_disk):
@@ -115,12 +115,12 @@ class Fleet:
         """A request has its last token."""
         self.in_flight -= 1
 
-    def wanted(self, adapter: int, replica: Replica) -> None:
+    def wanted(self, adapter: int, replica: SimulatedReplica) -> None:
         """A replica begins to load the adapter onto its GPU, for requests."""
         if replica not in self.on_gpu[adapter]:
             self.on_gpu[adapter].append(replica)
 
-    def placed(self, adapter: int, replica: Replica) -> None:
+    def placed(self, adapter: int, replica: SimulatedReplica) -> None:
         """A replica begins to copy the adapter to its GPU."""
         self.wanted(adapter, replica)
         self.loads.append((self._now_s, self.sizes[adapter]))
@@ -135,13 +135,13 @@ class Fleet:
             self._now_s, _, act = heappop(self._events)
             act(self._now_s)
 
-    def _join(self, disk: bool) -> Replica:
+    def _join(self, disk: bool) -> SimulatedReplica:
         """A replica; disk: whether its disk is full, of some."""
         setup, number = self.setup, next(self._joined)
         # An adapter that could never be placed would wait for ever.
         gpu = max(setup.gpu_bytes, max(self.sizes))
 
-        def tier(capacity: int, holders: list[list[Replica]]) -> ByteLru:
+        def tier(capacity: int, holders: list[list[SimulatedReplica]]) -> ByteLru:
             def came(adapter: int) -> None:
                 holders[adapter].append(replica)
 
@@ -155,7 +155,7 @@ class Fleet:
 
         arena = Arena(gpu, self.sizes, self.names, self._policy, evicted)
         tiers = tier(setup.host_bytes, self.on_host), tier(setup.disk_bytes, self.on_disk)
-        replica = Replica(number, self, arena, *tiers)
+        replica = SimulatedReplica(number, self, arena, *tiers)
         if disk:
             order = np.random.default_rng([setup.seed, number]).permutation(len(self.sizes))
             filled = np.cumsum(setup.sizes[order]) <= setup.disk_bytes

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lorikeet.routing.costs import H200_LLAMA_8B, Costs
-from lorikeet.simulator.demand import Demand
-from lorikeet.simulator.fleet import Fleet
+from lorikeet.simulator.demand import SimulatedDemand
+from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.router import LeastCost
 from lorikeet.simulator.traffic import BASE_MODEL, Setup
 from lorikeet_engine.adapter import Residency
@@ -51,7 +51,7 @@ class Memory:
 class Needs:
     """The question: this demand, with that memory and these costs, within these goals."""
 
-    demand: Demand
+    demand: SimulatedDemand
     memory: Memory
     goals: Goals
     costs: Costs = H200_LLAMA_8B
@@ -77,7 +77,7 @@ class Tail:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class GoalCheck:
     """A goal and what is expected. tenant: whose requests, None for all."""
 
     what: str
@@ -130,10 +130,10 @@ class Forecast:
     cold_loads_per_min: float
     pinned_bytes: int
     keeps_up: bool
-    checks: Sequence[Check]
+    checks: Sequence[GoalCheck]
 
     @property
-    def missed(self) -> list[Check]:
+    def missed(self) -> list[GoalCheck]:
         """The goals that it does not meet."""
         return [check for check in self.checks if not check.met]
 
@@ -172,7 +172,7 @@ def forecast(
     )
 
 
-def _run(needs: Needs, replicas: int, pins: Mapping[str, int], seed: int) -> Fleet:
+def _run(needs: Needs, replicas: int, pins: Mapping[str, int], seed: int) -> SimulatedFleet:
     demand, memory = needs.demand, needs.memory
     copies = np.array([pins.get(tenant.name, 0) for tenant in demand.tenants])[demand.tenant_of]
     setup = Setup(
@@ -188,12 +188,12 @@ def _run(needs: Needs, replicas: int, pins: Mapping[str, int], seed: int) -> Fle
         costs=needs.costs,
     )
     requests = demand.requests(WARM_UP_S + needs.counted_s, seed)
-    fleet = Fleet(setup, requests, LeastCost(seed), LeastUsedForItsSize())
+    fleet = SimulatedFleet(setup, requests, LeastCost(seed), LeastUsedForItsSize())
     fleet.run()
     return fleet
 
 
-def _counted(demand: Demand, fleet: Fleet) -> tuple[Floats, Ints, Ints]:
+def _counted(demand: SimulatedDemand, fleet: SimulatedFleet) -> tuple[Floats, Ints, Ints]:
     """Of the requests after the warm-up: seconds to the first token, tier, tenant or BASE_MODEL."""
     late = fleet.requests.times_s >= WARM_UP_S
     adapters = fleet.requests.adapters[late]
@@ -216,7 +216,7 @@ def _quantile(values: Floats, share: float) -> float:
     return float(np.quantile(values, share)) if len(values) else math.nan
 
 
-def _gaps(fleets: Sequence[Fleet]) -> tuple[float, float]:
+def _gaps(fleets: Sequence[SimulatedFleet]) -> tuple[float, float]:
     """p50 and p99 of the time between tokens, seconds; NaN if no answer has two."""
     tokens: Counter[int] = Counter()
     for fleet in fleets:
@@ -229,7 +229,7 @@ def _gaps(fleets: Sequence[Fleet]) -> tuple[float, float]:
     return p50 * 1e-4, p99 * 1e-4
 
 
-def _keeps_up(fleet: Fleet) -> bool:
+def _keeps_up(fleet: SimulatedFleet) -> bool:
     """Whether at the end no requests have piled up."""
     times_s = fleet.requests.times_s
     return float((times_s + fleet.ttft_s).max() - times_s[-1]) <= _BACKLOG_S
@@ -237,7 +237,7 @@ def _keeps_up(fleet: Fleet) -> bool:
 
 def _checks(
     needs: Needs, whole: Tail, tenants: Mapping[str, Tail], gaps: tuple[float, float]
-) -> Iterator[Check]:
+) -> Iterator[GoalCheck]:
     goals = needs.goals
     of_all = (
         ("ttft_p99_s", goals.ttft_p99_s, whole.ttft_p99_s),
@@ -247,8 +247,8 @@ def _checks(
     )
     for what, wanted, expected in of_all:
         if wanted is not None:
-            yield Check(what, wanted, expected)
+            yield GoalCheck(what, wanted, expected)
     for tenant in needs.demand.tenants:
         if tenant.ttft_p99_s is not None:
             expected = tenants[tenant.name].ttft_p99_s
-            yield Check("ttft_p99_s", tenant.ttft_p99_s, expected, tenant.name)
+            yield GoalCheck("ttft_p99_s", tenant.ttft_p99_s, expected, tenant.name)

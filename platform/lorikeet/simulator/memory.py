@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from lorikeet.routing.ranking import lost_uses
-from lorikeet_engine.residency.eviction import EvictionPolicy, Use, Uses
+from lorikeet_engine.residency.eviction import EvictionPolicy, UsageRecord, Uses
 
 
-class Resident:
+class SimulatedAdapter:
     """An adapter in the arena. worth: the policy's, of its last use."""
 
     __slots__ = ("arriving", "leases", "ranked", "worth")
@@ -38,7 +38,7 @@ class Arena:
         evicted: Callable[[int], None],
     ) -> None:
         self._sizes, self._names, self._policy, self._evicted = sizes, names, policy, evicted
-        self.residents: dict[int, Resident] = {}
+        self.residents: dict[int, SimulatedAdapter] = {}
         self.free = capacity
         self.room = capacity  # free, or of residents that may be evicted
         self._uses = Uses()
@@ -57,7 +57,7 @@ class Arena:
             self.room -= self._sizes[adapter]
         resident.leases += 1
         uses = self._uses.at(name, now_s) + 1.0
-        resident.worth = self._policy.worth(Use(self._sizes[adapter] // 2, uses, now_s))
+        resident.worth = self._policy.worth(UsageRecord(self._sizes[adapter] // 2, uses, now_s))
         self._uses.add(name, now_s)
 
     def release(self, adapter: int) -> None:
@@ -97,7 +97,7 @@ class Arena:
             assert self._front()
             self._leave(heappop(self._by_worth)[1])
         uses = self._uses.at(self._names[adapter], now_s) + 1.0
-        self._enter(adapter, self._policy.worth(Use(size // 2, uses, now_s)))
+        self._enter(adapter, self._policy.worth(UsageRecord(size // 2, uses, now_s)))
         return True
 
     def prefetch(self, adapter: int, uses: float, now_s: float) -> bool:
@@ -107,7 +107,7 @@ class Arena:
         """
         size = self._sizes[adapter]
         own = self._uses.at(self._names[adapter], now_s)
-        worth = self._policy.worth(Use(size // 2, max(own, uses), now_s))
+        worth = self._policy.worth(UsageRecord(size // 2, max(own, uses), now_s))
         victims, free = list[tuple[float, int]](), self.free
         while free < size and self._front() and self._by_worth[0][0] < worth:
             victims.append(heappop(self._by_worth))
@@ -153,7 +153,7 @@ class Arena:
                 resident.ranked = None
         return False
 
-    def _rank(self, adapter: int, resident: Resident) -> None:
+    def _rank(self, adapter: int, resident: SimulatedAdapter) -> None:
         if resident.ranked != resident.worth:
             resident.ranked = resident.worth
             heappush(self._by_worth, (resident.worth, adapter))
@@ -174,7 +174,7 @@ class Arena:
     def _enter(self, adapter: int, worth: float) -> None:
         self.free -= self._sizes[adapter]
         self.room -= self._sizes[adapter]
-        self.residents[adapter] = Resident(worth)
+        self.residents[adapter] = SimulatedAdapter(worth)
 
     def _leave(self, adapter: int) -> None:
         del self.residents[adapter]

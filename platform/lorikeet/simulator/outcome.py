@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lorikeet.simulator.fleet import Fleet
+from lorikeet.simulator.fleet import SimulatedFleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Outcome:
     balance_worst_minute: float = math.nan
 
 
-def count(router: str, fleet: Fleet) -> Outcome:
+def count(router: str, fleet: SimulatedFleet) -> Outcome:
     """The numbers of a fleet that has run."""
     warm_up_s, times_s = fleet.setup.warm_up_s, fleet.requests.times_s
     counted = times_s >= warm_up_s
@@ -49,7 +49,7 @@ def count(router: str, fleet: Fleet) -> Outcome:
     )
 
 
-def _balance(fleet: Fleet, counted: np.ndarray) -> float:
+def _balance(fleet: SimulatedFleet, counted: np.ndarray) -> float:
     steps, requests = fleet.setup.costs.steps, fleet.requests
     token_s = steps.decode_s(steps.max_running, 0) / steps.max_running
     work_s = requests.prompts[counted] * steps.prompt_token_s + requests.answers[counted] * token_s

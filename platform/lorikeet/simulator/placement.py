@@ -2,16 +2,16 @@
 
 from lorikeet.placement.prefetching import SURVEY_S, Prefetching
 from lorikeet.protocol.replica_report import ReplicaReport
-from lorikeet.simulator.fleet import Fleet
-from lorikeet.simulator.replica import Replica
+from lorikeet.simulator.fleet import SimulatedFleet
+from lorikeet.simulator.replica import SimulatedReplica
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.telemetry.status import AdapterStatus, EngineStatus, TierStatus
 
 
-class Placement:
+class SimulatedPlacement:
     """Looks after a fleet from the beginning of its run to the last request."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: SimulatedFleet) -> None:
         self._fleet, self._prefetching = fleet, Prefetching()
         self._refs = [AdapterRef("any", name, 1, name) for name in fleet.names]
         fleet.at(SURVEY_S, self._survey)
@@ -26,7 +26,7 @@ class Placement:
             for each in brings.get(replica.name, ()):
                 replica.prefetch(int(each.ref.digest), each.tier, each.uses, now_s)
 
-    def _report(self, replica: Replica, now_s: float) -> ReplicaReport:
+    def _report(self, replica: SimulatedReplica, now_s: float) -> ReplicaReport:
         setup, arena = self._fleet.setup, replica.arena
         held = dict.fromkeys((*arena.residents, *replica.host, *replica.disk))
         rows = tuple(self._adapter(replica, adapter, now_s) for adapter in held)
@@ -36,7 +36,7 @@ class Placement:
         )
         return ReplicaReport(replica.name, "any", status, rows)
 
-    def _adapter(self, replica: Replica, adapter: int, now_s: float) -> AdapterStatus:
+    def _adapter(self, replica: SimulatedReplica, adapter: int, now_s: float) -> AdapterStatus:
         ref = self._refs[adapter]
         return AdapterStatus(
             *(ref.tenant, ref.name, ref.version, ref.digest),

@@ -21,7 +21,7 @@ from lorikeet.simulator.turns import TenantTurns
 from lorikeet_engine.adapter import Residency
 
 if TYPE_CHECKING:
-    from lorikeet.simulator.fleet import Fleet
+    from lorikeet.simulator.fleet import SimulatedFleet
 
 # As in the engine: what waits to be prefetched, and what is at one time.
 _MOST_PREFETCHES, _COMING = 64, 2
@@ -29,7 +29,7 @@ _MOST_PREFETCHES, _COMING = 64, 2
 _NEARLY = 1e-6
 
 
-class Replica:
+class SimulatedReplica:
     """Requests, adapters and tenants are numbers, which the fleet knows more of.
 
     status: what routers may know of it, but for the room in its arena. outstanding: its requests
@@ -38,7 +38,7 @@ class Replica:
     """
 
     def __init__(
-        self, number: int, fleet: "Fleet", arena: Arena, host: ByteLru, disk: ByteLru
+        self, number: int, fleet: "SimulatedFleet", arena: Arena, host: ByteLru, disk: ByteLru
     ) -> None:
         self.number, self.name, self._fleet = number, str(number), fleet
         self.arena, self.host, self.disk = arena, host, disk

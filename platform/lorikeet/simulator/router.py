@@ -14,8 +14,8 @@ from lorikeet.routing.ranking import (
     candidate_sample,
     rank,
 )
-from lorikeet.simulator.fleet import Fleet
-from lorikeet.simulator.replica import Replica
+from lorikeet.simulator.fleet import SimulatedFleet
+from lorikeet.simulator.replica import SimulatedReplica
 
 
 class LeastCost:
@@ -27,12 +27,12 @@ class LeastCost:
 
     def __init__(self, seed: int) -> None:
         self._rng = Random(seed)
-        self._replicas: list[Replica] = []
-        self._named: dict[str, Replica] = {}
+        self._replicas: list[SimulatedReplica] = []
+        self._named: dict[str, SimulatedReplica] = {}
         # By gateway and replica: since when, and the status.
         self._seen: dict[tuple[int, int], tuple[float, RoutingStatus]] = {}
 
-    def route(self, fleet: Fleet, request: int, now_s: float) -> Replica:
+    def route(self, fleet: SimulatedFleet, request: int, now_s: float) -> SimulatedReplica:
         """See Router."""
         chosen = self.rank(fleet, request, now_s)[0].replica
         status = self._status(fleet, request, chosen, now_s)
@@ -40,7 +40,9 @@ class LeastCost:
         status.waiting_tokens += fleet.prompts[request]
         return chosen
 
-    def rank(self, fleet: Fleet, request: int, now_s: float) -> list[Candidate[Replica]]:
+    def rank(
+        self, fleet: SimulatedFleet, request: int, now_s: float
+    ) -> list[Candidate[SimulatedReplica]]:
         """A few replicas, the one where the request is expected to cost least first."""
         if self._replicas is not fleet.replicas:
             self._replicas, self._seen = fleet.replicas, {}
@@ -54,12 +56,12 @@ class LeastCost:
         sample = candidate_sample(holders, fleet.replicas, self._rng)
         return rank(work, [self._option(fleet, request, one, now_s) for one in sample])
 
-    def _rendezvous(self, name: str) -> list[Replica]:
+    def _rendezvous(self, name: str) -> list[SimulatedReplica]:
         return [self._named[one] for one in rendezvous_candidates(name, tuple(self._named))]
 
     def _option(
-        self, fleet: Fleet, request: int, replica: Replica, now_s: float
-    ) -> Option[Replica]:
+        self, fleet: SimulatedFleet, request: int, replica: SimulatedReplica, now_s: float
+    ) -> Option[SimulatedReplica]:
         status, costs = self._status(fleet, request, replica, now_s), fleet.setup.costs
         if (adapter := fleet.adapter_of[request]) is None:
             return Option(replica, status, costs)
@@ -68,7 +70,9 @@ class LeastCost:
         lost_uses = 0.0 if arriving else replica.arena.lost_uses(adapter, now_s)
         return Option(replica, status, costs, tier, running, lost_uses, arriving=arriving)
 
-    def _status(self, fleet: Fleet, request: int, replica: Replica, now_s: float) -> RoutingStatus:
+    def _status(
+        self, fleet: SimulatedFleet, request: int, replica: SimulatedReplica, now_s: float
+    ) -> RoutingStatus:
         """The replica's, as the request's gateway knows it; the caller adds what it sends there."""
         key = request % fleet.setup.gateways, replica.number
         seen = self._seen.get(key)

@@ -15,7 +15,7 @@ from lorikeet_engine.traffic import (
     GammaArrivals,
     Ints,
     LengthModel,
-    Trace,
+    TrafficTrace,
     choose_adapters,
     cut_to_context,
     deal_ranks,
@@ -73,8 +73,9 @@ class Scenario:
 
     popularity: as parse_popularity reads it. load: share of what the replicas could answer with
     full batches; rate_per_s goes before it. cv: of the arrivals' gaps. trace: recorded traffic
-    instead, as Trace.read reads it. lengths: a name in LENGTHS, or a model. gpu_room, host_room,
-    disk_room: of each replica, as shares of all adapters' bytes; each disk begins full, of some.
+    instead, as TrafficTrace.read reads it. lengths: a name in LENGTHS, or a model. gpu_room,
+    host_room, disk_room: of each replica, as shares of all adapters' bytes; each disk begins
+    full, of some.
     hot_share: of the requests, for one adapter; base_share: for none. The others are as in Setup.
     """
 
@@ -149,7 +150,7 @@ class Scenario:
             times_s = GammaArrivals(self.rate, self.cv).times(rng, self.duration_s)
             lengths = self._draw_lengths(rng, len(times_s))
         else:
-            recorded = Trace.read(self.trace).at_rate(self.rate)
+            recorded = TrafficTrace.read(self.trace).at_rate(self.rate)
             recorded = recorded.until(self.duration_s)
             times_s, lengths = recorded.times_s, (recorded.inputs, recorded.outputs)
         adapters = choose_adapters(

@@ -4,7 +4,12 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import chain
 
-from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, Account, Accounts
+from lorikeet_engine.scheduling.fairness import (
+    OUTPUT_TOKEN,
+    PROMPT_TOKEN,
+    VirtualCounter,
+    VirtualCounters,
+)
 
 
 class TenantTurns:
@@ -14,11 +19,11 @@ class TenantTurns:
     """
 
     def __init__(self) -> None:
-        self._accounts = Accounts()
-        self._of: dict[int, Account] = {}
+        self._accounts = VirtualCounters()
+        self._of: dict[int, VirtualCounter] = {}
         self._requests: dict[int, deque[int]] = {}
         self._streams = Counter[int]()
-        self.waiting: dict[int, Account] = {}
+        self.waiting: dict[int, VirtualCounter] = {}
 
     def __bool__(self) -> bool:
         return bool(self.waiting)

@@ -2,14 +2,14 @@
 
 from lorikeet.tenancy.authentication import Principal, authenticate
 from lorikeet.tenancy.budget import Budget
-from lorikeet.tenancy.rate_limiter import Admission, RateLimitHold
+from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
 from lorikeet.tenancy.shares import Shares, Statement
 
 __all__ = [
-    "Admission",
     "Budget",
     "Principal",
     "RateLimitHold",
+    "RateLimiter",
     "Shares",
     "Statement",
     "authenticate",

@@ -3,10 +3,10 @@
 import math
 
 from lorikeet.catalog.records import Limits
-from lorikeet.errors import RateLimited, Standing
+from lorikeet.errors import LimitStatus, RateLimited
 from lorikeet.retry_after import until_one_ends, whole_seconds
-from lorikeet.tenancy.minute_limit import Meter
-from lorikeet.tenancy.shares import Part, Shares, Subject
+from lorikeet.tenancy.minute_limit import MinuteLimit
+from lorikeet.tenancy.shares import LimitShare, Shares, Subject
 
 _USUAL_S = 1.0  # how long a request takes, until some have ended
 _NEWEST = 0.1  # what the last one to end counts in what is usual
@@ -22,15 +22,15 @@ class Allowance:
     def __init__(self, subject: Subject, limits: Limits, shares: Shares, now: float) -> None:
         self._subject, self._shares = subject, shares
         self._who = "tenant" if subject.key_id is None else "key"
-        self._requests: Meter | None = None
-        self._tokens: Meter | None = None
+        self._requests: MinuteLimit | None = None
+        self._tokens: MinuteLimit | None = None
         self._usual_s = _USUAL_S
         # as if it had been here from the gateway's start
         began = now - shares.settled_s(now)
         self._hold(limits, shares.least(), began)
         self._hold(limits, self.part(now).share, began)
 
-    def part(self, now: float) -> Part:
+    def part(self, now: float) -> LimitShare:
         """The part of the limits that this gateway enforces."""
         return self._shares.part(self._subject, now)
 
@@ -58,7 +58,7 @@ class Allowance:
         """Whether a new one would be the same."""
         return not self.part(now).running and all(meter.full(now) for meter in self._meters())
 
-    def standings(self, now: float) -> list[Standing]:
+    def standings(self, now: float) -> list[LimitStatus]:
         """How each limit per minute stands."""
         return [meter.standing(now) for meter in self._meters()]
 
@@ -70,7 +70,7 @@ class Allowance:
         )
         self._tokens = _meter(self._tokens, "tokens", limits.tokens_per_min, burst_s, share, now)
 
-    def _meters(self) -> list[Meter]:
+    def _meters(self) -> list[MinuteLimit]:
         return [meter for meter in (self._requests, self._tokens) if meter is not None]
 
     def _over_minute(self, requests: int, tokens: int, now: float) -> RateLimited | None:
@@ -104,12 +104,17 @@ class Allowance:
 
 
 def _meter(
-    meter: Meter | None, kind: str, per_min: int | None, burst_s: float, share: float, now: float
-) -> Meter | None:
+    meter: MinuteLimit | None,
+    kind: str,
+    per_min: int | None,
+    burst_s: float,
+    share: float,
+    now: float,
+) -> MinuteLimit | None:
     """The same meter under this limit; a new one, or none, where the limit is new or gone."""
     if per_min is None:
         return None
     if meter is None:
-        return Meter(kind, per_min, burst_s, share, now)
+        return MinuteLimit(kind, per_min, burst_s, share, now)
     meter.change(per_min, burst_s, share, now)
     return meter

@@ -2,13 +2,13 @@
 
 import math
 
-from lorikeet.errors import Standing
+from lorikeet.errors import LimitStatus
 from lorikeet.tenancy.bucket import Bucket, Flow
 
 _MINUTE_S = 60.0
 
 
-class Meter:
+class MinuteLimit:
     """A bucket as large as this gateway's share of the limit, and at first full.
 
     kind: "requests" or "tokens". burst_s: how many seconds' worth it holds. Every bucket holds
@@ -41,11 +41,11 @@ class Meter:
         """Whether nothing is missing."""
         return self._bucket.full_in_s(now) <= 0
 
-    def standing(self, now: float) -> Standing:
+    def standing(self, now: float) -> LimitStatus:
         """How the whole limit stands, if the other gateways' shares are used as this one's is."""
         left = math.floor(max(0.0, self._bucket.level(now))) / self._share
         remaining = min(int(left), math.ceil(self._whole))
-        return Standing(self.kind, self.per_min, remaining, self._bucket.full_in_s(now))
+        return LimitStatus(self.kind, self.per_min, remaining, self._bucket.full_in_s(now))
 
     def _set(self, per_min: int, burst_s: float, share: float) -> None:
         self.per_min, self._share = per_min, share

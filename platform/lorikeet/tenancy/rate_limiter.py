@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from lorikeet.catalog.records import Limits, TenantRecord
-from lorikeet.errors import Overloaded, Standing
+from lorikeet.errors import LimitStatus, Overloaded
 from lorikeet.retry_after import FULL_GATEWAY_S
 from lorikeet.tenancy.allowance import Allowance
 from lorikeet.tenancy.authentication import Principal
@@ -13,7 +13,7 @@ from lorikeet.tenancy.queue_time import QueueTimeEstimator
 from lorikeet.tenancy.shares import Shares, Subject
 
 
-class Admission:
+class RateLimiter:
     """The limits of one gateway. For one event loop.
 
     most: requests that it carries at once, whosever they are; None: no bound. clock: seconds,
@@ -108,7 +108,7 @@ class RateLimitHold:
     gets known, what was reserved counts.
     """
 
-    def __init__(self, admission: Admission, tenant: TenantRecord, key: Principal) -> None:
+    def __init__(self, admission: RateLimiter, tenant: TenantRecord, key: Principal) -> None:
         self._admission = admission
         self._tenant, self._key = tenant, key
         self._allowances = admission.allowances(tenant, key)
@@ -166,10 +166,10 @@ class RateLimitHold:
         if self._tenant.limits.tokens_per_month is not None:
             self._admission.budget.settle(self._tenant.name, self._tokens, self._admission.wall())
 
-    def standings(self) -> list[Standing]:
+    def standings(self) -> list[LimitStatus]:
         """How its limits per minute stand: of the tenant's and the key's the tighter ones."""
         now = self._admission.clock()
-        tightest: dict[str, Standing] = {}
+        tightest: dict[str, LimitStatus] = {}
         for standing in (each for one in self._allowances for each in one.standings(now)):
             other = tightest.get(standing.kind, standing)
             tightest[standing.kind] = min(standing, other, key=lambda each: each.remaining)

@@ -51,7 +51,7 @@ class Statement:
 
 
 @dataclass(slots=True)
-class Part:
+class LimitShare:
     """What one gateway has of one subject. running: requests; others_run: in other gateways."""
 
     share: float
@@ -96,15 +96,15 @@ class Shares:
         self._gateways = gateways
         self._started = now
         self._agreed: float | None = None
-        self._parts: dict[Subject, Part] = {}
+        self._parts: dict[Subject, LimitShare] = {}
         self._peers: dict[str, _Peer] = {}
 
-    def part(self, subject: Subject, now: float) -> Part:
+    def part(self, subject: Subject, now: float) -> LimitShare:
         """What this gateway has of a subject; at first the even share, in a new one the least."""
         part = self._parts.get(subject)
         if part is None:
             share = self.even() if self.settled_s(now) else self.least()
-            part = self._parts[subject] = Part(share, share, now)
+            part = self._parts[subject] = LimitShare(share, share, now)
         return part
 
     def even(self) -> float:
@@ -152,7 +152,7 @@ class Shares:
             part.claimed = part.share
             part.others_run = sum(claim.running for claim in self._said(subject))
 
-    def _target(self, subject: Subject, part: Part, now: float) -> float:
+    def _target(self, subject: Subject, part: LimitShare, now: float) -> float:
         """What demand gives this gateway: never less than FLOOR of the even share."""
         demand = part.demand(now)
         total = demand + sum(claim.demand for claim in self._said(subject))

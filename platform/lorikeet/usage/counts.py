@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 K = TypeVar("K")
 
 
-class Account(NamedTuple):
+class UsageAccount(NamedTuple):
     """Whose use it is, and of what. adapter: tenant/name, None for the base model alone."""
 
     tenant: str
@@ -57,7 +57,7 @@ class Counts:
 
 NOTHING = Counts()
 
-Use = Mapping[Account, Counts]
+Use = Mapping[UsageAccount, Counts]
 """What was used, by account."""
 
 

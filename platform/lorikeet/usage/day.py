@@ -7,10 +7,10 @@ from typing import Generic, TypeVar
 
 from lorikeet.catalog.store.object_store import ObjectStore, in_parallel
 from lorikeet.errors import ObjectNotFound, StoreError
-from lorikeet.usage.counts import Account, Counts, add_to
+from lorikeet.usage.counts import Counts, UsageAccount, add_to
 from lorikeet.usage.files import (
     Content,
-    Part,
+    UsageObject,
     day_prefix,
     from_json,
     joined_number,
@@ -31,7 +31,7 @@ class Day(Generic[K]):
     marks: the last part read of each writer. joined: the joined object begun with, if there is one.
     """
 
-    def __init__(self, store: ObjectStore, day: date, key: Callable[[Account], K]) -> None:
+    def __init__(self, store: ObjectStore, day: date, key: Callable[[UsageAccount], K]) -> None:
         self.day = day
         self._store, self._key = store, key
         self._restart()
@@ -89,7 +89,7 @@ class Day(Generic[K]):
         self._add(content)
         self.marks, self.joined = dict(content.marks), number
 
-    def _following(self, found: Iterable[Part]) -> tuple[list[Part], bool]:
+    def _following(self, found: Iterable[UsageObject]) -> tuple[list[UsageObject], bool]:
         """Each writer's parts from the one after its mark on, and whether some are missing."""
         numbers = defaultdict(set)
         for part in found:
@@ -99,7 +99,7 @@ class Day(Generic[K]):
         for writer, there in numbers.items():
             number = self.marks[writer] + 1 if writer in self.marks else 0
             while number in there:
-                following.append(Part(writer, number))
+                following.append(UsageObject(writer, number))
                 number += 1
             missed = missed or max(there) >= number
         return following, missed

@@ -16,20 +16,20 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from lorikeet.errors import StoreError
-from lorikeet.usage.counts import Account, Counts, Use
+from lorikeet.usage.counts import Counts, UsageAccount, Use
 
 PREFIX = "usage/"
 SCHEMA = 1
 
 _NUMBERS = tuple(each.name for each in fields(Counts))
-_COLUMNS = (*Account._fields, *_NUMBERS)
+_COLUMNS = (*UsageAccount._fields, *_NUMBERS)
 _numbers = attrgetter(*_NUMBERS)  # astuple copies deeply
 _PART = re.compile(r"usage/[0-9-]{10}/[0-9]{6}-([0-9a-f]{16})-([0-9]{6,})\.json")
 _JOINED = re.compile(r"usage/[0-9-]{10}/joined-([0-9]{6,})\.json")
 
 
-class Part(NamedTuple):
-    """Part `number`, from 0, of what a process wrote for a day."""
+class UsageObject(NamedTuple):
+    """UsageObject `number`, from 0, of what a process wrote for a day."""
 
     writer: str
     number: int
@@ -52,7 +52,7 @@ def day_prefix(day: date) -> str:
     return f"{PREFIX}{day.isoformat()}/"
 
 
-def part_key(day: date, part: Part, made: float) -> str:
+def part_key(day: date, part: UsageObject, made: float) -> str:
     """made: Unix seconds. A day may be over when a part of it is made: it then comes last."""
     return f"{parts_from(day, made)}{part.writer}-{part.number:06d}.json"
 
@@ -64,10 +64,10 @@ def parts_from(day: date, made: float) -> str:
     return f"{day_prefix(day)}{clock}-"
 
 
-def part_of(key: str) -> Part | None:
+def part_of(key: str) -> UsageObject | None:
     """Which part an object is, if it is one."""
     match = _PART.fullmatch(key)
-    return Part(match[1], int(match[2])) if match else None
+    return UsageObject(match[1], int(match[2])) if match else None
 
 
 def joined_key(day: date, number: int) -> str:
@@ -101,8 +101,8 @@ def from_json(data: bytes, key: str) -> Content:
         raise StoreError(f"{key} is damaged ({error!r}): restore the object") from error
 
 
-def _rows(columns: list[str], rows: list[list[Any]]) -> Iterable[tuple[Account, Counts]]:
+def _rows(columns: list[str], rows: list[list[Any]]) -> Iterable[tuple[UsageAccount, Counts]]:
     for row in rows:
         values = dict(zip(columns, row, strict=True))
-        account = Account(*(values.pop(name) for name in Account._fields))
+        account = UsageAccount(*(values.pop(name) for name in UsageAccount._fields))
         yield account, Counts(**values)

@@ -11,7 +11,7 @@ from datetime import date
 
 from lorikeet.catalog.store.object_store import ObjectStore, StoredObject
 from lorikeet.errors import ObjectExists, StoreError
-from lorikeet.usage.counts import Account, day_of
+from lorikeet.usage.counts import UsageAccount, day_of
 from lorikeet.usage.day import Day
 from lorikeet.usage.files import (
     PREFIX,
@@ -31,7 +31,7 @@ SPARED_S = 3600.0
 
 def join(store: ObjectStore, day: date) -> None:
     """Write one object with all of a day, unless there is one. Raises StoreError."""
-    read = Day[Account](store, day, key=lambda account: account)
+    read = Day[UsageAccount](store, day, key=lambda account: account)
     use = read.read()
     if not read.parts:
         return

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from datetime import date
 from threading import Lock
 
-from lorikeet.usage.counts import Account, Counts, Use, add_to, day_of
+from lorikeet.usage.counts import Counts, UsageAccount, Use, add_to, day_of
 
 
 class Ledger:
@@ -14,9 +14,9 @@ class Ledger:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._lock = Lock()
-        self._days: dict[date, dict[Account, Counts]] = {}
+        self._days: dict[date, dict[UsageAccount, Counts]] = {}
 
-    def add(self, account: Account, counts: Counts) -> None:
+    def add(self, account: UsageAccount, counts: Counts) -> None:
         """It was used now."""
         day = day_of(self._clock())
         with self._lock:

@@ -7,7 +7,7 @@ from threading import Lock
 
 from lorikeet.catalog.store.object_store import ObjectStore, in_parallel
 from lorikeet.errors import InvalidInput
-from lorikeet.usage.counts import Account, Use, day_of
+from lorikeet.usage.counts import UsageAccount, Use, day_of
 from lorikeet.usage.day import Day
 
 MOST_DAYS = 400
@@ -38,7 +38,7 @@ class UsageReader:
     def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
         self._store, self._clock = store, clock
         self._lock = Lock()  # guards what follows
-        self._growing: dict[date, Day[Account]] = {}
+        self._growing: dict[date, Day[UsageAccount]] = {}
         self._whole_at: dict[date, float] = {}
 
     def read(self, first: date, last: date) -> dict[date, Use]:
@@ -62,5 +62,5 @@ class UsageReader:
             self._whole_at[day] = now
             return use
 
-    def _new(self, day: date) -> Day[Account]:
+    def _new(self, day: date) -> Day[UsageAccount]:
         return Day(self._store, day, key=lambda account: account)

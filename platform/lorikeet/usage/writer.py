@@ -12,7 +12,7 @@ from datetime import date
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import ObjectExists, StoreError
 from lorikeet.usage.counts import Use
-from lorikeet.usage.files import Content, Part, part_key, to_json
+from lorikeet.usage.files import Content, UsageObject, part_key, to_json
 from lorikeet.usage.ledger import Ledger
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class UsageWriter:
             log.exception("usage_flush_failed")
 
     def _part(self, day: date, use: Use) -> tuple[str, bytes]:
-        part = Part(self._writer, self._numbers[day])
+        part = UsageObject(self._writer, self._numbers[day])
         self._numbers[day] += 1
         return part_key(day, part, self._clock()), to_json(Content(use))
 

@@ -12,7 +12,7 @@ from engine.benchmarks.random_model import random_model, write_config
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.execution import cuda_graphs
-from lorikeet_engine.execution.cuda_graphs import StepGraphs, StepLimits, _Whole
+from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits, _Whole
 from lorikeet_engine.kernels.attention import PageTable, SdpaAttention
 from lorikeet_engine.kernels.attention.paged_decode import query_rows
 from lorikeet_engine.models.batch import Batch
@@ -76,7 +76,7 @@ def recorded(graphs, blank, attention):
 
 
 class Piecewise:
-    """GraphPieces without a GPU: the static tensors, but attention for a step's own tokens."""
+    """PiecewiseGraphs without a GPU: the static tensors, but attention for a step's own tokens."""
 
     def __init__(self, graphs, blank, between):
         self._graphs, self._blank, self._mixed = graphs, blank, between.mixed
@@ -148,8 +148,8 @@ def engine(request, tmp_path, monkeypatch):
         torch.set_num_threads(1)  # two would mostly wait for each other over tensors this small
         monkeypatch.setattr(cuda_graphs, "_TOKENS", (1, 4, 16, 64, 128))
         monkeypatch.setattr(cuda_graphs, "_PIECES_TOKENS", (32, 200, 350))
-        monkeypatch.setattr(StepGraphs, "_record", recorded)
-        monkeypatch.setattr(StepGraphs, "_record_pieces", recorded_in_pieces)
+        monkeypatch.setattr(CudaGraphs, "_record", recorded)
+        monkeypatch.setattr(CudaGraphs, "_record_pieces", recorded_in_pieces)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
         add_graphs(engine._runner, settings)
@@ -159,7 +159,7 @@ def engine(request, tmp_path, monkeypatch):
 
 def add_graphs(runner, settings):
     limits = StepLimits(settings.max_batch_tokens, 5, 16, runner._kv.shape[2])
-    runner._graphs = StepGraphs(runner.model, Rows(), runner._weights, runner._kv, limits)
+    runner._graphs = CudaGraphs(runner.model, Rows(), runner._weights, runner._kv, limits)
 
 
 def test_a_graph_says_what_the_plain_pass_says(engine):

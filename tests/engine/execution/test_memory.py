@@ -11,7 +11,7 @@ import torch
 from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import BaseShape
-from lorikeet_engine.device.memory import Share, free_bytes
+from lorikeet_engine.device.memory import MemoryShare, free_bytes
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.assembly import assemble, count_pages, count_slots
 from lorikeet_engine.models import ModelConfig
@@ -67,15 +67,19 @@ def test_kv_pages_of_bytes_and_of_a_share(config):
         return count_pages(config, settings, started(1000 * PAGE_BYTES))
 
     assert pages(10 * PAGE_BYTES) == pages(11 * PAGE_BYTES - 1) == 10
-    assert pages(Share(0.25)) == 250
-    assert pages(Share(1.0)) == 1000
+    assert pages(MemoryShare(0.25)) == 250
+    assert pages(MemoryShare(1.0)) == 1000
 
 
 @pytest.mark.parametrize(
     ("kv_bytes", "context", "message"),
     [
         (10 * PAGE_BYTES, 161, rf"kv_bytes={10 * PAGE_BYTES}: room for 160 tokens .* 161 needs"),
-        (Share(0.5), 161, r"kv_bytes=Share\(of_free=0.5\): room for 96 tokens .* 161 needs"),
+        (
+            MemoryShare(0.5),
+            161,
+            r"kv_bytes=MemoryShare\(of_free=0.5\): room for 96 tokens .* 161 needs",
+        ),
         (PAGE_BYTES - 1, None, "room for 0 tokens"),
         (13 * PAGE_BYTES, None, r"room for 208 tokens in 0\.00 GiB"),
     ],
@@ -93,7 +97,7 @@ def test_too_little_memory_is_refused_with_the_numbers_and_the_remedy(
 def test_a_share_is_above_nothing_and_at_most_all():
     for of_free in (0.0, -0.1, 1.01):
         with pytest.raises(SettingsError, match="above 0 and up to 1"):
-            Share(of_free)
+            MemoryShare(of_free)
 
 
 def test_a_stage_without_memory_names_what_the_others_took():
@@ -134,7 +138,7 @@ def test_shares_are_of_what_is_free_when_the_engine_starts(build, monkeypatch):
     monkeypatch.setattr(
         "lorikeet_engine.telemetry.start_up.free_bytes", lambda device: 100 * PAGE_BYTES
     )
-    parts = build(kv_bytes=Share(0.5), adapter_gpu_bytes=Share(0.25))
+    parts = build(kv_bytes=MemoryShare(0.5), adapter_gpu_bytes=MemoryShare(0.25))
     assert parts.kv_pages == 50
     assert parts.tiers.status()[Residency.GPU].capacity_bytes == 25 * PAGE_BYTES
 
@@ -156,7 +160,7 @@ class TestOnGpu:
     def test_the_kv_cache_takes_its_share_of_what_all_else_leaves(self, build, settings, caplog):
         caplog.set_level(logging.INFO, "lorikeet_engine.execution.assembly")
         before = free_bytes(torch.device("cuda"))
-        parts = build(**settings, kv_bytes=Share(0.5), adapter_gpu_bytes=Share(0.1))
+        parts = build(**settings, kv_bytes=MemoryShare(0.5), adapter_gpu_bytes=MemoryShare(0.1))
         facts = vars(caplog.records[-1])
         kv_bytes = parts.kv_pages * PAGE_BYTES // 2
         beside = facts["weights_bytes"] + facts["slot_pool_bytes"] + facts["steps_and_graphs_bytes"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.benchmarks.random_model import LLAMA_3_1_8B, write_config
-from lorikeet_engine.device.memory import Share
+from lorikeet_engine.device.memory import MemoryShare
 from lorikeet_engine.errors import ModelError, SettingsError
 from lorikeet_engine.execution.memory_plan import plan_memory
 from lorikeet_engine.models import ModelConfig, load_model, rehearse_load
@@ -21,8 +21,8 @@ ON_GPU = replace(
     device="cuda",
     dtype="bfloat16",
     adapter_dtype="bfloat16",
-    kv_bytes=Share(0.9),
-    adapter_gpu_bytes=Share(0.1),
+    kv_bytes=MemoryShare(0.9),
+    adapter_gpu_bytes=MemoryShare(0.1),
     max_running=256,
     max_batch_tokens=8192,
 )

@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from lorikeet_engine.adapter_format import BaseShape
-from lorikeet_engine.execution.model_runner import Runner
+from lorikeet_engine.execution.model_runner import ModelRunner
 from lorikeet_engine.kernels.attention import SdpaAttention
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models import load_model
@@ -68,7 +68,7 @@ class Run:
         c = model.config.shape
         shape = (c.layers, 2, tokens.pages, tokens.page_size, c.kv_heads, c.head_dim)
         kv = torch.full(shape, torch.nan, dtype=dtype, device=tokens.device)
-        self.runner = Runner(model, SdpaAttention(), lora, kv)
+        self.runner = ModelRunner(model, SdpaAttention(), lora, kv)
         self.tokens = tokens
         self.logits = {}
 

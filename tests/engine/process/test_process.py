@@ -14,7 +14,7 @@ import pytest
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import EngineClosed, InvalidRequest, ModelError
-from lorikeet_engine.process.client import EngineHost
+from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.request import Failed
 from lorikeet_engine.telemetry.status import AdapterStatus
 from tests.engine import hosted
@@ -70,7 +70,7 @@ def adapters_of(host):
 
 
 def start(build, inbox, **options):
-    return EngineHost(build, inbox.deliver, inbox.end, inbox.status, **options)
+    return EngineProcessClient(build, inbox.deliver, inbox.end, inbox.status, **options)
 
 
 @pytest.fixture

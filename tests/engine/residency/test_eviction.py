@@ -11,32 +11,32 @@ from lorikeet_engine.residency.eviction import (
     HALF_LIFE_S,
     LeastRecentlyUsed,
     LeastUsedForItsSize,
-    Use,
+    UsageRecord,
     Uses,
 )
-from lorikeet_engine.residency.reservations import Pledges
+from lorikeet_engine.residency.reservations import MemoryReservations
 
 NOW_S = 1000.0
 
 
 def test_lru_evicts_what_was_used_longest_ago():
     policy = LeastRecentlyUsed()
-    assert policy.worth(Use(9, 1.0, 400.0)) < policy.worth(Use(1, 9.0, 500.0))
+    assert policy.worth(UsageRecord(9, 1.0, 400.0)) < policy.worth(UsageRecord(1, 9.0, 500.0))
 
 
 @pytest.mark.parametrize(
     ("first", "last"),
     [
         # rarely used before often used
-        (Use(8, 1.0, NOW_S), Use(8, 5.0, NOW_S)),
+        (UsageRecord(8, 1.0, NOW_S), UsageRecord(8, 5.0, NOW_S)),
         # large before small: its place serves several small ones
-        (Use(8, 3.0, NOW_S), Use(1, 3.0, NOW_S)),
+        (UsageRecord(8, 3.0, NOW_S), UsageRecord(1, 3.0, NOW_S)),
         # but not if it is used that much more often: a small one is quicker to bring back
-        (Use(1, 3.0, NOW_S), Use(8, 9.0, NOW_S)),
+        (UsageRecord(1, 3.0, NOW_S), UsageRecord(8, 9.0, NOW_S)),
         # long idle before just used
-        (Use(8, 2.0, NOW_S - 2 * HALF_LIFE_S), Use(8, 1.0, NOW_S)),
+        (UsageRecord(8, 2.0, NOW_S - 2 * HALF_LIFE_S), UsageRecord(8, 1.0, NOW_S)),
         # often used before just used
-        (Use(8, 1.0, NOW_S), Use(8, 5.0, NOW_S - 2 * HALF_LIFE_S)),
+        (UsageRecord(8, 1.0, NOW_S), UsageRecord(8, 5.0, NOW_S - 2 * HALF_LIFE_S)),
     ],
 )
 def test_uses_size_and_age_are_weighed(first, last):
@@ -44,12 +44,12 @@ def test_uses_size_and_age_are_weighed(first, last):
     assert policy.worth(first) < policy.worth(last)
 
 
-USES = st.builds(Use, st.integers(1, 10**9), st.floats(1.0, 1e3), st.floats(0.0, 1e3))
+USES = st.builds(UsageRecord, st.integers(1, 10**9), st.floats(1.0, 1e3), st.floats(0.0, 1e3))
 
 
 @given(USES, USES, st.floats(0.0, 1e3))
 def test_worth_orders_by_uses_over_the_root_of_size_at_any_later_time(one, two, later_s):
-    def log_value(use: Use) -> float:
+    def log_value(use: UsageRecord) -> float:
         idle_s = NOW_S + later_s - use.at_s
         return math.log2(use.uses * 2 ** (-idle_s / HALF_LIFE_S) / math.sqrt(use.elements))
 
@@ -78,7 +78,7 @@ def test_the_uses_of_those_used_longest_ago_are_forgotten(monkeypatch):
 
 
 def test_pledges_leave_room_for_the_largest_adapter_asked_for():
-    pledges = Pledges(100)
+    pledges = MemoryReservations(100)
     pledges.yield_to(30)
     assert pledges.grant("a", 40)
     assert pledges.grant("b", 30)
@@ -87,7 +87,7 @@ def test_pledges_leave_room_for_the_largest_adapter_asked_for():
 
 
 def test_a_request_takes_the_newest_pledges_back():
-    pledges = Pledges(100)
+    pledges = MemoryReservations(100)
     for digest in "abc":
         assert pledges.grant(digest, 30)
     pledges.yield_to(60)

@@ -6,12 +6,12 @@ from collections import defaultdict
 import pytest
 
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.residency.gpu.slot_usage import SlotUsage, Use
+from lorikeet_engine.residency.gpu.slot_usage import SlotHold, SlotUsage
 from tests.engine.residency.bench import make
 
 A = AdapterRef("acme", "support", 1, "a" * 64)
 B = AdapterRef("acme", "sales", 1, "b" * 64)
-ACME, GLOBEX = Use("acme", A), Use("globex", A)
+ACME, GLOBEX = SlotHold("acme", A), SlotHold("globex", A)
 
 
 class Clock:
@@ -74,7 +74,7 @@ def test_what_was_taken_is_not_taken_again_though_it_goes_on(usage, clock):
 def test_the_parts_of_all_tenants_are_the_time_that_slots_were_leased(usage, clock):
     rng, open_, leased_s = random.Random(7), [], defaultdict(float)
     taken_s = 0.0
-    uses = [Use(tenant, ref) for tenant in "xyz" for ref in (A, B)]
+    uses = [SlotHold(tenant, ref) for tenant in "xyz" for ref in (A, B)]
     for _ in range(2000):
         step_s = rng.random()
         clock.now_s += step_s

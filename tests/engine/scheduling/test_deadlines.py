@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.errors import AdapterNotReady, Overloaded
+from lorikeet_engine.errors import AdapterNotReady, EngineOverloaded
 from lorikeet_engine.request import Terms
 from tests.engine.driving import PAGE, Answers, build, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
@@ -61,7 +61,7 @@ def test_a_request_that_does_not_begin_in_time_fails_alone(make):
     answers.submit(greedy("patient", prompt(5)))
     answers.all()
     error = answers.errors["waits"]
-    assert isinstance(error, Overloaded)
+    assert isinstance(error, EngineOverloaded)
     assert error.retry_after_s >= 1
     assert answers.errors.keys() == {"waits"}
     assert len(answers.of("runs")) == 100
@@ -85,7 +85,7 @@ def test_who_would_wait_far_too_long_is_refused_at_once_and_others_are_not(make)
         answers.submit(on(Terms("noisy"), greedy(f"r{i}", prompt(40), max_tokens=50)))
     for _ in range(20):
         answers.step()
-    with pytest.raises(Overloaded) as caught:
+    with pytest.raises(EngineOverloaded) as caught:
         answers.engine.submit(on(noisy, greedy("late", prompt(5))))
     scheduler, rest = answers.engine._scheduler, len(answers.engine._scheduler.waiting)
     assert caught.value.retry_after_s == pytest.approx(scheduler.wait_s(noisy), rel=0.1)

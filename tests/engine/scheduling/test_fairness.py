@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lorikeet_engine.request import Terms
 from lorikeet_engine.scheduling.admission import PATIENCE
-from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, Accounts
+from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, VirtualCounters
 from tests.engine.world import COSTS, PAGE, World
 
 A, B = Terms("a"), Terms("b")
@@ -140,7 +140,7 @@ def test_whatever_comes_the_bound_holds(data):
 
 
 def test_the_last_to_wait_gives_the_level_to_who_comes_into_an_empty_line():
-    accounts = Accounts()
+    accounts = VirtualCounters()
     busy, comer = accounts.open("busy", 1.0), accounts.open("comer", 1.0)
     accounts.wait(busy)
     busy.charge(500)

@@ -9,8 +9,8 @@ import pytest
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk
 from lorikeet_engine.scheduling import step_counters
-from lorikeet_engine.scheduling.step_budget import RankBudget
-from lorikeet_engine.scheduling.step_counters import Launch, StepCounts
+from lorikeet_engine.scheduling.step_budget import StepBudget
+from lorikeet_engine.scheduling.step_counters import Launch, StepCounters
 
 GOAL_S, BASE_S, SLOPE_S = 10e-3, 6e-3, 2e-6
 ROOM = 2000  # (GOAL_S - BASE_S) / SLOPE_S
@@ -21,7 +21,7 @@ class Device:
 
     def __init__(self, base_s=BASE_S):
         self.base_s, self.now_s = base_s, 0.0
-        self.dice, self.counts = random.Random(7), StepCounts()
+        self.dice, self.counts = random.Random(7), StepCounters()
 
     def perf_counter(self):
         return self.now_s
@@ -60,7 +60,7 @@ def device(monkeypatch):
 
 
 def budget(base_s=BASE_S, slope_s=SLOPE_S):
-    return RankBudget(GOAL_S, StepCosts(base_s, sequence_s=0.0, lora_s=0.0, rank_s=slope_s))
+    return StepBudget(GOAL_S, StepCosts(base_s, sequence_s=0.0, lora_s=0.0, rank_s=slope_s))
 
 
 def test_before_the_first_step_it_goes_by_what_was_measured_at_start():
@@ -129,7 +129,7 @@ def test_a_goal_that_no_step_can_reach_leaves_no_room(device):
 
 def test_prompts_have_what_the_decodes_beside_them_leave_of_the_goal():
     costs = StepCosts(BASE_S, 0.0, lora_s=0.0, rank_s=SLOPE_S, prompt_token_s=4e-6)
-    one = RankBudget(GOAL_S, replace(costs, lora_token_s=1e-6))
+    one = StepBudget(GOAL_S, replace(costs, lora_token_s=1e-6))
     left_s = GOAL_S - BASE_S - SLOPE_S * 500
     assert one.prompt_tokens(chunks(500)) == pytest.approx(left_s / 5e-6, abs=1)
 
@@ -145,6 +145,6 @@ def test_prompts_have_what_the_decodes_beside_them_leave_of_the_goal():
 )
 def test_prompts_fill_the_largest_pass_that_fits_the_goal(sizes, tokens):
     costs = StepCosts(0.0, 0.0, lora_s=0.0, rank_s=SLOPE_S, prompt_token_s=GOAL_S / 1200)
-    one, decodes = RankBudget(GOAL_S, replace(costs, lora_token_s=0.0), sizes), chunks(0)
+    one, decodes = StepBudget(GOAL_S, replace(costs, lora_token_s=0.0), sizes), chunks(0)
     assert len(decodes) == 3
     assert len(decodes) + one.prompt_tokens(decodes) == pytest.approx(tokens, abs=1)

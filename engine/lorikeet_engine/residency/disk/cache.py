@@ -20,7 +20,7 @@ from typing import Protocol
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import blob_digest
 from lorikeet_engine.errors import AdapterLoadFailed
-from lorikeet_engine.residency.disk.usage import FILE, DiskStock
+from lorikeet_engine.residency.disk.usage import FILE, DiskUsage
 from lorikeet_engine.residency.journal import Note, unnoted
 from lorikeet_engine.telemetry.status import TierStatus
 
@@ -67,7 +67,7 @@ class DiskCache:
         self._source = source
         self._fingerprint = fingerprint
         self._note = note
-        self._stock = DiskStock(folder, self._usable)
+        self._stock = DiskUsage(folder, self._usable)
         self._evictions = 0
         self._pins: dict[str, int] = {}  # digest → descriptor that holds the lock
         self._lock = threading.Lock()

@@ -8,7 +8,7 @@ from lorikeet_engine.residency.journal import Journal
 _LOOK_S = 1.0
 
 
-class DiskWatch:
+class DiskChanges:
     """Looks into the folder once a second, on a thread of its own: a listing can take a while."""
 
     def __init__(self, disk: DiskCache, journal: Journal) -> None:

@@ -14,7 +14,7 @@ FILE = re.compile(r"[0-9a-f]{64}(\.[0-9a-f]{16})?")
 _SETTLED_NS = 100_000_000
 
 
-class DiskStock:
+class DiskUsage:
     """The files of the last listing, each measured once: nobody writes to one that has its name.
 
     For one thread; adapters, which have a usable file, and bytes, of all files, are for any.

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 import torch
 
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.residency.eviction import EvictionPolicy, Use, Uses
+from lorikeet_engine.residency.eviction import EvictionPolicy, UsageRecord, Uses
 from lorikeet_engine.residency.gpu.arena import DeviceArena
 from lorikeet_engine.residency.gpu.resident import Lease, Resident
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.journal import Note, unnoted
 from lorikeet_engine.residency.packing import PackedLayout
-from lorikeet_engine.residency.reservations import Pledges
+from lorikeet_engine.residency.reservations import MemoryReservations
 from lorikeet_engine.telemetry.status import TierStatus, Victim
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Residents:
         # Those that perhaps may not be evicted, pinned ones aside: a few even of thousands.
         self._held: dict[str, Resident] = {}
         self._uses = Uses()
-        self._pledges = Pledges(pool.elements)
+        self._pledges = MemoryReservations(pool.elements)
         self._note = note
         self._evictions = 0
 
@@ -135,7 +135,7 @@ class Residents:
         elsewhere: its uses by other replicas that this one could serve.
         """
         uses, now_s = max(self.uses(digest), elsewhere), self._clock()
-        return self._policy.worth(Use(layout.elements, uses, now_s)) if uses else -math.inf
+        return self._policy.worth(UsageRecord(layout.elements, uses, now_s)) if uses else -math.inf
 
     def make_room(self, elements: int, *, insist: bool, below: float = math.inf) -> bool:
         """Evict what it takes to place an image of this size; nothing if that would not do.
@@ -263,7 +263,7 @@ class Residents:
     def _worth(self, digest: str, layout: PackedLayout, now_s: float) -> float:
         """What it is worth if it is used now: it is, or it has been brought for that."""
         uses = self._uses.at(digest, now_s) + 1.0
-        return self._policy.worth(Use(layout.elements, uses, now_s))
+        return self._policy.worth(UsageRecord(layout.elements, uses, now_s))
 
     def _rank(self, resident: Resident) -> None:
         insort(self._by_worth, (resident.worth, resident.ref.digest))

@@ -10,7 +10,7 @@ from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.telemetry.status import SlotUse
 
 
-class Use(NamedTuple):
+class SlotHold(NamedTuple):
     """Whose it is, and of what."""
 
     tenant: str
@@ -22,7 +22,7 @@ class _Leased:
     """An adapter that is leased now, and what is settled already."""
 
     since_s: float
-    leases: Counter[Use] = field(default_factory=Counter)
+    leases: Counter[SlotHold] = field(default_factory=Counter)
 
 
 class SlotUsage:
@@ -32,15 +32,15 @@ class SlotUsage:
         self._clock = clock
         self._lock = Lock()
         self._leased: dict[str, _Leased] = {}  # by digest
-        self._uses: dict[Use, SlotUse] = {}  # since the last `take`
+        self._uses: dict[SlotHold, SlotUse] = {}  # since the last `take`
 
-    def leased(self, use: Use) -> None:
+    def leased(self, use: SlotHold) -> None:
         """A lease begins."""
         with self._lock:
             leased = self._settled(use.ref.digest)
             leased.leases[use] += 1
 
-    def ended(self, use: Use) -> None:
+    def ended(self, use: SlotHold) -> None:
         """It ends."""
         digest = use.ref.digest
         with self._lock:
@@ -51,7 +51,7 @@ class SlotUsage:
             if not leases:
                 del self._leased[digest]
 
-    def loaded(self, use: Use, size_bytes: int) -> None:
+    def loaded(self, use: SlotHold, size_bytes: int) -> None:
         """It was brought to the GPU because this tenant's request wanted it."""
         with self._lock:
             used = self._use(use)
@@ -66,7 +66,7 @@ class SlotUsage:
             taken, self._uses = self._uses, {}
         return list(taken.values())
 
-    def _use(self, use: Use) -> SlotUse:
+    def _use(self, use: SlotHold) -> SlotUse:
         return self._uses.setdefault(use, SlotUse(use.tenant, use.ref))
 
     def _settled(self, digest: str) -> _Leased:

@@ -32,7 +32,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class SlotAllocation:
     """A slot for an image, and what makes room for it; then it can be copied to its pieces."""
 
     slot: int
@@ -68,7 +68,7 @@ class SlotPool:
         """Whether place would leave the other images where they are."""
         return bool(self._free) and bool(self._cut(layout))
 
-    def place(self, layout: PackedLayout) -> Placement:
+    def place(self, layout: PackedLayout) -> SlotAllocation:
         """A slot with room for the image; may move other images. Only where has_room says so."""
         assert self.has_room(layout.elements)
         commands, ends = list[Command](), self._cut(layout)
@@ -81,7 +81,7 @@ class SlotPool:
             assert offset is not None
             pieces.append(Piece(offset, begin, end))
         placed = self._placed[slot] = Placed(layout, tuple(pieces))
-        return Placement(slot, placed.pieces, (*commands, self._row(slot)))
+        return SlotAllocation(slot, placed.pieces, (*commands, self._row(slot)))
 
     def placed(self) -> dict[int, Placed]:
         """All images by slot, as they lie at one moment. For any thread; holds up none."""

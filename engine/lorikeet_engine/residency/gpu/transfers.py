@@ -19,7 +19,7 @@ class Copied(NamedTuple):
     took_s: float
 
 
-class Copies:
+class Transfers:
     """Belongs to the engine's thread, `elements` to any. `wake` is called when one is over."""
 
     def __init__(self, wake: Callable[[], None]) -> None:

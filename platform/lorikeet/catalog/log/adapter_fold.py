@@ -17,7 +17,7 @@ from lorikeet.catalog.log.changes import (
     VersionRestored,
     VersionRetired,
 )
-from lorikeet.catalog.records import AdapterRecord, Share, VersionRecord
+from lorikeet.catalog.records import AdapterRecord, AdapterShare, VersionRecord
 
 V = TypeVar("V")
 
@@ -40,7 +40,7 @@ def fold_adapter(record: AdapterRecord, change: AnyAdapterChange, entry: Entry) 
             at = len(history) - 1 - history[::-1].index(number)
             return _pointed(record, alias, number, history[:at])
         case ShareGiven(alias=alias, version=number, part=part):
-            return replace(record, shares={**record.shares, alias: Share(number, part)})
+            return replace(record, shares={**record.shares, alias: AdapterShare(number, part)})
         case ShareEnded(alias=alias):
             return replace(record, shares=_without(record.shares, alias))
         case VersionRetired(version=number):

@@ -32,7 +32,7 @@ from lorikeet.catalog.records import (
     TenantRecord,
 )
 from lorikeet.catalog.rules.tenant_terms import with_terms
-from lorikeet.catalog.snapshots.partitions import COMMON, Part, Unread, part_of
+from lorikeet.catalog.snapshots.partitions import COMMON, Partition, Unread, part_of
 from lorikeet.catalog.state import CatalogState
 
 
@@ -64,8 +64,8 @@ def fold_changes(state: CatalogState, changes: Iterable[Change], time: float) ->
     return fold(state, [imagined])
 
 
-def fold_part(part: Part, number: int, entries: Iterable[Entry]) -> Part:
-    """Part `number` after what these entries change in it."""
+def fold_part(part: Partition, number: int, entries: Iterable[Entry]) -> Partition:
+    """Partition `number` after what these entries change in it."""
     draft = _Draft(part, number)
     for entry in entries:
         for change in entry.changes:
@@ -97,7 +97,7 @@ def _parts_of(change: Change) -> Collection[int]:
 class _Draft:
     """One part in the making: a copy of each of its tables, and of each touched tenant's."""
 
-    def __init__(self, part: Part, number: int) -> None:
+    def __init__(self, part: Partition, number: int) -> None:
         self._part = part
         self._number = number
         self._tenants = dict(part.tenants)
@@ -114,8 +114,8 @@ class _Draft:
         else:
             self._apply(change, entry)
 
-    def finish(self) -> Part:
-        return Part(
+    def finish(self) -> Partition:
+        return Partition(
             self._tenants,
             self._keys,
             self._key_ids,

@@ -21,7 +21,7 @@ from lorikeet.catalog.log.changes import (
     VersionRetired,
 )
 from lorikeet.catalog.names import DEFAULT_ALIAS
-from lorikeet.catalog.records import AdapterRecord, BlobFacts, Share, VersionRecord
+from lorikeet.catalog.records import AdapterRecord, AdapterShare, BlobFacts, VersionRecord
 from lorikeet.catalog.rules.pin_budget import check_budget
 from lorikeet.catalog.rules.quota import check_quota
 from lorikeet.catalog.state import CatalogState
@@ -75,7 +75,7 @@ def promote(
 
 
 def give_share(
-    state: CatalogState, tenant: str, name: str, share: Share, alias: str, expect: int | None
+    state: CatalogState, tenant: str, name: str, share: AdapterShare, alias: str, expect: int | None
 ) -> Changes:
     """Give a part of an alias's requests to a usable version that it does not point to.
 

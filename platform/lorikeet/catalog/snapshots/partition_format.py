@@ -12,11 +12,11 @@ from typing import Any
 
 from lorikeet.catalog.records import (
     AdapterRecord,
+    AdapterShare,
     Holdings,
     KeyRecord,
     PinRecord,
     Scope,
-    Share,
     TenantRecord,
     VersionRecord,
 )
@@ -117,5 +117,5 @@ def _version(number: int, row: Json) -> VersionRecord:
     return VersionRecord(digest, size, rank, base_model, gpu, number, created, bool(retired))
 
 
-def _shares(aliases: Mapping[str, Json]) -> Mapping[str, Share]:
-    return {alias: Share(at[2], at[3]) for alias, at in aliases.items() if len(at) > 2}
+def _shares(aliases: Mapping[str, Json]) -> Mapping[str, AdapterShare]:
+    return {alias: AdapterShare(at[2], at[3]) for alias, at in aliases.items() if len(at) > 2}

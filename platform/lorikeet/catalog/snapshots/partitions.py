@@ -72,7 +72,7 @@ _LATELY_READ = HoldingsCache(most_bytes=16 * 2**20)  # some 80,000 adapters
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Partition:
     """One part, never changed. tenants: as their JSON until somebody changes them.
 
     key_ids: by SHA-256 of the secret. admin_keys: ids of admins' keys that work and never expire.
@@ -109,12 +109,12 @@ class NotRead(Exception):
         self.numbers = numbers
 
 
-def part_to_bytes(part: Part) -> bytes:
+def part_to_bytes(part: Partition) -> bytes:
     """The part's canonical bytes."""
     return b"\n".join(_lines(part))
 
 
-def part_from_bytes(data: bytes, digest: str) -> Part:
+def part_from_bytes(data: bytes, digest: str) -> Partition:
     """Read a part back; `digest` is the SHA-256 of `data`, which somebody has checked.
 
     Raises StoreError for what another release wrote.
@@ -128,7 +128,7 @@ def part_from_bytes(data: bytes, digest: str) -> Part:
         )
     lines = (line.partition(b" ") for line in tenants)
     pins = map(pin_of, head["pins"])
-    return Part(
+    return Partition(
         tenants={name.decode(): holdings for name, _, holdings in lines},
         keys={key_id: key_of(key_id, row) for key_id, row in head["keys"].items()},
         key_ids=head["key_ids"],
@@ -139,7 +139,7 @@ def part_from_bytes(data: bytes, digest: str) -> Part:
     )
 
 
-def _lines(part: Part) -> Iterator[bytes]:
+def _lines(part: Partition) -> Iterator[bytes]:
     yield compact(
         {
             "schema": SCHEMA,

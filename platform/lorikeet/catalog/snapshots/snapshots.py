@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from lorikeet.catalog.snapshots.partitions import (
     PARTS,
-    Part,
+    Partition,
     Unread,
     part_from_bytes,
     part_to_bytes,
@@ -58,7 +58,7 @@ class Snapshots:
         key = self._store.first(MANIFESTS, after)
         return None if key is None else _manifest(self._store.get(key), key)
 
-    def read(self, digests: Collection[str]) -> Mapping[str, Part]:
+    def read(self, digests: Collection[str]) -> Mapping[str, Partition]:
         """These parts, in parallel. Raises ObjectNotFound, and StoreError for damaged ones."""
         return dict(zip(digests, in_parallel(self._read, digests), strict=True))
 
@@ -70,7 +70,7 @@ class Snapshots:
         self._put(_key(state.seq), json.dumps(body).encode())
         return manifest
 
-    def _read(self, digest: str) -> Part:
+    def _read(self, digest: str) -> Partition:
         key = _part_key(digest)
         try:
             data = zlib.decompress(self._store.get(key))
@@ -82,7 +82,7 @@ class Snapshots:
             raise StoreError(f"{self._store.url}: {key} is damaged: {_REMEDY}")
         return part_from_bytes(data, digest)
 
-    def _write(self, part: Part | Unread) -> str:
+    def _write(self, part: Partition | Unread) -> str:
         if isinstance(part, Unread):
             assert not part.pending, "a part with news is read before a snapshot"
             return part.digest

@@ -32,7 +32,7 @@ from botocore.response import StreamingBody
 from lorikeet.catalog.store import parallel_download
 from lorikeet.catalog.store.object_store import StoredObject, check_key, check_prefix
 from lorikeet.catalog.store.s3_errors import explain, is_conflict
-from lorikeet.catalog.store.s3_multipart import Place, S3Parts
+from lorikeet.catalog.store.s3_multipart import S3Parts, UploadAddress
 from lorikeet.errors import StoreError
 
 _ATTEMPTS = 8
@@ -185,7 +185,7 @@ class S3Store:
             got.raw.drain_conn()
         return self._client.get_object(**self._place(key), Range=wanted)["Body"]
 
-    def _place(self, key: str) -> Place:
+    def _place(self, key: str) -> UploadAddress:
         return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
 
     @contextmanager

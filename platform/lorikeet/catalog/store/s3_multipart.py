@@ -17,7 +17,7 @@ _URL_LASTS_S = 3600
 _LARGEST_COPY_BYTES = 5 * 2**30  # of one CopyObject
 
 
-class Place(TypedDict):
+class UploadAddress(TypedDict):
     """Where an object lies, as S3's calls take it."""
 
     Bucket: str
@@ -31,7 +31,7 @@ class S3Parts:
         self,
         store: "S3Store",
         client: "S3Client",
-        place: Callable[[str], Place],
+        place: Callable[[str], UploadAddress],
         errors: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         """place: where a key's object lies. errors: raises S3's errors as StoreError."""

@@ -16,7 +16,7 @@ from rich.progress import (
 from lorikeet.sizes import show_size
 
 
-class Meter:
+class ProgressBar:
     """Counts bytes of numbered parts, from any thread. Draws on stderr if that is a terminal."""
 
     def __init__(self, total: int, *, quiet: bool) -> None:
@@ -70,7 +70,7 @@ class Meter:
         """Take the bar away."""
         self._progress.stop()
 
-    def __enter__(self) -> "Meter":
+    def __enter__(self) -> "ProgressBar":
         self._progress.start()
         return self
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import httpx
 import typer
 
-from lorikeet.cli.adapters.progress import Meter
+from lorikeet.cli.adapters.progress import ProgressBar
 from lorikeet.cli.admin_client import AdminServer, Json, Unanswered
 from lorikeet.cli.output import print_error
 from lorikeet.errors import LorikeetError, NotFound, StoreError, Unavailable
@@ -44,7 +44,7 @@ def send_blob(
     stderr where a person watches. Raises LorikeetError; Ctrl-C ends the command and says how to
     go on.
     """
-    with Meter(blob.stat().st_size, quiet=quiet) as meter:
+    with ProgressBar(blob.stat().st_size, quiet=quiet) as meter:
         try:
             _Transfer(server, blob, digest, about, meter).run()
         except KeyboardInterrupt:
@@ -70,7 +70,7 @@ class _Transfer:
         blob: Path,
         digest: str,
         about: Mapping[str, Any],
-        meter: Meter,
+        meter: ProgressBar,
     ) -> None:
         self._server = server
         self._blob = blob

@@ -21,9 +21,9 @@ from lorikeet.cli.output import (
 )
 from lorikeet.cli.planning.isolation import (
     Compared,
+    MeasuredTenant,
     Run,
     Seen,
-    Tenant,
     compare,
     find_models,
     quantile,
@@ -146,7 +146,9 @@ def isolation(
     secrets = _read_keys(keys)
     rates = _rates(rate or [], secrets)
     models = asyncio.run(find_models(url, secrets))
-    tenants = [Tenant(name, key, models[name], rates[name]) for name, key in secrets.items()]
+    tenants = [
+        MeasuredTenant(name, key, models[name], rates[name]) for name, key in secrets.items()
+    ]
     rows = list(map(Compared, tenants))
     whole = _run(url, rows, Run(seconds, tokens, seed), quiet=as_json)
     grown = [] if max_growth is None or not whole else list(_grown(rows, max_growth))
@@ -199,7 +201,7 @@ def _run(url: str, rows: Sequence[Compared], run: Run, *, quiet: bool) -> bool:
 
 def _print(rows: Sequence[Compared]) -> None:
     print_table(
-        ["Tenant", "Model", "#Requests alone", "#errors", "#shared", "#errors"],
+        ["MeasuredTenant", "Model", "#Requests alone", "#errors", "#shared", "#errors"],
         [_counts(row) for row in rows],
         empty="",
     )
@@ -210,7 +212,7 @@ def _print(rows: Sequence[Compared]) -> None:
             for row in rows
         ]
         named = [[row.tenant.name, *each] for row, each in zip(rows, cells, strict=True)]
-        print_table(["Tenant", *_QUANTILES], named, empty="")
+        print_table(["MeasuredTenant", *_QUANTILES], named, empty="")
     for line in _remarks(rows):
         print_line(escape(line))
 

@@ -11,7 +11,7 @@ import typer
 from lorikeet.cli.output import NOTHING, AsJson, print_json, print_line, print_table, spinner
 from lorikeet.cli.planning.capacity_file import parse_needs, read_needs
 from lorikeet.simulator.capacity import SEEDS, Capacity, plan_capacity
-from lorikeet.simulator.forecast import Check, Forecast, Needs, Tail
+from lorikeet.simulator.forecast import Forecast, GoalCheck, Needs, Tail
 from lorikeet.sizes import show_size
 
 _Question = Annotated[
@@ -141,7 +141,7 @@ def _why_not_less(less: Forecast | None) -> str:
     return f"{less.replicas:,} would not do: {why or 'requests would wait longer and longer'}."
 
 
-def _goal_row(checks: Sequence[Check]) -> list[str]:
+def _goal_row(checks: Sequence[GoalCheck]) -> list[str]:
     goal = checks[0]
     whose = "" if goal.tenant is None else f"{goal.tenant}: "
     sign = "≥" if goal.what == "hit_rate" else "≤"

@@ -17,7 +17,7 @@ from lorikeet.catalog.names import check_name
 from lorikeet.errors import InvalidInput
 from lorikeet.routing.costs import Costs
 from lorikeet.settings import Bytes
-from lorikeet.simulator.demand import Demand, Tenant
+from lorikeet.simulator.demand import SimulatedDemand, SimulatedTenant
 from lorikeet.simulator.forecast import Goals, Memory, Needs
 from lorikeet.simulator.traffic import BYTES_PER_RANK, LENGTHS
 from lorikeet_engine.costs import LoadCosts, StepCosts
@@ -141,9 +141,9 @@ def parse_needs(given: Mapping[str, Any], where: str) -> Needs:
 def _needs(asked: _Question) -> Needs:
     traffic, memory, goals = asked.traffic, asked.memory, asked.goals
     usual = _model(traffic.lengths)
-    demand = Demand(
+    demand = SimulatedDemand(
         tuple(
-            Tenant(
+            SimulatedTenant(
                 each.name,
                 each.adapters,
                 each.ranks,

@@ -22,7 +22,7 @@ _WORDS, _LETTERS = 50, 4  # of a prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
+class MeasuredTenant:
     """Who asks, for what, and how often."""
 
     name: str
@@ -60,7 +60,7 @@ class Seen:
 class Compared:
     """What a tenant saw alone, and beside the others."""
 
-    tenant: Tenant
+    tenant: MeasuredTenant
     alone: Seen = field(default_factory=Seen)
     shared: Seen = field(default_factory=Seen)
 
@@ -128,7 +128,7 @@ async def _model_of(client: httpx.AsyncClient, tenant: str, key: str) -> str:
 
 
 async def _send_all(
-    client: httpx.AsyncClient, tenant: Tenant, run: Run, kind: str, seen: Seen
+    client: httpx.AsyncClient, tenant: MeasuredTenant, run: Run, kind: str, seen: Seen
 ) -> None:
     """Open loop: a request goes out when it is due, whatever has become of those before.
 
@@ -146,7 +146,12 @@ async def _send_all(
 
 
 async def _ask(
-    client: httpx.AsyncClient, tenant: Tenant, run: Run, prompt: str, due_s: float, seen: Seen
+    client: httpx.AsyncClient,
+    tenant: MeasuredTenant,
+    run: Run,
+    prompt: str,
+    due_s: float,
+    seen: Seen,
 ) -> None:
     """One request, and what it adds to what was seen."""
     seen.requests += 1
@@ -161,7 +166,7 @@ async def _ask(
 
 
 async def _tokens_s(
-    client: httpx.AsyncClient, tenant: Tenant, run: Run, prompt: str
+    client: httpx.AsyncClient, tenant: MeasuredTenant, run: Run, prompt: str
 ) -> list[float]:
     """When each piece of text came, at least one. Raises _Failed."""
     body = {

@@ -10,10 +10,10 @@ from rich.markup import escape
 from lorikeet.cli.arguments import parse_bytes
 from lorikeet.cli.output import AsJson, print_json, print_line
 from lorikeet.doctor.examination import can_start, examine
-from lorikeet.doctor.finding import Finding, Verdict
-from lorikeet.doctor.planned_start import Site
+from lorikeet.doctor.finding import Finding, Severity
+from lorikeet.doctor.planned_start import PlannedStart
 
-_COLOURS = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.PROBLEM: "bold red"}
+_COLOURS = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "bold red"}
 
 
 def doctor(
@@ -34,7 +34,7 @@ def doctor(
 
     Example: `lorikeet doctor --gpu-memory 80GiB`
     """
-    findings = examine(Site(os.environ, gpu_memory))
+    findings = examine(PlannedStart(os.environ, gpu_memory))
     if as_json:
         print_json({"can_start": can_start(findings), "findings": list(map(_json, findings))})
     else:
@@ -63,7 +63,7 @@ def _print(finding: Finding) -> None:
 def _summary(findings: Sequence[Finding]) -> str:
     problems, warnings = (
         sum(finding.verdict is verdict for finding in findings)
-        for verdict in (Verdict.PROBLEM, Verdict.WARNING)
+        for verdict in (Severity.PROBLEM, Severity.WARNING)
     )
     start = "It can start" if can_start(findings) else "It cannot start so"
     return f"\n{start}. Problems: {problems}, warnings: {warnings}."

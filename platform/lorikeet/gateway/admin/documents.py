@@ -18,7 +18,7 @@ from lorikeet.catalog.records import (
 )
 from lorikeet.catalog.rules.tenant_terms import LimitTerms
 from lorikeet.placement.moves import Moves
-from lorikeet.placement.pin_status import PinStanding
+from lorikeet.placement.pin_status import PinStatus
 from lorikeet.placement.plan import Shortfall
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
@@ -82,7 +82,7 @@ def pin_json(pin: PinRecord) -> Json:
     }
 
 
-def standing_json(found: PinStanding) -> Json:
+def standing_json(found: PinStatus) -> Json:
     """A pin and whether it holds. image_bytes: of all that it keeps, on one replica."""
     return {
         **pin_json(found.pin),

@@ -16,7 +16,7 @@ from lorikeet.errors import StoreError
 from lorikeet.gateway.admin.pin_survey import PinSurvey
 from lorikeet.gateway.catalog_follower import CatalogFollower
 from lorikeet.gateway.services import EngineClient
-from lorikeet.placement.pin_status import PinStanding, Standing
+from lorikeet.placement.pin_status import PinState, PinStatus
 from lorikeet.protocol.peers import Poll
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.request_log.traffic import Traffic, lines_of, waiting_of
@@ -45,7 +45,7 @@ class _Packed(NamedTuple):
     gzipped: bytes
 
 
-def fleet_routes(fleet: "Fleet") -> APIRouter:
+def fleet_routes(fleet: "FleetView") -> APIRouter:
     """GET /fleet: replicas with what lies in their arenas, lines, who waits, how pins stand.
 
     Bounded however many adapters there are: what does not lie in an arena is only counted, names
@@ -74,7 +74,7 @@ def fleet_routes(fleet: "Fleet") -> APIRouter:
     return router
 
 
-class Fleet:
+class FleetView:
     """Asks replicas, gateways and the catalog, once for all who ask at a time. One event loop."""
 
     def __init__(
@@ -191,11 +191,11 @@ def _waiting_json(traffic: Poll) -> Json:
     }
 
 
-def _pins_json(pins: Iterable[PinStanding]) -> Json:
-    counts, rows = dict.fromkeys(Standing, 0), list[Json]()
+def _pins_json(pins: Iterable[PinStatus]) -> Json:
+    counts, rows = dict.fromkeys(PinState, 0), list[Json]()
     for found in pins:
         counts[found.standing] += 1
-        if found.standing is Standing.LOADING:
+        if found.standing is PinState.LOADING:
             rows.append({"pin": found.pin.label, "standing": "loading"})
         for short in found.shortfalls:
             adapter = None if short.ref is None else str(short.ref)

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Query
 from pydantic import Field
 
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.history import History, Wanted
+from lorikeet.catalog.history import History, HistoryQuery
 from lorikeet.catalog.names import check_name
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.view import CatalogView
@@ -86,7 +86,7 @@ def history_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRou
         for param, value in (("tenant", tenant), ("name", name)):
             if value is not None:
                 check_name(value, param)
-        wanted = Wanted(tenant=tenant, name=name, actor=actor, since=since)
+        wanted = HistoryQuery(tenant=tenant, name=name, actor=actor, since=since)
         await follower.refreshed()
         found = await follower.in_thread(
             lambda history: history.find(wanted, limit, before), catalog.history

@@ -12,7 +12,7 @@ from lorikeet.catalog.state import CatalogState
 from lorikeet.gateway.catalog_follower import CatalogFollower
 from lorikeet.gateway.services import EngineClient
 from lorikeet.placement.moves import Moves, moves_of
-from lorikeet.placement.pin_status import PinStanding, standings
+from lorikeet.placement.pin_status import PinStatus, standings
 from lorikeet.placement.resolved_pins import PinResolver
 from lorikeet.protocol.replica_report import ReplicaReport
 
@@ -28,7 +28,7 @@ class PinSurvey:
         self._follower = follower
         self._reader = PinResolver()
 
-    async def standings(self, reports: Sequence[ReplicaReport] | None = None) -> list[PinStanding]:
+    async def standings(self, reports: Sequence[ReplicaReport] | None = None) -> list[PinStatus]:
         """Every pin in force, and how it stands on the replicas that answer.
 
         reports: their answers, if they were asked already. Raises StoreError.

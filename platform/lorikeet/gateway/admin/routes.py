@@ -6,7 +6,7 @@ from lorikeet.catalog.names import check_name
 from lorikeet.catalog.uploads import Uploads
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.admin.adapters import adapter_routes
-from lorikeet.gateway.admin.fleet import Fleet, fleet_routes
+from lorikeet.gateway.admin.fleet import FleetView, fleet_routes
 from lorikeet.gateway.admin.history import history_routes
 from lorikeet.gateway.admin.keys import key_routes
 from lorikeet.gateway.admin.pin_survey import PinSurvey
@@ -16,7 +16,7 @@ from lorikeet.gateway.admin.smoke import smoke_routes
 from lorikeet.gateway.admin.status import status_routes
 from lorikeet.gateway.admin.tenants import tenant_routes
 from lorikeet.gateway.admin.uploads import upload_routes
-from lorikeet.gateway.authentication import Gate
+from lorikeet.gateway.authentication import RequestAuthenticator
 from lorikeet.gateway.catalog_follower import CatalogFollower
 from lorikeet.gateway.routes.explanations import admin_explain_routes
 from lorikeet.gateway.routes.usage import UsageReports, admin_usage_routes
@@ -27,7 +27,7 @@ from lorikeet.request_log.traffic import Traffic
 
 def admin_routes(
     services: Services,
-    gate: Gate,
+    gate: RequestAuthenticator,
     follower: CatalogFollower,
     explanations: Explanations,
     usage: UsageReports,
@@ -47,7 +47,7 @@ def admin_routes(
     router.include_router(tenant_routes(services.catalog, follower))
     router.include_router(key_routes(services.catalog, follower))
     router.include_router(status_routes(services.engines, follower, pins))
-    router.include_router(fleet_routes(Fleet(services.engines, follower, traffic, pins)))
+    router.include_router(fleet_routes(FleetView(services.engines, follower, traffic, pins)))
     router.include_router(admin_explain_routes(explanations))
     router.include_router(admin_usage_routes(usage))
     return router

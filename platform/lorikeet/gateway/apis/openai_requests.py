@@ -24,7 +24,7 @@ from lorikeet.gateway.apis.fields import (
     TokenId,
 )
 from lorikeet.gateway.apis.tools import ResponseFormat, ToolChoice, Tools, tool_use
-from lorikeet.gateway.authentication import Caller, Model
+from lorikeet.gateway.authentication import Caller, ResolvedModel
 from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet.routing.prefixes import CHARACTERS_PER_TOKEN
@@ -84,7 +84,7 @@ class GenerateRequest(Body):
 
     @abstractmethod
     def to_call(
-        self, request_id: str, created: int, caller: Caller, terms: Terms, model: Model
+        self, request_id: str, created: int, caller: Caller, terms: Terms, model: ResolvedModel
     ) -> Call:
         """The Call that a replica gets."""
 
@@ -165,7 +165,7 @@ class ChatRequest(GenerateRequest):
         return self.top_logprobs if self.logprobs else None
 
     def to_call(
-        self, request_id: str, created: int, caller: Caller, terms: Terms, model: Model
+        self, request_id: str, created: int, caller: Caller, terms: Terms, model: ResolvedModel
     ) -> Call:
         """The Call that a replica gets."""
         messages = tuple(message.for_template() for message in self.messages)
@@ -217,7 +217,7 @@ class CompletionRequest(GenerateRequest):
         return self.logprobs
 
     def to_call(
-        self, request_id: str, created: int, caller: Caller, terms: Terms, model: Model
+        self, request_id: str, created: int, caller: Caller, terms: Terms, model: ResolvedModel
     ) -> Call:
         """The Call that a replica gets."""
         return Call(

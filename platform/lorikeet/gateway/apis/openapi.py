@@ -15,10 +15,10 @@ from lorikeet.gateway.apis.response_types import (
     ChatCompletionChunk,
     Completion,
     Error,
-    Model,
+    ModelCard,
     ModelList,
 )
-from lorikeet.gateway.authentication import Gate
+from lorikeet.gateway.authentication import RequestAuthenticator
 
 _REF = "#/components/schemas/{model}"
 _TYPES: Sequence[Any] = (
@@ -27,7 +27,7 @@ _TYPES: Sequence[Any] = (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
-    Model,
+    ModelCard,
     ModelList,
     Error,
 )
@@ -47,7 +47,7 @@ _ERRORS = {
 _OBJECT = {"application/json": {"schema": {"type": "object"}}}
 
 
-def openapi_routes(gate: Gate) -> APIRouter:
+def openapi_routes(gate: RequestAuthenticator) -> APIRouter:
     """The document, for whoever has a key."""
     router = APIRouter(prefix="/v1")
 
@@ -77,7 +77,7 @@ def document() -> dict[str, Any]:
             "/v1/models/{model}": _get(
                 "get_model",
                 "Look up a model",
-                _json("Model"),
+                _json("ModelCard"),
                 _path("model", "tenant/name, tenant/name@version or a base model"),
             ),
             "/v1/requests/{request_id}": _get(

@@ -165,7 +165,7 @@ class Completion(TypedDict):
     usage: NotRequired[Usage | None]
 
 
-class Model(TypedDict):
+class ModelCard(TypedDict):
     """A base model or a fine-tune. parent: the base model of a fine-tune."""
 
     id: str
@@ -179,7 +179,7 @@ class ModelList(TypedDict):
     """Every model that the key may ask for."""
 
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
 
 
 class ErrorDetails(TypedDict):

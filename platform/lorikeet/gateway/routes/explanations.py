@@ -4,11 +4,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from lorikeet.gateway.authentication import Gate
+from lorikeet.gateway.authentication import RequestAuthenticator
 from lorikeet.request_log.explanations import Explanations
 
 
-def explain_routes(gate: Gate, explanations: Explanations) -> APIRouter:
+def explain_routes(gate: RequestAuthenticator, explanations: Explanations) -> APIRouter:
     """A tenant asks about its own requests."""
     router = APIRouter(prefix="/v1/requests")
 

@@ -5,7 +5,7 @@ import time
 
 from fastapi import APIRouter, Depends, Response
 
-from lorikeet.gateway.authentication import Gate
+from lorikeet.gateway.authentication import RequestAuthenticator
 from lorikeet.gateway.catalog_follower import CatalogFollower
 from lorikeet.gateway.services import Services
 from lorikeet.metrics.families import residency_label
@@ -101,7 +101,7 @@ class Scrape:
         return render(self._services.metrics.collect(), {"gateway": self._services.name})
 
 
-def metrics_routes(gate: Gate, scrape: Scrape) -> APIRouter:
+def metrics_routes(gate: RequestAuthenticator, scrape: Scrape) -> APIRouter:
     """For who has an admin's key, be it a read-only one: it tells of all tenants."""
     router = APIRouter(dependencies=[Depends(gate.admin)])
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import AdapterRecord, VersionRecord
 from lorikeet.catalog.state import CatalogState
-from lorikeet.gateway.authentication import Gate
+from lorikeet.gateway.authentication import RequestAuthenticator
 from lorikeet.gateway.catalog_follower import CatalogFollower
 from lorikeet.gateway.services import Services
 from lorikeet_engine.adapter import AdapterRef
@@ -16,7 +16,9 @@ from lorikeet_engine.adapter import AdapterRef
 _OWNER = "lorikeet"
 
 
-def model_routes(services: Services, gate: Gate, follower: CatalogFollower) -> APIRouter:
+def model_routes(
+    services: Services, gate: RequestAuthenticator, follower: CatalogFollower
+) -> APIRouter:
     """The list and its single entries."""
     router = APIRouter(prefix="/v1/models")
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request
 from lorikeet.catalog.names import check_name
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import InvalidInput
-from lorikeet.gateway.authentication import Gate
+from lorikeet.gateway.authentication import RequestAuthenticator
 from lorikeet.usage.counts import day_of
 from lorikeet.usage.reader import UsageReader
 from lorikeet.usage.summary import By, rows
@@ -60,7 +60,7 @@ def parse_by(text: str, allowed: Sequence[By]) -> list[By]:
     return by
 
 
-def usage_routes(gate: Gate, reports: UsageReports) -> APIRouter:
+def usage_routes(gate: RequestAuthenticator, reports: UsageReports) -> APIRouter:
     """A tenant's own."""
     router = APIRouter(prefix="/v1")
 
