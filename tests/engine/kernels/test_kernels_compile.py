@@ -18,9 +18,12 @@ from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspac
 from lorikeet_engine.kernels.lora import (
     LoraDelta,
     LoraGroup,
+    LoraStep,
     LoraWeights,
     Segments,
+    linear,
     operands,
+    side_stream,
     tiles,
 )
 from lorikeet_engine.kernels.lora.expand import expand
@@ -92,6 +95,18 @@ def test_lora(compiled: set[str], tokens: int, segments: int, rank: int) -> None
     few = listed.regime == Regime.FEW
     assert compiled >= {"_list_tiles", "_shrink", "_expand_few" if few else "_expand"}
     assert ("_expand_and_gate" in compiled) == (listed.regime == Regime.PREFILL)
+
+
+def test_a_step_with_tiles_runs_lora_on_the_side_stream(
+    compiled: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, listed = lora(16, 16, 16)
+    monkeypatch.setattr(side_stream, "linear_beside_lora", lambda x, *_: (x, None))
+    x = empty(16, DOWN.d_in)
+    y, delta = linear(x, empty(4096, DOWN.d_in), None, LoraStep(weights, None, listed), 3, DOWN)
+    assert y is x
+    assert delta is not None
+    assert delta.tokens is listed.tokens
 
 
 @pytest.mark.parametrize("adapters", [True, False])

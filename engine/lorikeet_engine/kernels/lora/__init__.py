@@ -1,8 +1,8 @@
 """The LoRA operators: a product of the base model and, for each token, its own adapter's share.
 
 `reference` is the equation in torch and the path on the CPU, where y = x·Wᵀ + B·A·x is computed at
-once. On CUDA Triton kernels, `shrink` and `expand`, compute the adapters' share `beside` the
-product, and it is added by whatever reads the product next; a prefill's `gate` even expands it.
+once. On CUDA the Triton kernels `shrink` and `expand` compute the adapters' share on a stream of
+their own (`side_stream`), and whatever reads the product next adds it.
 """
 
 from importlib import import_module
@@ -58,7 +58,7 @@ def linear(
     """
     if step is not None and step.tiles is not None:
         delta = x.new_empty((len(x), sum(group.d_outs)))
-        y, _ = _cuda("beside").linear_beside_lora(x, weight, bias, step, layer, group, delta)
+        y, _ = _cuda("side_stream").linear_beside_lora(x, weight, bias, step, layer, group, delta)
         return y, LoraDelta(delta, step.tiles.tokens)
     y = product.linear(x, weight, bias)
     if step is not None:
@@ -81,7 +81,7 @@ def linear_before_gate(
     fits = step is not None and step.tiles is not None and step.tiles.gate_expands
     if not fits or len(group.linears) != 2:
         return linear(x, weight, bias, step, layer, group)
-    pair: tuple[torch.Tensor, LoraShare] = _cuda("beside").linear_beside_lora(
+    pair: tuple[torch.Tensor, LoraShare] = _cuda("side_stream").linear_beside_lora(
         x, weight, bias, step, layer, group
     )
     return pair
