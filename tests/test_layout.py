@@ -1,8 +1,10 @@
 """What holds for the project as a whole."""
 
+import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,13 @@ import pytest
 from lorikeet.settings import Settings
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = (ROOT / "engine" / "lorikeet_engine", ROOT / "platform" / "lorikeet")
+MODULES = [
+    (path, ast.parse(path.read_text()))
+    for package in PACKAGES
+    for path in sorted(package.rglob("*.py"))
+]
+MOST_FILES = 20
 
 
 def test_platform_is_no_package_or_it_would_shadow_the_standard_librarys():
@@ -50,15 +59,36 @@ def test_documents_name_no_setting_that_there_is_not():
         assert named <= known, document.name
 
 
-def test_every_file_that_the_architecture_names_exists():
+@pytest.mark.parametrize("document", ["architecture.md", "ideas.md"])
+def test_every_place_that_a_document_names_exists(document):
+    text = (ROOT / "docs" / document).read_text()
+    named = re.findall(r"`([a-z0-9_./]+(?:\.py|/))(?::(\w+))?`", text)
+    assert len(named) > 10
+    for name, symbol in named:
+        places = [root / name for root in (ROOT, *PACKAGES) if (root / name).exists()]
+        assert places, name
+        defined = rf"^ *(?:class|def|async def) {symbol}\b"
+        assert not symbol or any(
+            re.search(defined, place.read_text(), re.MULTILINE) for place in places
+        ), f"{name}:{symbol}"
+
+
+def test_the_architecture_is_short_and_says_where_things_are():
     text = (ROOT / "docs" / "architecture.md").read_text()
-    homes = [
-        ROOT,
-        ROOT / "engine",
-        ROOT / "platform" / "lorikeet",
-        ROOT / "engine" / "lorikeet_engine",
-        ROOT / "engine" / "lorikeet_engine" / "residency",
-    ]
-    named = set(re.findall(r"`([a-z_/]+\.py)`", text))
-    missing = [name for name in named if not any((home / name).exists() for home in homes)]
-    assert missing == []
+    assert len(text.split()) < 1200
+    assert len(re.findall(r"^\| .* \| `.*:\w+`", text, re.MULTILINE)) >= 20
+
+
+def test_no_folder_of_the_packages_has_too_many_files():
+    folders = Counter(path.parent for path, _ in MODULES)
+    assert [folder for folder, files in folders.items() if files > MOST_FILES] == []
+
+
+def test_no_public_class_of_the_packages_has_anothers_name():
+    names = Counter(
+        node.name
+        for _, module in MODULES
+        for node in ast.walk(module)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, classes in names.items() if classes > 1] == []
