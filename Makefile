@@ -17,7 +17,7 @@ export RAY_SERVE_THROUGHPUT_OPTIMIZED ?= 1
 export RAY_SERVE_PROXY_USE_GRPC ?= 1
 # Calls above 4 MiB would fail otherwise; the gateway takes bodies of up to 8 MiB.
 export RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH ?= 16777216
-export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH ?= lorikeet.serving.proxy:middlewares
+export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH ?= lorikeet.serving.proxy_middleware:middlewares
 export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 

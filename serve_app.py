@@ -3,7 +3,7 @@
 serve run serve_app:app
 """
 
-from lorikeet.serving.app import controller, engine, gateway
+from lorikeet.serving.deployments import controller, engine, gateway
 from lorikeet.settings import Settings
 
 settings = Settings.from_env()

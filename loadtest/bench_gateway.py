@@ -36,7 +36,7 @@ from loadtest.fleet.adapters import fill_catalog, model_name
 from loadtest.fleet.service import ROOT, cluster, free_port
 from loadtest.replay import Bare, Replay
 from loadtest.report import all_whole, gaps_s, quantiles_ms, ttfts_s
-from lorikeet.serving.app import controller, engine, gateway
+from lorikeet.serving.deployments import controller, engine, gateway
 from lorikeet.settings import Address, Settings
 
 MOST_ADDED_S = 4e-3

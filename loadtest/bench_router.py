@@ -27,8 +27,8 @@ from lorikeet.replica.status_feed import StatusFeed
 from lorikeet.routing.fleet import Fleet
 from lorikeet.routing.ranking import Work
 from lorikeet.routing.status_update import StatusUpdate
-from lorikeet.serving.fleets import fleet_of
-from lorikeet.serving.status_watcher import StatusWatcher
+from lorikeet.serving.fleet_registry import fleet_of
+from lorikeet.serving.status_subscriber import StatusSubscriber
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.telemetry.status import EngineStatus, LiveStats
 from lorikeet_engine.traffic import Zipf
@@ -59,7 +59,7 @@ class Echo:
         """A header, as a replica's first item is."""
         yield AnswerHeader(self._name, None, None, self._feed.update())
 
-    async def watch(self, replica: str) -> AsyncIterator[StatusUpdate]:
+    async def status_updates(self, replica: str) -> AsyncIterator[StatusUpdate]:
         """As a replica's."""
         assert replica == self._name
         async for update in self._feed.follow():
@@ -79,13 +79,13 @@ class Gateway:
         """Seconds to each call's first item, by router; the answer to any HTTP request."""
         ours = self._handles["ours"]
         fleet = fleet_of(ours.app_name, ours.deployment_name)
-        watching = asyncio.create_task(StatusWatcher(ours, fleet).run())
+        subscribed = asyncio.create_task(StatusSubscriber(ours, fleet).run())
         while len(fleet.replicas) < REPLICAS:
             await asyncio.sleep(0.1)
         await asyncio.sleep(1.0)  # until all have said what they hold
         took: dict[str, list[float]] = {_OURS: [], _SERVES: []}
         await asyncio.gather(*(self._call(fleet, seed, took) for seed in range(CALLERS)))
-        watching.cancel()
+        subscribed.cancel()
         return took
 
     async def _call(self, fleet: Fleet, seed: int, took: dict[str, list[float]]) -> None:
@@ -93,9 +93,9 @@ class Gateway:
         adapters = Zipf(1.0).draw(rng, ADAPTERS, CALLS + WARM_UP)
         for turn, adapter in enumerate(adapters.tolist()):
             call = _call(f"{seed} {turn}", adapter)
-            fleet.expect(call.request_id)
+            fleet.track(call.request_id)
             ours_s = await _first_item_s(self._handles["ours"], call)
-            fleet.ended(call.request_id)
+            fleet.on_ended(call.request_id)
             serves_s = await _first_item_s(self._handles["serves"], call)
             if turn >= WARM_UP:
                 took[_OURS].append(ours_s)
@@ -145,7 +145,7 @@ def main() -> int:
     ours = _deployment(
         "ours",
         request_router_config={
-            "request_router_class": "lorikeet.serving.router.AdapterRouter",
+            "request_router_class": "lorikeet.serving.request_router.AdapterAffinityRouter",
             "request_routing_stats_period_s": 1,
         },
     )

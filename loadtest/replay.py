@@ -97,7 +97,7 @@ class Replay:
                     if not stream.left:
                         stream.ended.set_result(None)
 
-    async def watch(self, replica: str) -> AsyncIterator[StatusUpdate]:
+    async def status_updates(self, replica: str) -> AsyncIterator[StatusUpdate]:
         """As a replica's."""
         assert replica == self._name
         async for update in self._feed.follow():

@@ -24,7 +24,7 @@ os.environ.setdefault("RAY_SERVE_PROXY_USE_GRPC", "1")
 os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "0")  # as make serve
 os.environ.setdefault("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", str(2**24))
 os.environ.setdefault(
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "lorikeet.serving.proxy:middlewares"
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "lorikeet.serving.proxy_middleware:middlewares"
 )
 
 

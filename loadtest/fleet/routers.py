@@ -9,10 +9,10 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from loadtest.simulator.baselines import BOUND, HashRing
-from lorikeet.serving.router import AdapterRouter
+from lorikeet.serving.request_router import AdapterAffinityRouter
 
 
-class Priced(AdapterRouter):
+class Priced(AdapterAffinityRouter):
     """The product's, in a world where a second is worth less."""
 
     def initialize_state(self, **prices: Any) -> None:
@@ -25,7 +25,7 @@ class Other(RequestRouter):
     """What the others share."""
 
     _get_pending_request_matching_internal_request_id = (
-        AdapterRouter._get_pending_request_matching_internal_request_id
+        AdapterAffinityRouter._get_pending_request_matching_internal_request_id
     )
 
 

@@ -16,7 +16,7 @@ from loadtest.fleet.service import OURS, ROOT, free_port
 from loadtest.report import all_whole, lateness_s, ttfts_s
 from loadtest.simulator.baselines import PowerOfTwo
 from loadtest.simulator.trial import measure
-from lorikeet.routing.costs import H200_LLAMA_8B
+from lorikeet.routing.cost_model import H200_LLAMA_8B
 from lorikeet.settings import Address, Settings
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.outcome import Outcome, count
@@ -82,7 +82,7 @@ def router_options(scenario: Scenario, router: str) -> dict[str, float]:
         return {
             "answer_tokens": costs.answer_tokens,
             "copy_s": costs.copy_s / pace,
-            "lost_use_s": costs.lost_use_s,
+            "evicted_use_s": costs.evicted_use_s,
         }
     if router == "multiplexing":
         # As many as a replica has room for, a tenth less: what Serve's users would set.

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 from loadtest.fleet.adapters import BYTES_PER_RANK
 from loadtest.simulator.goals import HOT
-from lorikeet.routing.costs import Costs
+from lorikeet.routing.cost_model import CostModel
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.costs import LoadCosts, StepCosts
 from lorikeet_engine.traffic import AZURE_CONV, LengthModel
@@ -35,7 +35,7 @@ _LOADS = LoadCosts(
     remote_latency_s=0.3,
     remote_bytes_per_s=1e6,
 )
-COSTS = Costs(_STEPS, _LOADS, answer_tokens=220.0 / _SHORTER, copy_s=0.5, lost_use_s=0.08)
+COSTS = CostModel(_STEPS, _LOADS, answer_tokens=220.0 / _SHORTER, copy_s=0.5, evicted_use_s=0.08)
 """Prices in seconds are as many times higher as seconds are cheaper."""
 
 USUAL = Scenario(
@@ -70,7 +70,7 @@ def slowed(scenario: Scenario, factor: float) -> Scenario:
         steps=replace(costs.steps, **seconds),
         loads=LoadCosts(**times),
         copy_s=factor * costs.copy_s,
-        lost_use_s=factor * costs.lost_use_s,
+        evicted_use_s=factor * costs.evicted_use_s,
     )
     return replace(scenario, costs=slow)
 

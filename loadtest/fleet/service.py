@@ -14,7 +14,7 @@ from ray.serve.deployment import Application
 
 from loadtest.fleet.pacing import Pace, paced_engine
 from lorikeet.replica import replica
-from lorikeet.serving.app import EngineReplica, controller, engine, gateway
+from lorikeet.serving.deployments import EngineReplica, controller, engine, gateway
 from lorikeet.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ _ENVIRONMENT = {  # as the Makefile's
     "PYTHONPATH": str(ROOT),
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "lorikeet.serving.proxy:middlewares",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "lorikeet.serving.proxy_middleware:middlewares",
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }

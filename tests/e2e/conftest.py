@@ -17,9 +17,9 @@ import pytest
 
 from demo.fill import ADAPTERS
 from lorikeet_engine.adapter_format import write_blob
-from tests.e2e import mute
+from tests.e2e import faulty_replica
+from tests.e2e.cuttable_store import StoreLink
 from tests.e2e.load import Target
-from tests.e2e.store_link import StoreLink
 from tests.gateway.collector import Collector, collecting
 
 ROOT = Path(__file__).parents[2]
@@ -99,8 +99,8 @@ def service(
         environ.setenv("LORIKEET_USAGE_FLUSH_S", str(USAGE_FLUSH_S))
         environ.setenv("LORIKEET_TRACES", collector.url)
         environ.setenv("LORIKEET_TRACES_SHARE", "0")
-        environ.setenv(mute.FOLDER, str(tmp_path_factory.mktemp("mute")))
-        environ.setattr("lorikeet.serving.app.EngineReplica", mute.MuteReplica)
+        environ.setenv(faulty_replica.FOLDER, str(tmp_path_factory.mktemp("faults")))
+        environ.setattr("lorikeet.serving.deployments.EngineReplica", faulty_replica.FaultyReplica)
         environ.setenv("PYTHONPATH", str(ROOT))
         environ.setenv("RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE", "1")  # test_privacy reads it all
         environ.chdir(ROOT)

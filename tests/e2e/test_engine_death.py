@@ -7,7 +7,7 @@ import httpx
 
 from demo.tasks import TASKS
 from tests.e2e.conftest import REPLICAS
-from tests.e2e.parts import complete, engine_processes
+from tests.e2e.service_processes import complete, engine_processes
 
 TASK = TASKS[0]
 

@@ -10,7 +10,7 @@ import ray
 
 from tests.e2e.conftest import eventually
 from tests.e2e.load import Load, Outcome, hit_rate
-from tests.e2e.parts import actor_named, complete, engine_processes
+from tests.e2e.service_processes import actor_named, complete, engine_processes
 
 ADAPTERS = 12
 WINDOW = 60  # answers, for a rate of hits

@@ -27,7 +27,7 @@ def two_gateways(service: Service) -> Iterator[Doors]:
     from ray import serve
 
     from lorikeet.replica.engine_settings import adapter_memory
-    from lorikeet.serving.app import Gateway
+    from lorikeet.serving.deployments import Gateway
     from lorikeet.settings import Settings
 
     address = f"127.0.0.1:{free_port()}"

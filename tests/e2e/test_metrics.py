@@ -6,8 +6,8 @@ import httpx
 
 from lorikeet.gateway.routes.metrics import KEPT_S
 from tests.e2e.conftest import REPLICAS, Crowd, Service
-from tests.e2e.mute import muted
-from tests.e2e.parts import complete
+from tests.e2e.faulty_replica import faults
+from tests.e2e.service_processes import complete
 from tests.metrics.scraping import Scraped, check_with_promtool
 
 
@@ -64,7 +64,7 @@ def test_the_page_agrees_with_what_was_asked(service: Service, crowd: Crowd) -> 
 
 def test_a_replica_that_says_nothing_is_left_out(service: Service) -> None:
     assert complete(service)
-    with muted(metrics="hang"):
+    with faults(metrics="hang"):
         time.sleep(KEPT_S)
         page = scrape(service)
         assert "lorikeet_adapters" not in page.names

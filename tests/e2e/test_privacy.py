@@ -19,7 +19,7 @@ import ray
 from demo.tasks import TASKS
 from lorikeet.catalog.store.object_store import open_store
 from tests.e2e.conftest import Service
-from tests.e2e.mute import muted
+from tests.e2e.faulty_replica import faults
 from tests.e2e.test_metrics import read
 
 IN_OWN_ERRORS = {"schema's bad type", "schema's bad reference"}
@@ -69,7 +69,7 @@ class Planted:
                 self._send(client, path, json.dumps(body).encode(), 400)
             for path, content in malformed(mark):
                 self._send(client, path, content, 400)
-            with muted(tokenizing="raise"):
+            with faults(tokenizing="raise"):
                 body = {"model": MODEL, "prompt": mark("prompt of a request that breaks")}
                 self._send(client, COMPLETIONS, json.dumps(body).encode(), 500)
                 self._send(client, COMPLETIONS, json.dumps(body | {"stream": True}).encode(), 500)

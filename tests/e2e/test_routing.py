@@ -12,15 +12,15 @@ from ray import serve
 from demo.tasks import TASKS
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store.object_store import open_store
-from lorikeet.gateway.routing_request import ask_of
+from lorikeet.gateway.routing_request import routing_request_of
 from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, Endpoint
 from lorikeet.routing.ranking import Work
 from lorikeet.serving.engine_client import ServeEngineClient
-from lorikeet.serving.fleets import fleet_of
+from lorikeet.serving.fleet_registry import fleet_of
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import SamplingParams
 from tests.e2e.conftest import REPLICAS
-from tests.e2e.held import held_deployment
+from tests.e2e.held_replica import held_deployment
 
 BASE = "lorikeet-demo"
 DEPLOYMENT = f"engine-{BASE}"
@@ -125,7 +125,9 @@ def test_after_the_first_request_every_one_finds_its_adapter(second, ref):
     second.run(second.ask(a_call("first", ref)))
     rest = [second.run(second.ask(a_call(f"rest {number}", ref))) for number in range(5)]
     assert {header.residency for header in rest} == {Residency.GPU}
-    assert second.fleet.rank(ask_of(a_call("more", ref)))[0].replica in second.holders(ref.digest)
+    assert second.fleet.rank(routing_request_of(a_call("more", ref)))[0].replica in second.holders(
+        ref.digest
+    )
     assert not second.fleet._sent
 
 
@@ -136,7 +138,9 @@ def test_an_adapter_may_come_before_its_request_and_no_stream_delays_a_shutdown(
     async def scenario():
         await asyncio.sleep(1.5)  # until its streams are open
         holding = [asyncio.create_task(gateway.ask(a_call(f"held {i}", ref))) for i in range(2)]
-        await until(lambda: all(gateway.fleet.taker(f"held {i}") for i in range(2)), within_s=20)
+        await until(
+            lambda: all(gateway.fleet.accepted_by(f"held {i}") for i in range(2)), within_s=20
+        )
         waiting = asyncio.create_task(gateway.ask(a_call("waiting", ref)))
         await asyncio.sleep(1.0)
         assert not waiting.done()  # watch and response stream have the other places

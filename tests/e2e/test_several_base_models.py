@@ -85,7 +85,7 @@ def two(
     """A second application beside the session's own."""
     from ray import serve
 
-    from lorikeet.serving.app import controller, engine, gateway
+    from lorikeet.serving.deployments import controller, engine, gateway
 
     root = tmp_path_factory.mktemp("two")
     settings = Settings.from_env(

@@ -6,11 +6,11 @@ from itertools import pairwise
 import pytest
 from ray import serve
 
-from lorikeet.serving.app import controller, engine, gateway
+from lorikeet.serving.deployments import controller, engine, gateway
 from lorikeet.settings import Address, Settings
 from tests.e2e.conftest import free_port
 from tests.e2e.load import Load, Outcome
-from tests.e2e.parts import complete
+from tests.e2e.service_processes import complete
 
 LONGEST_GAP_S = 15.0  # between two first tokens; on one busy machine a gateway needs long to start
 LONG_S = 30.0  # a stream that begins before an update is to outlast it by far

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.conftest import USAGE_FLUSH_S, Crowd, Service, eventually
 from tests.e2e.load import Load, Outcome, Target
-from tests.e2e.parts import complete, engine_processes
+from tests.e2e.service_processes import complete, engine_processes
 
 
 def generate(service: Service, target: Target, **body: Any) -> httpx.Response:

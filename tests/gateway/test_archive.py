@@ -24,7 +24,7 @@ def story(request_id: str) -> RequestRecord:
     """As much as there is to tell of a request, with times of its own."""
     names = tuple(random.sample(("replica-1", "replica-2", "replica-3"), 3))
     costs = (random.random() for _ in range(5 * len(names)))
-    weighed = tuple(Candidate(name, Residency.GPU, Cost(*islice(costs, 5))) for name in names)
+    candidates = tuple(Candidate(name, Residency.GPU, Cost(*islice(costs, 5))) for name in names)
     tenant = f"tenant-{random.randrange(200)}"
     digest = f"{random.Random(tenant).getrandbits(256):064x}"
     return RequestRecord(
@@ -42,7 +42,7 @@ def story(request_id: str) -> RequestRecord:
         over=True,
         replica=names[0],
         residency=Residency.GPU,
-        attempts=(AttemptRecord(request_id, names[0], random.random(), None, weighed, None),),
+        attempts=(AttemptRecord(request_id, names[0], random.random(), None, candidates, None),),
         usage=FinalUsage(12, 8, 34, (Course(queued_s=random.random(), steps=9),)),
     )
 

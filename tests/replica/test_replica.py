@@ -363,7 +363,7 @@ def test_a_replica_whose_engine_hangs_sends_requests_elsewhere_and_says_nothing(
         monkeypatch.setattr(replica_module, name, seconds)
 
     async def scenario(replica):
-        async with aclosing(replica.watch("r0")) as watch:
+        async with aclosing(replica.status_updates("r0")) as watch:
             await anext(watch)
             said = await replica.record_routing_stats()
             kill_engine(signal.SIGSTOP)
@@ -387,7 +387,7 @@ def test_a_replica_whose_engine_hangs_sends_requests_elsewhere_and_says_nothing(
 def test_a_replica_loads_no_torch(settings):
     code = (
         "import asyncio, os, sys\n"
-        "from lorikeet.serving.app import Replica\n"
+        "from lorikeet.serving.deployments import Replica\n"
         "from lorikeet.settings import Settings\n"
         "async def main():\n"
         f"    Replica('r0', '{BASE}', Settings.from_env()).close()\n"

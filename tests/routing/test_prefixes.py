@@ -1,11 +1,11 @@
 """Which replica has computed how much of a prompt."""
 
-from lorikeet.routing.prefixes import (
+from lorikeet.routing.prefix_index import (
     BLOCK_TOKENS,
     CHARACTERS_PER_TOKEN,
     MOST_BLOCKS,
-    PrefixMap,
-    prefix_chain,
+    PrefixIndex,
+    prefix_hashes,
 )
 
 BLOCK = "x" * (BLOCK_TOKENS * CHARACTERS_PER_TOKEN)
@@ -17,22 +17,22 @@ def text(*letters: str) -> str:
 
 
 def test_prompts_share_the_blocks_up_to_their_first_difference():
-    one, other = prefix_chain(text("a", "b", "c")), prefix_chain(text("a", "b", "d") + "rest")
+    one, other = prefix_hashes(text("a", "b", "c")), prefix_hashes(text("a", "b", "d") + "rest")
     assert one[:2] == other[:2]
     assert one[2] != other[2]
-    assert prefix_chain(text("b")) != one[1:2]  # what came before is part of a block
+    assert prefix_hashes(text("b")) != one[1:2]  # what came before is part of a block
 
 
 def test_only_whole_blocks_count_and_only_so_many():
-    assert len(prefix_chain(BLOCK[:-1])) == 0
-    assert len(prefix_chain(BLOCK)) == len(prefix_chain(BLOCK * 2 + "y")) - 1 == 1
-    assert len(prefix_chain(BLOCK * (MOST_BLOCKS + 5))) == MOST_BLOCKS
-    assert len(prefix_chain(tuple(range(2 * BLOCK_TOKENS + 1)))) == 2
+    assert len(prefix_hashes(BLOCK[:-1])) == 0
+    assert len(prefix_hashes(BLOCK)) == len(prefix_hashes(BLOCK * 2 + "y")) - 1 == 1
+    assert len(prefix_hashes(BLOCK * (MOST_BLOCKS + 5))) == MOST_BLOCKS
+    assert len(prefix_hashes(tuple(range(2 * BLOCK_TOKENS + 1)))) == 2
 
 
 def test_salts_keep_equal_prompts_apart():
     chains = {
-        prefix_chain(BLOCK, tenant, digest)
+        prefix_hashes(BLOCK, tenant, digest)
         for tenant in ("acme", "globex")
         for digest in (None, "d1", "d2")
     }
@@ -40,22 +40,22 @@ def test_salts_keep_equal_prompts_apart():
 
 
 def test_who_computed_a_block_last_has_all_before_it():
-    known = PrefixMap()
-    known.add(prefix_chain(text("a", "b", "c")), "first")
-    assert known.cached_tokens(prefix_chain(text("a", "b", "z"))) == {"first": 2 * BLOCK_TOKENS}
-    known.add(prefix_chain(text("a")), "second")
-    assert known.cached_tokens(prefix_chain(text("a", "b", "c", "d"))) == {
+    known = PrefixIndex()
+    known.add(prefix_hashes(text("a", "b", "c")), "first")
+    assert known.cached_tokens(prefix_hashes(text("a", "b", "z"))) == {"first": 2 * BLOCK_TOKENS}
+    known.add(prefix_hashes(text("a")), "second")
+    assert known.cached_tokens(prefix_hashes(text("a", "b", "c", "d"))) == {
         "second": BLOCK_TOKENS,
         "first": 3 * BLOCK_TOKENS,
     }
-    assert known.cached_tokens(prefix_chain(text("z", "a"))) == {}
+    assert known.cached_tokens(prefix_hashes(text("z", "a"))) == {}
 
 
 def test_what_was_not_computed_for_longest_is_forgotten():
-    known = PrefixMap(most_blocks=3)
+    known = PrefixIndex(most_blocks=3)
     for letter in "abc":
-        known.add(prefix_chain(text(letter)), letter)
-    known.add(prefix_chain(text("a")), "again")
-    known.add(prefix_chain(text("d")), "d")
-    found = [known.cached_tokens(prefix_chain(text(letter))) for letter in "abcd"]
+        known.add(prefix_hashes(text(letter)), letter)
+    known.add(prefix_hashes(text("a")), "again")
+    known.add(prefix_hashes(text("d")), "d")
+    found = [known.cached_tokens(prefix_hashes(text(letter))) for letter in "abcd"]
     assert [list(each) for each in found] == [["again"], [], ["c"], ["d"]]

@@ -1,4 +1,4 @@
-"""What the cost of a replica depends on, and in which direction."""
+"""What the cost of a replica depends on, and in which direction; the candidate sample."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -8,12 +8,12 @@ from time import thread_time
 import pytest
 
 from lorikeet.rendezvous import CANDIDATES, by_preference, rendezvous_candidates
-from lorikeet.routing.costs import H200_LLAMA_8B as COSTS
+from lorikeet.routing.cost_model import H200_LLAMA_8B as COSTS
 from lorikeet.routing.ranking import (
-    MOST_NEAR,
+    MOST_OFF_GPU,
     MOST_ON_GPU,
     Holders,
-    Option,
+    ReplicaOption,
     RoutingStatus,
     Work,
     candidate_sample,
@@ -32,8 +32,8 @@ def status(**changes) -> RoutingStatus:
     return replace(usual, **changes)
 
 
-def option(replica="any", now=None, **more) -> Option:
-    return Option(replica, status() if now is None else now, COSTS, **more)
+def option(replica="any", now=None, **more) -> ReplicaOption:
+    return ReplicaOption(replica, status() if now is None else now, COSTS, **more)
 
 
 def cost_s(work=WORK, now=None, **more) -> float:
@@ -44,8 +44,8 @@ def first(*options, work=WORK):
     return rank(work, options)[0].replica
 
 
-def sample(on_gpu, near, everyone, rng, rendezvous=tuple):
-    return candidate_sample(Holders(on_gpu, near, rendezvous), everyone, rng)
+def sample(on_gpu, off_gpu, everyone, rng, rendezvous=tuple):
+    return candidate_sample(Holders(on_gpu, off_gpu, rendezvous), everyone, rng)
 
 
 def test_nearer_tiers_cost_less():
@@ -84,12 +84,12 @@ def test_a_load_behind_others_in_an_arena_that_is_leased_or_used_costs_more():
     for worse in (
         {"now": replace(idle, loading_bytes=5000 * MB)},
         {"now": replace(idle, room_bytes=0)},
-        {"lost_uses": 1.0},
+        {"evicted_uses": 1.0},
     ):
         assert cost_s(**{**cold, **worse}) > cost_s(**cold)
 
 
-def test_a_load_overlaps_with_the_wait_for_a_seat():
+def test_a_load_overlaps_with_the_wait_for_running_capacity():
     free, full = status(waiting=0, waiting_tokens=0), status(waiting_tokens=40_000)
     added_when_free_s = cost_s(now=free, tier=Residency.DISK) - cost_s(now=free)
     added_when_full_s = cost_s(now=full, tier=Residency.DISK) - cost_s(now=full)
@@ -102,7 +102,7 @@ def test_what_is_cached_of_a_prompt_and_a_load_that_has_begun_cost_less():
     idle = status(waiting=0, waiting_tokens=0)
     begun = replace(idle, loading_bytes=WORK.adapter_bytes)
     cold = cost_s(tier=Residency.DISK, now=idle)
-    assert cost_s(now=idle) < cost_s(tier=Residency.DISK, now=begun, arriving=True) < cold
+    assert cost_s(now=idle) < cost_s(tier=Residency.DISK, now=begun, loading=True) < cold
 
 
 def test_many_sequences_cost_others_more_than_one():
@@ -141,7 +141,7 @@ def test_a_hot_adapter_spreads_once_its_replica_is_busy_enough_and_no_sooner():
     assert chosen[-1] == "elsewhere"
 
 
-def test_a_sample_has_holders_those_near_and_two_at_random_once_each():
+def test_a_sample_has_holders_on_gpu_and_off_it_and_two_at_random_once_each():
     rng, everyone = Random(1), list(range(1000))
     for residents in ([], [5], list(range(MOST_ON_GPU)), everyone):
         for _ in range(50):
@@ -149,7 +149,7 @@ def test_a_sample_has_holders_those_near_and_two_at_random_once_each():
             assert len(few) == len(set(few))
             assert {5, 7} <= set(few)
             from_residents = min(len(residents), MOST_ON_GPU)
-            assert len(few) <= from_residents + MOST_NEAR + 2
+            assert len(few) <= from_residents + MOST_OFF_GPU + 2
             assert set(few[:from_residents]) <= set(residents)
 
 
@@ -187,12 +187,12 @@ def test_one_choice_takes_less_than_0_3_ms():
         digest = request // 2
         began_s = thread_time()
         here = residents[digest]
-        near = rendezvous_candidates(str(digest), replicas)
+        off_gpu = rendezvous_candidates(str(digest), replicas)
         rank(
             WORK,
             [
                 option(name, statuses[name], tier=Residency.GPU if name in here else Residency.DISK)
-                for name in sample(here, near, replicas, rng)
+                for name in sample(here, off_gpu, replicas, rng)
             ],
         )
         took_s.append(thread_time() - began_s)
@@ -201,7 +201,7 @@ def test_one_choice_takes_less_than_0_3_ms():
 
 @pytest.mark.parametrize("tier", Residency)
 def test_the_wait_and_the_load_overlap_and_all_else_adds_up(tier):
-    cost = expected_cost(WORK, option(tier=tier, lost_uses=2.0))
+    cost = expected_cost(WORK, option(tier=tier, evicted_uses=2.0))
     assert all(part >= 0 for part in cost)
     longer_s, shorter_s = max(cost.queue_s, cost.load_s), min(cost.queue_s, cost.load_s)
     assert cost.total_s == pytest.approx(sum(cost) - shorter_s)

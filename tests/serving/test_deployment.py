@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import pytest
 
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision, PrefetchTarget
-from lorikeet.serving import deployment as deployment_module
-from lorikeet.serving.deployment import EngineDeployment
+from lorikeet.serving import replica_reconciler as deployment_module
+from lorikeet.serving.replica_reconciler import EngineDeployment
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import Residency
 from tests.placement.given import held, ref, report

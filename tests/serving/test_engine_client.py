@@ -7,10 +7,10 @@ import pytest
 
 from lorikeet.errors import Unavailable
 from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, Endpoint, FinalUsage, Refusal
-from lorikeet.routing.ranking import Ask, Work
+from lorikeet.routing.ranking import RoutingRequest, Work
 from lorikeet.serving import engine_client as engines_module
 from lorikeet.serving.engine_client import ServeEngineClient
-from lorikeet.serving.fleets import fleet_of
+from lorikeet.serving.fleet_registry import fleet_of
 from tests.serving.fake_stream import FakeStream
 
 BASE, GATEWAY = "tiny", "g0"
@@ -25,7 +25,7 @@ class Handle:
 
     def __init__(self):
         self.calls, self.responses_opened = [], []
-        self.generate = self.watch = self.responses = self
+        self.generate = self.status_updates = self.responses = self
 
     def options(self, **_):
         return self
@@ -48,7 +48,7 @@ class Handle:
 
 def run(scenario):
     async def inside():
-        fleet_of(Handle.app_name, Handle.deployment_name).exist(["r0"])
+        fleet_of(Handle.app_name, Handle.deployment_name).set_replicas(["r0"])
         handle = Handle()
         engines = ServeEngineClient({BASE: handle}, GATEWAY)
         await until(lambda: handle.responses_opened)
@@ -80,8 +80,8 @@ async def asked(engines, handle):
 def test_an_answer_comes_on_the_response_stream_and_its_call_ends_by_itself():
     async def scenario(engines, handle):
         asking = await asked(engines, handle)
-        sent, fleet = Ask(Work(prompt_tokens=1)), fleet_of("test", "engine-tiny")
-        fleet.intend("r", "r0", sent)  # as the router does; Serve has not said who took it
+        sent, fleet = RoutingRequest(Work(prompt_tokens=1)), fleet_of("test", "engine-tiny")
+        fleet.assign("r", "r0", sent)  # as the router does; Serve has not said who took it
         handle.deliver(HEADER, b"a")
         handle.deliver(USAGE, b"b", ended=True)
         attempt, *items = await asking

@@ -1,6 +1,6 @@
 """Which replicas count as there."""
 
-from lorikeet.serving.deployment import Liveness
+from lorikeet.serving.replica_reconciler import Liveness
 from tests.placement.given import report
 
 

@@ -8,7 +8,7 @@ from ray.serve._private.http_util import convert_object_to_asgi_messages
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lorikeet.serving.proxy import middlewares
+from lorikeet.serving.proxy_middleware import middlewares
 
 
 def answer(app: ASGIApp) -> httpx.Response:

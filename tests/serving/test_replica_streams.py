@@ -1,4 +1,4 @@
-"""A gateway listens to every replica that exists, and to one that is gone as long as it must."""
+"""A gateway keeps a stream from every replica, and from one that is gone while it is needed."""
 
 import asyncio
 import time
@@ -14,15 +14,15 @@ from tests.serving.fake_stream import FakeStream
 
 
 class Replicas:
-    """Their streams in the order in which they were opened, and what was heard of them."""
+    """Their streams in the order in which they were opened, and the items received."""
 
     def __init__(self, silence_s):
         self.fleet = Fleet()
-        self.opened, self.heard, self.needed = [], [], set()
+        self.opened, self.received, self.needed = [], [], set()
         self._streams = ReplicaStreams(
             self.fleet,
             self._open,
-            lambda replica, word: self.heard.append((replica, word)),
+            lambda replica, item: self.received.append((replica, item)),
             silence_s,
             self.needed.__contains__,
         )
@@ -33,7 +33,7 @@ class Replicas:
 
     @asynccontextmanager
     async def followed(self):
-        following = asyncio.create_task(self._streams.follow())
+        following = asyncio.create_task(self._streams.run())
         try:
             yield
         finally:
@@ -70,12 +70,12 @@ def names(replicas):
 
 def test_it_hears_every_replica_and_stops_when_one_is_gone():
     async def scenario(replicas):
-        replicas.fleet.exist(["r0", "r1"])
+        replicas.fleet.set_replicas(["r0", "r1"])
         await replicas.until(lambda: set(names(replicas)) == {"r0", "r1"})
         for stream in replicas.opened:
             stream.say("hello")
-        await replicas.until(lambda: set(replicas.heard) == {("r0", "hello"), ("r1", "hello")})
-        replicas.fleet.exist(["r1", "r2"])
+        await replicas.until(lambda: set(replicas.received) == {("r0", "hello"), ("r1", "hello")})
+        replicas.fleet.set_replicas(["r1", "r2"])
         gone = next(stream for stream in replicas.opened if stream.replica == "r0")
         await replicas.until(lambda: gone.cancelled and "r2" in names(replicas))
         assert sorted(names(replicas)) == ["r0", "r1", "r2"]
@@ -85,14 +85,14 @@ def test_it_hears_every_replica_and_stops_when_one_is_gone():
 
 def test_it_hears_a_replica_that_is_gone_as_long_as_that_is_needed():
     async def scenario(replicas):
-        replicas.fleet.exist(["r0"])
+        replicas.fleet.set_replicas(["r0"])
         await replicas.until(lambda: replicas.opened)
         (stream,) = replicas.opened
         replicas.needed.add("r0")
-        replicas.fleet.exist([])
+        replicas.fleet.set_replicas([])
         await asyncio.sleep(0.1)
         stream.say("the end")
-        await replicas.until(lambda: replicas.heard == [("r0", "the end")])
+        await replicas.until(lambda: replicas.received == [("r0", "the end")])
         assert not stream.cancelled
         replicas.needed.clear()
         await replicas.until(lambda: stream.cancelled)
@@ -103,7 +103,7 @@ def test_it_hears_a_replica_that_is_gone_as_long_as_that_is_needed():
 @pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("broken"), RayActorError()])
 def test_a_stream_that_ends_is_opened_again_and_a_lost_replica_is_lost(end):
     async def scenario(replicas):
-        replicas.fleet.exist(["r0", "r1"])
+        replicas.fleet.set_replicas(["r0", "r1"])
         await replicas.until(lambda: len(replicas.opened) == 2)
         first = next(stream for stream in replicas.opened if stream.replica == "r0")
         first.say(end)
@@ -112,14 +112,14 @@ def test_a_stream_that_ends_is_opened_again_and_a_lost_replica_is_lost(end):
         lost = isinstance(end, RayActorError)
         assert set(replicas.fleet.usable) == ({"r1"} if lost else {"r0", "r1"})
         replicas.opened[-1].say("again")
-        await replicas.until(lambda: replicas.heard == [("r0", "again")])
+        await replicas.until(lambda: replicas.received == [("r0", "again")])
 
     run(scenario)
 
 
 def test_one_that_must_not_be_silent_is_opened_again():
     async def scenario(replicas):
-        replicas.fleet.exist(["r0"])
+        replicas.fleet.set_replicas(["r0"])
         await replicas.until(lambda: len(replicas.opened) >= 3)
 
     run(scenario, silence_s=0.02)

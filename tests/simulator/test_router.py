@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
-from lorikeet.routing.fleet import SimulatedFleet as GatewaysFleet
-from lorikeet.routing.ranking import Ask, Work
+from lorikeet.routing.fleet import Fleet as GatewaysFleet
+from lorikeet.routing.ranking import RoutingRequest, Work
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.replica import SimulatedReplica
@@ -32,11 +32,11 @@ def ref(fleet: SimulatedFleet, adapter: int) -> AdapterRef:
     return AdapterRef("any", fleet.names[adapter], 1, fleet.names[adapter])
 
 
-def ask(fleet: SimulatedFleet, adapter: int | None, prompt_tokens: int) -> Ask:
+def ask(fleet: SimulatedFleet, adapter: int | None, prompt_tokens: int) -> RoutingRequest:
     if adapter is None:
-        return Ask(Work(prompt_tokens))
+        return RoutingRequest(Work(prompt_tokens))
     work = Work(prompt_tokens, fleet.ranks[adapter], fleet.sizes[adapter])
-    return Ask(work, ref(fleet, adapter))
+    return RoutingRequest(work, ref(fleet, adapter))
 
 
 def live_stats(replica: SimulatedReplica, now_s: float) -> LiveStats:
@@ -60,17 +60,19 @@ def live_stats(replica: SimulatedReplica, now_s: float) -> LiveStats:
 def gateways_fleet(fleet: SimulatedFleet, now_s: float) -> GatewaysFleet:
     """That of a gateway which has sent all requests of this moment, and has just heard of them."""
     known = GatewaysFleet(lambda: now_s, Random(1), fleet.setup.costs)
-    known.exist([replica.name for replica in fleet.replicas])
+    known.set_replicas([replica.name for replica in fleet.replicas])
     for replica in fleet.replicas:
         for adapter in (*replica.waiting, *replica.decoding):
             request_id = f"{replica.name} {adapter}"
-            known.expect(request_id)
-            known.intend(request_id, replica.name, ask(fleet, adapter, 1))
+            known.track(request_id)
+            known.assign(request_id, replica.name, ask(fleet, adapter, 1))
             if adapter in replica.decoding:
-                known.begun(request_id)
+                known.on_first_bytes(request_id)
         held = (*replica.arena.residents, *replica.host, *replica.disk)
         moved = {fleet.names[adapter]: replica.tier(adapter) for adapter in held}
-        known.heard(replica.name, StatusUpdate(1, live_stats(replica, now_s), moved), age_s=0.0)
+        known.on_status_update(
+            replica.name, StatusUpdate(1, live_stats(replica, now_s), moved), age_s=0.0
+        )
     return known
 
 

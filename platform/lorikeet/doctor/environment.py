@@ -9,7 +9,7 @@ from lorikeet.errors import InvalidSetting
 from lorikeet.settings import Settings
 from lorikeet_engine.errors import SettingsError
 
-CALLBACK = "lorikeet.serving.proxy:middlewares"
+CALLBACK = "lorikeet.serving.proxy_middleware:middlewares"
 LARGEST_CALL = 16 * 2**20
 """Bytes: twice the JSON that a gateway takes."""
 

@@ -5,19 +5,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lorikeet.protocol.messages import Call
-from lorikeet.routing.prefixes import prefix_chain
-from lorikeet.routing.ranking import Ask
+from lorikeet.routing.prefix_index import prefix_hashes
+from lorikeet.routing.ranking import RoutingRequest
 
 
-def ask_of(call: Call) -> Ask:
+def routing_request_of(call: Call) -> RoutingRequest:
     """What it asks of a replica, and how its prompt begins.
 
     Of several prompts the first: they go to one replica together. Prompts of other tenants or with
     other adapters never share anything.
     """
     digest = call.adapter.digest if call.adapter else None
-    chain = prefix_chain(_beginning(call), call.tenant, digest)
-    return Ask(call.work, call.adapter, chain, call.tenant)
+    chain = prefix_hashes(_beginning(call), call.tenant, digest)
+    return RoutingRequest(call.work, call.adapter, chain, call.tenant)
 
 
 def _beginning(call: Call) -> str | Sequence[int]:

@@ -127,14 +127,14 @@ class Attempt:
     """What the gateway adds to an answer when a replica has taken the call, or failed it.
 
     request_id: the call's; where another replica repeats it, with the attempt's number behind.
-    replica: None where none took it. waited_s: until then. weighed: the replicas that the router
+    replica: None where none took it. waited_s: until then. candidates: the replicas that the router
     considered, the best first. failure: why it ended without an answer; None as long as it has not.
     """
 
     request_id: str
     replica: str | None
     waited_s: float
-    weighed: tuple[Candidate[str], ...] = ()
+    candidates: tuple[Candidate[str], ...] = ()
     failure: str | None = None
 
 

@@ -56,9 +56,9 @@ _MOST_FAILED_STEPS = 5  # in a row: the device or the engine is broken, not a re
 class Replica:
     """Serves one base model and any of its adapters.
 
-    Tokenises, has the engine run in a process of its own, detokenises, and forms the bytes that
-    the client reads. Plain Python: `serving/app.py` makes it a deployment. Build it on the event
-    loop that will call it.
+    Tokenises, has the engine run in a process of its own, detokenises, and forms the bytes that the
+    client reads. Plain Python: `serving/deployments.py` makes it a deployment. Build it on the
+    event loop that will call it.
     """
 
     def __init__(self, name: str, base_model: str, settings: Settings) -> None:
@@ -165,7 +165,7 @@ class Replica:
         labels = {"base_model": self._base_model, "replica": self.name}
         return await asyncio.to_thread(render, replica_metrics(self._engine.status), labels)
 
-    async def watch(self, replica: str) -> AsyncIterator[StatusUpdate]:
+    async def status_updates(self, replica: str) -> AsyncIterator[StatusUpdate]:
         """Where adapters are here and what the engine does, as it changes; for about a minute.
 
         replica: this one's name, by which the router found it.

@@ -14,7 +14,7 @@ _COMPUTED = {"overloaded", "adapter_not_ready"}
 
 @dataclass(frozen=True, slots=True)
 class AttemptRecord:
-    """A replica's try at a request. weighed: what the router considered, the best first.
+    """A replica's try at a request. candidates: what the router considered, the best first.
 
     taken_s, failed_s: as RequestRecord's times; None where it did not. failure: None where it did
     not fail.
@@ -24,7 +24,7 @@ class AttemptRecord:
     replica: str | None
     taken_s: float | None
     failure: str | None
-    weighed: tuple[Candidate[str], ...]
+    candidates: tuple[Candidate[str], ...]
     failed_s: float | None
 
 

@@ -114,7 +114,7 @@ class RequestTrace(RequestObserver):
             attempt.replica,
             earlier.taken_s if earlier else taken_s,
             attempt.failure,
-            attempt.weighed,
+            attempt.candidates,
             failed_s,
         )
         if failed_s is not None:

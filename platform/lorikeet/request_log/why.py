@@ -90,7 +90,7 @@ def _attempt(record: RequestRecord, attempt: AttemptRecord) -> Json:
                 "others_ms": _ms(cost.others_s),
                 "copy_ms": _ms(cost.copy_s),
             }
-            for name, tier, cost in attempt.weighed
+            for name, tier, cost in attempt.candidates
         ],
     }
 

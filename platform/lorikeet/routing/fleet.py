@@ -9,291 +9,304 @@ from threading import Lock
 from typing import NamedTuple
 
 from lorikeet.rendezvous import rendezvous_candidates
-from lorikeet.routing.agreed import agreed_costs
-from lorikeet.routing.costs import H200_LLAMA_8B, Costs
-from lorikeet.routing.known_replica import KnownReplica, Sent
+from lorikeet.routing.cost_model import H200_LLAMA_8B, CostModel
 from lorikeet.routing.locations import AdapterLocations
-from lorikeet.routing.prefixes import PrefixMap
-from lorikeet.routing.ranking import Ask, Candidate, Holders, candidate_sample, rank
+from lorikeet.routing.median_costs import median_costs
+from lorikeet.routing.prefix_index import PrefixIndex
+from lorikeet.routing.ranking import Candidate, Holders, RoutingRequest, candidate_sample, rank
 from lorikeet.routing.status_update import StatusUpdate
+from lorikeet.routing.tracked_replica import InFlightRequest, TrackedReplica
 from lorikeet_engine.adapter import AdapterRef, Residency
 
 UPDATE_AGE_S = 0.12
-"""An engine reports once in a tenth of a second; then a replica passes it on."""
+"""How old the live stats of a status update are: an engine reports ten times a second."""
 HEADER_AGE_S = 0.2
-"""An answer's header carries what its replica had heard of its engine last."""
+"""How old the status is that an answer's header carries."""
 STATS_AGE_S = 1.2
-"""Serve asks for stats every second and hands them on a little later."""
-UNFETCHABLE_S = 10.0
-"""For so long after an adapter could not be fetched, requests stay where theirs already is."""
+"""How old the stats that Serve passes on are: it asks for them every second."""
+FETCH_PAUSE_S = 10.0
+"""After an adapter could not be fetched, requests go for so long where theirs already is."""
 LOST_S = 10.0
-"""A replica that failed is tried again after so long even if nobody hears it."""
-_AGREE_S = 1.0  # measured costs change slowly, and each replica speaks of its own every second
+"""A lost replica is tried again after so long, even if it sends no status."""
+_COSTS_PERIOD_S = 1.0  # measured costs change slowly; each replica sends its own every second
 
 
-class Decision(NamedTuple):
+class RoutingDecision(NamedTuple):
     """Where a request was sent.
 
-    taken_s: when that replica took it, by the fleet's clock; None: not yet. weighed: the replicas
-    that were considered, the best first.
+    accepted_s: when that replica took it, by the fleet's clock; None: not yet. candidates: the
+    replicas that were considered, the best first.
     """
 
     replica: str
-    taken_s: float | None
-    weighed: tuple[Candidate[str], ...]
+    accepted_s: float | None
+    candidates: tuple[Candidate[str], ...]
 
 
-def _unknown(_: str) -> int | None:
+def _unknown_queue(_: str) -> int | None:
     return None
 
 
 class Fleet:
-    """Learns from what replicas say and from what this gateway sends them.
+    """The replicas of one base model, known from their status and from what this gateway sends.
 
     Serve's router runs on another thread than the gateway's event loop, so every method holds one
     lock for as long as it runs: microseconds, but for snapshots of thousands of adapters. Nothing
-    waits while it holds it. Unknown replicas and requests are left alone.
+    waits while it holds it. What concerns unknown replicas and requests is ignored.
     """
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
-        costs: Costs = H200_LLAMA_8B,
+        costs: CostModel = H200_LLAMA_8B,
     ) -> None:
         self._clock, self._costs = clock, costs
         self._rng = rng or Random()
         self._lock = Lock()
-        self._known: dict[str, KnownReplica] = {}
+        self._replicas: dict[str, TrackedReplica] = {}
         self._lost_s: dict[str, float] = {}  # since when
-        self._in_order: tuple[str, ...] = ()
+        self._usable: tuple[str, ...] = ()
         self._locations = AdapterLocations()
-        self._prefixes = PrefixMap()
-        self._sent: dict[str, Sent | None] = {}
-        self._wanted: dict[tuple[str, AdapterRef], set[str]] = {}  # the requests that wait
-        self._fetching_from_s = -math.inf
-        self._agreed_s = -math.inf
+        self._prefixes = PrefixIndex()
+        self._in_flight: dict[str, InFlightRequest | None] = {}
+        self._waiting: dict[tuple[str, AdapterRef], set[str]] = {}  # request ids
+        self._fetch_again_s = -math.inf
+        self._costs_updated_s = -math.inf
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """All that Serve says exist."""
+        """All replicas that Serve says exist."""
         with self._lock:
-            return tuple(self._known)
+            return tuple(self._replicas)
 
     @property
     def usable(self) -> tuple[str, ...]:
-        """All that are not lost; if all are, all."""
-        return self._in_order
+        """The replicas that are not lost, or all if all are lost."""
+        return self._usable
 
-    def exist(self, replicas: Iterable[str]) -> None:
-        """Serve says that these exist and no others."""
+    def set_replicas(self, replicas: Iterable[str]) -> None:
+        """Take in from Serve that these replicas exist and no others."""
         with self._lock:
             names = tuple(replicas)
-            if self._known.keys() == set(names):
+            if self._replicas.keys() == set(names):
                 return
-            for gone in self._known.keys() - set(names):
-                self._locations.forget(gone)
+            for gone in self._replicas.keys() - set(names):
+                self._locations.remove_replica(gone)
                 self._lost_s.pop(gone, None)
-            self._known = {
-                name: self._known.get(name) or KnownReplica(name, self._costs) for name in names
+            self._replicas = {
+                name: self._replicas.get(name) or TrackedReplica(name, self._costs)
+                for name in names
             }
-            self._arrange()
+            self._update_usable()
 
-    def heard(self, replica: str, update: StatusUpdate, age_s: float = UPDATE_AGE_S) -> None:
-        """A replica has sent an update. age_s: how old its live stats may be."""
+    def on_status_update(
+        self, replica: str, update: StatusUpdate, age_s: float = UPDATE_AGE_S
+    ) -> None:
+        """Take in a replica's update. age_s: how old its live stats may be."""
         with self._lock:
-            known = self._known.get(replica)
+            known = self._replicas.get(replica)
             if known is None:
                 return
             now_s = self._clock()
-            if known.take(update, now_s, age_s) and self._lost_s.pop(replica, None) is not None:
-                self._arrange()
-            if update.costs is not None and now_s >= self._agreed_s + _AGREE_S:
-                self._agreed_s = now_s
-                self._agree()
-            self._locations.take(replica, update)
+            if known.apply(update, now_s, age_s) and self._lost_s.pop(replica, None) is not None:
+                self._update_usable()
+            if update.costs is not None and now_s >= self._costs_updated_s + _COSTS_PERIOD_S:
+                self._costs_updated_s = now_s
+                self._update_costs()
+            self._locations.apply(replica, update)
 
-    def found(self, replica: str, digest: str, tier: Residency) -> None:
-        """An answer says where its adapter was when its replica took the request."""
+    def on_adapter_found(self, replica: str, digest: str, tier: Residency) -> None:
+        """Take in from an answer where its adapter was when its replica took the request."""
         with self._lock:
-            if replica in self._known:
-                self._locations.move(replica, digest, tier)
+            if replica in self._replicas:
+                self._locations.set_tier(replica, digest, tier)
 
-    def lost(self, replica: str | None) -> None:
-        """It did not do what it had taken: not to be asked for LOST_S, or until it speaks again."""
+    def on_replica_lost(self, replica: str | None) -> None:
+        """Send nothing to a replica that failed a request, for LOST_S or until its next status."""
         with self._lock:
-            if replica in self._known:
+            if replica in self._replicas:
                 self._lost_s[replica] = self._clock()
-                self._arrange()
+                self._update_usable()
 
-    def unfetchable(self, digest: str) -> bool:
-        """An adapter could not be brought to a replica; whether some replica has it already.
+    def on_load_failed(self, digest: str) -> bool:
+        """Take in that a replica could not load an adapter; return whether another one has it.
 
-        The store may be away, so for a while no adapter is fetched where another replica has it.
+        The store may be away, so for a while requests go to replicas that have their adapter.
         """
         with self._lock:
-            self._fetching_from_s = self._clock() + UNFETCHABLE_S
+            self._fetch_again_s = self._clock() + FETCH_PAUSE_S
             tiers = (Residency.GPU, Residency.HOST, Residency.DISK)
-            return any(self._of_use(self._locations.at(tier, digest)) for tier in tiers)
+            return any(self._filter_usable(self._locations.at(tier, digest)) for tier in tiers)
 
-    def rank(self, ask: Ask, queue: Callable[[str], int | None] = _unknown) -> list[Candidate[str]]:
+    def rank(
+        self, request: RoutingRequest, queue_length: Callable[[str], int | None] = _unknown_queue
+    ) -> list[Candidate[str]]:
         """A few replicas, the one with the least expected cost first; none if there are none.
 
-        queue: the requests at a replica, as far as Serve knows, at once; for those that are silent.
+        queue_length: the requests at a replica as Serve knows them, for one without recent status.
         """
         with self._lock:
             now_s = self._clock()
-            self._try_again(now_s)
-            if not self._in_order:
+            self._retry_lost(now_s)
+            if not self._usable:
                 return []
-            cached = self._prefixes.cached_tokens(ask.prefixes)
-            sample = candidate_sample(self._holders(ask.digest), self._in_order, self._rng)
+            cached = self._prefixes.cached_tokens(request.prefix_hashes)
+            sample = candidate_sample(self._holders(request.digest), self._usable, self._rng)
             options = [
-                self._known[name].option(
-                    ask, self._locations, cached.get(name, 0), now_s, queue(name)
+                self._replicas[name].option(
+                    request, self._locations, cached.get(name, 0), now_s, queue_length(name)
                 )
-                for name in dict.fromkeys([*sample, *self._of_use(cached)])
+                for name in dict.fromkeys([*sample, *self._filter_usable(cached)])
             ]
-            fetchable = ask.digest is None or now_s >= self._fetching_from_s
-            return rank(ask.work, options, fetchable=fetchable)
+            fetchable = request.digest is None or now_s >= self._fetch_again_s
+            return rank(request.work, options, fetchable=fetchable)
 
-    def expect(self, request_id: str) -> None:
-        """A request is about to be sent; until ended() it counts where it goes."""
+    def track(self, request_id: str) -> None:
+        """Count a request that is about to be sent, where it goes, until on_ended."""
         with self._lock:
-            self._sent[request_id] = None
+            self._in_flight[request_id] = None
 
-    def intend(
-        self, request_id: str, replica: str, ask: Ask, weighed: Sequence[Candidate[str]] = ()
+    def assign(
+        self,
+        request_id: str,
+        replica: str,
+        request: RoutingRequest,
+        candidates: Sequence[Candidate[str]] = (),
     ) -> None:
-        """It goes to this replica, the best of what was weighed, unless that turns out to be full.
+        """Send a tracked request to this replica, the best candidate, unless it proves to be full.
 
-        A request that is intended again waits for a place; its adapter may come before it.
+        A request that is assigned again waits for room; its adapter may be loaded before it.
         """
         with self._lock:
-            if request_id not in self._sent:
+            if request_id not in self._in_flight:
                 return
-            again, adapter = self._sent[request_id] is not None, ask.adapter
+            again, adapter = self._in_flight[request_id] is not None, request.adapter
             if again and adapter and self._locations.tier(replica, adapter.digest) < Residency.GPU:
-                self._wanted.setdefault((replica, adapter), set()).add(request_id)
-            self._send(request_id, replica, ask, weighed)
+                self._waiting.setdefault((replica, adapter), set()).add(request_id)
+            self._assign(request_id, replica, request, candidates)
 
-    def accepted(self, request_id: str, replica: str) -> None:
-        """The replica that took it, as Serve or its answer says; whoever says it first."""
+    def on_accepted(self, request_id: str, replica: str) -> None:
+        """Take in which replica took a request, as Serve or the answer says, whichever is first."""
         with self._lock:
-            sent = self._sent.get(request_id)
+            sent = self._in_flight.get(request_id)
             if sent is None or sent.accepted_s is not None:
                 return
             if sent.replica.name != replica:
-                self._send(request_id, replica, sent.ask, sent.weighed)
-                sent = self._sent[request_id]
+                self._assign(request_id, replica, sent.request, sent.candidates)
+                sent = self._in_flight[request_id]
             if sent is not None:
                 sent.accepted_s = self._clock()
-                self._prefixes.add(sent.ask.prefixes, replica)
+                self._prefixes.add(sent.request.prefix_hashes, replica)
 
-    def taker(self, request_id: str) -> str | None:
+    def accepted_by(self, request_id: str) -> str | None:
         """The replica that took a request, if one did."""
         with self._lock:
-            sent = self._sent.get(request_id)
+            sent = self._in_flight.get(request_id)
             return sent.replica.name if sent is not None and sent.accepted_s is not None else None
 
-    def busy(self, replica: str) -> bool:
-        """Whether a request was sent there that has not ended, though it may exist no more."""
+    def has_in_flight(self, replica: str) -> bool:
+        """Whether a request sent to this replica has not ended; the replica may be gone."""
         with self._lock:
-            return any(sent and sent.replica.name == replica for sent in self._sent.values())
+            return any(sent and sent.replica.name == replica for sent in self._in_flight.values())
 
-    def decision(self, request_id: str) -> Decision | None:
-        """Where a request that has not ended was sent, and why; None while it waits for that."""
+    def decision(self, request_id: str) -> RoutingDecision | None:
+        """Where a request that has not ended was sent, and why; None while it is not assigned."""
         with self._lock:
-            sent = self._sent.get(request_id)
+            sent = self._in_flight.get(request_id)
             if sent is None:
                 return None
-            return Decision(sent.replica.name, sent.accepted_s, tuple(sent.weighed))
+            return RoutingDecision(sent.replica.name, sent.accepted_s, tuple(sent.candidates))
 
-    def begun(self, request_id: str) -> None:
-        """The first bytes of its answer have come, so its adapter is on that GPU."""
+    def on_first_bytes(self, request_id: str) -> None:
+        """Take in that an answer has begun, so that its adapter is on that GPU."""
         with self._lock:
-            sent = self._sent.get(request_id)
-            if sent is None or sent.begun:
+            sent = self._in_flight.get(request_id)
+            if sent is None or sent.answering:
                 return
-            sent.replica.begin(sent)
-            name, digest = sent.replica.name, sent.ask.digest
+            sent.replica.begin_answer(sent)
+            name, digest = sent.replica.name, sent.request.digest
             if digest is not None:
-                self._locations.wait_no_more(name, digest)
-                if name in self._known:
-                    self._locations.move(name, digest, Residency.GPU)
+                self._locations.remove_waiting(name, digest)
+                if name in self._replicas:
+                    self._locations.set_tier(name, digest, Residency.GPU)
 
-    def ended(self, request_id: str) -> None:
-        """It is over, answered or not."""
+    def on_ended(self, request_id: str) -> None:
+        """Forget a request that is over, answered or not."""
         with self._lock:
-            self._take_back(request_id)
-            self._sent.pop(request_id, None)
+            self._unassign(request_id)
+            self._in_flight.pop(request_id, None)
 
-    def take_wanted(self) -> dict[str, dict[AdapterRef, int]]:
-        """For each replica the adapters of requests that have waited for a place there.
+    def take_waiting_adapters(self) -> dict[str, dict[AdapterRef, int]]:
+        """For each replica the adapters of requests that wait for room there, and how many wait.
 
-        And how many requests for each, all since the call before.
+        All since the previous call.
         """
         with self._lock:
-            waited, self._wanted = self._wanted, {}
-        wanted: dict[str, dict[AdapterRef, int]] = {}
-        for (replica, adapter), requests in waited.items():
-            wanted.setdefault(replica, {})[adapter] = len(requests)
-        return wanted
+            waiting, self._waiting = self._waiting, {}
+        adapters: dict[str, dict[AdapterRef, int]] = {}
+        for (replica, adapter), requests in waiting.items():
+            adapters.setdefault(replica, {})[adapter] = len(requests)
+        return adapters
 
-    def _agree(self) -> None:
-        said = {name: known.measured for name, known in self._known.items() if known.measured}
-        for name, costs in agreed_costs(said, self._costs).items():
-            self._known[name].costs = costs
+    def _update_costs(self) -> None:
+        measured = {name: each.measured for name, each in self._replicas.items() if each.measured}
+        for name, costs in median_costs(measured, self._costs).items():
+            self._replicas[name].costs = costs
 
-    def _try_again(self, now_s: float) -> None:
-        """Lost replicas of long ago: a healthy one whose words are all lost would stay out."""
+    def _retry_lost(self, now_s: float) -> None:
+        """Use lost replicas again after LOST_S: a healthy one may have lost only its feed."""
         again = [name for name, since_s in self._lost_s.items() if now_s - since_s >= LOST_S]
         for name in again:
             del self._lost_s[name]
         if again:
-            self._arrange()
+            self._update_usable()
 
-    def _arrange(self) -> None:
-        found = tuple(name for name in self._known if name not in self._lost_s)
-        self._in_order = found or tuple(self._known)
+    def _update_usable(self) -> None:
+        usable = tuple(name for name in self._replicas if name not in self._lost_s)
+        self._usable = usable or tuple(self._replicas)
 
     def _holders(self, digest: str | None) -> Holders[str] | None:
         if digest is None:
             return None
-        at, coming = self._locations.at, self._locations.coming_to(digest)
+        at, loading = self._locations.at, self._locations.loading_on(digest)
         return Holders(
-            self._of_use(dict.fromkeys((*at(Residency.GPU, digest), *coming))),
-            self._of_use(at(Residency.HOST, digest) or at(Residency.DISK, digest)),
-            partial(rendezvous_candidates, digest, self._in_order),
+            self._filter_usable(dict.fromkeys((*at(Residency.GPU, digest), *loading))),
+            self._filter_usable(at(Residency.HOST, digest) or at(Residency.DISK, digest)),
+            partial(rendezvous_candidates, digest, self._usable),
         )
 
-    def _of_use(self, names: Iterable[str]) -> list[str]:
-        """Those that exist and are not lost."""
-        return [name for name in names if name in self._known and name not in self._lost_s]
+    def _filter_usable(self, names: Iterable[str]) -> list[str]:
+        """The replicas among these that exist and are not lost."""
+        return [name for name in names if name in self._replicas and name not in self._lost_s]
 
-    def _send(
-        self, request_id: str, replica: str, ask: Ask, weighed: Sequence[Candidate[str]]
+    def _assign(
+        self,
+        request_id: str,
+        replica: str,
+        request: RoutingRequest,
+        candidates: Sequence[Candidate[str]],
     ) -> None:
-        self._take_back(request_id)
-        known, digest = self._known.get(replica), ask.digest
+        self._unassign(request_id)
+        known, digest = self._replicas.get(replica), request.digest
         if known is None:
             return
-        brought_bytes = 0
+        load_bytes = 0
         if digest is not None:
-            if not self._locations.is_or_comes(replica, digest):
-                brought_bytes = ask.work.adapter_bytes
-            self._locations.wait(replica, digest)
-        cached = self._prefixes.cached_tokens(ask.prefixes).get(replica, 0)
-        tokens = max(1, ask.work.prompt_tokens - cached)
-        sent = Sent(ask, known, self._clock(), tokens, brought_bytes, weighed)
-        self._sent[request_id] = sent
-        known.send(sent)
+            if not self._locations.on_gpu_or_loading(replica, digest):
+                load_bytes = request.work.adapter_bytes
+            self._locations.add_waiting(replica, digest)
+        cached = self._prefixes.cached_tokens(request.prefix_hashes).get(replica, 0)
+        tokens = max(1, request.work.prompt_tokens - cached)
+        sent = InFlightRequest(request, known, self._clock(), tokens, load_bytes, candidates)
+        self._in_flight[request_id] = sent
+        known.add(sent)
 
-    def _take_back(self, request_id: str) -> None:
-        sent = self._sent.get(request_id)
+    def _unassign(self, request_id: str) -> None:
+        sent = self._in_flight.get(request_id)
         if sent is None:
             return
-        self._sent[request_id] = None
-        if sent.ask.digest is not None and not sent.begun:
-            self._locations.wait_no_more(sent.replica.name, sent.ask.digest)
-        sent.replica.end(sent)
+        self._in_flight[request_id] = None
+        if sent.request.digest is not None and not sent.answering:
+            self._locations.remove_waiting(sent.replica.name, sent.request.digest)
+        sent.replica.remove(sent)

@@ -14,7 +14,7 @@ _NOWHERE = Residency.REMOTE
 
 
 class AdapterLocations:
-    """Looked up by adapter for each request, kept up to date by replica."""
+    """The replicas that hold or load each adapter: read by adapter, updated by replica."""
 
     def __init__(self) -> None:
         self._holders: dict[Residency, dict[str, tuple[str, ...]]] = {
@@ -22,7 +22,7 @@ class AdapterLocations:
         }
         self._held: dict[str, dict[str, Residency]] = {}
         self._unconfirmed: dict[str, set[str]] = {}  # while a replica sends a snapshot
-        self._coming: dict[str, Counter[str]] = {}
+        self._loading: dict[str, Counter[str]] = {}
 
     def at(self, tier: Residency, digest: str) -> tuple[str, ...]:
         """The replicas whose nearest copy is at this tier, which is not remote."""
@@ -33,27 +33,27 @@ class AdapterLocations:
         held = self._held.get(replica)
         return held.get(digest, _NOWHERE) if held else _NOWHERE
 
-    def take(self, replica: str, update: StatusUpdate) -> None:
-        """Take in what has moved; what a whole snapshot does not name is held no more."""
+    def apply(self, replica: str, update: StatusUpdate) -> None:
+        """Apply a status update; what a whole snapshot does not name is held no more."""
         if update.begins_snapshot:
             self._unconfirmed[replica] = set(self._held.get(replica, ()))
         for digest, tier in update.moved.items():
-            self.move(replica, digest, tier)
+            self.set_tier(replica, digest, tier)
         if replica in self._unconfirmed:
             self._unconfirmed[replica].difference_update(update.moved)
         if update.ends_snapshot:
             for digest in self._unconfirmed.pop(replica, ()):
-                self.move(replica, digest, _NOWHERE)
+                self.set_tier(replica, digest, _NOWHERE)
 
-    def move(self, replica: str, digest: str, tier: Residency) -> None:
-        """It has the adapter there now and no nearer."""
+    def set_tier(self, replica: str, digest: str, tier: Residency) -> None:
+        """Record that a replica has the adapter at this tier and no nearer."""
         held = self._held.setdefault(replica, {})
         before = held.get(digest, _NOWHERE)
         if before is tier:
             return
         digest = sys.intern(digest)  # one string for all replicas that hold it
         if before is not _NOWHERE:
-            self._take_out(before, digest, replica)
+            self._remove_holder(before, digest, replica)
         if tier is _NOWHERE:
             del held[digest]
         else:
@@ -61,33 +61,33 @@ class AdapterLocations:
             holders = self._holders[tier]
             holders[digest] = (*holders.get(digest, ()), replica)
 
-    def coming_to(self, digest: str) -> Collection[str]:
-        """The replicas where requests wait for the adapter, so that it is on its way there."""
-        return self._coming.get(digest, ())
+    def loading_on(self, digest: str) -> Collection[str]:
+        """The replicas where requests wait for the adapter, so that it is being loaded there."""
+        return self._loading.get(digest, ())
 
-    def is_or_comes(self, replica: str, digest: str) -> bool:
-        """Whether the adapter is on that GPU, or on its way there."""
+    def on_gpu_or_loading(self, replica: str, digest: str) -> bool:
+        """Whether the adapter is on that replica's GPU, or being loaded to it."""
         on_gpu = self.tier(replica, digest) is Residency.GPU
-        return on_gpu or replica in self.coming_to(digest)
+        return on_gpu or replica in self.loading_on(digest)
 
-    def wait(self, replica: str, digest: str) -> None:
-        """One more request waits there for the adapter."""
-        self._coming.setdefault(digest, Counter())[replica] += 1
+    def add_waiting(self, replica: str, digest: str) -> None:
+        """Count one more request that waits there for the adapter."""
+        self._loading.setdefault(digest, Counter())[replica] += 1
 
-    def wait_no_more(self, replica: str, digest: str) -> None:
-        """One of them does no more."""
-        waiting = self._coming[digest]
-        take_one(waiting, replica)
+    def remove_waiting(self, replica: str, digest: str) -> None:
+        """Count one request less that waits there for the adapter."""
+        waiting = self._loading[digest]
+        decrement(waiting, replica)
         if not waiting:
-            del self._coming[digest]
+            del self._loading[digest]
 
-    def forget(self, replica: str) -> None:
-        """It is gone."""
+    def remove_replica(self, replica: str) -> None:
+        """Forget all that a replica holds."""
         self._unconfirmed.pop(replica, None)
         for digest, tier in self._held.pop(replica, {}).items():
-            self._take_out(tier, digest, replica)
+            self._remove_holder(tier, digest, replica)
 
-    def _take_out(self, tier: Residency, digest: str, replica: str) -> None:
+    def _remove_holder(self, tier: Residency, digest: str, replica: str) -> None:
         left = tuple(name for name in self._holders[tier][digest] if name != replica)
         if left:
             self._holders[tier][digest] = left
@@ -95,8 +95,8 @@ class AdapterLocations:
             del self._holders[tier][digest]
 
 
-def take_one(counts: Counter[K], key: K) -> None:
-    """One less of it; a count of 0 is not kept."""
+def decrement(counts: Counter[K], key: K) -> None:
+    """Count one less of a key; a count of 0 is not kept."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from random import Random
 from typing import Generic, NamedTuple, TypeVar
 
-from lorikeet.routing.costs import Costs
-from lorikeet.routing.prefixes import Chain
+from lorikeet.routing.cost_model import CostModel
+from lorikeet.routing.prefix_index import PrefixHashes
 from lorikeet_engine.adapter import AdapterRef, Residency
 
 R = TypeVar("R", bound=Hashable)
 
 MOST_ON_GPU = 4
-MOST_NEAR = 2
-"""Replicas of a sample that have the adapter on the GPU, and that have it near."""
+MOST_OFF_GPU = 2
+"""Replicas of a sample that have the adapter on the GPU, and that have it on host or disk."""
 
 
 class Work(NamedTuple):
@@ -28,21 +28,21 @@ class Work(NamedTuple):
     sequences: int = 1
 
 
-class Ask(NamedTuple):
+class RoutingRequest(NamedTuple):
     """A request as routing sees it.
 
-    prefixes: of its prompt, see prefix_chain; empty where nothing is known of it. tenant: None
+    prefix_hashes: of its prompt, see prefix_chain; empty where nothing is known of it. tenant: None
     where it is nobody's.
     """
 
     work: Work
     adapter: AdapterRef | None = None
-    prefixes: Chain = ()
+    prefix_hashes: PrefixHashes = ()
     tenant: str | None = None
 
     @property
     def digest(self) -> str | None:
-        """Of its adapter; None for the base model."""
+        """Its adapter's digest; None for the base model."""
         return self.adapter.digest if self.adapter else None
 
 
@@ -52,8 +52,8 @@ class RoutingStatus:
 
     running: sequences that decode. ranks: Σ rank of their distinct adapters. waiting,
     waiting_tokens: requests that have no token yet, and their prompts. loading_bytes: adapters on
-    their way to its GPU. room_bytes: what of the arena is free or could be evicted now; None where
-    nobody knows, which is taken for room enough.
+    their way to its GPU. room_bytes: what of the arena is free or could be evicted now; None if
+    unknown, which is taken for room enough.
     """
 
     running: int = 0
@@ -64,25 +64,25 @@ class RoutingStatus:
     room_bytes: int | None = None
 
 
-class Option(NamedTuple, Generic[R]):
+class ReplicaOption(NamedTuple, Generic[R]):
     """A replica that could take the request, and what is known of it.
 
     costs: of steps and loads there. tier: where it has the adapter. running: whether a sequence of
-    that adapter decodes there. lost_uses: see the function of that name. cached_tokens: how many of
-    the prompt's it has computed before. arriving: whether the adapter is on its way to its GPU
-    already, its bytes among those of `status`. turn: what share of all that waits there comes
-    before the request, since tenants take turns.
+    that adapter decodes there. evicted_uses: see the function of that name. cached_tokens: how many
+    of the prompt's it has computed before. loading: whether the adapter is on its way to its GPU
+    already, its bytes among those of `status`. queue_share: what share of all that waits there
+    comes before the request, since tenants take turns.
     """
 
     replica: R
     status: RoutingStatus
-    costs: Costs
+    costs: CostModel
     tier: Residency = Residency.GPU
     running: bool = False
-    lost_uses: float = 0.0
+    evicted_uses: float = 0.0
     cached_tokens: int = 0
-    arriving: bool = False
-    turn: float = 1.0
+    loading: bool = False
+    queue_share: float = 1.0
 
 
 class Cost(NamedTuple):
@@ -101,7 +101,7 @@ class Cost(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """What replicas are compared by."""
+        """The total by which replicas are compared."""
         return self.prefill_s + self.others_s + max(self.queue_s, self.load_s) + self.copy_s
 
 
@@ -114,38 +114,40 @@ class Candidate(NamedTuple, Generic[R]):
 
 
 class Holders(NamedTuple, Generic[R]):
-    """Who has a request's adapter.
+    """The replicas that have a request's adapter.
 
-    on_gpu: those with it on the GPU or on its way there. near: with it on the host; where there are
-    none, on the disk. rendezvous: asked where nobody has it, for the replicas to which all gateways
-    then send it.
+    on_gpu: those with it on the GPU or on its way there. off_gpu: with it on the host; where there
+    are none, on the disk. rendezvous: asked where no replica has it, for the replicas to which all
+    gateways then send it.
     """
 
     on_gpu: Sequence[R]
-    near: Sequence[R]
+    off_gpu: Sequence[R]
     rendezvous: Callable[[], Sequence[R]]
 
 
 def candidate_sample(holders: Holders[R] | None, everyone: Sequence[R], rng: Random) -> list[R]:
     """The few replicas to look at, each once: however many there are, a request costs the same.
 
-    Some with the adapter on the GPU, some near it, and two at random: the better of two is almost
-    as good as the best of all (Mitzenmacher, "The power of two choices", 2001). holders: None for
-    the base model.
+    Some with the adapter on the GPU, some with it on host or disk, and two at random: the better of
+    two is almost as good as the best of all (Mitzenmacher, "The power of two choices", 2001).
+    holders: None for the base model.
     """
     few: list[R] = []
     if holders is not None:
-        near = holders.near if holders.on_gpu or holders.near else holders.rendezvous()
-        few = _some(holders.on_gpu, MOST_ON_GPU, rng) + _some(near, MOST_NEAR, rng)
+        off_gpu = holders.off_gpu if holders.on_gpu or holders.off_gpu else holders.rendezvous()
+        few = _some(holders.on_gpu, MOST_ON_GPU, rng) + _some(off_gpu, MOST_OFF_GPU, rng)
     one = int(rng.random() * len(everyone))
     other = (one + 1 + int(rng.random() * (len(everyone) - 1))) % len(everyone)
     return list(dict.fromkeys([*few, everyone[one], everyone[other]]))
 
 
-def rank(work: Work, options: Iterable[Option[R]], *, fetchable: bool = True) -> list[Candidate[R]]:
+def rank(
+    work: Work, options: Iterable[ReplicaOption[R]], *, fetchable: bool = True
+) -> list[Candidate[R]]:
     """The replicas by expected cost, the least first; equals keep their order.
 
-    fetchable: False where adapters cannot be fetched, so that who has it, anywhere, comes first.
+    fetchable: False while adapters cannot be fetched: replicas that have it at any tier come first.
     """
     candidates = [Candidate(each.replica, each.tier, expected_cost(work, each)) for each in options]
     candidates.sort(key=lambda candidate: candidate.cost.total_s)
@@ -154,7 +156,7 @@ def rank(work: Work, options: Iterable[Option[R]], *, fetchable: bool = True) ->
     return candidates
 
 
-def expected_cost(work: Work, option: Option[R]) -> Cost:
+def expected_cost(work: Work, option: ReplicaOption[R]) -> Cost:
     """What the request would cost there, in seconds to its first token.
 
     The wait for the prompts before it and the load overlap. Others pay in three ways: while this
@@ -166,8 +168,8 @@ def expected_cost(work: Work, option: Option[R]) -> Cost:
     step_s = steps.decode_s(status.running, status.ranks)
     tokens = max(1, work.prompt_tokens - option.cached_tokens)
     prefill_s = steps.prefill_s(tokens, work.rank, status.running, status.ranks)
-    ahead = option.turn * status.waiting
-    wait_s = option.turn * status.waiting_tokens * steps.prompt_token_s
+    ahead = option.queue_share * status.waiting
+    wait_s = option.queue_share * status.waiting_tokens * steps.prompt_token_s
     wait_s += ahead * (step_s - steps.base_s)
     missing = work.sequences - (steps.max_running - status.running - ahead)
     if missing > 0:  # a sequence ends every answer_tokens / max_running steps
@@ -176,16 +178,16 @@ def expected_cost(work: Work, option: Option[R]) -> Cost:
     longer_s = steps.sequence_s * work.sequences + steps.rank_s * new_ranks
     delay_s = status.running * (prefill_s + costs.answer_tokens * longer_s)
     delay_s += status.waiting * costs.answer_tokens * longer_s
-    new_bytes = 0 if option.arriving else work.adapter_bytes
+    new_bytes = 0 if option.loading else work.adapter_bytes
     load_s, copy_s = costs.loads.load_s(option.tier, status.loading_bytes + new_bytes), 0.0
-    if option.tier is not Residency.GPU and not option.arriving:
+    if option.tier is not Residency.GPU and not option.loading:
         if status.room_bytes is not None and status.room_bytes < work.adapter_bytes:
             load_s += costs.answer_tokens * step_s / max(1, status.running)  # an answer must end
-        copy_s = costs.copy_s + costs.lost_use_s * option.lost_uses
-    return Cost(prefill_s, wait_s, load_s, costs.others * delay_s, copy_s)
+        copy_s = costs.copy_s + costs.evicted_use_s * option.evicted_uses
+    return Cost(prefill_s, wait_s, load_s, costs.others_weight * delay_s, copy_s)
 
 
-def lost_uses(new_bytes: int, free_bytes: int, victim_bytes: int, victim_uses: float) -> float:
+def evicted_uses(new_bytes: int, free_bytes: int, victim_bytes: int, victim_uses: float) -> float:
     """Recent uses of what an arena would evict for new_bytes.
 
     An estimate, from the adapter that would be evicted first.

@@ -19,7 +19,7 @@ from lorikeet.placement.plan import PlacementPlan, place_pins
 from lorikeet.placement.prefetching import SURVEY_S
 from lorikeet.placement.resolved_pins import PinResolver, ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
-from lorikeet.serving.deployment import EngineDeployment
+from lorikeet.serving.replica_reconciler import EngineDeployment
 from lorikeet.settings import Settings
 from lorikeet.usage.joining import join_lately
 

@@ -27,10 +27,15 @@ from lorikeet.protocol.messages import (
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.retry_after import NO_REPLICA_S
 from lorikeet.routing.fleet import HEADER_AGE_S, Fleet
-from lorikeet.serving.fleets import fleet_of
-from lorikeet.serving.handles import LOST, broadcast, is_own_cancelling, streaming
+from lorikeet.serving.fleet_registry import fleet_of
+from lorikeet.serving.replica_calls import (
+    REPLICA_LOST,
+    broadcast,
+    is_being_cancelled,
+    streaming_handle,
+)
 from lorikeet.serving.replica_streams import ReplicaStreams
-from lorikeet.serving.status_watcher import StatusWatcher
+from lorikeet.serving.status_subscriber import StatusSubscriber
 from lorikeet_engine.adapter import Residency
 
 log = logging.getLogger(__name__)
@@ -38,7 +43,7 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 3
 _LOAD_FAILED = "adapter_load_failed"
 _LATE_S = 10.0
-"""When a replica's call has ended, the rest of its answer is on its way: it takes no longer."""
+"""The longest that the rest of an answer takes after its call has ended."""
 
 
 class ServeEngineClient:
@@ -49,11 +54,11 @@ class ServeEngineClient:
 
     def __init__(self, handles: Mapping[str, DeploymentHandle[Any]], gateway: str) -> None:
         self._handles = handles
-        self._generate = {name: streaming(each).generate for name, each in handles.items()}
+        self._generate = {name: streaming_handle(each).generate for name, each in handles.items()}
         self._gateway = gateway
         self._buffers = ResponseBuffers()
         loop = asyncio.get_running_loop()
-        self._tasks = {loop.create_task(self._listen(handle)) for handle in handles.values()}
+        self._tasks = {loop.create_task(self._subscribe(handle)) for handle in handles.values()}
 
     async def generate(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
         """Stream a replica's answer.
@@ -68,18 +73,18 @@ class ServeEngineClient:
             # An id of its own: a lost replica may still be at work on the attempt before.
             again = replace(call, request_id=f"{call.request_id}-{attempt}") if attempt else call
             begun = False
-            fleet.expect(again.request_id)
+            fleet.track(again.request_id)
             sent_s = time.monotonic()
             try:
                 async with aclosing(self._answer(generate, fleet, again)) as items:
                     async for item in items:
                         if isinstance(item, AnswerHeader) and item.load_s is None:
                             yield _attempt(fleet, again.request_id, sent_s)
-                        if attempt + 1 < _ATTEMPTS and _another_has_it(fleet, call, item):
+                        if attempt + 1 < _ATTEMPTS and _another_has_adapter(fleet, call, item):
                             raise Unavailable("the replica could not load the adapter")
                         if not begun and isinstance(item, bytes):
                             begun = True
-                            fleet.begun(again.request_id)
+                            fleet.on_first_bytes(again.request_id)
                         yield item
             except LorikeetError as error:
                 yield _attempt(fleet, again.request_id, sent_s, error.message)
@@ -88,7 +93,7 @@ class ServeEngineClient:
             else:
                 return
             finally:
-                fleet.ended(again.request_id)
+                fleet.on_ended(again.request_id)
         raise Unavailable("no replica could answer", retry_after_s=NO_REPLICA_S)
 
     async def smoke(self, base_model: str, trial: Trial) -> TrialResult | Refusal:
@@ -96,7 +101,7 @@ class ServeEngineClient:
         try:
             answer = await self._handles[base_model].smoke.remote(trial)
             return cast("TrialResult | Refusal", answer)
-        except (RayTaskError, *LOST) as error:
+        except (RayTaskError, *REPLICA_LOST) as error:
             raise _lost(error, trial.request_id) from error
 
     async def reports(self, tier: Residency = Residency.DISK) -> list[ReplicaReport]:
@@ -111,51 +116,51 @@ class ServeEngineClient:
         request_id = call.request_id
         with self._buffers.opened(request_id) as buffer:
             response: Any = generate.remote(call, self._gateway)
-            asking = asyncio.create_task(_ask(response, buffer))
-            self._tasks.add(asking)
-            asking.add_done_callback(self._tasks.discard)
+            awaiting = asyncio.create_task(_await_call(response, buffer))
+            self._tasks.add(awaiting)
+            awaiting.add_done_callback(self._tasks.discard)
             try:
                 while items := await buffer.take():
                     for item in items:
                         if isinstance(item, Refusal) and item.code == Unavailable.code:
                             raise Unavailable(item.message)
                         if isinstance(item, AnswerHeader) and item.load_s is None:
-                            _learn(fleet, request_id, item)
+                            _update_fleet(fleet, request_id, item)
                         yield item
             except RayTaskError as error:
                 raise _lost(error, request_id) from error
-            except (Unavailable, *LOST) as error:
-                fleet.lost(fleet.taker(request_id))
+            except (Unavailable, *REPLICA_LOST) as error:
+                fleet.on_replica_lost(fleet.accepted_by(request_id))
                 raise _lost(error, request_id) from error
             except asyncio.CancelledError as error:
-                if is_own_cancelling():
+                if is_being_cancelled():
                     raise
-                fleet.lost(fleet.taker(request_id))
+                fleet.on_replica_lost(fleet.accepted_by(request_id))
                 raise Unavailable("the replica cancelled this request") from error
             finally:
                 if not buffer.ended:  # else the call is about to end by itself
-                    asking.cancel()
+                    awaiting.cancel()
                     response.cancel()
 
-    async def _listen(self, handle: DeploymentHandle[Any]) -> None:
-        """Watch the replicas of one deployment, and hear their answers."""
+    async def _subscribe(self, handle: DeploymentHandle[Any]) -> None:
+        """Subscribe to the status and the answers of one deployment's replicas."""
 
-        def opened(replica: str) -> "DeploymentResponseGenerator[list[DeltaGroup]]":
+        def open_stream(replica: str) -> "DeploymentResponseGenerator[list[DeltaGroup]]":
             groups = streamed.responses.remote(replica=replica, gateway=self._gateway)
             return cast("DeploymentResponseGenerator[list[DeltaGroup]]", groups)
 
-        def needed(replica: str) -> bool:
-            return fleet.busy(replica) or buffers.awaits(replica)
+        def still_needed(replica: str) -> bool:
+            return fleet.has_in_flight(replica) or buffers.awaits(replica)
 
-        streamed, fleet, buffers = streaming(handle), _fleet(handle), self._buffers
-        answers = ReplicaStreams(fleet, opened, buffers.sort, None, needed)
+        streamed, fleet, buffers = streaming_handle(handle), _fleet(handle), self._buffers
+        answers = ReplicaStreams(fleet, open_stream, buffers.sort, None, still_needed)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(StatusWatcher(handle, fleet).run())
-            tasks.create_task(answers.follow())
+            tasks.create_task(StatusSubscriber(handle, fleet).run())
+            tasks.create_task(answers.run())
 
 
-async def _ask(response: AsyncIterable[Refusal | None], buffer: ResponseBuffer) -> None:
-    """See a call to its end; an answer that does not come to its own soon after fails."""
+async def _await_call(response: AsyncIterable[Refusal | None], buffer: ResponseBuffer) -> None:
+    """Await a call's end; fail its answer if that does not end soon after."""
     try:
         async for refusal in response:
             if refusal is not None:
@@ -168,28 +173,28 @@ async def _ask(response: AsyncIterable[Refusal | None], buffer: ResponseBuffer) 
 
 
 def _attempt(fleet: Fleet, request_id: str, sent_s: float, failure: str | None = None) -> Attempt:
-    """What is known of a call that was sent then."""
+    """What is known of a call that was sent at sent_s."""
     decision, now_s = fleet.decision(request_id), time.monotonic()
-    if decision is None or decision.taken_s is None:
-        weighed = decision.weighed if decision else ()
-        return Attempt(request_id, None, now_s - sent_s, weighed, failure)
-    waited_s = decision.taken_s - sent_s
-    return Attempt(request_id, decision.replica, waited_s, decision.weighed, failure)
+    if decision is None or decision.accepted_s is None:
+        candidates = decision.candidates if decision else ()
+        return Attempt(request_id, None, now_s - sent_s, candidates, failure)
+    waited_s = decision.accepted_s - sent_s
+    return Attempt(request_id, decision.replica, waited_s, decision.candidates, failure)
 
 
-def _another_has_it(fleet: Fleet, call: Call, item: StreamItem) -> bool:
+def _another_has_adapter(fleet: Fleet, call: Call, item: StreamItem) -> bool:
     """Whether a replica could not load the adapter, but another need not."""
     failed = isinstance(item, Refusal) and item.code == _LOAD_FAILED
-    return failed and call.adapter is not None and fleet.unfetchable(call.adapter.digest)
+    return failed and call.adapter is not None and fleet.on_load_failed(call.adapter.digest)
 
 
-def _learn(fleet: Fleet, request_id: str, header: AnswerHeader) -> None:
-    """What an answer says of its replica."""
-    fleet.accepted(request_id, header.replica)  # Serve may say so later, on another stream
+def _update_fleet(fleet: Fleet, request_id: str, header: AnswerHeader) -> None:
+    """Update the fleet with what an answer's header says of its replica."""
+    fleet.on_accepted(request_id, header.replica)  # Serve may say so later, on another stream
     if header.status is not None:
-        fleet.heard(header.replica, header.status, HEADER_AGE_S)
+        fleet.on_status_update(header.replica, header.status, HEADER_AGE_S)
     if header.digest is not None and header.residency is not None:
-        fleet.found(header.replica, header.digest, header.residency)
+        fleet.on_adapter_found(header.replica, header.digest, header.residency)
 
 
 def _fleet(handle: DeploymentHandle[Any]) -> Fleet:
@@ -197,7 +202,7 @@ def _fleet(handle: DeploymentHandle[Any]) -> Fleet:
 
 
 def _lost(error: Exception, request_id: str) -> LorikeetError:
-    """What Ray raised, in our words."""
+    """Ray's error as one of ours."""
     if isinstance(error, Unavailable):
         return error
     if isinstance(error, RayTaskError):

@@ -9,11 +9,11 @@ from ray.serve.handle import DeploymentHandle
 
 from lorikeet.errors import Unavailable
 from lorikeet.protocol.peers import Peers, Poll
-from lorikeet.serving.handles import LOST, poll
+from lorikeet.serving.replica_calls import REPLICA_LOST, broadcast_with_failures
 
 _TIMEOUT_S = 1.0
 _START_S = 5.0
-"""Serve may take so long to tell a new process which gateways there are."""
+"""How long Serve may take to tell a new process which gateways there are."""
 
 
 class ServePeers(Peers):
@@ -40,7 +40,7 @@ class ServePeers(Peers):
                     self._handle = await asyncio.to_thread(
                         serve.get_deployment_handle, self._deployment, self._app
                     )
-                answers, failures = await poll(
+                answers, failures = await broadcast_with_failures(
                     self._handle,
                     "answer_peer",
                     self._name,
@@ -48,6 +48,6 @@ class ServePeers(Peers):
                     *arguments,
                     timeout_s=_TIMEOUT_S,
                 )
-        except (RayError, *LOST, TimeoutError) as error:
+        except (RayError, *REPLICA_LOST, TimeoutError) as error:
             raise Unavailable("the other gateways cannot be asked now") from error
         return Poll([each for answer in answers for each in answer], len(failures))

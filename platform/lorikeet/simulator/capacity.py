@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from lorikeet.routing.costs import capacity_per_s
+from lorikeet.routing.cost_model import capacity_per_s
 from lorikeet.simulator.floors import check_floors, nearest
 from lorikeet.simulator.forecast import Forecast, Needs, forecast
 from lorikeet.simulator.traffic import Requests

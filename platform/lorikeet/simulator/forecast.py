@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lorikeet.routing.costs import H200_LLAMA_8B, Costs
+from lorikeet.routing.cost_model import H200_LLAMA_8B, CostModel
 from lorikeet.simulator.demand import SimulatedDemand
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.router import LeastCost
@@ -54,7 +54,7 @@ class Needs:
     demand: SimulatedDemand
     memory: Memory
     goals: Goals
-    costs: Costs = H200_LLAMA_8B
+    costs: CostModel = H200_LLAMA_8B
 
     @property
     def counted_s(self) -> float:

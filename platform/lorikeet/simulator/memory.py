@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
-from lorikeet.routing.ranking import lost_uses
+from lorikeet.routing.ranking import evicted_uses
 from lorikeet_engine.residency.eviction import EvictionPolicy, UsageRecord, Uses
 
 
@@ -132,13 +132,13 @@ class Arena:
         self.room += self._sizes[adapter]
         self._rank(adapter, resident)
 
-    def lost_uses(self, adapter: int, now_s: float) -> float:
+    def evicted_uses(self, adapter: int, now_s: float) -> float:
         """Recent uses of what would be evicted for this one, if it is not here."""
         if adapter in self.residents or not self._front():
             return 0.0
         _, victim = self._by_worth[0]
         victim_uses = self.uses(victim, now_s)
-        return lost_uses(self._sizes[adapter], self.free, self._sizes[victim], victim_uses)
+        return evicted_uses(self._sizes[adapter], self.free, self._sizes[victim], victim_uses)
 
     def _front(self) -> bool:
         """Drop what no longer holds from the front of the heap; whether anything is left."""

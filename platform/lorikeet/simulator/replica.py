@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from lorikeet.routing.locations import take_one
+from lorikeet.routing.locations import decrement
 from lorikeet.routing.ranking import RoutingStatus
 from lorikeet.simulator.memory import Arena, ByteLru, Link
 from lorikeet.simulator.turns import TenantTurns
@@ -222,7 +222,7 @@ class SimulatedReplica:
         self.turns.ended(self._fleet.tenant_of[request])
         self.status.running -= 1
         if adapter is not None:
-            take_one(self.decoding, adapter)
+            decrement(self.decoding, adapter)
             self.status.ranks -= 0 if self.decoding[adapter] else self._fleet.ranks[adapter]
         self._end(adapter, now_s)
 

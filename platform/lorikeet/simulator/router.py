@@ -8,7 +8,7 @@ from lorikeet.rendezvous import rendezvous_candidates
 from lorikeet.routing.ranking import (
     Candidate,
     Holders,
-    Option,
+    ReplicaOption,
     RoutingStatus,
     Work,
     candidate_sample,
@@ -61,14 +61,14 @@ class LeastCost:
 
     def _option(
         self, fleet: SimulatedFleet, request: int, replica: SimulatedReplica, now_s: float
-    ) -> Option[SimulatedReplica]:
+    ) -> ReplicaOption[SimulatedReplica]:
         status, costs = self._status(fleet, request, replica, now_s), fleet.setup.costs
         if (adapter := fleet.adapter_of[request]) is None:
-            return Option(replica, status, costs)
+            return ReplicaOption(replica, status, costs)
         tier, running = replica.tier(adapter), adapter in replica.decoding
-        arriving = adapter in replica.waiting
-        lost_uses = 0.0 if arriving else replica.arena.lost_uses(adapter, now_s)
-        return Option(replica, status, costs, tier, running, lost_uses, arriving=arriving)
+        loading = adapter in replica.waiting
+        evicted_uses = 0.0 if loading else replica.arena.evicted_uses(adapter, now_s)
+        return ReplicaOption(replica, status, costs, tier, running, evicted_uses, loading=loading)
 
     def _status(
         self, fleet: SimulatedFleet, request: int, replica: SimulatedReplica, now_s: float

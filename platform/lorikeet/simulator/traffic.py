@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lorikeet.routing.costs import H200_LLAMA_8B, Costs, capacity_per_s
+from lorikeet.routing.cost_model import H200_LLAMA_8B, CostModel, capacity_per_s
 from lorikeet_engine.traffic import (
     AZURE_CODE,
     AZURE_CONV,
@@ -64,7 +64,7 @@ class Setup:
     news_s: float = 0.15
     warm_up_s: float = 0.0
     seed: int = 1
-    costs: Costs = H200_LLAMA_8B
+    costs: CostModel = H200_LLAMA_8B
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Scenario:
     news_s: float = 0.15
     seed: int = 1
     bytes_per_rank: int = BYTES_PER_RANK
-    costs: Costs = H200_LLAMA_8B
+    costs: CostModel = H200_LLAMA_8B
 
     @cached_property
     def ranks(self) -> Ints:

@@ -15,7 +15,7 @@ from pydantic.functional_validators import AfterValidator
 
 from lorikeet.catalog.names import check_name
 from lorikeet.errors import InvalidInput
-from lorikeet.routing.costs import Costs
+from lorikeet.routing.cost_model import CostModel
 from lorikeet.settings import Bytes
 from lorikeet.simulator.demand import SimulatedDemand, SimulatedTenant
 from lorikeet.simulator.forecast import Goals, Memory, Needs
@@ -169,7 +169,7 @@ def _needs(asked: _Question) -> Needs:
             _seconds(goals.inter_token_p99_ms),
             goals.hit_rate,
         ),
-        Costs(asked.costs.steps, asked.costs.loads),
+        CostModel(asked.costs.steps, asked.costs.loads),
     )
 
 

@@ -27,7 +27,7 @@ from lorikeet.gateway.apis.tools import ResponseFormat, ToolChoice, Tools, tool_
 from lorikeet.gateway.authentication import Caller, ResolvedModel
 from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
 from lorikeet.protocol.messages import Call, Endpoint
-from lorikeet.routing.prefixes import CHARACTERS_PER_TOKEN
+from lorikeet.routing.prefix_index import CHARACTERS_PER_TOKEN
 from lorikeet.routing.ranking import Work
 from lorikeet_engine.request import SamplingParams, Terms
 

@@ -1,4 +1,4 @@
-"""Gateways lose what replicas tell them: answers alone then say where adapters are."""
+"""Gateways lose the status of replicas: answers alone then say where adapters are."""
 
 import time
 from collections import Counter
@@ -6,29 +6,29 @@ from collections import Counter
 import pytest
 
 from tests.e2e.conftest import REPLICAS
+from tests.e2e.faulty_replica import faults
 from tests.e2e.load import Load, hit_rate
-from tests.e2e.mute import muted
-from tests.e2e.parts import complete
+from tests.e2e.service_processes import complete
 
 ADAPTERS = 12
 EACH = 5  # requests for an adapter
-FORGOTTEN_S = 4.0  # by then a gateway no longer believes what it heard last
+FORGOTTEN_S = 4.0  # by then the last status that a gateway received is stale
 
 
 @pytest.mark.parametrize(
     "lost",
     [
-        {"stats": "hang", "watch": "raise"},
-        pytest.param({"stats": "raise", "watch": "hang"}, marks=pytest.mark.soak),
+        {"stats": "hang", "feed": "raise"},
+        pytest.param({"stats": "raise", "feed": "hang"}, marks=pytest.mark.soak),
         pytest.param({"stats": "raise"}, marks=pytest.mark.soak),
-        pytest.param({"watch": "raise"}, marks=pytest.mark.soak),
+        pytest.param({"feed": "raise"}, marks=pytest.mark.soak),
     ],
     ids=str,
 )
-def test_without_news_requests_still_find_their_adapters(service, crowd, lost):
+def test_without_status_requests_still_find_their_adapters(service, crowd, lost):
     assert complete(service)
     adapters = crowd.adapters(ADAPTERS)
-    with muted(**lost):
+    with faults(**lost):
         time.sleep(FORGOTTEN_S)
         with Load(service.url, adapters, streams=8) as load:
             load.wait_for(ADAPTERS * EACH)

@@ -10,19 +10,19 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from lorikeet.gateway.routing_request import ask_of
+from lorikeet.gateway.routing_request import routing_request_of
 from lorikeet.protocol.messages import Call, Trial
 from lorikeet.routing.fleet import STATS_AGE_S, Fleet
-from lorikeet.routing.ranking import Ask, Work
+from lorikeet.routing.ranking import RoutingRequest, Work
 from lorikeet.routing.status_update import from_stats
-from lorikeet.serving.fleets import fleet_of
+from lorikeet.serving.fleet_registry import fleet_of
 
 log = logging.getLogger(__name__)
 
-_ANYTHING = Ask(Work(prompt_tokens=1))
+_NO_REQUEST = RoutingRequest(Work(prompt_tokens=1))
 
 
-class AdapterRouter(RequestRouter):
+class AdapterAffinityRouter(RequestRouter):
     """Sends a call to the replica where the fleet expects it to cost least.
 
     A call with a keyword argument `replica` goes to the replica of that name and to no other.
@@ -30,7 +30,7 @@ class AdapterRouter(RequestRouter):
     """
 
     def initialize_state(self, **_: Any) -> None:
-        """Serve calls this once, before anything else."""
+        """Set up the router; Serve calls this once, before anything else."""
         self._fleet: Fleet = fleet_of(self.app_name, self._deployment_id.name)
         self._listed: list[RunningReplica] = []
         self._by_name: dict[str, RunningReplica] = {}
@@ -54,22 +54,22 @@ class AdapterRouter(RequestRouter):
             return [candidate_replicas]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Serve says who exists, and passes on what each last said."""
+        """Take in from Serve which replicas exist, and the last stats of each."""
         super().update_replicas(replicas)
         try:
             names = {replica.replica_id.unique_id: replica for replica in replicas}
-            self._fleet.exist(names)
+            self._fleet.set_replicas(names)
             for name, replica in names.items():
                 update = from_stats(replica.routing_stats)
                 if update is not None:
-                    self._fleet.heard(name, update, STATS_AGE_S)
+                    self._fleet.on_status_update(name, update, STATS_AGE_S)
         except Exception:
-            log.exception("replicas_not_understood")
+            log.exception("replicas_not_updated")
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Serve met a dead replica before its controller did."""
+        """Take in that Serve met a dead replica before its controller did."""
         super().on_replica_actor_died(replica_id)
-        self._fleet.lost(replica_id.unique_id)
+        self._fleet.on_replica_lost(replica_id.unique_id)
 
     def on_request_routed(
         self,
@@ -77,11 +77,11 @@ class AdapterRouter(RequestRouter):
         replica_id: ReplicaID,
         result: object,  # noqa: ARG002
     ) -> None:
-        """A replica took it, not always the one that it was intended for."""
+        """Take in which replica took a request, not always the one that it was assigned to."""
         try:
             call = _call_of(pending_request)
             if call is not None:
-                self._fleet.accepted(call.request_id, replica_id.unique_id)
+                self._fleet.on_accepted(call.request_id, replica_id.unique_id)
         except Exception:
             log.exception("acceptance_not_noted")
 
@@ -95,17 +95,17 @@ class AdapterRouter(RequestRouter):
         only = pending.kwargs.get("replica") if pending else None
         if only is not None:
             return [[by_name[only]]] if only in by_name else []
-        ask = _ask_of(pending)
-        weighed = self._fleet.rank(ask, self._queue)
-        best = [candidate.replica for candidate in weighed if candidate.replica in by_name]
+        request = _request_of(pending)
+        candidates = self._fleet.rank(request, self._queue_length)
+        best = [candidate.replica for candidate in candidates if candidate.replica in by_name]
         call = _call_of(pending)
         if call is not None and best:
-            self._fleet.intend(call.request_id, best[0], ask, weighed)
+            self._fleet.assign(call.request_id, best[0], request, candidates)
         others = [name for name in self._fleet.usable if name in by_name and name not in best]
         ranks = [[name] for name in best] + [others]
         return [[by_name[name] for name in rank] for rank in ranks]
 
-    def _queue(self, name: str) -> int | None:
+    def _queue_length(self, name: str) -> int | None:
         replica = self._by_name.get(name)
         return self.replica_queue_len_cache.get(replica.replica_id) if replica else None
 
@@ -125,11 +125,11 @@ def _call_of(pending: PendingRequest | None) -> Call | None:
     return argument if isinstance(argument, Call) else None
 
 
-def _ask_of(pending: PendingRequest | None) -> Ask:
+def _request_of(pending: PendingRequest | None) -> RoutingRequest:
     argument = pending.args[0] if pending and pending.args else None
     match argument:
         case Call():
-            return ask_of(argument)
+            return routing_request_of(argument)
         case Trial():
-            return Ask(Work(prompt_tokens=1), argument.adapter)
-    return _ANYTHING
+            return RoutingRequest(Work(prompt_tokens=1), argument.adapter)
+    return _NO_REQUEST

@@ -15,7 +15,7 @@ from lorikeet.placement.pressure import from_stats
 from lorikeet.placement.scaling import could_shrink
 from lorikeet.protocol.placement_decision import PlacementDecision, PrefetchTarget
 from lorikeet.protocol.replica_report import ReplicaReport
-from lorikeet.serving.handles import broadcast
+from lorikeet.serving.replica_calls import broadcast
 from lorikeet.settings import Settings
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What serving costs: the coefficients that routing weighs replicas with."""
+"""The cost model: what steps and loads take, and how routing weighs them."""
 
 from dataclasses import dataclass, field
 
@@ -6,27 +6,29 @@ from lorikeet_engine.costs import LoadCosts, StepCosts
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
-    """All of them, and what a second is worth to whom.
+class CostModel:
+    """All coefficients of a replica's expected cost.
 
-    others: a second by which a request delays another's answer, in seconds of its own first token.
-    copy_s: what it is worth not to load an adapter. lost_use_s: for each use of late of what is
-    evicted for it, about a load from the disk. answer_tokens: an answer's length, not known ahead.
-    docs/routing.md has what other values of the three did.
+    others_weight: what a second costs by which a request delays another's answer, in seconds of its
+    own first token. copy_s: what it is worth not to load an adapter. evicted_use_s: for each recent
+    use of what is evicted for it, about a load from the disk. answer_tokens: an answer's length,
+    not known ahead. docs/routing.md has what other values of the three did.
     """
 
     steps: StepCosts = field(default_factory=StepCosts)
     loads: LoadCosts = field(default_factory=LoadCosts)
     answer_tokens: float = 220.0  # mean of Azure's conversations
-    others: float = 0.1
+    others_weight: float = 0.1
     copy_s: float = 0.2
-    lost_use_s: float = 0.03
+    evicted_use_s: float = 0.03
 
 
-H200_LLAMA_8B = Costs()
+H200_LLAMA_8B = CostModel()
 
 
-def capacity_per_s(costs: Costs, prompt_tokens: float, answer_tokens: float, ranks: int) -> float:
+def capacity_per_s(
+    costs: CostModel, prompt_tokens: float, answer_tokens: float, ranks: int
+) -> float:
     """Requests that one replica could answer each second with its batch always full.
 
     prompt_tokens, answer_tokens: means. ranks: Σ rank of a step.

@@ -1,6 +1,7 @@
 """What runs inside Ray Serve's HTTP proxies.
 
-Serve imports it when RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=lorikeet.serving.proxy:middlewares.
+Serve imports it when
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=lorikeet.serving.proxy_middleware:middlewares.
 """
 
 from starlette.datastructures import MutableHeaders
@@ -14,11 +15,11 @@ _HEADER = b"x-request-id"
 
 
 def middlewares() -> list[Middleware]:
-    """Serve puts these around its own."""
-    return [Middleware(OneRequestId), Middleware(OurRefusals)]
+    """The middleware that Serve puts around its own."""
+    return [Middleware(RequestIdMiddleware), Middleware(UnavailableMiddleware)]
 
 
-class OneRequestId:
+class RequestIdMiddleware:
     """Keeps the gateway's request id and no other.
 
     Serve takes a client's x-request-id for its own logs and adds one of its own to every answer
@@ -45,18 +46,18 @@ class OneRequestId:
         await self._app({**scope, "headers": sent}, receive, send_with_one_id)
 
 
-class OurRefusals:
-    """Says in the API's words that Serve has nobody who could take a request.
+class UnavailableMiddleware:
+    """Puts Serve's own 503 into the API's words.
 
-    Serve answers 503 in plain text where too many wait for a gateway already, and where there is
-    none.
+    Serve answers 503 in plain text where too many requests wait for a gateway, and where there is
+    no gateway.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and the answer, if it is no such refusal."""
+        """Pass the request on, and the answer unless it is Serve's own 503."""
         refused = False
 
         async def send_or_refuse(message: Message) -> None:

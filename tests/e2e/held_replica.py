@@ -30,7 +30,7 @@ class Held:
             while not stream.closed.done():
                 yield await stream.take()
 
-    async def watch(self, replica):
+    async def status_updates(self, replica):
         async for update in self._feed.follow():
             yield update
 
@@ -48,6 +48,8 @@ def held_deployment(places):
         max_ongoing_requests=places,
         ray_actor_options={"num_cpus": 0.05},
         graceful_shutdown_timeout_s=60,
-        request_router_config={"request_router_class": "lorikeet.serving.router.AdapterRouter"},
+        request_router_config={
+            "request_router_class": "lorikeet.serving.request_router.AdapterAffinityRouter"
+        },
     )
     return made(Held).bind()

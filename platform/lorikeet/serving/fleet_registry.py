@@ -1,7 +1,7 @@
-"""What this process knows of each engine deployment: one Fleet for its router and its gateway.
+"""One Fleet for each engine deployment, shared by this process's router and gateway.
 
-A module of its own: Serve pickles the router's class by value, so globals beside that class would
-be others than the gateway's. What it imports is shared.
+It is a module of its own because Serve pickles the router's class by value, so globals beside that
+class would be others than the gateway's. What it imports is shared.
 """
 
 from threading import Lock

@@ -28,9 +28,9 @@ from lorikeet.serving.allocator import give_freed_memory_back
 from lorikeet.serving.autoscaling import autoscaling
 from lorikeet.serving.controller import Controller
 from lorikeet.serving.engine_client import ServeEngineClient
-from lorikeet.serving.handles import broadcast_all
 from lorikeet.serving.listeners import AdminListener, PublicListener
 from lorikeet.serving.peers import ServePeers
+from lorikeet.serving.replica_calls import broadcast_all
 from lorikeet.settings import Settings
 from lorikeet.usage.month import MonthTokens
 from lorikeet_engine.adapter_format import AdapterLimits, AdapterMemory
@@ -61,7 +61,7 @@ def engine(settings: Settings, base_model: str) -> Application:
         max_ongoing_requests=settings.max_ongoing_requests + 2 * settings.gateways + _ENGINE_CALLS,
         ray_actor_options={"num_cpus": _ENGINE_CPUS, "num_gpus": gpus},
         request_router_config={
-            "request_router_class": "lorikeet.serving.router.AdapterRouter",
+            "request_router_class": "lorikeet.serving.request_router.AdapterAffinityRouter",
             "request_routing_stats_period_s": 1,
         },
         health_check_period_s=2,

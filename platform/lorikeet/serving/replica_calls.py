@@ -1,4 +1,4 @@
-"""What Serve's handles leave to do: call every replica, and tell what losing one looks like."""
+"""Calls of replicas through Serve's handles: streaming, on every replica, and when one is lost."""
 
 import asyncio
 import logging
@@ -12,13 +12,13 @@ from ray.serve.handle import DeploymentHandle
 
 log = logging.getLogger(__name__)
 
-LOST = (RayActorError, RayServeException, grpc.RpcError)
+REPLICA_LOST = (RayActorError, RayServeException, grpc.RpcError)
 """What Ray raises when a replica died, drains, or cannot be reached."""
 _TIMEOUT_S = 2.0
 
 
-def streaming(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
-    """The same handle for methods that stream.
+def streaming_handle(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
+    """A handle for methods that stream.
 
     What goes through it is pickled plainly: Serve's default, cloudpickle, takes twice the time, and
     is for classes and functions that the other side cannot import. Build it once: Serve makes a new
@@ -35,7 +35,7 @@ async def broadcast(handle: DeploymentHandle[Any], method: str, *arguments: Any)
     Serve's own `results_async` loses every answer when one replica is late.
     """
     try:
-        answers, failures = await poll(handle, method, *arguments)
+        answers, failures = await broadcast_with_failures(handle, method, *arguments)
     except DeploymentUnavailableError:  # no replica is ready yet
         return []
     for error in failures:
@@ -46,7 +46,7 @@ async def broadcast(handle: DeploymentHandle[Any], method: str, *arguments: Any)
 async def broadcast_all(handles: Iterable[DeploymentHandle[Any]], method: str) -> list[Any]:
     """Call a method on every replica of several deployments; those that do not answer are left out.
 
-    So is a deployment of which Serve cannot say who its replicas are.
+    A deployment whose replicas Serve cannot name is left out, too.
     """
     answers = await asyncio.gather(*(_broadcast_or_log(handle, method) for handle in handles))
     return [answer for some in answers for answer in some]
@@ -55,15 +55,15 @@ async def broadcast_all(handles: Iterable[DeploymentHandle[Any]], method: str) -
 async def _broadcast_or_log(handle: DeploymentHandle[Any], method: str) -> list[Any]:
     try:
         return await broadcast(handle, method)
-    except (RayError, *LOST) as error:
+    except (RayError, *REPLICA_LOST) as error:
         log.warning("deployment_silent", extra={"method": method, "error": repr(error)})
         return []
 
 
-async def poll(
+async def broadcast_with_failures(
     handle: DeploymentHandle[Any], method: str, *arguments: Any, timeout_s: float = _TIMEOUT_S
 ) -> tuple[list[Any], list[BaseException]]:
-    """The same, and what became of those that gave no answer.
+    """Call a method on every replica: the answers, and the errors of those that gave none in time.
 
     Raises DeploymentUnavailableError when there is no replica.
     """
@@ -77,7 +77,7 @@ async def poll(
     return [answer for answer in answers if not isinstance(answer, BaseException)], failures
 
 
-def is_own_cancelling() -> bool:
+def is_being_cancelled() -> bool:
     """Whether this task is being cancelled: a lost replica raises CancelledError too."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -10,11 +10,11 @@ MOST_BLOCKS = 64
 """Of one prompt that are looked at: 4,096 tokens."""
 _REMEMBERED = 1 << 17  # blocks: 8 million tokens, more than the KV caches of a few replicas hold
 
-Chain = tuple[int, ...]
+PrefixHashes = tuple[int, ...]
 """One hash for each whole block at the beginning of a prompt, of all up to the block's end."""
 
 
-def prefix_chain(prompt: str | Sequence[int], *salt: str | None) -> Chain:
+def prefix_hashes(prompt: str | Sequence[int], *salt: str | None) -> PrefixHashes:
     """The chain of a text or of token ids.
 
     salt: what keeps the caches of two requests apart however alike their prompts are. Hashes are
@@ -28,14 +28,14 @@ def prefix_chain(prompt: str | Sequence[int], *salt: str | None) -> Chain:
     return tuple(chain)
 
 
-class PrefixMap:
+class PrefixIndex:
     """The replica that computed each block last; what was not seen for longest is forgotten."""
 
     def __init__(self, most_blocks: int = _REMEMBERED) -> None:
         self._most_blocks = most_blocks
         self._replica_of: dict[int, str] = {}  # in the order in which they were computed
 
-    def add(self, chain: Chain, replica: str) -> None:
+    def add(self, chain: PrefixHashes, replica: str) -> None:
         """A replica computes this prompt."""
         for block in chain:
             self._replica_of.pop(block, None)
@@ -43,7 +43,7 @@ class PrefixMap:
         while len(self._replica_of) > self._most_blocks:
             del self._replica_of[next(iter(self._replica_of))]
 
-    def cached_tokens(self, chain: Chain) -> dict[str, int]:
+    def cached_tokens(self, chain: PrefixHashes) -> dict[str, int]:
         """How many tokens of a prompt each replica has computed, if it has any."""
         found = takewhile(lambda name: name is not None, map(self._replica_of.get, chain))
         # Who computed a block had all before it; somebody else may have computed those later.

@@ -12,16 +12,16 @@ from typing import Any
 
 from lorikeet.protocol.messages import Call
 from lorikeet.routing.status_update import StatusUpdate
-from lorikeet.serving.app import EngineReplica
+from lorikeet.serving.deployments import EngineReplica
 from lorikeet_engine.request import Request
 
-FOLDER = "TEST_MUTE_FOLDER"
+FOLDER = "TEST_FAULTS_FOLDER"
 """The environment variable that names a folder; a file in it loses the channel of its name."""
 
 
 @contextmanager
-def muted(**channels: str) -> Iterator[None]:
-    """Lose `stats`, `watch` or `metrics` on all replicas.
+def faults(**channels: str) -> Iterator[None]:
+    """Lose `stats`, `feed` or `metrics` on all replicas.
 
     By "raise", or by "hang" until the block ends. tokenizing="raise" breaks every request there,
     with an exception that quotes it.
@@ -36,16 +36,16 @@ def muted(**channels: str) -> Iterator[None]:
             file.unlink()
 
 
-class MuteReplica(EngineReplica):
+class FaultyReplica(EngineReplica):
     """An EngineReplica while no file says otherwise."""
 
     async def record_routing_stats(self) -> dict[str, Any]:
         await _lose("stats")
         return await super().record_routing_stats()
 
-    async def watch(self, replica: str) -> AsyncIterator[StatusUpdate]:
-        async for update in super().watch(replica):
-            await _lose("watch")
+    async def status_updates(self, replica: str) -> AsyncIterator[StatusUpdate]:
+        async for update in super().status_updates(replica):
+            await _lose("feed")
             yield update
 
     async def metrics(self) -> bytes:
