@@ -11,7 +11,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import Conflict, InvalidSetting
-from lorikeet.gateway.admin.blob_validation import examine
+from lorikeet.gateway.admin.blob_validation import validate_blob
 from lorikeet.gateway.services import read_base_models
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter_format import AdapterLimits, write_blob
@@ -66,7 +66,7 @@ def _register(catalog: AdapterCatalog, settings: Settings, task: Task) -> None:
     with tempfile.TemporaryDirectory() as folder:
         blob = Path(folder) / "blob"
         write_blob(ADAPTERS / task.tenant / task.name, blob)
-        facts = examine(blob, read_base_models(settings.base_models), limits)
+        facts = validate_blob(blob, read_base_models(settings.base_models), limits)
         catalog.register(
             task.tenant, task.name, blob, facts, shared=task.shared or None, actor=_ACTOR
         )

@@ -22,7 +22,7 @@ import boto3
 
 from lorikeet.catalog import blob_key, open_store
 from lorikeet.catalog.store.parallel_download import CONNECTIONS
-from lorikeet.replica.source import BlobSource
+from lorikeet.replica.adapter_source import CatalogAdapterSource
 from lorikeet_engine.adapter import AdapterRef
 from tests.ceph import radosgw
 
@@ -66,7 +66,7 @@ def _upload(blob: Path) -> str:
 
 
 def _replica(folder: Path, digest: str) -> Callable[[], None]:
-    source = BlobSource(open_store("s3://bench"))
+    source = CatalogAdapterSource(open_store("s3://bench"))
     ref = AdapterRef("bench", "adapter", 1, digest)
 
     def run() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.object_store import open_store
-from lorikeet.gateway.admin.blob_validation import examine
+from lorikeet.gateway.admin.blob_validation import validate_blob
 from lorikeet.gateway.services import read_base_models
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter_format import AdapterLimits, write_blob
@@ -52,7 +52,7 @@ def fill_catalog(settings: Settings, ranks: Sequence[int]) -> Stock:
     with tempfile.TemporaryDirectory() as folder:
         for adapter, rank in enumerate(ranks):
             blob = _pack(Path(folder), adapter, rank)
-            facts = examine(blob, bases, limits, base_model=next(iter(bases)))
+            facts = validate_blob(blob, bases, limits, base_model=next(iter(bases)))
             catalog.register(TENANT, f"a{adapter}", blob, facts, actor=TENANT)
             digests.append(facts.digest)
     return Stock(tuple(digests), key)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lorikeet.catalog.catalog import blob_key
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.logs import log_to_stderr
-from lorikeet.replica.source import BlobSource
+from lorikeet.replica.adapter_source import CatalogAdapterSource
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.costs import LoadCosts, StepCosts
@@ -113,7 +113,9 @@ class PacedModel:
 class PacedSource:
     """A source whose downloads take what LoadCosts say: bytes one after another, latency beside."""
 
-    def __init__(self, source: BlobSource, loads: LoadCosts, sizes: dict[str, int]) -> None:
+    def __init__(
+        self, source: CatalogAdapterSource, loads: LoadCosts, sizes: dict[str, int]
+    ) -> None:
         self._source, self._loads, self._sizes = source, loads, sizes
         self._link, self._free_at_s = threading.Lock(), 0.0
 
@@ -152,7 +154,7 @@ def paced_engine(pace: Pace, settings: Settings, base_model: str) -> "Engine":
         adapter_disk_bytes=pace.disk_bytes,
         overlap=False,  # launching a paced step takes as long as the step: read it before the next
     )
-    source = PacedSource(BlobSource(open_store(settings.catalog)), pace.loads, pace.sizes)
+    source = PacedSource(CatalogAdapterSource(open_store(settings.catalog)), pace.loads, pace.sizes)
     engine = Engine(told, source, load)
     # What it measured, all replicas at once on a few cores, says little of its paced steps.
     engine.config = replace(engine.config, step_costs=pace.steps)

@@ -20,7 +20,7 @@ from lorikeet.catalog.catalog import AdapterCatalog, blob_key
 from lorikeet.catalog.records import BlobFacts, Scope
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import open_store
-from lorikeet.gateway.admin.blob_validation import examine
+from lorikeet.gateway.admin.blob_validation import validate_blob
 from lorikeet.gateway.services import read_base_models
 from lorikeet.replica.engine_settings import adapter_memory
 from lorikeet.settings import Settings
@@ -131,7 +131,7 @@ def _pack(
     write_blob(own, blob)
     bases = read_base_models(settings.base_models)
     limits = AdapterLimits(settings.max_rank, settings.max_adapter_bytes)
-    return blob, examine(blob, bases, limits, next(iter(bases)), adapter_memory(settings))
+    return blob, validate_blob(blob, bases, limits, next(iter(bases)), adapter_memory(settings))
 
 
 def _save_config(folder: Path, rank: int, linears: Sequence[str], alpha: float) -> None:

@@ -6,6 +6,8 @@ import sys
 import time
 import traceback
 
+log = logging.getLogger(__name__)
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
@@ -44,3 +46,9 @@ class JsonLines(logging.Formatter):
             # Not formatException: it prints, and Serve may have replaced print.
             line["stack"] = "".join(traceback.format_exception(*record.exc_info))
         return json.dumps(line, default=str)
+
+
+def log_unexpected(event: str, request_id: str, error: Exception) -> None:
+    """Log what broke and where. Not the exception's text: it may quote a prompt or a key."""
+    where = "".join(traceback.format_tb(error.__traceback__))
+    log.error(event, extra={"request_id": request_id, "error": type(error).__name__, "at": where})

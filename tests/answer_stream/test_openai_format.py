@@ -9,22 +9,22 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from lorikeet.answer_stream.logprobs import DrawnToken, LikelyToken
-from lorikeet.answer_stream.openai_format import CallPiece, Choice, EventStream, json_body
+from lorikeet.answer_stream.logprobs import LikelyToken, SampledToken
+from lorikeet.answer_stream.openai_format import CallDelta, Choice, EventStream, json_body
 from lorikeet.gateway.replica_response import failed_event
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 from lorikeet_engine.request import FinishReason
 
 T = TypeVar("T", bound=openai.BaseModel)
 CALLS = [
-    CallPiece(0, "", "call00001", "weather"),
-    CallPiece(0, '{"place": '),
-    CallPiece(0, '"Paris"}'),
-    CallPiece(1, "", "call00002", "time"),
-    CallPiece(1, "{}"),
+    CallDelta(0, "", "call00001", "weather"),
+    CallDelta(0, '{"place": '),
+    CallDelta(0, '"Paris"}'),
+    CallDelta(1, "", "call00002", "time"),
+    CallDelta(1, "{}"),
 ]
 LIKELY = LikelyToken("a", b"a", -0.5)
-DRAWN = [DrawnToken(LIKELY, (LIKELY, LikelyToken("<|eos|>", None, -1.5)), 0)]
+DRAWN = [SampledToken(LIKELY, (LIKELY, LikelyToken("<|eos|>", None, -1.5)), 0)]
 
 
 def call(endpoint: Endpoint, **fields: Any) -> Call:

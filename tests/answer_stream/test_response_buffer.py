@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from lorikeet.answer_stream.response_buffer import PIECES_PER_S, ResponseBuffer, ResponseBuffers
+from lorikeet.answer_stream.response_buffer import DELTAS_PER_S, ResponseBuffer, ResponseBuffers
 from lorikeet.errors import Unavailable
 from lorikeet.protocol.messages import AnswerHeader, StreamItem
 
@@ -109,7 +109,7 @@ def test_streams_share_what_a_gateway_passes_on() -> None:
 
     async def scenario() -> int:
         buffers, taken = ResponseBuffers(), 0
-        others = [buffers.opened(f"{n}") for n in range(PIECES_PER_S // 4)]
+        others = [buffers.opened(f"{n}") for n in range(DELTAS_PER_S // 4)]
         for other in others:
             other.__enter__()
         with buffers.opened("mine") as buffer:

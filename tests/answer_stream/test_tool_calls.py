@@ -11,13 +11,13 @@ from lorikeet.answer_stream.tool_calls import (
     HERMES,
     LLAMA,
     MISTRAL,
-    ForcedReader,
-    ToolReader,
+    ForcedCallParser,
+    ToolCallParser,
     syntax_of,
 )
 from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.protocol.messages import Format, ToolUse
-from lorikeet.replica.call_grammar import call_grammar
+from lorikeet.replica.tool_grammar import call_grammar
 
 PLACE = {
     "type": "object",
@@ -76,7 +76,7 @@ def calls_of(pieces):
 @pytest.mark.parametrize("written", WRITTEN)
 def test_calls_are_read_whatever_pieces_they_come_in(written, size):
     syntax, text = WRITTEN[written]
-    said, calls = read(ToolReader(syntax, USE), text, size)
+    said, calls = read(ToolCallParser(syntax, USE), text, size)
     assert said.rstrip() == ("" if syntax is LLAMA else "Let me look.")
     assert calls == BOTH
 
@@ -102,11 +102,11 @@ def test_calls_are_read_whatever_pieces_they_come_in(written, size):
     ],
 )
 def test_what_is_no_proper_call_stays_text(syntax, text, size):
-    assert read(ToolReader(syntax, USE), text, size) == (text, [])
+    assert read(ToolCallParser(syntax, USE), text, size) == (text, [])
 
 
 def test_text_that_cannot_become_a_call_is_not_held_back():
-    reader = ToolReader(HERMES, USE)
+    reader = ToolCallParser(HERMES, USE)
     assert reader.push("so far") == ("so far", [])
     assert reader.push(" <tool") == ("", [])
     assert reader.push("box>") == (" <toolbox>", [])
@@ -114,13 +114,13 @@ def test_text_that_cannot_become_a_call_is_not_held_back():
 
 def test_a_call_after_a_broken_one_is_read():
     broken = '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'
-    said, calls = read(ToolReader(HERMES, USE), f"{broken}<tool_call>{NOW}</tool_call>", 3)
+    said, calls = read(ToolCallParser(HERMES, USE), f"{broken}<tool_call>{NOW}</tool_call>", 3)
     assert (said, calls) == (broken, [("time", {})])
 
 
 def test_one_call_is_enough_where_several_are_not_wanted():
     for syntax, text in WRITTEN.values():
-        reader = ToolReader(syntax, ToolUse(TOOLS, parallel=False))
+        reader = ToolCallParser(syntax, ToolUse(TOOLS, parallel=False))
         assert read(reader, text, 1)[1] == BOTH[:1]
         assert reader.done
 
@@ -219,19 +219,19 @@ def test_marks_that_are_special_tokens_are_forced_as_tokens(demo):
 @pytest.mark.parametrize("size", [1, 5, 1000])
 @pytest.mark.parametrize("syntax", [HERMES, MISTRAL, LLAMA], ids=["hermes", "mistral", "llama"])
 def test_forced_calls_are_read_as_they_come(syntax, size):
-    assert read(ForcedReader(syntax), forced(syntax, *BOTH), size) == ("", BOTH)
+    assert read(ForcedCallParser(syntax), forced(syntax, *BOTH), size) == ("", BOTH)
 
 
 def test_what_is_nested_too_deeply_breaks_nothing():
     deep = '{"a": ' * 5000 + "1" + "}" * 5000
     text = f'<tool_call>{{"name": "time", "arguments": {deep}}}</tool_call>'
-    assert read(ToolReader(HERMES, USE), text, 10_000) == (text, [])
-    _, pieces = ForcedReader(HERMES).push(text)
+    assert read(ToolCallParser(HERMES, USE), text, 10_000) == (text, [])
+    _, pieces = ForcedCallParser(HERMES).push(text)
     assert "".join(piece.arguments for piece in pieces).startswith(deep)
 
 
 def test_arguments_of_a_forced_call_come_in_pieces():
-    reader = ForcedReader(HERMES)
+    reader = ForcedCallParser(HERMES)
     _, pieces = reader.push('<tool_call>\n{"name": "weather", "arguments": {"place": "Par')
     assert [(p.name, p.arguments) for p in pieces] == [("weather", ""), ("", '{"place": "Par')]
     _, pieces = reader.push('is"}}\n</tool')

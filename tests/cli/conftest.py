@@ -18,14 +18,15 @@ from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.catalog.uploads import PART_BYTES
 from lorikeet.cli import app
-from lorikeet.gateway.app import BaseModel, Services, create_app
+from lorikeet.gateway.app import create_app
+from lorikeet.gateway.services import ServedModel, Services
 from lorikeet.protocol.messages import (
     Call,
     Continuation,
     Refusal,
+    SmokeResult,
+    SmokeTest,
     StreamItem,
-    Trial,
-    TrialResult,
 )
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
@@ -46,10 +47,10 @@ class ReportingEngines:
     def generate(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
         raise NotImplementedError
 
-    async def smoke(self, base_model: str, trial: Trial) -> TrialResult | Refusal:
+    async def smoke(self, base_model: str, trial: SmokeTest) -> SmokeResult | Refusal:
         said = [Continuation((n, 1), f"said {n}") for n, _ in enumerate(trial.prompts)]
         other = [Continuation((n, self.second), f"said {n}") for n, _ in enumerate(trial.prompts)]
-        return TrialResult("r0", Residency.REMOTE, tuple(said), tuple(other))
+        return SmokeResult("r0", Residency.REMOTE, tuple(said), tuple(other))
 
     async def reports(self, _: Residency = Residency.DISK) -> Sequence[ReplicaReport]:
         return self.said
@@ -98,7 +99,7 @@ def serving(catalog: AdapterCatalog, key: str, part_bytes: int = PART_BYTES) -> 
     engines = ReportingEngines()
     services = Services(
         catalog=catalog,
-        base_models={"tiny": BaseModel(SHAPE)},
+        base_models={"tiny": ServedModel(SHAPE)},
         limits=AdapterLimits(max_rank=16, max_bytes=2**20),
         engines=engines,
         part_bytes=part_bytes,

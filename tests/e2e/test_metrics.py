@@ -4,7 +4,7 @@ import time
 
 import httpx
 
-from lorikeet.gateway.routes.metrics import KEPT_S
+from lorikeet.gateway.routes.metrics import FRESH_S
 from tests.e2e.conftest import REPLICAS, Crowd, Service
 from tests.e2e.faulty_replica import faults
 from tests.e2e.service_processes import complete
@@ -38,7 +38,7 @@ def test_the_page_agrees_with_what_was_asked(service: Service, crowd: Crowd) -> 
     before = scrape(service)
     usages = [generate(service, target.key, target.model, n=2, ignore_eos=True) for _ in range(3)]
     usages.append(generate(service, target.key, crowd.base().model, ignore_eos=True))
-    time.sleep(KEPT_S)  # the page before is good for so long
+    time.sleep(FRESH_S)  # the page before is good for so long
     page = read(service)
     check_with_promtool(page)
     after = Scraped(page.decode())
@@ -65,9 +65,9 @@ def test_the_page_agrees_with_what_was_asked(service: Service, crowd: Crowd) -> 
 def test_a_replica_that_says_nothing_is_left_out(service: Service) -> None:
     assert complete(service)
     with faults(metrics="hang"):
-        time.sleep(KEPT_S)
+        time.sleep(FRESH_S)
         page = scrape(service)
         assert "lorikeet_adapters" not in page.names
         assert {"lorikeet_requests_total", "lorikeet_pins"} <= page.names
-    time.sleep(KEPT_S)
+    time.sleep(FRESH_S)
     assert len(scrape(service).labels("lorikeet_adapters", "replica")) == REPLICAS

@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 
 from lorikeet.errors import InvalidAdapter
-from lorikeet.gateway.admin.blob_validation import examine
-from lorikeet.gateway.services import BaseModel
+from lorikeet.gateway.admin.blob_validation import validate_blob
+from lorikeet.gateway.services import ServedModel
 from lorikeet_engine.adapter_format import write_blob
 from lorikeet_engine.errors import AdapterError
 from tests.engine.malformed import BLOB, LIMITS, SHAPE
 
-BASE_MODELS = {"tiny": BaseModel(SHAPE)}
+BASE_MODELS = {"tiny": ServedModel(SHAPE)}
 
 
 def judge(folder: Path) -> dict[str, object]:
@@ -32,7 +32,7 @@ def _refusal(folder: Path) -> str | None:
     try:
         if not (folder / BLOB).exists():
             write_blob(folder, folder / BLOB)
-        examine(folder / BLOB, BASE_MODELS, LIMITS)
+        validate_blob(folder / BLOB, BASE_MODELS, LIMITS)
     except (AdapterError, InvalidAdapter) as error:
         return error.message
     return None

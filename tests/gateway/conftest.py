@@ -23,7 +23,8 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import ObjectStore
-from lorikeet.gateway.app import BaseModel, Services, create_app
+from lorikeet.gateway.app import create_app
+from lorikeet.gateway.services import ServedModel, Services
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Call,
@@ -31,9 +32,9 @@ from lorikeet.protocol.messages import (
     Endpoint,
     FinalUsage,
     Refusal,
+    SmokeResult,
+    SmokeTest,
     StreamItem,
-    Trial,
-    TrialResult,
 )
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
@@ -68,8 +69,8 @@ def serving(folder: Path, store: ObjectStore | None = None, **services: Any) -> 
     engines = ReplayEngines()
     _, admin_key = catalog.create_key(None, {Scope.ADMIN}, actor="test")
     base_models = {
-        "tiny": BaseModel(SHAPE, ("org/Tiny-1B",)),
-        "wider": BaseModel(WIDER, ("org/Wider-2B",)),
+        "tiny": ServedModel(SHAPE, ("org/Tiny-1B",)),
+        "wider": ServedModel(WIDER, ("org/Wider-2B",)),
     }
     app = create_app(Services(catalog, base_models, LIMITS, engines, **services))
     with listening(app) as url:
@@ -155,8 +156,8 @@ class ReplayEngines:
         self.calls: list[tuple[str, Call]] = []
         self.closed: list[str] = []
         self.replay: Callable[[Call], Items] = repeat
-        self.trials: list[tuple[str, Trial]] = []
-        self.try_out: Callable[[Trial], TrialResult | Refusal] = all_differ
+        self.trials: list[tuple[str, SmokeTest]] = []
+        self.try_out: Callable[[SmokeTest], SmokeResult | Refusal] = all_differ
         self.maps: list[ReplicaReport] = []
 
     async def generate(self, base_model: str, call: Call) -> Items:
@@ -169,7 +170,7 @@ class ReplayEngines:
             await items.aclose()
             self.closed.append(call.request_id)
 
-    async def smoke(self, base_model: str, trial: Trial) -> TrialResult | Refusal:
+    async def smoke(self, base_model: str, trial: SmokeTest) -> SmokeResult | Refusal:
         self.trials.append((base_model, trial))
         return self.try_out(trial)
 
@@ -222,17 +223,17 @@ async def endless(call: Call) -> Items:
         await asyncio.sleep(0.01)
 
 
-def all_differ(trial: Trial) -> TrialResult:
+def all_differ(trial: SmokeTest) -> SmokeResult:
     """A trial in which the adapter says the words backwards."""
     base = [tuple(range(trial.max_tokens)) for _ in trial.prompts]
     return trial_result(base, [tokens[::-1] for tokens in base])
 
 
-def trial_result(base: Sequence[Sequence[int]], adapted: Sequence[Sequence[int]]) -> TrialResult:
+def trial_result(base: Sequence[Sequence[int]], adapted: Sequence[Sequence[int]]) -> SmokeResult:
     def said(choices: Sequence[Sequence[int]]) -> tuple[Continuation, ...]:
         return tuple(Continuation(tuple(c), " ".join(map(str, c))) for c in choices)
 
-    return TrialResult("replica-7", Residency.REMOTE, said(base), said(adapted))
+    return SmokeResult("replica-7", Residency.REMOTE, said(base), said(adapted))
 
 
 def make_peft(

@@ -13,7 +13,7 @@ import pytest
 from lorikeet.errors import InvalidInput, NotFound, Unavailable
 from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, Refusal
 from lorikeet.protocol.peers import Peers, Poll
-from lorikeet.request_log.explanations import KEPT_S, Explanations
+from lorikeet.request_log.request_log import KEPT_S, RequestLog
 from lorikeet.request_log.trace import RequestTrace
 from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet.routing.status_update import StatusUpdate
@@ -251,22 +251,22 @@ def test_any_gateway_can_be_asked() -> None:
 
 
 def test_while_a_gateway_is_silent_nothing_is_said_to_be_unknown() -> None:
-    explanations = Explanations(_Silent())
+    request_log = RequestLog(_Silent())
     with pytest.raises(Unavailable):
-        asyncio.run(explanations.find("a" * 32))
+        asyncio.run(request_log.find("a" * 32))
 
 
 def test_it_is_kept_for_an_hour_and_within_its_bytes() -> None:
     now = [0.0]
-    explanations = Explanations(Peers(), kept_bytes=10_000, clock=lambda: now[0])
+    request_log = RequestLog(Peers(), kept_bytes=10_000, clock=lambda: now[0])
 
     def end(number: int) -> None:
-        with ended(explanations, f"{number:032x}"):
+        with ended(request_log, f"{number:032x}"):
             pass
 
     def known(number: int) -> bool:
         try:
-            asyncio.run(explanations.find(f"{number:032x}"))
+            asyncio.run(request_log.find(f"{number:032x}"))
         except NotFound:
             return False
         return True
@@ -285,24 +285,24 @@ def test_it_is_kept_for_an_hour_and_within_its_bytes() -> None:
 
 
 def test_it_costs_a_request_microseconds() -> None:
-    explanations = Explanations(Peers())
+    request_log = RequestLog(Peers())
     rounds = 2000
-    best = min(_seconds(explanations, rounds) for _ in range(3))
+    best = min(_seconds(request_log, rounds) for _ in range(3))
     assert best / rounds < 100e-6  # some 20 on a quiet machine
 
 
-def _seconds(explanations: Explanations, rounds: int) -> float:
+def _seconds(request_log: RequestLog, rounds: int) -> float:
     began = time.process_time()
     for number in range(rounds):
-        with ended(explanations, f"{number:032x}"):
+        with ended(request_log, f"{number:032x}"):
             pass
     return time.process_time() - began
 
 
 @contextmanager
-def ended(explanations: Explanations, request_id: str) -> Iterator[RequestTrace]:
+def ended(request_log: RequestLog, request_id: str) -> Iterator[RequestTrace]:
     """A request with all that can be told of one."""
-    trace = explanations.trace(request_id)
+    trace = request_log.trace(request_id)
     trace.comes_from("acme", "key-1")
     trace.asks_for("acme/support")
     with trace:
@@ -321,9 +321,9 @@ class _Network:
     def __init__(self) -> None:
         self.ends: list[Peers] = []
 
-    def gateways(self, count: int) -> list[Explanations]:
+    def gateways(self, count: int) -> list[RequestLog]:
         self.ends = [_Reaching(self) for _ in range(count)]
-        return list(map(Explanations, self.ends))
+        return list(map(RequestLog, self.ends))
 
 
 class _Reaching(Peers):

@@ -15,18 +15,18 @@ import httpx
 import pytest
 
 from lorikeet.errors import StoreError, Unavailable
-from lorikeet.gateway.admin import fleet as fleet_routes
+from lorikeet.gateway.admin import fleet_view as fleet_routes
 from lorikeet.protocol.messages import AnswerHeader, Call, Refusal
 from lorikeet.protocol.peers import Peers, Poll
-from lorikeet.request_log.explanations import Explanations
-from lorikeet.request_log.record import RequestRecord
-from lorikeet.request_log.traffic import (
+from lorikeet.request_log.recent_traffic import (
     SPAN_S,
     WINDOW_S,
-    Traffic,
+    RecentTraffic,
     lines_of,
     waiting_of,
 )
+from lorikeet.request_log.record import RequestRecord
+from lorikeet.request_log.request_log import RequestLog
 from lorikeet_engine.adapter import Residency
 from tests.gateway.conftest import Gateway, Items, chat, eventually, repeat, serving
 from tests.ui.made import ARENA, MIB, block, replica
@@ -139,11 +139,11 @@ def test_what_is_minutes_ago_is_forgotten() -> None:
     assert lines["requests"][1:] == [1.0] * (SPAN_S - 1)
 
 
-def counted() -> tuple[Traffic, RequestRecord]:
+def counted() -> tuple[RecentTraffic, RequestRecord]:
     """A gateway's counts, and a request that is over for them."""
     peers = Peers()
     record = RequestRecord("a" * 32, CHAT, None, time.time(), "acme", "key-1", over=True)
-    return Traffic(peers, Explanations(peers)), record
+    return RecentTraffic(peers, RequestLog(peers)), record
 
 
 # Who waits.
@@ -202,11 +202,11 @@ class _Linked(Peers):
 
 def test_whichever_gateway_is_asked_all_are_counted() -> None:
     here, there = _Linked(), Peers()
-    one, two = Explanations(here), Explanations(there)
-    traffic, others = Traffic(here, one), Traffic(there, two)
-    for counts, explanations in ((traffic, one), (others, two)):
+    one, two = RequestLog(here), RequestLog(there)
+    traffic, others = RecentTraffic(here, one), RecentTraffic(there, two)
+    for counts, request_log in ((traffic, one), (others, two)):
         counts.ended(counted()[1])
-        trace = explanations.trace("b" * 32)
+        trace = request_log.trace("b" * 32)
         trace.comes_from("acme", "key-1")
         trace.__enter__()
     alone = asyncio.run(traffic.everywhere())

@@ -13,11 +13,11 @@ from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import InvalidInput, InvalidKey, RateLimited, UnknownModel
 from lorikeet.gateway.apis.openai_requests import ChatRequest, CompletionRequest, GenerateRequest
-from lorikeet.gateway.app import BaseModel, Services
-from lorikeet.gateway.authentication import RequestAuthenticator
-from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.generate import GenerateEndpoint
-from lorikeet.request_log.explanations import Explanations
+from lorikeet.gateway.services import ServedModel, Services
+from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy import Budget, RateLimiter, Shares
 from tests.gateway.conftest import LIMITS, SHAPE, ReplayEngines, chat
 
@@ -36,7 +36,7 @@ class Walks:
         _, self.key = catalog.create_key("acme", {Scope.INFER}, actor="test")
         catalog.refresh()
         self.engines = ReplayEngines()
-        self._services = Services(catalog, {"tiny": BaseModel(SHAPE)}, LIMITS, self.engines)
+        self._services = Services(catalog, {"tiny": ServedModel(SHAPE)}, LIMITS, self.engines)
 
     def answer(
         self, kind: type[GenerateRequest], *bodies: Any, key: str | None = None
@@ -49,10 +49,10 @@ class Walks:
                 kind,
                 services,
                 RequestAuthenticator(
-                    services, CatalogFollower(services.catalog, interval_s=3600.0)
+                    services, GatewayCatalogView(services.catalog, interval_s=3600.0)
                 ),
                 RateLimiter(Shares("g0", 1, 0.0), Budget(None)),
-                Explanations(services.peers),
+                RequestLog(services.peers),
             )
             return [await _one(endpoint, key or self.key, body) for body in bodies]
 

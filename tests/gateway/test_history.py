@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from lorikeet.catalog import AdapterCatalog, open_store
-from lorikeet.gateway.app import Services, create_app
+from lorikeet.gateway.app import create_app
 from lorikeet.gateway.generate import SESSION_HEADER
+from lorikeet.gateway.services import Services
 from tests.gateway.conftest import LIMITS, Gateway, ReplayEngines, chat, listening, serving
 from tests.gateway.test_bad_requests import CHAT, error_of
 

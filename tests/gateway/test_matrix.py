@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 from lorikeet.catalog.records import Scope
 from lorikeet.cli import app as command
-from lorikeet.gateway.app import Services, create_app
+from lorikeet.gateway.app import create_app
+from lorikeet.gateway.services import Services
 from tests.gateway.conftest import LIMITS, Gateway, ReplayEngines, chat, make_peft
 from tests.gateway.test_bad_requests import error_of
 

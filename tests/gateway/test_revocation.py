@@ -10,7 +10,8 @@ import pytest
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
-from lorikeet.gateway.app import Services, create_app
+from lorikeet.gateway.app import create_app
+from lorikeet.gateway.services import Services
 from tests.gateway.conftest import LIMITS, Gateway, ReplayEngines, listening, serving
 
 BOUND_S = 5.0

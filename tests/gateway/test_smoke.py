@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from lorikeet.gateway.admin.smoke_report import MAX_TOKENS, PROMPTS, report
-from lorikeet.protocol.messages import Refusal, Trial
+from lorikeet.protocol.messages import Refusal, SmokeTest
 from lorikeet_engine.adapter import AdapterRef
 from tests.gateway.conftest import Gateway, make_blob, serving, trial_result
 from tests.gateway.test_bad_requests import error_of
@@ -20,7 +20,7 @@ BASE = list(range(32))
 
 def said(*pairs: tuple[Sequence[int], Sequence[int]]) -> dict[str, Any]:
     ref = AdapterRef("acme", "support", 1, "d" * 64)
-    trial = Trial("r", ref, tuple(f"prompt {i}" for i in range(len(pairs))), 32)
+    trial = SmokeTest("r", ref, tuple(f"prompt {i}" for i in range(len(pairs))), 32)
     return report(trial, trial_result([b for b, _ in pairs], [a for _, a in pairs]))
 
 
@@ -98,7 +98,7 @@ def test_a_replicas_refusal_is_passed_on(gateway: Gateway) -> None:
 def test_without_a_replica_the_base_model_is_named(tmp_path: Path) -> None:
     with serving(tmp_path, first_item_timeout_s=0.1) as gateway:
 
-        async def never(base_model: str, trial: Trial) -> Any:
+        async def never(base_model: str, trial: SmokeTest) -> Any:
             await asyncio.sleep(60)
 
         gateway.engines.smoke = never  # type: ignore[method-assign, assignment]

@@ -15,8 +15,8 @@ import pytest
 
 from lorikeet.protocol.messages import Attempt, Call, FinalUsage, Refusal
 from lorikeet.protocol.peers import Peers
-from lorikeet.request_log.explanations import Explanations
-from lorikeet.tracing.export import Traces
+from lorikeet.request_log.request_log import RequestLog
+from lorikeet.tracing.exporter import TraceExporter
 from lorikeet.tracing.spans import origin_of
 from lorikeet_engine.request import Course
 from tests.gateway.collector import Collector, Told, collecting
@@ -47,7 +47,9 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
 
 @contextmanager
 def _tracing(folder: Path, url: str, share: float = 1.0) -> Iterator[Gateway]:
-    with serving(folder, name="gateway-1", traces=Traces(url, share, "gateway-1")) as gateway:
+    with serving(
+        folder, name="gateway-1", traces=TraceExporter(url, share, "gateway-1")
+    ) as gateway:
         gateway.engines.replay = told
         yield gateway
 
@@ -290,14 +292,14 @@ def test_no_prompt_no_answer_and_no_key_is_told(traced: Traced) -> None:
 
 def test_a_collector_that_hangs_is_nobodys_trouble(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        traces = Traces(f"http://127.0.0.1:{silent.getsockname()[1]}", 1.0, "gateway-1")
+        traces = TraceExporter(f"http://127.0.0.1:{silent.getsockname()[1]}", 1.0, "gateway-1")
         with serving(tmp_path, traces=traces) as gateway:
             assert max(_ask(gateway).elapsed.total_seconds() for _ in range(10)) < 3.0
-            explanations = Explanations(Peers())
-            explanations.tell(traces.ended)
+            request_log = RequestLog(Peers())
+            request_log.subscribe(traces.ended)
             began_s = time.process_time()
             for number in range(1500):
-                with ended(explanations, f"{number:032x}"):
+                with ended(request_log, f"{number:032x}"):
                     pass
             assert (time.process_time() - began_s) / 1500 < 1e-3  # some 140 µs on a quiet machine
             waiting = traces._queue._batch_processor._queue

@@ -20,7 +20,8 @@ from lorikeet.catalog.catalog import AdapterCatalog, blob_key
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.catalog.uploads import Uploads
-from lorikeet.gateway.app import BaseModel, Services, create_app
+from lorikeet.gateway.app import create_app
+from lorikeet.gateway.services import ServedModel, Services
 from tests.gateway.conftest import LIMITS, SHAPE, Gateway, listening, make_blob, serving
 from tests.gateway.test_bad_requests import error_of
 
@@ -51,7 +52,7 @@ def blob(tmp_path: Path) -> bytes:
 def another(gateway: Gateway) -> Iterator[Gateway]:
     """A gateway that was started later over the same catalog, with larger parts."""
     catalog = AdapterCatalog(open_store(gateway.catalog.store.url))
-    base_models = {"tiny": BaseModel(SHAPE, ("org/Tiny-1B",))}
+    base_models = {"tiny": ServedModel(SHAPE, ("org/Tiny-1B",))}
     services = Services(catalog, base_models, LIMITS, gateway.engines, part_bytes=7 * PART)
     with listening(create_app(services)) as url:
         yield Gateway(url, catalog, gateway.engines, gateway.admin_key, gateway.folder)

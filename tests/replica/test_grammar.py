@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint, Format, Refusal, ToolUse
 from lorikeet.replica.grammar import ModelGrammars, grammar_of
-from lorikeet.replica.grammar_trial import GrammarTrial
+from lorikeet.replica.grammar_sandbox import GrammarSandbox
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet_engine.engine import Engine, EngineSettings
@@ -93,7 +93,7 @@ def grammars():
 
 @pytest.fixture(scope="module")
 def trial():
-    trial = GrammarTrial(DEMO)
+    trial = GrammarSandbox(DEMO)
     yield trial
     trial.close()
 

@@ -12,7 +12,7 @@ from demo.tasks import TASKS
 from lorikeet.catalog.catalog import AdapterCatalog, blob_key
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.gateway.admin.smoke_report import report
-from lorikeet.protocol.messages import Refusal, Trial
+from lorikeet.protocol.messages import Refusal, SmokeTest
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
@@ -64,7 +64,7 @@ def stored(settings, tmp_path, change):
 
 
 def trial_of(ref, *prompts):
-    return Trial("t", ref, prompts or (TASK.example.prompt, "hello"), 48)
+    return SmokeTest("t", ref, prompts or (TASK.example.prompt, "hello"), 48)
 
 
 def test_a_fine_tune_does_its_task_and_the_base_model_does_not(settings, try_out):

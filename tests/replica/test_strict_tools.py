@@ -13,11 +13,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from lorikeet.answer_stream.detokenizer import Detokenizer
-from lorikeet.answer_stream.tool_calls import HERMES, LLAMA, MISTRAL, Syntax, ToolReader
+from lorikeet.answer_stream.tool_calls import HERMES, LLAMA, MISTRAL, ToolCallParser, ToolSyntax
 from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.protocol.messages import ToolUse
-from lorikeet.replica.call_grammar import text_grammar
 from lorikeet.replica.grammar import ModelGrammars, TextMatcher
+from lorikeet.replica.tool_grammar import text_grammar
 from lorikeet_engine.errors import InvalidRequest
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
@@ -46,7 +46,7 @@ MOST_TOKENS = 200
 class Model:
     """A tokenizer, and what its chat template calls in."""
 
-    syntax: Syntax
+    syntax: ToolSyntax
     tokenizer: Tokenizer
     grammars: ModelGrammars
 
@@ -71,7 +71,7 @@ class Model:
         """What a client gets of an answer: what is said, and the calls."""
         hidden = Vocabulary(self.tokenizer).special_but(self.syntax.tokens)
         stream = Detokenizer(self.tokenizer, (), hidden=hidden)
-        reader = ToolReader(self.syntax, use)
+        reader = ToolCallParser(self.syntax, use)
         said, pieces = "", []
         for token in tokens:
             more, called = reader.push(stream.push([token]))
@@ -158,7 +158,7 @@ def test_a_model_that_knows_nothing_says_text_or_makes_proper_calls(model: Model
     assert spoke > 5
 
 
-def written(syntax: Syntax, *calls: tuple[str, object]) -> str:
+def written(syntax: ToolSyntax, *calls: tuple[str, object]) -> str:
     texts = [json.dumps({"name": name, syntax.arguments: arguments}) for name, arguments in calls]
     return syntax.before + syntax.between.join(texts) + syntax.after
 

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 
 from lorikeet.errors import InvalidSetting
 from lorikeet.gateway.error_responses import add_error_handlers
-from lorikeet.gateway.request_scope import RequestScope
+from lorikeet.gateway.middleware import RequestMiddleware
 from lorikeet.serving.listeners import AdminListener, PublicListener
 from lorikeet.settings import Address
 from tests.gateway.conftest import listening
@@ -38,7 +38,7 @@ def address() -> Address:
 def application(name: str) -> FastAPI:
     """Answers any path: with its name, the size of the body, and after how long it was told to."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
-    app.add_middleware(RequestScope)
+    app.add_middleware(RequestMiddleware)
     add_error_handlers(app)
 
     @app.api_route("/{path:path}", methods=["GET", "PUT"])

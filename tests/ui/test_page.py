@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.catalog.records import Scope
-from lorikeet.gateway.admin import fleet
+from lorikeet.gateway.admin import fleet_view
 from tests.gateway.conftest import Gateway, eventually, serving
 from tests.ui.chromium import Tab, chromium
 from tests.ui.made import block, replica
@@ -25,7 +25,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     with pytest.MonkeyPatch.context() as patch, serving(tmp_path_factory.mktemp("g")) as running:
-        patch.setattr(fleet, "PINS_FRESH_S", 0.0)
+        patch.setattr(fleet_view, "PINS_FRESH_S", 0.0)
         yield running
 
 

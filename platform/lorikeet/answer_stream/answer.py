@@ -6,7 +6,7 @@ from itertools import chain
 from lorikeet.answer_stream.choice import ChoiceStream, OutputDelta
 from lorikeet.answer_stream.detokenizer import Detokenizer
 from lorikeet.answer_stream.openai_format import Choice, EventStream, json_body
-from lorikeet.answer_stream.tool_calls import ForcedReader, Syntax, ToolReader
+from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser, ToolSyntax
 from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.errors import engine_code
 from lorikeet.protocol.messages import Call, FinalUsage, Refusal, StreamItem
@@ -27,7 +27,7 @@ class Answer:
         call: Call,
         prompts: Sequence[Sequence[int]],
         vocabulary: Vocabulary,
-        syntax: Syntax | None = None,
+        syntax: ToolSyntax | None = None,
     ) -> None:
         self._call = call
         self._prompt_tokens = sum(map(len, prompts))
@@ -109,12 +109,14 @@ class Answer:
 
 
 def _choice(
-    call: Call, index: int, prompt: Sequence[int], vocabulary: Vocabulary, syntax: Syntax | None
+    call: Call, index: int, prompt: Sequence[int], vocabulary: Vocabulary, syntax: ToolSyntax | None
 ) -> ChoiceStream:
-    reader: ToolReader | ForcedReader | None = None
+    reader: ToolCallParser | ForcedCallParser | None = None
     hidden = None
     if call.tools is not None and syntax is not None:
-        reader = ForcedReader(syntax) if call.tools.forced else ToolReader(syntax, call.tools)
+        reader = (
+            ForcedCallParser(syntax) if call.tools.forced else ToolCallParser(syntax, call.tools)
+        )
         hidden = vocabulary.special_but(syntax.tokens)
     echo = ""
     if call.echo:

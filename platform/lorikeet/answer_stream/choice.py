@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lorikeet.answer_stream.detokenizer import Detokenizer
-from lorikeet.answer_stream.logprobs import DrawnToken, LikelyToken
-from lorikeet.answer_stream.openai_format import CallPiece
-from lorikeet.answer_stream.tool_calls import ForcedReader, ToolReader
+from lorikeet.answer_stream.logprobs import LikelyToken, SampledToken
+from lorikeet.answer_stream.openai_format import CallDelta
+from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser
 from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet_engine.request import FinishReason, TokenLogprobs, Tokens
 
@@ -17,8 +17,8 @@ class OutputDelta:
     """What is new of a choice. logprobs: of the tokens whose text this is, where asked for."""
 
     text: str
-    calls: Sequence[CallPiece] = ()
-    logprobs: Sequence[DrawnToken] = ()
+    calls: Sequence[CallDelta] = ()
+    logprobs: Sequence[SampledToken] = ()
 
 
 class ChoiceStream:
@@ -31,7 +31,7 @@ class ChoiceStream:
     def __init__(
         self,
         text: Detokenizer,
-        reader: ToolReader | ForcedReader | None = None,
+        reader: ToolCallParser | ForcedCallParser | None = None,
         vocabulary: Vocabulary | None = None,
         echo: str = "",
     ) -> None:
@@ -58,7 +58,7 @@ class ChoiceStream:
             piece += self._text.finish()
         if self._echo:
             piece, self._echo = self._echo + piece, ""
-        calls: Sequence[CallPiece] = ()
+        calls: Sequence[CallDelta] = ()
         if self._reader is not None:
             piece, calls = self._reader.push(piece, last=self.finish is not None)
             if self._reader.done and self.finish is None:
@@ -68,7 +68,7 @@ class ChoiceStream:
         self._drawn += zip(output.token_ids, output.logprobs, strict=True)
         return OutputDelta(piece, calls, self._sent(self._vocabulary))
 
-    def _sent(self, vocabulary: Vocabulary) -> list[DrawnToken]:
+    def _sent(self, vocabulary: Vocabulary) -> list[SampledToken]:
         """Tokens whose text is sent now, as far as they are text and of no call."""
         reader, offsets, begin = self._reader, self._text.offsets, self._told
         self._told = self._text.sent_tokens
@@ -81,11 +81,11 @@ class ChoiceStream:
             and (reader is None or reader.says(offsets[at]))
         ]
 
-    def _describe(self, vocabulary: Vocabulary, at: int) -> DrawnToken:
+    def _describe(self, vocabulary: Vocabulary, at: int) -> SampledToken:
         token, logprobs = self._drawn[at]
 
         def named(token: int, logprob: float) -> LikelyToken:
             return LikelyToken(vocabulary.name_of(token), vocabulary.bytes_of(token), logprob)
 
         top = tuple(named(*likely) for likely in logprobs.top)
-        return DrawnToken(named(token, logprobs.logprob), top, self._text.offsets[at])
+        return SampledToken(named(token, logprobs.logprob), top, self._text.offsets[at])

@@ -18,7 +18,7 @@ class LikelyToken:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnToken:
+class SampledToken:
     """A token of an answer. offset: of its first character in the text. top: likeliest first."""
 
     token: LikelyToken
@@ -26,7 +26,7 @@ class DrawnToken:
     offset: int
 
 
-def chat_logprobs(tokens: Sequence[DrawnToken]) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[SampledToken]) -> dict[str, Any]:
     """`logprobs` of a chat's choice."""
     content = [
         _token(drawn.token) | {"top_logprobs": [_token(token) for token in drawn.top]}
@@ -35,7 +35,7 @@ def chat_logprobs(tokens: Sequence[DrawnToken]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(tokens: Sequence[DrawnToken]) -> dict[str, Any]:
+def completion_logprobs(tokens: Sequence[SampledToken]) -> dict[str, Any]:
     """`logprobs` of a completion's choice. The drawn token is always among the top ones."""
     return {
         "tokens": [drawn.token.name for drawn in tokens],

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from lorikeet.answer_stream.logprobs import DrawnToken, chat_logprobs, completion_logprobs
+from lorikeet.answer_stream.logprobs import SampledToken, chat_logprobs, completion_logprobs
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 from lorikeet_engine.request import FinishReason
 
@@ -18,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class CallPiece:
+class CallDelta:
     """A piece of a call of a tool. The first one of a call has its id and name.
 
     index: of the call in its choice. arguments: the next of their JSON text.
@@ -39,8 +39,8 @@ class Choice:
 
     text: str
     finish: FinishReason
-    calls: Sequence[CallPiece] = ()
-    logprobs: Sequence[DrawnToken] | None = None
+    calls: Sequence[CallDelta] = ()
+    logprobs: Sequence[SampledToken] | None = None
 
 
 class EventStream:
@@ -65,8 +65,8 @@ class EventStream:
         choice: int,
         text: str,
         finish: FinishReason | None = None,
-        calls: Sequence[CallPiece] = (),
-        logprobs: Sequence[DrawnToken] | None = None,
+        calls: Sequence[CallDelta] = (),
+        logprobs: Sequence[SampledToken] | None = None,
     ) -> bytes:
         """Events for new text of a choice, then calls, and, with `finish`, for its end.
 
@@ -145,13 +145,13 @@ def _message(choice: Choice) -> dict[str, Any]:
     return message
 
 
-def _whole_call(pieces: Sequence[CallPiece]) -> dict[str, Any]:
+def _whole_call(pieces: Sequence[CallDelta]) -> dict[str, Any]:
     arguments = "".join(piece.arguments for piece in pieces)
     function = {"name": pieces[0].name, "arguments": arguments}
     return {"id": pieces[0].id, "type": "function", "function": function}
 
 
-def _call_delta(piece: CallPiece) -> dict[str, Any]:
+def _call_delta(piece: CallDelta) -> dict[str, Any]:
     if not piece.id:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}
     return {"index": piece.index, **_whole_call([piece])}

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from lorikeet.answer_stream.response_stream import DeltaGroup, joined
 from lorikeet.protocol.messages import StreamItem
 
-PIECES_PER_S = 5_000
+DELTAS_PER_S = 5_000
 """Pieces of streams that one gateway passes on in a second; what is in a piece hardly matters.
 
 From `make bench-gateway`: a piece takes 0.12 ms of CPU from replica to client behind HAProxy, 0.26
@@ -102,4 +102,4 @@ class ResponseBuffers:
 
     def _rest_s(self) -> float:
         """Between two pieces of a stream, so that this gateway can pass on those of all streams."""
-        return len(self._open) / PIECES_PER_S
+        return len(self._open) / DELTAS_PER_S

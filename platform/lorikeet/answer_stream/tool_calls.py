@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import regex
 
-from lorikeet.answer_stream.openai_format import CallPiece
+from lorikeet.answer_stream.openai_format import CallDelta
 from lorikeet.protocol.messages import ToolUse
 
 _ID_LENGTH = 9  # Mistral's templates want ids of just so many letters and digits
@@ -21,7 +21,7 @@ _Call = tuple[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Syntax:
+class ToolSyntax:
     """How a family of models writes calls.
 
     before, between, after: what it writes around the JSON of one call or several. arguments: the
@@ -39,7 +39,7 @@ class Syntax:
     tokens: tuple[str, ...] = ()
 
 
-HERMES = Syntax(
+HERMES = ToolSyntax(
     before="<tool_call>\n",
     between="\n</tool_call>\n<tool_call>\n",
     after="\n</tool_call>",
@@ -49,7 +49,7 @@ HERMES = Syntax(
     tokens=("<tool_call>", "</tool_call>"),
 )
 """Hermes, Qwen 2.5, Qwen 3."""
-MISTRAL = Syntax(
+MISTRAL = ToolSyntax(
     before="[TOOL_CALLS] [",
     between=", ",
     after="]",
@@ -59,7 +59,7 @@ MISTRAL = Syntax(
     tokens=("[TOOL_CALLS]",),
 )
 """Mistral: one list of all calls."""
-LLAMA = Syntax(
+LLAMA = ToolSyntax(
     before="",
     between="; ",
     after="",
@@ -70,7 +70,7 @@ LLAMA = Syntax(
 """Llama 3.1 and later; <|python_tag|>, which may come first, is a special token and no text."""
 
 
-def syntax_of(template: str) -> Syntax | None:
+def syntax_of(template: str) -> ToolSyntax | None:
     """The syntax that a chat template shows; None: none that is known."""
     if "<tool_call>" in template and "<function=" not in template:
         return HERMES
@@ -81,11 +81,11 @@ def syntax_of(template: str) -> Syntax | None:
     return None
 
 
-Read = tuple[str, list[CallPiece]]
+Read = tuple[str, list[CallDelta]]
 """What is said, and then called."""
 
 
-class ToolReader:
+class ToolCallParser:
     """Tells what one choice says from what it calls.
 
     What begins like a call is held back until it is one, or is not: then it is text. So is a call
@@ -93,7 +93,7 @@ class ToolReader:
     further call is wanted; `read` is how many characters are told apart by now.
     """
 
-    def __init__(self, syntax: Syntax, use: ToolUse) -> None:
+    def __init__(self, syntax: ToolSyntax, use: ToolUse) -> None:
         self._syntax = syntax
         self._parallel = use.parallel
         self._names = {tool["function"]["name"] for tool in use.tools}
@@ -108,7 +108,7 @@ class ToolReader:
         """Take new text, `last` if no more comes."""
         self._held += text
         said = ""
-        pieces: list[CallPiece] = []
+        pieces: list[CallDelta] = []
         if self._calling and not last and _ENDS.isdisjoint(text):
             return said, pieces
         while self._held and not self.done:
@@ -181,13 +181,13 @@ class ToolReader:
         self.read += length
 
 
-class ForcedReader:
+class ForcedCallParser:
     """Reads an answer that a grammar holds to calls: arguments are passed on as they come."""
 
     done = False
     read = 0
 
-    def __init__(self, syntax: Syntax) -> None:
+    def __init__(self, syntax: ToolSyntax) -> None:
         self._head = regex.compile(rf'\{{"name": "([^"]*)", "{syntax.arguments}": ')
         self._held = ""
         self._arguments: str | None = None  # of the call that is being read, as far as they came
@@ -197,14 +197,14 @@ class ForcedReader:
         """Take new text."""
         self._held += text
         self.read += len(text)
-        pieces: list[CallPiece] = []
+        pieces: list[CallDelta] = []
         while self._held:
             if self._arguments is not None:
                 pieces.append(self._go_on(self._arguments))
             elif head := self._head.search(self._held):
                 self._held = self._held[head.end() :]
                 self._arguments = ""
-                pieces.append(CallPiece(self._calls, "", call_id(), head[1]))
+                pieces.append(CallDelta(self._calls, "", call_id(), head[1]))
                 self._calls += 1
             else:
                 break
@@ -214,14 +214,14 @@ class ForcedReader:
         """Nothing is said."""
         return False
 
-    def _go_on(self, before: str) -> CallPiece:
+    def _go_on(self, before: str) -> CallDelta:
         so_far = before + self._held
         end = _end_of_json(so_far) if "}" in self._held else None
         if end is None:
             piece, self._held, self._arguments = self._held, "", so_far
         else:
             piece, self._held, self._arguments = so_far[len(before) : end], so_far[end:], None
-        return CallPiece(self._calls - 1, piece)
+        return CallDelta(self._calls - 1, piece)
 
 
 def _end_of_json(text: str) -> int | None:
@@ -232,9 +232,9 @@ def _end_of_json(text: str) -> int | None:
         return None
 
 
-def whole_call(index: int, name: str, arguments: str) -> list[CallPiece]:
+def whole_call(index: int, name: str, arguments: str) -> list[CallDelta]:
     """A call that is known to its end: who is called, then with what."""
-    return [CallPiece(index, "", call_id(), name), CallPiece(index, arguments)]
+    return [CallDelta(index, "", call_id(), name), CallDelta(index, arguments)]
 
 
 def call_id() -> str:

@@ -9,23 +9,21 @@ from fastapi import FastAPI
 
 from lorikeet.gateway.admin.routes import admin_routes
 from lorikeet.gateway.apis.openapi import openapi_routes
-from lorikeet.gateway.authentication import RequestAuthenticator
-from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import add_error_handlers
 from lorikeet.gateway.generate import generate_routes
 from lorikeet.gateway.limit_sync import LimitSync
-from lorikeet.gateway.request_scope import RequestScope
-from lorikeet.gateway.routes.explanations import explain_routes
-from lorikeet.gateway.routes.metrics import Scrape, counting, metrics_routes, show
+from lorikeet.gateway.middleware import RequestMiddleware
+from lorikeet.gateway.routes.metrics import Scrape, add_gauges, metrics_routes, request_counter
 from lorikeet.gateway.routes.models import model_routes
+from lorikeet.gateway.routes.requests import request_routes
 from lorikeet.gateway.routes.usage import UsageReports, usage_routes
-from lorikeet.gateway.services import BaseModel, EngineClient, Services
-from lorikeet.request_log.explanations import Explanations
-from lorikeet.request_log.traffic import Traffic
+from lorikeet.gateway.services import Services
+from lorikeet.request_log.recent_traffic import RecentTraffic
+from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy import Budget, RateLimiter, Shares
 from lorikeet.ui.routes import ui_routes
-
-__all__ = ["BaseModel", "EngineClient", "Services", "create_app"]
 
 
 def create_app(services: Services) -> FastAPI:
@@ -33,62 +31,74 @@ def create_app(services: Services) -> FastAPI:
 
     Starting raises StoreError when there is no catalog to read.
     """
-    follower = CatalogFollower(services.catalog, services.refresh_s)
-    gate = RequestAuthenticator(services, follower)
+    catalog_view = GatewayCatalogView(services.catalog, services.refresh_s)
+    authenticator = RequestAuthenticator(services, catalog_view)
     shares = Shares(services.name, services.gateways, time.monotonic())
-    budget = Budget(services.written, services.written_s)
-    admission = RateLimiter(
+    rate_limiter = _rate_limiter(services, shares)
+    limit_sync = LimitSync(services.peers, shares, rate_limiter)
+    request_log = _request_log(services)
+    traffic = RecentTraffic(services.peers, request_log)
+    add_gauges(services, request_log, catalog_view)
+    usage = UsageReports(services.catalog.store)
+
+    app = FastAPI(
+        title="Lorikeet",
+        lifespan=lambda _: _running(services, catalog_view, limit_sync),
+        openapi_url=None,  # nothing is told to who has no key
+        # FastAPI's own would tell what exceptions say, and they may quote prompts.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
+        redirect_slashes=False,
+    )
+    app.add_middleware(RequestMiddleware)
+    add_error_handlers(app)
+    app.router.routes += generate_routes(services, authenticator, rate_limiter, request_log)
+    for router in (
+        request_routes(authenticator, request_log),
+        usage_routes(authenticator, usage),
+        model_routes(services, authenticator, catalog_view),
+        openapi_routes(authenticator),
+        admin_routes(services, authenticator, catalog_view, request_log, usage, traffic),
+        ui_routes(),
+        metrics_routes(authenticator, Scrape(services)),
+    ):
+        app.include_router(router)
+    app.add_api_route("/healthz", healthz)
+    return app
+
+
+async def healthz() -> dict[str, str]:
+    """Answer that this gateway is alive and started. Needs no key."""
+    return {"status": "ok"}
+
+
+def _rate_limiter(services: Services, shares: Shares) -> RateLimiter:
+    return RateLimiter(
         shares,
-        budget,
+        Budget(services.written, services.written_s),
         services.max_generations,
         seats=services.seats,
         max_queue_s=services.max_queue_s,
     )
-    traces = services.traces
-    explanations = Explanations(services.peers)
-    traffic = Traffic(services.peers, explanations)
-    explanations.tell(counting(services.metrics))
-    if traces is not None:
-        explanations.tell(traces.ended)
-    show(services, explanations, follower)
-    usage = UsageReports(services.catalog.store)
-    reconciling = LimitSync(services.peers, shares, admission, budget)
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
-        await asyncio.to_thread(services.catalog.refresh)
-        tasks = [asyncio.create_task(each) for each in (follower.follow(), reconciling.run())]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            if traces is not None:
-                await traces.close()
 
-    app = FastAPI(
-        title="Lorikeet",
-        lifespan=lifespan,
-        openapi_url=None,  # nothing is told to who has no key
-        # Its own would tell what exceptions say, and they may quote prompts: see api/tracing.
-        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
-        redirect_slashes=False,
-    )
-    app.add_middleware(RequestScope)
-    add_error_handlers(app)
-    app.router.routes += generate_routes(services, gate, admission, explanations)
-    app.include_router(explain_routes(gate, explanations))
-    app.include_router(usage_routes(gate, usage))
-    app.include_router(model_routes(services, gate, follower))
-    app.include_router(openapi_routes(gate))
-    app.include_router(admin_routes(services, gate, follower, explanations, usage, traffic))
-    app.include_router(ui_routes())
+def _request_log(services: Services) -> RequestLog:
+    request_log = RequestLog(services.peers)
+    request_log.subscribe(request_counter(services.metrics))
+    if services.traces is not None:
+        request_log.subscribe(services.traces.ended)
+    return request_log
 
-    app.include_router(metrics_routes(gate, Scrape(services)))
 
-    @app.get("/healthz")
-    async def healthz() -> dict[str, str]:
-        """Alive and started. Needs no key."""
-        return {"status": "ok"}
-
-    return app
+@asynccontextmanager
+async def _running(
+    services: Services, catalog_view: GatewayCatalogView, limit_sync: LimitSync
+) -> AsyncGenerator[None, None]:
+    await asyncio.to_thread(services.catalog.refresh)
+    tasks = [asyncio.create_task(each) for each in (catalog_view.follow(), limit_sync.run())]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        if services.traces is not None:
+            await services.traces.close()

@@ -9,13 +9,13 @@ from starlette.routing import Route
 
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.apis.openai_requests import ChatRequest, CompletionRequest, GenerateRequest
-from lorikeet.gateway.authentication import Caller, RequestAuthenticator
+from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.body import read_json
-from lorikeet.gateway.rate_limits import RateLimitObserver
+from lorikeet.gateway.middleware import request_id_of
+from lorikeet.gateway.rate_limit_observer import RateLimitObserver
 from lorikeet.gateway.replica_response import ReplicaResponse
-from lorikeet.gateway.request_scope import request_id_of
 from lorikeet.gateway.services import Services
-from lorikeet.request_log.explanations import Explanations
+from lorikeet.request_log.request_log import RequestLog
 from lorikeet.request_log.trace import RequestTrace
 from lorikeet.tenancy import RateLimiter
 from lorikeet_engine.request import Terms
@@ -36,9 +36,9 @@ _LONGEST_LOAD_MS = 3_600_000
 
 def generate_routes(
     services: Services,
-    gate: RequestAuthenticator,
-    admission: RateLimiter,
-    explanations: Explanations,
+    authenticator: RequestAuthenticator,
+    rate_limiter: RateLimiter,
+    request_log: RequestLog,
 ) -> list[Route]:
     """One for each kind, without FastAPI's dependencies.
 
@@ -47,7 +47,7 @@ def generate_routes(
     return [
         Route(
             path,
-            GenerateEndpoint(kind, services, gate, admission, explanations).answer,
+            GenerateEndpoint(kind, services, authenticator, rate_limiter, request_log).answer,
             methods=["POST"],
         )
         for path, kind in KINDS.items()
@@ -61,12 +61,16 @@ class GenerateEndpoint:
         self,
         kind: type[GenerateRequest],
         services: Services,
-        gate: RequestAuthenticator,
-        admission: RateLimiter,
-        explanations: Explanations,
+        authenticator: RequestAuthenticator,
+        rate_limiter: RateLimiter,
+        request_log: RequestLog,
     ) -> None:
         self._kind, self._services = kind, services
-        self._gate, self._admission, self._explanations = gate, admission, explanations
+        self._authenticator, self._rate_limiter, self._request_log = (
+            authenticator,
+            rate_limiter,
+            request_log,
+        )
 
     async def answer(self, request: Request) -> ReplicaResponse:
         """Read and check a request; the response that is returned calls a replica as it is sent.
@@ -74,20 +78,20 @@ class GenerateEndpoint:
         Raises LorikeetError.
         """
         traceparent = request.headers.get("traceparent")
-        trace = self._explanations.trace(request_id_of(request), request.scope["path"], traceparent)
+        trace = self._request_log.trace(request_id_of(request), request.scope["path"], traceparent)
         with trace.asking():
             return await self._walk(request, trace)
 
     async def _walk(self, request: Request, trace: RequestTrace) -> ReplicaResponse:
-        caller = await self._gate.caller(request)
+        caller = await self._authenticator.caller(request)
         trace.comes_from(caller.tenant.name, caller.key.key_id)
-        hold = self._admission.check(caller.tenant, caller.key)
+        hold = self._rate_limiter.check(caller.tenant, caller.key)
         terms = self._terms(request, caller)  # what is wrong with a header costs no parse
         body = await read_json(request, self._kind)
         trace.asks_for(body.model)
         request_id = request_id_of(request)
         session = request.headers.get(SESSION_HEADER) or body.user or request_id
-        model = await self._gate.resolve(body.model, caller.tenant.name, session)
+        model = await self._authenticator.resolve(body.model, caller.tenant.name, session)
         call = body.to_call(request_id, int(time.time()), caller, terms, model)
         trace.becomes(call, model.base_model)
         return ReplicaResponse(

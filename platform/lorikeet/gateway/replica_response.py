@@ -10,7 +10,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable, error_body
 from lorikeet.gateway.error_responses import OK, Refused
-from lorikeet.gateway.request_scope import log_unexpected
+from lorikeet.logs import log_unexpected
 from lorikeet.protocol.messages import AnswerHeader, Call, Refusal, StreamItem
 from lorikeet.protocol.observer import Headers, RequestObserver
 

@@ -9,7 +9,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.uploads import PART_BYTES
 from lorikeet.errors import InvalidSetting
 from lorikeet.metrics.gateway import GatewayMetrics
-from lorikeet.protocol.messages import Call, Refusal, StreamItem, Trial, TrialResult
+from lorikeet.protocol.messages import Call, Refusal, SmokeResult, SmokeTest, StreamItem
 from lorikeet.protocol.peers import Peers
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.tenancy.budget import Written
@@ -24,7 +24,7 @@ from lorikeet_engine.adapter_format import (
 from lorikeet_engine.errors import ModelError
 
 if TYPE_CHECKING:  # its libraries are wanted only where traces are
-    from lorikeet.tracing.export import Traces
+    from lorikeet.tracing.exporter import TraceExporter
 
 
 class EngineClient(Protocol):
@@ -37,7 +37,7 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def smoke(self, base_model: str, trial: Trial) -> TrialResult | Refusal:
+    async def smoke(self, base_model: str, trial: SmokeTest) -> SmokeResult | Refusal:
         """A replica's trial of an adapter. Raises LorikeetError."""
         ...
 
@@ -55,7 +55,7 @@ async def no_pages() -> Sequence[bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class BaseModel:
+class ServedModel:
     """A base model that is served. aliases: what adapters may call it, e.g. its Hub name."""
 
     shape: BaseShape
@@ -80,7 +80,7 @@ class Services:
     """
 
     catalog: AdapterCatalog
-    base_models: Mapping[str, BaseModel]
+    base_models: Mapping[str, ServedModel]
     limits: AdapterLimits
     engines: EngineClient
     gateways: int = 1
@@ -95,12 +95,12 @@ class Services:
     written_s: float = 30.0
     max_queue_s: float | None = None
     seats: Mapping[str, int] = field(default_factory=dict)
-    traces: "Traces | None" = None
+    traces: "TraceExporter | None" = None
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     pages: Callable[[], Awaitable[Sequence[bytes]]] = no_pages
 
 
-def read_base_models(folders: Mapping[str, Path]) -> dict[str, BaseModel]:
+def read_base_models(folders: Mapping[str, Path]) -> dict[str, ServedModel]:
     """Read every folder's config.json. Raises InvalidSetting, naming the folder.
 
     An adapter may call its base model by the served name, the folder's, or the one in config.json.
@@ -108,7 +108,7 @@ def read_base_models(folders: Mapping[str, Path]) -> dict[str, BaseModel]:
     return {name: _read(folder) for name, folder in folders.items()}
 
 
-def _read(folder: Path) -> BaseModel:
+def _read(folder: Path) -> ServedModel:
     try:
         config = read_json(folder / "config.json")
         shape = BaseShape.from_config(config)
@@ -117,4 +117,4 @@ def _read(folder: Path) -> BaseModel:
             f"LORIKEET_BASE_MODELS: {folder} is no Hugging Face model folder that can be served: "
             f"{error}"
         ) from error
-    return BaseModel(shape, tuple(filter(None, (folder.name, config.get("_name_or_path")))))
+    return ServedModel(shape, tuple(filter(None, (folder.name, config.get("_name_or_path")))))

@@ -143,7 +143,7 @@ StreamItem = AnswerHeader | Refusal | FinalUsage | Attempt | bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class SmokeTest:
     """One batch of a replica: every prompt with the adapter and with the base model alone.
 
     prompts: what a user says. Greedy, up to max_tokens each.
@@ -164,7 +164,7 @@ class Continuation:
 
 
 @dataclass(frozen=True, slots=True)
-class TrialResult:
+class SmokeResult:
     """A continuation of each prompt, in order. residency: where the adapter was before."""
 
     replica: str

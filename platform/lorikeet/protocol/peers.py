@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 from lorikeet.errors import Unavailable
 
-Answerer = Callable[..., Awaitable[Any]]
+Handler = Callable[..., Awaitable[Any]]
 
 
 class Poll(NamedTuple):
-    """What gateways answered, and how many did not in time; None: nobody could be asked."""
+    """What gateways answered, and how many did not in time; None if no other could be asked."""
 
     answers: Sequence[Any]
     silent: int | None
@@ -18,22 +18,22 @@ class Poll(NamedTuple):
 class Peers:
     """One gateway's end: what it can be asked, and how it asks the others.
 
-    This one knows no others; `serving/peers.py` has one that does.
+    This class knows no others; `serving/peers.py` has one that does.
     """
 
     def __init__(self) -> None:
-        self._answerers: dict[str, Answerer] = {}
+        self._handlers: dict[str, Handler] = {}
 
-    def answers(self, question: str, answerer: Answerer) -> None:
-        """Let a gateway be asked this. Arguments and answer must be picklable."""
-        self._answerers[question] = answerer
+    def register(self, question: str, handler: Handler) -> None:
+        """Let `handler` answer a question. Arguments and answer must be picklable."""
+        self._handlers[question] = handler
 
     async def answer(self, question: str, *arguments: Any) -> Any:
-        """What this gateway says itself."""
-        return await self._answerers[question](*arguments)
+        """Return what this gateway says itself."""
+        return await self._handlers[question](*arguments)
 
     async def ask(self, question: str, *arguments: Any) -> Poll:
-        """Every gateway's answer, this one's first."""
+        """Return every gateway's answer, this one's first."""
         own = await self.answer(question, *arguments)
         try:
             others = await self.poll(question, *arguments)
@@ -42,5 +42,5 @@ class Peers:
         return Poll([own, *others.answers], others.silent)
 
     async def poll(self, question: str, *arguments: Any) -> Poll:  # noqa: ARG002
-        """The other gateways' answers. Raises Unavailable when they cannot be asked now."""
+        """Return the other gateways' answers. Raises Unavailable when they cannot be asked now."""
         return Poll((), 0)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.logs import log_to_stderr
-from lorikeet.replica.source import BlobSource
+from lorikeet.replica.adapter_source import CatalogAdapterSource
 from lorikeet.settings import Settings
 
 if TYPE_CHECKING:
@@ -22,6 +22,6 @@ def build_engine(settings: Settings, base_model: str) -> "Engine":
     from lorikeet_engine.engine import Engine
 
     log_to_stderr()
-    source = BlobSource(open_store(settings.catalog))
+    source = CatalogAdapterSource(open_store(settings.catalog))
     grammars = ModelGrammars(settings.base_models[base_model])
     return Engine(engine_settings(settings, base_model), source, grammars=grammars)

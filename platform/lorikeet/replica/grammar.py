@@ -37,7 +37,7 @@ _LONGEST_REASON = 300  # characters; some quote a whole expression
 def grammar_of(schema: str) -> str:
     """The grammar of what a JSON schema's text allows; {} allows any object.
 
-    The schema itself is not judged here: grammar_trial.py does. Raises InvalidInput.
+    The schema itself is not judged here: grammar_sandbox.py does. Raises InvalidInput.
     """
     if len(schema) > _MOST_BYTES:
         raise _invalid(f"a schema of {len(schema)} characters: want at most {_MOST_BYTES}")

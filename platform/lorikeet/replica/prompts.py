@@ -8,7 +8,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from lorikeet.answer_stream.tool_calls import Syntax, syntax_of
+from lorikeet.answer_stream.tool_calls import ToolSyntax, syntax_of
 from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.errors import (
     ContextLengthExceeded,
@@ -17,8 +17,8 @@ from lorikeet.errors import (
     UnsupportedParameter,
 )
 from lorikeet.protocol.messages import Call, Endpoint, Format, ToolUse
-from lorikeet.replica.call_grammar import call_grammar, text_grammar
 from lorikeet.replica.grammar import grammar_of
+from lorikeet.replica.tool_grammar import call_grammar, text_grammar
 
 _HELLO = ({"role": "user", "content": "Hello"},)
 _ANY_TOOL = {
@@ -87,7 +87,7 @@ class PromptEncoder:
             )
         return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def _syntax(self) -> Syntax | None:
+    def _syntax(self) -> ToolSyntax | None:
         """In which the model calls tools; None if its template does not show it any."""
         if self._tokenizer.chat_template is None:
             return None

@@ -14,19 +14,19 @@ from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStreams
 from lorikeet.answer_stream.sender import AnswerSender
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import GenerationFailed, InvalidInput
-from lorikeet.gateway.request_scope import log_unexpected
+from lorikeet.logs import log_unexpected
 from lorikeet.metrics.page import render
 from lorikeet.metrics.replica import replica_metrics
 from lorikeet.placement import pressure
-from lorikeet.protocol.messages import AnswerHeader, Call, Refusal, Trial, TrialResult
+from lorikeet.protocol.messages import AnswerHeader, Call, Refusal, SmokeResult, SmokeTest
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.replica.context import answer_room
 from lorikeet.replica.engine_process import build_engine
-from lorikeet.replica.grammar_trial import GrammarTrial
+from lorikeet.replica.grammar_sandbox import GrammarSandbox
 from lorikeet.replica.metering import Metering
 from lorikeet.replica.prompts import PromptEncoder
-from lorikeet.replica.smoke_trial import run_trial
+from lorikeet.replica.smoke import run_smoke_test
 from lorikeet.replica.status_feed import StatusFeed
 from lorikeet.routing.status_update import StatusUpdate, to_stats
 from lorikeet.settings import Settings
@@ -82,7 +82,7 @@ class Replica:
         self._feed = StatusFeed(self._engine.status)
         context = self._engine.config.max_context
         self._encoder = PromptEncoder(settings.base_models[base_model], context)
-        self._grammars = GrammarTrial(settings.base_models[base_model])
+        self._grammars = GrammarSandbox(settings.base_models[base_model])
         flush_s = settings.usage_flush_s
         self._metering = Metering(store.result(), self._engine, base_model, flush_s)
 
@@ -127,10 +127,10 @@ class Replica:
             while not stream.closed.done():
                 yield await stream.take()
 
-    async def smoke(self, trial: Trial) -> TrialResult | Refusal:
+    async def smoke(self, trial: SmokeTest) -> SmokeResult | Refusal:
         """Try an adapter beside the base model."""
         try:
-            return await run_trial(trial, self.name, self._encoder, self._tokens)
+            return await run_smoke_test(trial, self.name, self._encoder, self._tokens)
         except (EngineError, InvalidInput) as error:
             return _refuse(error)
 

@@ -37,7 +37,7 @@ from lorikeet_engine.adapter_format import AdapterLimits, AdapterMemory
 from lorikeet_engine.errors import EngineClosed, EngineError
 
 if TYPE_CHECKING:  # its libraries are wanted only where traces are
-    from lorikeet.tracing.export import Traces
+    from lorikeet.tracing.exporter import TraceExporter
 
 log = logging.getLogger(__name__)
 
@@ -192,12 +192,12 @@ class Gateway:
         return PublicListener(app)
 
 
-def _traces(settings: Settings, gateway: str) -> "Traces | None":
+def _traces(settings: Settings, gateway: str) -> "TraceExporter | None":
     if settings.traces is None:
         return None
-    from lorikeet.tracing.export import Traces
+    from lorikeet.tracing.exporter import TraceExporter
 
-    return Traces(settings.traces, settings.traces_share, gateway)
+    return TraceExporter(settings.traces, settings.traces_share, gateway)
 
 
 def _most_generations(settings: Settings) -> int:

@@ -14,15 +14,15 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from lorikeet.answer_stream.response_buffer import ResponseBuffer, ResponseBuffers
 from lorikeet.answer_stream.response_stream import DeltaGroup
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
-from lorikeet.gateway.request_scope import log_unexpected
+from lorikeet.logs import log_unexpected
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Attempt,
     Call,
     Refusal,
+    SmokeResult,
+    SmokeTest,
     StreamItem,
-    Trial,
-    TrialResult,
 )
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.retry_after import NO_REPLICA_S
@@ -96,11 +96,11 @@ class ServeEngineClient:
                 fleet.on_ended(again.request_id)
         raise Unavailable("no replica could answer", retry_after_s=NO_REPLICA_S)
 
-    async def smoke(self, base_model: str, trial: Trial) -> TrialResult | Refusal:
+    async def smoke(self, base_model: str, trial: SmokeTest) -> SmokeResult | Refusal:
         """A replica's trial. Raises Unavailable when it is lost, GenerationFailed if it broke."""
         try:
             answer = await self._handles[base_model].smoke.remote(trial)
-            return cast("TrialResult | Refusal", answer)
+            return cast("SmokeResult | Refusal", answer)
         except (RayTaskError, *REPLICA_LOST) as error:
             raise _lost(error, trial.request_id) from error
 

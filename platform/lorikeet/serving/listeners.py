@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorikeet.errors import InvalidSetting
 from lorikeet.gateway.error_responses import add_error_handlers
-from lorikeet.gateway.request_scope import RequestScope
+from lorikeet.gateway.middleware import RequestMiddleware
 from lorikeet.settings import Address
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class PublicListener:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._nothing = FastAPI(openapi_url=None, redirect_slashes=False)
-        self._nothing.add_middleware(RequestScope)
+        self._nothing.add_middleware(RequestMiddleware)
         add_error_handlers(self._nothing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -11,7 +11,7 @@ from ray.serve.request_router import (
 )
 
 from lorikeet.gateway.routing_request import routing_request_of
-from lorikeet.protocol.messages import Call, Trial
+from lorikeet.protocol.messages import Call, SmokeTest
 from lorikeet.routing.fleet import STATS_AGE_S, Fleet
 from lorikeet.routing.ranking import RoutingRequest, Work
 from lorikeet.routing.status_update import from_stats
@@ -130,6 +130,6 @@ def _request_of(pending: PendingRequest | None) -> RoutingRequest:
     match argument:
         case Call():
             return routing_request_of(argument)
-        case Trial():
+        case SmokeTest():
             return RoutingRequest(Work(prompt_tokens=1), argument.adapter)
     return _NO_REQUEST

@@ -11,11 +11,11 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_name
 from lorikeet.catalog.records import AdapterRecord
 from lorikeet.catalog.state import CatalogState
-from lorikeet.gateway.admin.documents import adapter_json, list_answer, version_json
 from lorikeet.gateway.admin.history import Moment
-from lorikeet.gateway.authentication import Actor
+from lorikeet.gateway.admin.serializers import adapter_json, list_answer, version_json
+from lorikeet.gateway.auth import Actor
 from lorikeet.gateway.body import Body, json_body
-from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.catalog_view import GatewayCatalogView
 
 MOST_LISTED = 1000
 """Adapters of one answer."""
@@ -52,7 +52,7 @@ RollbackBody = Annotated[Rollback, json_body(Rollback)]
 RetireBody = Annotated[Retire, json_body(Retire)]
 
 
-def adapter_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRouter:
+def adapter_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> APIRouter:
     """Everything but the upload of a version."""
     router = APIRouter(prefix="/adapters")
 
@@ -73,14 +73,14 @@ def adapter_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRou
             further = page[-1].label if len(page) == limit else None
             return list_answer(map(adapter_json, page), next=further)
 
-        return await as_of.survey(catalog, follower, listed)
+        return await as_of.ask_in_thread(catalog, catalog_view, listed)
 
     @router.get("/{tenant}/{name}")
     async def show(as_of: Moment, tenant: str, name: str) -> dict[str, Any]:
         def shown(state: CatalogState) -> dict[str, Any]:
             return adapter_json(state.adapter(tenant, name))
 
-        return await as_of.survey(catalog, follower, shown)
+        return await as_of.ask_in_thread(catalog, catalog_view, shown)
 
     @router.post("/{tenant}/{name}/promote")
     def promote(tenant: str, name: str, wanted: PromoteBody, actor: Actor) -> dict[str, Any]:

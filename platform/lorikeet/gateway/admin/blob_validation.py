@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.errors import InvalidAdapter, InvalidInput
-from lorikeet.gateway.services import BaseModel
+from lorikeet.gateway.services import ServedModel
 from lorikeet_engine.adapter_format import (
     FLOAT32_MEMORY,
     AdapterLimits,
@@ -20,9 +20,9 @@ from lorikeet_engine.adapter_format.spec import METADATA_KEY
 from lorikeet_engine.errors import AdapterError
 
 
-def examine(
+def validate_blob(
     blob: Path,
-    base_models: Mapping[str, BaseModel],
+    base_models: Mapping[str, ServedModel],
     limits: AdapterLimits,
     base_model: str | None = None,
     memory: AdapterMemory = FLOAT32_MEMORY,
@@ -49,7 +49,7 @@ def examine(
     )
 
 
-def check_served(base_model: str, base_models: Mapping[str, BaseModel]) -> str:
+def check_served(base_model: str, base_models: Mapping[str, ServedModel]) -> str:
     """Return the name of a served base model as it is. Raises InvalidInput."""
     if base_model not in base_models:
         raise InvalidInput(
@@ -59,7 +59,7 @@ def check_served(base_model: str, base_models: Mapping[str, BaseModel]) -> str:
     return base_model
 
 
-def _matching(blob: Path, base_models: Mapping[str, BaseModel]) -> str:
+def _matching(blob: Path, base_models: Mapping[str, ServedModel]) -> str:
     """The one served base model whose name or alias ends like the name that the blob gives."""
     config = read_header(blob).metadata.get(METADATA_KEY)
     if config is None:
@@ -85,5 +85,5 @@ def _last(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
-def _list(base_models: Mapping[str, BaseModel]) -> str:
+def _list(base_models: Mapping[str, ServedModel]) -> str:
     return ", ".join(sorted(base_models))

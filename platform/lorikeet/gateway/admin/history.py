@@ -13,10 +13,10 @@ from lorikeet.catalog.names import check_name
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import InvalidInput
-from lorikeet.gateway.admin.documents import adapter_json, entry_json
-from lorikeet.gateway.authentication import Actor
+from lorikeet.gateway.admin.serializers import adapter_json, entry_json
+from lorikeet.gateway.auth import Actor
 from lorikeet.gateway.body import Body, json_body
-from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.catalog_view import GatewayCatalogView
 
 MOST_ENTRIES = 1000
 
@@ -38,18 +38,18 @@ class AsOf:
     seq: int | None
     time: float | None
 
-    async def survey(
+    async def ask_in_thread(
         self,
         catalog: AdapterCatalog,
-        follower: CatalogFollower,
+        catalog_view: GatewayCatalogView,
         question: Callable[[CatalogState], T],
     ) -> T:
         """The answer of the catalog as it was then. Raises InvalidInput, StoreError."""
         if self.seq is None and self.time is None:
-            return await follower.survey(question)
-        await follower.refreshed()
-        view = await follower.in_thread(self._view, catalog.history)
-        return await follower.in_thread(view.ask, question)
+            return await catalog_view.ask_in_thread(question)
+        await catalog_view.refresh()
+        view = await catalog_view.in_thread(self._view, catalog.history)
+        return await catalog_view.in_thread(view.ask, question)
 
     def _view(self, history: History) -> CatalogView:
         if self.seq is not None:
@@ -68,7 +68,7 @@ Moment = Annotated[AsOf, Depends(_moment)]
 """A parameter of the routes that answer of the past too: ?as_of_seq or ?as_of_time."""
 
 
-def history_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRouter:
+def history_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> APIRouter:
     """The log, backwards; restore; snapshots."""
     router = APIRouter()
 
@@ -87,8 +87,8 @@ def history_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRou
             if value is not None:
                 check_name(value, param)
         wanted = HistoryQuery(tenant=tenant, name=name, actor=actor, since=since)
-        await follower.refreshed()
-        found = await follower.in_thread(
+        await catalog_view.refresh()
+        found = await catalog_view.in_thread(
             lambda history: history.find(wanted, limit, before), catalog.history
         )
         return {"data": list(map(entry_json, found.entries)), "before": found.before}

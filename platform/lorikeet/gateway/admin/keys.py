@@ -10,15 +10,15 @@ from starlette.responses import Response
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.tenants import LONGEST_OVERLAP_S
-from lorikeet.gateway.admin.documents import key_json, list_answer
-from lorikeet.gateway.admin.terms import NewKey, OfKey
-from lorikeet.gateway.authentication import Actor
+from lorikeet.gateway.admin.limit_bodies import KeyLimitsBody, NewKeyBody
+from lorikeet.gateway.admin.serializers import key_json, list_answer
+from lorikeet.gateway.auth import Actor
 from lorikeet.gateway.body import Body, json_body
-from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import CREATED
 
 
-class AdminKey(NewKey):
+class AdminKey(NewKeyBody):
     """An admin's key. Admins administer; they do not infer."""
 
     scopes: list[Literal["admin", "read-only"]] = Field(
@@ -32,13 +32,15 @@ class Rotation(Body):
     overlap_s: Annotated[float, Field(ge=0, le=LONGEST_OVERLAP_S)] = 86400
 
 
-def key_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRouter:
+def key_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> APIRouter:
     """List all keys, make an admin's; limit, rotate and revoke any."""
     router = APIRouter(prefix="/keys")
 
     @router.get("", response_model=None)
     async def list_keys() -> Response:
-        return await follower.survey(lambda state: list_answer(map(key_json, state.keys())))
+        return await catalog_view.ask_in_thread(
+            lambda state: list_answer(map(key_json, state.keys()))
+        )
 
     @router.post("", status_code=CREATED)
     def create(wanted: Annotated[AdminKey, json_body(AdminKey)], actor: Actor) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def key_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRouter:
 
     @router.patch("/{key_id}")
     def limit(
-        key_id: str, wanted: Annotated[OfKey, json_body(OfKey)], actor: Actor
+        key_id: str, wanted: Annotated[KeyLimitsBody, json_body(KeyLimitsBody)], actor: Actor
     ) -> dict[str, Any]:
         return key_json(catalog.limit_key(key_id, actor=actor, **wanted.terms()))
 
@@ -69,7 +71,7 @@ def made_key(
     catalog: AdapterCatalog,
     tenant: str | None,
     scopes: Sequence[str],
-    wanted: NewKey,
+    wanted: NewKeyBody,
     actor: str,
 ) -> dict[str, Any]:
     """A new key as JSON, with its secret."""

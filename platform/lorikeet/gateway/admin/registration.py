@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.state import CatalogState
-from lorikeet.gateway.admin.blob_validation import check_served, examine
-from lorikeet.gateway.admin.documents import version_json
-from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.admin.blob_validation import check_served, validate_blob
+from lorikeet.gateway.admin.serializers import version_json
+from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import Services
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import AdapterLimits
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RegistrationRequest:
     """What an admin wants registered.
 
     base_model: the one it was trained on; None: the one it names. shared None leaves that as it
@@ -42,12 +42,12 @@ class Registration:
     """Examines blobs and records them.
 
     A few threads of its own do what blocks: many uploads at once make each other wait, and not
-    the follower, through which keys are revoked.
+    the catalog_view, through which keys are revoked.
     """
 
-    def __init__(self, services: Services, follower: CatalogFollower) -> None:
+    def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
         self._services = services
-        self._follower = follower
+        self._catalog_view = catalog_view
         self.workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="upload")
         self.turns = asyncio.Semaphore(_WORKERS)
         """Held while a whole blob of the store's lies on this machine's disk."""
@@ -65,13 +65,13 @@ class Registration:
             check_served(base_model, self._services.base_models)
         if tenant is None:
             return self._services.limits
-        await self._follower.refreshed()
+        await self._catalog_view.refresh()
         return await self._limits(tenant)
 
-    async def examine(self, order: Order, blob: Path) -> BlobFacts:
+    async def validate(self, order: RegistrationRequest, blob: Path) -> BlobFacts:
         """Find out all that could make a blob fail later. Raises InvalidAdapter."""
         return await self.run(
-            examine,
+            validate_blob,
             blob,
             self._services.base_models,
             await self._limits(order.tenant),
@@ -80,10 +80,10 @@ class Registration:
         )
 
     async def record(
-        self, order: Order, blob: Path, facts: BlobFacts
+        self, order: RegistrationRequest, blob: Path, facts: BlobFacts
     ) -> tuple[dict[str, Any], bool]:
         """The blob's version as JSON, and whether it is a new one."""
-        known = await self._follower.ask(partial(_is_version, order, facts))
+        known = await self._catalog_view.ask(partial(_is_version, order, facts))
         register = partial(
             self._services.catalog.register,
             shared=order.shared,
@@ -91,10 +91,12 @@ class Registration:
             actor=order.actor,
         )
         version = await self.run(register, order.tenant, order.name, blob, facts)
-        adapter = await self._follower.ask(lambda state: state.adapter(order.tenant, order.name))
+        adapter = await self._catalog_view.ask(
+            lambda state: state.adapter(order.tenant, order.name)
+        )
         return version_json(adapter, version), not known
 
-    async def next_ref(self, order: Order, facts: BlobFacts) -> AdapterRef:
+    async def next_ref(self, order: RegistrationRequest, facts: BlobFacts) -> AdapterRef:
         """What the blob will be called if nobody registers another first."""
 
         def find(state: CatalogState) -> AdapterRef:
@@ -103,13 +105,13 @@ class Registration:
             number = known.version if known else len(record.versions) + 1 if record else 1
             return AdapterRef(order.tenant, order.name, number, facts.digest)
 
-        return await self._follower.ask(find)
+        return await self._catalog_view.ask(find)
 
     async def _limits(self, tenant: str) -> AdapterLimits:
-        record = await self._follower.ask(lambda state: state.tenant(tenant))
+        record = await self._catalog_view.ask(lambda state: state.tenant(tenant))
         return self._services.limits.lowered_to(record.max_rank, record.max_adapter_bytes)
 
 
-def _is_version(order: Order, facts: BlobFacts, state: CatalogState) -> bool:
+def _is_version(order: RegistrationRequest, facts: BlobFacts, state: CatalogState) -> bool:
     record = state.find(order.tenant, order.name)
     return record is not None and record.with_digest(facts.digest) is not None

@@ -5,50 +5,50 @@ from fastapi import APIRouter, Depends, Request
 from lorikeet.catalog.names import check_name
 from lorikeet.catalog.uploads import Uploads
 from lorikeet.errors import InvalidInput
+from lorikeet.gateway.admin.adapter_uploads import upload_routes
 from lorikeet.gateway.admin.adapters import adapter_routes
-from lorikeet.gateway.admin.fleet import FleetView, fleet_routes
+from lorikeet.gateway.admin.fleet_view import FleetView, fleet_routes
 from lorikeet.gateway.admin.history import history_routes
 from lorikeet.gateway.admin.keys import key_routes
-from lorikeet.gateway.admin.pin_survey import PinSurvey
+from lorikeet.gateway.admin.pin_report import PinReporter
 from lorikeet.gateway.admin.pins import pin_routes
 from lorikeet.gateway.admin.registration import Registration
 from lorikeet.gateway.admin.smoke import smoke_routes
 from lorikeet.gateway.admin.status import status_routes
 from lorikeet.gateway.admin.tenants import tenant_routes
-from lorikeet.gateway.admin.uploads import upload_routes
-from lorikeet.gateway.authentication import RequestAuthenticator
-from lorikeet.gateway.catalog_follower import CatalogFollower
-from lorikeet.gateway.routes.explanations import admin_explain_routes
+from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.gateway.catalog_view import GatewayCatalogView
+from lorikeet.gateway.routes.requests import admin_request_routes
 from lorikeet.gateway.routes.usage import UsageReports, admin_usage_routes
 from lorikeet.gateway.services import Services
-from lorikeet.request_log.explanations import Explanations
-from lorikeet.request_log.traffic import Traffic
+from lorikeet.request_log.recent_traffic import RecentTraffic
+from lorikeet.request_log.request_log import RequestLog
 
 
 def admin_routes(
     services: Services,
-    gate: RequestAuthenticator,
-    follower: CatalogFollower,
-    explanations: Explanations,
+    authenticator: RequestAuthenticator,
+    catalog_view: GatewayCatalogView,
+    request_log: RequestLog,
     usage: UsageReports,
-    traffic: Traffic,
+    traffic: RecentTraffic,
 ) -> APIRouter:
     """Everything under /admin/v1; an admin's key is wanted before anything else is looked at."""
-    checks = [Depends(gate.admin), Depends(_check_path)]
+    checks = [Depends(authenticator.admin), Depends(_check_path)]
     router = APIRouter(prefix="/admin/v1", dependencies=checks)
-    pins = PinSurvey(services.catalog, services.engines, follower)
-    registration = Registration(services, follower)
+    pins = PinReporter(services.catalog, services.engines, catalog_view)
+    registration = Registration(services, catalog_view)
     uploads = Uploads(services.catalog.store, services.part_bytes)
     router.include_router(upload_routes(services, uploads, registration))
-    router.include_router(smoke_routes(services, follower))
-    router.include_router(adapter_routes(services.catalog, follower))
-    router.include_router(history_routes(services.catalog, follower))
+    router.include_router(smoke_routes(services, catalog_view))
+    router.include_router(adapter_routes(services.catalog, catalog_view))
+    router.include_router(history_routes(services.catalog, catalog_view))
     router.include_router(pin_routes(services.catalog, pins))
-    router.include_router(tenant_routes(services.catalog, follower))
-    router.include_router(key_routes(services.catalog, follower))
-    router.include_router(status_routes(services.engines, follower, pins))
-    router.include_router(fleet_routes(FleetView(services.engines, follower, traffic, pins)))
-    router.include_router(admin_explain_routes(explanations))
+    router.include_router(tenant_routes(services.catalog, catalog_view))
+    router.include_router(key_routes(services.catalog, catalog_view))
+    router.include_router(status_routes(services.engines, catalog_view, pins))
+    router.include_router(fleet_routes(FleetView(services.engines, catalog_view, traffic, pins)))
+    router.include_router(admin_request_routes(request_log))
     router.include_router(admin_usage_routes(usage))
     return router
 

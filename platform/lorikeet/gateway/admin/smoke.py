@@ -10,8 +10,8 @@ from lorikeet.catalog.records import AdapterRecord
 from lorikeet.errors import UnknownModel
 from lorikeet.gateway.admin.smoke_report import MAX_TOKENS, PROMPTS, smoke
 from lorikeet.gateway.body import Body, json_body
-from lorikeet.gateway.catalog_follower import CatalogFollower
-from lorikeet.gateway.request_scope import request_id_of
+from lorikeet.gateway.catalog_view import GatewayCatalogView
+from lorikeet.gateway.middleware import request_id_of
 from lorikeet.gateway.services import Services
 
 Prompt = Annotated[str, Field(min_length=1, max_length=20_000)]
@@ -25,7 +25,7 @@ class Smoke(Body):
     max_tokens: Annotated[int, Field(ge=1, le=256)] = MAX_TOKENS
 
 
-def smoke_routes(services: Services, follower: CatalogFollower) -> APIRouter:
+def smoke_routes(services: Services, catalog_view: GatewayCatalogView) -> APIRouter:
     """POST …/smoke."""
     router = APIRouter(prefix="/adapters")
 
@@ -34,7 +34,9 @@ def smoke_routes(services: Services, follower: CatalogFollower) -> APIRouter:
         request: Request, tenant: str, name: str, wanted: Annotated[Smoke, json_body(Smoke)]
     ) -> dict[str, Any]:
         selector = check_selector(wanted.selector)
-        record: AdapterRecord = await follower.survey(lambda state: state.adapter(tenant, name))
+        record: AdapterRecord = await catalog_view.ask_in_thread(
+            lambda state: state.adapter(tenant, name)
+        )
         version = record.select(selector)
         if version is None:
             raise UnknownModel(f"{record.label}@{selector} is no usable version")

@@ -7,7 +7,7 @@ from typing import Any
 from lorikeet.errors import Unavailable
 from lorikeet.gateway.error_responses import Refused
 from lorikeet.gateway.services import Services
-from lorikeet.protocol.messages import Continuation, Refusal, Trial, TrialResult
+from lorikeet.protocol.messages import Continuation, Refusal, SmokeResult, SmokeTest
 from lorikeet_engine.adapter import AdapterRef
 
 PROMPTS = (
@@ -40,7 +40,7 @@ async def smoke(
             f"no replica serves the base model {base_model!r} of {adapter}: "
             "add it to LORIKEET_BASE_MODELS"
         )
-    trial = Trial(request_id, adapter, tuple(prompts), max_tokens)
+    trial = SmokeTest(request_id, adapter, tuple(prompts), max_tokens)
     try:
         async with asyncio.timeout(services.first_item_timeout_s):
             result = await services.engines.smoke(base_model, trial)
@@ -54,7 +54,7 @@ async def smoke(
     return report(trial, result)
 
 
-def report(trial: Trial, result: TrialResult) -> dict[str, Any]:
+def report(trial: SmokeTest, result: SmokeResult) -> dict[str, Any]:
     """What was seen, as JSON.
 
     equal_share: of the tokens, position by position, counted to the longer of the two.

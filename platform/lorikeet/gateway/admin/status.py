@@ -8,16 +8,18 @@ from typing import Any
 from fastapi import APIRouter
 
 from lorikeet.errors import StoreError
-from lorikeet.gateway.admin.documents import replica_json
-from lorikeet.gateway.admin.pin_survey import PinSurvey
-from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.admin.pin_report import PinReporter
+from lorikeet.gateway.admin.serializers import replica_json
+from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import EngineClient
 from lorikeet.protocol.replica_report import ReplicaReport
 
 _LONGEST_WAIT_S = 3.0
 
 
-def status_routes(engines: EngineClient, follower: CatalogFollower, survey: PinSurvey) -> APIRouter:
+def status_routes(
+    engines: EngineClient, catalog_view: GatewayCatalogView, pin_reporter: PinReporter
+) -> APIRouter:
     """GET /status."""
     router = APIRouter()
 
@@ -25,8 +27,8 @@ def status_routes(engines: EngineClient, follower: CatalogFollower, survey: PinS
     async def status() -> dict[str, Any]:
         reports = sorted(await engines.reports(), key=lambda report: report.replica)
         return {
-            "catalog_seq": follower.state.seq,
-            "pins": await _count_pins(reports, survey),
+            "catalog_seq": catalog_view.state.seq,
+            "pins": await _count_pins(reports, pin_reporter),
             "replicas": [replica_json(report) for report in reports],
         }
 
@@ -34,11 +36,11 @@ def status_routes(engines: EngineClient, follower: CatalogFollower, survey: PinS
 
 
 async def _count_pins(
-    reports: Sequence[ReplicaReport], survey: PinSurvey
+    reports: Sequence[ReplicaReport], pin_reporter: PinReporter
 ) -> Mapping[str, int] | None:
     """Pins by how they stand; None while the catalog does not answer."""
     try:
         async with asyncio.timeout(_LONGEST_WAIT_S):
-            return Counter(found.standing.value for found in await survey.standings(reports))
+            return Counter(found.standing.value for found in await pin_reporter.standings(reports))
     except (StoreError, TimeoutError):
         return None

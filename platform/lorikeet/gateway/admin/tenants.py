@@ -11,22 +11,22 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.rules.quota import taken
 from lorikeet.catalog.state import CatalogState
-from lorikeet.gateway.admin.documents import key_json, list_answer, tenant_json
 from lorikeet.gateway.admin.keys import made_key
-from lorikeet.gateway.admin.terms import NewKey, OfTenant
-from lorikeet.gateway.authentication import Actor
+from lorikeet.gateway.admin.limit_bodies import NewKeyBody, TenantLimitsBody
+from lorikeet.gateway.admin.serializers import key_json, list_answer, tenant_json
+from lorikeet.gateway.auth import Actor
 from lorikeet.gateway.body import json_body
-from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import CREATED
 
 
-class NewTenant(OfTenant):
+class NewTenant(TenantLimitsBody):
     """A new tenant and its terms."""
 
     tenant: str
 
 
-class TenantKey(NewKey):
+class TenantKey(NewKeyBody):
     """A tenant's key. Tenants infer; they do not administer."""
 
     scopes: list[Literal["infer", "read-only"]] = Field(
@@ -34,13 +34,15 @@ class TenantKey(NewKey):
     )
 
 
-def tenant_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRouter:
+def tenant_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> APIRouter:
     """List, show, make and limit tenants; list and make their keys."""
     router = APIRouter(prefix="/tenants")
 
     @router.get("", response_model=None)
     async def list_tenants() -> Response:
-        return await follower.survey(lambda state: list_answer(map(tenant_json, state.tenants())))
+        return await catalog_view.ask_in_thread(
+            lambda state: list_answer(map(tenant_json, state.tenants()))
+        )
 
     @router.post("", status_code=CREATED)
     def create(wanted: Annotated[NewTenant, json_body(NewTenant)], actor: Actor) -> dict[str, Any]:
@@ -48,17 +50,17 @@ def tenant_routes(catalog: AdapterCatalog, follower: CatalogFollower) -> APIRout
 
     @router.get("/{tenant}")
     async def show(tenant: str) -> dict[str, Any]:
-        return await follower.survey(partial(_shown, tenant))
+        return await catalog_view.ask_in_thread(partial(_shown, tenant))
 
     @router.patch("/{tenant}")
     def limit(
-        tenant: str, wanted: Annotated[OfTenant, json_body(OfTenant)], actor: Actor
+        tenant: str, wanted: Annotated[TenantLimitsBody, json_body(TenantLimitsBody)], actor: Actor
     ) -> dict[str, Any]:
         return tenant_json(catalog.limit_tenant(tenant, actor=actor, **wanted.terms()))
 
     @router.get("/{tenant}/keys")
     async def list_keys(tenant: str) -> dict[str, Any]:
-        keys = await follower.survey(lambda state: state.keys(tenant))
+        keys = await catalog_view.ask_in_thread(lambda state: state.keys(tenant))
         return {"data": list(map(key_json, keys))}
 
     @router.post("/{tenant}/keys", status_code=CREATED)

@@ -24,7 +24,7 @@ from lorikeet.gateway.apis.fields import (
     TokenId,
 )
 from lorikeet.gateway.apis.tools import ResponseFormat, ToolChoice, Tools, tool_use
-from lorikeet.gateway.authentication import Caller, ResolvedModel
+from lorikeet.gateway.auth import Caller, ResolvedModel
 from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet.routing.prefix_index import CHARACTERS_PER_TOKEN

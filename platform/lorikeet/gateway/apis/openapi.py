@@ -18,7 +18,7 @@ from lorikeet.gateway.apis.response_types import (
     ModelCard,
     ModelList,
 )
-from lorikeet.gateway.authentication import RequestAuthenticator
+from lorikeet.gateway.auth import RequestAuthenticator
 
 _REF = "#/components/schemas/{model}"
 _TYPES: Sequence[Any] = (
@@ -47,13 +47,13 @@ _ERRORS = {
 _OBJECT = {"application/json": {"schema": {"type": "object"}}}
 
 
-def openapi_routes(gate: RequestAuthenticator) -> APIRouter:
+def openapi_routes(authenticator: RequestAuthenticator) -> APIRouter:
     """The document, for whoever has a key."""
     router = APIRouter(prefix="/v1")
 
     @router.get("/openapi.json")
     async def openapi(request: Request) -> JSONResponse:
-        await gate.tenant(request)
+        await authenticator.tenant(request)
         return JSONResponse(document())
 
     return router

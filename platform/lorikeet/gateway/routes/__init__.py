@@ -1,1 +1,1 @@
-"""Routes beside generation: models, usage, metrics, explanations."""
+"""Routes beside generation: models, usage, metrics, request_log."""

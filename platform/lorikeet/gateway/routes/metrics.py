@@ -5,22 +5,22 @@ import time
 
 from fastapi import APIRouter, Depends, Response
 
-from lorikeet.gateway.authentication import RequestAuthenticator
-from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import Services
 from lorikeet.metrics.families import residency_label
 from lorikeet.metrics.gateway import GatewayMetrics, RequestSummary
 from lorikeet.metrics.page import CONTENT_TYPE, join, render
-from lorikeet.request_log.explanations import Explanations, Listener
 from lorikeet.request_log.record import RequestRecord
+from lorikeet.request_log.request_log import RequestLog, Subscriber
 
-KEPT_S = 1.0
-"""For so long a page is good: who asks meanwhile gets the same."""
+FRESH_S = 1.0
+"""How long a page is good: all who ask meanwhile get it."""
 _QUESTION = "metrics"
 
 
-def counting(metrics: GatewayMetrics) -> Listener:
-    """Counts each request that is over."""
+def request_counter(metrics: GatewayMetrics) -> Subscriber:
+    """Return what counts each request that is over."""
 
     def ended(record: RequestRecord) -> None:
         metrics.ended(summary(record))
@@ -29,7 +29,7 @@ def counting(metrics: GatewayMetrics) -> Listener:
 
 
 def summary(record: RequestRecord) -> RequestSummary:
-    """What is counted of a request that is over."""
+    """Return what is counted of a request that is over."""
     slowest, outcome, adapter = record.slowest, record.outcome, record.adapter
     finished = record.usage is not None and record.code is None
     return RequestSummary(
@@ -47,29 +47,31 @@ def summary(record: RequestRecord) -> RequestSummary:
     )
 
 
-def show(services: Services, explanations: Explanations, follower: CatalogFollower) -> None:
-    """Begin with all base models, and add what is not counted but looked at."""
+def add_gauges(
+    services: Services, request_log: RequestLog, catalog_view: GatewayCatalogView
+) -> None:
+    """Begin with all base models, and add what is not counted but read."""
     metrics = services.metrics
     metrics.serves(services.base_models)
     metrics.shows(
         "lorikeet_open_requests",
         "Requests that this gateway has sent on and that are not over.",
-        lambda: explanations.open,
+        lambda: request_log.open,
     )
     metrics.shows(
         "lorikeet_catalog_seq",
         "The last entry of the catalog's log that this gateway knows.",
-        lambda: follower.state.seq,
+        lambda: catalog_view.state.seq,
     )
     metrics.shows(
         "lorikeet_catalog_age_seconds",
         "How long ago the store last told this gateway whether there is anything new.",
-        lambda: follower.age_s,
+        lambda: catalog_view.age_s,
     )
 
 
 class Scrape:
-    """One gateway's way to a page of everything. For one event loop.
+    """The page of all processes' metrics, made by one gateway. For one event loop.
 
     Gateways, replicas and a controller that do not answer in time are left out.
     """
@@ -78,10 +80,10 @@ class Scrape:
         self._services = services
         self._made: asyncio.Task[bytes] | None = None
         self._good_until_s = 0.0
-        services.peers.answers(_QUESTION, self._own)
+        services.peers.register(_QUESTION, self._own_part)
 
     async def page(self) -> bytes:
-        """As it was a second ago at most. All who ask while it is made share it."""
+        """Return the page, FRESH_S old at most. All who ask while it is made share it."""
         made = self._made
         if made is None or (made.done() and time.monotonic() >= self._good_until_s):
             made = self._made = asyncio.create_task(self._make())
@@ -91,19 +93,19 @@ class Scrape:
         services = self._services
         gateways, others = await asyncio.gather(services.peers.ask(_QUESTION), services.pages())
         page = await asyncio.to_thread(join, [*gateways.answers, *others])
-        self._good_until_s = time.monotonic() + KEPT_S
+        self._good_until_s = time.monotonic() + FRESH_S
         return page
 
-    async def _own(self) -> bytes:
+    async def _own_part(self) -> bytes:
         return await asyncio.to_thread(self._render)
 
     def _render(self) -> bytes:
         return render(self._services.metrics.collect(), {"gateway": self._services.name})
 
 
-def metrics_routes(gate: RequestAuthenticator, scrape: Scrape) -> APIRouter:
-    """For who has an admin's key, be it a read-only one: it tells of all tenants."""
-    router = APIRouter(dependencies=[Depends(gate.admin)])
+def metrics_routes(authenticator: RequestAuthenticator, scrape: Scrape) -> APIRouter:
+    """GET /metrics, for an admin's key, be it a read-only one: the page shows all tenants."""
+    router = APIRouter(dependencies=[Depends(authenticator.admin)])
 
     @router.get("/metrics")
     async def metrics() -> Response:

@@ -8,8 +8,8 @@ from fastapi import APIRouter, Request
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import AdapterRecord, VersionRecord
 from lorikeet.catalog.state import CatalogState
-from lorikeet.gateway.authentication import RequestAuthenticator
-from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import Services
 from lorikeet_engine.adapter import AdapterRef
 
@@ -17,26 +17,26 @@ _OWNER = "lorikeet"
 
 
 def model_routes(
-    services: Services, gate: RequestAuthenticator, follower: CatalogFollower
+    services: Services, authenticator: RequestAuthenticator, catalog_view: GatewayCatalogView
 ) -> APIRouter:
     """The list and its single entries."""
     router = APIRouter(prefix="/v1/models")
 
     @router.get("")
     async def list_models(request: Request) -> dict[str, Any]:
-        tenant = await gate.tenant(request)
+        tenant = await authenticator.tenant(request)
         entries = [_base_entry(name) for name in services.base_models]
-        for record in await follower.ask(lambda state: state.visible_to(tenant.name)):
+        for record in await catalog_view.ask(lambda state: state.visible_to(tenant.name)):
             entries += _adapter_entries(record)
         return {"object": "list", "data": entries}
 
     @router.get("/{model:path}")
     async def get_model(request: Request, model: str) -> dict[str, Any]:
-        tenant = await gate.tenant(request)
-        ref = (await gate.resolve(model, tenant.name)).adapter
+        tenant = await authenticator.tenant(request)
+        ref = (await authenticator.resolve(model, tenant.name)).adapter
         if ref is None:
             return _base_entry(model)
-        return _entry(model, ref.tenant, await follower.ask(partial(_version, ref)))
+        return _entry(model, ref.tenant, await catalog_view.ask(partial(_version, ref)))
 
     return router
 

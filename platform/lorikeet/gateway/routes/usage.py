@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request
 from lorikeet.catalog.names import check_name
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import InvalidInput
-from lorikeet.gateway.authentication import RequestAuthenticator
+from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.usage.counts import day_of
 from lorikeet.usage.reader import UsageReader
 from lorikeet.usage.summary import By, rows
@@ -60,7 +60,7 @@ def parse_by(text: str, allowed: Sequence[By]) -> list[By]:
     return by
 
 
-def usage_routes(gate: RequestAuthenticator, reports: UsageReports) -> APIRouter:
+def usage_routes(authenticator: RequestAuthenticator, reports: UsageReports) -> APIRouter:
     """A tenant's own."""
     router = APIRouter(prefix="/v1")
 
@@ -68,7 +68,7 @@ def usage_routes(gate: RequestAuthenticator, reports: UsageReports) -> APIRouter
     async def usage(
         request: Request, first: First = None, to: date | None = None, by: str = By.ADAPTER
     ) -> Json:
-        tenant = await gate.tenant(request)
+        tenant = await authenticator.tenant(request)
         return await reports.report(first, to, parse_by(by, (By.DAY, By.ADAPTER)), tenant.name)
 
     return router

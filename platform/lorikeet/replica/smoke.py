@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from lorikeet.errors import InvalidAdapter
-from lorikeet.protocol.messages import Continuation, Trial, TrialResult
+from lorikeet.protocol.messages import Continuation, SmokeResult, SmokeTest
 from lorikeet.replica.prompts import PromptEncoder
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import NotFinite
@@ -15,7 +15,9 @@ Run = Callable[[Request], Awaitable[tuple[Residency | None, Sequence[Sequence[in
 """Runs a request; where its adapter was, and the tokens of each choice."""
 
 
-async def run_trial(trial: Trial, replica: str, encoder: PromptEncoder, run: Run) -> TrialResult:
+async def run_smoke_test(
+    trial: SmokeTest, replica: str, encoder: PromptEncoder, run: Run
+) -> SmokeResult:
     """Continue every prompt twice. Raises EngineError, InvalidAdapter if it overflows."""
     request_id = trial.request_id
     base = Request(
@@ -42,4 +44,4 @@ async def run_trial(trial: Trial, replica: str, encoder: PromptEncoder, run: Run
             Continuation(tuple(tokens), encoder.backend.decode(list(tokens))) for tokens in choices
         )
 
-    return TrialResult(replica, residency, said(without), said(with_it))
+    return SmokeResult(replica, residency, said(without), said(with_it))

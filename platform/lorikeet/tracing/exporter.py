@@ -21,7 +21,7 @@ _BATCH = 512
 _GATHER_MS = 200
 
 
-class Traces:
+class TraceExporter:
     """Hears of requests that are over and sends a share of them as traces.
 
     endpoint: the collector's OTLP/HTTP address, to which /v1/traces is added; headers and

@@ -29,7 +29,7 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 
-class CatalogFollower:
+class GatewayCatalogView:
     """Refreshes the catalog off the event loop, one refresh at a time. For one event loop.
 
     A store that fails leaves the last view in force; that is logged once, and so is its end.
@@ -47,7 +47,7 @@ class CatalogFollower:
         self._missing = _NegativeCache()
         # threads of their own: a store that hangs must not keep refreshes from theirs
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="catalog-part")
-        self._surveyors = ThreadPoolExecutor(_READERS, thread_name_prefix="catalog-survey")
+        self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="catalog-question")
 
     @property
     def state(self) -> CatalogState:
@@ -82,7 +82,7 @@ class CatalogFollower:
         except (InvalidKey, UnknownModel) as error:
             if isinstance(error, EndedKey) or self._missing.holds(name):
                 raise
-        await self.looked_again()
+        await self.refresh_or_raise()
         try:
             return await self.ask(question)
         except UnknownModel:
@@ -90,30 +90,30 @@ class CatalogFollower:
                 self._missing.add(name)
             raise
 
-    async def survey(self, question: Callable[[CatalogState], T]) -> T:
+    async def ask_in_thread(self, question: Callable[[CatalogState], T]) -> T:
         """The answer of a view as from `refreshed`, worked out in a thread: for long lists.
 
         Raises StoreError if parts that it needs cannot be read.
         """
-        await self.refreshed()
+        await self.refresh()
         return await self.in_thread(self._catalog.ask, question)
 
     async def in_thread(self, work: Callable[[A], T], argument: A) -> T:
         """What takes long, in one of the threads for that."""
-        return await asyncio.get_running_loop().run_in_executor(self._surveyors, work, argument)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, argument)
 
     async def follow(self) -> None:
         """Refresh every interval, until cancelled."""
         while True:
             await asyncio.sleep(self._interval_s)
-            await self.refreshed()
+            await self.refresh()
 
-    async def refreshed(self) -> CatalogState:
+    async def refresh(self) -> CatalogState:
         """A view that was read after this call, or the last one if the store does not answer."""
         await self._read()
         return self.state
 
-    async def looked_again(self) -> CatalogState:
+    async def refresh_or_raise(self) -> CatalogState:
         """A view that was read after this call. Raises Unavailable if the store does not answer."""
         if not await self._read():
             raise Unavailable(

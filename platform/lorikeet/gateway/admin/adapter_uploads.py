@@ -20,12 +20,12 @@ from pydantic import Field
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.uploads import Uploads
 from lorikeet.errors import InvalidAdapter, InvalidInput, RequestTooLarge, StoreError
-from lorikeet.gateway.admin.registration import Order, Registration
+from lorikeet.gateway.admin.registration import Registration, RegistrationRequest
 from lorikeet.gateway.admin.smoke_report import smoke
-from lorikeet.gateway.authentication import Actor
+from lorikeet.gateway.auth import Actor
 from lorikeet.gateway.body import Body, json_body, limited
 from lorikeet.gateway.error_responses import CREATED, OK
-from lorikeet.gateway.request_scope import request_id_of
+from lorikeet.gateway.middleware import request_id_of
 from lorikeet.gateway.services import Services
 
 _WRITE_BYTES = 4 * 2**20
@@ -90,12 +90,12 @@ class UploadEndpoints:
     ) -> Json:
         """The body is the blob; it is validated before anything is stored."""
         registration = self._registration
-        order = Order(tenant, name, actor, promote, shared, base_model)
+        order = RegistrationRequest(tenant, name, actor, promote, shared, base_model)
         limits = await registration.check(tenant, base_model)
         with tempfile.TemporaryDirectory(prefix="lorikeet-upload-") as folder:
             blob = Path(folder) / "adapter.safetensors"
             await _receive(request, blob, limits.max_bytes, registration.workers)
-            facts = await registration.examine(order, blob)
+            facts = await registration.validate(order, blob)
             version, is_new = await registration.record(order, blob, facts)
         response.status_code = CREATED if is_new else OK
         return version
@@ -138,7 +138,9 @@ class UploadEndpoints:
     ) -> Json:
         """Make what was uploaded a version."""
         registration = self._registration
-        order = Order(tenant, name, actor, wanted.promote, wanted.shared, wanted.base_model)
+        order = RegistrationRequest(
+            tenant, name, actor, wanted.promote, wanted.shared, wanted.base_model
+        )
         await registration.check(tenant, wanted.base_model)
         async with registration.turns:
             with tempfile.TemporaryDirectory(prefix="lorikeet-upload-") as folder:
@@ -149,7 +151,7 @@ class UploadEndpoints:
         return version
 
     async def _record(
-        self, order: Order, wanted: Uploaded, blob: Path, request_id: str
+        self, order: RegistrationRequest, wanted: Uploaded, blob: Path, request_id: str
     ) -> tuple[Json, bool]:
         registration, uploads = self._registration, self._uploads
         await registration.run(uploads.download, wanted.digest, order.actor, blob)
@@ -162,9 +164,9 @@ class UploadEndpoints:
         version, is_new = await registration.record(order, blob, facts)
         return version | seen, is_new
 
-    async def _examined(self, order: Order, digest: str, blob: Path) -> BlobFacts:
+    async def _examined(self, order: RegistrationRequest, digest: str, blob: Path) -> BlobFacts:
         try:
-            return await self._registration.examine(order, blob)
+            return await self._registration.validate(order, blob)
         except InvalidAdapter as error:
             if error.param != "base_model":  # else it is right once the admin says which
                 await self._registration.run(self._uploads.end, digest, order.actor)

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from lorikeet.catalog.records import Scope, TenantRecord
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import Unavailable
-from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import Services
 from lorikeet.tenancy import Principal, authenticate
 from lorikeet_engine.adapter import AdapterRef
@@ -43,16 +43,16 @@ class Caller(NamedTuple):
 class RequestAuthenticator:
     """Answers from the catalog's last view, and looks once more before it refuses."""
 
-    def __init__(self, services: Services, follower: CatalogFollower) -> None:
+    def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
         self._base_models = services.base_models
-        self._follower = follower
+        self._catalog_view = catalog_view
 
     async def caller(self, request: Request) -> Caller:
         """Who asks for an answer. Raises InvalidKey, Forbidden, Unavailable."""
         key = await self._authenticate(request, Scope.INFER)
         tenant = key.tenant
         assert tenant is not None
-        return Caller(await self._follower.ask(lambda state: state.tenant(tenant)), key)
+        return Caller(await self._catalog_view.ask(lambda state: state.tenant(tenant)), key)
 
     async def tenant(self, request: Request) -> TenantRecord:
         """The tenant whose key this is. Raises InvalidKey, Forbidden, Unavailable."""
@@ -78,7 +78,7 @@ class RequestAuthenticator:
             version = state.version_of(ref)
             return ResolvedModel(version.base_model, ref, version.max_rank, version.gpu_bytes)
 
-        meant = await self._follower.find(find, (tenant, model))
+        meant = await self._catalog_view.find(find, (tenant, model))
         if meant.base_model not in self._base_models:
             raise Unavailable(
                 f"{meant.adapter} needs the base model {meant.base_model!r}, "
@@ -94,8 +94,8 @@ class RequestAuthenticator:
             return authenticate(state, authorization, scope, time.time(), reading=reading)
 
         if authorization is None:
-            return await self._follower.ask(check)  # no other view has a key for it
-        return await self._follower.find(check)
+            return await self._catalog_view.ask(check)  # no other view has a key for it
+        return await self._catalog_view.find(check)
 
 
 async def actor_of(request: Request) -> str:

@@ -1,7 +1,5 @@
 """What every request gets, whatever it asks: an id, and an answer even when the code breaks."""
 
-import logging
-import traceback
 import uuid
 
 from starlette.datastructures import MutableHeaders
@@ -9,13 +7,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorikeet.gateway.error_responses import internal_error_response
+from lorikeet.logs import log_unexpected
 
-log = logging.getLogger(__name__)
-
-HEADER = "x-request-id"
+REQUEST_ID_HEADER = "x-request-id"
 
 
-class RequestScope:
+class RequestMiddleware:
     """Middleware: makes the request's id, and turns an unexpected exception into a plain 500.
 
     The id is always made here: one that a client chose could collide with another's.
@@ -36,7 +33,7 @@ class RequestScope:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)[HEADER] = request_id
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
             await send(message)
 
         try:
@@ -53,9 +50,3 @@ class RequestScope:
 def request_id_of(request: Request) -> str:
     """The id of this request, 32 hex digits."""
     return str(request.state.request_id)
-
-
-def log_unexpected(event: str, request_id: str, error: Exception) -> None:
-    """Log what broke and where. Not the exception's text: it may quote a prompt or a key."""
-    where = "".join(traceback.format_tb(error.__traceback__))
-    log.error(event, extra={"request_id": request_id, "error": type(error).__name__, "at": where})

@@ -4,28 +4,28 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from lorikeet.gateway.authentication import RequestAuthenticator
-from lorikeet.request_log.explanations import Explanations
+from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.request_log.request_log import RequestLog
 
 
-def explain_routes(gate: RequestAuthenticator, explanations: Explanations) -> APIRouter:
+def request_routes(authenticator: RequestAuthenticator, request_log: RequestLog) -> APIRouter:
     """A tenant asks about its own requests."""
     router = APIRouter(prefix="/v1/requests")
 
     @router.get("/{request_id}")
     async def why(request: Request, request_id: str) -> dict[str, Any]:
-        tenant = await gate.tenant(request)
-        return await explanations.find(request_id, tenant.name)
+        tenant = await authenticator.tenant(request)
+        return await request_log.find(request_id, tenant.name)
 
     return router
 
 
-def admin_explain_routes(explanations: Explanations) -> APIRouter:
+def admin_request_routes(request_log: RequestLog) -> APIRouter:
     """An admin asks about any."""
     router = APIRouter(prefix="/requests")
 
     @router.get("/{request_id}")
     async def why(request_id: str) -> dict[str, Any]:
-        return await explanations.find(request_id)
+        return await request_log.find(request_id)
 
     return router

@@ -17,7 +17,7 @@ _NEVER_NONE = {"burst_s", "weight", "priority"}
 """Terms that there always are; null is absent, as elsewhere."""
 
 
-class OfLimits(Body):
+class LimitsBody(Body):
     """Limits; see catalog/records.py. null takes one away. named: the fields that are terms."""
 
     named: ClassVar[frozenset[str]] = frozenset(LimitTerms.__annotations__)
@@ -34,7 +34,7 @@ class OfLimits(Body):
         return self.model_dump(include=set(self.named), exclude_unset=True)
 
 
-class OfTenant(OfLimits):
+class TenantLimitsBody(LimitsBody):
     """A tenant's terms."""
 
     named: ClassVar[frozenset[str]] = frozenset(TenantTerms.__annotations__)
@@ -49,7 +49,7 @@ class OfTenant(OfLimits):
     max_adapter_bytes: int | None = None
 
 
-class OfKey(OfLimits):
+class KeyLimitsBody(LimitsBody):
     """What may change of a key."""
 
     named: ClassVar[frozenset[str]] = frozenset(KeyLimitTerms.__annotations__)
@@ -57,7 +57,7 @@ class OfKey(OfLimits):
     priority: int | None = None
 
 
-class NewKey(OfKey):
+class NewKeyBody(KeyLimitsBody):
     """A key to be made. name: what people call it. expires_s: seconds from now; null: never."""
 
     name: str = ""

@@ -14,8 +14,9 @@ from lorikeet.catalog.records import Scope
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import StoreError, Unavailable
-from lorikeet.gateway.app import Services, create_app
-from lorikeet.gateway.catalog_follower import MIN_GAP_S, CatalogFollower
+from lorikeet.gateway.app import create_app
+from lorikeet.gateway.catalog_view import MIN_GAP_S, GatewayCatalogView
+from lorikeet.gateway.services import Services
 from tests.gateway.conftest import LIMITS, Gateway, ReplayEngines, chat, eventually, serving
 from tests.gateway.test_bad_requests import CHAT, error_of
 
@@ -90,17 +91,17 @@ def test_an_outage_of_the_store_leaves_the_last_view_in_force(tmp_path: Path) ->
 def test_a_store_that_hangs_is_no_proof_that_a_name_is_unknown(
     catalog: CountingCatalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.gateway.catalog_follower.LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr("lorikeet.gateway.catalog_view.LONGEST_WAIT_S", 0.05)
     answers = threading.Event()
     monkeypatch.setattr(catalog, "refresh", lambda: answers.wait(5))
 
     async def look() -> None:
-        follower = CatalogFollower(catalog, HOUR)
+        catalog_view = GatewayCatalogView(catalog, HOUR)
         with pytest.raises(Unavailable):
-            await follower.looked_again()
-        assert await follower.refreshed() is follower.state
+            await catalog_view.refresh_or_raise()
+        assert await catalog_view.refresh() is catalog_view.state
         answers.set()
-        await follower.looked_again()
+        await catalog_view.refresh_or_raise()
 
     asyncio.run(look())
 
@@ -127,15 +128,15 @@ def test_parts_are_read_off_the_loop_and_once_for_all(
     writer.snapshot()
     catalog = SlowParts(LocalStore(tmp_path))
     catalog.refresh()
-    monkeypatch.setattr("lorikeet.gateway.catalog_follower.LONGEST_WAIT_S", 0.1)
+    monkeypatch.setattr("lorikeet.gateway.catalog_view.LONGEST_WAIT_S", 0.1)
 
     async def ask() -> None:
-        follower = CatalogFollower(catalog, HOUR)
+        catalog_view = GatewayCatalogView(catalog, HOUR)
         with pytest.raises(Unavailable):  # and a refresh is not kept from its work
-            await follower.ask(lambda state: state.tenant("acme"))
-        assert (await follower.refreshed()).seq == 2
-        monkeypatch.setattr("lorikeet.gateway.catalog_follower.LONGEST_WAIT_S", 5.0)
-        asking = [follower.ask(lambda state: state.tenant("acme")) for _ in range(50)]
+            await catalog_view.ask(lambda state: state.tenant("acme"))
+        assert (await catalog_view.refresh()).seq == 2
+        monkeypatch.setattr("lorikeet.gateway.catalog_view.LONGEST_WAIT_S", 5.0)
+        asking = [catalog_view.ask(lambda state: state.tenant("acme")) for _ in range(50)]
         answers = asyncio.gather(*asking)
         await asyncio.sleep(0.05)
         catalog.goes.set()
@@ -153,12 +154,12 @@ def test_a_part_that_cannot_be_read_now_is_read_later(tmp_path: Path) -> None:
     catalog.refresh()
 
     async def ask() -> None:
-        follower = CatalogFollower(catalog, HOUR)
+        catalog_view = GatewayCatalogView(catalog, HOUR)
         (tmp_path / "snapshot-parts").rename(tmp_path / "away")
         with pytest.raises(Unavailable):
-            await follower.ask(lambda state: state.tenant("acme"))
+            await catalog_view.ask(lambda state: state.tenant("acme"))
         (tmp_path / "away").rename(tmp_path / "snapshot-parts")
-        assert (await follower.ask(lambda state: state.tenant("acme"))).name == "acme"
+        assert (await catalog_view.ask(lambda state: state.tenant("acme"))).name == "acme"
 
     asyncio.run(ask())
 
@@ -182,8 +183,8 @@ def test_an_unknown_name_is_not_looked_up_again_at_once(tmp_path: Path) -> None:
 
 def test_many_misses_share_one_read(catalog: CountingCatalog) -> None:
     async def miss_together() -> None:
-        follower = CatalogFollower(catalog, HOUR)
-        await asyncio.gather(*(follower.refreshed() for _ in range(100)))
+        catalog_view = GatewayCatalogView(catalog, HOUR)
+        await asyncio.gather(*(catalog_view.refresh() for _ in range(100)))
 
     asyncio.run(miss_together())
     assert catalog.reads == 1
@@ -191,10 +192,10 @@ def test_many_misses_share_one_read(catalog: CountingCatalog) -> None:
 
 def test_unknown_names_cannot_hammer_the_store(catalog: CountingCatalog) -> None:
     async def miss_for(duration_s: float) -> None:
-        follower = CatalogFollower(catalog, HOUR)
+        catalog_view = GatewayCatalogView(catalog, HOUR)
         until = time.monotonic() + duration_s
         while time.monotonic() < until:
-            await follower.refreshed()
+            await catalog_view.refresh()
 
     asyncio.run(miss_for(5 * MIN_GAP_S))
     assert 1 <= catalog.reads <= 6
@@ -204,12 +205,12 @@ def test_a_refresh_sees_what_was_written_before_it_was_asked_for(catalog: Counti
     other = AdapterCatalog(catalog.store)
 
     async def write_and_look() -> None:
-        follower = CatalogFollower(catalog, HOUR)
+        catalog_view = GatewayCatalogView(catalog, HOUR)
         for number in range(4):
-            early = asyncio.create_task(follower.refreshed())
+            early = asyncio.create_task(catalog_view.refresh())
             await asyncio.sleep(0.01 * number)
             await asyncio.to_thread(other.create_tenant, f"tenant-{number}", actor="test")
-            assert (await follower.refreshed()).holdings(f"tenant-{number}") is not None
+            assert (await catalog_view.refresh()).holdings(f"tenant-{number}") is not None
             await early
 
     asyncio.run(write_and_look())
@@ -221,13 +222,13 @@ def test_an_outage_is_logged_once_and_so_is_its_end(
     caplog.set_level(logging.INFO)
 
     async def live_through() -> None:
-        follower = CatalogFollower(catalog, HOUR)
+        catalog_view = GatewayCatalogView(catalog, HOUR)
         catalog.fails = True
         for _ in range(3):
-            await follower.refreshed()
+            await catalog_view.refresh()
         catalog.fails = False
         for _ in range(2):
-            await follower.refreshed()
+            await catalog_view.refresh()
 
     asyncio.run(live_through())
     assert [record.msg for record in caplog.records if record.name.startswith("lorikeet")] == [
@@ -238,14 +239,14 @@ def test_an_outage_is_logged_once_and_so_is_its_end(
 
 def test_following_goes_on_after_an_outage(catalog: CountingCatalog) -> None:
     async def follow() -> CatalogState:
-        follower = CatalogFollower(catalog, 0.01)
+        catalog_view = GatewayCatalogView(catalog, 0.01)
         catalog.fails = True
-        following = asyncio.create_task(follower.follow())
+        following = asyncio.create_task(catalog_view.follow())
         await asyncio.sleep(3 * MIN_GAP_S)
         catalog.fails = False
         await asyncio.sleep(3 * MIN_GAP_S)
         following.cancel()
-        return follower.state
+        return catalog_view.state
 
     assert asyncio.run(follow()).seq == 1
 

@@ -24,15 +24,15 @@ class Gateway:
         self.peers = DirectPeers(self, others)
         self.shares = Shares(name, 2, time.monotonic())
         budget = Budget(written, unseen_s=0)
-        self.admission = RateLimiter(self.shares, budget)
-        self.reconciling = LimitSync(self.peers, self.shares, self.admission, budget)
+        self.rate_limiter = RateLimiter(self.shares, budget)
+        self.limit_sync = LimitSync(self.peers, self.shares, self.rate_limiter)
         others.append(self)
 
     def share(self) -> float:
         return self.shares.part(Subject("acme"), time.monotonic()).share
 
     def check(self, **limits: Any) -> None:
-        self.admission.check(TenantRecord("acme", 0.0, Limits(**limits)), KEY)
+        self.rate_limiter.check(TenantRecord("acme", 0.0, Limits(**limits)), KEY)
 
 
 class DirectPeers(Peers):
@@ -61,7 +61,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(scenario: Any, gateways: list[Gateway]) -> None:
     async def inside() -> None:
-        loops = [asyncio.create_task(each.reconciling.run()) for each in gateways]
+        loops = [asyncio.create_task(each.limit_sync.run()) for each in gateways]
         try:
             await scenario
         finally:

@@ -1,7 +1,7 @@
 """Whether a grammar can be compiled, found out in a process that may die of it.
 
 A schema of a few bytes can take minutes, gigabytes, or more stack than there is; then this process
-ends and not a replica. Run by GrammarTrial: python -m lorikeet.replica.grammar_trial.
+ends and not a replica. Run by GrammarSandbox: python -m lorikeet.replica.grammar_sandbox.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _CACHED = 256
 _TOO_COMPLEX = "it takes too much time or memory: make it smaller or less nested"
 
 
-class GrammarTrial:
+class GrammarSandbox:
     """Tries grammars of one base model, one after the other; its process starts with the first.
 
     Lives on one event loop.
@@ -102,7 +102,7 @@ class GrammarTrial:
 
 
 def main() -> None:
-    """Answer one GrammarTrial to its end. Arguments: the connection's descriptor, the model."""
+    """Answer one GrammarSandbox to its end. Arguments: the connection's descriptor, the model."""
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=_serve, args=(int(sys.argv[1]), Path(sys.argv[2])))
     thread.start()

@@ -15,11 +15,11 @@ KEPT_S = 3600.0
 KEPT_BYTES = 64 * 2**20
 """Some 300 bytes a request: an hour of 60 requests a second."""
 _QUESTION = "explain"
-Listener = Callable[[RequestRecord], None]
+Subscriber = Callable[[RequestRecord], None]
 _ID = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{32})(?:-[0-9])?")
 
 
-class Explanations:
+class RequestLog:
     """The requests of one gateway: those that run, and the last ones that ended. One event loop.
 
     An ended one is kept for an hour, or until newer ones need its room.
@@ -32,14 +32,14 @@ class Explanations:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._peers, self._clock = peers, clock
-        self._listeners: list[Listener] = []
+        self._subscribers: list[Subscriber] = []
         self._running: dict[str, RequestTrace] = {}
         self._ended = Archive(kept_bytes)
-        peers.answers(_QUESTION, self._answer)
+        peers.register(_QUESTION, self._answer)
 
-    def tell(self, listener: Listener) -> None:
-        """Call it with the record of each request that is over."""
-        self._listeners.append(listener)
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Call `subscriber` with the record of each request that is over."""
+        self._subscribers.append(subscriber)
 
     def trace(
         self, request_id: str, path: str = "", traceparent: str | None = None
@@ -97,8 +97,8 @@ class Explanations:
 
     def _end(self, record: RequestRecord) -> None:
         self._running.pop(record.request_id, None)
-        for listener in self._listeners:
-            listener(record)
+        for subscriber in self._subscribers:
+            subscriber(record)
         if record.tenant is not None:  # nobody could ask about the others
             record.traceparent = None  # which is as long as its caller likes
             now_s = self._clock()

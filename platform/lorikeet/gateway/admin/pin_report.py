@@ -9,7 +9,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import PinKey
 from lorikeet.catalog.rules.pin_terms import PinTerms
 from lorikeet.catalog.state import CatalogState
-from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import EngineClient
 from lorikeet.placement.moves import Moves, moves_of
 from lorikeet.placement.pin_status import PinStatus, standings
@@ -17,15 +17,15 @@ from lorikeet.placement.resolved_pins import PinResolver
 from lorikeet.protocol.replica_report import ReplicaReport
 
 
-class PinSurvey:
+class PinReporter:
     """Asks the catalog and the replicas; the work is done in threads."""
 
     def __init__(
-        self, catalog: AdapterCatalog, engines: EngineClient, follower: CatalogFollower
+        self, catalog: AdapterCatalog, engines: EngineClient, catalog_view: GatewayCatalogView
     ) -> None:
         self._catalog = catalog
         self._engines = engines
-        self._follower = follower
+        self._catalog_view = catalog_view
         self._reader = PinResolver()
 
     async def standings(self, reports: Sequence[ReplicaReport] | None = None) -> list[PinStatus]:
@@ -35,7 +35,7 @@ class PinSurvey:
         """
         heard = await self._engines.reports() if reports is None else reports
         now = time.time()
-        return await self._follower.survey(
+        return await self._catalog_view.ask_in_thread(
             lambda state: list(standings(self._reader.read(state, now), heard))
         )
 

@@ -7,7 +7,7 @@ from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet_engine.adapter import AdapterRef
 
 
-class BlobSource:
+class CatalogAdapterSource:
     """The engine's AdapterSource over an object store."""
 
     def __init__(self, store: ObjectStore) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from lorikeet.protocol.peers import Peers, Poll
-from lorikeet.request_log.explanations import Explanations
 from lorikeet.request_log.record import RequestRecord
+from lorikeet.request_log.request_log import RequestLog
 from lorikeet_engine.adapter import Residency
 
 SPAN_S = 180
@@ -51,14 +51,14 @@ class GatewayTraffic(NamedTuple):
     waiting: Sequence[WaitingRequest]
 
 
-class Traffic:
+class RecentTraffic:
     """Counts one gateway's requests, and asks the other gateways for theirs. One event loop."""
 
-    def __init__(self, peers: Peers, explanations: Explanations) -> None:
-        self._peers, self._explanations = peers, explanations
+    def __init__(self, peers: Peers, request_log: RequestLog) -> None:
+        self._peers, self._request_log = peers, request_log
         self._seconds: defaultdict[int, Second] = defaultdict(Counter)
-        peers.answers(_QUESTION, self._answer)
-        explanations.tell(self.ended)
+        peers.register(_QUESTION, self._answer)
+        request_log.subscribe(self.ended)
 
     def ended(self, record: RequestRecord) -> None:
         """Count a request that is over."""
@@ -73,7 +73,7 @@ class Traffic:
         return await self._peers.ask(_QUESTION)
 
     async def _answer(self) -> GatewayTraffic:
-        running = self._explanations.running()
+        running = self._request_log.running()
         waits: dict[tuple[str, str, str | None], list[float]] = defaultdict(list)
         for record in running:
             if record.first_s is None and record.load_s is None:  # told with the first token

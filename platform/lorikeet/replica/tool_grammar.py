@@ -7,7 +7,7 @@ from typing import Any
 
 import regex
 
-from lorikeet.answer_stream.tool_calls import Syntax
+from lorikeet.answer_stream.tool_calls import ToolSyntax
 from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.protocol.messages import Format, ToolUse
 from lorikeet.replica.grammar import LAYOUT
@@ -21,7 +21,7 @@ _TEXT_BESIDE_JSON = r"\s*([^\s;{](?s:.*)|;\s*([^\s{](?s:.*))?)?"
 
 
 def call_grammar(
-    use: ToolUse, syntax: Syntax, vocabulary: Vocabulary, otherwise: Format | None = None
+    use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary, otherwise: Format | None = None
 ) -> str:
     """Calls of the forced tools, as the syntax writes them, and nothing else.
 
@@ -42,7 +42,7 @@ def call_grammar(
     return "\n".join(rules + _call(arguments, syntax, literal))
 
 
-def text_grammar(use: ToolUse, syntax: Syntax, vocabulary: Vocabulary) -> str:
+def text_grammar(use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary) -> str:
     """Text and calls of any tool, of which strict ones have arguments that their schemas allow.
 
     What begins like a call has to become one. Special tokens come in calls only.
@@ -75,14 +75,14 @@ def text_grammar(use: ToolUse, syntax: Syntax, vocabulary: Vocabulary) -> str:
     return "\n".join(rules)
 
 
-def _words(syntax: Syntax, vocabulary: Vocabulary) -> list[int]:
+def _words(syntax: ToolSyntax, vocabulary: Vocabulary) -> list[int]:
     """Tokens that are text to a client, such as <think>, and none in a grammar."""
     shown = vocabulary.added.keys() - set(syntax.tokens)
     return sorted({vocabulary.added[word] for word in shown} - vocabulary.special)
 
 
 def _call(
-    arguments: Mapping[str, Mapping[str, Any]], syntax: Syntax, literal: Callable[[str], str]
+    arguments: Mapping[str, Mapping[str, Any]], syntax: ToolSyntax, literal: Callable[[str], str]
 ) -> list[str]:
     """The rules of one call. arguments: by function, their schema."""
     rules = [f"call: {' | '.join(f'call_{index}' for index in range(len(arguments)))}"]
@@ -100,7 +100,7 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", **parameters, "x-guidance": {**LAYOUT, **_COMPACT}}
 
 
-def _literal(text: str, syntax: Syntax, vocabulary: Vocabulary) -> str:
+def _literal(text: str, syntax: ToolSyntax, vocabulary: Vocabulary) -> str:
     """A text in a rule. Marks that are tokens are named by their ids, since no letters are them."""
     tokens = {
         token: vocabulary.added[token] for token in syntax.tokens if token in vocabulary.added

@@ -13,13 +13,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from lorikeet.errors import StoreError
-from lorikeet.gateway.admin.pin_survey import PinSurvey
-from lorikeet.gateway.catalog_follower import CatalogFollower
+from lorikeet.gateway.admin.pin_report import PinReporter
+from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import EngineClient
 from lorikeet.placement.pin_status import PinState, PinStatus
 from lorikeet.protocol.peers import Poll
 from lorikeet.protocol.replica_report import ReplicaReport
-from lorikeet.request_log.traffic import Traffic, lines_of, waiting_of
+from lorikeet.request_log.recent_traffic import RecentTraffic, lines_of, waiting_of
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import AdapterStatus, TierStatus
 
@@ -55,10 +55,10 @@ def fleet_routes(fleet: "FleetView") -> APIRouter:
     replicas[].blocks: [number of the adapter, leases, marks, offset, bytes, offset, bytes, …], a
     pair for each piece; marks: 1 pinned, 2 arriving, or their sum.
     replicas[].gpu, host, disk: adapters, used_bytes, total_bytes.
-    lines: request_log/traffic.py's, a value for each second up to `now`. waiting: rows by tenant
-    and adapter, the longest first. pins: their number by standing, and a row for each that is not
-    met; null while the catalog does not answer. gateways.silent: how many did not answer in time,
-    null if none could be asked.
+    lines: request_log/recent_traffic.py's, a value for each second up to `now`. waiting: rows by
+    tenant and adapter, the longest first. pins: their number by standing, and a row for each that
+    is not met; null while the catalog does not answer. gateways.silent: how many did not answer in
+    time, null if none could be asked.
     """
     router = APIRouter()
 
@@ -78,13 +78,17 @@ class FleetView:
     """Asks replicas, gateways and the catalog, once for all who ask at a time. One event loop."""
 
     def __init__(
-        self, engines: EngineClient, follower: CatalogFollower, traffic: Traffic, survey: PinSurvey
+        self,
+        engines: EngineClient,
+        catalog_view: GatewayCatalogView,
+        traffic: RecentTraffic,
+        pin_reporter: PinReporter,
     ) -> None:
-        self._engines, self._follower = engines, follower
-        self._traffic, self._survey = traffic, survey
+        self._engines, self._catalog_view = engines, catalog_view
+        self._traffic, self._pin_reporter = traffic, pin_reporter
         self._asked: asyncio.Task[_Packed] | None = None
-        self._asked_s = self._surveyed_s = 0.0
-        self._surveying: asyncio.Task[None] | None = None
+        self._asked_s = self._pins_read_s = 0.0
+        self._reading_pins: asyncio.Task[None] | None = None
         self._pins: Json | None = None
 
     async def now(self) -> _Packed:
@@ -97,27 +101,27 @@ class FleetView:
 
     async def _ask(self) -> _Packed:
         replicas, traffic, pins = await asyncio.gather(
-            self._engines.reports(Residency.GPU), self._traffic.everywhere(), self._how_pins_stand()
+            self._engines.reports(Residency.GPU), self._traffic.everywhere(), self._pin_statuses()
         )
-        head = {"now": time.time(), "catalog_seq": self._follower.state.seq}
+        head = {"now": time.time(), "catalog_seq": self._catalog_view.state.seq}
         return await asyncio.to_thread(_pack, head, replicas, traffic, pins)
 
-    async def _how_pins_stand(self) -> Json | None:
+    async def _pin_statuses(self) -> Json | None:
         """As it was looked up last; who asks waits for the first time, and not for long."""
-        surveying, now_s = self._surveying, time.monotonic()
-        if surveying is None or (surveying.done() and now_s - self._surveyed_s > PINS_FRESH_S):
-            self._surveyed_s = now_s
-            surveying = self._surveying = asyncio.create_task(self._survey_pins())
+        reading, now_s = self._reading_pins, time.monotonic()
+        if reading is None or (reading.done() and now_s - self._pins_read_s > PINS_FRESH_S):
+            self._pins_read_s = now_s
+            reading = self._reading_pins = asyncio.create_task(self._read_pins())
         if self._pins is None:
-            await asyncio.wait({surveying}, timeout=_PINS_WAIT_S)
+            await asyncio.wait({reading}, timeout=_PINS_WAIT_S)
         return self._pins
 
-    async def _survey_pins(self) -> None:
+    async def _read_pins(self) -> None:
         try:
-            self._pins = _pins_json(await self._survey.standings())
+            self._pins = _pins_json(await self._pin_reporter.standings())
         except Exception as error:
             if not isinstance(error, StoreError):
-                log.exception("pins_not_surveyed")
+                log.exception("pin_statuses_failed")
             self._pins = None
 
 
