@@ -59,7 +59,7 @@ def test_documents_name_no_setting_that_there_is_not():
         assert named <= known, document.name
 
 
-@pytest.mark.parametrize("document", ["architecture.md", "ideas.md"])
+@pytest.mark.parametrize("document", ["architecture.md", "glossary.md", "ideas.md"])
 def test_every_place_that_a_document_names_exists(document):
     text = (ROOT / "docs" / document).read_text()
     named = re.findall(r"`([a-z0-9_./]+(?:\.py|/))(?::(\w+))?`", text)
