@@ -67,7 +67,7 @@ class Replay:
         self._streams[call.request_id] = _Stream(responses, token, left, ended)
         try:
             if left:
-                await responses.carry(ended)
+                await responses.wait_for(ended)
             usage = FinalUsage(prompt_tokens=1, cached_tokens=0, completion_tokens=tokens)
             end = events.delta(0, "", FinishReason.LENGTH) + events.end(usage)
             responses.put(call.request_id, (end,), ended=True)

@@ -4,19 +4,19 @@ from lorikeet.answer_stream.detokenizer import Detokenizer
 
 
 def run(stream, token_ids):
-    pieces = []
+    deltas = []
     for token_id in token_ids:
-        pieces.append(stream.push([token_id]))
+        deltas.append(stream.push([token_id]))
         if stream.stopped:
             break
-    return [*pieces, stream.finish()]
+    return [*deltas, stream.finish()]
 
 
 @pytest.mark.parametrize("text", ["plain words", "zażółć gęślą", "日本語 and 🦜🦜", ""])
 def test_pieces_join_to_the_whole_text_and_never_break_a_character(tokenizer, text):
-    pieces = run(Detokenizer(tokenizer, []), tokenizer.encode(text).ids)
-    assert "".join(pieces) == text
-    assert not any("\ufffd" in piece for piece in pieces)
+    deltas = run(Detokenizer(tokenizer, []), tokenizer.encode(text).ids)
+    assert "".join(deltas) == text
+    assert not any("\ufffd" in delta for delta in deltas)
 
 
 def test_text_ends_before_a_stop_string_that_spans_tokens(tokenizer):
@@ -34,9 +34,9 @@ def test_the_earliest_of_several_stop_strings_wins(tokenizer):
 
 def test_what_only_began_like_a_stop_string_is_sent_after_all(tokenizer):
     stream = Detokenizer(tokenizer, [], stop=("ENDING",))
-    pieces = run(stream, tokenizer.encode("the END").ids)
-    assert pieces[:5] == ["t", "h", "e", " ", ""]
-    assert "".join(pieces) == "the END"
+    deltas = run(stream, tokenizer.encode("the END").ids)
+    assert deltas[:5] == ["t", "h", "e", " ", ""]
+    assert "".join(deltas) == "the END"
 
 
 def test_a_stop_string_is_not_looked_for_before_min_tokens(tokenizer):

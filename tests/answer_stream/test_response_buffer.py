@@ -13,40 +13,40 @@ REST_S = 0.05
 HEADER = AnswerHeader("r0", None, None)
 
 
-async def fill(buffer: ResponseBuffer, pieces: list[bytes], step_s: float) -> None:
-    for piece in pieces:
-        buffer.put((piece,), ended=False)
+async def fill(buffer: ResponseBuffer, deltas: list[bytes], step_s: float) -> None:
+    for delta in deltas:
+        buffer.put((delta,), ended=False)
         await asyncio.sleep(step_s)
     buffer.put((), ended=True)
 
 
-async def take_all(rest_s: float, pieces: list[bytes], step_s: float) -> list[tuple[float, bytes]]:
-    """When each piece was taken, and what was in it."""
+async def take_all(rest_s: float, deltas: list[bytes], step_s: float) -> list[tuple[float, bytes]]:
+    """When each delta was taken, and what was in it."""
     loop, buffer, taken = asyncio.get_running_loop(), ResponseBuffer(lambda: rest_s), []
-    filling = loop.create_task(fill(buffer, pieces, step_s))
+    filling = loop.create_task(fill(buffer, deltas, step_s))
     while items := await buffer.take():
-        (piece,) = items
-        assert isinstance(piece, bytes)
-        taken.append((loop.time(), piece))
+        (delta,) = items
+        assert isinstance(delta, bytes)
+        taken.append((loop.time(), delta))
     await filling
     return taken
 
 
 def test_what_comes_too_often_is_joined_and_nothing_is_lost() -> None:
-    pieces = [b"%d," % number for number in range(40)]
-    taken = asyncio.run(take_all(REST_S, pieces, step_s=0.005))
+    deltas = [b"%d," % number for number in range(40)]
+    taken = asyncio.run(take_all(REST_S, deltas, step_s=0.005))
     times_s = [at_s for at_s, _ in taken]
     assert all(b - a >= REST_S * 0.99 for a, b in pairwise(times_s[:-1]))
     assert 3 <= len(taken) <= 12
     assert taken[0][1] == b"0,"  # the first came at once
-    assert b"".join(piece for _, piece in taken) == b"".join(pieces)
+    assert b"".join(delta for _, delta in taken) == b"".join(deltas)
 
 
 @pytest.mark.parametrize("rest_s", [0.0, 0.001])
 def test_what_comes_seldom_enough_is_not_held_back(rest_s: float) -> None:
-    pieces = [b"%d," % number for number in range(10)]
-    taken = asyncio.run(take_all(rest_s, pieces, step_s=0.01))
-    assert [piece for _, piece in taken] == pieces
+    deltas = [b"%d," % number for number in range(10)]
+    taken = asyncio.run(take_all(rest_s, deltas, step_s=0.01))
+    assert [delta for _, delta in taken] == deltas
 
 
 def test_neither_the_first_bytes_after_a_header_nor_the_end_wait() -> None:
@@ -95,7 +95,7 @@ def test_a_gateway_knows_which_replicas_owe_it_an_answer() -> None:
         buffers = ResponseBuffers()
         with buffers.opened("a") as buffer:
             assert not buffers.awaits("r0")
-            buffers.sort("r0", [("a", [HEADER], False), ("long gone", [b"x"], True)])
+            buffers.deliver("r0", [("a", [HEADER], False), ("long gone", [b"x"], True)])
             assert buffers.awaits("r0")
             assert not buffers.awaits("r1")
             assert await buffer.take() == [HEADER]
@@ -105,7 +105,7 @@ def test_a_gateway_knows_which_replicas_owe_it_an_answer() -> None:
 
 
 def test_streams_share_what_a_gateway_passes_on() -> None:
-    """So many that each may have four pieces a second; of 40 in a second some eight come."""
+    """With N buffers open each may have four deltas a second; of 40 in a second some eight come."""
 
     async def scenario() -> int:
         buffers, taken = ResponseBuffers(), 0

@@ -49,11 +49,11 @@ def test_an_answer_on_a_stream_that_closes_is_lost_and_others_go_on() -> None:
     async def scenario() -> None:
         streams, loop = ResponseStreams(), asyncio.get_running_loop()
         with streams.opened("well"), streams.opened("lost") as before:
-            well = asyncio.create_task((await streams.to("well")).carry(loop.create_future()))
-            lost = asyncio.create_task(before.carry(loop.create_future()))
+            well = asyncio.create_task((await streams.to("well")).wait_for(loop.create_future()))
+            lost = asyncio.create_task(before.wait_for(loop.create_future()))
             ended = loop.create_future()
             ended.set_result(None)
-            await before.carry(ended)
+            await before.wait_for(ended)
             with streams.opened("lost") as again:
                 with pytest.raises(EngineClosed):
                     await lost

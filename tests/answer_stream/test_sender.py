@@ -99,6 +99,6 @@ def test_an_error_of_our_own_is_this_answers_alone(
         monkeypatch.setattr(Answer, "take", lambda *_: 1 / 0)
         one.sender.take(token(A))
         with pytest.raises(ZeroDivisionError):
-            await one.stream.carry(one.sender.ended)
+            await one.stream.wait_for(one.sender.ended)
 
     asyncio.run(scenario())

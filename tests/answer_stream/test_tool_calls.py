@@ -1,4 +1,4 @@
-"""Calls of tools: read off what models write, whole and in pieces, and forced by a grammar."""
+"""Calls of tools: read off what models write, whole and in deltas, and forced by a grammar."""
 
 import json
 
@@ -50,23 +50,23 @@ WRITTEN = {
 }
 
 
-def read(reader, text, size):
-    """(what is said, the calls) of a text that comes in pieces of a size."""
-    said, pieces = "", []
+def read(parser, text, size):
+    """(what is said, the calls) of a text that comes in deltas of a size."""
+    said, deltas = "", []
     for at in range(0, len(text), size):
-        more, called = reader.push(text[at : at + size])
-        said, pieces = said + more, pieces + called
-    more, called = reader.push("", last=True)
-    return said + more, calls_of([*pieces, *called])
+        more, called = parser.push(text[at : at + size])
+        said, deltas = said + more, deltas + called
+    more, called = parser.push("", last=True)
+    return said + more, calls_of([*deltas, *called])
 
 
-def calls_of(pieces):
+def calls_of(deltas):
     names, arguments, ids = {}, {}, set()
-    for piece in pieces:
-        assert bool(piece.name) == bool(piece.id) == (piece.index not in names)
-        names.setdefault(piece.index, piece.name)
-        arguments[piece.index] = arguments.get(piece.index, "") + piece.arguments
-        ids |= {piece.id} - {""}
+    for delta in deltas:
+        assert bool(delta.name) == bool(delta.id) == (delta.index not in names)
+        names.setdefault(delta.index, delta.name)
+        arguments[delta.index] = arguments.get(delta.index, "") + delta.arguments
+        ids |= {delta.id} - {None}
     assert len(ids) == len(names)
     assert list(names) == list(range(len(names)))
     return [(names[index], json.loads(arguments[index])) for index in names]
@@ -106,10 +106,10 @@ def test_what_is_no_proper_call_stays_text(syntax, text, size):
 
 
 def test_text_that_cannot_become_a_call_is_not_held_back():
-    reader = ToolCallParser(HERMES, USE)
-    assert reader.push("so far") == ("so far", [])
-    assert reader.push(" <tool") == ("", [])
-    assert reader.push("box>") == (" <toolbox>", [])
+    parser = ToolCallParser(HERMES, USE)
+    assert parser.push("so far") == ("so far", [])
+    assert parser.push(" <tool") == ("", [])
+    assert parser.push("box>") == (" <toolbox>", [])
 
 
 def test_a_call_after_a_broken_one_is_read():
@@ -120,9 +120,9 @@ def test_a_call_after_a_broken_one_is_read():
 
 def test_one_call_is_enough_where_several_are_not_wanted():
     for syntax, text in WRITTEN.values():
-        reader = ToolCallParser(syntax, ToolUse(TOOLS, parallel=False))
-        assert read(reader, text, 1)[1] == BOTH[:1]
-        assert reader.done
+        parser = ToolCallParser(syntax, ToolUse(TOOLS, parallel=False))
+        assert read(parser, text, 1)[1] == BOTH[:1]
+        assert parser.done
 
 
 @pytest.mark.parametrize(
@@ -212,8 +212,8 @@ def test_marks_that_are_special_tokens_are_forced_as_tokens(demo):
     mark = demo.backend_tokenizer.token_to_id("[TOOL_CALLS]")
     grammar = call_grammar(ToolUse(TOOLS, ("time",)), MISTRAL, vocabulary)
     assert f'<[{mark}]> " ["' in grammar
-    assert mark not in vocabulary.special_but(MISTRAL.tokens)
-    assert mark in vocabulary.special_but(HERMES.tokens)
+    assert mark not in vocabulary.special_except(MISTRAL.tokens)
+    assert mark in vocabulary.special_except(HERMES.tokens)
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
@@ -226,13 +226,13 @@ def test_what_is_nested_too_deeply_breaks_nothing():
     deep = '{"a": ' * 5000 + "1" + "}" * 5000
     text = f'<tool_call>{{"name": "time", "arguments": {deep}}}</tool_call>'
     assert read(ToolCallParser(HERMES, USE), text, 10_000) == (text, [])
-    _, pieces = ForcedCallParser(HERMES).push(text)
-    assert "".join(piece.arguments for piece in pieces).startswith(deep)
+    _, deltas = ForcedCallParser(HERMES).push(text)
+    assert "".join(delta.arguments for delta in deltas).startswith(deep)
 
 
 def test_arguments_of_a_forced_call_come_in_pieces():
-    reader = ForcedCallParser(HERMES)
-    _, pieces = reader.push('<tool_call>\n{"name": "weather", "arguments": {"place": "Par')
-    assert [(p.name, p.arguments) for p in pieces] == [("weather", ""), ("", '{"place": "Par')]
-    _, pieces = reader.push('is"}}\n</tool')
-    assert [p.arguments for p in pieces] == ['is"}']
+    parser = ForcedCallParser(HERMES)
+    _, deltas = parser.push('<tool_call>\n{"name": "weather", "arguments": {"place": "Par')
+    assert [(p.name, p.arguments) for p in deltas] == [("weather", ""), (None, '{"place": "Par')]
+    _, deltas = parser.push('is"}}\n</tool')
+    assert [p.arguments for p in deltas] == ['is"}']

@@ -12,11 +12,11 @@ from ray import serve
 from demo.tasks import TASKS
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store.object_store import open_store
-from lorikeet.gateway.routing_request import routing_request_of
 from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, Endpoint
 from lorikeet.routing.ranking import Work
 from lorikeet.serving.engine_client import ServeEngineClient
 from lorikeet.serving.fleet_registry import fleet_of
+from lorikeet.serving.request_router import routing_request_of
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import SamplingParams
 from tests.e2e.conftest import REPLICAS

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lorikeet.gateway.admin.smoke_report import MAX_TOKENS, PROMPTS, report
+from lorikeet.gateway.admin.smoke import MAX_TOKENS, PROMPTS, smoke_report
 from lorikeet.protocol.messages import Refusal, SmokeTest
 from lorikeet_engine.adapter import AdapterRef
 from tests.gateway.conftest import Gateway, make_blob, serving, trial_result
@@ -21,7 +21,7 @@ BASE = list(range(32))
 def said(*pairs: tuple[Sequence[int], Sequence[int]]) -> dict[str, Any]:
     ref = AdapterRef("acme", "support", 1, "d" * 64)
     trial = SmokeTest("r", ref, tuple(f"prompt {i}" for i in range(len(pairs))), 32)
-    return report(trial, trial_result([b for b, _ in pairs], [a for _, a in pairs]))
+    return smoke_report(trial, trial_result([b for b, _ in pairs], [a for _, a in pairs]))
 
 
 def test_how_far_they_differ_is_counted_position_by_position() -> None:

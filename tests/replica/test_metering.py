@@ -46,32 +46,32 @@ def tokens(choice: int, *token_ids: int, cached: int | None = None) -> Tokens:
 
 def test_an_answer_made_to_its_end_counts_as_it_says_itself():
     meter = TokenMeter(CALL, PROMPTS)
-    meter.made([tokens(0, 7, cached=0), tokens(1, 7, 8, 9)])  # some after a stop string
-    meter.told(FinalUsage(5, 2, 3))
+    meter.on_outputs([tokens(0, 7, cached=0), tokens(1, 7, 8, 9)])  # some after a stop string
+    meter.on_item(FinalUsage(5, 2, 3))
     assert meter.counts() == Counts(1, 5, 2, 3)
 
 
 def test_a_client_that_left_pays_for_what_was_computed_until_then():
     meter = TokenMeter(CALL, PROMPTS)
     assert meter.counts() == Counts(requests=1)
-    meter.made([tokens(0, 7, cached=2), tokens(1, 7, cached=3)])
-    meter.made([tokens(0, 8), tokens(1, 8)])
+    meter.on_outputs([tokens(0, 7, cached=2), tokens(1, 7, cached=3)])
+    meter.on_outputs([tokens(0, 8), tokens(1, 8)])
     assert meter.counts() == Counts(1, 3, 2, 4)  # nothing yet of the second prompt
-    meter.made([tokens(2, 7, cached=0)])
+    meter.on_outputs([tokens(2, 7, cached=0)])
     assert meter.counts() == Counts(1, 5, 2, 5)
 
 
 def test_what_failed_before_the_client_had_anything_counts_nothing():
     meter = TokenMeter(CALL, PROMPTS)
-    meter.made([tokens(0, 7, cached=0), Failed("r", StepFailed("it broke"))])
-    meter.told(Refusal("generation_failed", "it broke"))
+    meter.on_outputs([tokens(0, 7, cached=0), Failed("r", StepFailed("it broke"))])
+    meter.on_item(Refusal("generation_failed", "it broke"))
     assert meter.counts() is None
 
 
 def test_what_failed_in_its_midst_counts_what_the_client_has():
     meter = TokenMeter(CALL, PROMPTS)
-    meter.made([tokens(0, 7, cached=0)])
-    meter.told(b"data: ...")
+    meter.on_outputs([tokens(0, 7, cached=0)])
+    meter.on_item(b"data: ...")
     meter.failed()
     assert meter.counts() == Counts(1, 3, 0, 1)
 

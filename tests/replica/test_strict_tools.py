@@ -69,17 +69,17 @@ class Model:
 
     def read(self, tokens: list[int], use: ToolUse = USE) -> tuple[str, list[tuple[str, object]]]:
         """What a client gets of an answer: what is said, and the calls."""
-        hidden = Vocabulary(self.tokenizer).special_but(self.syntax.tokens)
+        hidden = Vocabulary(self.tokenizer).special_except(self.syntax.tokens)
         stream = Detokenizer(self.tokenizer, (), hidden=hidden)
         reader = ToolCallParser(self.syntax, use)
-        said, pieces = "", []
+        said, deltas = "", []
         for token in tokens:
             more, called = reader.push(stream.push([token]))
-            said, pieces = said + more, [*pieces, *called]
+            said, deltas = said + more, [*deltas, *called]
         more, called = reader.push(stream.finish(), last=True)
-        pieces += called
-        names = [piece.name for piece in pieces if piece.name]
-        arguments = [json.loads(piece.arguments) for piece in pieces if not piece.name]
+        deltas += called
+        names = [delta.name for delta in deltas if delta.name]
+        arguments = [json.loads(delta.arguments) for delta in deltas if not delta.name]
         return said + more, list(zip(names, arguments, strict=True))
 
 

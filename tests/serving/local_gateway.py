@@ -21,7 +21,7 @@ class LocalGateway:
         responses = self._replica.responses(self._replica.name, self._name)
         async with aclosing(responses) as heard:
             async for some in heard:
-                self._buffers.sort(self._replica.name, some)
+                self._buffers.deliver(self._replica.name, some)
 
     async def generate(self, call):
         """An answer's items. Closing it cancels the call, and waits for that."""

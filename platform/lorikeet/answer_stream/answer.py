@@ -1,25 +1,114 @@
 """The answer to one call as it grows: tokens in, the client's bytes out."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
-from lorikeet.answer_stream.choice import ChoiceStream, OutputDelta
 from lorikeet.answer_stream.detokenizer import Detokenizer
-from lorikeet.answer_stream.openai_format import Choice, EventStream, json_body
+from lorikeet.answer_stream.logprobs import LikelyToken, SampledToken
+from lorikeet.answer_stream.openai_format import CallDelta, Choice, EventStream, json_body
 from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser, ToolSyntax
 from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.errors import engine_code
 from lorikeet.protocol.messages import Call, FinalUsage, Refusal, StreamItem
 from lorikeet_engine.errors import AdapterError, EngineError
-from lorikeet_engine.request import Course, Failed, Output, Tokens
+from lorikeet_engine.request import (
+    Course,
+    Failed,
+    FinishReason,
+    Output,
+    TokenLogprobs,
+    Tokens,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What is new in a choice. logprobs: those of the tokens of this text, where asked for."""
+
+    text: str
+    calls: Sequence[CallDelta] = ()
+    logprobs: Sequence[SampledToken] = ()
+
+
+class ChoiceStream:
+    """Turns the tokens of one choice into text and calls; `finish` is set with the last delta.
+
+    parser: where the model may call tools. vocabulary: where logprobs are asked for. echo: what
+    the text begins with.
+    """
+
+    def __init__(
+        self,
+        text: Detokenizer,
+        parser: ToolCallParser | ForcedCallParser | None = None,
+        vocabulary: Vocabulary | None = None,
+        echo: str = "",
+    ) -> None:
+        self._text = text
+        self._parser = parser
+        self._vocabulary = vocabulary
+        self._echo = echo
+        self._sampled: list[tuple[int, TokenLogprobs]] = []
+        self._sent_tokens = 0
+        self.finish: FinishReason | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the choice has."""
+        return self._text.tokens
+
+    def take(self, output: Tokens) -> OutputDelta:
+        """Take new tokens."""
+        text = self._text.push(output.token_ids)
+        if self._text.stopped:
+            self.finish = FinishReason.STOP
+        elif output.finish is not None:
+            self.finish = output.finish
+            text += self._text.finish()
+        if self._echo:
+            text, self._echo = self._echo + text, ""
+        calls: Sequence[CallDelta] = ()
+        if self._parser is not None:
+            text, calls = self._parser.push(text, last=self.finish is not None)
+            if self._parser.done and self.finish is None:
+                self.finish = FinishReason.STOP
+        if self._vocabulary is None:
+            return OutputDelta(text, calls)
+        self._sampled += zip(output.token_ids, output.logprobs, strict=True)
+        return OutputDelta(text, calls, self._sent_logprobs(self._vocabulary))
+
+    def _sent_logprobs(self, vocabulary: Vocabulary) -> list[SampledToken]:
+        """Return the tokens whose text is sent now, as far as they are text and of no call."""
+        parser, offsets, begin = self._parser, self._text.offsets, self._sent_tokens
+        end = self._text.sent_tokens
+        if parser is not None and self.finish is None:
+            end = bisect_left(offsets, parser.parsed, begin, end)
+        self._sent_tokens = end
+        return [
+            self._describe(vocabulary, at)
+            for at in range(begin, end)
+            if self._sampled[at][0] not in vocabulary.special
+            and (parser is None or parser.is_text(offsets[at]))
+        ]
+
+    def _describe(self, vocabulary: Vocabulary, at: int) -> SampledToken:
+        token, logprobs = self._sampled[at]
+
+        def named(token: int, logprob: float) -> LikelyToken:
+            return LikelyToken(vocabulary.name_of(token), vocabulary.bytes_of(token), logprob)
+
+        top = tuple(named(*likely) for likely in logprobs.top)
+        return SampledToken(named(token, logprobs.logprob), top, self._text.offsets[at])
 
 
 class Answer:
-    """Follows every choice of a call to its end.
+    """Turns the engine's outputs for one call into the items of its answer, to the end.
 
     `ended` is set with the last item. `stopped` holds choices that ended while the engine
     still makes tokens for them, at a stop string or after the only call that was wanted; the owner
-    aborts them and clears it. syntax: in which the model calls tools; None: it may call none.
+    aborts them and clears it. syntax: how the model writes calls of tools; None: it may call none.
     """
 
     def __init__(
@@ -99,11 +188,11 @@ class Answer:
         assert finish is not None
         logprobs = None
         if self._call.sampling.logprobs is not None:
-            logprobs = list(chain.from_iterable(part.logprobs for part in deltas))
+            logprobs = list(chain.from_iterable(delta.logprobs for delta in deltas))
         return Choice(
-            "".join(part.text for part in deltas),
+            "".join(delta.text for delta in deltas),
             finish,
-            list(chain.from_iterable(part.calls for part in deltas)),
+            list(chain.from_iterable(delta.calls for delta in deltas)),
             logprobs,
         )
 
@@ -111,24 +200,24 @@ class Answer:
 def _choice(
     call: Call, index: int, prompt: Sequence[int], vocabulary: Vocabulary, syntax: ToolSyntax | None
 ) -> ChoiceStream:
-    reader: ToolCallParser | ForcedCallParser | None = None
+    parser: ToolCallParser | ForcedCallParser | None = None
     hidden = None
     if call.tools is not None and syntax is not None:
-        reader = (
+        parser = (
             ForcedCallParser(syntax) if call.tools.forced else ToolCallParser(syntax, call.tools)
         )
-        hidden = vocabulary.special_but(syntax.tokens)
+        hidden = vocabulary.special_except(syntax.tokens)
     echo = ""
     if call.echo:
         given = call.prompts[index]
         echo = given if isinstance(given, str) else vocabulary.tokenizer.decode(list(given))
     text = Detokenizer(vocabulary.tokenizer, prompt, call.stop, call.min_tokens, hidden)
-    told = vocabulary if call.sampling.logprobs is not None else None
-    return ChoiceStream(text, reader, told, echo)
+    logprob_vocabulary = vocabulary if call.sampling.logprobs is not None else None
+    return ChoiceStream(text, parser, logprob_vocabulary, echo)
 
 
 def refusal_of(error: EngineError) -> Refusal:
-    """An engine's error in the words of the API."""
+    """Return an engine's error in the words of the API."""
     fields = error.fields
     param = "model" if isinstance(error, AdapterError) else fields.get("param")
     return Refusal(engine_code(error), error.message, param, fields.get("retry_after_s"))

@@ -12,9 +12,9 @@ class Detokenizer:
     """Decodes one choice incrementally and ends it at a stop string.
 
     Text that may still become a stop string, and bytes that are not yet a whole character, are
-    held back. Stop strings are not looked for in the first `min_tokens` tokens. Special tokens
-    are no text, or only these `hidden` ones. `sent_tokens` counts those whose text is sent;
-    `offsets` says at which of its characters each token begins.
+    held back. Stop strings are not looked for in the first `min_tokens` tokens. Special tokens are
+    not text, or only those in `hidden` if it is given. `sent_tokens` counts tokens whose text is
+    sent; `offsets` says at which character of the text each token begins.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class Detokenizer:
         if token_id in self._hidden:
             return ""
         self._undecoded.append(token_id)
-        piece = self._decoder.step(self._tokenizer, token_id)
-        if piece is None:
+        text = self._decoder.step(self._tokenizer, token_id)
+        if text is None:
             return ""
         self._undecoded.clear()
-        self._decoded += len(piece)
+        self._decoded += len(text)
         self._ends += [self._decoded] * (self.tokens - len(self._ends))
-        return str(piece)
+        return str(text)
 
     def _count_sent(self) -> None:
         while self.sent_tokens < len(self._ends) and self._ends[self.sent_tokens] <= self._sent:
@@ -83,8 +83,8 @@ class Detokenizer:
             while self.sent_tokens < self.tokens and self.offsets[self.sent_tokens] < self._sent:
                 self.sent_tokens += 1
 
-    def _advance(self, piece: str) -> str:
-        self._held += piece
+    def _advance(self, text: str) -> str:
+        self._held += text
         if self.tokens <= self._min_tokens:
             certain, self._held = self._held, ""
             return certain
@@ -97,7 +97,7 @@ class Detokenizer:
         return certain
 
     def _possible_stop(self) -> int:
-        """Length of the longest end of the held text that a stop string begins with."""
+        """Return the length of the longest end of the held text that begins a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             tail = self._held[-length:]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _LEAST = -9999.0
-"""What OpenAI says of a token that cannot be; JSON knows no infinity."""
+"""OpenAI's number for a token that cannot be; JSON knows no infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class LikelyToken:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token of an answer. offset: of its first character in the text. top: likeliest first."""
+    """A token of an answer. offset: its first character in the text. top: likeliest first."""
 
     token: LikelyToken
     top: tuple[LikelyToken, ...]
@@ -27,30 +27,30 @@ class SampledToken:
 
 
 def chat_logprobs(tokens: Sequence[SampledToken]) -> dict[str, Any]:
-    """`logprobs` of a chat's choice."""
+    """Return the `logprobs` of a chat's choice."""
     content = [
-        _token(drawn.token) | {"top_logprobs": [_token(token) for token in drawn.top]}
-        for drawn in tokens
+        _token(sampled.token) | {"top_logprobs": [_token(token) for token in sampled.top]}
+        for sampled in tokens
     ]
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(tokens: Sequence[SampledToken]) -> dict[str, Any]:
-    """`logprobs` of a completion's choice. The drawn token is always among the top ones."""
+    """Return the `logprobs` of a completion's choice; the sampled token is always among the top."""
     return {
-        "tokens": [drawn.token.name for drawn in tokens],
-        "token_logprobs": [_finite(drawn.token.logprob) for drawn in tokens],
+        "tokens": [sampled.token.name for sampled in tokens],
+        "token_logprobs": [_finite(sampled.token.logprob) for sampled in tokens],
         "top_logprobs": [
-            {token.name: _finite(token.logprob) for token in (*drawn.top, drawn.token)}
-            for drawn in tokens
+            {token.name: _finite(token.logprob) for token in (*sampled.top, sampled.token)}
+            for sampled in tokens
         ],
-        "text_offset": [drawn.offset for drawn in tokens],
+        "text_offset": [sampled.offset for sampled in tokens],
     }
 
 
 def _token(token: LikelyToken) -> dict[str, Any]:
-    known = None if token.bytes is None else list(token.bytes)
-    return {"token": token.name, "logprob": _finite(token.logprob), "bytes": known}
+    octets = None if token.bytes is None else list(token.bytes)
+    return {"token": token.name, "logprob": _finite(token.logprob), "bytes": octets}
 
 
 def _finite(logprob: float) -> float:

@@ -1,4 +1,4 @@
-"""Forms answers in OpenAI's shapes: events of a stream, or one JSON body. Pure; the replica's work.
+"""OpenAI's shapes of an answer: events of a stream, or one JSON body. Pure; the replica's work.
 
 Bytes are ASCII JSON: a raw U+2028 inside an event splits it in clients that cut lines as Python's
 str.splitlines does.
@@ -19,22 +19,22 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A piece of a call of a tool. The first one of a call has its id and name.
+    """What is new in a tool call. The first delta of a call has its id and name.
 
-    index: of the call in its choice. arguments: the next of their JSON text.
+    index: the call's, in its choice. arguments: the next part of their JSON text.
     """
 
     index: int
     arguments: str
-    id: str = ""
-    name: str = ""
+    id: str | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished choice: all it says and calls, and why it ended.
+    """One finished choice: all its text and calls, and why it ended.
 
-    logprobs: of the tokens of the text; None: nobody asked.
+    logprobs: those of the text's tokens; None if not asked for.
     """
 
     text: str
@@ -46,8 +46,8 @@ class Choice:
 class EventStream:
     """The server-sent events of one streamed call.
 
-    Call `delta` for each piece of text, then `end` once. The chat role chunk goes before a choice's
-    first piece by itself.
+    Call `delta` for each delta of text, then `end` once. The chat role chunk goes before a choice's
+    first delta by itself.
     """
 
     def __init__(self, call: Call) -> None:
@@ -68,10 +68,10 @@ class EventStream:
         calls: Sequence[CallDelta] = (),
         logprobs: Sequence[SampledToken] | None = None,
     ) -> bytes:
-        """Events for new text of a choice, then calls, and, with `finish`, for its end.
+        """Return events for new text of a choice, then calls, and, with `finish`, for its end.
 
-        choice: index of the answer, prompt_index * n + j. logprobs: of the tokens of this text.
-        Text may be empty; b"" when there is nothing to say.
+        choice: the answer's index, prompt_index * n + j. logprobs: those of this text's tokens.
+        Text may be empty; b"" when there is nothing to send.
         """
         if not self._chat:
             if not (text or finish or logprobs):
@@ -87,15 +87,15 @@ class EventStream:
         if text or logprobs:
             known = _dump(chat_logprobs(logprobs)) if logprobs else b"null"
             events += self._event(choice, b'{"content":' + _dump(text) + b"}", None, known)
-        for piece in calls:
+        for call in calls:
             self._called.add(choice)
-            events += self._event(choice, _dump({"tool_calls": [_call_delta(piece)]}))
+            events += self._event(choice, _dump({"tool_calls": [_call_delta(call)]}))
         if finish is not None:
             events += self._event(choice, b"{}", finish)
         return events
 
     def end(self, usage: FinalUsage) -> bytes:
-        """The last events: usage with no choices when the client asked for it, then [DONE]."""
+        """Return the last events: usage with no choices if the client asked for it, then [DONE]."""
         if not self._include_usage:
             return DONE
         close = b'],"usage":' + _dump(_usage(usage)) + b"}\n\n"
@@ -115,7 +115,7 @@ class EventStream:
 
 
 def json_body(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes:
-    """The whole answer of a call without `stream`.
+    """Return the whole answer of a call without `stream`.
 
     choices: in order of index; choice i continues prompt i // n.
     """
@@ -140,21 +140,21 @@ def _message(choice: Choice) -> dict[str, Any]:
     content = None if choice.calls and not choice.text else choice.text
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if choice.calls:
-        calls = groupby(choice.calls, lambda piece: piece.index)
-        message["tool_calls"] = [_whole_call(list(pieces)) for _, pieces in calls]
+        calls = groupby(choice.calls, lambda delta: delta.index)
+        message["tool_calls"] = [_whole_call(list(deltas)) for _, deltas in calls]
     return message
 
 
-def _whole_call(pieces: Sequence[CallDelta]) -> dict[str, Any]:
-    arguments = "".join(piece.arguments for piece in pieces)
-    function = {"name": pieces[0].name, "arguments": arguments}
-    return {"id": pieces[0].id, "type": "function", "function": function}
+def _whole_call(deltas: Sequence[CallDelta]) -> dict[str, Any]:
+    arguments = "".join(delta.arguments for delta in deltas)
+    function = {"name": deltas[0].name, "arguments": arguments}
+    return {"id": deltas[0].id, "type": "function", "function": function}
 
 
-def _call_delta(piece: CallDelta) -> dict[str, Any]:
-    if not piece.id:
-        return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    return {"index": piece.index, **_whole_call([piece])}
+def _call_delta(delta: CallDelta) -> dict[str, Any]:
+    if delta.id is None:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    return {"index": delta.index, **_whole_call([delta])}
 
 
 def _usage(usage: FinalUsage) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What replicas say in answer to a gateway's calls, and the clients have not been told yet."""
+"""The gateway's end of answers: what replicas have sent and clients have not been sent yet."""
 
 import asyncio
 import math
@@ -9,20 +9,20 @@ from lorikeet.answer_stream.response_stream import DeltaGroup, joined
 from lorikeet.protocol.messages import StreamItem
 
 DELTAS_PER_S = 5_000
-"""Pieces of streams that one gateway passes on in a second; what is in a piece hardly matters.
+"""Deltas of streams that one gateway passes on in a second; their size hardly matters.
 
-From `make bench-gateway`: a piece takes 0.12 ms of CPU from replica to client behind HAProxy, 0.26
+From `make bench-gateway`: a delta takes 0.12 ms of CPU from replica to client behind HAProxy, 0.26
 behind Serve's own proxy.
 """
 
 
 class ResponseBuffer:
-    """What has come of one call's answer. Lives on one event loop.
+    """The items of one call's answer that have come. Lives on one event loop.
 
-    Between here and a client nothing holds a piece back, so pieces that come too often for this
-    gateway would queue up where they cannot be joined. So they are joined here: `rest_s` says how
-    long after a piece was taken the next one is ready. The first and the last never wait.
-    ended: whether all has come, taken or not. replica: the one that answers, as soon as it has.
+    Between here and a client nothing holds a delta back, so deltas that come too often for this
+    gateway would queue up where they cannot be joined. They are joined here instead: `rest_s` says
+    how long after a delta was taken the next one is ready. The first and the last never wait.
+    ended: whether all has come, taken or not. replica: the one that answers, once it has.
     """
 
     def __init__(self, rest_s: Callable[[], float]) -> None:
@@ -36,19 +36,19 @@ class ResponseBuffer:
         self.replica: str | None = None
 
     def put(self, items: Iterable[StreamItem], *, ended: bool) -> None:
-        """Add what is new, and wake the taker when it is time."""
+        """Add new items, and wake the taker when it is time."""
         self._items += items
         self.ended = self.ended or ended
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more will come; what has ended stays whole."""
+        """End an answer of which no more will come; one that has ended stays whole."""
         if not self.ended:
             self._error = error
             self._wake()
 
     async def take(self) -> list[StreamItem]:
-        """All that has come, at least one item; none at the end. Raises what it failed with."""
+        """Return all new items, at least one; none at the end. Raises what `fail` was given."""
         await self._ready.wait()
         if self._waking is not None:
             self._waking.cancel()
@@ -81,15 +81,15 @@ class ResponseBuffers:
 
     @contextmanager
     def opened(self, request_id: str) -> Iterator[ResponseBuffer]:
-        """The place of a call's answer."""
+        """Open the buffer of a call's answer for as long as the context lasts."""
         buffer = self._open[request_id] = ResponseBuffer(self._rest_s)
         try:
             yield buffer
         finally:
             del self._open[request_id]
 
-    def sort(self, replica: str, groups: Iterable[DeltaGroup]) -> None:
-        """Take what a replica says. What nobody waits for any more is dropped."""
+    def deliver(self, replica: str, groups: Iterable[DeltaGroup]) -> None:
+        """Put what a replica sent into its calls' buffers; drop what is for closed ones."""
         for request_id, items, ended in groups:
             buffer = self._open.get(request_id)
             if buffer is not None:
@@ -101,5 +101,5 @@ class ResponseBuffers:
         return any(buffer.replica == replica for buffer in self._open.values())
 
     def _rest_s(self) -> float:
-        """Between two pieces of a stream, so that this gateway can pass on those of all streams."""
+        """Return how far apart deltas of one stream must be for this gateway to pass on all."""
         return len(self._open) / DELTAS_PER_S

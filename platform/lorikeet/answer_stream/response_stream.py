@@ -1,8 +1,7 @@
-"""What a replica's answers say, on its way to the gateways.
+"""The replica's end of answers: what is new for each gateway, sent as one message.
 
-A step of the engine adds a piece to every answer. One call of Ray Serve for each piece costs a
-replica's event loop 70 us, more than all the rest; so what is new for a gateway goes there
-together, as one message.
+A step of the engine adds a delta to every answer. One call of Ray Serve for each delta costs a
+replica's event loop 70 us, more than all the rest; hence one message for all of them.
 """
 
 import asyncio
@@ -14,16 +13,16 @@ from lorikeet.protocol.messages import StreamItem
 from lorikeet_engine.errors import EngineClosed
 
 DeltaGroup = tuple[str, list[StreamItem], bool]
-"""A request's id, what is new of its answer, and whether that was all. Tuples pickle fast."""
+"""A request's id, the new items of its answer, and whether it has ended. Tuples pickle fast."""
 
 _MESSAGE_BYTES = 2**20  # about; a message of more than 16 MiB would not pass
 _OPENING_S = 5.0
 
 
 class ResponseStream:
-    """What is new for one gateway. Lives on one event loop.
+    """The new items of all answers to one gateway. Lives on one event loop.
 
-    `closed` is done once nobody takes any more.
+    `closed` is done once the gateway takes no more.
     """
 
     def __init__(self) -> None:
@@ -33,14 +32,14 @@ class ResponseStream:
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def put(self, request_id: str, items: Sequence[StreamItem], *, ended: bool = False) -> None:
-        """Add to what waits."""
+        """Add new items of an answer."""
         self._waiting.setdefault(request_id, []).extend(items)
         if ended:
             self._ended.add(request_id)
         self._ready.set()
 
     async def take(self) -> list[DeltaGroup]:
-        """All that waits, at least one group, as long as the stream is open."""
+        """Return all new items, at least one group as long as the stream is open."""
         await self._ready.wait()
         groups, size = list[DeltaGroup](), 0
         while self._waiting and size < _MESSAGE_BYTES:
@@ -54,12 +53,12 @@ class ResponseStream:
         return groups
 
     def close(self) -> None:
-        """Wake who takes, and all who wait for `closed`."""
+        """Wake `take` and all who wait for `closed`."""
         if not self.closed.done():
             self.closed.set_result(None)
         self._ready.set()
 
-    async def carry(self, ended: asyncio.Future[None]) -> None:
+    async def wait_for(self, ended: asyncio.Future[None]) -> None:
         """Wait until an answer has ended. Raises EngineClosed if it cannot reach its gateway."""
         await asyncio.wait((ended, self.closed), return_when=asyncio.FIRST_COMPLETED)
         if not ended.done():
@@ -68,14 +67,14 @@ class ResponseStream:
 
 
 class ResponseStreams:
-    """A stream to each gateway that listens."""
+    """The open streams, one to each gateway."""
 
     def __init__(self) -> None:
         self._open: dict[str, ResponseStream] = {}
 
     @contextmanager
     def opened(self, gateway: str) -> Iterator[ResponseStream]:
-        """A gateway listens. If it did already, that stream is broken and nothing more comes."""
+        """Open a gateway's stream; an older one of the same gateway is broken and closed."""
         if gateway in self._open:
             self._open[gateway].close()
         stream = self._open[gateway] = ResponseStream()
@@ -87,7 +86,7 @@ class ResponseStreams:
                 del self._open[gateway]
 
     async def to(self, gateway: str) -> ResponseStream:
-        """A gateway that has just met this replica is about to listen. Raises EngineClosed."""
+        """Return a gateway's stream, waiting for a new gateway to open it. Raises EngineClosed."""
         try:
             async with asyncio.timeout(_OPENING_S):
                 while gateway not in self._open:
@@ -98,7 +97,7 @@ class ResponseStreams:
 
 
 def joined(items: list[StreamItem]) -> list[StreamItem]:
-    """Items with bytes that follow each other as one."""
+    """Return the items with consecutive bytes joined."""
     if len(items) < 2:
         return items
     made = list[StreamItem]()

@@ -1,4 +1,4 @@
-"""One call while the engine works on it."""
+"""One call while the engine works on it: outputs in, items to the gateway's stream."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,10 +15,10 @@ Abort = Callable[[str, int], object]
 
 
 class AnswerSender:
-    """Turns what the engine makes into what the gateway is told, at once.
+    """Sends the gateway what the engine's outputs add to one answer, at once.
 
-    No task of its own waits for that: at thousands of pieces a second turns of the event loop
-    would cost more than the work. `ended` is done when all is said; it fails if our code does.
+    No task waits for outputs: at thousands of deltas a second turns of the event loop would cost
+    more than the work. `ended` is done when all is sent; it fails if our code does.
     """
 
     def __init__(
@@ -31,14 +31,14 @@ class AnswerSender:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def begin(self, header: AnswerHeader) -> None:
-        """Say the header first, then what was made before it."""
+        """Send the header first, then what came before it."""
         self._header = header
         self._stream.put(self._request_id, (header,))
         for output in self._early:
             self.take(output)
 
     def take(self, output: Output) -> None:
-        """Take what the engine made. Raises nothing."""
+        """Take an output of the engine. Raises nothing."""
         if self._header is None:
             self._early.append(output)
         elif not self.ended.done():
@@ -53,9 +53,9 @@ class AnswerSender:
         if header.load_s is None and load_s is not None:
             self._header = replace(header, status=None, load_s=load_s)
             items.append(self._header)
-        self._meter.made((output,))
+        self._meter.on_outputs((output,))
         for item in self._answer.take((output,)):
-            self._meter.told(item)
+            self._meter.on_item(item)
             items.append(item)
         for choice in self._answer.stopped:
             self._abort(self._request_id, choice)

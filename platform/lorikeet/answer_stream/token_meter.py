@@ -1,4 +1,4 @@
-"""What one call takes, for its bill."""
+"""The tokens of one call, for its tenant's bill."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,10 +10,10 @@ from lorikeet_engine.request import Output, Tokens
 class TokenMeter:
     """One call's tokens as they are made.
 
-    An answer that was made to its end counts as it says itself. One that a client left, or that
-    failed in its midst, counts the prompts that were computed to their first token and the tokens
-    that came until then. A call that was refused, or failed before the client had anything, counts
-    nothing: so what another replica makes anew is counted once.
+    A finished answer counts by its FinalUsage. One that a client left, or that failed halfway,
+    counts the prompts that were computed to their first token and the tokens that came until then.
+    A call that was refused, or failed before the client had anything, counts nothing: what another
+    replica computes again is counted once.
     """
 
     def __init__(self, call: Call, prompts: Sequence[Sequence[int]]) -> None:
@@ -24,8 +24,8 @@ class TokenMeter:
         self._output_tokens = self._cached_tokens = 0
         self._usage: FinalUsage | None = None
 
-    def made(self, outputs: Iterable[Output]) -> None:
-        """What the engine made."""
+    def on_outputs(self, outputs: Iterable[Output]) -> None:
+        """Count the engine's outputs."""
         for output in outputs:
             if isinstance(output, Tokens):
                 self._output_tokens += len(output.token_ids)
@@ -34,8 +34,8 @@ class TokenMeter:
                     self._computed.add(prompt)
                     self._cached_tokens += output.course.cached_tokens if output.course else 0
 
-    def told(self, item: StreamItem) -> None:
-        """What goes to the gateway."""
+    def on_item(self, item: StreamItem) -> None:
+        """Note an item that goes to the gateway."""
         if isinstance(item, bytes):
             self._begun = True
         elif isinstance(item, FinalUsage):
@@ -44,11 +44,11 @@ class TokenMeter:
             self.failed()
 
     def failed(self) -> None:
-        """End the call, and not because its client left."""
+        """End a call that failed, and was not left by its client."""
         self._refused = not self._begun
 
     def counts(self) -> Counts | None:
-        """What it has used until now; None is nothing at all."""
+        """Return what the call has used until now; None if nothing at all is billed."""
         if self._refused:
             return None
         if (usage := self._usage) is not None:

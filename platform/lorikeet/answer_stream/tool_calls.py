@@ -1,4 +1,4 @@
-"""Calls of tools in what a model writes, and how its answer is held to them.
+"""Calls of tools in what a model writes: the tool parsers.
 
 Models write calls as their chat templates show them. Three syntaxes cover the families that this
 engine runs; which one a model has is read off its template.
@@ -6,7 +6,7 @@ engine runs; which one a model has is read off its template.
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import regex
@@ -71,7 +71,7 @@ LLAMA = ToolSyntax(
 
 
 def syntax_of(template: str) -> ToolSyntax | None:
-    """The syntax that a chat template shows; None: none that is known."""
+    """Return the syntax that a chat template shows; None if it is none of these."""
     if "<tool_call>" in template and "<function=" not in template:
         return HERMES
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
@@ -81,16 +81,19 @@ def syntax_of(template: str) -> ToolSyntax | None:
     return None
 
 
-Read = tuple[str, list[CallDelta]]
-"""What is said, and then called."""
+class ToolDelta(NamedTuple):
+    """New text, then new parts of calls."""
+
+    text: str
+    calls: list[CallDelta]
 
 
 class ToolCallParser:
-    """Tells what one choice says from what it calls.
+    """Splits what a model writes for one choice into text and calls.
 
-    What begins like a call is held back until it is one, or is not: then it is text. So is a call
-    of a function that nobody offered. Whitespace before a call is dropped. `done` is set once no
-    further call is wanted; `read` is how many characters are told apart by now.
+    What begins like a call is held back until it is one, or is not: then it is text, like a call
+    of a function that the client did not offer. Whitespace before a call is dropped. `done` is set
+    once no further call is wanted; `parsed` is how many characters are split by now.
     """
 
     def __init__(self, syntax: ToolSyntax, use: ToolUse) -> None:
@@ -98,50 +101,50 @@ class ToolCallParser:
         self._parallel = use.parallel
         self._names = {tool["function"]["name"] for tool in use.tools}
         self._held = ""
-        self._said: list[range] = []  # of characters, in order
+        self._text: list[range] = []  # characters that are text, in order
         self._calling = False
         self._calls = 0
-        self.read = 0
+        self.parsed = 0
         self.done = False
 
-    def push(self, text: str, *, last: bool = False) -> Read:
+    def push(self, text: str, *, last: bool = False) -> ToolDelta:
         """Take new text, `last` if no more comes."""
         self._held += text
         said = ""
-        pieces: list[CallDelta] = []
+        deltas: list[CallDelta] = []
         if self._calling and not last and _ENDS.isdisjoint(text):
-            return said, pieces
+            return ToolDelta("", [])
         while self._held and not self.done:
             opening = self._opening(last)
-            said += self._take(len(self._held) if opening is None else opening.start())
+            said += self._take_text(len(self._held) if opening is None else opening.start())
             if opening is None or opening.partial:
                 break
-            read = self._read(len(opening[0]), last)
-            self._calling = read is None
-            if read is None:
+            parsed = self._parse(len(opening[0]), last)
+            self._calling = parsed is None
+            if parsed is None:
                 break
-            calls, end = read
+            calls, end = parsed
             if calls:
                 self._drop(end)
                 for name, arguments in calls if self._parallel else calls[:1]:
-                    pieces += whole_call(self._calls, name, json.dumps(arguments))
+                    deltas += whole_call(self._calls, name, json.dumps(arguments))
                     self._calls += 1
                 self.done = not self._parallel
             else:
-                said += self._take(end)
-        return said, pieces
+                said += self._take_text(end)
+        return ToolDelta(said, deltas)
 
-    def says(self, at: int) -> bool:
-        """Whether a character that was read is of what is said."""
-        return any(at in said for said in reversed(self._said))
+    def is_text(self, at: int) -> bool:
+        """Whether a character that was split is text, and of no call."""
+        return any(at in part for part in reversed(self._text))
 
     def _opening(self, last: bool) -> "regex.Match[str] | None":
         """Where the held text may become a call; None: nowhere."""
         if self._syntax.before:
             return self._syntax.opens.search(self._held, partial=not last)
-        return None if self._said else self._syntax.opens.match(self._held, partial=not last)
+        return None if self._text else self._syntax.opens.match(self._held, partial=not last)
 
-    def _read(self, start: int, last: bool) -> tuple[list[_Call], int] | None:
+    def _parse(self, start: int, last: bool) -> tuple[list[_Call], int] | None:
         """Names and arguments of the calls that begin the held text, and where they end.
 
         No calls: what is up to there is text. None: more has to come. start: of the JSON.
@@ -167,25 +170,25 @@ class ToolCallParser:
             return None
         return (name, arguments) if name in self._names else None
 
-    def _take(self, length: int) -> str:
+    def _take_text(self, length: int) -> str:
         taken = self._held[:length]
         if taken:
-            joins = self._said and self._said[-1].stop == self.read
-            begin = self._said.pop().start if joins else self.read
-            self._said.append(range(begin, self.read + length))
+            joins = self._text and self._text[-1].stop == self.parsed
+            begin = self._text.pop().start if joins else self.parsed
+            self._text.append(range(begin, self.parsed + length))
         self._drop(length)
         return taken
 
     def _drop(self, length: int) -> None:
         self._held = self._held[length:]
-        self.read += length
+        self.parsed += length
 
 
 class ForcedCallParser:
-    """Reads an answer that a grammar holds to calls: arguments are passed on as they come."""
+    """Parses an answer that a grammar holds to calls: arguments are passed on as they come."""
 
     done = False
-    read = 0
+    parsed = 0
 
     def __init__(self, syntax: ToolSyntax) -> None:
         self._head = regex.compile(rf'\{{"name": "([^"]*)", "{syntax.arguments}": ')
@@ -193,39 +196,39 @@ class ForcedCallParser:
         self._arguments: str | None = None  # of the call that is being read, as far as they came
         self._calls = 0
 
-    def push(self, text: str, *, last: bool = False) -> Read:  # noqa: ARG002
+    def push(self, text: str, *, last: bool = False) -> ToolDelta:  # noqa: ARG002
         """Take new text."""
         self._held += text
-        self.read += len(text)
-        pieces: list[CallDelta] = []
+        self.parsed += len(text)
+        deltas: list[CallDelta] = []
         while self._held:
             if self._arguments is not None:
-                pieces.append(self._go_on(self._arguments))
+                deltas.append(self._next_arguments(self._arguments))
             elif head := self._head.search(self._held):
                 self._held = self._held[head.end() :]
                 self._arguments = ""
-                pieces.append(CallDelta(self._calls, "", call_id(), head[1]))
+                deltas.append(CallDelta(self._calls, "", call_id(), head[1]))
                 self._calls += 1
             else:
                 break
-        return "", pieces
+        return ToolDelta("", deltas)
 
-    def says(self, at: int) -> bool:  # noqa: ARG002
-        """Nothing is said."""
+    def is_text(self, at: int) -> bool:  # noqa: ARG002
+        """Whether a character is text: none is."""
         return False
 
-    def _go_on(self, before: str) -> CallDelta:
+    def _next_arguments(self, before: str) -> CallDelta:
         so_far = before + self._held
         end = _end_of_json(so_far) if "}" in self._held else None
         if end is None:
-            piece, self._held, self._arguments = self._held, "", so_far
+            new, self._held, self._arguments = self._held, "", so_far
         else:
-            piece, self._held, self._arguments = so_far[len(before) : end], so_far[end:], None
-        return CallDelta(self._calls - 1, piece)
+            new, self._held, self._arguments = so_far[len(before) : end], so_far[end:], None
+        return CallDelta(self._calls - 1, new)
 
 
 def _end_of_json(text: str) -> int | None:
-    """Where the JSON ends with which a text begins; None: not yet."""
+    """Return where the JSON ends with which a text begins; None if it has not ended."""
     try:
         return _JSON.raw_decode(text)[1]
     except (ValueError, RecursionError):
@@ -233,10 +236,10 @@ def _end_of_json(text: str) -> int | None:
 
 
 def whole_call(index: int, name: str, arguments: str) -> list[CallDelta]:
-    """A call that is known to its end: who is called, then with what."""
+    """Return a whole call as deltas: the function's name, then its arguments."""
     return [CallDelta(index, "", call_id(), name), CallDelta(index, arguments)]
 
 
 def call_id() -> str:
-    """A new call's id."""
+    """Return a new call's id."""
     return uuid4().hex[:_ID_LENGTH]

@@ -1,4 +1,4 @@
-"""What single tokens are, apart from any text."""
+"""Single tokens as text and bytes."""
 
 from collections.abc import Iterable
 
@@ -24,12 +24,12 @@ class Vocabulary:
         self.special = frozenset(i for i, token in self._added.items() if token.special)
         self.added = {str(token.content): i for i, token in self._added.items()}
 
-    def special_but(self, shown: Iterable[str]) -> frozenset[int]:
-        """The special tokens but these."""
+    def special_except(self, shown: Iterable[str]) -> frozenset[int]:
+        """Return the special tokens except these."""
         return self.special.difference(map(self.tokenizer.token_to_id, shown))
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Its part of a text in UTF-8, which may end within a character; None if it has none."""
+        """Return a token's UTF-8 bytes, which may end within a character; None if it is no text."""
         if token in self._added:
             return None if token in self.special else str(self._added[token].content).encode()
         word = self.tokenizer.id_to_token(token)
@@ -42,11 +42,11 @@ class Vocabulary:
         return str(word).replace("▁", " ").encode()
 
     def name_of(self, token: int) -> str:
-        r"""Its text; of a part of a character the bytes, as \xf0\x9f."""
-        known = self.bytes_of(token)
-        if known is None:
+        r"""Return a token's text; for a part of a character its bytes, as \xf0\x9f."""
+        octets = self.bytes_of(token)
+        if octets is None:
             return str(self.tokenizer.id_to_token(token) or "")
         try:
-            return known.decode()
+            return octets.decode()
         except UnicodeDecodeError:
-            return "".join(f"\\x{byte:02x}" for byte in known)
+            return "".join(f"\\x{byte:02x}" for byte in octets)

@@ -3,8 +3,8 @@
 from types import TracebackType
 
 from lorikeet.gateway.error_responses import limit_headers
+from lorikeet.gateway.replica_response import Headers, RequestObserver
 from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, StreamItem
-from lorikeet.protocol.observer import Headers, RequestObserver
 from lorikeet.tenancy import RateLimitHold
 
 TYPICAL_ANSWER_TOKENS = 256

@@ -3,7 +3,8 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import AbstractContextManager, ExitStack, aclosing
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -12,11 +13,27 @@ from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable, error_
 from lorikeet.gateway.error_responses import OK, Refused
 from lorikeet.logs import log_unexpected
 from lorikeet.protocol.messages import AnswerHeader, Call, Refusal, StreamItem
-from lorikeet.protocol.observer import Headers, RequestObserver
 
+Headers = Sequence[tuple[bytes, bytes]]
 Items = AsyncGenerator[StreamItem, None]
 
 _SILENT = "the replica ended without an answer: send the request again"
+
+
+class RequestObserver(AbstractContextManager[Any], Protocol):
+    """Watches one call: entered when the call starts, left when it ends, however it ends.
+
+    Entering may refuse the call with a LorikeetError. A call that was made to its end has shown a
+    FinalUsage.
+    """
+
+    def on_item(self, item: StreamItem) -> None:
+        """Take an item that is not bytes, as it comes; a Refusal may come in mid stream."""
+        ...
+
+    def on_first_bytes(self) -> Headers:
+        """Note that the first bytes are there; return headers to add to the answer's."""
+        ...
 
 
 class ReplicaResponse(Response):

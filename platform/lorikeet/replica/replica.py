@@ -21,11 +21,10 @@ from lorikeet.placement import pressure
 from lorikeet.protocol.messages import AnswerHeader, Call, Refusal, SmokeResult, SmokeTest
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision
 from lorikeet.protocol.replica_report import ReplicaReport
-from lorikeet.replica.context import answer_room
 from lorikeet.replica.engine_process import build_engine
 from lorikeet.replica.grammar_sandbox import GrammarSandbox
 from lorikeet.replica.metering import Metering
-from lorikeet.replica.prompts import PromptEncoder
+from lorikeet.replica.prompts import PromptEncoder, max_answer_tokens
 from lorikeet.replica.smoke import run_smoke_test
 from lorikeet.replica.status_feed import StatusFeed
 from lorikeet.routing.status_update import StatusUpdate, to_stats
@@ -109,7 +108,7 @@ class Replica:
                     found = await self._submit(request)
                     digest = call.adapter.digest if call.adapter else None
                     sender.begin(AnswerHeader(self.name, digest, found, self._feed.update()))
-                    await stream.carry(sender.ended)
+                    await stream.wait_for(sender.ended)
             yield None
         except (EngineError, InvalidInput) as error:
             yield _refuse(error)
@@ -226,7 +225,7 @@ class Replica:
 
     def _request(self, call: Call) -> Request:
         prompts = self._encoder.encode(call)
-        room = answer_room(call, prompts, self._engine.config.max_context)
+        room = max_answer_tokens(call, prompts, self._engine.config.max_context)
         sampling = replace(
             call.sampling,
             max_tokens=min(call.max_tokens, room) if call.max_tokens else room,

@@ -1,7 +1,7 @@
 """Follows one request as it goes by, and notes what becomes of it."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -10,14 +10,13 @@ from starlette.requests import ClientDisconnect
 
 from lorikeet.errors import LorikeetError, Unavailable
 from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, Refusal, StreamItem
-from lorikeet.protocol.observer import Headers, RequestObserver
 from lorikeet.request_log.record import AttemptRecord, RequestRecord
 
 _SHOWN_MODEL = 200  # characters of a name that may be nobody's
 
 
-class RequestTrace(RequestObserver):
-    """Follows one request from its first line to its end.
+class RequestTrace:
+    """Follows one request from its first line to its end; the call's RequestObserver.
 
     running: called when its call begins. ended: called when it is over, with all that is known.
     """
@@ -96,7 +95,7 @@ class RequestTrace(RequestObserver):
             case Refusal():
                 known.code, known.param = item.code, item.param
 
-    def on_first_bytes(self) -> Headers:
+    def on_first_bytes(self) -> Sequence[tuple[bytes, bytes]]:
         """Note when; a trace adds no headers."""
         self._known.first_s = self._now_s()
         return ()

@@ -153,7 +153,7 @@ class ServeEngineClient:
             return fleet.has_in_flight(replica) or buffers.awaits(replica)
 
         streamed, fleet, buffers = streaming_handle(handle), _fleet(handle), self._buffers
-        answers = ReplicaStreams(fleet, open_stream, buffers.sort, None, still_needed)
+        answers = ReplicaStreams(fleet, open_stream, buffers.deliver, None, still_needed)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(StatusSubscriber(handle, fleet).run())
             tasks.create_task(answers.run())

@@ -1,6 +1,8 @@
 """The only code that knows Ray Serve's request router, an alpha interface."""
 
+import json
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray.serve.request_router import (
@@ -10,9 +12,9 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from lorikeet.gateway.routing_request import routing_request_of
 from lorikeet.protocol.messages import Call, SmokeTest
 from lorikeet.routing.fleet import STATS_AGE_S, Fleet
+from lorikeet.routing.prefix_index import prefix_hashes
 from lorikeet.routing.ranking import RoutingRequest, Work
 from lorikeet.routing.status_update import from_stats
 from lorikeet.serving.fleet_registry import fleet_of
@@ -133,3 +135,29 @@ def _request_of(pending: PendingRequest | None) -> RoutingRequest:
         case SmokeTest():
             return RoutingRequest(Work(prompt_tokens=1), argument.adapter)
     return _NO_REQUEST
+
+
+def routing_request_of(call: Call) -> RoutingRequest:
+    """Return what a call asks of a replica, and how its prompt begins.
+
+    Of several prompts the first: they go to one replica together. Prompts of other tenants or with
+    other adapters never share anything.
+    """
+    digest = call.adapter.digest if call.adapter else None
+    chain = prefix_hashes(_beginning(call), call.tenant, digest)
+    return RoutingRequest(call.work, call.adapter, chain, call.tenant)
+
+
+def _beginning(call: Call) -> str | Sequence[int]:
+    if call.prompts:
+        return call.prompts[0]
+    turns = [_turn(message) for message in call.messages]
+    if call.tools:
+        turns.insert(0, json.dumps(call.tools.tools))  # templates write them first
+    return "\n".join(turns)
+
+
+def _turn(message: Mapping[str, Any]) -> str:
+    text = f"{message['role']}\n{message['content']}"
+    calls = message.get("tool_calls")
+    return f"{text}\n{json.dumps(calls)}" if calls else text

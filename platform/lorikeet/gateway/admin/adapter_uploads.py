@@ -21,7 +21,7 @@ from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.uploads import Uploads
 from lorikeet.errors import InvalidAdapter, InvalidInput, RequestTooLarge, StoreError
 from lorikeet.gateway.admin.registration import Registration, RegistrationRequest
-from lorikeet.gateway.admin.smoke_report import smoke
+from lorikeet.gateway.admin.smoke import smoke_test
 from lorikeet.gateway.auth import Actor
 from lorikeet.gateway.body import Body, json_body, limited
 from lorikeet.gateway.error_responses import CREATED, OK
@@ -160,7 +160,7 @@ class UploadEndpoints:
         seen: Json = {}
         if wanted.smoke:
             ref = await registration.next_ref(order, facts)
-            seen = {"smoke": await smoke(self._services, facts.base_model, ref, request_id)}
+            seen = {"smoke": await smoke_test(self._services, facts.base_model, ref, request_id)}
         version, is_new = await registration.record(order, blob, facts)
         return version | seen, is_new
 

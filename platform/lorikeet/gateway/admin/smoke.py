@@ -1,23 +1,37 @@
-"""Admin route: try a registered adapter on a replica."""
+"""Smoke tests: what an adapter makes of some prompts, beside the base model alone."""
 
-from typing import Annotated, Any
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_selector
 from lorikeet.catalog.records import AdapterRecord
-from lorikeet.errors import UnknownModel
-from lorikeet.gateway.admin.smoke_report import MAX_TOKENS, PROMPTS, smoke
+from lorikeet.errors import Unavailable, UnknownModel
 from lorikeet.gateway.body import Body, json_body
 from lorikeet.gateway.catalog_view import GatewayCatalogView
+from lorikeet.gateway.error_responses import Refused
 from lorikeet.gateway.middleware import request_id_of
 from lorikeet.gateway.services import Services
+from lorikeet.protocol.messages import Continuation, Refusal, SmokeResult, SmokeTest
+from lorikeet_engine.adapter import AdapterRef
+
+PROMPTS = (
+    "Hello! What can you do for me?",
+    "Write one sentence about the sea.",
+    "Explain in a few words what a catalog is.",
+    "My order has not arrived yet. What now?",
+)
+MAX_TOKENS = 32
+_LOOP_TOKENS = 16
+_LOOP_KINDS = 2
 
 Prompt = Annotated[str, Field(min_length=1, max_length=20_000)]
 
 
-class Smoke(Body):
+class SmokeBody(Body):
     """selector: an alias or a version's number."""
 
     selector: str = DEFAULT_ALIAS
@@ -31,7 +45,7 @@ def smoke_routes(services: Services, catalog_view: GatewayCatalogView) -> APIRou
 
     @router.post("/{tenant}/{name}/smoke")
     async def try_out(
-        request: Request, tenant: str, name: str, wanted: Annotated[Smoke, json_body(Smoke)]
+        request: Request, tenant: str, name: str, wanted: Annotated[SmokeBody, json_body(SmokeBody)]
     ) -> dict[str, Any]:
         selector = check_selector(wanted.selector)
         record: AdapterRecord = await catalog_view.ask_in_thread(
@@ -40,7 +54,7 @@ def smoke_routes(services: Services, catalog_view: GatewayCatalogView) -> APIRou
         version = record.select(selector)
         if version is None:
             raise UnknownModel(f"{record.label}@{selector} is no usable version")
-        seen = await smoke(
+        seen = await smoke_test(
             services,
             version.base_model,
             record.ref(version),
@@ -51,3 +65,110 @@ def smoke_routes(services: Services, catalog_view: GatewayCatalogView) -> APIRou
         return {"adapter": record.label, "version": version.version, **seen}
 
     return router
+
+
+async def smoke_test(
+    services: Services,
+    base_model: str,
+    adapter: AdapterRef,
+    request_id: str,
+    prompts: Sequence[str] = PROMPTS,
+    max_tokens: int = MAX_TOKENS,
+) -> dict[str, Any]:
+    """Generate on a replica of `base_model` and say how far the adapter's answers differ.
+
+    The adapter's blob must be in the store; a version of it need not exist. Raises Unavailable
+    when no replica answers, and LorikeetError for what the replica refuses: an adapter that
+    cannot be loaded, or whose weights overflow.
+    """
+    if base_model not in services.base_models:
+        raise Unavailable(
+            f"no replica serves the base model {base_model!r} of {adapter}: "
+            "add it to LORIKEET_BASE_MODELS"
+        )
+    test = SmokeTest(request_id, adapter, tuple(prompts), max_tokens)
+    try:
+        async with asyncio.timeout(services.first_item_timeout_s):
+            result = await services.engines.smoke(base_model, test)
+    except TimeoutError as error:
+        raise Unavailable(
+            f"no replica of {base_model} tried {adapter} within "
+            f"{services.first_item_timeout_s:g} s: see `lorikeet status`, then try again"
+        ) from error
+    if isinstance(result, Refusal):
+        raise Refused(result)
+    return smoke_report(test, result)
+
+
+def smoke_report(test: SmokeTest, result: SmokeResult) -> dict[str, Any]:
+    """What was seen, as JSON.
+
+    equal_share: of the tokens, position by position, counted to the longer of the two.
+    first_difference: the first position, from 0, where any two differ; null if none do.
+    """
+    pairs = list(zip(result.base, result.adapted, strict=True))
+    compared = [_compare(base.token_ids, adapted.token_ids) for base, adapted in pairs]
+    whole = _Comparison(sum(one.positions for one in compared), sum(one.same for one in compared))
+    differences = [one.first_difference for one in compared if one.first_difference is not None]
+    return {
+        "replica": result.replica,
+        "residency": None if result.residency is None else str(result.residency),
+        "tokens": whole.positions,
+        "equal_share": whole.equal_share,
+        "first_difference": min(differences, default=None),
+        "warnings": list(_warnings(pairs, whole.positions, differ=bool(differences))),
+        "prompts": [
+            {
+                "prompt": prompt,
+                "base": base.text,
+                "adapter": adapted.text,
+                "equal_share": one.equal_share,
+                "first_difference": one.first_difference,
+            }
+            for prompt, (base, adapted), one in zip(test.prompts, pairs, compared, strict=True)
+        ],
+    }
+
+
+class _Comparison(NamedTuple):
+    """positions: compared; same: of these, with the same token; first_difference: a position."""
+
+    positions: int
+    same: int
+    first_difference: int | None = None
+
+    @property
+    def equal_share(self) -> float:
+        return self.same / self.positions if self.positions else 1.0
+
+
+def _compare(base: Sequence[int], adapted: Sequence[int]) -> _Comparison:
+    length, shorter = max(len(base), len(adapted)), min(len(base), len(adapted))
+    same = [a == b for a, b in zip(base, adapted, strict=False)]
+    first = same.index(False) if False in same else (shorter if shorter < length else None)
+    return _Comparison(length, sum(same), first)
+
+
+def _warnings(
+    pairs: Sequence[tuple[Continuation, Continuation]], tokens: int, *, differ: bool
+) -> Iterator[str]:
+    if not differ:
+        yield (
+            f"the adapter changed none of {tokens} tokens: is it trained, and do these prompts "
+            "ask for what it was trained on?"
+        )
+    mute = sum(bool(base.token_ids) and not adapted.token_ids for base, adapted in pairs)
+    if mute:
+        yield f"the adapter answered {mute} of {len(pairs)} prompts with nothing at all"
+    loops = sum(_loops(adapted) and not _loops(base) for base, adapted in pairs)
+    if loops:
+        yield (
+            f"the adapter repeats itself in {loops} of {len(pairs)} answers where the base model "
+            "does not: its scaling may be too large"
+        )
+
+
+def _loops(said: Continuation) -> bool:
+    """Whether the last tokens are one or two tokens over and over."""
+    last = said.token_ids[-_LOOP_TOKENS:]
+    return len(last) == _LOOP_TOKENS and len(set(last)) <= _LOOP_KINDS

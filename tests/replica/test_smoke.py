@@ -11,7 +11,7 @@ from demo.fill import ADAPTERS, fill_catalog
 from demo.tasks import TASKS
 from lorikeet.catalog.catalog import AdapterCatalog, blob_key
 from lorikeet.catalog.store.object_store import open_store
-from lorikeet.gateway.admin.smoke_report import report
+from lorikeet.gateway.admin.smoke import smoke_report
 from lorikeet.protocol.messages import Refusal, SmokeTest
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
@@ -74,7 +74,7 @@ def test_a_fine_tune_does_its_task_and_the_base_model_does_not(settings, try_out
     assert cold.base[0].text != TASK.example.answer
     assert cold.residency < warm.residency == Residency.GPU
     assert (cold.base, cold.adapted) == (warm.base, warm.adapted)
-    seen = report(trial, cold)
+    seen = smoke_report(trial, cold)
     assert seen["equal_share"] < 1
     assert seen["warnings"] == []
 
@@ -83,7 +83,7 @@ def test_an_adapter_of_zeros_changes_nothing_and_is_warned_of(settings, try_out,
     trial = trial_of(stored(settings, tmp_path, np.zeros_like))
     result = try_out(trial)
     assert result.base == result.adapted
-    (warning,) = report(trial, result)["warnings"]
+    (warning,) = smoke_report(trial, result)["warnings"]
     assert "changed none" in warning
 
 
