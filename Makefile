@@ -20,6 +20,8 @@ export RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH ?= 16777216
 export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH ?= lorikeet.serving.proxy_middleware:middlewares
 export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
+# Else each of the 200 processes that tests start compiles what it imports, where this is set.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install serve test test-service test-units check soak test-gpu test-ceph bench-catalog bench-download bench-router bench-gateway bench-routing bench-fleet bench-http bench-goodput loadtest clean
 
