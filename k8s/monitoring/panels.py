@@ -214,7 +214,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Pins",
             "short",
             (
-                Curve(gauge("lorikeet_pins", "standing", ""), "{{standing}}"),
+                Curve(gauge("lorikeet_pins", "state", ""), "{{state}}"),
                 Curve(gauge("lorikeet_pins_unmet", "reason", ""), "unmet: {{reason}}"),
             ),
         ),

@@ -14,7 +14,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import AdapterStatus
 from tests.cli.adapters import peft_folder
 from tests.cli.conftest import Lorikeet
-from tests.placement.given import held, report
+from tests.placement.builders import held, report
 
 
 @pytest.fixture
@@ -65,11 +65,11 @@ def pins_of(lorikeet: Lorikeet) -> dict[str, dict[str, Any]]:
 def test_a_pin_is_met_once_every_replica_has_it(registered: Lorikeet) -> None:
     registered.do("pin", "acme/support")
     registered.engines.said = [replica("r1", 2**20), replica("r2", 2**20)]
-    assert pins_of(registered)["acme/support"]["standing"] == "loading"
+    assert pins_of(registered)["acme/support"]["state"] == "loading"
     ref = registered.catalog.state.resolve("acme/support", "acme")
     there = held(ref, Residency.GPU, 512, pinned=True)
     registered.engines.said = [replica("r1", 2**20, there), replica("r2", 2**20, there)]
-    assert pins_of(registered)["acme/support"]["standing"] == "met"
+    assert pins_of(registered)["acme/support"]["state"] == "met"
     assert "Pins: 1 met" in registered.do("status")
 
 
@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_unmet_and_says_why(registered: Lorikeet, tmp_path:
     registered.do("pin", "acme/support")
     registered.do("pin", "acme/legal", "--priority", "1")
     pins = pins_of(registered)
-    assert {name: pin["standing"] for name, pin in pins.items()} == {
+    assert {name: pin["state"] for name, pin in pins.items()} == {
         "acme/legal": "loading",
         "acme/support": "unmet",
     }

@@ -6,7 +6,7 @@ from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.telemetry.status import AdapterStatus, EngineStatus, LiveStats, TierStatus
 from tests.cli.conftest import Lorikeet
-from tests.placement.given import held
+from tests.placement.builders import held
 
 MIB = 2**20
 SUPPORT = AdapterRef("acme", "support", 3, "5" * 64)

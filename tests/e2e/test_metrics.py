@@ -58,8 +58,8 @@ def test_the_page_agrees_with_what_was_asked(service: Service, crowd: Crowd) -> 
     assert more("lorikeet_inter_token_seconds_count", residency="none") == 7
     assert more("lorikeet_step_seconds_count") > 0
     assert len(after.labels("lorikeet_adapters", "replica")) == REPLICAS
-    assert after.total("lorikeet_replicas", base_model="lorikeet-demo", state="wanted") == REPLICAS
-    assert after.labels("lorikeet_pins", "standing") == {"met", "loading", "unmet"}
+    assert after.total("lorikeet_replicas", base_model="lorikeet-demo", state="desired") == REPLICAS
+    assert after.labels("lorikeet_pins", "state") == {"met", "loading", "unmet"}
 
 
 def test_a_replica_that_says_nothing_is_left_out(service: Service) -> None:

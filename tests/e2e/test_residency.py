@@ -27,9 +27,9 @@ def replica_of(service: Service, model: str) -> str:
     return answer.headers["x-lorikeet-replica"]
 
 
-def standing(service: Service) -> dict[str, str]:
+def pin_states(service: Service) -> dict[str, str]:
     pins = service.admin("GET", "/pins").raise_for_status().json()["data"]
-    return {pin["adapter"] or pin["tenant"]: pin["standing"] for pin in pins}
+    return {pin["adapter"] or pin["tenant"]: pin["state"] for pin in pins}
 
 
 def blob_of(task, folder: Path) -> bytes:
@@ -60,14 +60,14 @@ def test_a_tenants_pin_is_met_where_it_fits_and_a_dry_run_moves_nothing(service)
     path = f"/pins/{UPPER.tenant}"
     tried = service.admin("PUT", path, json={"tier": "host", "dry_run": True}).raise_for_status()
     assert tried.json()["unmet"] == []
-    assert standing(service) == {}
+    assert pin_states(service) == {}
     service.admin("PUT", path, json={"tier": "host"}).raise_for_status()
     try:
-        assert eventually(lambda: standing(service) == {UPPER.tenant: "met"}, within_s=10)
+        assert eventually(lambda: pin_states(service) == {UPPER.tenant: "met"}, within_s=10)
         again = service.admin("PUT", path, json={"tier": "host", "dry_run": True}).json()
         assert again == {"loads": [], "releases": [], "unmet": [], "lost": []}
         service.admin("PUT", f"{path}/{UPPER.name}", json={"replicas": 99}).raise_for_status()
-        assert standing(service)[f"{UPPER.tenant}/{UPPER.name}"] == "unmet"
+        assert pin_states(service)[f"{UPPER.tenant}/{UPPER.name}"] == "unmet"
     finally:
         service.admin("DELETE", f"{path}/{UPPER.name}")
         service.admin("DELETE", path).raise_for_status()

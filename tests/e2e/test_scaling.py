@@ -13,12 +13,12 @@ IDLE = {
     "working_bytes": 0,
     "arena_bytes": 100,
     "oldest_wait_s": 0,
-    "seats": 0,
-    "kv": 0,
+    "running_share": 0,
+    "kv_share": 0,
     "sole_copies": 0,
 }
 NAME = "scaled"
-CALM_S = 2.0
+DOWNSCALE_S = 2.0
 
 
 class Puppet:
@@ -41,7 +41,9 @@ def puppets(service: Service, tmp_path: Path) -> Iterator[Path]:
     file.write_text(json.dumps(IDLE))
     deployment = serve.deployment(
         name=NAME,
-        autoscaling_config=autoscaling(1, 3, pressed_s=1.0, calm_s=CALM_S, moving_s=600.0),
+        autoscaling_config=autoscaling(
+            1, 3, upscale_s=1.0, downscale_s=DOWNSCALE_S, sole_copies_s=600.0
+        ),
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_wait_loop_s=0.1,
     )(Puppet)
@@ -60,6 +62,6 @@ def test_serve_grows_under_pressure_and_shrinks_once_adapters_have_moved(puppets
     puppets.write_text(json.dumps(IDLE | {"working_bytes": 250}))
     assert eventually(lambda: running() == 3, within_s=60)
     puppets.write_text(json.dumps(IDLE | {"sole_copies": 0.2}))
-    assert not eventually(lambda: running() < 3, within_s=2.5 * CALM_S)
+    assert not eventually(lambda: running() < 3, within_s=2.5 * DOWNSCALE_S)
     puppets.write_text(json.dumps(IDLE))
     assert eventually(lambda: running() == 1, within_s=60)

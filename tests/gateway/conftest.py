@@ -41,7 +41,7 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, write_blob
 from lorikeet_engine.request import FinishReason
 from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, TierStatus
-from tests.placement.given import held
+from tests.placement.builders import held
 
 SHAPE = BaseShape("llama", 1, 8, 16, 2, 1, 4)
 WIDER = BaseShape("llama", 1, 16, 32, 4, 2, 4)

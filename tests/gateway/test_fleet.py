@@ -224,7 +224,7 @@ def test_pins_are_told_with_why_they_do_not_hold(gateway: Gateway) -> None:
     assert pins["met"] + pins["loading"] + pins["unmet"] == 1
     (row,) = pins["rows"]
     assert row["pin"] == "acme/support@prod"
-    assert (row["standing"] == "unmet") == bool(row.get("reason"))
+    assert (row["state"] == "unmet") == bool(row.get("reason"))
 
 
 def test_who_asks_at_the_same_time_asks_once(gateway: Gateway) -> None:

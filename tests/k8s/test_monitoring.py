@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from k8s.monitoring.dashboard import dashboard
 from k8s.monitoring.make import HERE, made
 from k8s.monitoring.panels import ROWS
-from lorikeet.metrics.controller import Replicas, controller_metrics
+from lorikeet.metrics.controller import ReplicaCount, controller_metrics
 from lorikeet.metrics.page import render
 from lorikeet.metrics.replica import replica_metrics
 from lorikeet.protocol.messages import Call, Refusal
@@ -158,7 +158,7 @@ def _scraped(folder: Path) -> str:
 
     async def pages() -> Sequence[bytes]:
         replica = {"base_model": "tiny", "replica": "r0"}
-        control = controller_metrics([], {"tiny": Replicas(2, 1)}, 0.1)
+        control = controller_metrics([], {"tiny": ReplicaCount(2, 1)}, 0.1)
         return [render(replica_metrics(_STATUS), replica), render(control, {})]
 
     async def overloaded(call: Call) -> Items:

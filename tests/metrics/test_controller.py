@@ -1,13 +1,13 @@
 """Pins by how they stand, those that do not hold by why, and replicas."""
 
-from lorikeet.metrics.controller import Replicas, controller_metrics
+from lorikeet.metrics.controller import ReplicaCount, controller_metrics
 from lorikeet.metrics.page import join, render
-from lorikeet.placement.pin_status import standings
-from lorikeet.placement.plan import place_pins
+from lorikeet.placement.pin_placement import place_pins
+from lorikeet.placement.pin_status import pin_statuses
 from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
 from lorikeet_engine.adapter import Residency
 from tests.metrics.scraping import Scraped, check_with_promtool
-from tests.placement.given import held, promise, ref, report
+from tests.placement.builders import held, promise, ref, report
 
 HELD, COMING = ref("held"), ref("coming")
 REPORTS = [
@@ -30,23 +30,23 @@ def test_pins_are_counted_by_how_they_stand_and_why_not_all_hold() -> None:
     )
     promises = ResolvedPins(pins, {"globex": 9, "initech": 50})
     placement = place_pins(promises, REPORTS)
-    found = list(standings(promises, REPORTS, placement))
-    assert found == list(standings(promises, REPORTS))
-    replicas = {"tiny": Replicas(wanted=3, reporting=2), "wide": Replicas(1, 0)}
+    found = list(pin_statuses(promises, REPORTS, placement))
+    assert found == list(pin_statuses(promises, REPORTS))
+    replicas = {"tiny": ReplicaCount(desired=3, reporting=2), "wide": ReplicaCount(1, 0)}
     text = join([render(controller_metrics(found, replicas, 0.25), {})])
     check_with_promtool(text)
     page = Scraped(text.decode())
-    for standing, count in {"met": 1, "loading": 1, "unmet": 5}.items():
-        assert page.total("lorikeet_pins", standing=standing) == count
+    for state, count in {"met": 1, "loading": 1, "unmet": 5}.items():
+        assert page.total("lorikeet_pins", state=state) == count
     unmet = {"no_version": 1, "budget": 2, "too_few_replicas": 1, "no_room": 2, "no_replica": 0}
     assert {why: page.total("lorikeet_pins_unmet", reason=why) for why in unmet} == unmet
     assert page.labels("lorikeet_pins_unmet", "reason") == unmet.keys()
-    assert page.total("lorikeet_replicas", base_model="tiny", state="wanted") == 3
+    assert page.total("lorikeet_replicas", base_model="tiny", state="desired") == 3
     assert page.total("lorikeet_replicas", base_model="wide", state="reporting") == 0
     assert page.total("lorikeet_controller_survey_seconds") == 0.25
 
 
 def test_without_replicas_every_pin_says_so() -> None:
-    found = standings(ResolvedPins((promise(HELD),)), [])
+    found = pin_statuses(ResolvedPins((promise(HELD),)), [])
     page = Scraped(join([render(controller_metrics(found, {}, 0.0), {})]).decode())
     assert page.total("lorikeet_pins_unmet", reason="no_replica") == 1

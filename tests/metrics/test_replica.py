@@ -2,8 +2,8 @@
 
 from lorikeet.metrics.page import join, render
 from lorikeet.metrics.replica import replica_metrics
-from tests.metrics.given import engine_status
 from tests.metrics.scraping import Scraped, check_with_promtool
+from tests.metrics.statuses import engine_status
 
 
 def page_of(status) -> Scraped:

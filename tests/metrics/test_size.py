@@ -18,8 +18,8 @@ from lorikeet.protocol.peers import Peers, Poll
 from lorikeet_engine.telemetry.counters import LOAD_S
 from lorikeet_engine.telemetry.status import Distribution
 from tests.gateway.conftest import Gateway, serving
-from tests.metrics.given import engine_status
 from tests.metrics.scraping import Scraped, check_with_promtool
+from tests.metrics.statuses import engine_status
 
 GATEWAYS, REPLICAS, TENANTS, ADAPTERS = 2, 8, 1_000, 100_000
 RESIDENCIES = ("gpu", "host", "disk", "remote", "none")

@@ -7,7 +7,7 @@ from lorikeet.placement.demand import HALF_LIFE_S, Demand
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency import eviction
-from tests.placement.given import held, ref, report
+from tests.placement.builders import held, ref, report
 
 
 def used(replica: str, image_bytes: int | None = None, **uses: float) -> ReplicaReport:

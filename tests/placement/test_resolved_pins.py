@@ -28,7 +28,7 @@ def register(catalog: AdapterCatalog, folder: Path, name: str, data: bytes, **mo
 
 
 def read(catalog: AdapterCatalog, now: float) -> ResolvedPins:
-    return catalog.ask(lambda state: PinResolver().read(state, now))
+    return catalog.ask(lambda state: PinResolver().resolve(state, now))
 
 
 def promised(catalog: AdapterCatalog, now: float = 1000.0) -> list[list[str]]:
@@ -118,12 +118,12 @@ def test_what_is_known_is_worked_out_anew_only_where_a_tenant_changed(
     register(catalog, tmp_path, "support", b"2")
     catalog.pin("acme", "support", actor="ann")
     catalog.pin("globex", None, actor="ann")
-    reader = PinResolver()
-    first = reader.read(catalog.state, 1000.0)
+    resolver = PinResolver()
+    first = resolver.resolve(catalog.state, 1000.0)
     catalog.promote("acme", "support", 2, actor="ann")
     catalog.pin("acme", "support", priority=1, actor="ann")
     catalog.limit_tenant("acme", pin_budget_bytes=7, actor="ann")
-    second = reader.read(catalog.state, 1000.0)
+    second = resolver.resolve(catalog.state, 1000.0)
     assert second == read(catalog, 1000.0)
     assert second.all[1] is first.all[1]
     assert (second.all[0].pin.priority, second.budgets) == (1, {"acme": 7})

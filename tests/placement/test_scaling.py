@@ -9,24 +9,25 @@ from hypothesis import strategies as st
 from lorikeet.placement.pressure import ReplicaPressure
 from lorikeet.placement.scaling import (
     ScalingDelays,
-    Since,
+    ScalingState,
     could_shrink,
     scale,
 )
 
-PACE = ScalingDelays()
-PRESSED_S, CALM_S, MOVING_S = PACE.pressed_s, PACE.calm_s, PACE.moving_s
+DELAYS = ScalingDelays()
+UPSCALE_S, DOWNSCALE_S = DELAYS.upscale_s, DELAYS.downscale_s
+SOLE_COPIES_S = DELAYS.sole_copies_s
 IDLE = ReplicaPressure(0, 100, 0.0, 0.0, 0.0, sole_copies=0)
 
 
-def signals(
+def pressure(
     working: float = 0,
     wait: float = 0,
-    seats: float = 0,
+    running: float = 0,
     kv: float = 0,
     sole_copies: float | None = 0,
 ) -> ReplicaPressure:
-    return ReplicaPressure(working, 100, wait, seats, kv, sole_copies)
+    return ReplicaPressure(working, 100, wait, running, kv, sole_copies)
 
 
 class Fleet:
@@ -36,7 +37,7 @@ class Fleet:
         self.target = self.running = replicas
         self._least, self._most, self._start_s = least, most, start_s
         self._ready: list[float] = []
-        self._since = Since()
+        self._state = ScalingState()
         self.now_s = 0.0
         self.targets = [replicas]
 
@@ -47,38 +48,38 @@ class Fleet:
             while self._ready and self._ready[0] <= self.now_s:
                 del self._ready[0]
                 self.running += 1
-            said = [load(self.running)] * self.running
-            verdict = scale(
-                said,
+            pressures = [load(self.running)] * self.running
+            decision = scale(
+                pressures,
                 self.running,
                 self.target,
                 self._least,
                 self._most,
-                self._since,
+                self._state,
                 self.now_s,
-                PACE,
+                DELAYS,
             )
-            self._since = verdict.since
-            if verdict.replicas != self.target:
-                assert verdict.reason
-                self._ready += [self.now_s + self._start_s] * (verdict.replicas - self.target)
-                self.running = min(self.running, verdict.replicas)
-                self.target = verdict.replicas
+            self._state = decision.state
+            if decision.replicas != self.target:
+                assert decision.reason
+                self._ready += [self.now_s + self._start_s] * (decision.replicas - self.target)
+                self.running = min(self.running, decision.replicas)
+                self.target = decision.replicas
                 self.targets.append(self.target)
 
 
 def shared(**volumes: float) -> Callable[[int], ReplicaPressure]:
     """A load that the replicas share."""
-    return lambda running: signals(**{name: each / running for name, each in volumes.items()})
+    return lambda running: pressure(**{name: each / running for name, each in volumes.items()})
 
 
 @pytest.mark.parametrize(
     ("load", "replicas"),
-    [({"working": 350}, 4), ({"seats": 2.5}, 3), ({"kv": 4.0}, 5), ({"working": 1e9}, 8)],
+    [({"working": 350}, 4), ({"running": 2.5}, 3), ({"kv": 4.0}, 5), ({"working": 1e9}, 8)],
 )
 def test_it_grows_to_what_bears_the_load_in_one_go(load, replicas: int):
     fleet = Fleet(2)
-    fleet.run(shared(**load), PRESSED_S)
+    fleet.run(shared(**load), UPSCALE_S)
     assert fleet.targets == [2]
     fleet.run(shared(**load), 4)
     assert fleet.targets == [2, replicas]
@@ -89,65 +90,65 @@ def test_it_grows_to_what_bears_the_load_in_one_go(load, replicas: int):
 def test_a_moment_of_pressure_changes_nothing():
     fleet = Fleet(2)
     for _ in range(20):
-        fleet.run(shared(seats=8), PRESSED_S - 2)
-        fleet.run(shared(seats=1), 4)
+        fleet.run(shared(running=8), UPSCALE_S - 2)
+        fleet.run(shared(running=1), 4)
     assert fleet.targets == [2]
 
 
 def test_while_requests_wait_it_grows_by_one_at_a_time():
     fleet = Fleet(1)
-    fleet.run(lambda _: signals(wait=3.0), PRESSED_S + 20)
+    fleet.run(lambda _: pressure(wait=3.0), UPSCALE_S + 20)
     assert fleet.targets == [1, 2]
-    fleet.run(lambda _: signals(wait=3.0), PRESSED_S)
+    fleet.run(lambda _: pressure(wait=3.0), UPSCALE_S)
     assert fleet.targets == [1, 2]  # the new one has only just begun to help
-    fleet.run(lambda _: signals(wait=3.0), 10)
+    fleet.run(lambda _: pressure(wait=3.0), 10)
     assert fleet.targets == [1, 2, 3]
 
 
 def test_one_replicas_queue_alone_is_no_pressure():
-    said = [signals(wait=3.0), IDLE, IDLE, IDLE]
-    verdict = scale(said, 4, 4, 1, 8, Since(pressed_s=0.0), PRESSED_S, PACE)
-    assert verdict.replicas == 4
-    assert verdict.since.pressed_s is None
+    pressures = [pressure(wait=3.0), IDLE, IDLE, IDLE]
+    decision = scale(pressures, 4, 4, 1, 8, ScalingState(pressed_since_s=0.0), UPSCALE_S, DELAYS)
+    assert decision.replicas == 4
+    assert decision.state.pressed_since_s is None
 
 
 def test_it_shrinks_one_by_one_after_minutes_of_calm():
     fleet = Fleet(4, least=2)
-    fleet.run(shared(seats=0.2), CALM_S)
+    fleet.run(shared(running=0.2), DOWNSCALE_S)
     assert fleet.targets == [4]
-    fleet.run(shared(seats=0.2), 4)
+    fleet.run(shared(running=0.2), 4)
     assert fleet.targets == [4, 3]
-    fleet.run(shared(seats=0.2), 3 * CALM_S)
+    fleet.run(shared(running=0.2), 3 * DOWNSCALE_S)
     assert fleet.targets == [4, 3, 2]
 
 
 def test_one_busy_moment_begins_the_calm_anew():
     fleet = Fleet(3)
     for _ in range(4):
-        fleet.run(shared(seats=0.2), CALM_S - 4)
-        fleet.run(shared(seats=2.3), 2)
+        fleet.run(shared(running=0.2), DOWNSCALE_S - 4)
+        fleet.run(shared(running=2.3), 2)
     assert fleet.targets == [3]
 
 
 @pytest.mark.parametrize("sole_copies", [0.06, None])
 def test_it_waits_for_second_copies_before_it_shrinks_but_not_for_ever(sole_copies: float | None):
     fleet = Fleet(3)
-    fleet.run(lambda _: signals(sole_copies=sole_copies), CALM_S + MOVING_S)
+    fleet.run(lambda _: pressure(sole_copies=sole_copies), DOWNSCALE_S + SOLE_COPIES_S)
     assert fleet.targets == [3]
-    fleet.run(lambda _: signals(sole_copies=sole_copies), 4)
+    fleet.run(lambda _: pressure(sole_copies=sole_copies), 4)
     assert fleet.targets == [3, 2]
     fleet = Fleet(3)
-    fleet.run(lambda _: signals(sole_copies=sole_copies), CALM_S + 20)
-    fleet.run(lambda _: signals(sole_copies=0.05), 2)
+    fleet.run(lambda _: pressure(sole_copies=sole_copies), DOWNSCALE_S + 20)
+    fleet.run(lambda _: pressure(sole_copies=0.05), 2)
     assert fleet.targets == [3, 2]
 
 
 def test_a_silent_or_starting_replica_is_no_calm():
-    since = Since(calm_s=0.0)
-    assert scale([IDLE] * 2, 3, 3, 1, 8, since, 1e6, PACE).replicas == 3
-    assert scale([IDLE] * 2, 2, 3, 1, 8, since, 1e6, PACE).replicas == 3
-    assert scale([], 3, 3, 1, 8, since, 1e6, PACE).replicas == 3
-    assert scale([IDLE] * 3, 3, 3, 1, 8, since, 1e6, PACE).replicas == 2
+    since = ScalingState(calm_since_s=0.0)
+    assert scale([IDLE] * 2, 3, 3, 1, 8, since, 1e6, DELAYS).replicas == 3
+    assert scale([IDLE] * 2, 2, 3, 1, 8, since, 1e6, DELAYS).replicas == 3
+    assert scale([], 3, 3, 1, 8, since, 1e6, DELAYS).replicas == 3
+    assert scale([IDLE] * 3, 3, 3, 1, 8, since, 1e6, DELAYS).replicas == 2
 
 
 @given(
@@ -157,11 +158,13 @@ def test_a_silent_or_starting_replica_is_no_calm():
     st.floats(0, 2),
     st.floats(0, 4),
 )
-def test_what_one_fewer_can_bear_never_grows_it_back(count, working, seats, kv, wait):
-    before = [signals(working, wait, seats, kv)] * count
+def test_what_one_fewer_can_bear_never_grows_it_back(count, working, running, kv, wait):
+    before = [pressure(working, wait, running, kv)] * count
     if not could_shrink(before):
         return
     more = count / (count - 1)
-    after = [signals(working * more, wait * more, seats * more, kv * more)] * (count - 1)
-    verdict = scale(after, count - 1, count - 1, 1, 99, Since(pressed_s=0.0), PRESSED_S, PACE)
-    assert verdict.since.pressed_s is None
+    after = [pressure(working * more, wait * more, running * more, kv * more)] * (count - 1)
+    decision = scale(
+        after, count - 1, count - 1, 1, 99, ScalingState(pressed_since_s=0.0), UPSCALE_S, DELAYS
+    )
+    assert decision.state.pressed_since_s is None

@@ -7,16 +7,16 @@ from typing import Any
 from ray.serve.config import AutoscalingContext
 
 from lorikeet.placement.scaling import ScalingDelays
-from lorikeet.serving.autoscaling import Policy, autoscaling
+from lorikeet.serving.autoscaling import PressureScalingPolicy, autoscaling
 
-policy = Policy()
-PRESSED_S, CALM_S = ScalingDelays().pressed_s, ScalingDelays().calm_s
+policy = PressureScalingPolicy()
+UPSCALE_S, DOWNSCALE_S = ScalingDelays().upscale_s, ScalingDelays().downscale_s
 IDLE = {
     "working_bytes": 0,
     "arena_bytes": 100,
     "oldest_wait_s": 0,
-    "seats": 0,
-    "kv": 0,
+    "running_share": 0,
+    "kv_share": 0,
     "sole_copies": 0,
 }
 
@@ -69,29 +69,34 @@ def decide(stats: Mapping[str, float], for_s: float, count: int, age_s: float = 
 
 def test_the_policy_grows_and_shrinks_by_the_last_numbers():
     full = {**IDLE, "working_bytes": 250}
-    assert decide(full, PRESSED_S - 2, 1) == 1
-    assert decide(full, PRESSED_S, 1) == 3
-    assert decide(IDLE, CALM_S - 2, 3) == 3
-    assert decide(IDLE, CALM_S, 3) == 2
-    assert decide({**IDLE, "sole_copies": 0.2}, CALM_S, 3) == 3
+    assert decide(full, UPSCALE_S - 2, 1) == 1
+    assert decide(full, UPSCALE_S, 1) == 3
+    assert decide(IDLE, DOWNSCALE_S - 2, 3) == 3
+    assert decide(IDLE, DOWNSCALE_S, 3) == 2
+    assert decide({**IDLE, "sole_copies": 0.2}, DOWNSCALE_S, 3) == 3
 
 
 def test_old_numbers_and_none_change_nothing():
-    assert decide({**IDLE, "seats": 2}, PRESSED_S, 1, age_s=60) == 1
-    assert decide(IDLE, CALM_S, 3, age_s=60) == 3
-    assert decide({}, CALM_S, 3) == 3
+    assert decide({**IDLE, "running_share": 2}, UPSCALE_S, 1, age_s=60) == 1
+    assert decide(IDLE, DOWNSCALE_S, 3, age_s=60) == 3
+    assert decide({}, DOWNSCALE_S, 3) == 3
 
 
 def test_a_number_that_is_no_longer_sent_is_not_known():
-    at = context({"r0": IDLE, "r1": IDLE}, 1e9, {"since": {"pressed_s": None, "calm_s": 0.0}}, 2)
+    at = context(
+        {"r0": IDLE, "r1": IDLE},
+        1e9,
+        {"pressure": {"pressed_since_s": None, "calm_since_s": 0.0}},
+        2,
+    )
     del at.raw_metrics["sole_copies"]["r0"][-1]  # type: ignore[index]
     assert policy(at)[0] == 1  # it has waited long enough
-    at.policy_state = {"since": {"pressed_s": None, "calm_s": 1e9 - CALM_S}}
+    at.policy_state = {"pressure": {"pressed_since_s": None, "calm_since_s": 1e9 - DOWNSCALE_S}}
     assert policy(at)[0] == 2
 
 
-def test_serve_is_given_the_range_the_pace_and_no_delays_of_its_own():
-    config = autoscaling(2, 6, calm_s=1.0)
+def test_serve_is_given_the_range_our_delays_and_no_delays_of_its_own():
+    config = autoscaling(2, 6, downscale_s=1.0)
     assert (config.min_replicas, config.max_replicas) == (2, 6)
     assert config.upscale_delay_s == config.downscale_delay_s == 0
     policy = config.policy.get_policy()(**config.policy.policy_kwargs)

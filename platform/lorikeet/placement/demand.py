@@ -1,4 +1,4 @@
-"""How often adapters are asked for: what all replicas of one base model say, put together."""
+"""How often adapters are requested: the uses that all replicas of a base model report."""
 
 import math
 from collections import defaultdict
@@ -9,7 +9,7 @@ from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef
 
 HALF_LIFE_S = 45.0
-"""Uses count half after so long, here as in the engines."""
+"""The half-life of a use, here as in the engines."""
 _REMEMBERED = 32_768
 _FORGOTTEN = 0.01  # uses: one, five minutes ago
 
@@ -38,23 +38,23 @@ class Demand:
         self._observed_s = -math.inf
 
     def observe(self, reports: Iterable[ReplicaReport], now_s: float) -> None:
-        """Take in what every replica reports at this moment."""
+        """Update the counts with what every replica reports now."""
         kept = math.exp2((self._observed_s - now_s) / HALF_LIFE_S)
         self._observed_s = now_s
-        for wanted in self.adapters.values():
-            wanted.uses *= kept
+        for each in self.adapters.values():
+            each.uses *= kept
         counted: dict[str, float] = defaultdict(float)
         for report in reports:
             for adapter in report.adapters:
                 digest = adapter.digest
                 if digest not in self.adapters:
                     self.adapters[digest] = AdapterDemand(adapter.ref, 0.0, None)
-                wanted = self.adapters[digest]
-                wanted.image_bytes = adapter.image_bytes or wanted.image_bytes
+                demand = self.adapters[digest]
+                demand.image_bytes = adapter.image_bytes or demand.image_bytes
                 counted[digest] += adapter.uses
         for digest, uses in counted.items():
-            wanted = self.adapters[digest]
-            wanted.uses = max(wanted.uses, uses)
+            demand = self.adapters[digest]
+            demand.uses = max(demand.uses, uses)
         self._forget()
 
     def _forget(self) -> None:

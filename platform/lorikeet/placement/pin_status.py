@@ -1,4 +1,4 @@
-"""How pins stand: whether what was promised is so already, will be, or cannot be."""
+"""The status of pins: whether each is met, loading, or cannot be met."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -7,14 +7,14 @@ from enum import Enum
 
 from lorikeet.catalog.records import PinKey, PinRecord
 from lorikeet.catalog.rules.pin_budget import PinnedVersion, charged_bytes
-from lorikeet.placement.plan import PlacementPlan, Shortfall, place_pins
+from lorikeet.placement.pin_placement import PlacementPlan, Shortfall, place_pins
 from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 
 
 class PinState(Enum):
-    """MET: all is where it was promised. LOADING: it will be. UNMET: not all of it can be."""
+    """MET: all is where the pin wants it. LOADING: it will be. UNMET: not all of it can be."""
 
     MET = "met"
     LOADING = "loading"
@@ -23,17 +23,17 @@ class PinState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PinStatus:
-    """One pin, how many versions it keeps and their bytes on one replica, and what is amiss."""
+    """One pin, how many versions it keeps and their bytes on one replica, and its shortfalls."""
 
     pin: PinRecord
-    standing: PinState
+    state: PinState
     versions: int
     image_bytes: int
     shortfalls: tuple[Shortfall, ...]
 
 
 class AdapterTiers:
-    """Where adapters are, as replicas report."""
+    """The tiers of adapters on each replica, as replicas report them."""
 
     def __init__(self, reports: Sequence[ReplicaReport]) -> None:
         self._replicas: dict[str, int] = defaultdict(int)  # of each base model
@@ -44,24 +44,24 @@ class AdapterTiers:
                 self._held[adapter.digest][report.replica] = adapter.residency
 
     def tier(self, digest: str, replica: str) -> Residency:
-        """The nearest place on that replica that has it."""
+        """The nearest tier of that replica that has the adapter."""
         return self._held.get(digest, {}).get(replica, Residency.REMOTE)
 
-    def has(self, version: PinnedVersion, pin: PinRecord) -> bool:
-        """Whether it is on as many replicas as promised."""
+    def meets(self, version: PinnedVersion, pin: PinRecord) -> bool:
+        """Whether a version is on as many replicas as its pin wants."""
         wanted = self._replicas[version.base_model] if pin.replicas is None else pin.replicas
         held = self._held.get(version.ref.digest, {}).values()
         return sum(tier >= pin.tier for tier in held) >= wanted
 
 
-def standings(
+def pin_statuses(
     pins: ResolvedPins, reports: Sequence[ReplicaReport], placement: PlacementPlan | None = None
 ) -> Iterator[PinStatus]:
-    """How each pin stands, in their order, by the plan that the controller makes.
+    """The status of each pin, in their order, by the plan that the controller makes.
 
     placement: that plan, where it was made already.
     """
-    residents = AdapterTiers(reports)
+    tiers = AdapterTiers(reports)
     short: dict[PinKey, list[Shortfall]] = defaultdict(list)
     for shortfall in (placement or place_pins(pins, reports)).shortfalls:
         short[shortfall.pin.key].append(shortfall)
@@ -69,13 +69,13 @@ def standings(
         shortfalls = tuple(short[resolved.pin.key])
         yield PinStatus(
             resolved.pin,
-            PinState.UNMET if shortfalls else _standing(resolved, residents),
+            PinState.UNMET if shortfalls else _state(resolved, tiers),
             len(resolved.versions),
             charged_bytes(resolved.versions),
             shortfalls,
         )
 
 
-def _standing(resolved: ResolvedPin, residents: AdapterTiers) -> PinState:
-    met = all(residents.has(version, resolved.pin) for version in resolved.versions)
+def _state(resolved: ResolvedPin, tiers: AdapterTiers) -> PinState:
+    met = all(tiers.meets(version, resolved.pin) for version in resolved.versions)
     return PinState.MET if met else PinState.LOADING

@@ -1,4 +1,4 @@
-"""What one replica says of the pressure on it, as an object and as the numbers that Serve takes."""
+"""The pressure on one replica, as an object and as the numbers that Serve's autoscaler takes."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 
-# Uses from which an adapter belongs to the working set: more than one of late.
+# Uses from which an adapter belongs to the working set: more than one recently.
 _IN_USE = 1.0
 
 
@@ -15,24 +15,26 @@ class ReplicaPressure:
     """One replica at one moment.
 
     working_bytes: adapters in use there, wherever they are, and pinned ones. oldest_wait_s: of the
-    requests without a token. seats, kv: share of the sequences of one step that run or wait, and of
-    the KV pages in use. sole_copies: share of the adapters in use that no other replica has on GPU
-    or host; None while it does not know.
+    requests without a token. running_share: sequences that run or wait, of max_running. kv_share:
+    KV pages in use. sole_copies: share of the adapters in use that no other replica has on GPU
+    or host; None while unknown.
     """
 
     working_bytes: float
     arena_bytes: float
     oldest_wait_s: float
-    seats: float
-    kv: float
+    running_share: float
+    kv_share: float
     sole_copies: float | None = None
 
 
 _NAMES = {each.name for each in fields(ReplicaPressure)}
 
 
-def measure(report: ReplicaReport, max_running: int, sole_copies: float | None) -> ReplicaPressure:
-    """A replica's signals, from what it reports."""
+def measure_pressure(
+    report: ReplicaReport, max_running: int, sole_copies: float | None
+) -> ReplicaPressure:
+    """A replica's pressure, from its report."""
     live = report.status.live
     working = (
         adapter.image_bytes or 0
@@ -43,18 +45,18 @@ def measure(report: ReplicaReport, max_running: int, sole_copies: float | None) 
         working_bytes=sum(working),
         arena_bytes=report.status.tiers[Residency.GPU].capacity_bytes,
         oldest_wait_s=live.oldest_wait_s,
-        seats=(live.decoding + live.pending) / max_running,
-        kv=live.kv_pages_used / live.kv_pages_total,
+        running_share=(live.decoding + live.pending) / max_running,
+        kv_share=live.kv_pages_used / live.kv_pages_total,
         sole_copies=sole_copies,
     )
 
 
-def to_stats(signals: ReplicaPressure) -> dict[str, float]:
-    """As numbers; what is not known is left out."""
-    return {name: value for name, value in asdict(signals).items() if value is not None}
+def to_stats(pressure: ReplicaPressure) -> dict[str, float]:
+    """The pressure as numbers by name; what is unknown is left out."""
+    return {name: value for name, value in asdict(pressure).items() if value is not None}
 
 
 def from_stats(stats: Mapping[str, float]) -> ReplicaPressure | None:
-    """The same from those numbers; None if some are missing, as when another version sent them."""
+    """The pressure from such numbers; None if some are missing, as from another version."""
     known = {name: stats[name] for name in _NAMES if name in stats}
     return ReplicaPressure(**known) if known.keys() | {"sole_copies"} == _NAMES else None

@@ -30,8 +30,8 @@ class ResolvedPins:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """What was worked out from `held`, a tenant as its part has it."""
+class _Cached:
+    """A resolved pin, and the tenant's holdings from which it was resolved."""
 
     held: Holdings | bytes
     resolved: ResolvedPin
@@ -45,24 +45,24 @@ class PinResolver:
     """
 
     def __init__(self) -> None:
-        self._known: Mapping[PinKey, _Known] = {}  # by the pin's key; never changed
+        self._cached: Mapping[PinKey, _Cached] = {}  # by the pin's key; never changed
 
-    def read(self, state: CatalogState, now: float) -> ResolvedPins:
-        """What the pins of this state name at `now`, Unix seconds."""
+    def resolve(self, state: CatalogState, now: float) -> ResolvedPins:
+        """The pins of this state and their versions at `now`, Unix seconds."""
         pins = state.pins(now)
         state.expect({pin.tenant for pin in pins})
-        known = {pin.key: self._resolve(state, pin) for pin in pins}
-        self._known = known
+        cached = {pin.key: self._resolve_one(state, pin) for pin in pins}
+        self._cached = cached
         return ResolvedPins(
-            tuple(each.resolved for each in known.values()),
-            {pin.tenant: b for pin in pins if (b := known[pin.key].budget) is not None},
+            tuple(each.resolved for each in cached.values()),
+            {pin.tenant: b for pin in pins if (b := cached[pin.key].budget) is not None},
             min((pin.expires for pin in pins if pin.expires is not None), default=math.inf),
         )
 
-    def _resolve(self, state: CatalogState, pin: PinRecord) -> _Known:
+    def _resolve_one(self, state: CatalogState, pin: PinRecord) -> _Cached:
         held = state.held(pin.tenant)
-        before = self._known.get(pin.key)
+        before = self._cached.get(pin.key)
         if before is not None and before.held is held and before.resolved.pin == pin:
             return before
         budget = state.tenant(pin.tenant).pin_budget_bytes
-        return _Known(held, ResolvedPin(pin, versions_kept(state, pin)), budget)
+        return _Cached(held, ResolvedPin(pin, versions_kept(state, pin)), budget)

@@ -1,34 +1,34 @@
-"""One tier of one replica in a plan in the making."""
+"""The room of one tier of one replica while a prefetch plan is made."""
 
 import math
 from collections.abc import Callable
 
 
 class TierBudget:
-    """Counts the free bytes, and knows who would give way for more, in which order.
+    """The free bytes of a tier, and which adapters are evicted for more.
 
-    That is the engines' own order: the least used for its size goes first.
+    They go in the engines' own order: the least used for its size first.
     """
 
     def __init__(self, room_bytes: int) -> None:
         self.free_bytes = self._room_bytes = room_bytes
         self._sizes: dict[str, int] = {}
         self._scores: dict[str, float] = {}
-        self._order: list[str] | None = None  # who goes first is last
+        self._order: list[str] | None = None  # the first to be evicted is last
 
     @property
     def free_share(self) -> float:
-        """Of its room."""
+        """The share of the tier's room that is free."""
         return self.free_bytes / max(1, self._room_bytes)
 
     def hold(self, digest: str, size: int, uses: float) -> None:
-        """It has been there; it may be evicted."""
+        """Count an adapter that is there and may be evicted."""
         self.free_bytes -= size
         self._sizes[digest] = size
         self._scores[digest] = uses / math.sqrt(max(1, size))
 
     def victims(self, size: int, uses: float, loss: Callable[[str], float]) -> list[str] | None:
-        """Whom to evict for so many bytes; None where that would lose more than `uses`."""
+        """The adapters to evict for `size` bytes; None where that would lose more than `uses`."""
         if self._order is None:
             self._order = sorted(self._sizes, key=lambda d: (self._scores[d], d), reverse=True)
         victims: list[str] = []
@@ -44,7 +44,7 @@ class TierBudget:
         return victims if free >= size else None
 
     def put(self, size: int, victims: list[str]) -> None:
-        """Evict these, which go first, and take in what nobody evicts while this plan is made."""
+        """Evict victims, the first to go, and take in what this plan never evicts."""
         for digest in victims:
             self.free_bytes += self._sizes.pop(digest)
         if victims and self._order is not None:

@@ -196,7 +196,7 @@ class Replica:
         told_recently = told_s is not None and time.monotonic() - told_s < _TOLD_S
         sole_copies = self._sole_copies if told_recently else None
         seats = self._engine.config.step_costs.max_running
-        return pressure.to_stats(pressure.measure(await self.report(), seats, sole_copies))
+        return pressure.to_stats(pressure.measure_pressure(await self.report(), seats, sole_copies))
 
     def check_health(self) -> None:
         """Raises when the engine's process has ended or hangs, or when step after step fails."""

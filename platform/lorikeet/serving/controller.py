@@ -1,4 +1,4 @@
-"""Turns pins and demand into what replicas keep and bring nearer; never on a request's path."""
+"""Turns pins and demand into what replicas keep and prefetch; never on a request's path."""
 
 import asyncio
 import logging
@@ -14,26 +14,26 @@ from lorikeet.errors import LorikeetError
 from lorikeet.logs import log_to_stderr
 from lorikeet.metrics.controller import controller_metrics
 from lorikeet.metrics.page import render
-from lorikeet.placement.pin_status import standings
-from lorikeet.placement.plan import PlacementPlan, place_pins
-from lorikeet.placement.prefetching import SURVEY_S
+from lorikeet.placement.pin_placement import PlacementPlan, place_pins
+from lorikeet.placement.pin_status import pin_statuses
+from lorikeet.placement.prefetcher import SURVEY_S
 from lorikeet.placement.resolved_pins import PinResolver, ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
-from lorikeet.serving.replica_reconciler import EngineDeployment
+from lorikeet.serving.replica_reconciler import ReplicaReconciler
 from lorikeet.settings import Settings
 from lorikeet.usage.joining import join_lately
 
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
-"""A pin is seen within one tick; its load starts at once."""
+"""How long a new pin waits at most until its adapters are loaded."""
 _SNAPSHOT_GAP_S = 10.0
 _JOIN_GAP_S = 3600.0
 _SILENT_S = 120.0  # longer than an object store may hang before its client gives up
 
 
 class Controller:
-    """Reads the catalog and what replicas report, and tells each replica its part of the plan.
+    """Reads the catalog and what replicas report, and sends each replica its part of the plan.
 
     It keeps nothing that a restart would lose for long: a new controller publishes the same plan,
     and learns demand from what replicas have counted.
@@ -42,10 +42,10 @@ class Controller:
     def __init__(self, settings: Settings, engines: Mapping[str, DeploymentHandle[Any]]) -> None:
         log_to_stderr()
         self._catalog = AdapterCatalog(open_store(settings.catalog))
-        self._deployments = [
-            EngineDeployment(engine, settings, name) for name, engine in engines.items()
+        self._reconcilers = [
+            ReplicaReconciler(engine, settings, name) for name, engine in engines.items()
         ]
-        self._reader = PinResolver()
+        self._resolver = PinResolver()
         self._pins = ResolvedPins()
         self._pins_seq: int | None = None
         self._survey_due_s = 0.0
@@ -59,7 +59,7 @@ class Controller:
         self._joins = loop.create_task(self._join_usage())
 
     async def metrics(self) -> bytes:
-        """The controller's part of the page of metrics."""
+        """The controller's part of the metrics page."""
         return await asyncio.to_thread(self._measure)
 
     def check_health(self) -> None:
@@ -90,23 +90,23 @@ class Controller:
         self._failure = repr(error)
 
     async def _tick(self) -> None:
-        changed = await asyncio.to_thread(self._follow)
+        changed = await asyncio.to_thread(self._refresh_pins)
         now_s = time.monotonic()
         surveyed = now_s >= self._survey_due_s
         if surveyed:
             self._survey_due_s = now_s + SURVEY_S
-            await asyncio.gather(*(deployment.survey() for deployment in self._deployments))
+            await asyncio.gather(*(reconciler.survey() for reconciler in self._reconcilers))
             self._survey_s = time.monotonic() - now_s
         if changed or surveyed:
             await asyncio.to_thread(self._place, now_s, surveyed)
-        await asyncio.gather(*(deployment.tell(now_s) for deployment in self._deployments))
+        await asyncio.gather(*(reconciler.send(now_s) for reconciler in self._reconcilers))
 
-    def _follow(self) -> bool:
-        """Resolve the pins anew where the catalog or the time has changed them."""
+    def _refresh_pins(self) -> bool:
+        """Resolve the pins anew if the catalog or the time has changed them; whether it has."""
         seq, now = self._catalog.refresh().seq, time.time()
         if seq == self._pins_seq and now < self._pins.until:
             return False
-        self._pins = self._catalog.ask(lambda state: self._reader.read(state, now))
+        self._pins = self._catalog.ask(lambda state: self._resolver.resolve(state, now))
         self._pins_seq = seq
         return True
 
@@ -115,15 +115,15 @@ class Controller:
         if placement != self._placement:
             _log_change(self._placement, placement)
             self._placement = placement
-        for deployment in self._deployments:
-            deployment.decide(placement.plan, now_s, surveyed=surveyed)
+        for reconciler in self._reconcilers:
+            reconciler.decide(placement.targets, now_s, surveyed=surveyed)
 
     def _reports(self) -> list[ReplicaReport]:
-        return [report for deployment in self._deployments for report in deployment.reports]
+        return [report for reconciler in self._reconcilers for report in reconciler.reports]
 
     def _measure(self) -> bytes:
-        pins = standings(self._pins, self._reports(), self._placement)
-        replicas = {each.base_model: each.replicas for each in self._deployments}
+        pins = pin_statuses(self._pins, self._reports(), self._placement)
+        replicas = {each.base_model: each.replicas for each in self._reconcilers}
         return render(controller_metrics(pins, replicas, self._survey_s), {})
 
     async def _keep_snapshots(self) -> None:
@@ -140,7 +140,7 @@ class Controller:
                 log.info("snapshot_made", extra={"seq": seq})
 
     async def _join_usage(self) -> None:
-        """Join what replicas wrote lately: who begins to read usage then has an hour's parts."""
+        """Join the usage files of the last hours, so that a new reader reads few."""
         while True:
             await asyncio.sleep(_JOIN_GAP_S)
             try:
@@ -150,8 +150,8 @@ class Controller:
 
 
 def _log_change(before: PlacementPlan | None, after: PlacementPlan) -> None:
-    """A new plan, and what of the pins it cannot keep that the one before could."""
-    adapters = sum(map(len, after.plan.values()))
+    """Log a new plan, and pins that it cannot meet and the one before could."""
+    adapters = sum(map(len, after.targets.values()))
     short = {(each.pin.label, str(each.ref)): each.reason for each in after.shortfalls}
     log.info("plan_published", extra={"adapters": adapters, "shortfalls": len(short)})
     known = {(each.pin.label, str(each.ref)) for each in before.shortfalls} if before else set()

@@ -1,4 +1,4 @@
-"""The deployments: plain classes, wrapped once."""
+"""Ray Serve's deployments of engines, controller and gateway: plain classes, wrapped once."""
 
 import asyncio
 import logging
@@ -24,11 +24,11 @@ from lorikeet.logs import log_to_stderr
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.replica.replica import Replica
 from lorikeet.retry_after import FULL_PROXY_S
-from lorikeet.serving.allocator import give_freed_memory_back
 from lorikeet.serving.autoscaling import autoscaling
 from lorikeet.serving.controller import Controller
 from lorikeet.serving.engine_client import ServeEngineClient
 from lorikeet.serving.listeners import AdminListener, PublicListener
+from lorikeet.serving.malloc_trim import trim_freed_memory
 from lorikeet.serving.peers import ServePeers
 from lorikeet.serving.replica_calls import broadcast_all
 from lorikeet.settings import Settings
@@ -66,15 +66,15 @@ def engine(settings: Settings, base_model: str) -> Application:
         },
         health_check_period_s=2,
         graceful_shutdown_timeout_s=_LONGEST_GENERATION_S,
-        **_replicas(settings.replicas[base_model], settings.most_replicas(base_model)),
+        **_replica_options(settings.replicas[base_model], settings.most_replicas(base_model)),
     )(EngineReplica)
     return deployment.bind(base_model, settings)
 
 
-def _replicas(least: int, most: int) -> dict[str, Any]:
-    if most == least:
-        return {"num_replicas": least}
-    return {"autoscaling_config": autoscaling(least, most)}
+def _replica_options(min_replicas: int, max_replicas: int) -> dict[str, Any]:
+    if max_replicas == min_replicas:
+        return {"num_replicas": min_replicas}
+    return {"autoscaling_config": autoscaling(min_replicas, max_replicas)}
 
 
 def controller(settings: Settings, engines: Mapping[str, Application]) -> Application:
@@ -123,18 +123,18 @@ class EngineReplica(Replica):
         log.info("engine_ready", extra={"replica": name, "base_model": base_model})
 
     def check_health(self) -> None:
-        """Returns if the engine works."""
+        """Return if the engine works; else end the process."""
         try:
             super().check_health()
         except RuntimeError as error:
             self._exit(error)
 
     def engine_ended(self, error: EngineClosed) -> None:
-        """Gateways end the streams that had begun and send the other requests elsewhere."""
+        """End the process: gateways end its open streams and repeat the other requests."""
         self._exit(error)
 
     def __del__(self) -> None:
-        """Serve calls this when it stops a replica in good order."""
+        """Close the replica; Serve calls this when it stops one in good order."""
         if hasattr(self, "_metering"):  # it was built
             self.close()
 
@@ -179,16 +179,16 @@ class Gateway:
                 metrics=GatewayMetrics(settings.gateways),
                 pages=partial(broadcast_all, [*engines.values(), controller], "metrics"),
             )
-            self._trim = asyncio.create_task(give_freed_memory_back())
-            self._admin_door = AdminListener(settings.admin_address)
+            self._trim = asyncio.create_task(trim_freed_memory())
+            self._admin_listener = AdminListener(settings.admin_address)
 
     async def answer_peer(self, asker: str, question: str, *arguments: Any) -> list[Any]:
-        """What another gateway wants to know."""
+        """Answer another gateway's question."""
         return await self._peers.answer_peer(asker, question, *arguments)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         app = create_app(self._services)
-        self._admin_door.open_with(app)
+        self._admin_listener.open_with(app)
         return PublicListener(app)
 
 
@@ -201,7 +201,7 @@ def _traces(settings: Settings, gateway: str) -> "TraceExporter | None":
 
 
 def _most_generations(settings: Settings) -> int:
-    """As many requests as a gateway's share of all engines can take, when there are the most."""
+    """The requests that a gateway's share of all engines can take, at the most replicas."""
     return max(1, settings.max_ongoing_requests * settings.most_engines // settings.gateways)
 
 
@@ -215,7 +215,7 @@ def _seats(settings: Settings) -> dict[str, int]:
 
 @contextmanager
 def _failure_logged(part: str, of: str) -> Iterator[None]:
-    """Serve tells the operator that a start failed, but not why."""
+    """Log why a start failed; Serve tells the operator only that it did."""
     try:
         yield
     except (LorikeetError, EngineError) as error:

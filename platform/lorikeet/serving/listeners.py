@@ -1,4 +1,4 @@
-"""The two doors of a gateway: one for tenants, one for operators.
+"""The two HTTP listeners of a gateway: one for tenants, one for operators.
 
 Tenants come through Serve's HTTP port, behind which the gateway wraps its application in
 PublicListener. Operators and Prometheus come to AdminListener in the gateway's own process,
@@ -26,7 +26,7 @@ _LAST_REQUESTS_S = 20  # what runs when the gateway ends may take so long to fin
 
 
 class PublicListener:
-    """Passes on what is the tenants': `/v1/*` and `/healthz`. Anything else is not found."""
+    """Passes on the tenants' paths, `/v1/*` and `/healthz`; any other is not found."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -35,7 +35,7 @@ class PublicListener:
         add_error_handlers(self._nothing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass it on, or refuse it as any path that does not exist."""
+        """Pass a public path on, and refuse any other as one that does not exist."""
         passes = scope["type"] == "lifespan" or _is_public(scope)
         await (self._app if passes else self._nothing)(scope, receive, send)
 
@@ -45,16 +45,16 @@ class AdminListener:
 
     The kernel gives each connection to one of those that listen, so a gateway that comes in a
     rolling update needs not wait for the one that goes. Building it takes the address, so that a
-    start fails early, but nobody is let in before the application runs.
+    start fails early; no connection is accepted before the application runs.
     Raises InvalidSetting when the address cannot be had.
     """
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self._socket = _take(address)
+        self._socket = _bind(address)
 
     def open_with(self, app: FastAPI) -> None:
-        """Let in whoever comes from the end of the application's start to its own end."""
+        """Accept connections from the end of the application's start to its own end."""
         running = app.router.lifespan_context
 
         @asynccontextmanager
@@ -78,7 +78,7 @@ class AdminListener:
         )
         self._socket.listen(server.config.backlog)
         serving = asyncio.create_task(server.serve(sockets=[self._socket]))
-        log.info("admin_door_open", extra={"address": str(self._address)})
+        log.info("admin_listener_open", extra={"address": str(self._address)})
         try:
             yield
         finally:
@@ -97,22 +97,22 @@ def _is_public(scope: Scope) -> bool:
     return path == "/healthz" or path.startswith("/v1/")
 
 
-def _take(address: Address) -> socket.socket:
-    """Bind it; a bound socket gets no connections until it listens."""
-    taken: socket.socket | None = None
+def _bind(address: Address) -> socket.socket:
+    """A socket bound to the address; it gets no connections until it listens."""
+    bound: socket.socket | None = None
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM
         )[0]
-        taken = socket.socket(family, kind, protocol)
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        taken.bind(where)
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind(where)
     except OSError as error:
-        if taken is not None:
-            taken.close()
+        if bound is not None:
+            bound.close()
         raise InvalidSetting(
             f"LORIKEET_ADMIN_ADDRESS={address}: {error.strerror}: stop what listens there, or give"
             " another address of this machine"
         ) from error
-    return taken
+    return bound

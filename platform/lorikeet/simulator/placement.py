@@ -1,6 +1,6 @@
 """The product's placement, asked every few seconds what each replica should bring nearer."""
 
-from lorikeet.placement.prefetching import SURVEY_S, Prefetching
+from lorikeet.placement.prefetcher import SURVEY_S, Prefetcher
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.replica import SimulatedReplica
@@ -12,7 +12,7 @@ class SimulatedPlacement:
     """Looks after a fleet from the beginning of its run to the last request."""
 
     def __init__(self, fleet: SimulatedFleet) -> None:
-        self._fleet, self._prefetching = fleet, Prefetching()
+        self._fleet, self._prefetching = fleet, Prefetcher()
         self._refs = [AdapterRef("any", name, 1, name) for name in fleet.names]
         fleet.at(SURVEY_S, self._survey)
 

@@ -163,7 +163,7 @@ def _row(pin: dict[str, Any]) -> list[Any]:
         pin["priority"],
         show_size(pin["image_bytes"]),
         moment(pin["expires"]) or "never",
-        pin["standing"],
+        pin["state"],
         pin["reason"],
     ]
 

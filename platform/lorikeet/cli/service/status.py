@@ -42,7 +42,7 @@ def status(ctx: typer.Context, as_json: AsJson = False) -> None:
 def _pins(counts: dict[str, int] | None) -> str:
     if counts is None:
         return "Pins: not known while the catalog does not answer"
-    shown = ", ".join(f"{count} {standing}" for standing, count in sorted(counts.items()))
+    shown = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
     why = " (`lorikeet pins` says why)" if "unmet" in counts else ""
     return f"Pins: {shown or 'none'}{why}"
 

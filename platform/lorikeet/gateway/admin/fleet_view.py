@@ -56,7 +56,7 @@ def fleet_routes(fleet: "FleetView") -> APIRouter:
     pair for each piece; marks: 1 pinned, 2 arriving, or their sum.
     replicas[].gpu, host, disk: adapters, used_bytes, total_bytes.
     lines: request_log/recent_traffic.py's, a value for each second up to `now`. waiting: rows by
-    tenant and adapter, the longest first. pins: their number by standing, and a row for each that
+    tenant and adapter, the longest first. pins: their number by state, and a row for each that
     is not met; null while the catalog does not answer. gateways.silent: how many did not answer in
     time, null if none could be asked.
     """
@@ -118,7 +118,7 @@ class FleetView:
 
     async def _read_pins(self) -> None:
         try:
-            self._pins = _pins_json(await self._pin_reporter.standings())
+            self._pins = _pins_json(await self._pin_reporter.pin_statuses())
         except Exception as error:
             if not isinstance(error, StoreError):
                 log.exception("pin_statuses_failed")
@@ -198,12 +198,12 @@ def _waiting_json(traffic: Poll) -> Json:
 def _pins_json(pins: Iterable[PinStatus]) -> Json:
     counts, rows = dict.fromkeys(PinState, 0), list[Json]()
     for found in pins:
-        counts[found.standing] += 1
-        if found.standing is PinState.LOADING:
-            rows.append({"pin": found.pin.label, "standing": "loading"})
+        counts[found.state] += 1
+        if found.state is PinState.LOADING:
+            rows.append({"pin": found.pin.label, "state": "loading"})
         for short in found.shortfalls:
             adapter = None if short.ref is None else str(short.ref)
             more = {"adapter": adapter, "reason": short.reason}
-            rows.append({"pin": found.pin.label, "standing": "unmet", **more})
-    rows.sort(key=lambda row: row["standing"] == "loading")
+            rows.append({"pin": found.pin.label, "state": "unmet", **more})
+    rows.sort(key=lambda row: row["state"] == "loading")
     return {**{str(k.value): n for k, n in counts.items()}, "rows": rows[:MOST_ROWS]}

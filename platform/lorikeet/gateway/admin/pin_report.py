@@ -11,8 +11,8 @@ from lorikeet.catalog.rules.pin_terms import PinTerms
 from lorikeet.catalog.state import CatalogState
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import EngineClient
-from lorikeet.placement.moves import Moves, moves_of
-from lorikeet.placement.pin_status import PinStatus, standings
+from lorikeet.placement.pin_dry_run import PinDryRun, dry_run_pin
+from lorikeet.placement.pin_status import PinStatus, pin_statuses
 from lorikeet.placement.resolved_pins import PinResolver
 from lorikeet.protocol.replica_report import ReplicaReport
 
@@ -26,9 +26,9 @@ class PinReporter:
         self._catalog = catalog
         self._engines = engines
         self._catalog_view = catalog_view
-        self._reader = PinResolver()
+        self._resolver = PinResolver()
 
-    async def standings(self, reports: Sequence[ReplicaReport] | None = None) -> list[PinStatus]:
+    async def pin_statuses(self, reports: Sequence[ReplicaReport] | None = None) -> list[PinStatus]:
         """Every pin in force, and how it stands on the replicas that answer.
 
         reports: their answers, if they were asked already. Raises StoreError.
@@ -36,16 +36,16 @@ class PinReporter:
         heard = await self._engines.reports() if reports is None else reports
         now = time.time()
         return await self._catalog_view.ask_in_thread(
-            lambda state: list(standings(self._reader.read(state, now), heard))
+            lambda state: list(pin_statuses(self._resolver.resolve(state, now), heard))
         )
 
-    async def moves(self, tenant: str, name: str | None, **terms: Unpack[PinTerms]) -> Moves:
+    async def dry_run(self, tenant: str, name: str | None, **terms: Unpack[PinTerms]) -> PinDryRun:
         """What such a pin would move, which is not made. Raises what AdapterCatalog.pin raises."""
         reports, now = await self._engines.reports(), time.time()
 
-        def compare(before: CatalogState, after: CatalogState) -> Moves:
-            promises = self._reader.read(before, now), self._reader.read(after, now)
-            return moves_of(PinKey(tenant, name), *promises, reports)
+        def compare(before: CatalogState, after: CatalogState) -> PinDryRun:
+            promises = self._resolver.resolve(before, now), self._resolver.resolve(after, now)
+            return dry_run_pin(PinKey(tenant, name), *promises, reports)
 
         return await asyncio.to_thread(
             lambda: self._catalog.if_pinned(tenant, name, compare, **terms)

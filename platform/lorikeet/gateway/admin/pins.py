@@ -12,7 +12,7 @@ from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.rules.pin_terms import LONGEST_REASON, PinTerms
 from lorikeet.catalog.rules.tenant_terms import HIGHEST_PRIORITY, LONGEST_LIFE_S
 from lorikeet.gateway.admin.pin_report import PinReporter
-from lorikeet.gateway.admin.serializers import moves_json, pin_json, standing_json
+from lorikeet.gateway.admin.serializers import dry_run_json, pin_json, pin_status_json
 from lorikeet.gateway.auth import Actor
 from lorikeet.gateway.body import Body, json_body
 from lorikeet_engine.adapter import Residency
@@ -42,7 +42,7 @@ def pin_routes(catalog: AdapterCatalog, pin_reporter: PinReporter) -> APIRouter:
 
     @router.get("")
     async def list_pins() -> dict[str, Any]:
-        return {"data": list(map(standing_json, await pin_reporter.standings()))}
+        return {"data": list(map(pin_status_json, await pin_reporter.pin_statuses()))}
 
     @router.put("/{tenant}")
     async def pin_tenant(tenant: str, wanted: PinBody, actor: Actor) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def pin_routes(catalog: AdapterCatalog, pin_reporter: PinReporter) -> APIRouter:
     async def pin(tenant: str, name: str | None, wanted: Pin, actor: str) -> dict[str, Any]:
         terms = _terms(wanted)
         if wanted.dry_run:
-            return moves_json(await pin_reporter.moves(tenant, name, **terms))
+            return dry_run_json(await pin_reporter.dry_run(tenant, name, **terms))
         made = await asyncio.to_thread(lambda: catalog.pin(tenant, name, actor=actor, **terms))
         return pin_json(made)
 

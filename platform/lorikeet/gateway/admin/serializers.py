@@ -17,9 +17,9 @@ from lorikeet.catalog.records import (
     VersionRecord,
 )
 from lorikeet.catalog.rules.tenant_terms import LimitTerms
-from lorikeet.placement.moves import Moves
+from lorikeet.placement.pin_dry_run import PinDryRun
+from lorikeet.placement.pin_placement import Shortfall
 from lorikeet.placement.pin_status import PinStatus
-from lorikeet.placement.plan import Shortfall
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.telemetry.status import AdapterStatus
@@ -82,18 +82,18 @@ def pin_json(pin: PinRecord) -> Json:
     }
 
 
-def standing_json(found: PinStatus) -> Json:
+def pin_status_json(found: PinStatus) -> Json:
     """A pin and whether it holds. image_bytes: of all that it keeps, on one replica."""
     return {
         **pin_json(found.pin),
-        "standing": found.standing.value,
+        "state": found.state.value,
         "versions": found.versions,
         "image_bytes": found.image_bytes,
         "shortfalls": list(map(_shortfall_json, found.shortfalls)),
     }
 
 
-def moves_json(moves: Moves) -> Json:
+def dry_run_json(moves: PinDryRun) -> Json:
     """What a pin would move."""
     return {
         "loads": [

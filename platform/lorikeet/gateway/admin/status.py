@@ -41,6 +41,6 @@ async def _count_pins(
     """Pins by how they stand; None while the catalog does not answer."""
     try:
         async with asyncio.timeout(_LONGEST_WAIT_S):
-            return Counter(found.standing.value for found in await pin_reporter.standings(reports))
+            return Counter(found.state.value for found in await pin_reporter.pin_statuses(reports))
     except (StoreError, TimeoutError):
         return None

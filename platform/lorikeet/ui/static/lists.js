@@ -37,8 +37,8 @@ function pinList({ met, loading, unmet, rows }) {
   const parts = [`${count(met)} of ${counted(sum, "pin")} met`];
   if (loading) parts.push(`${count(loading)} loading`);
   if (unmet) parts.push(`${count(unmet)} unmet`);
-  const list = rows.map(({ pin, standing, adapter, reason }) =>
-    make("li", { class: standing }, make("b", {}, pin), standing === "loading" ? " is loading" : `${adapter ? ` (${adapter})` : ""}: ${reason}`),
+  const list = rows.map(({ pin, state, adapter, reason }) =>
+    make("li", { class: state }, make("b", {}, pin), state === "loading" ? " is loading" : `${adapter ? ` (${adapter})` : ""}: ${reason}`),
   );
   return [make("p", { class: unmet ? "sum warm" : "sum" }, sum ? parts.join(", ") : "There are no pins."), make("ul", { class: "pins" }, ...list)];
 }

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
 
 PREPARED = """
 import asyncio, ctypes, pathlib
-from lorikeet.serving.allocator import give_freed_memory_back
+from lorikeet.serving.malloc_trim import trim_freed_memory
 
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks mapped bytes".split()]
@@ -53,7 +53,7 @@ async def main():
 
 asyncio.run(main())
 """
-GIVING = "asyncio.create_task(give_freed_memory_back(trim_s=0.1))"
+GIVING = "asyncio.create_task(trim_freed_memory(trim_s=0.1))"
 
 
 def run(program: str, giving: str) -> int:

@@ -2,19 +2,19 @@
 
 import pytest
 
-from lorikeet.placement.pin_status import PinState, standings
+from lorikeet.placement.pin_status import PinState, pin_statuses
 from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.telemetry.status import AdapterStatus
-from tests.placement.given import held, promise, ref, report
+from tests.placement.builders import held, promise, ref, report
 
 SUPPORT, LEGAL = ref("support"), ref("legal")
 
 
 def stands(one: ResolvedPin, *reports: ReplicaReport) -> PinState:
-    (found,) = standings(ResolvedPins((one,)), reports)
-    return found.standing
+    (found,) = pin_statuses(ResolvedPins((one,)), reports)
+    return found.state
 
 
 def at(adapter: AdapterRef, tier: Residency) -> AdapterStatus:
@@ -24,8 +24,8 @@ def at(adapter: AdapterRef, tier: Residency) -> AdapterStatus:
 @pytest.mark.parametrize("promised", [Residency.DISK, Residency.HOST, Residency.GPU])
 @pytest.mark.parametrize("found", [Residency.DISK, Residency.HOST, Residency.GPU])
 def test_met_is_at_the_promised_tier_or_nearer(promised: Residency, found: Residency) -> None:
-    standing = stands(promise(SUPPORT, tier=promised), report("r0", adapters=(at(SUPPORT, found),)))
-    assert standing is (PinState.MET if found >= promised else PinState.LOADING)
+    state = stands(promise(SUPPORT, tier=promised), report("r0", adapters=(at(SUPPORT, found),)))
+    assert state is (PinState.MET if found >= promised else PinState.LOADING)
 
 
 def test_met_is_on_every_replica_of_the_base_model_or_on_so_many() -> None:
@@ -55,7 +55,7 @@ def test_what_has_no_place_in_the_plan_is_unmet_wherever_it_is_now() -> None:
 
 def test_each_pin_has_its_own_shortfalls_and_bytes() -> None:
     pins = (promise(SUPPORT, LEGAL, size=10), promise(SUPPORT, created=1.0, size=10))
-    first, second = standings(ResolvedPins(pins), [report("r0", gpu=15)])
+    first, second = pin_statuses(ResolvedPins(pins), [report("r0", gpu=15)])
     assert (first.versions, first.image_bytes) == (2, 20)
     assert [each.ref for each in first.shortfalls] == [LEGAL]
-    assert (second.standing, second.shortfalls) == (PinState.LOADING, ())
+    assert (second.state, second.shortfalls) == (PinState.LOADING, ())

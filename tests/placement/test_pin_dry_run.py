@@ -2,29 +2,29 @@
 
 from dataclasses import replace
 
-from lorikeet.placement.moves import Load, Moves, Release, moves_of
-from lorikeet.placement.plan import place_pins
+from lorikeet.placement.pin_dry_run import PinDryRun, PlannedLoad, PlannedRelease, dry_run_pin
+from lorikeet.placement.pin_placement import place_pins
 from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
-from tests.placement.given import held, promise, ref, report
+from tests.placement.builders import held, promise, ref, report
 
 SUPPORT, LEGAL = ref("support"), ref("legal")
 
 
-def moves(new: ResolvedPin, reports: list[ReplicaReport], *before: ResolvedPin) -> Moves:
+def moves(new: ResolvedPin, reports: list[ReplicaReport], *before: ResolvedPin) -> PinDryRun:
     others = tuple(one for one in before if one.pin.key != new.pin.key)
-    return moves_of(new.pin.key, ResolvedPins(before), ResolvedPins((*others, new)), reports)
+    return dry_run_pin(new.pin.key, ResolvedPins(before), ResolvedPins((*others, new)), reports)
 
 
 def test_it_loads_what_is_not_there_yet_from_where_it_is() -> None:
     near = held(SUPPORT, Residency.HOST)
     there = held(SUPPORT, Residency.GPU, 12)
     reports = [report("r0"), report("r1", adapters=(near,)), report("r2", adapters=(there,))]
-    assert moves(promise(SUPPORT), reports) == Moves(
+    assert moves(promise(SUPPORT), reports) == PinDryRun(
         loads=(
-            Load("r0", SUPPORT, Residency.REMOTE, Residency.GPU, 12),  # as it is on r2
-            Load("r1", SUPPORT, Residency.HOST, Residency.GPU, 12),
+            PlannedLoad("r0", SUPPORT, Residency.REMOTE, Residency.GPU, 12),  # as it is on r2
+            PlannedLoad("r1", SUPPORT, Residency.HOST, Residency.GPU, 12),
         ),
         releases=(),
         unmet=(),
@@ -34,7 +34,7 @@ def test_it_loads_what_is_not_there_yet_from_where_it_is() -> None:
 
 def test_what_is_on_its_way_already_is_not_counted() -> None:
     assert moves(promise(SUPPORT, LEGAL), [report("r0")], promise(SUPPORT)).loads == (
-        Load("r0", LEGAL, Residency.REMOTE, Residency.GPU, 10),
+        PlannedLoad("r0", LEGAL, Residency.REMOTE, Residency.GPU, 10),
     )
 
 
@@ -42,7 +42,7 @@ def test_a_more_urgent_pin_takes_the_place_of_another_and_says_so() -> None:
     reports = [report("r0", gpu=10), report("r1", gpu=20)]
     found = moves(promise(LEGAL, priority=1), reports, promise(SUPPORT))
     assert [(load.replica, load.ref) for load in found.loads] == [("r0", LEGAL), ("r1", LEGAL)]
-    assert found.releases == (Release("r0", SUPPORT, Residency.GPU),)
+    assert found.releases == (PlannedRelease("r0", SUPPORT, Residency.GPU),)
     assert found.unmet == ()
     assert [(each.pin.name, each.ref) for each in found.lost] == [("support", SUPPORT)]
 
@@ -63,20 +63,20 @@ def test_changed_terms_move_only_what_they_change() -> None:
     before = promise(SUPPORT)
     lower = replace(before, pin=replace(before.pin, tier=Residency.DISK))
     found = moves(lower, [report("r0")], before)
-    assert found.releases == (Release("r0", SUPPORT, Residency.GPU),)
+    assert found.releases == (PlannedRelease("r0", SUPPORT, Residency.GPU),)
     assert found.loads == ()  # the way to the disk is a part of the way that it was promised
-    assert moves(before, [report("r0")], before) == Moves((), (), (), ())
+    assert moves(before, [report("r0")], before) == PinDryRun((), (), (), ())
 
 
 def test_it_is_the_plan_itself_that_is_compared() -> None:
     reports = [report(f"r{n}", gpu=25) for n in range(4)]
     before = tuple(promise(ref(f"a{n}"), replicas=2, created=n) for n in range(5))
     new = promise(LEGAL, replicas=3, priority=1)
-    old_plan = place_pins(ResolvedPins(before), reports).plan
-    new_plan = place_pins(ResolvedPins((*before, new)), reports).plan
+    old = place_pins(ResolvedPins(before), reports).targets
+    new_targets = place_pins(ResolvedPins((*before, new)), reports).targets
     found = moves(new, reports, *before)
-    for replica in old_plan:
+    for replica in old:
         loads = {load.ref.digest for load in found.loads if load.replica == replica}
         releases = {each.ref.digest for each in found.releases if each.replica == replica}
-        assert loads == new_plan[replica].keys() - old_plan[replica].keys()
-        assert releases == old_plan[replica].keys() - new_plan[replica].keys()
+        assert loads == new_targets[replica].keys() - old[replica].keys()
+        assert releases == old[replica].keys() - new_targets[replica].keys()

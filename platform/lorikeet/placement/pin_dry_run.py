@@ -1,19 +1,19 @@
-"""What one more pin would move: the same plan as the controller's, made with and without it."""
+"""The dry run of a pin: what the controller's plan with it moves, against that without it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lorikeet.catalog.records import PinKey
+from lorikeet.placement.pin_placement import PlacementPlan, Shortfall, image_sizes, place_pins
 from lorikeet.placement.pin_status import AdapterTiers
-from lorikeet.placement.plan import PlacementPlan, Shortfall, image_sizes, place_pins
 from lorikeet.placement.resolved_pins import ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """A replica brings an adapter nearer: an image of so many bytes, from where it is now."""
+class PlannedLoad:
+    """A replica loads an adapter: an image of image_bytes, from the tier where it is now."""
 
     replica: str
     ref: AdapterRef
@@ -23,8 +23,8 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """A replica may evict below this tier what it had to keep there."""
+class PlannedRelease:
+    """A replica need no longer keep an adapter at this tier."""
 
     replica: str
     ref: AdapterRef
@@ -32,28 +32,28 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
-    """What changes, in the replicas' order.
+class PinDryRun:
+    """What a new pin changes, in the replicas' order.
 
-    unmet: what of the new pin cannot be kept. lost: of other pins, what was and will be no more.
+    unmet: what of the new pin cannot be kept. lost: of other pins, what can be kept no longer.
     """
 
-    loads: tuple[Load, ...]
-    releases: tuple[Release, ...]
+    loads: tuple[PlannedLoad, ...]
+    releases: tuple[PlannedRelease, ...]
     unmet: tuple[Shortfall, ...]
     lost: tuple[Shortfall, ...]
 
 
-def moves_of(
+def dry_run_pin(
     key: PinKey,
     before: ResolvedPins,
     after: ResolvedPins,
     reports: Sequence[ReplicaReport],
-) -> Moves:
+) -> PinDryRun:
     """What changes from `before` to `after`, which has a new pin with this key."""
     old, new = place_pins(before, reports), place_pins(after, reports)
     known = {(each.pin.key, each.ref) for each in old.shortfalls}
-    return Moves(
+    return PinDryRun(
         tuple(_loads(old, new, _image_bytes(after, reports), AdapterTiers(reports))),
         tuple(_releases(old, new)),
         tuple(each for each in new.shortfalls if each.pin.key == key),
@@ -71,18 +71,18 @@ def _image_bytes(pins: ResolvedPins, reports: Sequence[ReplicaReport]) -> Mappin
 
 
 def _loads(
-    old: PlacementPlan, new: PlacementPlan, image_bytes: Mapping[str, int], residents: AdapterTiers
-) -> Iterator[Load]:
-    for replica, keeps in new.plan.items():
-        for digest, keep in keeps.items():
-            before, now = old.plan[replica].get(digest), residents.tier(digest, replica)
-            if (before is None or before.tier < keep.tier) and now < keep.tier:
-                yield Load(replica, keep.ref, now, keep.tier, image_bytes[digest])
+    old: PlacementPlan, new: PlacementPlan, image_bytes: Mapping[str, int], tiers: AdapterTiers
+) -> Iterator[PlannedLoad]:
+    for replica, targets in new.targets.items():
+        for digest, target in targets.items():
+            before, now = old.targets[replica].get(digest), tiers.tier(digest, replica)
+            if (before is None or before.tier < target.tier) and now < target.tier:
+                yield PlannedLoad(replica, target.ref, now, target.tier, image_bytes[digest])
 
 
-def _releases(old: PlacementPlan, new: PlacementPlan) -> Iterator[Release]:
-    for replica, keeps in old.plan.items():
-        for digest, keep in keeps.items():
-            after = new.plan[replica].get(digest)
-            if after is None or after.tier < keep.tier:
-                yield Release(replica, keep.ref, keep.tier)
+def _releases(old: PlacementPlan, new: PlacementPlan) -> Iterator[PlannedRelease]:
+    for replica, targets in old.targets.items():
+        for digest, target in targets.items():
+            after = new.targets[replica].get(digest)
+            if after is None or after.tier < target.tier:
+                yield PlannedRelease(replica, target.ref, target.tier)

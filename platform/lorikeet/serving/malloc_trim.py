@@ -1,4 +1,4 @@
-"""What the C library's allocator does with memory that this process has freed."""
+"""Gives memory that this process has freed back to the system, through glibc's malloc_trim."""
 
 import asyncio
 import ctypes
@@ -10,7 +10,7 @@ _FIRST_BYTES = 128 * 2**10
 TRIM_S = 2.0
 
 
-async def give_freed_memory_back(trim_s: float = TRIM_S) -> None:
+async def trim_freed_memory(trim_s: float = TRIM_S) -> None:
     """Give back to the system what is free, until cancelled; elsewhere than on glibc, nothing.
 
     Ray runs each call of an asynchronous actor, and so each open request of a gateway, on a stack

@@ -1,4 +1,4 @@
-"""What the controller tells replicas: what changed, until they have it, and no more than that."""
+"""What the controller sends replicas: what changed, until they have it, and no more than that."""
 
 import asyncio
 from collections.abc import Mapping
@@ -7,10 +7,10 @@ import pytest
 
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision, PrefetchTarget
 from lorikeet.serving import replica_reconciler as deployment_module
-from lorikeet.serving.replica_reconciler import EngineDeployment
+from lorikeet.serving.replica_reconciler import Liveness, ReplicaReconciler
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import Residency
-from tests.placement.given import held, ref, report
+from tests.placement.builders import held, ref, report
 
 A, B = ref("a"), ref("b")
 KEEP_A = {A.digest: PinTarget(A, Residency.GPU)}
@@ -23,7 +23,7 @@ class Replicas:
         self.reports = {name: report(name) for name in names}
         self.stats: dict[str, float] = {}
         self.deaf: set[str] = set()
-        self.heard: list[tuple[str, PlacementDecision]] = []
+        self.received: list[tuple[str, PlacementDecision]] = []
 
     async def broadcast(self, _handle: object, method: str, *arguments: object) -> list[object]:
         there = [name for name in self.reports if name not in self.deaf]
@@ -33,12 +33,12 @@ class Replicas:
             return [self.stats] * len(there)
         (plan,) = arguments
         assert isinstance(plan, Mapping)
-        self.heard += [(name, plan[name]) for name in there if name in plan]
+        self.received += [(name, plan[name]) for name in there if name in plan]
         return [name if name in plan else None for name in there]
 
     def take(self) -> list[tuple[str, PlacementDecision]]:
-        heard, self.heard = self.heard, []
-        return heard
+        received, self.received = self.received, []
+        return received
 
 
 @pytest.fixture
@@ -48,63 +48,63 @@ def replicas(monkeypatch: pytest.MonkeyPatch) -> Replicas:
     return replicas
 
 
-def deployment_of(**given: str) -> EngineDeployment:
+def deployment_of(**given: str) -> ReplicaReconciler:
     settings = Settings.from_env(given)
-    return EngineDeployment(None, settings, "lorikeet-demo")  # type: ignore[arg-type]
+    return ReplicaReconciler(None, settings, "lorikeet-demo")  # type: ignore[arg-type]
 
 
 def tick(
-    deployment: EngineDeployment,
+    reconciler: ReplicaReconciler,
     now_s: float,
     keeps: Mapping[str, PinTarget] = {},
     survey: bool = True,
 ) -> None:
     """`keeps` on p; nothing is pinned elsewhere."""
     if survey:
-        asyncio.run(deployment.survey())
-    plan = {each.replica: keeps if each.replica == "p" else {} for each in deployment.reports}
-    deployment.decide(plan, now_s, surveyed=survey)
-    asyncio.run(deployment.tell(now_s))
+        asyncio.run(reconciler.survey())
+    plan = {each.replica: keeps if each.replica == "p" else {} for each in reconciler.reports}
+    reconciler.decide(plan, now_s, surveyed=survey)
+    asyncio.run(reconciler.send(now_s))
 
 
-def test_every_replica_is_told_once_and_then_only_what_changed(replicas: Replicas):
-    deployment = deployment_of()
-    tick(deployment, 0.0)
+def test_every_replica_is_sent_its_decision_once_and_then_only_what_changed(replicas: Replicas):
+    reconciler = deployment_of()
+    tick(reconciler, 0.0)
     assert replicas.take() == [("p", PlacementDecision()), ("q", PlacementDecision())]
-    tick(deployment, 3.0)
+    tick(reconciler, 3.0)
     assert replicas.take() == []
-    tick(deployment, 4.0, KEEP_A, survey=False)
+    tick(reconciler, 4.0, KEEP_A, survey=False)
     assert replicas.take() == [("p", PlacementDecision(KEEP_A))]
-    tick(deployment, 5.0, KEEP_A, survey=False)
+    tick(reconciler, 5.0, KEEP_A, survey=False)
     assert replicas.take() == []
 
 
-def test_who_did_not_hear_is_told_again_and_a_newcomer_at_once(replicas: Replicas):
-    deployment = deployment_of()
-    tick(deployment, 0.0)
+def test_a_replica_that_did_not_answer_is_sent_it_again_and_a_new_one_at_once(replicas: Replicas):
+    reconciler = deployment_of()
+    tick(reconciler, 0.0)
     replicas.take()
     replicas.deaf = {"p"}
-    tick(deployment, 1.0, KEEP_A, survey=False)
+    tick(reconciler, 1.0, KEEP_A, survey=False)
     assert replicas.take() == []
     replicas.deaf = set()
     replicas.reports["new"] = report("new")
-    tick(deployment, 3.0, KEEP_A)
+    tick(reconciler, 3.0, KEEP_A)
     assert replicas.take() == [("p", PlacementDecision(KEEP_A)), ("new", PlacementDecision())]
 
 
-def test_every_so_often_all_are_told_though_nothing_changed(replicas: Replicas):
-    deployment = deployment_of()
+def test_now_and_then_decisions_are_sent_though_nothing_changed(replicas: Replicas):
+    reconciler = deployment_of()
     for now_s in range(0, 90, 3):
-        tick(deployment, float(now_s))
+        tick(reconciler, float(now_s))
     assert len(replicas.take()) == 2 * 3
 
 
-def test_what_should_come_nearer_is_told_once(replicas: Replicas):
+def test_prefetches_are_sent_once(replicas: Replicas):
     wanted = held(A, Residency.DISK, 10, 3.0)
     replicas.reports["p"] = report("p", gpu=20, adapters=(wanted,))
-    deployment = deployment_of()
-    tick(deployment, 0.0)
-    tick(deployment, 3.0)
+    reconciler = deployment_of()
+    tick(reconciler, 0.0)
+    tick(reconciler, 3.0)
     assert replicas.take() == [
         ("p", PlacementDecision(prefetches=(PrefetchTarget(A, Residency.GPU, 3.0),))),
         ("q", PlacementDecision()),
@@ -114,7 +114,9 @@ def test_what_should_come_nearer_is_told_once(replicas: Replicas):
 def test_while_one_replica_could_go_spares_are_brought_and_counted(replicas: Replicas):
     used = held(A, Residency.GPU, 10, 3.0)
     replicas.reports["p"] = report("p", adapters=(used,))
-    replicas.stats = dict.fromkeys(["working_bytes", "oldest_wait_s", "seats", "kv"], 0.0)
+    replicas.stats = dict.fromkeys(
+        ["working_bytes", "oldest_wait_s", "running_share", "kv_share"], 0.0
+    )
     replicas.stats["arena_bytes"] = 100
     tick(deployment_of(), 0.0)
     assert replicas.take() == [("p", PlacementDecision()), ("q", PlacementDecision())]
@@ -125,6 +127,17 @@ def test_while_one_replica_could_go_spares_are_brought_and_counted(replicas: Rep
         ("p", PlacementDecision(sole_copies=1)),
         ("q", PlacementDecision(sole_copies=0, prefetches=spare)),
     ]
-    replicas.stats["seats"] = 0.7
+    replicas.stats["running_share"] = 0.7
     tick(deployment_of(**scaling), 0.0)
     assert replicas.take() == [("p", PlacementDecision()), ("q", PlacementDecision())]
+
+
+def test_a_replica_that_misses_an_answer_is_there_until_it_was_silent_for_too_long() -> None:
+    now_s = [0.0]
+    liveness = Liveness(5.0, lambda: now_s[0])
+    assert liveness.update([report("r1"), report("r0")]) == [report("r0"), report("r1")]
+    now_s[0] = 5.0
+    assert liveness.update([report("r1", gpu=7)]) == [report("r0"), report("r1", gpu=7)]
+    now_s[0] = 6.0
+    assert liveness.update([]) == [report("r1", gpu=7)]
+    assert liveness.update([report("r0")]) == [report("r0"), report("r1", gpu=7)]

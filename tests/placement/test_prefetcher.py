@@ -1,16 +1,16 @@
-"""From reports to orders: nothing is ordered twice, and a fleet at work is let be."""
+"""From reports to prefetches: nothing is ordered twice, and a fleet at work is let be."""
 
 import random
 from collections.abc import Iterable
 
 from lorikeet.placement.demand import HALF_LIFE_S
-from lorikeet.placement.prefetching import Prefetching
+from lorikeet.placement.prefetcher import Prefetcher
 from lorikeet.protocol.placement_decision import PinTarget, PrefetchTarget
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize, UsageRecord, Uses
 from lorikeet_engine.telemetry.status import AdapterStatus
-from tests.placement.given import held, ref, report
+from tests.placement.builders import held, ref, report
 
 GPU, HOST, DISK = Residency.GPU, Residency.HOST, Residency.DISK
 A, B = ref("a"), ref("b")
@@ -24,52 +24,57 @@ def replica(name: str, *adapters: AdapterStatus, gpu: int = 20, host: int = 0) -
     return report(name, gpu=gpu, host=host, adapters=adapters)
 
 
-def brings(prefetching: Prefetching, reports: Iterable[ReplicaReport], now_s: float, plan=None):
-    wishes = prefetching.decide(list(reports), plan or {}, now_s, spares=False)
-    return dict(wishes.prefetches)
+def prefetches_of(
+    prefetcher: Prefetcher, reports: Iterable[ReplicaReport], now_s: float, plan=None
+):
+    decided = prefetcher.decide(list(reports), plan or {}, now_s, spares=False)
+    return dict(decided.prefetches)
 
 
-def test_what_was_ordered_is_ordered_again_only_if_it_never_comes():
-    prefetching = Prefetching()
+def test_what_was_sent_is_sent_again_only_if_it_never_comes():
+    prefetcher = Prefetcher()
     reports = [replica("p", adapter(A))]
-    assert brings(prefetching, reports, 0.0) == {"p": (PrefetchTarget(A, GPU, 3.0),)}
-    assert brings(prefetching, reports, 3.0) == {}
-    assert brings(prefetching, reports, 29.0) == {}
-    assert brings(prefetching, reports, 31.0) == {"p": (PrefetchTarget(A, GPU, 3.0),)}
-    assert brings(prefetching, [replica("p", adapter(A, GPU))], 90.0) == {}
+    assert prefetches_of(prefetcher, reports, 0.0) == {"p": (PrefetchTarget(A, GPU, 3.0),)}
+    assert prefetches_of(prefetcher, reports, 3.0) == {}
+    assert prefetches_of(prefetcher, reports, 29.0) == {}
+    assert prefetches_of(prefetcher, reports, 31.0) == {"p": (PrefetchTarget(A, GPU, 3.0),)}
+    assert prefetches_of(prefetcher, [replica("p", adapter(A, GPU))], 90.0) == {}
 
 
 def test_adapters_on_their_way_take_room():
-    prefetching = Prefetching()
-    assert brings(prefetching, [replica("p", adapter(A), gpu=10)], 0.0)
-    assert brings(prefetching, [replica("p", adapter(A), adapter(B, uses=5.0), gpu=10)], 3.0) == {}
+    prefetcher = Prefetcher()
+    assert prefetches_of(prefetcher, [replica("p", adapter(A), gpu=10)], 0.0)
+    assert (
+        prefetches_of(prefetcher, [replica("p", adapter(A), adapter(B, uses=5.0), gpu=10)], 3.0)
+        == {}
+    )
 
 
 def test_adapters_of_a_lost_replica_come_to_another():
-    prefetching = Prefetching()
+    prefetcher = Prefetcher()
     both = [replica("p", adapter(A, GPU, uses=9.0)), replica("q")]
-    assert brings(prefetching, both, 0.0) == {}
-    (bring,) = brings(prefetching, both[1:], HALF_LIFE_S)["q"]
+    assert prefetches_of(prefetcher, both, 0.0) == {}
+    (bring,) = prefetches_of(prefetcher, both[1:], HALF_LIFE_S)["q"]
     assert bring == PrefetchTarget(A, GPU, 4.5)
 
 
 def test_pins_take_their_room_before_they_are_there():
-    prefetching = Prefetching()
+    prefetcher = Prefetcher()
     reports = [replica("p", adapter(A), adapter(B), gpu=20)]
     plan = {"p": {A.digest: PinTarget(A, GPU)}}
-    assert brings(prefetching, reports, 0.0, plan) == {"p": (PrefetchTarget(B, GPU, 3.0),)}
+    assert prefetches_of(prefetcher, reports, 0.0, plan) == {"p": (PrefetchTarget(B, GPU, 3.0),)}
     small = [replica("p", adapter(A), adapter(B), gpu=10)]
-    assert brings(Prefetching(), small, 0.0, plan) == {}
+    assert prefetches_of(Prefetcher(), small, 0.0, plan) == {}
 
 
 def test_spares_are_asked_for_and_counted():
-    prefetching = Prefetching()
+    prefetcher = Prefetcher()
     reports = [replica("p", adapter(A, GPU), host=10), replica("q", host=10)]
-    wishes = prefetching.decide(reports, {}, 0.0, spares=True)
-    assert wishes.prefetches == {"q": (PrefetchTarget(A, HOST, 1.5),)}
-    assert wishes.sole_copies == {"p": 1, "q": 0}
+    decided = prefetcher.decide(reports, {}, 0.0, spares=True)
+    assert decided.prefetches == {"q": (PrefetchTarget(A, HOST, 1.5),)}
+    assert decided.sole_copies == {"p": 1, "q": 0}
     arrived = [reports[0], replica("q", adapter(A, HOST), host=10)]
-    assert prefetching.decide(arrived, {}, 3.0, spares=True).sole_copies == {"p": 0, "q": 0}
+    assert prefetcher.decide(arrived, {}, 3.0, spares=True).sole_copies == {"p": 0, "q": 0}
 
 
 class Engine:
@@ -99,12 +104,12 @@ class Engine:
         return replica(self.name, *adapters, gpu=10 * self._room)
 
 
-def test_a_fleet_in_its_stride_gets_hardly_any_orders():
+def test_a_fleet_at_work_gets_hardly_any_prefetches():
     rng = random.Random(7)
     names = [f"a{n}" for n in range(200)]
     weights = [1 / (n + 1) for n in range(200)]
     engines = [Engine(name, 20) for name in "pqrs"]
-    prefetching = Prefetching()
+    prefetcher = Prefetcher()
     loads = ordered = 0
     for second in range(900):
         for name in rng.choices(names, weights, k=20):
@@ -114,7 +119,7 @@ def test_a_fleet_in_its_stride_gets_hardly_any_orders():
             loads += second >= 300 and not having
         if second % 3 == 0:
             reports = [engine.report(float(second)) for engine in engines]
-            some = brings(prefetching, reports, float(second))
+            some = prefetches_of(prefetcher, reports, float(second))
             ordered += sum(map(len, some.values())) if second >= 300 else 0
     assert loads > 1000
     assert ordered < 0.05 * loads

@@ -1,10 +1,10 @@
 """What a replica says of itself, in numbers."""
 
-from lorikeet.placement.pressure import ReplicaPressure, from_stats, measure, to_stats
+from lorikeet.placement.pressure import ReplicaPressure, from_stats, measure_pressure, to_stats
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, TierStatus
-from tests.placement.given import held, ref
+from tests.placement.builders import held, ref
 
 
 def test_what_is_used_more_than_once_or_pinned_is_the_working_set():
@@ -20,7 +20,9 @@ def test_what_is_used_more_than_once_or_pinned_is_the_working_set():
     )  # fmt: skip
     status = EngineStatus(live, {Residency.GPU: TierStatus(2, 60, 100, 90, 0)})
     report = ReplicaReport("r0", "tiny", status, adapters)
-    assert measure(report, 16, sole_copies=0.4) == ReplicaPressure(40, 100, 0.5, 0.5, 0.25, 0.4)
+    assert measure_pressure(report, 16, sole_copies=0.4) == ReplicaPressure(
+        40, 100, 0.5, 0.5, 0.25, 0.4
+    )
 
 
 def test_numbers_carry_all_that_is_known():

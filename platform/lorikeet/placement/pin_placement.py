@@ -1,4 +1,4 @@
-"""What each replica must keep: a pure function of pins and of what replicas report.
+"""Which replicas keep each pinned adapter, and which pins cannot be met: a pure function.
 
 Pins are served by priority, older ones first among equals, so a new pin takes no place from its
 equals. Where a pin goes depends on the replicas' names and on the room for pins, not on what is
@@ -17,12 +17,12 @@ from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.rendezvous import preferred
 from lorikeet_engine.adapter import AdapterRef
 
-Plan = Mapping[str, Mapping[str, PinTarget]]
-"""replica → digest → what to keep. By digest: two names may share one adapter's weights."""
+PinTargets = Mapping[str, Mapping[str, PinTarget]]
+"""replica → digest → pin target. By digest: two names may share one adapter's weights."""
 
 
 class Cause(Enum):
-    """Why a pin does not hold, in short."""
+    """Why a pin is not met."""
 
     NO_VERSION = "no_version"
     BUDGET = "budget"
@@ -33,7 +33,7 @@ class Cause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """A pin that does not fully hold, and why: of one of its versions, or of all (ref None)."""
+    """A pin that is not fully met, and why: for one of its versions, or for all (ref None)."""
 
     pin: PinRecord
     ref: AdapterRef | None
@@ -43,16 +43,16 @@ class Shortfall:
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """The plan, and what it cannot keep."""
+    """What replicas must keep, and the pins that cannot be met."""
 
-    plan: Plan
+    targets: PinTargets
     shortfalls: tuple[Shortfall, ...]
 
 
 def place_pins(pins: ResolvedPins, reports: Iterable[ReplicaReport]) -> PlacementPlan:
     """Give each pin its replicas, the ones its requests are routed to first.
 
-    Every replica has its part, if only an empty one. Where two pins name one adapter's weights on
+    Every replica has an entry, if only an empty one. Where two pins name one adapter's weights on
     one replica the nearer tier holds, and its bytes count once. No replica is promised more at any
     tier than it says that pins can take there.
     """
@@ -60,13 +60,13 @@ def place_pins(pins: ResolvedPins, reports: Iterable[ReplicaReport]) -> Placemen
     shortfalls = [
         shortfall
         for resolved in sorted(pins.all, key=_precedence)
-        for shortfall in draft.keep(resolved)
+        for shortfall in draft.place(resolved)
     ]
-    return PlacementPlan(draft.plan, tuple(shortfalls))
+    return PlacementPlan(draft.targets, tuple(shortfalls))
 
 
 def image_sizes(reports: Iterable[ReplicaReport]) -> dict[str, int]:
-    """What adapters take where they are on a GPU now, bytes by digest."""
+    """The bytes of adapters that are on a GPU now, by digest."""
     adapters = (adapter for report in reports for adapter in report.adapters)
     return {each.digest: each.gpu_bytes for each in adapters if each.pieces}
 
@@ -79,7 +79,7 @@ class _Draft:
     """A plan in the making: what was given, and what is left of replicas and budgets."""
 
     def __init__(self, budgets: Mapping[str, int], reports: Sequence[ReplicaReport]) -> None:
-        self.plan: dict[str, dict[str, PinTarget]] = {report.replica: {} for report in reports}
+        self.targets: dict[str, dict[str, PinTarget]] = {report.replica: {} for report in reports}
         self._left = {
             report.replica: {
                 tier: each.pinnable_bytes for tier, each in report.status.tiers.items()
@@ -94,18 +94,20 @@ class _Draft:
         self._budgets_left = dict(budgets)
         self._charged: set[tuple[str, str]] = set()  # tenant and digest
 
-    def keep(self, resolved: ResolvedPin) -> Iterator[Shortfall]:
-        """Keep what fits, and say what does not."""
+    def place(self, resolved: ResolvedPin) -> Iterator[Shortfall]:
+        """Place what fits, and yield what does not."""
         if not resolved.versions and resolved.pin.name is not None:
             none = "it names no version that can be used"
             yield Shortfall(resolved.pin, None, Cause.NO_VERSION, none)
         for version in resolved.versions:
-            shortfall = self._charge(version, resolved.pin) or self._place(version, resolved.pin)
+            shortfall = self._charge(version, resolved.pin) or self._place_version(
+                version, resolved.pin
+            )
             if shortfall:
                 yield shortfall
 
     def _charge(self, version: PinnedVersion, pin: PinRecord) -> Shortfall | None:
-        """Charge its tenant; what is amiss if that is beyond the budget."""
+        """Charge the version's tenant; the shortfall if that is beyond the budget."""
         tenant, image = version.ref.tenant, (version.ref.tenant, version.ref.digest)
         if tenant not in self._budgets or image in self._charged:
             return None
@@ -122,8 +124,8 @@ class _Draft:
         self._charged.add(image)
         return None
 
-    def _place(self, version: PinnedVersion, pin: PinRecord) -> Shortfall | None:
-        """Keep it on as many replicas as promised; what is amiss if it is on fewer."""
+    def _place_version(self, version: PinnedVersion, pin: PinRecord) -> Shortfall | None:
+        """Keep the version on as many replicas as its pin wants; the shortfall if on fewer."""
         serving = self._serving.get(version.base_model, [])
         wanted = len(serving) if pin.replicas is None else pin.replicas
         if not serving:
@@ -134,7 +136,7 @@ class _Draft:
         size = self._sizes.get(digest, version.image_bytes)
         kept = 0
         for replica in order:
-            kept += self._keep(replica, PinTarget(version.ref, pin.tier), size)
+            kept += self._reserve(replica, PinTarget(version.ref, pin.tier), size)
             if kept == wanted:
                 return None
         if kept == len(serving):
@@ -149,15 +151,15 @@ class _Draft:
             f" {kept} of {wanted} replicas",
         )
 
-    def _keep(self, replica: str, keep: PinTarget, size: int) -> bool:
-        digest, left = keep.ref.digest, self._left[replica]
-        held = self.plan[replica].get(digest)
-        if held is not None and held.tier >= keep.tier:
+    def _reserve(self, replica: str, target: PinTarget, size: int) -> bool:
+        digest, left = target.ref.digest, self._left[replica]
+        held = self.targets[replica].get(digest)
+        if held is not None and held.tier >= target.tier:
             return True
-        if left.get(keep.tier, 0) < size:
+        if left.get(target.tier, 0) < size:
             return False
-        left[keep.tier] -= size
+        left[target.tier] -= size
         if held is not None:
             left[held.tier] += size
-        self.plan[replica][digest] = keep
+        self.targets[replica][digest] = target
         return True

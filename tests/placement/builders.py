@@ -2,7 +2,7 @@
 
 from lorikeet.catalog.records import PinRecord
 from lorikeet.catalog.rules.pin_budget import PinnedVersion
-from lorikeet.placement.plan import PlacementPlan, place_pins
+from lorikeet.placement.pin_placement import PlacementPlan, place_pins
 from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency

@@ -5,16 +5,16 @@ import time
 
 import pytest
 
-from lorikeet.placement.plan import PlacementPlan
+from lorikeet.placement.pin_placement import PlacementPlan
 from lorikeet.placement.resolved_pins import ResolvedPin
 from lorikeet.protocol.placement_decision import PinTarget
 from lorikeet.rendezvous import by_preference
 from lorikeet_engine.adapter import AdapterRef, Residency
-from tests.placement.given import REPLICAS, ROOMY, held, place, promise, ref, report
+from tests.placement.builders import REPLICAS, ROOMY, held, place, promise, ref, report
 
 
 def holders(placement: PlacementPlan, wanted: AdapterRef) -> set[str]:
-    return {replica for replica, keeps in placement.plan.items() if wanted.digest in keeps}
+    return {replica for replica, keeps in placement.targets.items() if wanted.digest in keeps}
 
 
 def short(placement: PlacementPlan) -> list[str]:
@@ -52,7 +52,7 @@ def test_the_nearer_of_two_tiers_holds():
         promise(SUPPORT),
         promise(SUPPORT, LEGAL, tier=Residency.DISK),
     ]
-    for adapters in place(*promises).plan.values():
+    for adapters in place(*promises).targets.values():
         assert adapters == {
             SUPPORT.digest: PinTarget(SUPPORT, Residency.GPU),
             LEGAL.digest: PinTarget(LEGAL, Residency.DISK),
@@ -65,7 +65,7 @@ def test_two_names_of_the_same_weights_are_kept_and_counted_once_at_the_nearer_t
     kept = {SUPPORT.digest: Residency.GPU}
     for order in (pins, pins[::-1]):
         placement = place(*order, reports=[report("r0", gpu=10, disk=0)])
-        assert {digest: keep.tier for digest, keep in placement.plan["r0"].items()} == kept
+        assert {digest: keep.tier for digest, keep in placement.targets["r0"].items()} == kept
         assert placement.shortfalls == ()
 
 
@@ -80,7 +80,7 @@ def test_what_moves_nearer_leaves_its_room_to_others():
 
 
 def test_a_replica_without_pins_is_in_the_plan_so_that_it_lets_go_of_old_ones():
-    assert place().plan == {replica: {} for replica in REPLICAS}
+    assert place().targets == {replica: {} for replica in REPLICAS}
 
 
 def test_more_replicas_asked_for_than_there_are_is_all_and_is_said():
@@ -109,7 +109,7 @@ def test_the_higher_priority_is_kept_then_the_older_pin():
     ]
     for gpu, kept in ((30, 3), (20, 2), (10, 1)):
         placement = place(*promises, reports=[report("r0", gpu=gpu)])
-        names = [keep.ref.name for keep in placement.plan["r0"].values()]
+        names = [keep.ref.name for keep in placement.targets["r0"].values()]
         assert names == ["sales", "legal", "support"][:kept]
         assert short(placement) == ["sales", "legal", "support"][kept:]
 
@@ -146,7 +146,7 @@ def test_each_tier_has_its_own_room():
         promise(SALES, tier=Residency.DISK),
         reports=[report("r0", gpu=10, host=10, disk=9)],
     )
-    assert set(placement.plan["r0"]) == {SUPPORT.digest, LEGAL.digest}
+    assert set(placement.targets["r0"]) == {SUPPORT.digest, LEGAL.digest}
     assert short(placement) == ["sales"]
 
 
@@ -187,7 +187,7 @@ def test_no_replica_is_promised_more_than_it_holds_and_nothing_is_dropped_silent
     sizes = {each.ref.digest: each.image_bytes for one in promises for each in one.versions}
     for one in reports:
         for tier, room in one.status.tiers.items():
-            keeps = placement.plan[one.replica].values()
+            keeps = placement.targets[one.replica].values()
             assert (
                 sum(sizes[keep.ref.digest] for keep in keeps if keep.tier is tier)
                 <= room.pinnable_bytes
@@ -197,7 +197,7 @@ def test_no_replica_is_promised_more_than_it_holds_and_nothing_is_dropped_silent
         for version in one.versions:
             kept = sum(
                 keep.tier >= one.pin.tier
-                for keeps in placement.plan.values()
+                for keeps in placement.targets.values()
                 if (keep := keeps.get(version.ref.digest)) is not None
             )
             wanted = one.pin.replicas or len(REPLICAS)
@@ -218,9 +218,9 @@ def test_the_order_of_what_is_known_changes_nothing(seed: int):
 def test_a_new_pin_takes_no_place_from_those_as_urgent():
     reports = [report(replica, gpu=100) for replica in REPLICAS]
     promises = [promise(ref(f"a{n}"), replicas=2, created=n) for n in range(20)]
-    before = place(*promises, reports=reports).plan
+    before = place(*promises, reports=reports).targets
     late = promise(ref("late"), created=100.0)
-    after = place(*promises, late, reports=reports).plan
+    after = place(*promises, late, reports=reports).targets
     for replica, keeps in before.items():
         assert keeps.items() <= after[replica].items()
 

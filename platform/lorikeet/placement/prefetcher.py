@@ -1,0 +1,99 @@
+"""Decides, survey by survey, what the replicas of one base model prefetch."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lorikeet.placement.demand import Demand
+from lorikeet.placement.pin_placement import PinTargets
+from lorikeet.placement.prefetch_plan import Prefetch, ReplicaView, plan_prefetches, sole_copies
+from lorikeet.protocol.placement_decision import PinTarget, PrefetchTarget
+from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet_engine.adapter import Residency
+
+SURVEY_S = 3.0
+"""How often replicas are asked what they hold; an answer costs an engine milliseconds."""
+_SETTLES_S = 30.0
+"""A prefetch counts as done for so long: it may take a while, or have been refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchList:
+    """The prefetches of each replica, and the share of adapters in use that only it has."""
+
+    prefetches: Mapping[str, tuple[PrefetchTarget, ...]]
+    sole_copies: Mapping[str, float]
+
+
+class Prefetcher:
+    """Keeps demand and recent prefetches, so that none is sent twice."""
+
+    def __init__(self) -> None:
+        self._demand = Demand()
+        self._sent: dict[tuple[str, str], tuple[Prefetch, float]] = {}  # replica, digest: when
+
+    def decide(
+        self, reports: Sequence[ReplicaReport], targets: PinTargets, now_s: float, *, spares: bool
+    ) -> PrefetchList:
+        """Decide from new reports. targets: what pins keep on these replicas."""
+        self._demand.observe(reports, now_s)
+        adapters = self._demand.adapters
+        demand = {digest: each.uses for digest, each in adapters.items()}
+        sizes = {digest: each.image_bytes for digest, each in adapters.items() if each.image_bytes}
+        sizes |= _sizes(reports)
+        replicas = {
+            each.replica: _view(each, targets.get(each.replica, {}), sizes) for each in reports
+        }
+        planned = plan_prefetches(demand, sizes, self._as_if_done(replicas, now_s), spares=spares)
+        for name, some in planned.items():
+            self._sent.update({(name, each.digest): (each, now_s) for each in some})
+        prefetches = {
+            name: tuple(
+                PrefetchTarget(adapters[each.digest].ref, each.tier, each.uses) for each in some
+            )
+            for name, some in planned.items()
+        }
+        return PrefetchList(prefetches, sole_copies(demand, replicas))
+
+    def _as_if_done(self, replicas: dict[str, ReplicaView], now_s: float) -> dict[str, ReplicaView]:
+        """The replicas as if their recent prefetches were done."""
+        late: dict[str, list[Prefetch]] = defaultdict(list)
+        for (name, digest), (prefetch, sent_s) in list(self._sent.items()):
+            if now_s - sent_s > _SETTLES_S:
+                del self._sent[name, digest]
+            elif (
+                name in replicas
+                and replicas[name].held.get(digest, Residency.REMOTE) < prefetch.tier
+            ):
+                late[name].append(prefetch)
+        return replicas | {name: _with(replicas[name], some) for name, some in late.items()}
+
+
+def _with(replica: ReplicaView, prefetches: Sequence[Prefetch]) -> ReplicaView:
+    return replace(
+        replica,
+        held={**replica.held, **{each.digest: each.tier for each in prefetches}},
+        uses={**replica.uses, **{each.digest: each.uses for each in prefetches}},
+    )
+
+
+def _sizes(reports: Sequence[ReplicaReport]) -> dict[str, int]:
+    adapters = (adapter for report in reports for adapter in report.adapters)
+    return {each.digest: each.image_bytes for each in adapters if each.image_bytes}
+
+
+def _view(
+    report: ReplicaReport, targets: Mapping[str, PinTarget], sizes: Mapping[str, int]
+) -> ReplicaView:
+    tiers = report.status.tiers
+    pinned = {digest: target.tier for digest, target in targets.items()}
+    pinned_bytes = dict.fromkeys(Residency, 0)
+    for digest, tier in pinned.items():
+        pinned_bytes[tier] += sizes.get(digest, 0)
+    return ReplicaView(
+        gpu_bytes=tiers[Residency.GPU].capacity_bytes - pinned_bytes[Residency.GPU],
+        host_bytes=tiers[Residency.HOST].pinnable_bytes - pinned_bytes[Residency.HOST],
+        held={each.digest: each.residency for each in report.adapters},
+        uses={each.digest: each.uses for each in report.adapters},
+        pinned=pinned,
+    )
