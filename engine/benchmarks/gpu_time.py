@@ -18,7 +18,7 @@ _KINDS = (
     ("copies", r"^Mem(cpy|set)"),
     ("shrink", r"shrink"),
     ("expand", r"^_expand"),
-    ("norms, rotary, KV write, gate", r"^_(add_norm|rotate|gate)"),
+    ("norms, rotary, KV write, SiLU", r"^_(add_rms_norm|rotary|silu)"),
     ("attention", r"^_decode|flashinfer|fmha"),
     ("products", r"gemm|nvjet|cutlass|cublas|splitK|gemv"),
     ("sampling", r"^_sample|ArgMax|argmax|softmax|[sS]ort|scan|Philox"),

@@ -33,9 +33,9 @@ from lorikeet_engine.kernels.lora import (
     add_lora,
     begin_step,
     linear,
-    linear_before_gate,
+    linear_before_silu,
 )
-from lorikeet_engine.kernels.pointwise import gate
+from lorikeet_engine.kernels.pointwise import silu_and_mul
 from lorikeet_engine.models import LlamaModel
 from lorikeet_engine.models.batch import Batch
 
@@ -207,7 +207,7 @@ def _check(weights: LoraWeights, segments: Segments, row: Row, device: torch.dev
         _assert_close(delta.rows, want, f"{row}, {group}: the delta")
         if name == "gate_up":
             gates, values = want.chunk(2, dim=1)
-            got = gate(*linear_before_gate(x, weight, None, step, layer, group))
+            got = silu_and_mul(*linear_before_silu(x, weight, None, step, layer, group))
             _assert_close(got, torch.nn.functional.silu(gates) * values, f"{row}: the gate")
     torch.use_deterministic_algorithms(False)
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from engine.benchmarks.random_model import RandomCheckpoint, write_config
 from lorikeet_engine.models import LlamaModel, ModelConfig
-from lorikeet_engine.models.weights import INDEX
+from lorikeet_engine.models.checkpoint import INDEX
 
 SHARD_BYTES = 5 * 10**9
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lorikeet_engine.models import LlamaModel, ModelConfig
-from lorikeet_engine.models.weights import Checkpoint
+from lorikeet_engine.models.checkpoint import Checkpoint
 
 LLAMA_3_1_8B: Mapping[str, Any] = {
     "model_type": "llama",

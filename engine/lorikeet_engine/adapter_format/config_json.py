@@ -23,19 +23,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def integer(raw: Mapping[str, Any], field: str, absent: int | None = None) -> int:
-    """A positive integer; absent: what it is where the file does not say. Raises ModelError."""
+def integer(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:
+    """A positive integer; default: what it is where the file does not say. Raises ModelError."""
     value = raw.get(field)
-    value = absent if value is None else value
+    value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise refusal(field, value, "a positive integer")
     return value
 
 
-def number(raw: Mapping[str, Any], field: str, absent: float | None = None) -> float:
-    """A positive number; absent: what it is where the file does not say. Raises ModelError."""
+def number(raw: Mapping[str, Any], field: str, default: float | None = None) -> float:
+    """A positive number; default: what it is where the file does not say. Raises ModelError."""
     value = raw.get(field)
-    value = absent if value is None else value
+    value = default if value is None else value
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
         raise refusal(field, value, "a positive number")
     return float(value)

@@ -1,1 +1,7 @@
-"""The operators that a GPU spends its time in."""
+"""The operators that a GPU spends its time in, each with a path for a CPU.
+
+`matmul` is the base model's matrix product, `lora` what adapters add to it, `attention` paged
+attention's back ends, `pointwise` what stands between: norms, rotary embedding, SiLU. `reference`
+modules hold an operator's equation in plain torch, which is the CPU's path and what tests compare
+with; Triton is imported on CUDA alone. `models` calls all of it.
+"""

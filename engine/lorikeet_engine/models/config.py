@@ -10,7 +10,7 @@ from lorikeet_engine.adapter_format.config_json import integer, number, refusal
 
 
 @dataclass(frozen=True, slots=True)
-class Llama3Scaling:
+class Llama3RopeScaling:
     """Llama 3.1's stretched rotary frequencies: long waves are slowed, short ones kept.
 
     original_context: tokens of context before stretching. Waves longer than
@@ -25,11 +25,11 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
-class Rope:
+class RopeConfig:
     """Rotary embedding over the whole head: frequencies theta ** (-2i / head_dim)."""
 
     theta: float
-    scaling: Llama3Scaling | None = None
+    scaling: Llama3RopeScaling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ModelConfig:
     vocab_size: int
     max_context: int
     norm_eps: float
-    rope: Rope
+    rope: RopeConfig
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -128,7 +128,7 @@ def _context(raw: Mapping[str, Any], max_context: int | None) -> int:
     return max_context
 
 
-def _rope(raw: Mapping[str, Any]) -> Rope:
+def _rope(raw: Mapping[str, Any]) -> RopeConfig:
     # transformers 5 writes rope_parameters; before, rope_theta stood outside of rope_scaling
     field = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = {"rope_theta": raw.get("rope_theta"), **(raw.get(field) or {})}
@@ -137,12 +137,12 @@ def _rope(raw: Mapping[str, Any]) -> Rope:
         raise refusal("partial_rotary_factor", rope.get("partial_rotary_factor"), "1")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return Rope(theta)
+        return RopeConfig(theta)
     if kind != "llama3":
         raise refusal(f"{field}.rope_type", kind, "default or llama3")
-    return Rope(
+    return RopeConfig(
         theta,
-        Llama3Scaling(
+        Llama3RopeScaling(
             factor=number(rope, "factor"),
             low_freq_factor=number(rope, "low_freq_factor"),
             high_freq_factor=number(rope, "high_freq_factor"),

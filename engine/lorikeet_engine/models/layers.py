@@ -6,9 +6,9 @@ import torch
 from torch.nn import functional as F
 
 from lorikeet_engine.kernels.lora import LoraDelta
-from lorikeet_engine.kernels.pointwise import add_norm
-from lorikeet_engine.models.config import Llama3Scaling, Rope
-from lorikeet_engine.models.weights import Checkpoint
+from lorikeet_engine.kernels.pointwise import add_rms_norm
+from lorikeet_engine.models.checkpoint import Checkpoint
+from lorikeet_engine.models.config import Llama3RopeScaling, RopeConfig
 
 
 class RmsNorm:
@@ -26,32 +26,36 @@ class RmsNorm:
         """Normalise each row of x."""
         return F.rms_norm(x, (self.width,), self.weight, self.eps)
 
-    def after(self, x: torch.Tensor, delta: torch.Tensor, lora: LoraDelta | None) -> torch.Tensor:
+    def add_and_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, lora: LoraDelta | None
+    ) -> torch.Tensor:
         """Add delta and lora to x in place, then normalise each row; all [tokens, width]."""
-        return add_norm(x, delta, self.weight, self.eps, lora)
+        return add_rms_norm(x, delta, self.weight, self.eps, lora)
 
 
-class Rotary:
-    """Cosines and sines for every position, [positions, head_dim / 2] float32."""
+class RotaryEmbedding:
+    """Cosines and sines of every position, [positions, head_dim / 2] float32."""
 
-    def __init__(self, rope: Rope, head_dim: int, positions: int, device: torch.device) -> None:
+    def __init__(
+        self, rope: RopeConfig, head_dim: int, positions: int, device: torch.device
+    ) -> None:
         frequencies = _frequencies(rope, head_dim)
         angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
         self._cos = angles.cos().to(device)
         self._sin = angles.sin().to(device)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of positions [tokens] int64: cosines and sines [tokens, head_dim / 2] float32."""
+        """Cosines and sines [tokens, head_dim / 2] float32 of positions [tokens] int64."""
         return self._cos[positions], self._sin[positions]
 
 
-def _frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
+def _frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / rope.theta**exponents  # [head_dim / 2]
     return frequencies if rope.scaling is None else _stretch(frequencies, rope.scaling)
 
 
-def _stretch(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+def _stretch(frequencies: torch.Tensor, scaling: Llama3RopeScaling) -> torch.Tensor:
     turns = scaling.original_context / (2 * math.pi / frequencies)  # in the original context
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0.0, 1.0)  # 0: slowed by factor, 1: as it was

@@ -8,13 +8,13 @@ from torch.nn import functional as F
 
 from lorikeet_engine.kernels.attention import AttentionBackend
 from lorikeet_engine.kernels.lora import LoraDelta, LoraStep, LoraWeights, begin_step
-from lorikeet_engine.kernels.pointwise import add_lora_delta, gate, rotate_and_store
-from lorikeet_engine.kernels.product import linear
+from lorikeet_engine.kernels.matmul import linear
+from lorikeet_engine.kernels.pointwise import add_lora_delta, rotary_and_store_kv, silu_and_mul
 from lorikeet_engine.models.batch import Batch
+from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.models.layers import RmsNorm, Rotary
+from lorikeet_engine.models.layers import RmsNorm, RotaryEmbedding
 from lorikeet_engine.models.lora_linear import LoraLinear
-from lorikeet_engine.models.weights import Checkpoint
 
 # A product, and what adapters still add to it.
 _Product = tuple[torch.Tensor, LoraDelta | None]
@@ -48,7 +48,7 @@ class LlamaModel:
             if config.tied_embeddings
             else checkpoint.read(["lm_head.weight"], *size)
         )
-        self._rotary = Rotary(config.rope, shape.head_dim, config.max_context, self.device)
+        self._rotary = RotaryEmbedding(config.rope, shape.head_dim, config.max_context, self.device)
 
     def forward(
         self, batch: Batch, kv: torch.Tensor, lora: LoraWeights | None, attention: AttentionBackend
@@ -64,7 +64,7 @@ class LlamaModel:
         delta: _Product = torch.zeros_like(x), None
         for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
             delta = layer(x, delta, layer_kv, step)
-        return self._norm.after(x, *delta)
+        return self._norm.add_and_norm(x, *delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocab] of hidden [rows, hidden] as forward gives it, in its dtype."""
@@ -121,9 +121,9 @@ class _Layer:
     def __call__(
         self, x: torch.Tensor, delta: _Product, layer_kv: torch.Tensor, step: _Step
     ) -> _Product:
-        """Adds delta, and what attention says, to x in place; returns what is yet to be added."""
-        delta = self.attention(self.attention_norm.after(x, *delta), layer_kv, step)
-        return self.mlp(self.mlp_norm.after(x, *delta), step)
+        """Add delta, and attention's output, to x in place; return what is yet to be added."""
+        delta = self.attention(self.attention_norm.add_and_norm(x, *delta), layer_kv, step)
+        return self.mlp(self.mlp_norm.add_and_norm(x, *delta), step)
 
 
 class _Attention:
@@ -147,7 +147,7 @@ class _Attention:
             lora = None
             q.copy_(self.q_norm(q))
             k.copy_(self.k_norm(k))
-        rotate_and_store(qkv, step.cos, step.sin, layer_kv, step.batch.kv_slots, lora)
+        rotary_and_store_kv(qkv, step.cos, step.sin, layer_kv, step.batch.kv_slots, lora)
         mixed = step.attention.attend(q, layer_kv, step.batch)  # [tokens, heads, head_dim]
         return self.o(mixed.flatten(1), step.lora)
 
@@ -159,4 +159,4 @@ class _Mlp:
         self.down = LoraLinear(checkpoint, config.shape, layer, "down", bias=bias)
 
     def __call__(self, x: torch.Tensor, step: _Step) -> _Product:
-        return self.down(gate(*self.gate_up.before_gate(x, step.lora)), step.lora)
+        return self.down(silu_and_mul(*self.gate_up.before_silu(x, step.lora)), step.lora)

@@ -6,12 +6,12 @@ from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.kernels.lora import (
     LoraDelta,
     LoraGroup,
-    LoraShare,
     LoraStep,
+    UnexpandedDelta,
     linear,
-    linear_before_gate,
+    linear_before_silu,
 )
-from lorikeet_engine.models.weights import Checkpoint
+from lorikeet_engine.models.checkpoint import Checkpoint
 
 
 class LoraLinear:
@@ -37,11 +37,11 @@ class LoraLinear:
     def __call__(
         self, x: torch.Tensor, lora: LoraStep | None
     ) -> tuple[torch.Tensor, LoraDelta | None]:
-        """Y [tokens, sum(d_outs)] of x [tokens, d_in], and what is still to be added to it."""
+        """Return y [tokens, sum(d_outs)] of x [tokens, d_in], and what is yet to be added to it."""
         return linear(x, self.weight, self.bias, lora, self.layer, self.group)
 
-    def before_gate(
+    def before_silu(
         self, x: torch.Tensor, lora: LoraStep | None
-    ) -> tuple[torch.Tensor, LoraDelta | LoraShare | None]:
-        """As __call__, where a gate reads both next."""
-        return linear_before_gate(x, self.weight, self.bias, lora, self.layer, self.group)
+    ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
+        """Do what __call__ does, for silu_and_mul alone to read: the delta may be unexpanded."""
+        return linear_before_silu(x, self.weight, self.bias, lora, self.layer, self.group)

@@ -20,7 +20,7 @@ def trace(tmp_path):
     step = [
         event("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNT", 0, 300),
         event("_shrink", 50, 20),
-        event("_add_norm", 290, 60),
+        event("_add_rms_norm", 290, 60),
         event("void flashinfer::BatchPrefillWithPagedKVCacheKernel<cutlass>(Params)", 352, 98),
         event("Memcpy DtoH (Device -> Pinned)", 450, 10, "gpu_memcpy"),
         event("something_new", 460, 40),
@@ -46,7 +46,7 @@ def test_gpu_time_is_told_by_kind(trace):
         {
             "products": 0.3,
             "shrink": 0.02,
-            "norms, rotary, KV write, gate": 0.06,
+            "norms, rotary, KV write, SiLU": 0.06,
             "attention": 0.098,
             "copies": 0.01,
             "unknown": 0.04,

@@ -21,17 +21,17 @@ from lorikeet_engine.kernels.lora import (
     LoraStep,
     LoraWeights,
     Segments,
+    launch_checks,
     linear,
-    operands,
     side_stream,
     tiles,
 )
 from lorikeet_engine.kernels.lora.expand import expand
-from lorikeet_engine.kernels.lora.gate import expand_and_gate
+from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
 from lorikeet_engine.kernels.lora.shrink import shrink
-from lorikeet_engine.kernels.lora.tuning import PATH, Cut, Regime
+from lorikeet_engine.kernels.lora.tuning import PATH, LaunchConfig, Regime
+from lorikeet_engine.kernels.matmul.gemv import gemv
 from lorikeet_engine.kernels.pointwise import fused
-from lorikeet_engine.kernels.product.gemv import gemv
 
 MOST_SHARED = 227 << 10  # bytes of a Hopper multiprocessor's that one program may have
 QKV, GATE_UP, DOWN = (
@@ -66,9 +66,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         names.add(kernel.__name__)
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(operands, "_is_hopper", lambda _: True)
-    cuts = json.loads(PATH.read_text())["NVIDIA H200"]
-    monkeypatch.setattr(tiles, "cut_of", lambda regime, _: Cut.parse(cuts[regime]))
+    monkeypatch.setattr(launch_checks, "_is_hopper", lambda _: True)
+    configs = json.loads(PATH.read_text())["NVIDIA H200"]
+    monkeypatch.setattr(
+        tiles, "launch_config", lambda regime, _: LaunchConfig.parse(configs[regime])
+    )
     monkeypatch.setattr(driver, "_active", Hopper())
     return names
 
@@ -88,20 +90,20 @@ def lora(tokens: int, segments: int, max_rank: int) -> tuple[LoraWeights, tiles.
 def test_lora(compiled: set[str], tokens: int, segments: int, rank: int) -> None:
     for group in (QKV, GATE_UP, DOWN):
         weights, listed = lora(tokens, segments, rank)
-        share = shrink(empty(tokens, group.d_in), weights, listed, 3, group)
-        expand(share, empty(tokens, sum(group.d_outs)))
-        if group is GATE_UP and listed.gate_expands:
-            expand_and_gate(empty(tokens, 2 * 14336), share)
+        shrunk = shrink(empty(tokens, group.d_in), weights, listed, 3, group)
+        expand(shrunk, empty(tokens, sum(group.d_outs)))
+        if group is GATE_UP and listed.silu_expands:
+            expand_silu_and_mul(empty(tokens, 2 * 14336), shrunk)
     few = listed.regime == Regime.FEW
     assert compiled >= {"_list_tiles", "_shrink", "_expand_few" if few else "_expand"}
-    assert ("_expand_and_gate" in compiled) == (listed.regime == Regime.PREFILL)
+    assert ("_expand_silu_and_mul" in compiled) == (listed.regime == Regime.PREFILL)
 
 
 def test_a_step_with_tiles_runs_lora_on_the_side_stream(
     compiled: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights, listed = lora(16, 16, 16)
-    monkeypatch.setattr(side_stream, "linear_beside_lora", lambda x, *_: (x, None))
+    monkeypatch.setattr(side_stream, "linear_and_lora", lambda x, *_: (x, None))
     x = empty(16, DOWN.d_in)
     y, delta = linear(x, empty(4096, DOWN.d_in), None, LoraStep(weights, None, listed), 3, DOWN)
     assert y is x
@@ -115,13 +117,13 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
         return LoraDelta(empty(8, width), empty(1, dtype=torch.int32)) if adapters else None
 
     angles = empty(8, 64, dtype=torch.float32)
-    fused.add_norm(empty(8, 4096), empty(8, 4096), empty(4096), 1e-5, delta(4096))
-    fused.gate(empty(8, 2 * 14336), delta(2 * 14336))
+    fused.add_rms_norm(empty(8, 4096), empty(8, 4096), empty(4096), 1e-5, delta(4096))
+    fused.silu_and_mul(empty(8, 2 * 14336), delta(2 * 14336))
     slots = empty(8, dtype=torch.int64)
     kv = empty(2, 100, 16, 8, 128)
-    fused.rotate_and_store(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128))
+    fused.rotary_and_store_kv(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128))
     fused.add_lora_delta(empty(8, 6144), delta(6144))
-    assert compiled >= {"_add_norm", "_gate", "_rotate_and_store"}
+    assert compiled >= {"_add_rms_norm", "_silu_and_mul", "_rotary_and_store_kv"}
     assert ("_add_lora_delta" in compiled) == adapters
 
 

@@ -19,14 +19,20 @@ from lorikeet_engine.kernels.lora import (
     Segments,
     begin_step,
     linear,
-    linear_before_gate,
+    linear_before_silu,
 )
 from lorikeet_engine.kernels.lora import tiles as tiles_module
 from lorikeet_engine.kernels.lora.expand import expand
-from lorikeet_engine.kernels.lora.gate import expand_and_gate
+from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
 from lorikeet_engine.kernels.lora.shrink import shrink
 from lorikeet_engine.kernels.lora.tiles import Tiles, list_tiles
-from lorikeet_engine.kernels.lora.tuning import FEW_TOKENS, PREFILL_TOKENS, Cut, Regime, cut_of
+from lorikeet_engine.kernels.lora.tuning import (
+    FEW_TOKENS,
+    PREFILL_TOKENS,
+    LaunchConfig,
+    Regime,
+    launch_config,
+)
 from tests.engine.interpreter import INTERPRETED, run_in_interpreter
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -160,12 +166,12 @@ def _small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     if not INTERPRETED:
         return
 
-    def small(regime: Regime, device: torch.device) -> Cut:
-        cut = cut_of(regime, device)
-        inner = replace(cut.shrink, inner=64)
-        return replace(cut, shrink=inner, expand=replace(cut.expand, columns=32))
+    def small(regime: Regime, device: torch.device) -> LaunchConfig:
+        config = launch_config(regime, device)
+        shrunk = replace(config.shrink, block_in=64)
+        return replace(config, shrink=shrunk, expand=replace(config.expand, columns=32))
 
-    monkeypatch.setattr(tiles_module, "cut_of", small)
+    monkeypatch.setattr(tiles_module, "launch_config", small)
 
 
 @pytest.fixture(autouse=True)
@@ -178,11 +184,11 @@ def _nan_in_fresh_memory() -> Iterator[None]:
 
 def check(step: Step) -> None:
     """Both kernels agree with the equation, and write nothing else."""
-    share = shrink(step.x, step.weights, step.tiles(), LAYER, step.group)
-    assert share.v.dtype == torch.float32
-    check_shrunk(step, share.v)
+    shrunk = shrink(step.x, step.weights, step.tiles(), LAYER, step.group)
+    assert shrunk.v.dtype == torch.float32
+    check_shrunk(step, shrunk.v)
     delta = step.x.new_full((len(step.x), sum(step.group.d_outs)), torch.nan)
-    expand(share, delta)
+    expand(shrunk, delta)
     check_delta(step, delta)
 
 
@@ -295,7 +301,7 @@ def test_tiles_cover_every_segment_and_nothing_else(
 ) -> None:
     step = make_step(kind, DOWN, [1] * len(runs), runs, base_tokens=3, padding=2)
     tiles = step.tiles()
-    wanted = cut_into(tiles.cut.tokens, [*runs, (-1, 3)])
+    wanted = cut_into(tiles.config.tokens, [*runs, (-1, 3)])
     assert [tuple(row) for row in tiles.rows.tolist() if row[2]] == wanted
     assert tiles.tokens.item() == len(step.owners)
 
@@ -324,8 +330,8 @@ def test_the_same_step_twice_is_the_same_to_the_bit(kind: Kind) -> None:
 @kinds
 def test_an_arena_in_another_dtype_than_the_model(kind: Kind) -> None:
     step = make_step(kind, DOWN, [8], [(0, 5)])
-    share = shrink(step.x.float(), step.weights, step.tiles(), LAYER, step.group)
-    check_shrunk(step, share.v)
+    shrunk = shrink(step.x.float(), step.weights, step.tiles(), LAYER, step.group)
+    check_shrunk(step, shrunk.v)
 
 
 @kinds
@@ -347,24 +353,24 @@ def test_operands_that_do_not_fit_are_refused(kind: Kind, group: LoraGroup) -> N
 @kinds
 def test_a_delta_of_another_shape_is_refused(kind: Kind) -> None:
     step = make_step(kind, DOWN, [8], [(0, 5)])
-    share = shrink(step.x, step.weights, step.tiles(), LAYER, step.group)
+    shrunk = shrink(step.x, step.weights, step.tiles(), LAYER, step.group)
     for shape in ((4, 72), (5, 71)):
         with pytest.raises(ShapeError):
-            expand(share, torch.zeros(shape, dtype=kind[1], device=kind[0]))
+            expand(shrunk, torch.zeros(shape, dtype=kind[1], device=kind[0]))
 
 
 @both_kinds
 @pytest.mark.parametrize("ranks", [[8], [4, 0, 12], *slow([4, 0, 100])])
-def test_a_prefills_gate_expands_by_itself(kind: Kind, ranks: list[int]) -> None:
+def test_a_prefills_silu_expands_by_itself(kind: Kind, ranks: list[int]) -> None:
     tokens = PREFILL_TOKENS // len(ranks)
     runs = [(slot, tokens) for slot in range(len(ranks))]
     step = make_step(kind, GATE_UP, ranks, runs, base_tokens=70)
     step.x[-70:] = 1.0
     product = torch.randn(len(step.x), 2 * 130).to(*kind)
-    share = shrink(step.x, step.weights, step.tiles(), LAYER, GATE_UP)
+    shrunk = shrink(step.x, step.weights, step.tiles(), LAYER, GATE_UP)
     gates, values = (product.float().cpu() + step.delta().nan_to_num()).chunk(2, dim=1)
     want = torch.nn.functional.silu(gates) * values
-    got = expand_and_gate(product, share).float().cpu()
+    got = expand_silu_and_mul(product, shrunk).float().cpu()
     eps = torch.finfo(kind[1]).eps
     off = eps * (product.float().cpu().abs() + step.sizes().nan_to_num()) + 1e-5
     gates_off, values_off = off.chunk(2, dim=1)  # silu's slope is below 1.1
@@ -401,10 +407,10 @@ def test_a_product_and_its_delta_in_and_out_of_a_graph(
 
 @pytest.mark.skipif(INTERPRETED, reason="streams are CUDA's")
 @kinds
-def test_a_prefills_gate_is_handed_the_delta_of_one_linear_that_stores_both(kind: Kind) -> None:
+def test_a_prefills_silu_is_handed_the_delta_of_one_linear_that_stores_both(kind: Kind) -> None:
     step = make_step(kind, GATE_UP_AS_ONE, [8, 12], [(0, PREFILL_TOKENS), (1, 30)])
     lora = begin_step(step.weights, step.segments, len(step.x))
     weight = torch.zeros(260, 96).to(kind[0], kind[1])
-    _, delta = linear_before_gate(step.x, weight, None, lora, LAYER, GATE_UP_AS_ONE)
+    _, delta = linear_before_silu(step.x, weight, None, lora, LAYER, GATE_UP_AS_ONE)
     assert isinstance(delta, LoraDelta)
     check_delta(step, delta.rows)

@@ -10,7 +10,7 @@ from lorikeet_engine.kernels.attention import AttentionShape, PageTable, SdpaAtt
 from lorikeet_engine.kernels.attention.paged_decode import (
     SHORTEST_ITEM,
     PagedDecode,
-    cut,
+    split_rows,
     workspace_bytes,
 )
 from lorikeet_engine.models.batch import Batch
@@ -116,7 +116,7 @@ def test_many_sequences_and_one_long_one_say_the_same_every_time():
 def test_the_pieces_of_a_step_hold_every_token_once_and_fit(capacity):
     lengths = np.array([1000, 1, 64, 130], np.int32)
     pages = np.array([0, 63, 64, 68], np.int32)
-    items = cut(pages, lengths, capacity)
+    items = split_rows(pages, lengths, capacity)
     assert items.shape == (capacity, 6)
     used = items[items[:, 0] >= 0]
     assert (items[len(used) :] == -1).all()

@@ -41,25 +41,25 @@ def assert_equal(got, want):
 @sizes
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("width", [64, 100, 1536])
-def test_add_norm(kind, width, tokens):
+def test_add_rms_norm(kind, width, tokens):
     x, delta = random(kind, tokens, width), random(kind, width, tokens).T.contiguous()
     weight, summed = random(kind, width), x.clone()
-    want = reference.add_norm(summed, delta, weight, 1e-5)
-    assert_equal(fused.add_norm(x, delta, weight, 1e-5), want)
+    want = reference.add_rms_norm(summed, delta, weight, 1e-5)
+    assert_equal(fused.add_rms_norm(x, delta, weight, 1e-5), want)
     assert torch.equal(x, summed)
 
 
 @sizes
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 16), (10, 2, 128), (6, 3, 96)])
-def test_rotate_and_store(kind, heads, kv_heads, dim, tokens):
+def test_rotary_and_store_kv(kind, heads, kv_heads, dim, tokens):
     qkv = random(kind, tokens, heads + 2 * kv_heads, dim)
     angles = random((kind[0], torch.float32), tokens, dim // 2)
     slots = torch.randperm(48, generator=torch.Generator().manual_seed(1))[:tokens].to(kind[0])
     kv = random(kind, 2, 3, 16, kv_heads, dim)
     turned, filled = qkv.clone(), kv.clone()
-    fused.rotate_and_store(turned, angles.cos(), angles.sin(), filled, slots)
-    reference.rotate_and_store(qkv, angles.cos(), angles.sin(), kv, slots)
+    fused.rotary_and_store_kv(turned, angles.cos(), angles.sin(), filled, slots)
+    reference.rotary_and_store_kv(qkv, angles.cos(), angles.sin(), kv, slots)
     assert_equal(turned[:, :heads], qkv[:, :heads])
     assert_equal(filled, kv)
 
@@ -70,16 +70,16 @@ def test_a_token_without_a_place_is_not_stored(kind):
     before = kv.clone()
     angles = torch.zeros(3, 8, device=kind[0])
     slots = torch.full((3,), -1, device=kind[0])
-    fused.rotate_and_store(random(kind, 3, 8, 16), angles.cos(), angles.sin(), kv, slots)
+    fused.rotary_and_store_kv(random(kind, 3, 8, 16), angles.cos(), angles.sin(), kv, slots)
     assert torch.equal(kv, before)
 
 
 @sizes
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("width", [8, 1500])
-def test_gate(kind, width, tokens):
+def test_silu_and_mul(kind, width, tokens):
     x = random(kind, tokens, 2 * width)
-    assert_equal(fused.gate(x), reference.gate(x))
+    assert_equal(fused.silu_and_mul(x), reference.silu_and_mul(x))
 
 
 def adapted(kind, y):
@@ -102,12 +102,12 @@ def assert_close(got, want):
 def test_what_adapters_add_is_added_first(kind, tokens):
     x = random(kind, tokens, 2 * 60)
     lora, summed = adapted(kind, x)
-    assert_close(fused.gate(x, lora), reference.gate(summed))
+    assert_close(fused.silu_and_mul(x, lora), reference.silu_and_mul(summed))
 
     x, delta, weight = random(kind, tokens, 60), random(kind, 60, tokens).T, random(kind, 60)
     lora, summed = adapted(kind, delta.contiguous())
-    want = reference.add_norm(x.float().clone(), summed, weight.float(), 1e-5)
-    assert_close(fused.add_norm(x, delta.contiguous(), weight, 1e-5, lora), want)
+    want = reference.add_rms_norm(x.float().clone(), summed, weight.float(), 1e-5)
+    assert_close(fused.add_rms_norm(x, delta.contiguous(), weight, 1e-5, lora), want)
 
     y = random(kind, tokens, 60)
     lora, summed = adapted(kind, y)
@@ -123,7 +123,7 @@ def test_what_adapters_add_to_queries_keys_and_values(kind, tokens):
     angles = random((kind[0], torch.float32), tokens, 8)
     slots = torch.arange(tokens, device=kind[0])
     wide = kv.float().clone()
-    fused.rotate_and_store(qkv, angles.cos(), angles.sin(), kv, slots, lora)
-    reference.rotate_and_store(summed, angles.cos(), angles.sin(), wide, slots)
+    fused.rotary_and_store_kv(qkv, angles.cos(), angles.sin(), kv, slots, lora)
+    reference.rotary_and_store_kv(summed, angles.cos(), angles.sin(), wide, slots)
     assert_close(qkv[:, :2], summed[:, :2])
     assert_close(kv, wide)

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lorikeet_engine.errors import ModelError, SettingsError
-from lorikeet_engine.models import ModelConfig, load_model, staging, weights
-from lorikeet_engine.models.weights import Checkpoint
+from lorikeet_engine.models import ModelConfig, checkpoint, load_model, staging
+from lorikeet_engine.models.checkpoint import Checkpoint
 
 CPU = torch.device("cpu")
 CUDA = pytest.param(
@@ -195,7 +195,7 @@ def host_bytes():
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(tiny_checkpoints, monkeypatch):
-    monkeypatch.setattr(weights, "free_bytes", lambda device: 5000)
+    monkeypatch.setattr(checkpoint, "free_bytes", lambda device: 5000)
     monkeypatch.setattr(Checkpoint, "read", None)
     with pytest.raises(SettingsError, match=r"weights take 0\.00 GiB .* 0\.00 GiB are free on cpu"):
         load(tiny_checkpoints["llama"])

@@ -19,7 +19,7 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class _Sequences:
-    """As PagedSequences."""
+    """PagedSequences for one plan."""
 
     query_starts: Int32s
     kv_lengths: Int32s

@@ -4,7 +4,7 @@ A *row* is a query token and what it sees: its sequence's tokens up to itself. I
 one a sequence; the rows of a short prompt read the same keys again, mostly from the cache.
 
 A program takes one *item*, a piece of what a row sees, for one key head and the query heads that
-share it. Rows are cut so that there are enough items to fill the GPU and none is much longer than
+share it. Rows are split so that there are enough items to fill the GPU and none is much longer than
 the others: the pieces of a row leave partial results, and whichever of them finishes last adds them
 up, in the sequence's order, so the result does not depend on who that was (Flash-Decoding, Dao et
 al. 2023). Items and pages are read from buffers that a captured graph keeps; a plan fills them
@@ -57,7 +57,7 @@ class PagedDecode:
     def plan(self, batch: PagedSequences) -> None:
         """See AttentionBackend.plan."""
         pages, device = batch.page_table.pages, self._pages.device
-        items = cut(*query_rows(batch), self._capacity)
+        items = split_rows(*query_rows(batch), self._capacity)
         self._items.copy_(upload(items, device))
         self._pages[: len(pages)].copy_(upload(pages, device))
 
@@ -95,10 +95,11 @@ def query_rows(batch: PagedSequences) -> tuple[Int32s, Int32s]:
     return batch.page_table.starts[owner], (lengths[owner] - behind).astype(np.int32)
 
 
-def cut(pages: Int32s, lengths: Int32s, capacity: int) -> Int32s:
-    """Items [capacity, 6]: row, where its pages start, first and last token, its first item and
+def split_rows(pages: Int32s, lengths: Int32s, capacity: int) -> Int32s:
+    """Split rows into items [capacity, 6], those left over with the row −1.
 
-    how many it has. What is left over has the row −1.
+    An item: row, where its pages start, first and last token, the row's first item and how many
+    it has.
     """
     # Long enough that adding up a sequence's parts takes no longer than computing one: each part
     # costs the last program about as much as 16 tokens do.

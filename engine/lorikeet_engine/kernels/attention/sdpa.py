@@ -12,7 +12,7 @@ class SdpaAttention:
     """AttentionBackend for every device that torch knows, in any mix of prefill and decode."""
 
     def plan(self, batch: PagedSequences) -> None:
-        """Nothing is to be planned."""
+        """Do nothing: there is no plan."""
 
     def attend(
         self, q: torch.Tensor, layer_kv: torch.Tensor, batch: PagedSequences
@@ -32,7 +32,7 @@ class SdpaAttention:
 
 
 def _attend_one(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Of q [queries, heads, head_dim]; keys, values [length, kv_heads, head_dim] → like q."""
+    """Q [queries, heads, head_dim]; keys, values [length, kv_heads, head_dim] → like q."""
     queries, heads, head_dim = q.shape
     length, kv_heads, _ = keys.shape
     group = heads // kv_heads

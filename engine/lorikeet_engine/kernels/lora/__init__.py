@@ -1,8 +1,8 @@
-"""The LoRA operators: a product of the base model and, for each token, its own adapter's share.
+"""The LoRA operators: a product of the base model and, for each token, its own adapter's shrunk.
 
 `reference` is the equation in torch and the path on the CPU, where y = x·Wᵀ + B·A·x is computed at
-once. On CUDA the Triton kernels `shrink` and `expand` compute the adapters' share on a stream of
-their own (`side_stream`), and whatever reads the product next adds it.
+once. On CUDA the Triton kernels `shrink` and `expand` compute that delta on a stream of their
+own (`side_stream`), and whatever reads the product next adds it.
 """
 
 from importlib import import_module
@@ -10,28 +10,28 @@ from typing import Any
 
 import torch
 
-from lorikeet_engine.kernels import product
+from lorikeet_engine.kernels import matmul
 from lorikeet_engine.kernels.lora.reference import add_lora
 from lorikeet_engine.kernels.lora.types import (
     LoraDelta,
     LoraGroup,
-    LoraShare,
     LoraStep,
     LoraWeights,
     Segments,
+    UnexpandedDelta,
 )
 
 __all__ = [
     "LoraDelta",
     "LoraGroup",
-    "LoraShare",
     "LoraStep",
     "LoraWeights",
     "Segments",
+    "UnexpandedDelta",
     "add_lora",
     "begin_step",
     "linear",
-    "linear_before_gate",
+    "linear_before_silu",
 ]
 
 
@@ -58,30 +58,30 @@ def linear(
     """
     if step is not None and step.tiles is not None:
         delta = x.new_empty((len(x), sum(group.d_outs)))
-        y, _ = _cuda("side_stream").linear_beside_lora(x, weight, bias, step, layer, group, delta)
+        y, _ = _cuda("side_stream").linear_and_lora(x, weight, bias, step, layer, group, delta)
         return y, LoraDelta(delta, step.tiles.tokens)
-    y = product.linear(x, weight, bias)
+    y = matmul.linear(x, weight, bias)
     if step is not None:
         add_lora(y, x, step.weights, step.segments, layer, group)
     return y, None
 
 
-def linear_before_gate(
+def linear_before_silu(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     step: LoraStep | None,
     layer: int,
     group: LoraGroup,
-) -> tuple[torch.Tensor, LoraDelta | LoraShare | None]:
-    """As linear; but in a prefill on CUDA the gate, which reads y next, expands the share.
+) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
+    """As linear; but in a prefill on CUDA the gate, which reads y next, expands the shrunk.
 
     A share of one linear that stores gate and up as one is expanded here: the kernel reads two.
     """
-    fits = step is not None and step.tiles is not None and step.tiles.gate_expands
+    fits = step is not None and step.tiles is not None and step.tiles.silu_expands
     if not fits or len(group.linears) != 2:
         return linear(x, weight, bias, step, layer, group)
-    pair: tuple[torch.Tensor, LoraShare] = _cuda("side_stream").linear_beside_lora(
+    pair: tuple[torch.Tensor, UnexpandedDelta] = _cuda("side_stream").linear_and_lora(
         x, weight, bias, step, layer, group
     )
     return pair

@@ -5,44 +5,44 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.errors import ShapeError
-from lorikeet_engine.kernels.lora.operands import check_rows, launches_early
-from lorikeet_engine.kernels.lora.shrink import MOST_PARTS
+from lorikeet_engine.kernels.lora.launch_checks import check_rows, launches_early
+from lorikeet_engine.kernels.lora.shrink import MAX_PARTS
 from lorikeet_engine.kernels.lora.tiles import Tiles, tile_at
 from lorikeet_engine.kernels.lora.tuning import Regime
-from lorikeet_engine.kernels.lora.types import LoraShare
+from lorikeet_engine.kernels.lora.types import UnexpandedDelta
 
 PARTS_AT_ONCE = 4  # of v, asked for before one is needed
 
 
-def expand(share: LoraShare, delta: torch.Tensor) -> None:
+def expand(shrunk: UnexpandedDelta, delta: torch.Tensor) -> None:
     """delta[t, columns of s] = B(t, s) v[t, s], for the adapter of token t and slice s.
 
-    share: what shrink returned; delta [tokens, sum(d_outs)], written for tokens with an adapter
+    shrunk: what shrink returned; delta [tokens, sum(d_outs)], written for tokens with an adapter
     alone, 0 where that has rank 0. Sums are float32, rounded once; outside Regime.FEW, v is rounded
     to the adapter's dtype first. Raises ShapeError.
     """
-    v, weights, tiles, group = share.v, share.weights, share.tiles, share.group
+    v, weights, tiles, group = shrunk.v, shrunk.weights, shrunk.tiles, shrunk.group
     check_rows("delta", delta, sum(group.d_outs), weights)
     if len(delta) != len(v):
         raise ShapeError(f"delta has {len(delta)} rows, v {len(v)}: want as many")
     if v.numel() == 0 or len(tiles) == 0:
         return
-    cut, stride, early = tiles.cut.expand, tiles.rank_stride, launches_early(tiles, v.device)
+    config, stride, early = tiles.config.expand, tiles.rank_stride, launches_early(tiles, v.device)
     few = tiles.regime == Regime.FEW
-    span = cut.columns * (1 if few else cut.blocks)
+    span = config.columns * (1 if few else config.blocks)
     grid = (sum(triton.cdiv(width, span) for width in group.d_outs), len(tiles))
     ranks = 16 if few else ranks_at_once(tiles)
     (_expand_few if few else _expand)[grid](
         v, delta, weights.arena, weights.table, tiles.rows,
-        share.layer, weights.table.stride(0), weights.table.stride(1), delta.stride(0), stride,
+        shrunk.layer, weights.table.stride(0), weights.table.stride(1), delta.stride(0), stride,
         group.linears[0], v.shape[1],
         widths=group.d_outs,
         after_shrink=early,
-        block_parts=MOST_PARTS if few else PARTS_AT_ONCE,
+        block_parts=MAX_PARTS if few else PARTS_AT_ONCE,
         block_rank=ranks,
         more_ranks=stride > ranks,
-        block_out=cut.columns,
-        num_warps=cut.warps,
+        block_out=config.columns,
+        num_warps=config.warps,
         **({} if few else _dense_shapes(tiles, v)),
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
@@ -55,8 +55,8 @@ def ranks_at_once(tiles: Tiles) -> int:
 
 def _dense_shapes(tiles: Tiles, v: torch.Tensor) -> dict[str, int]:
     return {
-        "block_tokens": tiles.cut.tokens,
-        "blocks": tiles.cut.expand.blocks,
+        "block_tokens": tiles.config.tokens,
+        "blocks": tiles.config.expand.blocks,
         # Without a GPU this is Triton's interpreter, which multiplies the raw bits of bfloat16.
         "upcast": v.device.type == "cpu",
     }
@@ -271,7 +271,7 @@ def sum_parts(
     part_stride: tl.tensor,
     block_parts: tl.constexpr,
 ) -> tl.tensor:
-    """[tokens, ranks]: the sum of what shrink left, some parts' loads under way at once."""
+    """[tokens, ranks]: the sum of shrink's parts, some of whose loads under way at once."""
     total = tl.zeros((real.shape[0], k.shape[0]), tl.float32)
     for first in range(0, parts, block_parts):
         for other in tl.static_range(block_parts):

@@ -1,6 +1,6 @@
 """Shrink in Triton: hidden → rank, for every slice of a fused linear in one launch.
 
-d_in is split among programs, or a decode would have too few of them to keep the memory busy. Each
+d_in is split among programs (split-K), or a decode would have too few to keep the memory busy. Each
 writes the sum of its own part, and expand adds the parts when it reads them: nothing is zeroed
 before, no launch stands between, and the order of the sums is always the same.
 """
@@ -9,39 +9,39 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.lora.operands import check_group, check_rows, launches_early
+from lorikeet_engine.kernels.lora.launch_checks import check_group, check_rows, launches_early
 from lorikeet_engine.kernels.lora.tiles import Tiles, tile_at
-from lorikeet_engine.kernels.lora.types import LoraGroup, LoraShare, LoraWeights
+from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, UnexpandedDelta
 
-MOST_PARTS = 8
+MAX_PARTS = 8
 
 
 def shrink(
     x: torch.Tensor, weights: LoraWeights, tiles: Tiles, layer: int, group: LoraGroup
-) -> LoraShare:
+) -> UnexpandedDelta:
     """v[t, :, s, k] sums to A(t, s)[k] · x[t], for the adapter of token t and slice s of the group.
 
-    x [tokens, d_in] → a share whose v is [tokens, parts, slices, tiles.rank_stride] float32;
-    undefined for tokens without an adapter, and from an adapter's own rank on. Products of 16-bit
-    operands are exact, sums are float32. Raises ShapeError.
+    x [tokens, d_in] → v [tokens, parts, slices, tiles.rank_stride] float32, undefined for tokens
+    without an adapter, and from an adapter's own rank on. Products of 16-bit operands are exact,
+    sums are float32. Raises ShapeError.
     """
     check_group(weights, group)
     check_rows("x", x, group.d_in, weights)
-    cut, slices, stride = tiles.cut.shrink, len(group.linears), tiles.rank_stride
-    columns = min(cut.columns, max(16, triton.next_power_of_2(slices * stride)))
-    wide = max(columns, min(cut.wide, triton.next_power_of_2(stride)))
+    config, slices, stride = tiles.config.shrink, len(group.linears), tiles.rank_stride
+    columns = min(config.columns, max(16, triton.next_power_of_2(slices * stride)))
+    wide = max(columns, min(config.wide_columns, triton.next_power_of_2(stride)))
     one_slice = stride % columns == 0
     blocks = (
         slices * triton.cdiv(stride, wide) if one_slice else triton.cdiv(slices * stride, columns)
     )
-    inner = cut.inner * 2 // weights.arena.itemsize
-    wanted = triton.next_power_of_2(triton.cdiv(cut.programs, max(1, len(tiles) * blocks)))
-    split = triton.cdiv(group.d_in, min(MOST_PARTS, wanted) * inner) * inner
+    inner = config.block_in * 2 // weights.arena.itemsize
+    wanted = triton.next_power_of_2(triton.cdiv(config.programs, max(1, len(tiles) * blocks)))
+    split = triton.cdiv(group.d_in, min(MAX_PARTS, wanted) * inner) * inner
     parts = triton.cdiv(group.d_in, split)
     v = x.new_empty((len(x), parts, slices, stride), dtype=torch.float32)
-    share = LoraShare(v, weights, tiles, layer, group)
+    shrunk = UnexpandedDelta(v, weights, tiles, layer, group)
     if v.numel() == 0 or len(tiles) == 0:
-        return share
+        return shrunk
     _shrink[(parts, blocks, len(tiles))](
         x, weights.arena, weights.table, tiles.rows, v,
         layer, weights.table.stride(0), weights.table.stride(1), x.stride(0), stride,
@@ -51,14 +51,14 @@ def shrink(
         precision="ieee" if torch.float32 in (x.dtype, weights.arena.dtype) else "tf32",
         early_expand=launches_early(tiles, x.device),
         one_slice=one_slice,
-        block_tokens=max(16, tiles.cut.tokens),
+        block_tokens=max(16, tiles.config.tokens),
         block_columns=columns,
         wide_columns=wide,
         block_in=inner,
-        stages=cut.stages,
-        num_warps=cut.warps,
+        stages=config.stages,
+        num_warps=config.warps,
     )  # fmt: skip
-    return share
+    return shrunk
 
 
 @triton.jit(do_not_specialize=["layer", "first_linear", "slices"])  # type: ignore[untyped-decorator]
@@ -163,7 +163,7 @@ def _shrink_ranks(
     block_in: tl.constexpr,
     stages: tl.constexpr,
 ) -> None:
-    """_shrink_block of one slice's ranks, from `first` on."""
+    """Shrink to one slice's ranks, from `first` on."""
     k = first + tl.arange(0, block_columns)
     _shrink_block(
         x_tile, a + k.to(tl.int64) * d_in, v_tile + k[None, :], real, k < rank,

@@ -1,12 +1,12 @@
-"""A product of the base model with LoRA beside it: two streams, joined when both are done.
+"""A product of the base model and, on a side stream, LoRA: joined when both are done.
 
     main  ── x ──┬── product, on some of the multiprocessors ──┬── y and the delta are read
     side         └── shrink ── expand ─────────── delta ───────┘
 
 LoRA's kernels wait for memory more than they use it, and a large product leaves memory idle. cuBLAS
 would take every multiprocessor for itself from start to end, so that LoRA could only run before or
-after: it is told to leave some free (Cut.left_to_lora). What side allocates is safe in main's
-hands: whatever side does next, it first waits for main.
+after: it is told to leave some free (LaunchConfig.sms_for_lora). What the side stream allocates is
+safe in main's hands: whatever it does next, it first waits for main.
 """
 
 import ctypes
@@ -18,11 +18,11 @@ import torch
 
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.shrink import shrink
-from lorikeet_engine.kernels.lora.types import LoraGroup, LoraShare, LoraStep
-from lorikeet_engine.kernels.product import linear
+from lorikeet_engine.kernels.lora.types import LoraGroup, LoraStep, UnexpandedDelta
+from lorikeet_engine.kernels.matmul import linear
 
 
-def linear_beside_lora(
+def linear_and_lora(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -30,27 +30,27 @@ def linear_beside_lora(
     layer: int,
     group: LoraGroup,
     delta: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, LoraShare]:
-    """The product, and the adapters' share of it, which is expanded into delta if there is one.
+) -> tuple[torch.Tensor, UnexpandedDelta]:
+    """Compute the product and the adapters' delta, which is expanded into `delta` if that is given.
 
-    All three may be used on the current stream.
+    The results may be used on the current stream.
     """
     main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
     tiles = step.tiles
     # A single row is multiplied by many small programs, which LoRA's can run among.
-    left = 0 if len(x) == 1 else tiles.cut.left_to_lora(tiles.segments * tiles.max_rank)
+    sms = 0 if len(x) == 1 else tiles.config.sms_for_lora(tiles.segments * tiles.max_rank)
     side.wait_stream(main)
-    if left:
-        with _leave_free(left, x.device):
+    if sms:
+        with _reserve_sms(sms, x.device):
             y = linear(x, weight, bias)
     with torch.cuda.stream(side):
-        share = shrink(x, step.weights, tiles, layer, group)
+        shrunk = shrink(x, step.weights, tiles, layer, group)
         if delta is not None:
-            expand(share, delta)
-    if not left:
+            expand(shrunk, delta)
+    if not sms:
         y = linear(x, weight, bias)
     main.wait_stream(side)
-    return y, share
+    return y, shrunk
 
 
 @cache
@@ -59,15 +59,15 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextmanager
-def _leave_free(multiprocessors: int, device: torch.device) -> Iterator[None]:
-    """CuBLAS uses so many less than all while this lasts; only this thread's products know it."""
+def _reserve_sms(count: int, device: torch.device) -> Iterator[None]:
+    """CuBLAS leaves `count` multiprocessors free meanwhile, in this thread's products alone."""
     library = _cublas()
     if library is None:
         yield
         return
     handle = ctypes.c_void_p(torch.cuda.current_blas_handle())  # type: ignore[no-untyped-call]
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    library.cublasSetSmCountTarget(handle, ctypes.c_int(count - multiprocessors))
+    total = torch.cuda.get_device_properties(device).multi_processor_count
+    library.cublasSetSmCountTarget(handle, ctypes.c_int(total - count))
     try:
         yield
     finally:
@@ -76,7 +76,7 @@ def _leave_free(multiprocessors: int, device: torch.device) -> Iterator[None]:
 
 @cache
 def _cublas() -> ctypes.CDLL | None:
-    """The library that torch has loaded; where it has another, products are not bounded."""
+    """Return the cuBLAS that torch has loaded; None, and products are not bounded, with another."""
     try:
         return ctypes.CDLL(f"libcublas.so.{str(torch.version.cuda).partition('.')[0]}")
     except OSError:

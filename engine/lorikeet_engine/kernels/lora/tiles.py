@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.lora.tuning import Cut, Regime, cut_of
+from lorikeet_engine.kernels.lora.tuning import LaunchConfig, Regime, launch_config
 from lorikeet_engine.kernels.lora.types import Segments
 
 _BLOCK = 128
@@ -21,11 +21,11 @@ _BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A step's tiles and how the kernels cut their work.
+    """A step's tiles and how the kernels are launched.
 
     rows [tiles, 3] int32: an adapter's slot, −1 for none, a tile's first token and how many it has,
-    at most cut.tokens. tokens [1] int32: how many of the step have an adapter; they are the first.
-    segments: how many there are, those of length 0 too.
+    at most config.tokens. tokens [1] int32: how many of the step have an adapter; they are the
+    first. segments: how many there are, those of length 0 too.
     """
 
     rows: torch.Tensor
@@ -33,14 +33,14 @@ class Tiles:
     segments: int
     max_rank: int
     regime: Regime
-    cut: Cut
+    config: LaunchConfig
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
-    def gate_expands(self) -> bool:
-        """Whether the gate expands gate_up's share by itself."""
+    def silu_expands(self) -> bool:
+        """Whether silu_and_mul expands the delta of gate_up itself."""
         return self.regime == Regime.PREFILL
 
     @property
@@ -53,16 +53,16 @@ def list_tiles(segments: Segments, tokens: int) -> Tiles:
     """The tiles of a step of `tokens` tokens."""
     device, count = segments.slots.device, len(segments)
     regime = Regime.of(tokens, count)
-    cut = cut_of(regime, device)
+    config = launch_config(regime, device)
     # Σ ceil(length / T) ≤ Σ (length + T − 1) / T, the tokens without an adapter being one more
-    capacity = min(tokens, (tokens + (count + 1) * (cut.tokens - 1)) // cut.tokens)
+    capacity = min(tokens, (tokens + (count + 1) * (config.tokens - 1)) // config.tokens)
     rows = torch.empty((capacity, 3), dtype=torch.int32, device=device)
     total = torch.empty(1, dtype=torch.int32, device=device)
     _list_tiles[(count + 1,)](
         segments.slots, segments.starts, segments.lengths, rows, total,
-        count, tokens, capacity, cut.tokens, block=_BLOCK,
+        count, tokens, capacity, config.tokens, block=_BLOCK,
     )  # fmt: skip
-    return Tiles(rows, total, count, segments.max_rank, regime, cut)
+    return Tiles(rows, total, count, segments.max_rank, regime, config)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]

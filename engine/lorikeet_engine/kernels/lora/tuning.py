@@ -1,4 +1,4 @@
-"""How the Triton kernels cut their work, by regime and GPU: read from tuning.json.
+"""How the Triton kernels are launched, by regime and GPU: read from tuning.json.
 
 `engine/benchmarks/tune_lora.py` writes that file's entry of the GPU it runs on; a GPU without one
 gets "default".
@@ -29,7 +29,7 @@ PREFILL_TOKENS = 512
 
 
 class Regime(StrEnum):
-    """Which of the cuts above a step takes."""
+    """Which launch config a step takes; the module says what each is for."""
 
     FEW = "few"
     DENSE = "dense"
@@ -37,29 +37,34 @@ class Regime(StrEnum):
 
     @classmethod
     def of(cls, tokens: int, segments: int) -> "Regime":
-        """Of a step; both counts may be those of a padded graph."""
+        """The regime of a step; both counts may be those of a padded graph."""
         if tokens > PREFILL_TOKENS:
             return cls.PREFILL
         return cls.FEW if tokens <= FEW_TOKENS * segments else cls.DENSE
 
 
 @dataclass(frozen=True, slots=True)
-class ShrinkCut:
-    """columns: of v, for one program; wide: the same for an adapter of more ranks; inner: of x,
-    read at once; programs: as many as should run: into so many parts d_in is split.
+class ShrinkConfig:
+    """How shrink is launched.
+
+    columns: of v, for one program; wide_columns: the same for an adapter of more ranks. block_in:
+    columns of x, read at once. programs: as many as should run; d_in is split until they do.
     """
 
     columns: int
-    wide: int
-    inner: int
+    wide_columns: int
+    block_in: int
     programs: int
     warps: int
     stages: int
 
 
 @dataclass(frozen=True, slots=True)
-class ExpandCut:
-    """columns: of the output, computed at once; blocks of them: taken by one program in turn."""
+class ExpandConfig:
+    """How expand is launched. columns: of the output, computed at once.
+
+    blocks: of so many columns, taken by one program in turn.
+    """
 
     columns: int
     blocks: int
@@ -67,37 +72,40 @@ class ExpandCut:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """tokens: in a tile. left: pairs of ranks and multiprocessors, as left_to_lora reads them."""
+class LaunchConfig:
+    """How the kernels of one regime are launched.
+
+    tokens: in a tile. lora_sms: pairs of ranks and multiprocessors, which sms_for_lora looks up.
+    """
 
     tokens: int
-    left: tuple[tuple[int, int], ...]
-    shrink: ShrinkCut
-    expand: ExpandCut
+    lora_sms: tuple[tuple[int, int], ...]
+    shrink: ShrinkConfig
+    expand: ExpandConfig
 
     @classmethod
-    def parse(cls, entry: dict[str, Any]) -> "Cut":
-        """From an entry of tuning.json."""
-        shrink, expand = ShrinkCut(**entry["shrink"]), ExpandCut(**entry["expand"])
-        left = tuple((int(ranks), count) for ranks, count in entry["left"].items())
-        return cls(entry["tokens"], left, shrink, expand)
+    def parse(cls, entry: dict[str, Any]) -> "LaunchConfig":
+        """Read an entry of tuning.json."""
+        shrink, expand = ShrinkConfig(**entry["shrink"]), ExpandConfig(**entry["expand"])
+        lora_sms = tuple((int(ranks), count) for ranks, count in entry["lora_sms"].items())
+        return cls(entry["tokens"], lora_sms, shrink, expand)
 
     def entry(self) -> dict[str, Any]:
-        """The entry of tuning.json that parse makes this from."""
-        return asdict(self) | {"left": {str(ranks): count for ranks, count in self.left}}
+        """Return the entry of tuning.json that parse makes this from."""
+        return asdict(self) | {"lora_sms": {str(ranks): count for ranks, count in self.lora_sms}}
 
-    def left_to_lora(self, ranks: int) -> int:
-        """How many multiprocessors the base model's product leaves free.
+    def sms_for_lora(self, ranks: int) -> int:
+        """How many multiprocessors the base model's product leaves free for LoRA.
 
         ranks: of all segments together, at most; some 2,900 of them weigh as much as an 8B model.
         0: LoRA goes first, and the product has what LoRA does not use.
         """
-        return [count for least, count in self.left if ranks >= least][-1]
+        return [count for least, count in self.lora_sms if ranks >= least][-1]
 
 
 @cache
-def cut_of(regime: Regime, device: torch.device) -> Cut:
-    """The cut for this GPU."""
+def launch_config(regime: Regime, device: torch.device) -> LaunchConfig:
+    """Return the launch config for this GPU, or the default."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "default"
     entries = json.loads(PATH.read_text())
-    return Cut.parse(entries.get(gpu, entries["default"])[regime])
+    return LaunchConfig.parse(entries.get(gpu, entries["default"])[regime])

@@ -62,10 +62,10 @@ class LoraStep:
 
 
 @dataclass(frozen=True, slots=True)
-class LoraShare:
-    """What adapters add to a product while it is still B v: whoever reads the product expands it.
+class UnexpandedDelta:
+    """What adapters add to a product, still to be multiplied by B.
 
-    v as shrink returns it, of this layer and group; tiles: the step's, of kernels.lora.tiles.
+    v: as shrink returns it, of this layer and group. tiles: the step's, of kernels.lora.tiles.
     """
 
     v: torch.Tensor

@@ -1,4 +1,4 @@
-"""What stands between a decoder's products: norms, rotary embedding, the KV pages, the gate.
+"""What stands between a decoder's products: norms, rotary embedding, KV pages, SiLU.
 
 Where an operator reads a product, `lora` is what adapters add to it: it is added before anything
 else, by the kernels in float32. None adds nothing.
@@ -13,17 +13,17 @@ from types import ModuleType
 
 import torch
 
-from lorikeet_engine.kernels.lora.types import LoraDelta, LoraShare
+from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 
-__all__ = ["add_lora_delta", "add_norm", "gate", "rotate_and_store"]
+__all__ = ["add_lora_delta", "add_rms_norm", "rotary_and_store_kv", "silu_and_mul"]
 
 
 def add_lora_delta(y: torch.Tensor, lora: LoraDelta | None) -> None:
-    """Add it to y [tokens, width], dense, in place: for a reader that cannot do it itself."""
+    """Add lora to y [tokens, width], dense, in place: for a reader that cannot do it itself."""
     _operators(y.device.type).add_lora_delta(y, lora)
 
 
-def add_norm(
+def add_rms_norm(
     x: torch.Tensor,
     delta: torch.Tensor,
     weight: torch.Tensor,
@@ -34,11 +34,11 @@ def add_norm(
 
     x, delta [tokens, width], dense; weight [width] → like x. lora belongs to delta.
     """
-    y: torch.Tensor = _operators(x.device.type).add_norm(x, delta, weight, eps, lora)
+    y: torch.Tensor = _operators(x.device.type).add_rms_norm(x, delta, weight, eps, lora)
     return y
 
 
-def rotate_and_store(
+def rotary_and_store_kv(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -54,12 +54,12 @@ def rotate_and_store(
     like qkv, contiguous; slots [tokens] int64: page · page_size + offset, −1 for no place. The keys
     in qkv are left undefined.
     """
-    _operators(qkv.device.type).rotate_and_store(qkv, cos, sin, layer_kv, slots, lora)
+    _operators(qkv.device.type).rotary_and_store_kv(qkv, cos, sin, layer_kv, slots, lora)
 
 
-def gate(x: torch.Tensor, lora: LoraDelta | LoraShare | None = None) -> torch.Tensor:
+def silu_and_mul(x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None) -> torch.Tensor:
     """silu(x[:, :width]) · x[:, width:] of x [tokens, 2 · width], dense → [tokens, width]."""
-    y: torch.Tensor = _operators(x.device.type).gate(x, lora)
+    y: torch.Tensor = _operators(x.device.type).silu_and_mul(x, lora)
     return y
 
 

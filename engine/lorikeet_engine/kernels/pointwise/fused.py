@@ -4,15 +4,15 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.lora.gate import expand_and_gate
-from lorikeet_engine.kernels.lora.types import LoraDelta, LoraShare
+from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
+from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 
 HEADS = 8  # taken by one program
 COLUMNS = 1024  # gated, or added to, by one program
 
 
 def add_lora_delta(y: torch.Tensor, lora: LoraDelta | None) -> None:
-    """See the package."""
+    """See kernels.pointwise."""
     if lora is not None:
         tokens, width = y.shape
         _add_lora_delta[(tokens, triton.cdiv(width, COLUMNS))](
@@ -20,25 +20,25 @@ def add_lora_delta(y: torch.Tensor, lora: LoraDelta | None) -> None:
         )
 
 
-def add_norm(
+def add_rms_norm(
     x: torch.Tensor,
     delta: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
     lora: LoraDelta | None = None,
 ) -> torch.Tensor:
-    """See the package. x is rounded before it is normed, as in the reference."""
+    """See kernels.pointwise. x is rounded before it is normed, as in the reference."""
     tokens, width = x.shape
     y = torch.empty_like(x)
     block = triton.next_power_of_2(width)
-    _add_norm[(tokens,)](
+    _add_rms_norm[(tokens,)](
         x, delta, *_operands(lora), weight, y, eps, width, block,
         num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return y
 
 
-def rotate_and_store(
+def rotary_and_store_kv(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -46,22 +46,22 @@ def rotate_and_store(
     slots: torch.Tensor,
     lora: LoraDelta | None = None,
 ) -> None:
-    """See the package."""
+    """See kernels.pointwise."""
     tokens, total, head_dim = qkv.shape
     kv_heads, half = layer_kv.shape[3], head_dim // 2
-    _rotate_and_store[(tokens, triton.cdiv(total, HEADS))](
+    _rotary_and_store_kv[(tokens, triton.cdiv(total, HEADS))](
         qkv, *_operands(lora), cos, sin, layer_kv, slots, qkv.stride(0), layer_kv.stride(0),
         total - 2 * kv_heads, kv_heads, half, HEADS, triton.next_power_of_2(half),
     )  # fmt: skip
 
 
-def gate(x: torch.Tensor, lora: LoraDelta | LoraShare | None = None) -> torch.Tensor:
-    """See the package. Rounded once."""
-    if isinstance(lora, LoraShare):
-        return expand_and_gate(x, lora)
+def silu_and_mul(x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None) -> torch.Tensor:
+    """See kernels.pointwise. Rounded once."""
+    if isinstance(lora, UnexpandedDelta):
+        return expand_silu_and_mul(x, lora)
     tokens, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty((tokens, width))
-    _gate[(tokens, triton.cdiv(width, COLUMNS))](x, *_operands(lora), y, width, COLUMNS)
+    _silu_and_mul[(tokens, triton.cdiv(width, COLUMNS))](x, *_operands(lora), y, width, COLUMNS)
     return y
 
 
@@ -95,7 +95,7 @@ def _add_lora_delta(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_norm(
+def _add_rms_norm(
     x: tl.tensor,
     delta: tl.tensor,
     lora: tl.tensor,
@@ -124,7 +124,7 @@ def _add_norm(
 
 
 @triton.jit(do_not_specialize=["plane"])  # type: ignore[untyped-decorator]
-def _rotate_and_store(
+def _rotary_and_store_kv(
     qkv: tl.tensor,
     lora: tl.tensor,
     adapted: tl.tensor,
@@ -173,7 +173,7 @@ def _rotate_and_store(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gate(
+def _silu_and_mul(
     x: tl.tensor,
     lora: tl.tensor,
     adapted: tl.tensor,

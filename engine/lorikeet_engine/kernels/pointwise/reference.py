@@ -7,25 +7,25 @@ from lorikeet_engine.kernels.lora.types import LoraDelta
 
 
 def add_lora_delta(y: torch.Tensor, lora: LoraDelta | None) -> None:
-    """See the package."""
+    """See kernels.pointwise."""
     if lora is not None:
         y[: lora.tokens] += lora.rows[: lora.tokens]
 
 
-def add_norm(
+def add_rms_norm(
     x: torch.Tensor,
     delta: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
     lora: LoraDelta | None = None,
 ) -> torch.Tensor:
-    """See the package."""
+    """See kernels.pointwise."""
     add_lora_delta(delta, lora)
     x += delta
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def rotate_and_store(
+def rotary_and_store_kv(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -33,7 +33,7 @@ def rotate_and_store(
     slots: torch.Tensor,
     lora: LoraDelta | None = None,
 ) -> None:
-    """See the package."""
+    """See kernels.pointwise."""
     add_lora_delta(qkv.flatten(1), lora)
     kv_heads = layer_kv.shape[3]
     turned = qkv[:, :-kv_heads]
@@ -46,8 +46,8 @@ def rotate_and_store(
     values.index_copy_(0, slots[stored], qkv[stored, -kv_heads:])
 
 
-def gate(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
-    """See the package."""
+def silu_and_mul(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
+    """See kernels.pointwise."""
     add_lora_delta(x, lora)
     gates, values = x.chunk(2, dim=-1)
     return F.silu(gates) * values

@@ -1,7 +1,7 @@
-"""The gate of a prefill, in Triton: it expands what adapters add to gate_up by itself.
+"""SiLU-and-mul of a prefill, in Triton: it expands what adapters add to gate_up by itself.
 
-That delta is two thirds of a layer's. Written by expand and read by a gate it would cost a prefill
-more time than all the rest of LoRA; here it never leaves the registers.
+That delta is two thirds of a layer's. Written by expand and read again it would cost a prefill more
+time than all the rest of LoRA; here it never leaves the registers.
 """
 
 import torch
@@ -10,45 +10,45 @@ import triton.language as tl
 
 from lorikeet_engine.errors import ShapeError
 from lorikeet_engine.kernels.lora.expand import PARTS_AT_ONCE, multiply, ranks_at_once, sum_parts
-from lorikeet_engine.kernels.lora.operands import check_rows
+from lorikeet_engine.kernels.lora.launch_checks import check_rows
 from lorikeet_engine.kernels.lora.tiles import tile_at
-from lorikeet_engine.kernels.lora.types import LoraShare
+from lorikeet_engine.kernels.lora.types import UnexpandedDelta
 
 
-def expand_and_gate(x: torch.Tensor, share: LoraShare) -> torch.Tensor:
+def expand_silu_and_mul(x: torch.Tensor, shrunk: UnexpandedDelta) -> torch.Tensor:
     """silu(g) · u of x = [g, u] [tokens, 2 · width], B v of the two slices added in float32 before.
 
-    → [tokens, width]. share: of the same product; v is rounded to the adapter's dtype. Raises
+    → [tokens, width]. shrunk: the same product's; v is rounded to the adapter's dtype. Raises
     ShapeError.
     """
-    v, weights, tiles = share.v, share.weights, share.tiles
-    width, cut = x.shape[1] // 2, tiles.cut
-    if share.group.d_outs != (width, width):
-        raise ShapeError(f"a gate of {x.shape[1]} columns: its adapters have {share.group.d_outs}")
+    v, weights, tiles = shrunk.v, shrunk.weights, shrunk.tiles
+    width, config = x.shape[1] // 2, tiles.config
+    if shrunk.group.d_outs != (width, width):
+        raise ShapeError(f"gate_up has {x.shape[1]} columns: adapters have {shrunk.group.d_outs}")
     check_rows("x", x, 2 * width, weights)
     y = x.new_empty((len(x), width))
-    columns, ranks = cut.expand.columns // 2, ranks_at_once(tiles)  # two products at once
-    grid = (triton.cdiv(width, columns * cut.expand.blocks), len(tiles))
-    _expand_and_gate[grid](
-        x, y, v, weights.arena, weights.table, tiles.rows, share.layer,
+    columns, ranks = config.expand.columns // 2, ranks_at_once(tiles)  # two products at once
+    grid = (triton.cdiv(width, columns * config.expand.blocks), len(tiles))
+    _expand_silu_and_mul[grid](
+        x, y, v, weights.arena, weights.table, tiles.rows, shrunk.layer,
         weights.table.stride(0), weights.table.stride(1), x.stride(0), tiles.rank_stride,
-        share.group.linears[0], v.shape[1],
+        shrunk.group.linears[0], v.shape[1],
         width=width,
         # Without a GPU this is Triton's interpreter, which multiplies the raw bits of bfloat16.
         upcast=x.device.type == "cpu",
-        block_tokens=cut.tokens,
+        block_tokens=config.tokens,
         block_parts=PARTS_AT_ONCE,
         block_rank=ranks,
         more_ranks=tiles.rank_stride > ranks,
         block_out=columns,
-        blocks=cut.expand.blocks,
-        num_warps=cut.expand.warps,
+        blocks=config.expand.blocks,
+        num_warps=config.expand.warps,
     )  # fmt: skip
     return y
 
 
 @triton.jit(do_not_specialize=["layer", "first_linear", "parts"])  # type: ignore[untyped-decorator]
-def _expand_and_gate(
+def _expand_silu_and_mul(
     x: tl.tensor,
     y: tl.tensor,
     v: tl.tensor,

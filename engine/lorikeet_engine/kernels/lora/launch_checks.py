@@ -1,4 +1,4 @@
-"""What the Triton wrappers check before they launch: a kernel itself trusts its operands."""
+"""What the Triton wrappers check before a launch: a kernel itself trusts its operands."""
 
 from functools import cache
 
@@ -11,7 +11,7 @@ from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights
 
 
 def check_rows(name: str, rows: torch.Tensor, width: int, weights: LoraWeights) -> None:
-    """Raises ShapeError unless rows is [tokens, width], dense in a row, on the arena's device."""
+    """Raise ShapeError unless rows is [tokens, width], dense in a row, on the arena's device."""
     if rows.dim() != 2 or rows.shape[1] != width or rows.stride(1) != 1:
         raise ShapeError(
             f"{name} is {tuple(rows.shape)} with strides {rows.stride()}; "
@@ -22,7 +22,7 @@ def check_rows(name: str, rows: torch.Tensor, width: int, weights: LoraWeights) 
 
 
 def check_group(weights: LoraWeights, group: LoraGroup) -> None:
-    """Raises ShapeError unless the group's linears are neighbours in a dense table."""
+    """Raise ShapeError unless the group's linears are neighbours in a dense table."""
     first, count = group.linears[0], len(group.linears)
     if group.linears != tuple(range(first, first + count)):
         raise ShapeError(f"a fused group's linears are neighbours in the table: {group.linears}")
