@@ -54,7 +54,7 @@ def _time_series(panel: Panel) -> Json:
     return {
         "type": "timeseries",
         "title": panel.title,
-        "description": panel.told,
+        "description": panel.description,
         "datasource": _SOURCE,
         "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": {
@@ -80,7 +80,7 @@ def _source() -> Json:
 
 
 def _base_model() -> Json:
-    query = "label_values(lorikeet_kv_pages, base_model)"
+    query = "label_values(lorikeet_kv_cache_pages, base_model)"
     return {
         "name": "base_model",
         "type": "query",

@@ -21,7 +21,7 @@ class Panel(NamedTuple):
     title: str
     unit: str
     curves: tuple[Curve, ...]
-    told: str = ""
+    description: str = ""
     stacked: bool = False
     top: float | None = None
 
@@ -66,20 +66,20 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Time to first token, by where the adapter was",
             "s",
-            both("lorikeet_ttft_seconds", "residency"),
+            both("lorikeet_time_to_first_token_seconds", "residency"),
             "Goal: 99% within 1 s.",
         ),
         Panel(
             "Time between tokens, by where the adapter was",
             "s",
-            both("lorikeet_inter_token_seconds", "residency"),
+            both("lorikeet_inter_token_latency_seconds", "residency"),
             "Goal: 99% within 50 ms.",
         ),
         Panel(
-            "Wait for a turn, by where the adapter was",
+            "Queue time, by where the adapter was",
             "s",
-            both("lorikeet_queue_seconds", "residency"),
-            "In the engine, its adapter's coming aside.",
+            both("lorikeet_request_queue_time_seconds", "residency"),
+            "In the engine, without the wait for the adapter.",
         ),
         Panel(
             "Requests",
@@ -91,25 +91,25 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Tokens",
             "tokens/s",
             (Curve(rate("lorikeet_tokens_total", "kind"), "{{kind}}"),),
-            "Of prompts; those of them that were found in the KV cache; made.",
+            "Of prompts; those of them found in the KV cache; output.",
         ),
         Panel(
-            "Refusals and failures, by code",
+            "Errors, by code",
             "reqps",
-            (Curve(rate("lorikeet_refusals_total", "code"), "{{code}}"),),
+            (Curve(rate("lorikeet_request_errors_total", "code"), "{{code}}"),),
             stacked=True,
         ),
     ),
     "Adapters": (
         Panel(
-            "Found where they were wanted",
+            "Where requests found their adapter",
             "percentunit",
             (
                 Curve(
-                    rate("lorikeet_adapter_lookups_total", "found")
-                    + " / ignoring (found) group_left "
+                    rate("lorikeet_adapter_lookups_total", "residency")
+                    + " / ignoring (residency) group_left "
                     + f"sum(rate(lorikeet_adapter_lookups_total{{{_MODEL}}}[$__rate_interval]))",
-                    "{{found}}",
+                    "{{residency}}",
                 ),
             ),
             "gpu is the hit rate.",
@@ -173,9 +173,9 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "percentunit",
             (
                 Curve(
-                    gauge("lorikeet_kv_pages", "replica", f'state="used", {_MODEL}')
+                    gauge("lorikeet_kv_cache_pages", "replica", f'state="used", {_MODEL}')
                     + " / "
-                    + gauge("lorikeet_kv_pages", "replica", f'state="total", {_MODEL}'),
+                    + gauge("lorikeet_kv_cache_pages", "replica", f'state="total", {_MODEL}'),
                     "{{replica}}",
                 ),
             ),
@@ -225,15 +225,15 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Since the store last answered.",
         ),
         Panel(
-            "Open requests, by gateway",
+            "Requests in flight, by gateway",
             "short",
-            (Curve(gauge("lorikeet_open_requests", "gateway", ""), "{{gateway}}"),),
+            (Curve(gauge("lorikeet_requests_in_flight", "gateway", ""), "{{gateway}}"),),
             stacked=True,
         ),
         Panel(
             "Requests that were sent to another replica",
             "reqps",
-            (Curve(rate("lorikeet_retries_total", "gateway", ""), "{{gateway}}"),),
+            (Curve(rate("lorikeet_request_retries_total", "gateway", ""), "{{gateway}}"),),
         ),
         Panel(
             "The controller's survey of replicas",

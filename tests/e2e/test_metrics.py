@@ -53,9 +53,9 @@ def test_the_page_agrees_with_what_was_asked(service: Service, crowd: Crowd) -> 
     assert more("lorikeet_adapter_requests_total", adapter=target.model) == 3
     assert more("lorikeet_tokens_total", kind="output") == output
     assert more("lorikeet_adapter_lookups_total") == 3
-    assert more("lorikeet_adapter_lookups_total", found="remote") == 1
+    assert more("lorikeet_adapter_lookups_total", residency="remote") == 1
     assert more("lorikeet_adapter_loads_total", source="remote") >= 1
-    assert more("lorikeet_inter_token_seconds_count", residency="none") == 7
+    assert more("lorikeet_inter_token_latency_seconds_count", residency="none") == 7
     assert more("lorikeet_step_seconds_count") > 0
     assert len(after.labels("lorikeet_adapters", "replica")) == REPLICAS
     assert after.total("lorikeet_replicas", base_model="lorikeet-demo", state="desired") == REPLICAS

@@ -154,7 +154,7 @@ def test_what_a_client_left_is_told_as_far_as_it_is_known(gateway: Gateway) -> N
         request_id = gateway.engines.last.request_id
         running = ask(gateway, request_id)
         assert (running["outcome"], running["replica"]) == ("running", "replica-7")
-    eventually(lambda: ask(gateway, request_id)["outcome"] == "client left")
+    eventually(lambda: ask(gateway, request_id)["outcome"] == "cancelled")
     found = ask(gateway, request_id)
     assert list(stages(found)) == ["gateway", "replica", "first bytes", "rest"]
     assert sum(stages(found).values()) == pytest.approx(found["total_ms"], abs=0.01)

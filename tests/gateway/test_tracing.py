@@ -267,7 +267,7 @@ def test_what_fails_is_an_error(tmp_path: Path) -> None:
             next(iter(stream))
             request_id = gateway.engines.last.request_id
         root, *_ = _heard(collector, request_id)
-        assert (root.attributes["lorikeet.outcome"], root.error) == ("client left", None)
+        assert (root.attributes["lorikeet.outcome"], root.error) == ("cancelled", None)
 
 
 def test_who_has_no_key_makes_no_trace(traced: Traced) -> None:

@@ -17,7 +17,7 @@ from k8s.monitoring.dashboard import dashboard
 from k8s.monitoring.make import HERE, made
 from k8s.monitoring.panels import ROWS
 from lorikeet.metrics.controller import ReplicaCount, controller_metrics
-from lorikeet.metrics.page import render
+from lorikeet.metrics.exposition import render
 from lorikeet.metrics.replica import replica_metrics
 from lorikeet.protocol.messages import Call, Refusal
 from lorikeet_engine.adapter import Residency

@@ -1,7 +1,7 @@
 """Pins by how they stand, those that do not hold by why, and replicas."""
 
 from lorikeet.metrics.controller import ReplicaCount, controller_metrics
-from lorikeet.metrics.page import join, render
+from lorikeet.metrics.exposition import join, render
 from lorikeet.placement.pin_placement import place_pins
 from lorikeet.placement.pin_status import pin_statuses
 from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins

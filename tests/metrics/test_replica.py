@@ -1,6 +1,6 @@
 """A replica's status as Prometheus reads them."""
 
-from lorikeet.metrics.page import join, render
+from lorikeet.metrics.exposition import join, render
 from lorikeet.metrics.replica import replica_metrics
 from tests.metrics.scraping import Scraped, check_with_promtool
 from tests.metrics.statuses import engine_status
@@ -21,21 +21,21 @@ def test_each_number_of_the_engines_is_there_under_its_name() -> None:
         assert found == numbers
     lookups = {"gpu": 40, "host": 30, "disk": 20, "remote": 10}
     for found, requests in lookups.items():
-        assert page.total("lorikeet_adapter_lookups_total", found=found) == requests
+        assert page.total("lorikeet_adapter_lookups_total", residency=found) == requests
     assert page.total("lorikeet_adapter_loads_total", source="remote") == 3
     assert page.total("lorikeet_adapter_load_seconds_count", source="remote") == 3
     assert page.total("lorikeet_adapter_load_seconds_sum", source="remote") == 1.5
     assert page.total("lorikeet_adapter_load_failures_total") == 4
     assert page.total("lorikeet_sequences", state="running") == 11
     assert page.total("lorikeet_sequences", state="waiting") == 12
-    assert page.total("lorikeet_kv_pages", state="used") == 13
-    assert page.total("lorikeet_kv_pages", state="total") == 14
+    assert page.total("lorikeet_kv_cache_pages", state="used") == 13
+    assert page.total("lorikeet_kv_cache_pages", state="total") == 14
     assert page.total("lorikeet_preemptions_total") == 15
     for kind, tokens in (("prompt", 16), ("cached", 17), ("output", 18)):
         assert page.total("lorikeet_tokens_total", kind=kind) == tokens
     for name in ("seconds", "sequences", "adapters"):
         assert page.total(f"lorikeet_step_{name}_count", replica="r0", base_model="tiny") == 3
-    assert page.total("lorikeet_inter_token_seconds_count", residency="none") == 3
+    assert page.total("lorikeet_inter_token_latency_seconds_count", residency="none") == 3
 
 
 def test_a_bucket_counts_those_below_it_too() -> None:
@@ -50,4 +50,4 @@ def test_what_has_no_values_yet_has_counters_but_no_histograms() -> None:
     assert page.total("lorikeet_adapter_loads_total", source="host") == 0
     assert page.labels("lorikeet_adapter_loads_total", "source") == {"remote", "disk", "host"}
     assert page.labels("lorikeet_adapter_load_seconds_count", "source") == {"remote"}
-    assert page.labels("lorikeet_inter_token_seconds_count", "residency") == {"none"}
+    assert page.labels("lorikeet_inter_token_latency_seconds_count", "residency") == {"none"}

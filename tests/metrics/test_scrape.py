@@ -12,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily
 from lorikeet.catalog.records import Scope
 from lorikeet.errors import Unavailable
 from lorikeet.gateway.routes.metrics import FRESH_S
+from lorikeet.metrics.exposition import render
 from lorikeet.metrics.gateway import GatewayMetrics
-from lorikeet.metrics.page import render
 from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, Refusal
 from lorikeet.protocol.peers import Peers, Poll
 from lorikeet_engine.adapter import Residency
@@ -91,7 +91,7 @@ def test_requests_are_counted_by_what_became_of_them(gateway: Gateway) -> None:
     gateway.request("POST", CHAT, "lk_nobody", json=chat())
     check_with_promtool(read(gateway, gateway.admin_key))
     page = scrape(gateway)
-    outcomes = {"finished": 5, "refused": 5, "failed": 1, "left": 0}
+    outcomes = {"finished": 5, "refused": 5, "failed": 1, "cancelled": 0}
     assert {o: page.total("lorikeet_requests_total", outcome=o) for o in outcomes} == outcomes
     codes = {
         "overloaded": 2,
@@ -100,9 +100,9 @@ def test_requests_are_counted_by_what_became_of_them(gateway: Gateway) -> None:
         "invalid_value": 1,
         "invalid_api_key": 1,
     }
-    assert {c: page.total("lorikeet_refusals_total", code=c) for c in codes} == codes
-    assert page.total("lorikeet_refusals_total") == sum(codes.values())
-    assert page.total("lorikeet_retries_total", base_model="tiny") == 1
+    assert {c: page.total("lorikeet_request_errors_total", code=c) for c in codes} == codes
+    assert page.total("lorikeet_request_errors_total") == sum(codes.values())
+    assert page.total("lorikeet_request_retries_total", base_model="tiny") == 1
     assert page.total("lorikeet_tenant_requests_total", tenant="acme", outcome="finished") == 4
     assert page.total("lorikeet_tenant_requests_total", tenant="acme", outcome="refused") == 4
     assert page.labels("lorikeet_tenant_requests_total", "tenant") == {"acme", "globex"}
@@ -135,28 +135,30 @@ def test_times_are_counted_by_where_the_adapter_was(gateway: Gateway, stream: bo
     eventually(lambda: not gateway.engines.calls[2:] or len(gateway.engines.closed) == 3)
     page = scrape(gateway)
     for residency, requests in (("host", 2), ("none", 1)):
-        for name in ("ttft", "queue", "request"):
+        for name in ("time_to_first_token", "request_queue_time", "e2e_request_latency"):
             count = f"lorikeet_{name}_seconds_count"
             assert page.total(count, residency=residency, base_model="tiny") == requests
-    assert page.total("lorikeet_queue_seconds_sum") == pytest.approx(3 * (0.3 - 0.1))
-    assert page.total("lorikeet_queue_seconds_bucket", residency="host", le="0.25") == 2
-    assert page.total("lorikeet_queue_seconds_bucket", residency="host", le="0.1") == 0
+    assert page.total("lorikeet_request_queue_time_seconds_sum") == pytest.approx(3 * (0.3 - 0.1))
+    assert (
+        page.total("lorikeet_request_queue_time_seconds_bucket", residency="host", le="0.25") == 2
+    )
+    assert page.total("lorikeet_request_queue_time_seconds_bucket", residency="host", le="0.1") == 0
 
 
 def test_a_request_is_open_until_its_client_leaves(gateway: Gateway) -> None:
     gateway.engines.replay = endless
     with gateway.openai().chat.completions.create(**chat(stream=True)) as stream:
         next(iter(stream))
-        assert scrape(gateway).total("lorikeet_open_requests") == 1
+        assert scrape(gateway).total("lorikeet_requests_in_flight") == 1
     eventually(lambda: len(gateway.engines.closed) == 1)
 
     def left() -> bool:
         page = scrape(gateway)
         assert page.total("lorikeet_tenant_tokens_total") == 0
         return (
-            page.total("lorikeet_requests_total", outcome="left") == 1
-            and page.total("lorikeet_open_requests") == 0
-            and page.total("lorikeet_ttft_seconds_count") == 1
+            page.total("lorikeet_requests_total", outcome="cancelled") == 1
+            and page.total("lorikeet_requests_in_flight") == 0
+            and page.total("lorikeet_time_to_first_token_seconds_count") == 1
         )
 
     eventually(left)
@@ -180,7 +182,7 @@ def test_every_base_model_is_there_before_it_is_asked_for(gateway: Gateway) -> N
         "finished",
         "refused",
         "failed",
-        "left",
+        "cancelled",
     }
 
 
@@ -202,7 +204,7 @@ class Others(Peers):
 
 def test_the_page_is_the_whole_services_and_kept_for_a_second(tmp_path: Path) -> None:
     other = GatewayMetrics()
-    other.serves(["tiny"])
+    other.add_base_models(["tiny"])
     others = Others(render(other.collect(), {"gateway": "another"}))
     preemptions = CounterMetricFamily("lorikeet_preemptions_total", "Preemptions.", 3)
     replica = render([preemptions], {"replica": "r"})

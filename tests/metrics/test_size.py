@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from lorikeet.gateway.routes.metrics import FRESH_S
+from lorikeet.metrics.exposition import render
 from lorikeet.metrics.gateway import OUTCOMES, GatewayMetrics, RequestSummary
-from lorikeet.metrics.page import render
+from lorikeet.metrics.label_cardinality import OTHER
 from lorikeet.metrics.replica import replica_metrics
-from lorikeet.metrics.top_names import OTHER
 from lorikeet.protocol.peers import Peers, Poll
 from lorikeet_engine.telemetry.counters import LOAD_S
 from lorikeet_engine.telemetry.status import Distribution
@@ -54,7 +54,7 @@ def requests() -> Iterable[RequestSummary]:
 def filled() -> GatewayMetrics:
     metrics = GatewayMetrics(GATEWAYS)
     for request in requests():
-        metrics.ended(request)
+        metrics.count(request)
     return metrics
 
 
@@ -98,7 +98,7 @@ def test_a_scrape_of_a_large_service_is_small_and_quick(tmp_path: Path) -> None:
 def test_many_gateways_name_fewer_tenants_each_and_count_all(gateways: int, named: int) -> None:
     metrics = GatewayMetrics(gateways)
     for n in range(TENANTS):
-        metrics.ended(RequestSummary("finished", f"t{n}", "tiny"))
+        metrics.count(RequestSummary("finished", f"t{n}", "tiny"))
     page = Scraped(render(metrics.collect(), {}).decode())
     assert len(page.labels("lorikeet_tenant_requests_total", "tenant") - {OTHER}) == named
     assert page.total("lorikeet_tenant_requests_total") == TENANTS

@@ -40,7 +40,7 @@ def histogram(
 
 
 def residency_label(found: Residency | None) -> str:
-    """What `residency` says of a request; found: where its adapter was, None for a base model."""
+    """The label `residency` of a request whose adapter was at this tier; None: a base model."""
     return "none" if found is None else str(found)
 
 

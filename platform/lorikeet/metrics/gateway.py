@@ -1,4 +1,4 @@
-"""What a gateway measures: requests and their times, tenants, the busiest adapters."""
+"""A gateway's metrics: requests and their times, tenants, the busiest adapters."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 
-from lorikeet.metrics.named_counters import NamedCounter, NamedRequests
+from lorikeet.metrics.named_counters import BusiestNameCounters, NamedCounter
 
-OUTCOMES = ("finished", "refused", "failed", "left")
+OUTCOMES = ("finished", "refused", "failed", "cancelled")
 
 _TENANTS, _ADAPTERS = 1_000, 100
 _TENANTS_OF_ALL = 2_000
-"""A tenant takes 7 lines of some 90 bytes in each gateway's part of a page: 1.3 MB in all."""
+"""A tenant takes 7 lines of some 90 bytes in each gateway's part of the page: 1.3 MB in all."""
 
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _QUEUE_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -21,11 +21,11 @@ _REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.
 
 @dataclass(frozen=True, slots=True)
 class RequestSummary:
-    """A request that is over, as far as it is counted.
+    """What metrics count of a request that is over.
 
-    tenant, base_model: "" where that was never known. adapter: tenant/name. residency: where its
+    tenant, base_model: "" if never known. adapter: tenant/name. residency: where its
     adapter was, as families.residency_label says, None if no replica took it. code: of the error
-    that ended it. first_token_s, queue_s, total_s: None where they say nothing. retries: replicas
+    that ended it. first_token_s, queue_s, total_s: None if not measured. retries: replicas
     that lost it. tokens: as named_counters.TOKENS says, of a finished one.
     """
 
@@ -43,30 +43,34 @@ class RequestSummary:
 
 
 class GatewayMetrics:
-    """Counts what one gateway does. `ended` belongs to its event loop; any thread may collect."""
+    """The metrics of one gateway. `count` belongs to its event loop; any thread may collect."""
 
     def __init__(self, gateways: int = 1) -> None:
-        """gateways: how many share the room for names."""
+        """gateways: how many share the series of tenants."""
         self._registry = CollectorRegistry()
         self._requests = self._counter(
             "lorikeet_requests_total", "Requests that are over, by what became of them.", "outcome"
         )
-        self._refusals = self._counter(
-            "lorikeet_refusals_total", "Requests that ended with an error, by its code.", "code"
+        self._errors = self._counter(
+            "lorikeet_request_errors_total",
+            "Requests that ended with an error, by its code.",
+            "code",
         )
         self._retries = self._counter(
-            "lorikeet_retries_total", "Attempts that a replica lost and another was given."
+            "lorikeet_request_retries_total", "Attempts that a replica lost and another was given."
         )
         self._first_token = self._histogram(
-            "lorikeet_ttft_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN_S
+            "lorikeet_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            _FIRST_TOKEN_S,
         )
         self._queue = self._histogram(
-            "lorikeet_queue_seconds",
-            "How long a finished request waited in the engine for its turn, its adapter aside.",
+            "lorikeet_request_queue_time_seconds",
+            "How long a finished request waited in the engine, without the wait for its adapter.",
             _QUEUE_S,
         )
         self._total = self._histogram(
-            "lorikeet_request_seconds",
+            "lorikeet_e2e_request_latency_seconds",
             "From a finished request's arrival to its end.",
             _REQUEST_S,
         )
@@ -75,34 +79,34 @@ class GatewayMetrics:
         self._registry.register(self._tenants)
         self._registry.register(self._adapters)
 
-    def serves(self, base_models: Iterable[str]) -> None:
-        """Show these from now on, and not only once they are asked for."""
+    def add_base_models(self, base_models: Iterable[str]) -> None:
+        """Show series of these base models from the start, with zeros."""
         for base_model in base_models:
             self._retries.labels(base_model)
             for outcome in OUTCOMES:
                 self._requests.labels(base_model, outcome)
 
-    def shows(self, name: str, documentation: str, value: Callable[[], float]) -> None:
-        """A gauge; value: called when it is read, on any thread."""
+    def add_gauge(self, name: str, documentation: str, value: Callable[[], float]) -> None:
+        """Add a gauge; value: called when it is read, on any thread."""
         Gauge(name, documentation, registry=self._registry).set_function(value)
 
-    def ended(self, request: RequestSummary) -> None:
-        """A request is over."""
+    def count(self, request: RequestSummary) -> None:
+        """Count a request that is over."""
         model = request.base_model
         self._requests.labels(model, request.outcome).inc()
         if request.code is not None:
-            self._refusals.labels(model, request.code).inc()
+            self._errors.labels(model, request.code).inc()
         if request.retries:
             self._retries.labels(model).inc(request.retries)
         if request.residency is not None:
-            self._took(request, model, request.residency)
+            self._observe_times(request, model, request.residency)
         if request.tenant:
             self._tenants.count(request.tenant, request.tokens, request.outcome)
         if request.adapter is not None:
             self._adapters.count(request.adapter, request.tokens)
 
     def collect(self) -> Iterable[Metric]:
-        """All of it, as it is now."""
+        """All metrics as they are now."""
         return self._registry.collect()
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
@@ -112,7 +116,7 @@ class GatewayMetrics:
         labels = ["base_model", "residency"]
         return Histogram(name, documentation, labels, buckets=bounds, registry=self._registry)
 
-    def _took(self, request: RequestSummary, model: str, residency: str) -> None:
+    def _observe_times(self, request: RequestSummary, model: str, residency: str) -> None:
         if request.first_token_s is not None:
             self._first_token.labels(model, residency).observe(request.first_token_s)
         if request.queue_s is not None:
@@ -121,7 +125,7 @@ class GatewayMetrics:
             self._total.labels(model, residency).observe(request.total_s)
 
 
-def _tenants(most: int) -> NamedRequests:
+def _tenants(most: int) -> BusiestNameCounters:
     requests = NamedCounter(
         "lorikeet_tenant_requests_total",
         "Requests of a tenant that are over, by what became of them.",
@@ -132,10 +136,10 @@ def _tenants(most: int) -> NamedRequests:
         "Tokens of a tenant's finished requests; cached ones are among those of prompts.",
         ("tenant", "kind"),
     )
-    return NamedRequests(requests, tokens, max(1, most))
+    return BusiestNameCounters(requests, tokens, max(1, most))
 
 
-def _adapters(most: int) -> NamedRequests:
+def _adapters(most: int) -> BusiestNameCounters:
     requests = NamedCounter(
         "lorikeet_adapter_requests_total",
         "Requests of an adapter that are over; of all but the busiest together, as other.",
@@ -146,4 +150,4 @@ def _adapters(most: int) -> NamedRequests:
         "Tokens of an adapter's finished requests; cached ones are among those of prompts.",
         ("adapter", "kind"),
     )
-    return NamedRequests(requests, tokens, most)
+    return BusiestNameCounters(requests, tokens, most)

@@ -1,4 +1,4 @@
-"""What a replica measures: its engine's status as Prometheus's metrics."""
+"""A replica's metrics: its engine's status as Prometheus's metric families."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from lorikeet_engine.telemetry.status import EngineStatus
 
 
 def replica_metrics(status: EngineStatus) -> Iterator[Metric]:
-    """All of them. A histogram is there once it has a value."""
+    """The replica's metrics. A histogram is there once it has a value."""
     yield from _tiers(status)
     yield from _loads(status)
     yield from _engine(status)
@@ -38,7 +38,7 @@ def _tiers(status: EngineStatus) -> Iterator[Metric]:
     )
     yield counter(
         "lorikeet_adapter_evictions_total",
-        "Adapters that a tier has let go to make room.",
+        "Adapters that a tier has evicted to make room.",
         "tier",
         {tier: held.evictions for tier, held in tiers.items()},
     )
@@ -48,19 +48,19 @@ def _loads(status: EngineStatus) -> Iterator[Metric]:
     yield counter(
         "lorikeet_adapter_lookups_total",
         "Requests by where their adapter was when they came.",
-        "found",
-        {str(tier): found for tier, found in status.lookups.items()},
+        "residency",
+        {str(tier): requests for tier, requests in status.lookups.items()},
     )
     loads = {str(tier): seconds for tier, seconds in status.loads.items()}
     yield counter(
         "lorikeet_adapter_loads_total",
-        "Adapters brought one tier nearer, by the tier they were brought from.",
+        "Adapters loaded one tier nearer, by the tier they were loaded from.",
         "source",
         {source: sum(seconds.counts) for source, seconds in loads.items()},
     )
     yield histogram(
         "lorikeet_adapter_load_seconds",
-        "How long it took to bring an adapter one tier nearer, by the tier it was brought from.",
+        "How long it took to load an adapter one tier nearer, by the tier it was loaded from.",
         "source",
         loads,
     )
@@ -77,7 +77,7 @@ def _engine(status: EngineStatus) -> Iterator[Metric]:
         {"running": status.live.running, "waiting": status.live.waiting},
     )
     yield gauge(
-        "lorikeet_kv_pages",
+        "lorikeet_kv_cache_pages",
         "Pages of the KV cache that sequences use, and that there are.",
         "state",
         {"used": status.live.kv_pages_used, "total": status.live.kv_pages_total},
@@ -89,7 +89,7 @@ def _engine(status: EngineStatus) -> Iterator[Metric]:
     )
     yield counter(
         "lorikeet_tokens_total",
-        "Tokens of prompts that were begun, those of them that were found cached, tokens made.",
+        "Prompt tokens, those of them found in the KV cache, and output tokens.",
         "kind",
         {
             "prompt": status.prompt_tokens,
@@ -100,15 +100,20 @@ def _engine(status: EngineStatus) -> Iterator[Metric]:
 
 
 def _steps(status: EngineStatus) -> Iterator[Metric]:
-    yield histogram("lorikeet_step_seconds", "What a step took.", None, {"": status.step_s})
     yield histogram(
-        "lorikeet_step_sequences", "Sequences of a step.", None, {"": status.step_sequences}
+        "lorikeet_step_seconds", "Duration of an engine step.", None, {"": status.step_s}
     )
     yield histogram(
-        "lorikeet_step_adapters", "Distinct adapters of a step.", None, {"": status.step_adapters}
+        "lorikeet_step_sequences", "Sequences of an engine step.", None, {"": status.step_sequences}
     )
     yield histogram(
-        "lorikeet_inter_token_seconds",
+        "lorikeet_step_adapters",
+        "Distinct adapters of an engine step.",
+        None,
+        {"": status.step_adapters},
+    )
+    yield histogram(
+        "lorikeet_inter_token_latency_seconds",
         "Between two tokens of a sequence, by where its adapter was when the request came.",
         "residency",
         {residency_label(found): gaps for found, gaps in status.inter_token_s.items()},

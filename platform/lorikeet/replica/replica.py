@@ -15,7 +15,7 @@ from lorikeet.answer_stream.sender import AnswerSender
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import GenerationFailed, InvalidInput
 from lorikeet.logs import log_unexpected
-from lorikeet.metrics.page import render
+from lorikeet.metrics.exposition import render
 from lorikeet.metrics.replica import replica_metrics
 from lorikeet.placement import pressure
 from lorikeet.protocol.messages import AnswerHeader, Call, Refusal, SmokeResult, SmokeTest

@@ -68,13 +68,13 @@ class RequestRecord:
 
     @property
     def outcome(self) -> str:
-        """running, finished, refused, failed, or client left."""
+        """running, finished, refused, failed, or cancelled: its client left."""
         if not self.over:
             return "running"
         if self.code is not None:
             refused = status_of(self.code) < 500 or self.code in _COMPUTED
             return "refused" if refused else "failed"
-        return "client left" if self.usage is None else "finished"
+        return "cancelled" if self.usage is None else "finished"
 
     @property
     def tokens(self) -> tuple[int, int, int] | None:

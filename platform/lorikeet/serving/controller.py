@@ -13,7 +13,7 @@ from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import LorikeetError
 from lorikeet.logs import log_to_stderr
 from lorikeet.metrics.controller import controller_metrics
-from lorikeet.metrics.page import render
+from lorikeet.metrics.exposition import render
 from lorikeet.placement.pin_placement import PlacementPlan, place_pins
 from lorikeet.placement.pin_status import pin_statuses
 from lorikeet.placement.prefetcher import SURVEY_S

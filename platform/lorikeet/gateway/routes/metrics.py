@@ -8,9 +8,9 @@ from fastapi import APIRouter, Depends, Response
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import Services
+from lorikeet.metrics.exposition import CONTENT_TYPE, join, render
 from lorikeet.metrics.families import residency_label
 from lorikeet.metrics.gateway import GatewayMetrics, RequestSummary
-from lorikeet.metrics.page import CONTENT_TYPE, join, render
 from lorikeet.request_log.record import RequestRecord
 from lorikeet.request_log.request_log import RequestLog, Subscriber
 
@@ -23,17 +23,17 @@ def request_counter(metrics: GatewayMetrics) -> Subscriber:
     """Return what counts each request that is over."""
 
     def ended(record: RequestRecord) -> None:
-        metrics.ended(summary(record))
+        metrics.count(summary(record))
 
     return ended
 
 
 def summary(record: RequestRecord) -> RequestSummary:
     """Return what is counted of a request that is over."""
-    slowest, outcome, adapter = record.slowest, record.outcome, record.adapter
+    slowest, adapter = record.slowest, record.adapter
     finished = record.usage is not None and record.code is None
     return RequestSummary(
-        outcome="left" if outcome == "client left" else outcome,
+        outcome=record.outcome,
         tenant=record.tenant or "",
         base_model=record.base_model or "",
         adapter=f"{adapter.tenant}/{adapter.name}" if adapter else None,
@@ -52,18 +52,18 @@ def add_gauges(
 ) -> None:
     """Begin with all base models, and add what is not counted but read."""
     metrics = services.metrics
-    metrics.serves(services.base_models)
-    metrics.shows(
-        "lorikeet_open_requests",
+    metrics.add_base_models(services.base_models)
+    metrics.add_gauge(
+        "lorikeet_requests_in_flight",
         "Requests that this gateway has sent on and that are not over.",
         lambda: request_log.open,
     )
-    metrics.shows(
+    metrics.add_gauge(
         "lorikeet_catalog_seq",
         "The last entry of the catalog's log that this gateway knows.",
         lambda: catalog_view.state.seq,
     )
-    metrics.shows(
+    metrics.add_gauge(
         "lorikeet_catalog_age_seconds",
         "How long ago the store last told this gateway whether there is anything new.",
         lambda: catalog_view.age_s,

@@ -1,4 +1,4 @@
-"""A page of metrics: each process writes its part, and the gateway that is asked joins them.
+"""Prometheus's text format: each process writes its part, and one gateway joins them.
 
 A part is a page in itself, as prometheus_client writes it in Prometheus's text format, version
 0.0.4 (https://prometheus.io/docs/instrumenting/exposition_formats).
@@ -21,21 +21,21 @@ def render(metrics: Iterable[Metric], labels: Mapping[str, str]) -> bytes:
 
 
 def join(parts: Iterable[bytes]) -> bytes:
-    """The whole page. Prometheus wants all samples of a metric together, under one head."""
+    """The whole page from its parts, all samples of a metric together under one head."""
     heads: dict[bytes, bytes] = {}
     samples: dict[bytes, list[bytes]] = {}
     for part in parts:
         for family in (b"\n" + part[:-1]).split(_HELP)[1:]:
-            told, kind, lines = family.split(b"\n", 2)
-            name = told.split(b" ", 1)[0]
-            heads[name] = b"\n".join((told, kind))
+            help_line, kind, lines = family.split(b"\n", 2)
+            name = help_line.split(b" ", 1)[0]
+            heads[name] = b"\n".join((help_line, kind))
             samples.setdefault(name, []).append(lines)
     families = (b"\n".join((heads[name], *samples[name])) for name in sorted(heads))
     return b"".join(b"# HELP " + family + b"\n" for family in families)
 
 
 class _Labelled(Collector):
-    """Metrics that say which process they are of, without the times when counting began."""
+    """Metrics with a process's labels, without the times when counting began."""
 
     def __init__(self, metrics: Iterable[Metric], labels: Mapping[str, str]) -> None:
         self._metrics, self._labels = metrics, labels

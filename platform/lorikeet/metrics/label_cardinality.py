@@ -1,4 +1,4 @@
-"""Which of very many names have counters of their own: the busiest; all others share one.
+"""Limits how many tenants or adapters have series of their own: the busiest; others share one.
 
 A name's counter begins at nothing when the name is chosen. When another takes its place it is shown
 for one more round, so that its last uses are seen, and then dropped; what the name does before and
@@ -13,16 +13,16 @@ from collections.abc import Callable
 OTHER = "other"
 
 ROUND_S = 60.0
-"""So often names can lose their places; scrapes come more often."""
+"""How often names can lose their places; scrapes come more often."""
 _CLEARLY = 2.0
-"""Who takes a place must have been so many times as busy: near equals do not take turns."""
+"""How many times as busy a name must be to take another's place: near equals do not swap."""
 _MORE = 1.25
-"""So many times `most` names are shown at most: a quarter of the places may have changed hands."""
+"""The most names shown, in multiples of `most`: a quarter of them may have changed in a round."""
 _CANDIDATES = 10_000
-"""So many others are watched in a round; the busiest are hardly those that come after."""
+"""The most other names that are counted in a round; later ones are hardly the busiest."""
 
 
-class TopNames:
+class BusiestNames:
     """Chooses `most` names: the first as they come, then by their uses. For one thread.
 
     A use counts half as much after each round.
@@ -41,8 +41,8 @@ class TopNames:
         self._leaving: set[str] = set()
         self._until_s = clock() + ROUND_S
 
-    def used(self, name: str) -> str:
-        """Count a use of it. Returns the name that it goes under: its own, or OTHER."""
+    def count(self, name: str) -> str:
+        """Count a use of a name; return the label to count it under: the name, or OTHER."""
         if self._clock() >= self._until_s:
             self._until_s = self._clock() + ROUND_S
             self._choose()

@@ -3,8 +3,8 @@
 import random
 from collections import Counter
 
+from lorikeet.metrics.label_cardinality import OTHER, ROUND_S, BusiestNames
 from lorikeet.metrics.named_counters import NamedCounter
-from lorikeet.metrics.top_names import OTHER, ROUND_S, TopNames
 
 
 class Watched:
@@ -13,12 +13,12 @@ class Watched:
     def __init__(self, most: int) -> None:
         self.now = 0.0
         self.counter = NamedCounter("requests_total", "Requests.", ("name",))
-        self.names = TopNames(most, self.counter.drop, lambda: self.now)
+        self.names = BusiestNames(most, self.counter.drop, lambda: self.now)
         self.increase: Counter[str] = Counter()
         self.last: dict[str, float] = {}
 
     def use(self, name: str) -> str:
-        shown = self.names.used(name)
+        shown = self.names.count(name)
         self.counter.add(1, shown)
         return shown
 

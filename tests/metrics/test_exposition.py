@@ -13,7 +13,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
-from lorikeet.metrics.page import join, render
+from lorikeet.metrics.exposition import join, render
 from tests.metrics.scraping import Scraped, check_with_promtool
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -75,5 +75,7 @@ def test_what_has_no_samples_is_not_mentioned() -> None:
 
 def test_when_counting_began_is_not_told() -> None:
     registry = CollectorRegistry()
-    Counter("lorikeet_retries_total", "Retries.", registry=registry).inc()
-    assert Scraped(render(registry.collect(), {}).decode()).names == {"lorikeet_retries_total"}
+    Counter("lorikeet_request_retries_total", "Retries.", registry=registry).inc()
+    assert Scraped(render(registry.collect(), {}).decode()).names == {
+        "lorikeet_request_retries_total"
+    }
