@@ -122,7 +122,7 @@ def image_bytes(shape: str, rank: int, device: str, linears: Sequence[str] = LIN
 def _pack(
     folder: Path, settings: Settings, linears: Sequence[str], adapter: int, rank: int
 ) -> tuple[Path, BlobFacts]:
-    """The blob of one adapter, and what the door finds out about it."""
+    """The blob of one adapter, and what validation finds out about it."""
     own = folder / f"a{adapter}"
     own.mkdir()
     (own / WEIGHTS_FILE).hardlink_to(folder / str(rank) / WEIGHTS_FILE)

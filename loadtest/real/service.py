@@ -45,7 +45,7 @@ _RESIDENT_WITHIN_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Where the service is. url: the tenants' door, admin_url: the administrators'."""
+    """Where the service is. url: the public listener, admin_url: the admin listener."""
 
     url: str
     admin_url: str

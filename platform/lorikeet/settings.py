@@ -148,53 +148,53 @@ class Settings(BaseModel):
         2,
         validate_default=True,
         description="engine replicas of each base model, one GPU each where there are GPUs; "
-        "a=4,b=1 of some, the others have the default",
+        "a=4,b=1 for some, the others have the default",
     )
     max_replicas: ByModel = Field(
         None,
         validate_default=True,
-        description="up to so many replicas of each base model when adapters in use outgrow the "
-        "slot pools, requests wait, or seats or KV pages run out; down again to LORIKEET_REPLICAS "
-        "after minutes without; a=8 of some; not set: no more than LORIKEET_REPLICAS",
+        description="most replicas of each base model: more start when adapters in use outgrow the "
+        "slot pools, requests wait, or LORIKEET_MAX_RUNNING or KV pages are used up, and end "
+        "minutes after; a=8 for some; not set: LORIKEET_REPLICAS",
     )
     gateways: int = Field(1, ge=1, description="gateway replicas")
     admin_address: Annotated[Address, BeforeValidator(_parse_address)] = Field(
         Address("127.0.0.1", 8001),
-        description="host:port where each gateway serves its admin API and metrics, beside the "
-        "tenants' API; the gateways of one host share it",
+        description="host:port of the admin listener, where each gateway serves the admin API, "
+        "metrics and the tenants' API; the gateways of one host share it",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where engines run, cpu or cuda; auto: cuda where there is a GPU"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="of the base model: float32, bfloat16 or float16; auto: bfloat16 on cuda, "
-        "float32 on cpu",
+        description="data type of the base model: float32, bfloat16 or float16; auto: bfloat16 on "
+        "cuda, float32 on cpu",
     )
     adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="of adapters on the device; auto: the base model's"
+        "auto", description="data type of adapters on the device; auto: the base model's"
     )
     context: ByModel = Field(
         None,
         validate_default=True,
-        description="longest prompt plus output, tokens; a=8192 of some base models; not set: as "
+        description="longest prompt plus output, tokens; a=8192 for some base models; not set: as "
         "long as the model and the KV cache allow",
     )
     kv_memory: Memory = Field(
         "auto",
         description="KV cache of each replica: bytes, or a share such as 80% of the device memory "
-        "that is measured to be free beside weights, slot pool, the largest step and the graphs; "
-        "auto: 90% on cuda, 256MiB on cpu",
+        "that weights, slot pool, the largest step and CUDA graphs leave; auto: 90% on cuda, "
+        "256MiB on cpu",
     )
     adapter_gpu_memory: Memory = Field(
         "auto",
         description="slot pool, the adapters' room on each replica's device: bytes, or a share "
-        "such as 20% of what is free beside the weights; auto: 10% on cuda, 64MiB on cpu",
+        "such as 20% of what the weights leave; auto: 10% on cuda, 64MiB on cpu",
     )
     adapter_host_memory: Bytes = Field(
         256 * 2**20,
-        description="host arena of each replica; an adapter that takes more is refused when it is "
-        "registered",
+        description="host arena of each replica, for adapters off the GPU; registration refuses an "
+        "adapter that is larger",
     )
     adapter_disk: Bytes = Field(
         4 * 2**30, description="disk cache, shared by the replicas of a machine"
@@ -204,48 +204,49 @@ class Settings(BaseModel):
     max_adapter_bytes: Bytes = Field(2**30, description="largest adapter upload accepted")
     import_from: Annotated[tuple[str, ...], BeforeValidator(_parse_prefixes)] = Field(
         (),
-        description="s3://bucket/prefix of each place that lorikeet register may read adapters "
-        "from, separated by commas; not set: none",
+        description="s3://bucket/prefix that lorikeet register may read adapters from, several "
+        "separated by commas; not set: none",
     )
-    max_batch_tokens: int = Field(2048, ge=1, description="tokens of one step")
-    max_running: int = Field(256, ge=1, description="sequences of one step")
-    max_batch_adapters: int = Field(128, ge=1, description="distinct adapters of one step")
+    max_batch_tokens: int = Field(2048, ge=1, description="most tokens of one step")
+    max_running: int = Field(256, ge=1, description="most sequences of one step")
+    max_batch_adapters: int = Field(128, ge=1, description="most distinct adapters of one step")
     inter_token_goal_ms: float | None = Field(
         None,
         gt=0,
         allow_inf_nan=False,
-        description="milliseconds between two tokens, for which the ranks of a step's adapters "
-        "and the tokens of prompts beside decodes are bounded, though one adapter always runs; "
-        "what they cost is measured at start; not set: no bound",
+        description="goal for the milliseconds between two tokens: bounds the ranks of a step's "
+        "adapters and the prompt tokens beside decodes, but one adapter always runs; not set: no "
+        "bound",
     )
     usage_flush_s: float = Field(
         15.0,
         gt=0,
         allow_inf_nan=False,
-        description="seconds between two writes of what tenants used; a replica that is killed "
-        "loses no more than that",
+        description="seconds between two writes of what tenants used; a killed replica loses no "
+        "more than that",
     )
     max_queue_s: float = Field(
         60.0,
         gt=0,
         allow_inf_nan=False,
-        description="seconds that a request may wait for its turn on a replica; what would wait "
-        "longer is refused at once, with Retry-After",
+        description="most seconds that a request waits for its turn on a replica; one that would "
+        "wait longer is refused at once, with Retry-After",
     )
     max_ongoing_requests: int = Field(
         512, ge=1, description="requests that one replica takes at once"
     )
     traces: Annotated[str | None, BeforeValidator(_parse_collector)] = Field(
         None,
-        description="address of an OpenTelemetry collector that hears of requests by OTLP/HTTP, "
-        "such as http://collector:4318; not set: none",
+        description="address of an OpenTelemetry collector for traces by OTLP/HTTP, such as "
+        "http://collector:4318; not set: no traces",
     )
     traces_share: float = Field(
         1.0,
         ge=0,
         le=1,
         allow_inf_nan=False,
-        description="share of the requests told there; a caller's traceparent decides for itself",
+        description="share of the requests that are traced; a caller's traceparent decides for "
+        "itself",
     )
 
     def most_replicas(self, base_model: str) -> int:

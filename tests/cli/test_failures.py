@@ -51,7 +51,7 @@ def test_a_server_that_is_not_lorikeet_is_recognised(stranger: str) -> None:
 
 def test_the_tenants_door_is_told_from_the_admins() -> None:
     with listening(PublicListener(FastAPI())) as url:
-        assert f"is {url} the admin door?" in sentence(
+        assert f"is {url} the admin listener?" in sentence(
             run("--server", url, "--key", "lk_x", "list")
         )
 

@@ -293,18 +293,18 @@ def test_nothing_to_compile_kernels_with(
     assert fault.found.endswith("no C compiler")
 
 
-@pytest.mark.parametrize("door", ["tenants' door", "admin door"])
-def test_a_port_that_is_taken(patient: Patient, door: str) -> None:
+@pytest.mark.parametrize("taken", ["public listener", "admin listener"])
+def test_a_port_that_is_taken(patient: Patient, taken: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        if door == "admin door":
+        if taken == "admin listener":
             change = variable("ADMIN_ADDRESS", f"127.0.0.1:{port}")
         else:
             change = {"http_port": port}
         found = [f for f in faults(patient.examined("ports", **change)) if f.verdict is PROBLEM]
     (fault,) = found
-    assert f"{port}, for the {door}" in fault.found
-    assert ("LORIKEET_ADMIN_ADDRESS" in fault.cure) is (door == "admin door")
+    assert f"{port}, for the {taken}" in fault.found
+    assert ("LORIKEET_ADMIN_ADDRESS" in fault.cure) is (taken == "admin listener")
     assert f":{port}" in fault.cure
 
 

@@ -119,7 +119,7 @@ class AdminServer:
     def _failure(self, problem: Mapping[str, Any]) -> LorikeetError:
         code, message = problem.get("code"), str(problem.get("message"))
         if code == NotFound.code and message.startswith(f"there is no {_PREFIX}"):
-            message += f": is {self.address} the admin door?"
+            message += f": is {self.address} the admin listener?"
         kind = Conflict if code == Conflict.code else LorikeetError
         failure = kind(message, param=problem.get("param"))
         failure.code = str(code)

@@ -63,7 +63,7 @@ def _show_version(wanted: bool) -> None:
 def connect(
     ctx: typer.Context,
     server: Annotated[
-        str, typer.Option(envvar="LORIKEET_SERVER", help="The admin door's address.")
+        str, typer.Option(envvar="LORIKEET_SERVER", help="The admin listener's address.")
     ] = DEFAULT_SERVER,
     key: Annotated[
         str | None,

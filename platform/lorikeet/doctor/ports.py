@@ -12,7 +12,7 @@ _RAY = {6379: "ray start", 8265: "Ray's dashboard"}
 def check_ports(site: PlannedStart) -> Iterator[Finding]:
     """Whether they are free."""
     admin = site.settings.admin_address
-    wanted = {site.http_port: "the tenants' door", admin.port: "the admin door"}
+    wanted = {site.http_port: "the public listener", admin.port: "the admin listener"}
     taken = {port: what for port, what in wanted.items() if not _free(port)}
     for port, what in taken.items():
         cure = f"stop what listens there: `ss -ltnp 'sport = :{port}'`"

@@ -1,4 +1,4 @@
-"""GET /ui and its files: a shell without data, for anybody who reaches the admin door.
+"""GET /ui and its files: a shell without data, for anyone who reaches the admin listener.
 
 What it shows it asks of GET /admin/v1/fleet, with the key that a person types in.
 """

@@ -16,17 +16,16 @@ _PREFIX = "LORIKEET_"
 _SIZES = {get_args(annotated)[1] for annotated in (Bytes, Memory)}
 _PAGE = """\
 # Settings
-Everything is an environment variable, read once when the service starts; a name that is not one \
-of these, or a value that cannot be right, stops the start and says what was meant. `lorikeet \
-settings` shows what is in force, and `lorikeet doctor` whether it can work \
-([own-model.md](own-model.md)). Sizes are bytes, \
-`512MiB`, `2.5GiB` or `80GB`; commands and files take the same.
+Every setting is an environment variable, read once when the service starts; an unknown name or a \
+wrong value stops the start and says what was meant. `lorikeet settings` shows what is in force, \
+`lorikeet doctor` whether it can work ([own-model.md](own-model.md)). Sizes are bytes, `512MiB`, \
+`2.5GiB` or `80GB`; commands and files take the same.
 
 | variable | default | meaning |
 |---|---|---|
 {rows}
 
-The `lorikeet` command reads `LORIKEET_SERVER`, the address of the admin door \
+The `lorikeet` command reads `LORIKEET_SERVER`, the address of the admin listener \
 (`http://127.0.0.1:8001`), and `LORIKEET_ADMIN_KEY`.
 
 This page is what `lorikeet settings --markdown` prints.
