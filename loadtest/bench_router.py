@@ -62,7 +62,7 @@ class Echo:
     async def status_updates(self, replica: str) -> AsyncIterator[StatusUpdate]:
         """As a replica's."""
         assert replica == self._name
-        async for update in self._feed.follow():
+        async for update in self._feed.subscribe():
             yield update
 
     async def prefetch(self, wanted: object) -> None:

@@ -100,7 +100,7 @@ class Replay:
     async def status_updates(self, replica: str) -> AsyncIterator[StatusUpdate]:
         """As a replica's."""
         assert replica == self._name
-        async for update in self._feed.follow():
+        async for update in self._feed.subscribe():
             yield update
 
     async def prefetch(self, _: object) -> None:

@@ -37,7 +37,7 @@ from tests.cli.adapters import SHAPE
 class ReportingEngines:
     """Replicas that say of themselves what a test wants; none of these tests generates.
 
-    second: the second token of what an adapter says in a trial; the base model's is 1.
+    second: the second token of what an adapter says in a smoke test; the base model's is 1.
     """
 
     def __init__(self) -> None:
@@ -47,9 +47,9 @@ class ReportingEngines:
     def generate(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
         raise NotImplementedError
 
-    async def smoke(self, base_model: str, trial: SmokeTest) -> SmokeResult | Refusal:
-        said = [Continuation((n, 1), f"said {n}") for n, _ in enumerate(trial.prompts)]
-        other = [Continuation((n, self.second), f"said {n}") for n, _ in enumerate(trial.prompts)]
+    async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
+        said = [Continuation((n, 1), f"said {n}") for n, _ in enumerate(test.prompts)]
+        other = [Continuation((n, self.second), f"said {n}") for n, _ in enumerate(test.prompts)]
         return SmokeResult("r0", Residency.REMOTE, tuple(said), tuple(other))
 
     async def reports(self, _: Residency = Residency.DISK) -> Sequence[ReplicaReport]:

@@ -156,7 +156,7 @@ class ReplayEngines:
         self.calls: list[tuple[str, Call]] = []
         self.closed: list[str] = []
         self.replay: Callable[[Call], Items] = repeat
-        self.trials: list[tuple[str, SmokeTest]] = []
+        self.smoke_tests: list[tuple[str, SmokeTest]] = []
         self.try_out: Callable[[SmokeTest], SmokeResult | Refusal] = all_differ
         self.maps: list[ReplicaReport] = []
 
@@ -170,9 +170,9 @@ class ReplayEngines:
             await items.aclose()
             self.closed.append(call.request_id)
 
-    async def smoke(self, base_model: str, trial: SmokeTest) -> SmokeResult | Refusal:
-        self.trials.append((base_model, trial))
-        return self.try_out(trial)
+    async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
+        self.smoke_tests.append((base_model, test))
+        return self.try_out(test)
 
     async def reports(self, tier: Residency = Residency.DISK) -> list[ReplicaReport]:
         if tier is Residency.GPU:
@@ -223,13 +223,13 @@ async def endless(call: Call) -> Items:
         await asyncio.sleep(0.01)
 
 
-def all_differ(trial: SmokeTest) -> SmokeResult:
-    """A trial in which the adapter says the words backwards."""
-    base = [tuple(range(trial.max_tokens)) for _ in trial.prompts]
-    return trial_result(base, [tokens[::-1] for tokens in base])
+def all_differ(test: SmokeTest) -> SmokeResult:
+    """A test in which the adapter says the words backwards."""
+    base = [tuple(range(test.max_tokens)) for _ in test.prompts]
+    return smoke_result(base, [tokens[::-1] for tokens in base])
 
 
-def trial_result(base: Sequence[Sequence[int]], adapted: Sequence[Sequence[int]]) -> SmokeResult:
+def smoke_result(base: Sequence[Sequence[int]], adapted: Sequence[Sequence[int]]) -> SmokeResult:
     def said(choices: Sequence[Sequence[int]]) -> tuple[Continuation, ...]:
         return tuple(Continuation(tuple(c), " ".join(map(str, c))) for c in choices)
 

@@ -12,7 +12,7 @@ import pytest
 from lorikeet.gateway.admin.smoke import MAX_TOKENS, PROMPTS, smoke_report
 from lorikeet.protocol.messages import Refusal, SmokeTest
 from lorikeet_engine.adapter import AdapterRef
-from tests.gateway.conftest import Gateway, make_blob, serving, trial_result
+from tests.gateway.conftest import Gateway, make_blob, serving, smoke_result
 from tests.gateway.test_bad_requests import error_of
 
 BASE = list(range(32))
@@ -20,8 +20,8 @@ BASE = list(range(32))
 
 def said(*pairs: tuple[Sequence[int], Sequence[int]]) -> dict[str, Any]:
     ref = AdapterRef("acme", "support", 1, "d" * 64)
-    trial = SmokeTest("r", ref, tuple(f"prompt {i}" for i in range(len(pairs))), 32)
-    return smoke_report(trial, trial_result([b for b, _ in pairs], [a for _, a in pairs]))
+    test = SmokeTest("r", ref, tuple(f"prompt {i}" for i in range(len(pairs))), 32)
+    return smoke_report(test, smoke_result([b for b, _ in pairs], [a for _, a in pairs]))
 
 
 def test_how_far_they_differ_is_counted_position_by_position() -> None:
@@ -70,9 +70,9 @@ def test_a_registered_adapter_is_tried_by_alias_or_version(gateway: Gateway) -> 
     for selector, version in (("prod", 1), ("2", 2)):
         seen = smoke(gateway, selector=selector).raise_for_status().json()
         assert (seen["adapter"], seen["version"]) == ("acme/support", version)
-        base_model, trial = gateway.engines.trials[-1]
-        assert (base_model, trial.adapter.version) == ("tiny", version)
-        assert (trial.prompts, trial.max_tokens) == (PROMPTS, MAX_TOKENS)
+        base_model, test = gateway.engines.smoke_tests[-1]
+        assert (base_model, test.adapter.version) == ("tiny", version)
+        assert (test.prompts, test.max_tokens) == (PROMPTS, MAX_TOKENS)
         assert seen["replica"] == "replica-7"
 
 
@@ -87,7 +87,7 @@ def test_what_cannot_be_tried_says_why(gateway: Gateway) -> None:
     assert "acme/support@9" in error_of(smoke(gateway, selector="9"), 404)["message"]
     for body in ({"prompts": []}, {"prompts": [""]}, {"max_tokens": 0}, {"max_tokens": 10**6}):
         error_of(smoke(gateway, **body), 400)
-    assert gateway.engines.trials == []
+    assert gateway.engines.smoke_tests == []
 
 
 def test_a_replicas_refusal_is_passed_on(gateway: Gateway) -> None:
@@ -98,7 +98,7 @@ def test_a_replicas_refusal_is_passed_on(gateway: Gateway) -> None:
 def test_without_a_replica_the_base_model_is_named(tmp_path: Path) -> None:
     with serving(tmp_path, first_item_timeout_s=0.1) as gateway:
 
-        async def never(base_model: str, trial: SmokeTest) -> Any:
+        async def never(base_model: str, test: SmokeTest) -> Any:
             await asyncio.sleep(60)
 
         gateway.engines.smoke = never  # type: ignore[method-assign, assignment]
@@ -122,4 +122,4 @@ def test_a_smoke_that_fails_registers_nothing(gateway: Gateway, tmp_path: Path) 
     gateway.engines.try_out = type(gateway.engines)().try_out
     version = gateway.admin("POST", "/adapters/acme/new/versions", wanted).json()
     assert (version["version"], version["smoke"]["equal_share"]) == (1, 0.0)
-    assert [str(trial.adapter) for _, trial in gateway.engines.trials] == ["acme/new@1"] * 2
+    assert [str(test.adapter) for _, test in gateway.engines.smoke_tests] == ["acme/new@1"] * 2

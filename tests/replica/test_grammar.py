@@ -92,10 +92,10 @@ def grammars():
 
 
 @pytest.fixture(scope="module")
-def trial():
-    trial = GrammarSandbox(DEMO)
-    yield trial
-    trial.close()
+def sandbox():
+    sandbox = GrammarSandbox(DEMO)
+    yield sandbox
+    sandbox.close()
 
 
 @pytest.fixture
@@ -184,9 +184,9 @@ class TestGrammars:
         for text in ('{"a":  1}', '{"a":\n\n1}', '{"a":\n' + " " * 41 + "1}"):
             assert not says({}, text), text
 
-    def test_a_schema_cannot_loosen_what_it_is_held_to(self, trial):
+    def test_a_schema_cannot_loosen_what_it_is_held_to(self, sandbox):
         loose = {"x-guidance": {"lenient": True}, "type": "object", "not": {"required": ["a"]}}
-        assert "not" in trial._problem(grammar_of(json.dumps(loose)))
+        assert "not" in sandbox._problem(grammar_of(json.dumps(loose)))
 
     def test_the_end_of_the_sequence_is_left_to_the_engine(self, grammars, tokenizer):
         matcher = grammars.compile(grammar_of('{"type": "integer"}'))
@@ -256,40 +256,40 @@ class TestRefusals:
     )
     CALL = Call("r", Endpoint.CHAT, 0, "acme", "demo", None)
 
-    def refused(self, trial, schema, call=CALL):
+    def refused(self, sandbox, schema, call=CALL):
         with pytest.raises(InvalidInput) as refused:
-            asyncio.run(trial.check(call, grammar_of(json.dumps(schema))))
+            asyncio.run(sandbox.check(call, grammar_of(json.dumps(schema))))
         return refused.value
 
     @pytest.mark.parametrize(("schema", "reason"), BAD, ids=lambda value: str(value)[:20])
     def test_a_schema_that_cannot_be_followed_is_refused_with_the_reason(
-        self, trial, schema, reason
+        self, sandbox, schema, reason
     ):
-        error = self.refused(trial, schema)
+        error = self.refused(sandbox, schema)
         assert error.param == "response_format"
         assert reason in error.message
 
     @pytest.mark.parametrize("schema", EXPLODING, ids=lambda value: str(value)[:20])
-    def test_a_schema_that_costs_too_much_is_refused_and_hurts_nobody(self, trial, schema):
+    def test_a_schema_that_costs_too_much_is_refused_and_hurts_nobody(self, sandbox, schema):
         began_s = time.monotonic()
-        assert "too much time or memory" in self.refused(trial, schema).message
-        asyncio.run(trial.check(self.CALL, grammar_of(json.dumps(SCHEMAS["nested"]))))
+        assert "too much time or memory" in self.refused(sandbox, schema).message
+        asyncio.run(sandbox.check(self.CALL, grammar_of(json.dumps(SCHEMAS["nested"]))))
         assert time.monotonic() - began_s < 30  # one or two, on a machine that has time
 
-    def test_a_grammar_is_tried_once(self, trial, monkeypatch):
+    def test_a_grammar_is_tried_once(self, sandbox, monkeypatch):
         bad, good = {"type": "nobody"}, {"type": "integer", "minimum": 77}
-        first = self.refused(trial, bad).message
-        asyncio.run(trial.check(self.CALL, grammar_of(json.dumps(good))))
-        monkeypatch.setattr(trial, "_problem", lambda grammar: pytest.fail("tried again"))
-        assert self.refused(trial, bad).message == first
-        asyncio.run(trial.check(self.CALL, grammar_of(json.dumps(good))))
+        first = self.refused(sandbox, bad).message
+        asyncio.run(sandbox.check(self.CALL, grammar_of(json.dumps(good))))
+        monkeypatch.setattr(sandbox, "_problem", lambda grammar: pytest.fail("tried again"))
+        assert self.refused(sandbox, bad).message == first
+        asyncio.run(sandbox.check(self.CALL, grammar_of(json.dumps(good))))
 
-    def test_a_tools_parameters_are_refused_by_their_name(self, trial):
+    def test_a_tools_parameters_are_refused_by_their_name(self, sandbox):
         for tools in (ToolUse((), ("look",)), ToolUse(())):
             call = replace(self.CALL, tools=tools)
-            assert self.refused(trial, {"type": "nope"}, call).param == "tools"
+            assert self.refused(sandbox, {"type": "nope"}, call).param == "tools"
         call = replace(call, format=Format('{"type": "nope"}'))
-        assert self.refused(trial, {"type": "nope"}, call).param == "response_format"
+        assert self.refused(sandbox, {"type": "nope"}, call).param == "response_format"
 
     @pytest.mark.parametrize("text", ["nonsense", "[]", "true", "[" * 5000, '{"a":' * 200 + "1"])
     def test_a_text_that_is_no_schema_is_refused(self, text):

@@ -24,7 +24,7 @@ PEFT = ADAPTERS / TASK.tenant / TASK.name
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
-    root = tmp_path_factory.mktemp("trial")
+    root = tmp_path_factory.mktemp("test")
     given = {"LORIKEET_CATALOG": str(root / "catalog"), "LORIKEET_CACHE_DIR": str(root / "cache")}
     settings = Settings.from_env(given)
     fill_catalog(settings, root)
@@ -33,7 +33,7 @@ def settings(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def try_out(settings):
-    """try_out(trial): the answer of the one replica of these tests."""
+    """try_out(test): the answer of the one replica of these tests."""
 
     async def start():
         return Replica("r0", "lorikeet-demo", settings)
@@ -41,7 +41,7 @@ def try_out(settings):
     with asyncio.Runner() as loop:
         replica = loop.run(start())
         try:
-            yield lambda trial: loop.run(asyncio.wait_for(replica.smoke(trial), 60))
+            yield lambda test: loop.run(asyncio.wait_for(replica.smoke(test), 60))
         finally:
             replica.close()
 
@@ -63,39 +63,39 @@ def stored(settings, tmp_path, change):
     return AdapterRef(TASK.tenant, "tried", 1, digest)
 
 
-def trial_of(ref, *prompts):
+def smoke_test_of(ref, *prompts):
     return SmokeTest("t", ref, prompts or (TASK.example.prompt, "hello"), 48)
 
 
 def test_a_fine_tune_does_its_task_and_the_base_model_does_not(settings, try_out):
-    trial = trial_of(trained(settings))
-    cold, warm = try_out(trial), try_out(replace(trial, request_id="again"))
+    test = smoke_test_of(trained(settings))
+    cold, warm = try_out(test), try_out(replace(test, request_id="again"))
     assert cold.adapted[0].text == TASK.example.answer
     assert cold.base[0].text != TASK.example.answer
     assert cold.residency < warm.residency == Residency.GPU
     assert (cold.base, cold.adapted) == (warm.base, warm.adapted)
-    seen = smoke_report(trial, cold)
+    seen = smoke_report(test, cold)
     assert seen["equal_share"] < 1
     assert seen["warnings"] == []
 
 
 def test_an_adapter_of_zeros_changes_nothing_and_is_warned_of(settings, try_out, tmp_path):
-    trial = trial_of(stored(settings, tmp_path, np.zeros_like))
-    result = try_out(trial)
+    test = smoke_test_of(stored(settings, tmp_path, np.zeros_like))
+    result = try_out(test)
     assert result.base == result.adapted
-    (warning,) = smoke_report(trial, result)["warnings"]
+    (warning,) = smoke_report(test, result)["warnings"]
     assert "changed none" in warning
 
 
 def test_an_adapter_that_overflows_is_refused_by_name(settings, try_out, tmp_path):
     huge = stored(settings, tmp_path, lambda tensor: np.full_like(tensor, 1e38))
-    refusal = try_out(trial_of(huge))
+    refusal = try_out(smoke_test_of(huge))
     assert isinstance(refusal, Refusal)
     assert refusal.code == "invalid_adapter"
     assert str(huge) in refusal.message
-    assert try_out(trial_of(trained(settings))).adapted[0].text == TASK.example.answer
+    assert try_out(smoke_test_of(trained(settings))).adapted[0].text == TASK.example.answer
 
 
 def test_a_prompt_that_cannot_fit_is_refused(settings, try_out):
-    refusal = try_out(trial_of(trained(settings), "word " * 5000))
+    refusal = try_out(smoke_test_of(trained(settings), "word " * 5000))
     assert refusal.code == "context_length_exceeded"

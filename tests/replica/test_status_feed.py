@@ -30,28 +30,28 @@ def run(scenario):
 
 
 async def close(*followers):
-    for follower in followers:
-        await follower.aclose()
+    for subscriber in followers:
+        await subscriber.aclose()
 
 
 def test_a_feed_begins_with_everything_and_goes_on_with_changes():
     async def scenario(feed):
         feed.post(status(a="GPU", b="DISK", c="HOST"))
         feed.post(status(c="REMOTE"))
-        follower = feed.follow()
-        first = await anext(follower)
+        subscriber = feed.subscribe()
+        first = await anext(subscriber)
         assert first.moved == {"a": Residency.GPU, "b": Residency.DISK}
         assert first.begins_snapshot
         assert first.ends_snapshot
         assert first.live == BUSY
         assert first.costs.steps.base_s == 0.007
         feed.post(status(LiveStats(decoding=9), b="HOST", a="REMOTE"))
-        change = await anext(follower)
+        change = await anext(subscriber)
         assert change.moved == {"b": Residency.HOST, "a": Residency.REMOTE}
         assert (change.begins_snapshot, change.ends_snapshot, change.costs) == (False, False, None)
         assert change.live.decoding == 9
         assert change.seq > first.seq
-        await close(follower)
+        await close(subscriber)
 
     run(scenario)
 
@@ -61,19 +61,19 @@ def test_many_adapters_come_in_parts(monkeypatch):
 
     async def scenario(feed):
         feed.post(status(**{f"d{number}": "DISK" for number in range(7)}))
-        follower = feed.follow()
-        parts = [await anext(follower) for _ in range(3)]
+        subscriber = feed.subscribe()
+        parts = [await anext(subscriber) for _ in range(3)]
         assert [len(part.moved) for part in parts] == [3, 3, 1]
         assert [part.begins_snapshot for part in parts] == [True, False, False]
         assert [part.ends_snapshot for part in parts] == [False, False, True]
-        await close(follower)
+        await close(subscriber)
 
     run(scenario)
 
 
 def test_a_slow_watcher_gets_one_message_for_all_that_it_missed():
     async def scenario(feed):
-        slow, quick = feed.follow(), feed.follow()
+        slow, quick = feed.subscribe(), feed.subscribe()
         await anext(slow)
         await anext(quick)
         for number in range(1000):
@@ -91,11 +91,11 @@ def test_a_quiet_replica_says_so(monkeypatch):
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.02)
 
     async def scenario(feed):
-        follower = feed.follow()
-        heard = [await anext(follower) for _ in range(4)]
+        subscriber = feed.subscribe()
+        heard = [await anext(subscriber) for _ in range(4)]
         assert all(not one.moved for one in heard)
         assert [one.seq for one in heard] == sorted({one.seq for one in heard})
-        await close(follower)
+        await close(subscriber)
 
     run(scenario)
 
@@ -104,8 +104,8 @@ def test_a_feed_ends_by_itself_and_leaves_nothing(monkeypatch):
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
 
     async def scenario(feed):
-        assert len([one async for one in feed.follow(lasting_s=0.1)]) >= 2
-        assert not feed._followers
+        assert len([one async for one in feed.subscribe(lasting_s=0.1)]) >= 2
+        assert not feed._subscribers
 
     run(scenario)
 
@@ -131,19 +131,19 @@ def test_a_fleet_that_listens_on_and_off_ends_up_knowing_what_is_held(monkeypatc
         fleet = Fleet()
         fleet.exist(["r0"])
         held = dict.fromkeys(digests, Residency.REMOTE)
-        follower = feed.follow()
+        subscriber = feed.subscribe()
         for _ in range(2000):
             held[digest := rng.choice(digests)] = tier = rng.choice(list(Residency))
             feed.post(status(**{digest: tier.name}))
             if rng.random() < 0.3:
-                fleet.heard("r0", await anext(follower))
+                fleet.heard("r0", await anext(subscriber))
             if rng.random() < 0.05:
-                await close(follower)
-                follower = feed.follow()
+                await close(subscriber)
+                subscriber = feed.subscribe()
         feed.post(status())
-        while (message := await anext(follower)).moved:
+        while (message := await anext(subscriber)).moved:
             fleet.heard("r0", message)
         assert {d: fleet._locations.tier("r0", d) for d in digests} == held
-        await close(follower)
+        await close(subscriber)
 
     run(scenario)

@@ -37,8 +37,8 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def smoke(self, base_model: str, trial: SmokeTest) -> SmokeResult | Refusal:
-        """A replica's trial of an adapter. Raises LorikeetError."""
+    async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
+        """Run a smoke test of an adapter on a replica. Raises LorikeetError."""
         ...
 
     async def reports(self, tier: Residency = Residency.DISK) -> Sequence[ReplicaReport]:

@@ -1,4 +1,4 @@
-"""Where replicas fetch adapters from: the catalog's blobs, by digest."""
+"""The source that engines fetch adapters from: the catalog's blobs, by digest."""
 
 from pathlib import Path
 
@@ -14,5 +14,5 @@ class CatalogAdapterSource:
         self._store = store
 
     def fetch(self, ref: AdapterRef, path: Path) -> str:
-        """Download the adapter's blob to `path`; the SHA-256 of what came. Raises StoreError."""
+        """Download an adapter's blob to `path`; return the bytes' SHA-256. Raises StoreError."""
         return self._store.download(blob_key(ref.digest), path)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def build_engine(settings: Settings, base_model: str) -> "Engine":
-    """The engine of one base model, with adapters from the catalog; sends events to stderr.
+    """Build the engine of one base model, with adapters from the catalog; log to stderr.
 
     Raises EngineError, LorikeetError.
     """

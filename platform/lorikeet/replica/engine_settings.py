@@ -1,4 +1,4 @@
-"""From the service's settings to one engine's: what `auto` means on this machine."""
+"""One engine's settings from the service's: what `auto` means on this machine."""
 
 import torch
 
@@ -13,14 +13,14 @@ _DEFAULT_SLOT_POOL: dict[str, int | MemoryShare] = {"cpu": 64 << 20, "cuda": Mem
 
 
 def device_of(settings: Settings) -> str:
-    """`auto` is cuda where this process sees a CUDA device."""
+    """Return cpu or cuda; `auto` is cuda where this process sees a CUDA device."""
     if settings.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return settings.device
 
 
 def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
-    """What the engine of one base model is told, on the machine where it will run."""
+    """Return the settings of one base model's engine, on the machine where it will run."""
     device = device_of(settings)
     goal_ms = settings.inter_token_goal_ms
     return EngineSettings(
@@ -45,7 +45,7 @@ def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
 
 
 def adapter_memory(settings: Settings) -> AdapterMemory:
-    """What engines keep adapters in, as far as settings say: a share of a device is not known."""
+    """Return what engines keep adapters in, as far as settings say: no share of a device."""
     device = device_of(settings)
     slot_pool = _memory(settings.adapter_gpu_memory, _DEFAULT_SLOT_POOL[device])
     known = [settings.adapter_host_memory, *([slot_pool] if isinstance(slot_pool, int) else [])]

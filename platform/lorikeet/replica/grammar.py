@@ -1,7 +1,7 @@
-"""Grammars on llguidance: JSON schemas as grammars, and what engines ask of them.
+"""Grammars on llguidance: JSON schemas as grammars, and the engine's side of them.
 
-A grammar is a text in llguidance's dialect of Lark, or its JSON for a schema. Nothing here tells
-callers what was said under a grammar, since errors are logged.
+A grammar is a text in llguidance's dialect of Lark, or its JSON for a schema. No error quotes what
+was sampled under a grammar, since errors are logged.
 """
 
 import json
@@ -35,7 +35,7 @@ _LONGEST_REASON = 300  # characters; some quote a whole expression
 
 
 def grammar_of(schema: str) -> str:
-    """The grammar of what a JSON schema's text allows; {} allows any object.
+    """Return the grammar of a JSON schema's text; {} allows any object.
 
     The schema itself is not judged here: grammar_sandbox.py does. Raises InvalidInput.
     """
@@ -66,13 +66,13 @@ class ModelGrammars:
         self._compiled = lru_cache(cached)(self._compile)
 
     def compile(self, text: str) -> "TextMatcher":
-        """A choice that has said nothing yet. Raises InvalidRequest."""
+        """Return the matcher of a choice without tokens. Raises InvalidRequest."""
         return TextMatcher(self._compiled(text).deep_copy())
 
     def fill(self, matchers: Sequence[Matcher], bits: Bits) -> list[InvalidRequest | None]:
-        """Set the tokens that may follow, as the engine's `Grammars` asks."""
+        """Set the bits of tokens that may follow, as the engine's `Grammars` asks."""
         ours = [matcher.state for matcher in matchers if isinstance(matcher, TextMatcher)]
-        assert len(ours) == len(matchers), "matchers of another's making"
+        assert len(ours) == len(matchers), "matchers that others compiled"
         words = np.zeros((len(ours), -(-self._tokenizer.vocab_size // 32)), np.int32)
         rows = [(matcher, row) for row, matcher in enumerate(ours)]
         fill_next_token_bitmask_par(self._executor, rows, words)
@@ -112,21 +112,21 @@ class TextMatcher:
 
     @property
     def may_end(self) -> bool:
-        """Whether what it has said is whole."""
+        """Whether the choice may end here."""
         return self.state.is_accepting()
 
     @property
     def must_end(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether no token can follow."""
         return self.state.is_stopped()
 
     def accept(self, token: int) -> None:
-        """The choice says this. Raises InvalidRequest."""
+        """Append a token to the choice. Raises InvalidRequest."""
         if not self.state.consume_token(token):
             raise _broken(self.state)
 
     def copy(self) -> "TextMatcher":
-        """Another choice that has come as far."""
+        """Return the matcher of another choice with the same tokens."""
         return TextMatcher(self.state.deep_copy())
 
 
@@ -141,5 +141,5 @@ def _eos(config: Path) -> list[int]:
 
 
 def _broken(matcher: LLMatcher) -> InvalidRequest:
-    # Its error would quote what was said.
+    # The matcher's own error would quote what was sampled.
     return InvalidRequest(f"the grammar is too complex to follow on: {matcher.stop_reason()}")

@@ -1,4 +1,4 @@
-"""Whether a grammar can be compiled, found out in a process that may die of it.
+"""A sandbox for grammars: compiles them first in a process that may die of it.
 
 A schema of a few bytes can take minutes, gigabytes, or more stack than there is; then this process
 ends and not a replica. Run by GrammarSandbox: python -m lorikeet.replica.grammar_sandbox.
@@ -32,7 +32,7 @@ _TOO_COMPLEX = "it takes too much time or memory: make it smaller or less nested
 
 
 class GrammarSandbox:
-    """Tries grammars of one base model, one after the other; its process starts with the first.
+    """Checks grammars of one base model, one after the other; its process starts with the first.
 
     Lives on one event loop.
     """
@@ -42,20 +42,20 @@ class GrammarSandbox:
         self._process: subprocess.Popen[bytes] | None = None
         # A thread of its own: encoders are for those whose prompts wait.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._known: dict[str, str | None] = {}  # the problem of a grammar, the last used last
+        self._problems: dict[str, str | None] = {}  # of each grammar, the last used last
 
     async def check(self, call: Call, grammar: str | None) -> None:
-        """Raise InvalidInput for the grammar of a call that no engine should see; None is none."""
+        """Raise InvalidInput if no engine should see the grammar of a call."""
         if grammar is None:
             return
-        if grammar in self._known:
-            problem = self._known.pop(grammar)
+        if grammar in self._problems:
+            problem = self._problems.pop(grammar)
         else:
             loop = asyncio.get_running_loop()
             problem = await loop.run_in_executor(self._thread, self._problem, grammar)
-        self._known[grammar] = problem
-        if len(self._known) > _CACHED:
-            del self._known[next(iter(self._known))]
+        self._problems[grammar] = problem
+        if len(self._problems) > _CACHED:
+            del self._problems[next(iter(self._problems))]
         if problem is not None:
             of_tools = call.tools is not None and (call.tools.forced or call.format is None)
             param = "tools" if of_tools else "response_format"
@@ -64,7 +64,7 @@ class GrammarSandbox:
             )
 
     def close(self) -> None:
-        """End the process. Safe to call twice."""
+        """End the sandbox's process. Safe to call twice."""
         self._thread.shutdown(cancel_futures=True)
         self._end()
 
@@ -102,7 +102,7 @@ class GrammarSandbox:
 
 
 def main() -> None:
-    """Answer one GrammarSandbox to its end. Arguments: the connection's descriptor, the model."""
+    """Serve one GrammarSandbox to its end. Arguments: the connection's descriptor, the model."""
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=_serve, args=(int(sys.argv[1]), Path(sys.argv[2])))
     thread.start()
@@ -128,7 +128,7 @@ def _serve(connection_fd: int, model: Path) -> None:
 
 
 def _try(grammars: ModelGrammars, grammar: str) -> str | None:
-    """Compile it, and see what its first token can be."""
+    """Compile a grammar, and compute its first mask; return what is wrong with it."""
     try:
         matcher = grammars.compile(grammar)
     except InvalidRequest as error:

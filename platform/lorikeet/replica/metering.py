@@ -1,4 +1,4 @@
-"""What a replica counts for its tenants, and how it gets into the store."""
+"""Usage: what a replica counts for its tenants, and writes to the store."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -15,7 +15,7 @@ from lorikeet_engine.errors import EngineError
 from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.telemetry.status import SlotUse
 
-_GATHER_S = 5.0
+_COLLECT_S = 5.0
 _LAST_FLUSH_S = 10.0
 
 
@@ -27,12 +27,12 @@ class Metering:
     ) -> None:
         self._engine, self._base_model = engine, base_model
         self._ledger = Ledger()
-        self._writer = UsageWriter(store, self._ledger, interval_s, self._gather)
+        self._writer = UsageWriter(store, self._ledger, interval_s, self._collect)
         self._writer.start()
 
     @contextmanager
-    def measured(self, call: Call, prompts: Sequence[Sequence[int]]) -> Iterator[TokenMeter]:
-        """Count a call, however it ends."""
+    def metered(self, call: Call, prompts: Sequence[Sequence[int]]) -> Iterator[TokenMeter]:
+        """Meter a call, and count it however it ends."""
         meter = TokenMeter(call, prompts)
         try:
             yield meter
@@ -43,7 +43,7 @@ class Metering:
             self._count(call, meter)
 
     def close(self) -> None:
-        """Write what there is. The engine must still answer."""
+        """Write all that is counted. The engine must still answer."""
         self._writer.close(_LAST_FLUSH_S)
 
     def _count(self, call: Call, meter: TokenMeter) -> None:
@@ -51,17 +51,17 @@ class Metering:
         if counts is not None:
             self._ledger.add(self._account(call.tenant, call.adapter), counts)
 
-    def _gather(self) -> None:
-        """Slots and loads, which the engine's process counts."""
+    def _collect(self) -> None:
+        """Add slots and loads, which the engine's process counts."""
         asked = self._engine.take_use()
-        asked.add_done_callback(self._book)  # even if it comes late: it is told once
+        asked.add_done_callback(self._add)  # even if late: the engine reports each use once
         with suppress(EngineError, TimeoutError):
-            asked.result(_GATHER_S)
+            asked.result(_COLLECT_S)
 
-    def _book(self, answered: Future[list[SlotUse]]) -> None:
+    def _add(self, answered: Future[list[SlotUse]]) -> None:
         if answered.exception() is None:
             for use in answered.result():
-                if use.tenant:  # an admin's trial is nobody's
+                if use.tenant:  # an admin's smoke test has no tenant
                     account = self._account(use.tenant, use.ref)
                     slots = Counts(slot_s=use.leased_s, loads=use.loads, load_bytes=use.load_bytes)
                     self._ledger.add(account, slots)

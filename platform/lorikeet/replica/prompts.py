@@ -32,7 +32,7 @@ _ANY_TOOL = {
 
 
 class PromptEncoder:
-    """The base model's tokenizer, applied as its chat template says."""
+    """Encodes prompts with the base model's tokenizer and chat template."""
 
     def __init__(self, model: Path, max_context: int) -> None:
         """Raises InvalidSetting for a model folder without tokenizer.json."""
@@ -51,7 +51,7 @@ class PromptEncoder:
         self._most_characters = max_context * longest_token
 
     def encode(self, call: Call) -> tuple[tuple[int, ...], ...]:
-        """Token ids of every prompt of a call. Takes long for long prompts. Raises InvalidInput."""
+        """Return each prompt's token ids. Takes long for long prompts. Raises InvalidInput."""
         if call.endpoint is Endpoint.CHAT:
             if call.tools is not None:
                 self._check_tools(call.tools, call.format)
@@ -63,7 +63,7 @@ class PromptEncoder:
         )
 
     def grammar(self, call: Call) -> str | None:
-        """What an encoded call's answers are held to; None: to nothing."""
+        """Return the grammar of an encoded call's answers; None if they are free."""
         if (use := call.tools) is not None:
             assert self.syntax is not None
             if use.forced or call.format is not None:
@@ -72,7 +72,7 @@ class PromptEncoder:
         return grammar_of(call.format.schema) if call.format is not None else None
 
     def encode_turn(self, text: str) -> tuple[int, ...]:
-        """Token ids of what a user says first; without a chat template, of the text as it is."""
+        """Return a user's first turn as token ids; without a chat template, those of the text."""
         if self._tokenizer.chat_template is None:
             return self._tokens(text, "prompt")
         text = self._render([{"role": "user", "content": text}])
@@ -88,7 +88,7 @@ class PromptEncoder:
         return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def _syntax(self) -> ToolSyntax | None:
-        """In which the model calls tools; None if its template does not show it any."""
+        """Return how the model writes tool calls; None if its template shows it no tools."""
         if self._tokenizer.chat_template is None:
             return None
         try:

@@ -1,8 +1,9 @@
-"""Runs a trial on one replica: with an adapter and without it, in the same steps."""
+"""A smoke test on one replica: prompts with an adapter and without it, in the same steps."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from lorikeet.errors import InvalidAdapter
 from lorikeet.protocol.messages import Continuation, SmokeResult, SmokeTest
@@ -11,22 +12,29 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import NotFinite
 from lorikeet_engine.request import Request, SamplingParams
 
-Run = Callable[[Request], Awaitable[tuple[Residency | None, Sequence[Sequence[int]]]]]
-"""Runs a request; where its adapter was, and the tokens of each choice."""
+
+class Completions(NamedTuple):
+    """What a request gave. residency: where its adapter was; tokens: those of each choice."""
+
+    residency: Residency | None
+    tokens: Sequence[Sequence[int]]
+
+
+Run = Callable[[Request], Awaitable[Completions]]
 
 
 async def run_smoke_test(
-    trial: SmokeTest, replica: str, encoder: PromptEncoder, run: Run
+    test: SmokeTest, replica: str, encoder: PromptEncoder, run: Run
 ) -> SmokeResult:
-    """Continue every prompt twice. Raises EngineError, InvalidAdapter if it overflows."""
-    request_id = trial.request_id
+    """Continue every prompt twice. Raises EngineError, InvalidAdapter if the adapter overflows."""
+    request_id = test.request_id
     base = Request(
         f"{request_id}-base",
-        tuple(map(encoder.encode_turn, trial.prompts)),
-        SamplingParams(max_tokens=trial.max_tokens, temperature=0.0),
+        tuple(map(encoder.encode_turn, test.prompts)),
+        SamplingParams(max_tokens=test.max_tokens, temperature=0.0),
         salt=request_id,  # nobody's cached prefixes
     )
-    adapted = replace(base, request_id=f"{request_id}-adapter", adapter=trial.adapter)
+    adapted = replace(base, request_id=f"{request_id}-adapter", adapter=test.adapter)
     loading = replace(
         adapted,
         request_id=f"{request_id}-load",
@@ -34,14 +42,13 @@ async def run_smoke_test(
         sampling=SamplingParams(max_tokens=1, temperature=0.0),
     )
     try:
-        residency, _ = await run(loading)  # else the base model would be done before it is there
-        (_, without), (_, with_it) = await asyncio.gather(run(base), run(adapted))
+        residency = (await run(loading)).residency  # loaded before the others run
+        without, with_adapter = await asyncio.gather(run(base), run(adapted))
     except NotFinite as error:
         raise InvalidAdapter(error.message) from error
 
-    def said(choices: Sequence[Sequence[int]]) -> tuple[Continuation, ...]:
-        return tuple(
-            Continuation(tuple(tokens), encoder.backend.decode(list(tokens))) for tokens in choices
-        )
+    def continuations(made: Completions) -> tuple[Continuation, ...]:
+        decode = encoder.backend.decode
+        return tuple(Continuation(tuple(ids), decode(list(ids))) for ids in made.tokens)
 
-    return SmokeResult(replica, residency, said(without), said(with_it))
+    return SmokeResult(replica, residency, continuations(without), continuations(with_adapter))

@@ -1,4 +1,4 @@
-"""The grammars of answers that call tools, in llguidance's dialect of Lark."""
+"""Grammars of answers that call tools, in llguidance's dialect of Lark."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -17,15 +17,15 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_PARAMETERS = {"parameters": {"type": "object"}}
 _TEXT_BESIDE_JSON = r"\s*([^\s;{](?s:.*)|;\s*([^\s{](?s:.*))?)?"
-"""Text in which nobody looks for calls where these are plain JSON: LLAMA.opens is not there."""
+"""Text without LLAMA.opens, in which parsers look for no call where calls are plain JSON."""
 
 
 def call_grammar(
     use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary, otherwise: Format | None = None
 ) -> str:
-    """Calls of the forced tools, as the syntax writes them, and nothing else.
+    """Return a grammar of calls of the forced tools, as the syntax writes them, and nothing else.
 
-    Where none is forced: calls of any, or an answer in the format of `otherwise`.
+    Where none is forced: of calls of any, or of an answer in the format of `otherwise`.
     """
     literal = partial(_literal, syntax=syntax, vocabulary=vocabulary)
     functions = {tool["function"]["name"]: tool["function"] for tool in use.tools}
@@ -43,7 +43,7 @@ def call_grammar(
 
 
 def text_grammar(use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary) -> str:
-    """Text and calls of any tool, of which strict ones have arguments that their schemas allow.
+    """Return a grammar of text and of calls of any tool; strict ones keep to their schemas.
 
     What begins like a call has to become one. Special tokens come in calls only.
     """
@@ -76,7 +76,7 @@ def text_grammar(use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary) -> st
 
 
 def _words(syntax: ToolSyntax, vocabulary: Vocabulary) -> list[int]:
-    """Tokens that are text to a client, such as <think>, and none in a grammar."""
+    """Return tokens that are text to a client, such as <think>, but not in a grammar."""
     shown = vocabulary.added.keys() - set(syntax.tokens)
     return sorted({vocabulary.added[word] for word in shown} - vocabulary.special)
 
@@ -84,7 +84,7 @@ def _words(syntax: ToolSyntax, vocabulary: Vocabulary) -> list[int]:
 def _call(
     arguments: Mapping[str, Mapping[str, Any]], syntax: ToolSyntax, literal: Callable[[str], str]
 ) -> list[str]:
-    """The rules of one call. arguments: by function, their schema."""
+    """Return the rules of one call. arguments: each function's schema of them."""
     rules = [f"call: {' | '.join(f'call_{index}' for index in range(len(arguments)))}"]
     for index, (name, schema) in enumerate(arguments.items()):
         head = literal(f'{{"name": "{name}", "{syntax.arguments}": ')
@@ -101,7 +101,7 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _literal(text: str, syntax: ToolSyntax, vocabulary: Vocabulary) -> str:
-    """A text in a rule. Marks that are tokens are named by their ids, since no letters are them."""
+    """Return a text as it stands in a rule; marks that are tokens stand there by their ids."""
     tokens = {
         token: vocabulary.added[token] for token in syntax.tokens if token in vocabulary.added
     }

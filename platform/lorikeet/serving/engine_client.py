@@ -96,13 +96,13 @@ class ServeEngineClient:
                 fleet.on_ended(again.request_id)
         raise Unavailable("no replica could answer", retry_after_s=NO_REPLICA_S)
 
-    async def smoke(self, base_model: str, trial: SmokeTest) -> SmokeResult | Refusal:
-        """A replica's trial. Raises Unavailable when it is lost, GenerationFailed if it broke."""
+    async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
+        """Run a smoke test on a replica. Raises Unavailable if lost, GenerationFailed if broken."""
         try:
-            answer = await self._handles[base_model].smoke.remote(trial)
+            answer = await self._handles[base_model].smoke.remote(test)
             return cast("SmokeResult | Refusal", answer)
         except (RayTaskError, *REPLICA_LOST) as error:
-            raise _lost(error, trial.request_id) from error
+            raise _lost(error, test.request_id) from error
 
     async def reports(self, tier: Residency = Residency.DISK) -> list[ReplicaReport]:
         """What every replica of every base model holds; one that does not answer is left out."""
