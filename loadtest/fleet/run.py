@@ -19,7 +19,7 @@ from loadtest.simulator.trial import measure
 from lorikeet.routing.cost_model import H200_LLAMA_8B
 from lorikeet.settings import Address, Settings
 from lorikeet.simulator.fleet import SimulatedFleet
-from lorikeet.simulator.outcome import Outcome, count
+from lorikeet.simulator.outcome import Outcome, summarize
 from lorikeet.simulator.traffic import Requests, Scenario
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.eviction import LeastRecentlyUsed
@@ -144,7 +144,7 @@ def measure_real(
         else:
             prefetches += at_s >= scenario.warm_up_s
     late_s = max(lateness_s(answers))
-    return count(router, fleet), Remarks(took_s / owed_s - 1.0, late_s, prefetches)
+    return summarize(router, fleet), Remarks(took_s / owed_s - 1.0, late_s, prefetches)
 
 
 def measure_simulated(scenario: Scenario, router: str, overhead_s: float) -> Outcome:

@@ -9,7 +9,7 @@ from random import Random
 
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.replica import SimulatedReplica
-from lorikeet.simulator.router import LeastCost
+from lorikeet.simulator.router import LeastCostRouter
 
 BOUND = 1.25
 """Of the mean of all replicas' requests: what bounded hashing lets one have."""
@@ -98,7 +98,7 @@ ROUTERS = {
     "power of two": PowerOfTwo,
     "multiplexing": Multiplexing,
     "bounded hashing": BoundedHashing,
-    "lorikeet": LeastCost,
+    "lorikeet": LeastCostRouter,
 }
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from loadtest.simulator.goals import USUAL
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.placement import SimulatedPlacement
-from lorikeet.simulator.router import LeastCost
+from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
 
@@ -79,13 +79,15 @@ def _run(scenario: Scenario, event: str, placement: bool) -> SimulatedFleet:
     if event == RESHUFFLED:
         scenario = replace(scenario, reshuffle_s=AT_S)
     policy = LeastUsedForItsSize()
-    fleet = SimulatedFleet(scenario.setup(), scenario.requests(), LeastCost(scenario.seed), policy)
+    fleet = SimulatedFleet(
+        scenario.setup(), scenario.requests(), LeastCostRouter(scenario.seed), policy
+    )
     if placement:
         SimulatedPlacement(fleet)
     if event == JOINS:
-        fleet.at(AT_S, fleet.join)
+        fleet.schedule(AT_S, fleet.add_replica)
     if event == DIES:
-        fleet.at(AT_S, lambda now_s: fleet.lose(fleet.replicas[0], now_s))
+        fleet.schedule(AT_S, lambda now_s: fleet.remove_replica(fleet.replicas[0], now_s))
     fleet.run()
     return fleet
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from loadtest.simulator.baselines import ROUTERS
 from loadtest.simulator.oracle import ORACLE, oracle
 from lorikeet.simulator.fleet import SimulatedFleet
-from lorikeet.simulator.outcome import Outcome, count
+from lorikeet.simulator.outcome import Outcome, summarize
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.residency.eviction import (
     EvictionPolicy,
@@ -40,7 +40,7 @@ def measure(trial: Trial) -> Outcome:
         scenario.setup(), scenario.requests(), ROUTERS[name](scenario.seed), policy
     )
     fleet.run()
-    return count(router, fleet)
+    return summarize(router, fleet)
 
 
 def measure_all(trials: Sequence[Trial], processes: int) -> Iterator[Outcome]:

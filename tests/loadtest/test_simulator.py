@@ -1,4 +1,4 @@
-"""The simulator against queueing theory, and its books."""
+"""The simulator against queueing theory; no request is lost and nothing stays behind."""
 
 import math
 from dataclasses import replace
@@ -15,7 +15,7 @@ from lorikeet.simulator.memory import Arena, Link
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.residency.eviction import LeastRecentlyUsed, LeastUsedForItsSize
 from lorikeet_engine.traffic import Zipf
-from tests.simulator.books import idle
+from tests.simulator.idle import idle
 
 SMALL = Scenario(adapters=200, replicas=4, duration_s=90.0, warm_up_s=20.0, reshuffle_s=30.0)
 
@@ -104,7 +104,7 @@ def test_decodes_alone_take_their_steps(monkeypatch):
     )
     fleet = fleet_of(scenario)
     ends_s = []
-    fleet.ended = lambda: ends_s.append(fleet._now_s)
+    fleet.on_end = lambda: ends_s.append(fleet._now_s)
     fleet.run()
     expected_s = fleet.requests.times_s + steps.prefill_s(16, 0) + 100 * steps.decode_s(1, 0)
     np.testing.assert_allclose(ends_s, expected_s, rtol=1e-9)
@@ -122,7 +122,7 @@ def test_lru_hits_as_often_as_che_says(exponent):
             hits += at >= 20_000
         else:
             assert arena.place(adapter, float(at))
-            arena.arrived(adapter)
+            arena.finish_load(adapter)
         arena.lease(adapter, float(at))
         arena.release(adapter)
     assert hits / 80_000 == pytest.approx(
@@ -159,7 +159,7 @@ def test_a_leased_adapter_is_not_evicted():
     arena = Arena(2, [1, 1, 1], ["a", "b", "c"], LeastRecentlyUsed(), lambda adapter: None)
     for adapter in (0, 1):
         assert arena.place(adapter, 0.0)
-        arena.arrived(adapter)
+        arena.finish_load(adapter)
         arena.lease(adapter, 0.0)
     assert not arena.place(2, 1.0)
     arena.release(1)
@@ -181,7 +181,7 @@ def test_a_hot_adapter_spreads_and_shrinks_back():
         fleet.adapter_of[request] = 1 + request % 199
     copies = []
     for at_s in (119.0, 239.0):
-        fleet.at(at_s, lambda _: copies.append(len(fleet.on_gpu[0])))
+        fleet.schedule(at_s, lambda _: copies.append(len(fleet.on_gpu[0])))
     fleet.run()
     hot, cooled = copies
     assert hot >= 4  # half of the traffic is what four of the eight can do

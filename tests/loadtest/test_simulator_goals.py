@@ -11,7 +11,7 @@ from loadtest.simulator import __main__ as command
 from loadtest.simulator import figures
 from loadtest.simulator.goals import HOT, OURS, goals, scenario_name, scenarios, trials
 from loadtest.simulator.trial import ALL_RESIDENT, ORACLE, measure
-from lorikeet.simulator.outcome import Outcome, count
+from lorikeet.simulator.outcome import Outcome, summarize
 from lorikeet.simulator.traffic import Scenario
 
 SMALL = Scenario(adapters=100, replicas=2, duration_s=40.0, warm_up_s=10.0)
@@ -77,7 +77,7 @@ def test_outcomes_count_only_what_comes_after_the_warm_up():
         replicas = (None, None)
         loads = ((9.0, 10**9), (11.0, 3 * 10**9))
 
-    outcome = count("any", Ran)
+    outcome = summarize("any", Ran)
     assert outcome.requests == Ran.late.sum()
     assert (outcome.hit_rate, outcome.ttft_p50_s, outcome.ttft_p99_s) == (1.0, 1.0, 1.0)
     assert (outcome.cold_loads, outcome.loaded_gb) == (1, 3.0)

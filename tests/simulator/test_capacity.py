@@ -7,18 +7,20 @@ import pytest
 
 from lorikeet.simulator.capacity import SEEDS, plan_capacity
 from lorikeet.simulator.demand import SimulatedDemand, SimulatedTenant
-from lorikeet.simulator.floors import Unreachable
-from lorikeet.simulator.forecast import Goals, Memory, Needs, forecast
+from lorikeet.simulator.feasibility import Unreachable
+from lorikeet.simulator.forecast import CapacityGoals, CapacityNeeds, ReplicaMemory, forecast
 from lorikeet_engine.traffic import AZURE_CONV, LengthModel
 
 SHORT = LengthModel(math.log(60), 0.3, math.log(30), 0.3)
 CROWD = SimulatedTenant("crowd", 300, (8, 16), 5_242_880, "zipf:0.8", 25.0, SHORT)
 RARE = SimulatedTenant("rare", 30, (16,), 5_242_880, "uniform", 0.5, SHORT, ttft_p99_s=0.045)
-MEMORY = Memory(gpu_bytes=3 * 2**30, host_bytes=2**30, disk_bytes=2**34)
+MEMORY = ReplicaMemory(gpu_bytes=3 * 2**30, host_bytes=2**30, disk_bytes=2**34)
 
 
 def needs_of(*tenants, **changes):
-    return Needs(SimulatedDemand(tenants, AZURE_CONV), MEMORY, replace(Goals(), **changes))
+    return CapacityNeeds(
+        SimulatedDemand(tenants, AZURE_CONV), MEMORY, replace(CapacityGoals(), **changes)
+    )
 
 
 @pytest.mark.parametrize("goal", [{"ttft_p99_s": 0.3}, {"inter_token_p99_s": 0.034}])
@@ -86,7 +88,7 @@ def test_what_no_fleet_can_do_is_said(needs, why):
 
 def test_too_much_traffic_is_noticed_without_a_goal_for_waits():
     demand = SimulatedDemand((replace(CROWD, lengths=AZURE_CONV, rate_per_s=45.0),), AZURE_CONV)
-    few = forecast(Needs(demand, MEMORY, Goals(hit_rate=0.01)), 1, {}, SEEDS[:1])
+    few = forecast(CapacityNeeds(demand, MEMORY, CapacityGoals(hit_rate=0.01)), 1, {}, SEEDS[:1])
     assert few.missed == []
     assert not few.keeps_up
     assert not few.met

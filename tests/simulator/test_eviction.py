@@ -49,7 +49,7 @@ def misses_and_bytes(traffic: Traffic, policy: EvictionPolicy) -> float:
     for at_s, adapter in traffic.requests():
         if not arena.holds(adapter):
             assert arena.place(adapter, at_s)
-            arena.arrived(adapter)
+            arena.finish_load(adapter)
             loaded += [sizes[adapter]] if at_s >= WARM_UP_S else []
         arena.lease(adapter, at_s)
         arena.release(adapter)

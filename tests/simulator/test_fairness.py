@@ -5,8 +5,8 @@ import pytest
 
 from lorikeet.routing.cost_model import H200_LLAMA_8B, capacity_per_s
 from lorikeet.simulator.fleet import SimulatedFleet
-from lorikeet.simulator.router import LeastCost
-from lorikeet.simulator.traffic import Requests, Setup
+from lorikeet.simulator.router import LeastCostRouter
+from lorikeet.simulator.traffic import FleetSetup, Requests
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
 from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
 
@@ -41,20 +41,20 @@ class Run:
             tenants[order],
         )
         one = np.array([1])
-        setup = Setup(
+        setup = FleetSetup(
             replicas=REPLICAS, ranks=one, sizes=one, gpu_bytes=1, host_bytes=1, disk_bytes=1
         )
-        self.fleet = SimulatedFleet(setup, requests, LeastCost(1), LeastUsedForItsSize())
+        self.fleet = SimulatedFleet(setup, requests, LeastCostRouter(1), LeastUsedForItsSize())
         self.tenants, self.spread = requests.tenants, 0.0
-        self.fleet.at(0.0, self.look)
+        self.fleet.schedule(0.0, self.look)
         self.fleet.run()
 
     def look(self, now_s):
         for replica in self.fleet.replicas:
-            counters = [account.counter for account in replica.turns.waiting.values()]
+            counters = [account.counter for account in replica.queue.waiting.values()]
             self.spread = max(self.spread, np.ptp(counters) if counters else 0.0)
         if now_s < LASTS_S:
-            self.fleet.at(now_s + 0.02, self.look)
+            self.fleet.schedule(now_s + 0.02, self.look)
 
     def p99_s(self, tenant):
         return float(np.quantile(self.fleet.ttft_s[self.tenants == tenant], 0.99))

@@ -1,4 +1,4 @@
-"""What the simulated controller has brought nearer, and what that may cost."""
+"""What the simulated controller prefetches, and what that may cost."""
 
 from dataclasses import replace
 
@@ -8,18 +8,18 @@ import pytest
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.memory import Arena
 from lorikeet.simulator.placement import SimulatedPlacement
-from lorikeet.simulator.router import LeastCost
+from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
-from tests.simulator.books import idle
+from tests.simulator.idle import idle
 
 SMALL = Scenario(adapters=200, replicas=4, gpu_room=0.15, host_room=0.2, duration_s=60.0, load=0.5)
 
 
 def run(scenario, act=None):
     fleet = SimulatedFleet(
-        scenario.setup(), scenario.requests(), LeastCost(1), LeastUsedForItsSize()
+        scenario.setup(), scenario.requests(), LeastCostRouter(1), LeastUsedForItsSize()
     )
     SimulatedPlacement(fleet)
     if act is not None:
@@ -34,7 +34,7 @@ def arena_of(*used):
     arena = Arena(6, [2] * 6, [str(n) for n in range(6)], LeastUsedForItsSize(), left.append)
     for adapter, uses in enumerate(used):
         assert arena.place(adapter, 0.0)
-        arena.arrived(adapter)
+        arena.finish_load(adapter)
         for _ in range(uses):
             arena.lease(adapter, 0.0)
             arena.release(adapter)
@@ -46,7 +46,7 @@ def test_a_prefetch_fills_free_room_first():
     assert arena.prefetch(3, 0.5, 0.0)
     assert left == []
     assert not arena.holds(3)
-    arena.arrived(3)
+    arena.finish_load(3)
     assert arena.holds(3)
 
 
@@ -56,7 +56,7 @@ def test_a_prefetch_evicts_only_what_is_worth_less():
     assert left == []
     assert arena.prefetch(3, 3.0, 0.0)
     assert left == [1]
-    arena.arrived(3)
+    arena.finish_load(3)
     assert not arena.prefetch(4, 2.5, 0.0)  # 3 counts for the uses that it was brought for
     assert arena.prefetch(4, 3.5, 0.0)
     assert left == [1, 3]
@@ -71,7 +71,7 @@ def test_a_prefetch_never_evicts_what_is_in_use():
 
 
 @pytest.mark.parametrize("changes", [{}, {"disk_room": 0.3, "host_room": 0.1}])
-def test_with_placement_the_books_balance(changes):
+def test_with_placement_nothing_stays_behind(changes):
     scenario = replace(SMALL, **changes)
     fleet = run(scenario)
     assert np.isfinite(fleet.ttft_s).all()
@@ -88,7 +88,7 @@ def test_with_placement_the_books_balance(changes):
 
 def test_who_joins_is_brought_adapters_that_nobody_asked_it_for():
     def join(fleet):
-        fleet.at(30.0, fleet.join)
+        fleet.schedule(30.0, fleet.add_replica)
 
     fleet = run(SMALL, join)
     joined = fleet.replicas[-1]
@@ -97,11 +97,11 @@ def test_who_joins_is_brought_adapters_that_nobody_asked_it_for():
     assert near - asked
 
 
-def test_a_request_takes_over_what_is_being_brought():
+def test_a_request_takes_over_what_is_being_prefetched():
     fleet = SimulatedFleet(
         replace(SMALL, disk_room=0.0).setup(),
         SMALL.requests(),
-        LeastCost(1),
+        LeastCostRouter(1),
         LeastUsedForItsSize(),
     )
     replica, (request, adapter) = fleet.replicas[0], (0, fleet.adapter_of[0])

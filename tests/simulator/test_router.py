@@ -10,7 +10,7 @@ from lorikeet.routing.ranking import RoutingRequest, Work
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.replica import SimulatedReplica
-from lorikeet.simulator.router import LeastCost
+from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
@@ -24,7 +24,7 @@ SCENARIO = Scenario(
     hot_share=0.2,
     duration_s=60.0,
     gateways=1,
-    news_s=0.0,
+    status_age_s=0.0,
 )
 
 
@@ -43,7 +43,7 @@ def live_stats(replica: SimulatedReplica, now_s: float) -> LiveStats:
     """What an engine in this replica's place would say."""
     arena, status, victim = replica.arena, replica.status, None
     if arena._front():
-        _, adapter = arena._by_worth[0]
+        _, adapter = arena._by_score[0]
         victim = Victim(arena._sizes[adapter], arena.uses(adapter, now_s))
     return LiveStats(
         decoding=status.running,
@@ -76,7 +76,7 @@ def gateways_fleet(fleet: SimulatedFleet, now_s: float) -> GatewaysFleet:
     return known
 
 
-class Compared(LeastCost):
+class Compared(LeastCostRouter):
     """The simulator's router; what both say of every tenth request is compared."""
 
     def __init__(self) -> None:

@@ -1,12 +1,12 @@
-"""How many replicas a demand needs, and what to pin: searched for among simulated fleets."""
+"""Searches for the fewest replicas that meet a demand's goals, and for the pins that help."""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from lorikeet.routing.cost_model import capacity_per_s
-from lorikeet.simulator.floors import check_floors, nearest
-from lorikeet.simulator.forecast import Forecast, Needs, forecast
+from lorikeet.simulator.feasibility import check_feasible, unreachable
+from lorikeet.simulator.forecast import CapacityNeeds, Forecast, forecast
 from lorikeet.simulator.traffic import Requests
 
 SEEDS = (1, 2, 3)
@@ -19,7 +19,7 @@ _FURTHEST, _TRIED = 4, 32  # times that, and replicas, before the search gives u
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The answer: the fewest replicas that meet the goals, and what one less would do.
+    """The fewest replicas that meet the goals, and what one less would do.
 
     unpinned: the same replicas without pins, if there are pins. one_less: None for one replica.
     """
@@ -29,18 +29,22 @@ class Capacity:
     one_less: Forecast | None
 
 
-def plan_capacity(needs: Needs, watch: Callable[[int], None] = lambda _: None) -> Capacity:
-    """Search. watch is called with the number of replicas before each simulation.
+def plan_capacity(
+    needs: CapacityNeeds, on_simulation: Callable[[int], None] = lambda _: None
+) -> Capacity:
+    """The capacity that a demand needs.
+
+    on_simulation: called with the number of replicas before each simulation.
 
     A tenant is pinned if it would miss its own goal, more than one in a hundred of its requests
     meet a cold adapter, and with the pin it meets the goal. Raises Unreachable.
     """
     sample = needs.demand.requests(needs.counted_s, SEEDS[0])
-    check_floors(needs, sample, len(SEEDS))
-    return _Search(needs, watch).run(_work(needs, sample))
+    check_feasible(needs, sample, len(SEEDS))
+    return _Search(needs, on_simulation).run(_work(needs, sample))
 
 
-def _work(needs: Needs, sample: Requests) -> float:
+def _work(needs: CapacityNeeds, sample: Requests) -> float:
     """Replicas that could just do the work, with full batches and no adapters."""
     prompt, answer = float(sample.prompts.mean()), float(sample.answers.mean())
     return needs.demand.rate_per_s / capacity_per_s(needs.costs, prompt, answer, ranks=0)
@@ -48,57 +52,57 @@ def _work(needs: Needs, sample: Requests) -> float:
 
 @dataclass
 class _Search:
-    needs: Needs
-    watch: Callable[[int], None]
+    needs: CapacityNeeds
+    on_simulation: Callable[[int], None]
     pins: dict[str, int] = field(default_factory=dict)  # that have helped so far
-    judged: dict[tuple[int, tuple[int, ...]], Forecast] = field(default_factory=dict)
+    forecasts: dict[tuple[int, tuple[int, ...]], Forecast] = field(default_factory=dict)
 
     def run(self, work: float) -> Capacity:
         """Bracket and bisect with one seed; then with all, the answer and one less."""
         most = max(_TRIED, math.ceil(_FURTHEST * work))
         enough = self._bisect(*self._bracket(work, most))
-        while not self._judge(enough, SEEDS).met:
+        while not self._forecast_with_pins(enough, SEEDS).met:
             if enough >= most:
-                raise nearest(self._judge(enough, SEEDS))
+                raise unreachable(self._forecast_with_pins(enough, SEEDS))
             enough += 1
-        while enough > 1 and self._judge(enough - 1, SEEDS).met:
+        while enough > 1 and self._forecast_with_pins(enough - 1, SEEDS).met:
             enough -= 1
-        one_less = self._judge(enough - 1, SEEDS) if enough > 1 else None
-        return self._spare_pins(Capacity(self._judge(enough, SEEDS), None, one_less))
+        one_less = self._forecast_with_pins(enough - 1, SEEDS) if enough > 1 else None
+        return self._drop_pins(Capacity(self._forecast_with_pins(enough, SEEDS), None, one_less))
 
     def _bracket(self, work: float, most: int) -> tuple[int, int]:
-        """Replicas that are too few, and some that are enough, with one seed."""
+        """A number of replicas that is too few, and one that is enough, with one seed."""
         too_few, enough = math.floor(work), math.ceil(_USUAL * work)
-        while not self._judge(enough, _ONE).met:
+        while not self._forecast_with_pins(enough, _ONE).met:
             if enough == most:
-                raise nearest(self._judge(most, _ONE))
+                raise unreachable(self._forecast_with_pins(most, _ONE))
             too_few, enough = enough, min(most, math.ceil(1.5 * enough))
         return too_few, enough
 
     def _bisect(self, too_few: int, enough: int) -> int:
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
-            if self._judge(middle, _ONE).met:
+            if self._forecast_with_pins(middle, _ONE).met:
                 enough = middle
             else:
                 too_few = middle
         return enough
 
-    def _judge(self, replicas: int, seeds: tuple[int, ...]) -> Forecast:
-        """With the pins that have helped so far, and with more if they do."""
+    def _forecast_with_pins(self, replicas: int, seeds: tuple[int, ...]) -> Forecast:
+        """The forecast with the pins that have helped so far, and with more if they help."""
         key = replicas, seeds
-        if key not in self.judged:
+        if key not in self.forecasts:
             found = self._forecast(replicas, self.pins, seeds)
             while cold := [name for name in _cold(found) if found.pins.get(name, 0) < _MOST_COPIES]:
                 more = {name: found.pins.get(name, 0) + 1 for name in cold}
                 found = self._forecast(replicas, {**found.pins, **more}, seeds)
             if found.met:
                 self.pins = dict(found.pins)
-            self.judged[key] = found
-        return self.judged[key]
+            self.forecasts[key] = found
+        return self.forecasts[key]
 
-    def _spare_pins(self, answer: Capacity) -> Capacity:
-        """The same replicas without pins, and with one copy of each, if that will do."""
+    def _drop_pins(self, answer: Capacity) -> Capacity:
+        """The capacity without pins, or with one copy of each, if that will do."""
         needed = answer.needed
         if not needed.pins:
             return answer
@@ -111,7 +115,7 @@ class _Search:
         return replace(answer, needed=needed, unpinned=unpinned)
 
     def _forecast(self, replicas: int, pins: Mapping[str, int], seeds: tuple[int, ...]) -> Forecast:
-        self.watch(replicas)
+        self.on_simulation(replicas)
         return forecast(self.needs, replicas, pins, seeds)
 
 

@@ -1,4 +1,4 @@
-"""Who asks for what: tenants with their adapters and rates, and the requests that they make."""
+"""The demand on a fleet: tenants with their adapters and rates, and the requests they make."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from lorikeet_engine.traffic import (
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTenant:
-    """Adapters that are alike.
+    """A tenant, whose adapters are alike.
 
     ranks: dealt round among the adapters. bytes_per_rank: of an image on the GPU. popularity: of
     the adapters among each other, as parse_popularity reads it. rate_per_s: requests for all of
@@ -53,12 +53,12 @@ class SimulatedDemand:
 
     @property
     def rate_per_s(self) -> float:
-        """Of everybody."""
+        """Requests per second of all tenants and the base model."""
         return self.base_rate_per_s + sum(tenant.rate_per_s for tenant in self.tenants)
 
     @cached_property
     def ranks(self) -> Ints:
-        """Of each adapter, [adapters]."""
+        """The rank of each adapter, [adapters]."""
         return np.concatenate([deal_ranks(each.adapters, each.ranks) for each in self.tenants])
 
     @cached_property
@@ -69,11 +69,11 @@ class SimulatedDemand:
 
     @cached_property
     def tenant_of(self) -> Ints:
-        """Of each adapter, [adapters]."""
+        """The tenant of each adapter, [adapters]."""
         return np.repeat(np.arange(len(self.tenants)), [one.adapters for one in self.tenants])
 
     def requests(self, duration_s: float, seed: int) -> Requests:
-        """The same for the same seed."""
+        """Draw the requests of duration_s; the same seed gives the same."""
         rng = np.random.default_rng(seed)
         times_s = GammaArrivals(self.rate_per_s, self.cv).times(rng, duration_s)
         rates = np.array([self.base_rate_per_s, *(one.rate_per_s for one in self.tenants)])

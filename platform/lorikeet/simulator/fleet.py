@@ -11,19 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lorikeet.rendezvous import by_preference
-from lorikeet.simulator.memory import Arena, ByteLru
 from lorikeet.simulator.replica import SimulatedReplica
-from lorikeet.simulator.traffic import BASE_MODEL, Requests, Setup
+from lorikeet.simulator.traffic import BASE_MODEL, FleetSetup, Requests
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.eviction import EvictionPolicy
 from lorikeet_engine.traffic import Floats, Ints
 
 
 class Router(Protocol):
-    """Gives each request a replica."""
+    """Chooses a replica for each request."""
 
     def route(self, fleet: "SimulatedFleet", request: int, now_s: float) -> SimulatedReplica:
-        """The replica that gets it."""
+        """Choose the replica of a request."""
 
 
 class SimulatedFleet:
@@ -38,9 +37,9 @@ class SimulatedFleet:
     """
 
     def __init__(
-        self, setup: Setup, requests: Requests, router: Router, policy: EvictionPolicy
+        self, setup: FleetSetup, requests: Requests, router: Router, policy: EvictionPolicy
     ) -> None:
-        self.setup, self.requests, self._router, self._policy = setup, requests, router, policy
+        self.setup, self.requests, self._router, self.policy = setup, requests, router, policy
         self.prompts: list[int] = requests.prompts.tolist()
         self.answers: list[int] = requests.answers.tolist()
         adapters = requests.adapters.tolist()
@@ -65,12 +64,12 @@ class SimulatedFleet:
         self._now_s = 0.0
         self._numbers = count()
         self._events: list[tuple[float, int, Callable[[float], object]]] = []
-        self._joined = count()
+        self._replica_numbers = count()
         self.replicas: list[SimulatedReplica] = []
         for _ in range(setup.replicas):
-            self._join(disk=True)
+            self._add_replica(full_disk=True)
         self._pin()
-        self.at(setup.warm_up_s, lambda _: self.gaps.clear())
+        self.schedule(setup.warm_up_s, lambda _: self.gaps.clear())
 
     @property
     def hits(self) -> NDArray[np.bool_]:
@@ -79,7 +78,7 @@ class SimulatedFleet:
         return found
 
     def run(self) -> None:
-        """All requests, to their ends."""
+        """Simulate all requests to their ends."""
         for request, at_s in enumerate(self._arrived_s):
             self._run_until(at_s)
             self._now_s = at_s
@@ -87,12 +86,12 @@ class SimulatedFleet:
             self._send(request, at_s)
         self._run_until(math.inf)
 
-    def join(self, now_s: float) -> SimulatedReplica:  # noqa: ARG002
-        """A replica comes, with nothing in any tier."""
-        return self._join(disk=False)
+    def add_replica(self, now_s: float) -> SimulatedReplica:  # noqa: ARG002
+        """Add a replica with nothing in any tier."""
+        return self._add_replica(full_disk=False)
 
-    def lose(self, replica: SimulatedReplica, now_s: float) -> None:
-        """It dies. Its requests without a first token are sent elsewhere, the others are cut."""
+    def remove_replica(self, replica: SimulatedReplica, now_s: float) -> None:
+        """Kill a replica: requests without a first token are sent elsewhere, the others are cut."""
         self.replicas = [one for one in self.replicas if one is not replica]
         for holders in chain(self.on_gpu, self.on_host, self.on_disk):
             if replica in holders:
@@ -102,27 +101,27 @@ class SimulatedFleet:
         for request in waiting:
             self._send(request, now_s)
 
-    def at(self, time_s: float, act: Callable[[float], object]) -> None:
-        """Call act with time_s then."""
+    def schedule(self, time_s: float, act: Callable[[float], object]) -> None:
+        """Call act with time_s at that time."""
         heappush(self._events, (time_s, next(self._numbers), act))
 
-    def answered(self, request: int, now_s: float) -> None:
-        """A request has its first token."""
+    def on_first_token(self, request: int, now_s: float) -> None:
+        """Record a request's time to the first token."""
         assert math.isnan(self.ttft_s[request])
         self.ttft_s[request] = now_s - self._arrived_s[request]
 
-    def ended(self) -> None:
-        """A request has its last token."""
+    def on_end(self) -> None:
+        """Count a request less, which has its last token."""
         self.in_flight -= 1
 
-    def wanted(self, adapter: int, replica: SimulatedReplica) -> None:
-        """A replica begins to load the adapter onto its GPU, for requests."""
+    def on_load_requested(self, adapter: int, replica: SimulatedReplica) -> None:
+        """Record that a replica loads the adapter to its GPU, for requests."""
         if replica not in self.on_gpu[adapter]:
             self.on_gpu[adapter].append(replica)
 
-    def placed(self, adapter: int, replica: SimulatedReplica) -> None:
-        """A replica begins to copy the adapter to its GPU."""
-        self.wanted(adapter, replica)
+    def on_load_started(self, adapter: int, replica: SimulatedReplica) -> None:
+        """Record that a replica begins to copy the adapter to its GPU."""
+        self.on_load_requested(adapter, replica)
         self.loads.append((self._now_s, self.sizes[adapter]))
 
     def _send(self, request: int, now_s: float) -> None:
@@ -135,28 +134,11 @@ class SimulatedFleet:
             self._now_s, _, act = heappop(self._events)
             act(self._now_s)
 
-    def _join(self, disk: bool) -> SimulatedReplica:
-        """A replica; disk: whether its disk is full, of some."""
-        setup, number = self.setup, next(self._joined)
-        # An adapter that could never be placed would wait for ever.
-        gpu = max(setup.gpu_bytes, max(self.sizes))
-
-        def tier(capacity: int, holders: list[list[SimulatedReplica]]) -> ByteLru:
-            def came(adapter: int) -> None:
-                holders[adapter].append(replica)
-
-            def left(adapter: int) -> None:
-                holders[adapter].remove(replica)
-
-            return ByteLru(capacity, self.sizes, came, left)
-
-        def evicted(adapter: int) -> None:
-            self.on_gpu[adapter].remove(replica)
-
-        arena = Arena(gpu, self.sizes, self.names, self._policy, evicted)
-        tiers = tier(setup.host_bytes, self.on_host), tier(setup.disk_bytes, self.on_disk)
-        replica = SimulatedReplica(number, self, arena, *tiers)
-        if disk:
+    def _add_replica(self, full_disk: bool) -> SimulatedReplica:
+        """Add a replica. full_disk: whether its disk is full, of some adapters."""
+        setup, number = self.setup, next(self._replica_numbers)
+        replica = SimulatedReplica(number, self)
+        if full_disk:
             order = np.random.default_rng([setup.seed, number]).permutation(len(self.sizes))
             filled = np.cumsum(setup.sizes[order]) <= setup.disk_bytes
             for adapter in order[filled].tolist():
@@ -165,9 +147,9 @@ class SimulatedFleet:
         return replica
 
     def _pin(self) -> None:
-        """Where the controller's plan would, as long as there is room."""
+        """Pin adapters where the controller's plan would, as long as there is room."""
         replicas = {replica.name: replica for replica in self.replicas}
         for adapter, copies in self.setup.pins.items():
             for name in by_preference(self.names[adapter], replicas)[:copies]:
-                if replicas[name].arena.keep(adapter):
+                if replicas[name].arena.pin(adapter):
                     self.on_gpu[adapter].append(replicas[name])

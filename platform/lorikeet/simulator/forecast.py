@@ -1,4 +1,4 @@
-"""What a fleet of so many replicas would do under a demand, and whether that is enough."""
+"""What a fleet of N replicas would do under a demand, and whether that meets the goals."""
 
 import math
 from collections import Counter
@@ -10,15 +10,15 @@ import numpy as np
 from lorikeet.routing.cost_model import H200_LLAMA_8B, CostModel
 from lorikeet.simulator.demand import SimulatedDemand
 from lorikeet.simulator.fleet import SimulatedFleet
-from lorikeet.simulator.router import LeastCost
-from lorikeet.simulator.traffic import BASE_MODEL, Setup
+from lorikeet.simulator.router import LeastCostRouter
+from lorikeet.simulator.traffic import BASE_MODEL, FleetSetup
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
 from lorikeet_engine.traffic import Floats, Ints
 
 WARM_UP_S = 60.0
-# Of one run, which takes a second or two. A tenant that has a goal is heard so often if it can be.
-_REQUESTS, _SHORTEST_S, _USUAL_S, _LONGEST_S, _HEARD = 25_000, 60.0, 180.0, 3600.0, 100
+# Of one run, which takes a second or two. The last: requests of each tenant with a goal.
+_REQUESTS, _SHORTEST_S, _USUAL_S, _LONGEST_S, _REQUESTS_OF_TENANT = 25_000, 60.0, 180.0, 3600.0, 100
 _BACKLOG_S = 5.0  # a fleet that keeps up owes no first token so long after the last request
 _NAMES = {
     "ttft_p99_s": "p99 to the first token",
@@ -29,8 +29,8 @@ _NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Goals:
-    """What must hold for all requests together; None: anything goes."""
+class CapacityGoals:
+    """What must hold for all requests together; None: no goal."""
 
     ttft_p99_s: float | None = None
     inter_token_p50_s: float | None = None
@@ -39,7 +39,7 @@ class Goals:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class ReplicaMemory:
     """Each replica's room for adapters."""
 
     gpu_bytes: int
@@ -48,26 +48,26 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """The question: this demand, with that memory and these costs, within these goals."""
+class CapacityNeeds:
+    """A demand, the memory and costs of each replica, and the goals to meet."""
 
     demand: SimulatedDemand
-    memory: Memory
-    goals: Goals
+    memory: ReplicaMemory
+    goals: CapacityGoals
     costs: CostModel = H200_LLAMA_8B
 
     @property
     def counted_s(self) -> float:
         """Seconds of one run that count: longer for rare tenants with goals, as far as is quick."""
         rates = [one.rate_per_s for one in self.demand.tenants if one.ttft_p99_s is not None]
-        wanted_s = max(_USUAL_S, _HEARD / min([self.demand.rate_per_s, *rates]))
+        wanted_s = max(_USUAL_S, _REQUESTS_OF_TENANT / min([self.demand.rate_per_s, *rates]))
         quick_s = max(_SHORTEST_S, _REQUESTS / self.demand.rate_per_s)
         return min(wanted_s, quick_s, _LONGEST_S)
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
-    """Of some requests; NaN where there are none. hit_p99_s: of those that found their adapter."""
+class TtftSummary:
+    """Time to the first token of some requests; NaN if there are none. hit_p99_s: of GPU hits."""
 
     requests: int
     ttft_p50_s: float
@@ -87,14 +87,14 @@ class GoalCheck:
 
     @property
     def met(self) -> bool:
-        """Whether it is; what is about no request is not."""
+        """Whether the goal is met; not if it is about no request."""
         if self.what == "hit_rate":
             return self.expected >= self.wanted
         return self.expected <= self.wanted
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The goal's name for people."""
         return _NAMES[self.what]
 
     def shown(self, value: float) -> str:
@@ -105,7 +105,7 @@ class GoalCheck:
 
     @property
     def text(self) -> str:
-        """For people: p99 to the first token 612 ms (want ≤ 500 ms)."""
+        """The check for people: p99 to the first token 612 ms (want ≤ 500 ms)."""
         whose = "" if self.tenant is None else f"{self.tenant}: "
         sign = "≥" if self.what == "hit_rate" else "≤"
         expected, wanted = self.shown(self.expected), self.shown(self.wanted)
@@ -122,8 +122,8 @@ class Forecast:
 
     replicas: int
     pins: Mapping[str, int]
-    all: Tail
-    tenants: Mapping[str, Tail]
+    all: TtftSummary
+    tenants: Mapping[str, TtftSummary]
     inter_token_p50_s: float
     inter_token_p99_s: float
     found: Mapping[Residency, float]
@@ -139,14 +139,14 @@ class Forecast:
 
     @property
     def met(self) -> bool:
-        """Whether it meets all, and keeps up."""
+        """Whether the fleet meets all goals, and keeps up."""
         return self.keeps_up and not self.missed
 
 
 def forecast(
-    needs: Needs, replicas: int, pins: Mapping[str, int], seeds: Sequence[int]
+    needs: CapacityNeeds, replicas: int, pins: Mapping[str, int], seeds: Sequence[int]
 ) -> Forecast:
-    """Simulate it, once for each seed, and take all runs together."""
+    """Simulate a fleet once for each seed, and take all runs together."""
     demand = needs.demand
     fleets = [_run(needs, replicas, pins, seed) for seed in seeds]
     ttft_s, found, tenants = (
@@ -166,16 +166,16 @@ def forecast(
         p99_s,
         found={tier: float((found == tier).mean()) for tier in sorted(Residency, reverse=True)},
         cold_loads_per_min=loads / len(seeds) / needs.counted_s * 60.0,
-        pinned_bytes=max(one.arena.kept_bytes for fleet in fleets for one in fleet.replicas),
+        pinned_bytes=max(one.arena.pinned_bytes for fleet in fleets for one in fleet.replicas),
         keeps_up=all(_keeps_up(fleet) for fleet in fleets),
         checks=list(_checks(needs, whole, tails, (p50_s, p99_s))),
     )
 
 
-def _run(needs: Needs, replicas: int, pins: Mapping[str, int], seed: int) -> SimulatedFleet:
+def _run(needs: CapacityNeeds, replicas: int, pins: Mapping[str, int], seed: int) -> SimulatedFleet:
     demand, memory = needs.demand, needs.memory
     copies = np.array([pins.get(tenant.name, 0) for tenant in demand.tenants])[demand.tenant_of]
-    setup = Setup(
+    setup = FleetSetup(
         replicas=replicas,
         ranks=demand.ranks,
         sizes=demand.sizes,
@@ -188,22 +188,22 @@ def _run(needs: Needs, replicas: int, pins: Mapping[str, int], seed: int) -> Sim
         costs=needs.costs,
     )
     requests = demand.requests(WARM_UP_S + needs.counted_s, seed)
-    fleet = SimulatedFleet(setup, requests, LeastCost(seed), LeastUsedForItsSize())
+    fleet = SimulatedFleet(setup, requests, LeastCostRouter(seed), LeastUsedForItsSize())
     fleet.run()
     return fleet
 
 
 def _counted(demand: SimulatedDemand, fleet: SimulatedFleet) -> tuple[Floats, Ints, Ints]:
-    """Of the requests after the warm-up: seconds to the first token, tier, tenant or BASE_MODEL."""
+    """First token seconds, tier, and tenant or BASE_MODEL of requests after the warm-up."""
     late = fleet.requests.times_s >= WARM_UP_S
     adapters = fleet.requests.adapters[late]
     tenants = np.where(adapters == BASE_MODEL, BASE_MODEL, demand.tenant_of[adapters])
     return fleet.ttft_s[late], fleet.found[late], tenants
 
 
-def _tail(ttft_s: Floats, found: Ints) -> Tail:
+def _tail(ttft_s: Floats, found: Ints) -> TtftSummary:
     hits = found == Residency.GPU
-    return Tail(
+    return TtftSummary(
         len(ttft_s),
         _quantile(ttft_s, 0.5),
         _quantile(ttft_s, 0.99),
@@ -236,7 +236,10 @@ def _keeps_up(fleet: SimulatedFleet) -> bool:
 
 
 def _checks(
-    needs: Needs, whole: Tail, tenants: Mapping[str, Tail], gaps: tuple[float, float]
+    needs: CapacityNeeds,
+    whole: TtftSummary,
+    tenants: Mapping[str, TtftSummary],
+    gaps: tuple[float, float],
 ) -> Iterator[GoalCheck]:
     goals = needs.goals
     of_all = (

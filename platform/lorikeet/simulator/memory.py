@@ -1,4 +1,4 @@
-"""Where adapters are: a replica's GPU arena, its host and disk, and the links between them.
+"""A simulated replica's memory for adapters: GPU arena, host and disk, and links between them.
 
 Adapters are numbers; sizes are bytes. The eviction policy and its counts are the engine's own.
 """
@@ -12,19 +12,19 @@ from lorikeet_engine.residency.eviction import EvictionPolicy, UsageRecord, Uses
 
 
 class SimulatedAdapter:
-    """An adapter in the arena. worth: the policy's, of its last use."""
+    """An adapter in the arena. score: the policy's, of its last use."""
 
-    __slots__ = ("arriving", "leases", "ranked", "worth")
+    __slots__ = ("leases", "loading", "ranked", "score")
 
-    def __init__(self, worth: float) -> None:
-        self.worth = worth
+    def __init__(self, score: float) -> None:
+        self.score = score
         self.leases = 0
-        self.arriving = True
-        self.ranked: float | None = None  # the worth under which it stands in the heap
+        self.loading = True
+        self.ranked: float | None = None  # the score of its entry in the heap
 
 
 class Arena:
-    """A GPU's room for adapters. Those leased or arriving stay; of the rest the least worth goes.
+    """A GPU's room for adapters. Those leased or loading stay; of the rest the lowest score goes.
 
     evicted is called with each adapter that leaves.
     """
@@ -42,26 +42,26 @@ class Arena:
         self.free = capacity
         self.room = capacity  # free, or of residents that may be evicted
         self._uses = Uses()
-        self._kept: set[int] = set()
-        self._by_worth: list[tuple[float, int]] = []  # with entries that no longer hold
+        self._pinned: set[int] = set()
+        self._by_score: list[tuple[float, int]] = []  # with outdated entries
 
     def holds(self, adapter: int) -> bool:
-        """Whether it is here, all of it."""
+        """Whether an adapter is here and loaded."""
         resident = self.residents.get(adapter)
-        return resident is not None and not resident.arriving
+        return resident is not None and not resident.loading
 
     def lease(self, adapter: int, now_s: float) -> None:
-        """It is here, and a request uses it until released."""
+        """Lease a loaded adapter for a request, until released."""
         resident, name = self.residents[adapter], self._names[adapter]
         if not resident.leases:
             self.room -= self._sizes[adapter]
         resident.leases += 1
         uses = self._uses.at(name, now_s) + 1.0
-        resident.worth = self._policy.worth(UsageRecord(self._sizes[adapter] // 2, uses, now_s))
+        resident.score = self._policy.worth(UsageRecord(self._sizes[adapter] // 2, uses, now_s))
         self._uses.add(name, now_s)
 
     def release(self, adapter: int) -> None:
-        """One request less uses it."""
+        """End a request's lease of an adapter."""
         resident = self.residents[adapter]
         resident.leases -= 1
         if not resident.leases:
@@ -69,112 +69,112 @@ class Arena:
             self._rank(adapter, resident)
 
     @property
-    def kept_bytes(self) -> int:
-        """Of what is here for good."""
-        return sum(self._sizes[adapter] for adapter in self._kept)
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned adapters."""
+        return sum(self._sizes[adapter] for adapter in self._pinned)
 
-    def keep(self, adapter: int) -> bool:
-        """Have it here for good: a lease that never ends. False if pins left no room.
+    def pin(self, adapter: int) -> bool:
+        """Pin an adapter: a lease that never ends. False if pins left no room.
 
         Room for the largest adapter is never given away, as in the engine.
         """
-        if adapter in self._kept:
+        if adapter in self._pinned:
             return True
         if self.room - self._sizes[adapter] < max(self._sizes) or not self.place(adapter, 0.0):
             return False
-        self.arrived(adapter)
+        self.finish_load(adapter)
         self.residents[adapter].leases += 1
         self.room -= self._sizes[adapter]
-        self._kept.add(adapter)
+        self._pinned.add(adapter)
         return True
 
     def place(self, adapter: int, now_s: float) -> bool:
-        """Evict for it and begin to load it; False, and nothing is done, while there is no room."""
+        """Evict for an adapter and begin to load it; False and unchanged while there is no room."""
         size = self._sizes[adapter]
         if self.room < size:
             return False
         while self.free < size:
             assert self._front()
-            self._leave(heappop(self._by_worth)[1])
+            self._leave(heappop(self._by_score)[1])
         uses = self._uses.at(self._names[adapter], now_s) + 1.0
         self._enter(adapter, self._policy.worth(UsageRecord(size // 2, uses, now_s)))
         return True
 
     def prefetch(self, adapter: int, uses: float, now_s: float) -> bool:
-        """Begin to load it if that takes the room of nothing that is worth as much.
+        """Begin to load an adapter if that evicts nothing with as high a score.
 
-        uses: of late, those elsewhere that could be served here.
+        uses: recent uses elsewhere that could be served here.
         """
         size = self._sizes[adapter]
         own = self._uses.at(self._names[adapter], now_s)
-        worth = self._policy.worth(UsageRecord(size // 2, max(own, uses), now_s))
+        score = self._policy.worth(UsageRecord(size // 2, max(own, uses), now_s))
         victims, free = list[tuple[float, int]](), self.free
-        while free < size and self._front() and self._by_worth[0][0] < worth:
-            victims.append(heappop(self._by_worth))
+        while free < size and self._front() and self._by_score[0][0] < score:
+            victims.append(heappop(self._by_score))
             free += self._sizes[victims[-1][1]]
         if free < size:
             for each in victims:
-                heappush(self._by_worth, each)
+                heappush(self._by_score, each)
             return False
         for _, victim in victims:
             self._leave(victim)
-        self._enter(adapter, worth)
+        self._enter(adapter, score)
         return True
 
     def uses(self, adapter: int, now_s: float) -> float:
-        """How often it was used of late, here or not."""
+        """Recent uses of an adapter, here or not."""
         return self._uses.at(self._names[adapter], now_s)
 
-    def arrived(self, adapter: int) -> None:
-        """It is here, and may go again until somebody leases it."""
+    def finish_load(self, adapter: int) -> None:
+        """Mark an adapter as loaded; it may be evicted until it is leased."""
         resident = self.residents[adapter]
-        resident.arriving = False
+        resident.loading = False
         self.room += self._sizes[adapter]
         self._rank(adapter, resident)
 
     def evicted_uses(self, adapter: int, now_s: float) -> float:
-        """Recent uses of what would be evicted for this one, if it is not here."""
+        """Recent uses of what would be evicted for this adapter, if it is not here."""
         if adapter in self.residents or not self._front():
             return 0.0
-        _, victim = self._by_worth[0]
+        _, victim = self._by_score[0]
         victim_uses = self.uses(victim, now_s)
         return evicted_uses(self._sizes[adapter], self.free, self._sizes[victim], victim_uses)
 
     def _front(self) -> bool:
-        """Drop what no longer holds from the front of the heap; whether anything is left."""
-        heap = self._by_worth
+        """Drop outdated entries from the front of the heap; whether any entry is left."""
+        heap = self._by_score
         while heap:
-            worth, adapter = heap[0]
+            score, adapter = heap[0]
             resident = self.residents.get(adapter)
-            if resident is not None and resident.worth == worth and not resident.leases:
+            if resident is not None and resident.score == score and not resident.leases:
                 return True
             heappop(heap)
-            if resident is not None and resident.ranked == worth:
+            if resident is not None and resident.ranked == score:
                 resident.ranked = None
         return False
 
     def _rank(self, adapter: int, resident: SimulatedAdapter) -> None:
-        if resident.ranked != resident.worth:
-            resident.ranked = resident.worth
-            heappush(self._by_worth, (resident.worth, adapter))
-            if len(self._by_worth) > 64 + 4 * len(self.residents):
+        if resident.ranked != resident.score:
+            resident.ranked = resident.score
+            heappush(self._by_score, (resident.score, adapter))
+            if len(self._by_score) > 64 + 4 * len(self.residents):
                 self._tidy()
 
     def _tidy(self) -> None:
         residents = self.residents
-        self._by_worth = [
-            (resident.worth, adapter)
+        self._by_score = [
+            (resident.score, adapter)
             for adapter, resident in residents.items()
-            if not resident.leases and not resident.arriving
+            if not resident.leases and not resident.loading
         ]
-        for worth, adapter in self._by_worth:
-            residents[adapter].ranked = worth
-        heapify(self._by_worth)
+        for score, adapter in self._by_score:
+            residents[adapter].ranked = score
+        heapify(self._by_score)
 
-    def _enter(self, adapter: int, worth: float) -> None:
+    def _enter(self, adapter: int, score: float) -> None:
         self.free -= self._sizes[adapter]
         self.room -= self._sizes[adapter]
-        self.residents[adapter] = SimulatedAdapter(worth)
+        self.residents[adapter] = SimulatedAdapter(score)
 
     def _leave(self, adapter: int) -> None:
         del self.residents[adapter]
@@ -185,18 +185,18 @@ class Arena:
 class ByteLru:
     """The host's arena or the disk, counted in bytes; the least recently used goes first.
 
-    came and left are called with each adapter that does.
+    added and evicted are called with each adapter.
     """
 
     def __init__(
         self,
         capacity: int,
         sizes: Sequence[int],
-        came: Callable[[int], None],
-        left: Callable[[int], None],
+        added: Callable[[int], None],
+        evicted: Callable[[int], None],
     ) -> None:
         self._free, self._sizes = capacity, sizes
-        self._came, self._left = came, left
+        self._added, self._evicted = added, evicted
         self._held: OrderedDict[int, None] = OrderedDict()
 
     def __contains__(self, adapter: int) -> bool:
@@ -206,23 +206,23 @@ class ByteLru:
         return iter(self._held)
 
     def use(self, adapter: int) -> bool:
-        """Whether it is here; if so, it is now the last to go."""
+        """Whether an adapter is here; if so, it is now the last to go."""
         if adapter not in self._held:
             return False
         self._held.move_to_end(adapter)
         return True
 
     def add(self, adapter: int) -> None:
-        """It has been brought here."""
+        """Add an adapter, and evict for it."""
         if self.use(adapter):
             return
         self._held[adapter] = None
         self._free -= self._sizes[adapter]
-        self._came(adapter)
+        self._added(adapter)
         while self._free < 0:
             victim = self._held.popitem(last=False)[0]
             self._free += self._sizes[victim]
-            self._left(victim)
+            self._evicted(victim)
 
 
 class Link:
@@ -233,6 +233,6 @@ class Link:
         self._free_at_s = 0.0
 
     def carry(self, size_bytes: int, now_s: float) -> float:
-        """When it is through."""
+        """The time at which size_bytes are through."""
         self._free_at_s = max(self._free_at_s, now_s) + size_bytes / self._bytes_per_s
         return self._free_at_s + self._latency_s

@@ -1,4 +1,4 @@
-"""What a run came to, as numbers."""
+"""The outcome of a run as numbers: hits, loads, times, balance."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from lorikeet.simulator.fleet import SimulatedFleet
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of the requests that arrived after the warm-up. Without balance and times for the oracle.
+    """The numbers of the requests after the warm-up; the oracle has no balance and times.
 
     hit_rate: share that found the adapter on the GPU, or needed none. cold_loads: onto GPUs.
     balance: the work of the busiest replica over the mean, in the worst minute; work is the time
@@ -28,7 +28,7 @@ class Outcome:
     balance_worst_minute: float = math.nan
 
 
-def count(router: str, fleet: SimulatedFleet) -> Outcome:
+def summarize(router: str, fleet: SimulatedFleet) -> Outcome:
     """The numbers of a fleet that has run."""
     warm_up_s, times_s = fleet.setup.warm_up_s, fleet.requests.times_s
     counted = times_s >= warm_up_s

@@ -1,4 +1,4 @@
-"""The product's placement, asked every few seconds what each replica should bring nearer."""
+"""The product's placement in the simulator: every few seconds each replica's prefetches."""
 
 from lorikeet.placement.prefetcher import SURVEY_S, Prefetcher
 from lorikeet.protocol.replica_report import ReplicaReport
@@ -9,21 +9,21 @@ from lorikeet_engine.telemetry.status import AdapterStatus, EngineStatus, TierSt
 
 
 class SimulatedPlacement:
-    """Looks after a fleet from the beginning of its run to the last request."""
+    """Prefetches for a fleet from the beginning of its run to the last request."""
 
     def __init__(self, fleet: SimulatedFleet) -> None:
         self._fleet, self._prefetching = fleet, Prefetcher()
         self._refs = [AdapterRef("any", name, 1, name) for name in fleet.names]
-        fleet.at(SURVEY_S, self._survey)
+        fleet.schedule(SURVEY_S, self._survey)
 
     def _survey(self, now_s: float) -> None:
         fleet = self._fleet
         if now_s < fleet.requests.times_s[-1]:
-            fleet.at(now_s + SURVEY_S, self._survey)
+            fleet.schedule(now_s + SURVEY_S, self._survey)
         reports = [self._report(replica, now_s) for replica in fleet.replicas]
-        brings = self._prefetching.decide(reports, {}, now_s, spares=False).prefetches
+        prefetches = self._prefetching.decide(reports, {}, now_s, spares=False).prefetches
         for replica in fleet.replicas:
-            for each in brings.get(replica.name, ()):
+            for each in prefetches.get(replica.name, ()):
                 replica.prefetch(int(each.ref.digest), each.tier, each.uses, now_s)
 
     def _report(self, replica: SimulatedReplica, now_s: float) -> ReplicaReport:

@@ -1,4 +1,4 @@
-"""One replica: its batch as a fluid, its adapters in their tiers.
+"""A simulated replica: its batch as a fluid, its adapters in their tiers.
 
 All sequences that decode get one token a step, so they share a clock that counts steps: it runs as
 fast as the batch allows, and a sequence ends when the clock has gone on by its answer. Prompts
@@ -16,32 +16,39 @@ from typing import TYPE_CHECKING
 
 from lorikeet.routing.locations import decrement
 from lorikeet.routing.ranking import RoutingStatus
+from lorikeet.simulator.fair_queue import FairQueue
 from lorikeet.simulator.memory import Arena, ByteLru, Link
-from lorikeet.simulator.turns import TenantTurns
 from lorikeet_engine.adapter import Residency
 
 if TYPE_CHECKING:
     from lorikeet.simulator.fleet import SimulatedFleet
 
 # As in the engine: what waits to be prefetched, and what is at one time.
-_MOST_PREFETCHES, _COMING = 64, 2
+_MOST_PREFETCHES, _PREFETCHING_AT_ONCE = 64, 2
 # Of a step: a clock so near to a whole number was to be one.
 _NEARLY = 1e-6
 
 
 class SimulatedReplica:
-    """Requests, adapters and tenants are numbers, which the fleet knows more of.
+    """One replica. Requests, adapters and tenants are numbers, which the fleet knows more of.
 
     status: what routers may know of it, but for the room in its arena. outstanding: its requests
-    without a last token. waiting: those that wait for each adapter. turns: those whose prompt can
+    without a last token. waiting: those that wait for each adapter. queue: those whose prompt can
     be computed. decoding: the sequences of each adapter.
     """
 
-    def __init__(
-        self, number: int, fleet: "SimulatedFleet", arena: Arena, host: ByteLru, disk: ByteLru
-    ) -> None:
+    def __init__(self, number: int, fleet: "SimulatedFleet") -> None:
         self.number, self.name, self._fleet = number, str(number), fleet
-        self.arena, self.host, self.disk = arena, host, disk
+        self.arena = Arena(
+            # An adapter that could never be placed would wait for ever.
+            max(fleet.setup.gpu_bytes, max(fleet.sizes)),
+            fleet.sizes,
+            fleet.names,
+            fleet.policy,
+            partial(self._remove_from, fleet.on_gpu),
+        )
+        self.host = self._tier_of(fleet.setup.host_bytes, fleet.on_host)
+        self.disk = self._tier_of(fleet.setup.disk_bytes, fleet.on_disk)
         self._steps, loads = fleet.setup.costs.steps, fleet.setup.costs.loads
         self._copies = Link(loads.host_latency_s, loads.host_bytes_per_s)
         self._reads = Link(loads.disk_latency_s, loads.disk_bytes_per_s)
@@ -51,7 +58,7 @@ class SimulatedReplica:
         self._next_step = 0  # the number of the step that it waits for
         self.waiting: dict[int, list[int]] = {}
         self._blocked: deque[int] = deque()  # adapters on the host that wait for room
-        self.turns = TenantTurns()
+        self.queue = FairQueue()
         self._prompts: dict[int, int] = {}  # requests that have begun → prompt tokens left
         self._boundary_s = math.inf  # of the step with prompts, or before the first of them
         self._computing = False  # whether this step has prompts
@@ -61,19 +68,19 @@ class SimulatedReplica:
         self._dead = False
         # Adapters to load for no request, and those on their way: to which tier, for how many uses.
         self._prefetches: deque[tuple[int, Residency, float]] = deque(maxlen=_MOST_PREFETCHES)
-        self._coming: dict[int, tuple[Residency, float]] = {}
+        self._prefetching: dict[int, tuple[Residency, float]] = {}
 
     def tier(self, adapter: int) -> Residency:
-        """Where it has it; what is on its way to the GPU counts as on the host."""
+        """The tier of an adapter; what is being copied to the GPU counts as on the host."""
         resident = self.arena.residents.get(adapter)
         if resident is not None:
-            return Residency.HOST if resident.arriving else Residency.GPU
+            return Residency.HOST if resident.loading else Residency.GPU
         if adapter in self.host:
             return Residency.HOST
         return Residency.DISK if adapter in self.disk else Residency.REMOTE
 
     def submit(self, request: int, now_s: float) -> Residency:
-        """Take a request; where its adapter is, on the GPU if it needs none."""
+        """Take a request; return the tier of its adapter, the GPU if it needs none."""
         self.outstanding += 1
         self.status.waiting += 1
         self.status.waiting_tokens += self._fleet.prompts[request]
@@ -101,25 +108,35 @@ class SimulatedReplica:
             self._clock, self._boundary_s = float(round(self._clock)), math.inf
             if self._computing:
                 self._end_prompts(now_s)
-        self._go_on(now_s)
+        self._schedule_step(now_s)
 
     def prefetch(self, adapter: int, tier: Residency, uses: float, now_s: float) -> None:
-        """Bring it up to this tier if that costs nobody; behind what requests wait for."""
+        """Load an adapter to this tier at low priority, behind what requests wait for."""
         self._prefetches.append((adapter, tier, uses))
-        self._go_on_prefetching(now_s)
+        self._start_prefetches(now_s)
 
     def die(self) -> tuple[list[int], int]:
-        """Do nothing any more; its requests without a first token, and how many had theirs."""
+        """Stop for good; return requests without a first token, and the number of the others."""
         self._dead = True
         self._next_step += 1
-        waiting = [*chain.from_iterable(self.waiting.values()), *self.turns, *self._prompts]
+        waiting = [*chain.from_iterable(self.waiting.values()), *self.queue, *self._prompts]
         return sorted(waiting), self.outstanding - len(waiting)
+
+    def _tier_of(self, capacity: int, holders: list[list["SimulatedReplica"]]) -> ByteLru:
+        added, evicted = partial(self._add_to, holders), partial(self._remove_from, holders)
+        return ByteLru(capacity, self._fleet.sizes, added, evicted)
+
+    def _add_to(self, holders: list[list["SimulatedReplica"]], adapter: int) -> None:
+        holders[adapter].append(self)
+
+    def _remove_from(self, holders: list[list["SimulatedReplica"]], adapter: int) -> None:
+        holders[adapter].remove(self)
 
     def _request(self, adapter: int, now_s: float) -> None:
         self.status.loading_bytes += self._fleet.sizes[adapter]
-        self._fleet.wanted(adapter, self)
-        if adapter in self._coming:  # from now on for requests
-            del self._coming[adapter]
+        self._fleet.on_load_requested(adapter, self)
+        if adapter in self._prefetching:  # from now on for requests
+            del self._prefetching[adapter]
         elif adapter in self.arena.residents:
             pass  # it is being copied
         elif self.host.use(adapter):
@@ -129,12 +146,12 @@ class SimulatedReplica:
             self._fetch(adapter, now_s)
 
     def _fetch(self, adapter: int, now_s: float) -> None:
-        """From the disk or from afar to the host."""
+        """Load an adapter from the disk or the store to the host."""
         if self.disk.use(adapter):
             self._read(adapter, now_s)
         else:
             here_s = self._downloads.carry(self._fleet.sizes[adapter], now_s)
-            self._later(here_s, self._downloaded, adapter)
+            self._schedule(here_s, self._downloaded, adapter)
 
     def _downloaded(self, adapter: int, now_s: float) -> None:
         self.disk.add(adapter)
@@ -142,75 +159,77 @@ class SimulatedReplica:
 
     def _read(self, adapter: int, now_s: float) -> None:
         through_s = self._reads.carry(self._fleet.sizes[adapter], now_s)
-        self._later(through_s, self._on_host, adapter)
+        self._schedule(through_s, self._on_host, adapter)
 
     def _on_host(self, adapter: int, now_s: float) -> None:
         self.host.add(adapter)
-        prefetch = self._coming.pop(adapter, None)
+        prefetch = self._prefetching.pop(adapter, None)
         if prefetch is None:
             self._blocked.append(adapter)
             self._place_next(now_s)
         else:
             self._prefetch_to_gpu(adapter, *prefetch, now_s)
-            self._go_on_prefetching(now_s)
+            self._start_prefetches(now_s)
 
     def _place_next(self, now_s: float) -> None:
-        """Place the adapters that wait for room, in their order."""
+        """Place the blocked adapters, in their order, while there is room."""
         while self._blocked and self.arena.place(self._blocked[0], now_s):
             self._place(self._blocked.popleft(), now_s)
 
-    def _go_on_prefetching(self, now_s: float) -> None:
-        """Begin with the next prefetches, while nothing is loaded for requests."""
-        while self._prefetches and not self.waiting and len(self._coming) < _COMING:
+    def _start_prefetches(self, now_s: float) -> None:
+        """Start the next prefetches, while nothing is loaded for requests."""
+        while (
+            self._prefetches and not self.waiting and len(self._prefetching) < _PREFETCHING_AT_ONCE
+        ):
             adapter, tier, uses = self._prefetches.popleft()
-            if adapter in self.arena.residents or adapter in self._coming:
+            if adapter in self.arena.residents or adapter in self._prefetching:
                 continue
             if adapter in self.host:
                 self._prefetch_to_gpu(adapter, tier, uses, now_s)
             else:
-                self._coming[adapter] = tier, uses
+                self._prefetching[adapter] = tier, uses
                 self._fetch(adapter, now_s)
 
     def _prefetch_to_gpu(self, adapter: int, tier: Residency, uses: float, now_s: float) -> None:
-        """From the host to the GPU, if it was to come there and nothing there is worth more."""
-        wanted = tier is Residency.GPU and not self._blocked
-        if wanted and self.arena.prefetch(adapter, uses, now_s):
+        """Copy an adapter from host to GPU, if that is its tier and evicts nothing of more use."""
+        may_copy = tier is Residency.GPU and not self._blocked
+        if may_copy and self.arena.prefetch(adapter, uses, now_s):
             self._place(adapter, now_s)
 
     def _place(self, adapter: int, now_s: float) -> None:
-        """Its room is there: copy it."""
-        self._fleet.placed(adapter, self)
+        """Copy an adapter to the GPU, where its room is reserved."""
+        self._fleet.on_load_started(adapter, self)
         through_s = self._copies.carry(self._fleet.sizes[adapter], now_s)
-        self._later(through_s, self._arrived, adapter)
+        self._schedule(through_s, self._loaded, adapter)
 
-    def _arrived(self, adapter: int, now_s: float) -> None:
-        self.arena.arrived(adapter)
+    def _loaded(self, adapter: int, now_s: float) -> None:
+        self.arena.finish_load(adapter)
         if adapter in self.waiting:
             self.status.loading_bytes -= self._fleet.sizes[adapter]
             for request in self.waiting.pop(adapter):
                 self._begin(request, now_s)
-        self._go_on_prefetching(now_s)
+        self._start_prefetches(now_s)
 
     def _begin(self, request: int, now_s: float) -> None:
-        """Its adapter is there."""
+        """Queue a request whose adapter is on the GPU."""
         adapter = self._fleet.adapter_of[request]
         if adapter is not None:
             self.arena.lease(adapter, now_s)
-        self.turns.add(request, self._fleet.tenant_of[request])
+        self.queue.add(request, self._fleet.tenant_of[request])
         if self._boundary_s == math.inf and self.status.running < self._steps.max_running:
             self._advance(now_s)
-            self._go_on(now_s)
+            self._schedule_step(now_s)
 
     def _first_token(self, request: int, now_s: float) -> None:
         status = self.status
         status.waiting -= 1
         status.waiting_tokens -= self._fleet.prompts[request]
-        self._fleet.answered(request, now_s)
+        self._fleet.on_first_token(request, now_s)
         adapter, left = self._fleet.adapter_of[request], self._fleet.answers[request] - 1
         if left == 0:
             self._end(adapter, now_s)
             return
-        self.turns.begun(self._fleet.tenant_of[request])
+        self.queue.begun(self._fleet.tenant_of[request])
         heappush(self._ends, (self._clock + left, request))
         status.running += 1
         if adapter is not None:
@@ -219,7 +238,7 @@ class SimulatedReplica:
 
     def _end_decode(self, request: int, now_s: float) -> None:
         adapter = self._fleet.adapter_of[request]
-        self.turns.ended(self._fleet.tenant_of[request])
+        self.queue.ended(self._fleet.tenant_of[request])
         self.status.running -= 1
         if adapter is not None:
             decrement(self.decoding, adapter)
@@ -228,40 +247,40 @@ class SimulatedReplica:
 
     def _end(self, adapter: int | None, now_s: float) -> None:
         self.outstanding -= 1
-        self._fleet.ended()
+        self._fleet.on_end()
         if adapter is not None:
             self.arena.release(adapter)
             self._place_next(now_s)
 
-    def _later(self, at_s: float, act: Callable[[int, float], None], adapter: int) -> None:
+    def _schedule(self, at_s: float, act: Callable[[int, float], None], adapter: int) -> None:
         def unless_dead(now_s: float) -> None:
             if not self._dead:
                 act(adapter, now_s)
 
-        self._fleet.at(at_s, unless_dead)
+        self._fleet.schedule(at_s, unless_dead)
 
     def _advance(self, now_s: float) -> None:
         steps = self._rate * (now_s - self._as_of_s)
         self._clock += steps
         self._as_of_s = now_s
         if steps:
-            self.turns.decoded(steps)
+            self.queue.decoded(steps)
             self._fleet.gaps[int(1e4 / self._rate)] += steps * self.status.running
 
     def _end_prompts(self, now_s: float) -> None:
-        """A step is over: those whose prompt is computed have their first token."""
+        """End a step: requests whose prompt is computed have their first token."""
         self._computing = False
         for request in [request for request, left in self._prompts.items() if not left]:
             del self._prompts[request]
             self._first_token(request, now_s)
 
-    def _go_on(self, now_s: float) -> None:
-        """Let a step with prompts begin when it can; say when something happens next."""
+    def _schedule_step(self, now_s: float) -> None:
+        """Begin a step with prompts if one can, and schedule the next event."""
         status, steps = self.status, self._steps
         if self._boundary_s == math.inf:
             step_s = steps.decode_s(status.running, status.ranks)
             begun, full = self._clock % 1.0, status.running >= steps.max_running
-            if not self._prompts and (full or not self.turns):
+            if not self._prompts and (full or not self.queue):
                 self._rate = 1.0 / step_s if status.running else 0.0
             elif status.running and _NEARLY < begun < 1.0 - _NEARLY:
                 self._boundary_s, self._rate = now_s + (1.0 - begun) * step_s, 1.0 / step_s
@@ -273,15 +292,15 @@ class SimulatedReplica:
             next_s = min(next_s, now_s + left / self._rate)
         if next_s < math.inf:
             self._next_step += 1
-            self._fleet.at(next_s, partial(self._step, self._next_step))
+            self._fleet.schedule(next_s, partial(self._step, self._next_step))
 
     def _begin_prompts(self, now_s: float) -> None:
-        """A step begins, with as many tokens of prompts as it has room for beside the decodes."""
+        """Begin a step, with as many prompt tokens as it has room for beside the decodes."""
         status, steps, fleet = self.status, self._steps, self._fleet
         room = steps.step_tokens - status.running
-        seats = steps.max_running - status.running
-        while self.turns and len(self._prompts) < seats and sum(self._prompts.values()) < room:
-            request = self.turns.next(fleet.prompts)
+        free = steps.max_running - status.running
+        while self.queue and len(self._prompts) < free and sum(self._prompts.values()) < room:
+            request = self.queue.next(fleet.prompts)
             self._prompts[request] = fleet.prompts[request]
         tokens = 0
         for request, left in self._prompts.items():

@@ -1,4 +1,4 @@
-"""The product's choice of a replica, as each gateway makes it with what it knows."""
+"""The product's routing in the simulator: each gateway ranks replicas by what it knows."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,11 +18,11 @@ from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.replica import SimulatedReplica
 
 
-class LeastCost:
-    """The product's: the least expected cost among a sample, as each gateway sees it.
+class LeastCostRouter:
+    """Routes to the least expected cost among a sample, as each gateway sees it.
 
-    A gateway knows statuses as they were up to news_s ago, and what it sent since. Where adapters
-    are is pushed when it changes, so it knows that.
+    A gateway knows statuses as they were up to status_age_s ago, and what it sent since. Where
+    adapters are is pushed when it changes, so it knows that.
     """
 
     def __init__(self, seed: int) -> None:
@@ -33,7 +33,7 @@ class LeastCost:
         self._seen: dict[tuple[int, int], tuple[float, RoutingStatus]] = {}
 
     def route(self, fleet: SimulatedFleet, request: int, now_s: float) -> SimulatedReplica:
-        """See Router."""
+        """Choose the replica of a request."""
         chosen = self.rank(fleet, request, now_s)[0].replica
         status = self._status(fleet, request, chosen, now_s)
         status.waiting += 1
@@ -50,9 +50,9 @@ class LeastCost:
         adapter, work, holders = fleet.adapter_of[request], Work(fleet.prompts[request]), None
         if adapter is not None:
             work = Work(work.prompt_tokens, fleet.ranks[adapter], fleet.sizes[adapter])
-            near = fleet.on_host[adapter] or fleet.on_disk[adapter]
+            off_gpu = fleet.on_host[adapter] or fleet.on_disk[adapter]
             rendezvous = partial(self._rendezvous, fleet.names[adapter])
-            holders = Holders(fleet.on_gpu[adapter], near, rendezvous)
+            holders = Holders(fleet.on_gpu[adapter], off_gpu, rendezvous)
         sample = candidate_sample(holders, fleet.replicas, self._rng)
         return rank(work, [self._option(fleet, request, one, now_s) for one in sample])
 
@@ -73,9 +73,9 @@ class LeastCost:
     def _status(
         self, fleet: SimulatedFleet, request: int, replica: SimulatedReplica, now_s: float
     ) -> RoutingStatus:
-        """The replica's, as the request's gateway knows it; the caller adds what it sends there."""
+        """A replica's status as the request's gateway knows it; the caller adds what it sends."""
         key = request % fleet.setup.gateways, replica.number
         seen = self._seen.get(key)
-        if seen is None or now_s >= seen[0] + fleet.setup.news_s:
+        if seen is None or now_s >= seen[0] + fleet.setup.status_age_s:
             self._seen[key] = seen = now_s, replace(replica.status, room_bytes=replica.arena.room)
         return seen[1]

@@ -1,4 +1,4 @@
-"""What a fleet has before its first request, what it is asked, and scenarios of both."""
+"""The setup of a simulated fleet, its requests, and scenarios of both."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,8 +29,9 @@ LENGTHS = {"conv": AZURE_CONV, "code": AZURE_CODE}
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """All [requests], in order of time. adapters: by number, or BASE_MODEL. tenants: by number;
-    None if all are one's.
+    """Requests in order of time, [requests].
+
+    adapters: by number, or BASE_MODEL. tenants: by number; None if all are one's.
     """
 
     times_s: Floats
@@ -44,13 +45,13 @@ class Requests:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Setup:
-    """Adapters are numbers; each disk begins full, of some.
+class FleetSetup:
+    """A fleet before its first request. Adapters are numbers; each disk begins full, of some.
 
     ranks, sizes: of each adapter, [adapters], sizes in bytes. gpu_bytes, host_bytes, disk_bytes:
     each replica's room for adapters. pins: adapter → on how many replicas it is kept on the GPU.
-    gateways: routers that take turns; what each knows of replicas' loads, but for what it sent
-    itself, is up to news_s old. Nothing that comes in the first warm_up_s is counted.
+    gateways: routers that take turns; what each knows of replicas' status, but for what it sent
+    itself, is up to status_age_s old. Nothing that comes in the first warm_up_s is counted.
     """
 
     replicas: int
@@ -61,7 +62,7 @@ class Setup:
     disk_bytes: int
     pins: Mapping[int, int] = field(default_factory=dict)
     gateways: int = 4
-    news_s: float = 0.15
+    status_age_s: float = 0.15
     warm_up_s: float = 0.0
     seed: int = 1
     costs: CostModel = H200_LLAMA_8B
@@ -74,9 +75,9 @@ class Scenario:
     popularity: as parse_popularity reads it. load: share of what the replicas could answer with
     full batches; rate_per_s goes before it. cv: of the arrivals' gaps. trace: recorded traffic
     instead, as TrafficTrace.read reads it. lengths: a name in LENGTHS, or a model. gpu_room,
-    host_room, disk_room: of each replica, as shares of all adapters' bytes; each disk begins
-    full, of some.
-    hot_share: of the requests, for one adapter; base_share: for none. The others are as in Setup.
+    host_room, disk_room: of each replica, as shares of all adapters' bytes; each disk begins full,
+    of some. hot_share: of the requests, for one adapter; base_share: for none. The others are as in
+    FleetSetup.
     """
 
     adapters: int = 1000
@@ -97,14 +98,14 @@ class Scenario:
     duration_s: float = 720.0
     warm_up_s: float = 120.0
     gateways: int = 4
-    news_s: float = 0.15
+    status_age_s: float = 0.15
     seed: int = 1
     bytes_per_rank: int = BYTES_PER_RANK
     costs: CostModel = H200_LLAMA_8B
 
     @cached_property
     def ranks(self) -> Ints:
-        """Of each adapter, [adapters]."""
+        """The rank of each adapter, [adapters]."""
         return deal_ranks(self.adapters)
 
     @cached_property
@@ -126,10 +127,10 @@ class Scenario:
         )
         return self.load * per_replica * self.replicas
 
-    def setup(self) -> Setup:
-        """The fleet and its adapters."""
+    def setup(self) -> FleetSetup:
+        """The setup of this fleet and its adapters."""
         total = int(self.sizes.sum())
-        return Setup(
+        return FleetSetup(
             replicas=self.replicas,
             ranks=self.ranks,
             sizes=self.sizes,
@@ -137,14 +138,14 @@ class Scenario:
             host_bytes=int(total * self.host_room),
             disk_bytes=int(total * self.disk_room),
             gateways=self.gateways,
-            news_s=self.news_s,
+            status_age_s=self.status_age_s,
             warm_up_s=self.warm_up_s,
             seed=self.seed,
             costs=self.costs,
         )
 
     def requests(self) -> Requests:
-        """The same for the same scenario."""
+        """The requests of the scenario; the same scenario gives the same."""
         rng = np.random.default_rng(self.seed)
         if self.trace is None:
             times_s = GammaArrivals(self.rate, self.cv).times(rng, self.duration_s)

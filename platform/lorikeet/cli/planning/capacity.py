@@ -11,7 +11,7 @@ import typer
 from lorikeet.cli.output import NOTHING, AsJson, print_json, print_line, print_table, spinner
 from lorikeet.cli.planning.capacity_file import parse_needs, read_needs
 from lorikeet.simulator.capacity import SEEDS, Capacity, plan_capacity
-from lorikeet.simulator.forecast import Forecast, GoalCheck, Needs, Tail
+from lorikeet.simulator.forecast import CapacityNeeds, Forecast, GoalCheck, TtftSummary
 from lorikeet.sizes import show_size
 
 _Question = Annotated[
@@ -73,13 +73,13 @@ def capacity(
         _print(needs, answer)
 
 
-def _plan(needs: Needs, *, quiet: bool) -> Capacity:
+def _plan(needs: CapacityNeeds, *, quiet: bool) -> Capacity:
     """Search, and show which fleet is simulated where a person watches."""
     with spinner("Simulating", quiet=quiet) as show:
         return plan_capacity(needs, lambda replicas: show(f"Simulating {_replicas(replicas)}"))
 
 
-def _json(needs: Needs, answer: Capacity) -> dict[str, Any]:
+def _json(needs: CapacityNeeds, answer: Capacity) -> dict[str, Any]:
     return {
         "replicas": answer.needed.replicas,
         "expected": _forecast(answer.needed),
@@ -110,7 +110,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def _print(needs: Needs, answer: Capacity) -> None:
+def _print(needs: CapacityNeeds, answer: Capacity) -> None:
     needed, less = answer.needed, answer.one_less
     print_line(f"[bold]{_replicas(needed.replicas)}[/bold]. {_why_not_less(less)}")
     both = [needed] if less is None else [needed, less]
@@ -163,7 +163,7 @@ def _pin(tenant: str, copies: int, answer: Capacity) -> str:
     )
 
 
-def _tenant_rows(needs: Needs, found: Forecast) -> Iterator[list[str]]:
+def _tenant_rows(needs: CapacityNeeds, found: Forecast) -> Iterator[list[str]]:
     rates = {tenant.name: tenant.rate_per_s for tenant in needs.demand.tenants}
     for name, tail in found.tenants.items():
         yield _tail_row(name, rates[name], tail)
@@ -171,12 +171,12 @@ def _tenant_rows(needs: Needs, found: Forecast) -> Iterator[list[str]]:
         yield _tail_row("all requests", needs.demand.rate_per_s, found.all)
 
 
-def _tail_row(name: str, rate_per_s: float, tail: Tail) -> list[str]:
+def _tail_row(name: str, rate_per_s: float, tail: TtftSummary) -> list[str]:
     p50, p99 = _ms(tail.ttft_p50_s), _ms(tail.ttft_p99_s)
     return [name, f"{rate_per_s:,.4g}", p50, p99, f"{tail.hit_rate:.1%}"]
 
 
-def _lines(needs: Needs, found: Forecast) -> Iterator[str]:
+def _lines(needs: CapacityNeeds, found: Forecast) -> Iterator[str]:
     p50, p99 = _ms(found.inter_token_p50_s), _ms(found.inter_token_p99_s)
     tiers = ", ".join(f"{tier} {share:.1%}" for tier, share in found.found.items())
     gpu, of_all = needs.memory.gpu_bytes, int(needs.demand.sizes.sum())

@@ -18,7 +18,7 @@ from lorikeet.errors import InvalidInput
 from lorikeet.routing.cost_model import CostModel
 from lorikeet.settings import Bytes
 from lorikeet.simulator.demand import SimulatedDemand, SimulatedTenant
-from lorikeet.simulator.forecast import Goals, Memory, Needs
+from lorikeet.simulator.forecast import CapacityGoals, CapacityNeeds, ReplicaMemory
 from lorikeet.simulator.traffic import BYTES_PER_RANK, LENGTHS
 from lorikeet_engine.costs import LoadCosts, StepCosts
 from lorikeet_engine.traffic import RANKS, LengthModel, parse_popularity
@@ -113,7 +113,7 @@ class _Question(BaseModel):
     costs: _Costs = Field(default_factory=_Costs)
 
 
-def read_needs(path: Path) -> Needs:
+def read_needs(path: Path) -> CapacityNeeds:
     """The file's question. Raises InvalidInput."""
     try:
         text = path.read_text()
@@ -123,7 +123,7 @@ def read_needs(path: Path) -> Needs:
     return parse_needs(given, str(path))
 
 
-def parse_needs(given: Mapping[str, Any], where: str) -> Needs:
+def parse_needs(given: Mapping[str, Any], where: str) -> CapacityNeeds:
     """The question, as a file holds it. where: for errors. Raises InvalidInput."""
     try:
         asked = _Question.model_validate(given)
@@ -138,7 +138,7 @@ def parse_needs(given: Mapping[str, Any], where: str) -> Needs:
     return _needs(asked)
 
 
-def _needs(asked: _Question) -> Needs:
+def _needs(asked: _Question) -> CapacityNeeds:
     traffic, memory, goals = asked.traffic, asked.memory, asked.goals
     usual = _model(traffic.lengths)
     demand = SimulatedDemand(
@@ -160,10 +160,10 @@ def _needs(asked: _Question) -> Needs:
         traffic.cv,
         traffic.context,
     )
-    return Needs(
+    return CapacityNeeds(
         demand,
-        Memory(memory.gpu, memory.host, memory.disk),
-        Goals(
+        ReplicaMemory(memory.gpu, memory.host, memory.disk),
+        CapacityGoals(
             _seconds(goals.ttft_p99_ms),
             _seconds(goals.inter_token_p50_ms),
             _seconds(goals.inter_token_p99_ms),

@@ -4,8 +4,8 @@ from lorikeet.simulator.replica import SimulatedReplica
 
 
 def idle(replica: SimulatedReplica) -> bool:
-    """Nothing is left that it would do."""
+    """Whether a replica has nothing left to do."""
     arena = replica.arena
-    leased = (each.leases > (adapter in arena._kept) for adapter, each in arena.residents.items())
-    queues = (replica.waiting, replica._blocked, replica.turns, replica._ends, replica.decoding)
+    leased = (each.leases > (adapter in arena._pinned) for adapter, each in arena.residents.items())
+    queues = (replica.waiting, replica._blocked, replica.queue, replica._ends, replica.decoding)
     return not replica._prompts and not any(queues) and not any(leased) and not replica.outstanding

@@ -1,15 +1,15 @@
-"""What no number of replicas can do, told before any is simulated."""
+"""Goals that no number of replicas can meet, found before any is simulated."""
 
 import numpy as np
 
 from lorikeet.errors import LorikeetError
-from lorikeet.simulator.forecast import Forecast, Needs
+from lorikeet.simulator.forecast import CapacityNeeds, Forecast
 from lorikeet.simulator.traffic import Requests
 from lorikeet.sizes import show_size
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.traffic import Ints, cut_to_context
 
-_HEARD = 5  # requests of a tenant below which its p99 says nothing
+_FEWEST_OF_TENANT = 5  # requests of a tenant below which its p99 says nothing
 _FEWEST = 20  # requests of one run
 _DRAWN = 20_000  # prompts, to tell the longest in a hundred
 
@@ -18,8 +18,8 @@ class Unreachable(LorikeetError):
     """No number of replicas meets the goals; the message says why."""
 
 
-def check_floors(needs: Needs, sample: Requests, runs: int) -> None:
-    """Goals that one request alone on a GPU would miss, and adapters that fit nowhere.
+def check_feasible(needs: CapacityNeeds, sample: Requests, runs: int) -> None:
+    """Check for goals that one request alone on a GPU would miss, and adapters that fit nowhere.
 
     sample: the requests of one of `runs` simulations. Raises Unreachable.
     """
@@ -40,7 +40,7 @@ def check_floors(needs: Needs, sample: Requests, runs: int) -> None:
     for tenant in demand.tenants:
         if tenant.ttft_p99_s is None:
             continue
-        if tenant.rate_per_s * needs.counted_s * runs < _HEARD:
+        if tenant.rate_per_s * needs.counted_s * runs < _FEWEST_OF_TENANT:
             raise Unreachable(
                 f"{tenant.name} sends {tenant.rate_per_s * 3600:.1f} requests an hour beside "
                 f"{demand.rate_per_s:,.0f} a second: too few are simulated to tell its tail; take "
@@ -58,8 +58,8 @@ def check_floors(needs: Needs, sample: Requests, runs: int) -> None:
             )
 
 
-def nearest(found: Forecast) -> Unreachable:
-    """What the largest fleet that was tried still misses, and what could be done about it."""
+def unreachable(found: Forecast) -> Unreachable:
+    """The error for the largest fleet that was tried: what it misses, and a remedy."""
     missed = "; ".join(check.text for check in found.missed)
     why = f"{found.replicas} replicas still miss: {missed}"
     if not found.keeps_up:

@@ -7,11 +7,11 @@ import pytest
 
 from lorikeet.rendezvous import by_preference
 from lorikeet.simulator.fleet import SimulatedFleet
-from lorikeet.simulator.router import LeastCost
+from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
-from tests.simulator.books import idle
+from tests.simulator.idle import idle
 
 SMALL = Scenario(
     adapters=200, replicas=4, gpu_room=0.15, duration_s=60.0, warm_up_s=20.0, reshuffle_s=30.0
@@ -21,7 +21,7 @@ SMALL = Scenario(
 def fleet_of(scenario, **changes):
     setup = replace(scenario.setup(), **changes)
     return SimulatedFleet(
-        setup, scenario.requests(), LeastCost(scenario.seed), LeastUsedForItsSize()
+        setup, scenario.requests(), LeastCostRouter(scenario.seed), LeastUsedForItsSize()
     )
 
 
@@ -32,9 +32,9 @@ def test_when_a_replica_dies_who_has_no_token_yet_is_answered_elsewhere():
     def die(now_s):
         at_death["outstanding"] = dying.outstanding
         at_death["waiting"] = dying.status.waiting
-        fleet.lose(dying, now_s)
+        fleet.remove_replica(dying, now_s)
 
-    fleet.at(30.0, die)
+    fleet.schedule(30.0, die)
     fleet.run()
     assert at_death["outstanding"] > at_death["waiting"] > 0
     assert np.isfinite(fleet.ttft_s).all()
@@ -48,7 +48,7 @@ def test_when_a_replica_dies_who_has_no_token_yet_is_answered_elsewhere():
 
 def test_a_replica_that_joins_takes_its_part():
     fleet = fleet_of(SMALL)
-    fleet.at(30.0, fleet.join)
+    fleet.schedule(30.0, fleet.add_replica)
     fleet.run()
     late = fleet.requests.times_s > 40.0
     share = (fleet.served_by[late] == 4).mean()

@@ -5,7 +5,7 @@ import pytest
 
 from lorikeet.routing.cost_model import H200_LLAMA_8B
 from lorikeet.simulator.fleet import SimulatedFleet
-from lorikeet.simulator.router import LeastCost
+from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import Requests, Scenario
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
 
@@ -18,7 +18,7 @@ def first_tokens_s(*requests):
     times_s, prompts, answers = map(np.array, zip(*requests, strict=True))
     setup = Scenario(replicas=1, warm_up_s=0.0).setup()
     made = Requests(times_s, np.full(len(times_s), -1), prompts, answers)
-    fleet = SimulatedFleet(setup, made, LeastCost(1), LeastUsedForItsSize())
+    fleet = SimulatedFleet(setup, made, LeastCostRouter(1), LeastUsedForItsSize())
     fleet.run()
     return fleet.ttft_s
 

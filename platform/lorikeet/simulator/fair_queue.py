@@ -1,0 +1,69 @@
+"""The waiting requests of a simulated replica whose prompts can be computed, fair by tenant."""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from itertools import chain
+
+from lorikeet_engine.scheduling.fairness import (
+    OUTPUT_TOKEN,
+    PROMPT_TOKEN,
+    VirtualCounter,
+    VirtualCounters,
+)
+
+
+class FairQueue:
+    """Orders requests by virtual token counters, as the engine's scheduler does, at equal weights.
+
+    waiting: the counter of each tenant that waits.
+    """
+
+    def __init__(self) -> None:
+        self._counters = VirtualCounters()
+        self._counter_of: dict[int, VirtualCounter] = {}
+        self._requests: dict[int, deque[int]] = {}
+        self._decoding = Counter[int]()
+        self.waiting: dict[int, VirtualCounter] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.waiting)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self._requests.values())
+
+    def add(self, request: int, tenant: int) -> None:
+        """Queue a request of a tenant."""
+        counter = self._counter_of.get(tenant)
+        if counter is None:
+            counter = self._counter_of[tenant] = self._counters.open(str(tenant), 1.0)
+            self._requests[tenant] = deque()
+        self._counters.wait(counter)
+        self.waiting[tenant] = counter
+        self._requests[tenant].append(request)
+
+    def next(self, prompts: list[int]) -> int:
+        """Take the next request; its tenant is charged for the prompt and the first token.
+
+        prompts: tokens of each request's prompt.
+        """
+        tenant = min(self.waiting, key=lambda tenant: self.waiting[tenant].counter)
+        requests, counter = self._requests[tenant], self.waiting[tenant]
+        request = requests.popleft()
+        counter.charge(PROMPT_TOKEN * prompts[request] + OUTPUT_TOKEN)
+        if not requests:
+            del self.waiting[tenant]
+            self._counters.leave(counter)
+        return request
+
+    def begun(self, tenant: int) -> None:
+        """Count a sequence of the tenant that begins to decode."""
+        self._decoding[tenant] += 1
+
+    def ended(self, tenant: int) -> None:
+        """Count a sequence of the tenant no more, which has its last token."""
+        self._decoding[tenant] -= 1
+
+    def decoded(self, steps: float) -> None:
+        """Charge each decoding sequence's tenant for `steps` tokens."""
+        for tenant, sequences in self._decoding.items():
+            self._counter_of[tenant].charge(OUTPUT_TOKEN * sequences * steps)
