@@ -129,20 +129,20 @@ def test_a_fleet_that_listens_on_and_off_ends_up_knowing_what_is_held(monkeypatc
 
     async def scenario(feed):
         fleet = Fleet()
-        fleet.exist(["r0"])
+        fleet.set_replicas(["r0"])
         held = dict.fromkeys(digests, Residency.REMOTE)
         subscriber = feed.subscribe()
         for _ in range(2000):
             held[digest := rng.choice(digests)] = tier = rng.choice(list(Residency))
             feed.post(status(**{digest: tier.name}))
             if rng.random() < 0.3:
-                fleet.heard("r0", await anext(subscriber))
+                fleet.on_status_update("r0", await anext(subscriber))
             if rng.random() < 0.05:
                 await close(subscriber)
                 subscriber = feed.subscribe()
         feed.post(status())
         while (message := await anext(subscriber)).moved:
-            fleet.heard("r0", message)
+            fleet.on_status_update("r0", message)
         assert {d: fleet._locations.tier("r0", d) for d in digests} == held
         await close(subscriber)
 

@@ -20,7 +20,7 @@ from pydantic import Field
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.uploads import Uploads
 from lorikeet.errors import InvalidAdapter, InvalidInput, RequestTooLarge, StoreError
-from lorikeet.gateway.admin.registration import Registration, RegistrationRequest
+from lorikeet.gateway.admin.registration import RegisteredVersion, Registration, RegistrationRequest
 from lorikeet.gateway.admin.smoke import smoke_test
 from lorikeet.gateway.auth import Actor
 from lorikeet.gateway.body import Body, json_body, limited
@@ -34,7 +34,7 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Json = dict[str, Any]
 
 
-class Begin(Body):
+class BeginUpload(Body):
     """A blob that is to come. digest: SHA-256 of its bytes.
 
     tenant, base_model: what it is to be registered for, if that should be checked already.
@@ -46,7 +46,7 @@ class Begin(Body):
     base_model: str | None = None
 
 
-class Uploaded(Body):
+class RegisterUpload(Body):
     """A blob that came, or that the store had already, and what to do with it.
 
     smoke: only if a replica can generate with it, and say how it differs from the base model.
@@ -60,7 +60,7 @@ class Uploaded(Body):
 
 
 def upload_routes(services: Services, uploads: Uploads, registration: Registration) -> APIRouter:
-    """Register a blob; begin or resume an upload, send its parts, register it."""
+    """Routes of blobs: register one; begin or resume an upload, send its parts, register it."""
     endpoints = UploadEndpoints(services, uploads, registration)
     router = APIRouter()
     versions = "/adapters/{tenant}/{name}/versions"
@@ -72,7 +72,7 @@ def upload_routes(services: Services, uploads: Uploads, registration: Registrati
 
 
 class UploadEndpoints:
-    """What the routes for blobs do."""
+    """The operations on blobs and uploads."""
 
     def __init__(self, services: Services, uploads: Uploads, registration: Registration) -> None:
         self._services, self._uploads, self._registration = services, uploads, registration
@@ -88,7 +88,7 @@ class UploadEndpoints:
         shared: bool | None = None,
         base_model: str | None = None,
     ) -> Json:
-        """The body is the blob; it is validated before anything is stored."""
+        """Register the body, a blob; it is validated before anything is stored."""
         registration = self._registration
         order = RegistrationRequest(tenant, name, actor, promote, shared, base_model)
         limits = await registration.check(tenant, base_model)
@@ -96,22 +96,24 @@ class UploadEndpoints:
             blob = Path(folder) / "adapter.safetensors"
             await _receive(request, blob, limits.max_bytes, registration.workers)
             facts = await registration.validate(order, blob)
-            version, is_new = await registration.record(order, blob, facts)
-        response.status_code = CREATED if is_new else OK
-        return version
+            made = await registration.record(order, blob, facts)
+        response.status_code = CREATED if made.is_new else OK
+        return made.version
 
-    async def begin(self, wanted: Annotated[Begin, json_body(Begin)], actor: Actor) -> Json:
-        """Which parts are missing, and where they go."""
+    async def begin(
+        self, wanted: Annotated[BeginUpload, json_body(BeginUpload)], actor: Actor
+    ) -> Json:
+        """Begin or resume an upload: say which parts are missing, and where to PUT them."""
         limits = await self._registration.check(wanted.tenant, wanted.base_model)
         if wanted.size_bytes > limits.max_bytes:
             raise RequestTooLarge(
                 f"the adapter has {wanted.size_bytes} bytes: the limit is {limits.max_bytes}",
                 param="size_bytes",
             )
-        return await self._registration.run(_begun, self._uploads, wanted, actor)
+        return await self._registration.run(_begin, self._uploads, wanted, actor)
 
     async def put_part(self, request: Request, digest: str, number: int, actor: Actor) -> Json:
-        """Take a part."""
+        """Take a part of an upload."""
         run, uploads = self._registration.run, self._uploads
         upload = await run(uploads.find, digest, actor)
         if number not in upload.numbers:
@@ -133,38 +135,38 @@ class UploadEndpoints:
         response: Response,
         tenant: str,
         name: str,
-        wanted: Annotated[Uploaded, json_body(Uploaded)],
+        wanted: Annotated[RegisterUpload, json_body(RegisterUpload)],
         actor: Actor,
     ) -> Json:
-        """Make what was uploaded a version."""
+        """Make an upload a version."""
         registration = self._registration
         order = RegistrationRequest(
             tenant, name, actor, wanted.promote, wanted.shared, wanted.base_model
         )
         await registration.check(tenant, wanted.base_model)
-        async with registration.turns:
+        async with registration.downloads:
             with tempfile.TemporaryDirectory(prefix="lorikeet-upload-") as folder:
                 blob = Path(folder) / "adapter.safetensors"
-                version, is_new = await self._record(order, wanted, blob, request_id_of(request))
+                made = await self._record(order, wanted, blob, request_id_of(request))
         await registration.run(self._uploads.end, wanted.digest, actor)
-        response.status_code = CREATED if is_new else OK
-        return version
+        response.status_code = CREATED if made.is_new else OK
+        return made.version
 
     async def _record(
-        self, order: RegistrationRequest, wanted: Uploaded, blob: Path, request_id: str
-    ) -> tuple[Json, bool]:
+        self, order: RegistrationRequest, wanted: RegisterUpload, blob: Path, request_id: str
+    ) -> RegisteredVersion:
         registration, uploads = self._registration, self._uploads
         await registration.run(uploads.download, wanted.digest, order.actor, blob)
-        facts = await self._examined(order, wanted.digest, blob)
+        facts = await self._validated(order, wanted.digest, blob)
         await registration.run(uploads.keep, wanted.digest, order.actor, blob)
-        seen: Json = {}
+        smoke: Json = {}
         if wanted.smoke:
             ref = await registration.next_ref(order, facts)
-            seen = {"smoke": await smoke_test(self._services, facts.base_model, ref, request_id)}
-        version, is_new = await registration.record(order, blob, facts)
-        return version | seen, is_new
+            smoke = {"smoke": await smoke_test(self._services, facts.base_model, ref, request_id)}
+        made = await registration.record(order, blob, facts)
+        return made._replace(version=made.version | smoke)
 
-    async def _examined(self, order: RegistrationRequest, digest: str, blob: Path) -> BlobFacts:
+    async def _validated(self, order: RegistrationRequest, digest: str, blob: Path) -> BlobFacts:
         try:
             return await self._registration.validate(order, blob)
         except InvalidAdapter as error:
@@ -194,7 +196,7 @@ async def _receive(request: Request, path: Path, max_bytes: int, workers: Execut
         ) from error
 
 
-def _begun(uploads: Uploads, wanted: Begin, actor: str) -> Json:
+def _begin(uploads: Uploads, wanted: BeginUpload, actor: str) -> Json:
     upload, missing = uploads.begin(wanted.digest, wanted.size_bytes, actor)
     return {
         "digest": upload.digest,

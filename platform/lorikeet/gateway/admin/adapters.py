@@ -1,7 +1,8 @@
 """Admin routes: list, promote, roll back, retire adapters."""
 
+from functools import partial
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query
 from pydantic import Field
@@ -9,16 +10,15 @@ from starlette.responses import Response
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_name
-from lorikeet.catalog.records import AdapterRecord
 from lorikeet.catalog.state import CatalogState
 from lorikeet.gateway.admin.history import Moment
-from lorikeet.gateway.admin.serializers import adapter_json, list_answer, version_json
+from lorikeet.gateway.admin.serializers import Json, adapter_json, list_response, version_json
 from lorikeet.gateway.auth import Actor
 from lorikeet.gateway.body import Body, json_body
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 
 MOST_LISTED = 1000
-"""Adapters of one answer."""
+"""The most adapters of one response."""
 
 Version = Annotated[int, Field(ge=1)]
 
@@ -53,57 +53,68 @@ RetireBody = Annotated[Retire, json_body(Retire)]
 
 
 def adapter_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> APIRouter:
-    """Everything but the upload of a version."""
+    """All routes of adapters but the upload of a version."""
+    endpoints = AdapterEndpoints(catalog, catalog_view)
     router = APIRouter(prefix="/adapters")
+    router.add_api_route("", endpoints.list, response_model=None)
+    router.add_api_route("/{tenant}/{name}", endpoints.show)
+    for operation in (endpoints.promote, endpoints.rollback, endpoints.retire):
+        path = f"/{{tenant}}/{{name}}/{operation.__name__}"
+        router.add_api_route(path, operation, methods=["POST"])
+    return router
 
-    @router.get("", response_model=None)
-    async def list_adapters(
+
+class AdapterEndpoints:
+    """The operations on adapters. Those that change something run in a thread."""
+
+    def __init__(self, catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> None:
+        self._catalog, self._catalog_view = catalog, catalog_view
+
+    async def list(
+        self,
         as_of: Moment,
         tenant: str | None = None,
         after: str = "",
         limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = MOST_LISTED,
     ) -> Response:
-        """`after`, tenant/name, is the `next` of the page before; null is the end."""
+        """List adapters. `after`, tenant/name, is the last page's `next`; null is the end."""
+        page = partial(_page, tenant, after, limit)
+        return await as_of.ask_in_thread(self._catalog, self._catalog_view, page)
 
-        def listed(state: CatalogState) -> Response:
-            if tenant is not None:
-                state.tenant(check_name(tenant, "tenant"))
-            owner, _, name = after.partition("/")
-            page = list(islice(state.adapters(tenant, (owner, name)), limit))
-            further = page[-1].label if len(page) == limit else None
-            return list_answer(map(adapter_json, page), next=further)
+    async def show(self, as_of: Moment, tenant: str, name: str) -> Json:
+        """Show an adapter with all its versions."""
+        shown = partial(_shown, tenant, name)
+        return await as_of.ask_in_thread(self._catalog, self._catalog_view, shown)
 
-        return await as_of.ask_in_thread(catalog, catalog_view, listed)
-
-    @router.get("/{tenant}/{name}")
-    async def show(as_of: Moment, tenant: str, name: str) -> dict[str, Any]:
-        def shown(state: CatalogState) -> dict[str, Any]:
-            return adapter_json(state.adapter(tenant, name))
-
-        return await as_of.ask_in_thread(catalog, catalog_view, shown)
-
-    @router.post("/{tenant}/{name}/promote")
-    def promote(tenant: str, name: str, wanted: PromoteBody, actor: Actor) -> dict[str, Any]:
+    def promote(self, tenant: str, name: str, wanted: PromoteBody, actor: Actor) -> Json:
+        """Point an alias to a version, or give the version a share of its requests."""
         version, alias, expect = wanted.version, wanted.alias, wanted.expect
         if wanted.share is None:
-            record = catalog.promote(tenant, name, version, alias, expect, actor=actor)
+            record = self._catalog.promote(tenant, name, version, alias, expect, actor=actor)
         else:
-            record = catalog.give_share(
+            record = self._catalog.give_share(
                 tenant, name, version, wanted.share, alias, expect, actor=actor
             )
         return version_json(record, record.versions[version - 1])
 
-    @router.post("/{tenant}/{name}/rollback")
-    def rollback(tenant: str, name: str, wanted: RollbackBody, actor: Actor) -> dict[str, Any]:
-        record = catalog.rollback(tenant, name, wanted.alias, actor=actor)
-        return _at_alias(record, wanted.alias)
+    def rollback(self, tenant: str, name: str, wanted: RollbackBody, actor: Actor) -> Json:
+        """Point an alias back to where it pointed before."""
+        record = self._catalog.rollback(tenant, name, wanted.alias, actor=actor)
+        return version_json(record, record.versions[record.aliases[wanted.alias] - 1])
 
-    @router.post("/{tenant}/{name}/retire")
-    def retire(tenant: str, name: str, wanted: RetireBody, actor: Actor) -> dict[str, Any]:
-        return adapter_json(catalog.retire(tenant, name, wanted.version, actor=actor))
-
-    return router
+    def retire(self, tenant: str, name: str, wanted: RetireBody, actor: Actor) -> Json:
+        """End the use of one version, or of the adapter."""
+        return adapter_json(self._catalog.retire(tenant, name, wanted.version, actor=actor))
 
 
-def _at_alias(record: AdapterRecord, alias: str) -> dict[str, Any]:
-    return version_json(record, record.versions[record.aliases[alias] - 1])
+def _page(tenant: str | None, after: str, limit: int, state: CatalogState) -> Response:
+    if tenant is not None:
+        state.tenant(check_name(tenant, "tenant"))
+    owner, _, name = after.partition("/")
+    page = list(islice(state.adapters(tenant, (owner, name)), limit))
+    further = page[-1].label if len(page) == limit else None
+    return list_response(map(adapter_json, page), next=further)
+
+
+def _shown(tenant: str, name: str, state: CatalogState) -> Json:
+    return adapter_json(state.adapter(tenant, name))

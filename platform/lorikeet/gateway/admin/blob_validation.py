@@ -1,4 +1,4 @@
-"""Decides whether an uploaded blob is let in, and for which base model."""
+"""Validation of uploaded blobs: whether one is let in, and for which base model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,12 +29,16 @@ def validate_blob(
 ) -> BlobFacts:
     """Find out all that could make a blob fail later. Reads all of it; blocks.
 
-    base_model: the admin's word for which one it was trained on; None: what the blob says.
-    limits: the service's, or what is left of them for the tenant. memory: what the engines keep
-    adapters in. Raises InvalidAdapter, naming the tensor, module or config key at fault.
+    base_model: the one that it was trained on, says the admin; None: what the blob says. limits:
+    the service's, lowered to the tenant's. memory: what the engines keep adapters in. Raises
+    InvalidAdapter, naming the tensor, module or config key at fault.
     """
     try:
-        name = check_served(base_model, base_models) if base_model else _matching(blob, base_models)
+        name = (
+            check_base_model(base_model, base_models)
+            if base_model
+            else _matching(blob, base_models)
+        )
         spec = read_spec(blob, base_models[name].shape, limits)
         gpu_bytes = memory.image_bytes(spec)
         check_values(blob, spec, memory.dtype)
@@ -49,8 +53,8 @@ def validate_blob(
     )
 
 
-def check_served(base_model: str, base_models: Mapping[str, ServedModel]) -> str:
-    """Return the name of a served base model as it is. Raises InvalidInput."""
+def check_base_model(base_model: str, base_models: Mapping[str, ServedModel]) -> str:
+    """Return the name of a base model that is served here. Raises InvalidInput."""
     if base_model not in base_models:
         raise InvalidInput(
             f"base_model={base_model!r} is not served here: {_list(base_models)}",
@@ -60,7 +64,7 @@ def check_served(base_model: str, base_models: Mapping[str, ServedModel]) -> str
 
 
 def _matching(blob: Path, base_models: Mapping[str, ServedModel]) -> str:
-    """The one served base model whose name or alias ends like the name that the blob gives."""
+    """Return the one served base model whose name or alias ends like the blob's name for it."""
     config = read_header(blob).metadata.get(METADATA_KEY)
     if config is None:
         raise InvalidAdapter("not a packed adapter: `lorikeet register` packs PEFT's folder")

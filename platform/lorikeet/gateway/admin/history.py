@@ -1,4 +1,4 @@
-"""Admin routes: the log, restoring what was retired, snapshots; and questions of the past."""
+"""Admin routes: the log, restoring what was retired, snapshots; and questions about the past."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Restore(Body):
 
 @dataclass(frozen=True, slots=True)
 class AsOf:
-    """A moment of the catalog: right after an entry, or at a time; neither is now."""
+    """A moment of the catalog: right after an entry, or at a time; now if both are None."""
 
     seq: int | None
     time: float | None
@@ -44,7 +44,7 @@ class AsOf:
         catalog_view: GatewayCatalogView,
         question: Callable[[CatalogState], T],
     ) -> T:
-        """The answer of the catalog as it was then. Raises InvalidInput, StoreError."""
+        """Ask the catalog as it was then. Raises InvalidInput, StoreError."""
         if self.seq is None and self.time is None:
             return await catalog_view.ask_in_thread(question)
         await catalog_view.refresh()
@@ -65,11 +65,11 @@ async def _moment(as_of_seq: Seq | None = None, as_of_time: UnixTime | None = No
 
 
 Moment = Annotated[AsOf, Depends(_moment)]
-"""A parameter of the routes that answer of the past too: ?as_of_seq or ?as_of_time."""
+"""A parameter of routes that can answer about the past: ?as_of_seq or ?as_of_time."""
 
 
 def history_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> APIRouter:
-    """The log, backwards; restore; snapshots."""
+    """Routes of the log, newest first; of restoring; of snapshots."""
     router = APIRouter()
 
     @router.get("/log")

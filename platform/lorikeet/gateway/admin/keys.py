@@ -1,4 +1,4 @@
-"""Admin routes: admins' keys, and what may be done with any key."""
+"""Admin routes of keys: make an admin's; list, limit, rotate and revoke any."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -11,7 +11,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.tenants import LONGEST_OVERLAP_S
 from lorikeet.gateway.admin.limit_bodies import KeyLimitsBody, NewKeyBody
-from lorikeet.gateway.admin.serializers import key_json, list_answer
+from lorikeet.gateway.admin.serializers import key_json, list_response
 from lorikeet.gateway.auth import Actor
 from lorikeet.gateway.body import Body, json_body
 from lorikeet.gateway.catalog_view import GatewayCatalogView
@@ -33,24 +33,24 @@ class Rotation(Body):
 
 
 def key_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> APIRouter:
-    """List all keys, make an admin's; limit, rotate and revoke any."""
+    """Routes under /keys."""
     router = APIRouter(prefix="/keys")
 
     @router.get("", response_model=None)
     async def list_keys() -> Response:
         return await catalog_view.ask_in_thread(
-            lambda state: list_answer(map(key_json, state.keys()))
+            lambda state: list_response(map(key_json, state.keys()))
         )
 
     @router.post("", status_code=CREATED)
     def create(wanted: Annotated[AdminKey, json_body(AdminKey)], actor: Actor) -> dict[str, Any]:
-        return made_key(catalog, None, wanted.scopes, wanted, actor)
+        return create_key(catalog, None, wanted.scopes, wanted, actor)
 
     @router.patch("/{key_id}")
     def limit(
         key_id: str, wanted: Annotated[KeyLimitsBody, json_body(KeyLimitsBody)], actor: Actor
     ) -> dict[str, Any]:
-        return key_json(catalog.limit_key(key_id, actor=actor, **wanted.terms()))
+        return key_json(catalog.limit_key(key_id, actor=actor, **wanted.given()))
 
     @router.post("/{key_id}/rotate", status_code=CREATED)
     def rotate(
@@ -67,15 +67,15 @@ def key_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> API
     return router
 
 
-def made_key(
+def create_key(
     catalog: AdapterCatalog,
     tenant: str | None,
     scopes: Sequence[str],
     wanted: NewKeyBody,
     actor: str,
 ) -> dict[str, Any]:
-    """A new key as JSON, with its secret."""
+    """Create a key and return it as JSON, with its secret."""
     record, secret = catalog.create_key(
-        tenant, [Scope(scope) for scope in scopes], actor=actor, **wanted.terms()
+        tenant, [Scope(scope) for scope in scopes], actor=actor, **wanted.given()
     )
     return {**key_json(record), "key": secret}

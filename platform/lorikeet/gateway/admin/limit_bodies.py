@@ -1,4 +1,4 @@
-"""What may be asked for a tenant or a key, as JSON: what is absent stays as it is."""
+"""Request bodies with the limits of a tenant or a key; an absent one stays as it is."""
 
 import time
 from typing import Annotated, Any, ClassVar
@@ -14,11 +14,11 @@ from lorikeet.catalog.rules.tenant_terms import (
 from lorikeet.gateway.body import Body
 
 _NEVER_NONE = {"burst_s", "weight", "priority"}
-"""Terms that there always are; null is absent, as elsewhere."""
+"""Limits that cannot be taken away; null is absent, as elsewhere."""
 
 
 class LimitsBody(Body):
-    """Limits; see catalog/records.py. null takes one away. named: the fields that are terms."""
+    """Limits; see catalog/records.py. null takes one away. named: the fields that are limits."""
 
     named: ClassVar[frozenset[str]] = frozenset(LimitTerms.__annotations__)
     nulls: ClassVar[frozenset[str]] = named - _NEVER_NONE
@@ -29,13 +29,13 @@ class LimitsBody(Body):
     max_concurrent: int | None = None
     max_context: int | None = None
 
-    def terms(self) -> dict[str, Any]:
-        """What it says of them."""
+    def given(self) -> dict[str, Any]:
+        """Return the limits that were given."""
         return self.model_dump(include=set(self.named), exclude_unset=True)
 
 
 class TenantLimitsBody(LimitsBody):
-    """A tenant's terms."""
+    """The limits and other settings of a tenant."""
 
     named: ClassVar[frozenset[str]] = frozenset(TenantTerms.__annotations__)
     nulls: ClassVar[frozenset[str]] = named - _NEVER_NONE
@@ -50,7 +50,7 @@ class TenantLimitsBody(LimitsBody):
 
 
 class KeyLimitsBody(LimitsBody):
-    """What may change of a key."""
+    """The limits and the priority of a key."""
 
     named: ClassVar[frozenset[str]] = frozenset(KeyLimitTerms.__annotations__)
 
@@ -63,9 +63,9 @@ class NewKeyBody(KeyLimitsBody):
     name: str = ""
     expires_s: Annotated[float, Field(gt=0, le=LONGEST_LIFE_S)] | None = None
 
-    def terms(self) -> dict[str, Any]:
-        """What it says of them, and of the key."""
+    def given(self) -> dict[str, Any]:
+        """Return the limits and the key's other fields that were given."""
         own: dict[str, Any] = {"name": self.name} if self.name else {}
         if self.expires_s is not None:
             own["expires"] = time.time() + self.expires_s
-        return own | super().terms()
+        return own | super().given()

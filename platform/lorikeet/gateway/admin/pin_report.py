@@ -1,4 +1,4 @@
-"""How pins stand and what one more would move, by the plan that the controller makes."""
+"""The status of pins, and what one more would move, by the controller's own plan."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ from lorikeet.protocol.replica_report import ReplicaReport
 
 
 class PinReporter:
-    """Asks the catalog and the replicas; the work is done in threads."""
+    """Asks the catalog and the replicas, and plans in threads."""
 
     def __init__(
         self, catalog: AdapterCatalog, engines: EngineClient, catalog_view: GatewayCatalogView
@@ -29,23 +29,24 @@ class PinReporter:
         self._resolver = PinResolver()
 
     async def pin_statuses(self, reports: Sequence[ReplicaReport] | None = None) -> list[PinStatus]:
-        """Every pin in force, and how it stands on the replicas that answer.
+        """Return the status of every pin in force on the replicas that answer.
 
-        reports: their answers, if they were asked already. Raises StoreError.
+        reports: the replicas', if they were asked already. Raises StoreError.
         """
-        heard = await self._engines.reports() if reports is None else reports
+        if reports is None:
+            reports = await self._engines.reports()
         now = time.time()
         return await self._catalog_view.ask_in_thread(
-            lambda state: list(pin_statuses(self._resolver.resolve(state, now), heard))
+            lambda state: list(pin_statuses(self._resolver.resolve(state, now), reports))
         )
 
     async def dry_run(self, tenant: str, name: str | None, **terms: Unpack[PinTerms]) -> PinDryRun:
-        """What such a pin would move, which is not made. Raises what AdapterCatalog.pin raises."""
+        """Return what a pin would move, without setting it. Raises what AdapterCatalog.pin does."""
         reports, now = await self._engines.reports(), time.time()
 
         def compare(before: CatalogState, after: CatalogState) -> PinDryRun:
-            promises = self._resolver.resolve(before, now), self._resolver.resolve(after, now)
-            return dry_run_pin(PinKey(tenant, name), *promises, reports)
+            resolved = self._resolver.resolve(before, now), self._resolver.resolve(after, now)
+            return dry_run_pin(PinKey(tenant, name), *resolved, reports)
 
         return await asyncio.to_thread(
             lambda: self._catalog.if_pinned(tenant, name, compare, **terms)

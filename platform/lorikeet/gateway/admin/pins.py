@@ -1,4 +1,4 @@
-"""Admin routes: pins."""
+"""Admin routes of pins: list, set, try, remove."""
 
 import asyncio
 import time
@@ -18,10 +18,10 @@ from lorikeet.gateway.body import Body, json_body
 from lorikeet_engine.adapter import Residency
 
 
-class Pin(Body):
-    """A promise of residency. replicas null: on all; expires_s: seconds from now.
+class PinBody(Body):
+    """A pin to set. replicas null: on all; expires_s: seconds from now.
 
-    dry_run: only say what it would move.
+    dry_run: only show what the pin would move.
     """
 
     selector: str = DEFAULT_ALIAS
@@ -33,11 +33,11 @@ class Pin(Body):
     dry_run: bool = False
 
 
-PinBody = Annotated[Pin, json_body(Pin)]
+WantedPin = Annotated[PinBody, json_body(PinBody)]
 
 
 def pin_routes(catalog: AdapterCatalog, pin_reporter: PinReporter) -> APIRouter:
-    """List, set, try, take away: of adapters and of tenants."""
+    """Routes under /pins, of adapters and of tenants."""
     router = APIRouter(prefix="/pins")
 
     @router.get("")
@@ -45,11 +45,13 @@ def pin_routes(catalog: AdapterCatalog, pin_reporter: PinReporter) -> APIRouter:
         return {"data": list(map(pin_status_json, await pin_reporter.pin_statuses()))}
 
     @router.put("/{tenant}")
-    async def pin_tenant(tenant: str, wanted: PinBody, actor: Actor) -> dict[str, Any]:
+    async def pin_tenant(tenant: str, wanted: WantedPin, actor: Actor) -> dict[str, Any]:
         return await pin(tenant, None, wanted, actor)
 
     @router.put("/{tenant}/{name}")
-    async def pin_adapter(tenant: str, name: str, wanted: PinBody, actor: Actor) -> dict[str, Any]:
+    async def pin_adapter(
+        tenant: str, name: str, wanted: WantedPin, actor: Actor
+    ) -> dict[str, Any]:
         return await pin(tenant, name, wanted, actor)
 
     @router.delete("/{tenant}")
@@ -62,7 +64,7 @@ def pin_routes(catalog: AdapterCatalog, pin_reporter: PinReporter) -> APIRouter:
         catalog.unpin(tenant, name, actor=actor)
         return {"tenant": tenant, "adapter": f"{tenant}/{name}", "pinned": False}
 
-    async def pin(tenant: str, name: str | None, wanted: Pin, actor: str) -> dict[str, Any]:
+    async def pin(tenant: str, name: str | None, wanted: PinBody, actor: str) -> dict[str, Any]:
         terms = _terms(wanted)
         if wanted.dry_run:
             return dry_run_json(await pin_reporter.dry_run(tenant, name, **terms))
@@ -72,7 +74,7 @@ def pin_routes(catalog: AdapterCatalog, pin_reporter: PinReporter) -> APIRouter:
     return router
 
 
-def _terms(wanted: Pin) -> PinTerms:
+def _terms(wanted: PinBody) -> PinTerms:
     return PinTerms(
         selector=wanted.selector,
         tier=Residency[wanted.tier.upper()],

@@ -1,4 +1,4 @@
-"""What makes a version of an adapter out of a blob, however the blob came here."""
+"""Registration: makes a version of an adapter out of a blob, however the blob came here."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.state import CatalogState
-from lorikeet.gateway.admin.blob_validation import check_served, validate_blob
-from lorikeet.gateway.admin.serializers import version_json
+from lorikeet.gateway.admin.blob_validation import check_base_model, validate_blob
+from lorikeet.gateway.admin.serializers import Json, version_json
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import Services
 from lorikeet_engine.adapter import AdapterRef
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RegistrationRequest:
-    """What an admin wants registered.
+    """A blob that an admin wants registered.
 
     base_model: the one it was trained on; None: the one it names. shared None leaves that as it
     is. actor: the id of the admin's key.
@@ -38,31 +38,38 @@ class RegistrationRequest:
     base_model: str | None = None
 
 
-class Registration:
-    """Examines blobs and records them.
+class RegisteredVersion(NamedTuple):
+    """A version as JSON. is_new: whether there was none with this blob."""
 
-    A few threads of its own do what blocks: many uploads at once make each other wait, and not
-    the catalog_view, through which keys are revoked.
+    version: Json
+    is_new: bool
+
+
+class Registration:
+    """Validates blobs and records them.
+
+    What blocks runs in a few threads of its own: many uploads at once make each other wait, and
+    not the catalog view, through which keys are revoked.
     """
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
         self._services = services
         self._catalog_view = catalog_view
         self.workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="upload")
-        self.turns = asyncio.Semaphore(_WORKERS)
-        """Held while a whole blob of the store's lies on this machine's disk."""
+        self.downloads = asyncio.Semaphore(_WORKERS)
+        """Held while a whole blob from the store lies on this machine's disk."""
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Do in a thread what blocks."""
+        """Do blocking work in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self.workers, work, *arguments)
 
     async def check(self, tenant: str | None, base_model: str | None) -> AdapterLimits:
-        """Refuse what no bytes could make right; what those may be at most.
+        """Refuse what no blob could make right; return the blob's limits.
 
         tenant None: not known yet. Raises UnknownTenant, InvalidInput.
         """
         if base_model:
-            check_served(base_model, self._services.base_models)
+            check_base_model(base_model, self._services.base_models)
         if tenant is None:
             return self._services.limits
         await self._catalog_view.refresh()
@@ -81,9 +88,9 @@ class Registration:
 
     async def record(
         self, order: RegistrationRequest, blob: Path, facts: BlobFacts
-    ) -> tuple[dict[str, Any], bool]:
-        """The blob's version as JSON, and whether it is a new one."""
-        known = await self._catalog_view.ask(partial(_is_version, order, facts))
+    ) -> RegisteredVersion:
+        """Record a blob as a version."""
+        exists = await self._catalog_view.ask(partial(_is_version, order, facts))
         register = partial(
             self._services.catalog.register,
             shared=order.shared,
@@ -94,15 +101,15 @@ class Registration:
         adapter = await self._catalog_view.ask(
             lambda state: state.adapter(order.tenant, order.name)
         )
-        return version_json(adapter, version), not known
+        return RegisteredVersion(version_json(adapter, version), is_new=not exists)
 
     async def next_ref(self, order: RegistrationRequest, facts: BlobFacts) -> AdapterRef:
-        """What the blob will be called if nobody registers another first."""
+        """Return what the blob will be called if no other is registered first."""
 
         def find(state: CatalogState) -> AdapterRef:
             record = state.find(order.tenant, order.name)
-            known = record and record.with_digest(facts.digest)
-            number = known.version if known else len(record.versions) + 1 if record else 1
+            same = record and record.with_digest(facts.digest)
+            number = same.version if same else len(record.versions) + 1 if record else 1
             return AdapterRef(order.tenant, order.name, number, facts.digest)
 
         return await self._catalog_view.ask(find)

@@ -33,7 +33,7 @@ def admin_routes(
     usage: UsageReports,
     traffic: RecentTraffic,
 ) -> APIRouter:
-    """Everything under /admin/v1; an admin's key is wanted before anything else is looked at."""
+    """All routes under /admin/v1; an admin's key is checked before anything else."""
     checks = [Depends(authenticator.admin), Depends(_check_path)]
     router = APIRouter(prefix="/admin/v1", dependencies=checks)
     pins = PinReporter(services.catalog, services.engines, catalog_view)
@@ -54,7 +54,7 @@ def admin_routes(
 
 
 async def _check_path(request: Request) -> None:
-    """Hold the names in a path to the catalog's rules before any route acts on them.
+    """Check the names in a path by the catalog's rules before any route acts on them.
 
     An encoded slash would reach another route than the client named. Raises InvalidInput.
     """

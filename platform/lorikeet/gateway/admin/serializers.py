@@ -1,4 +1,4 @@
-"""The catalog's records as JSON."""
+"""The catalog's records, pins' statuses and replicas' reports as JSON."""
 
 import json
 from collections.abc import Iterable
@@ -27,16 +27,16 @@ from lorikeet_engine.telemetry.status import AdapterStatus
 Json = dict[str, Any]
 
 _ENTRY = TypeAdapter(Entry)
-_LIMITS_OF_KEYS = LimitTerms.__annotations__
+_KEY_LIMITS = LimitTerms.__annotations__
 
 
-def list_answer(rows: Iterable[Json], **more: Any) -> Response:
-    """{"data": rows, …} as an answer: made where rows are, in a thread, since lists are long."""
+def list_response(rows: Iterable[Json], **more: Any) -> Response:
+    """Return {"data": rows, …}; lists are long, so call it in the thread that made the rows."""
     return Response(json.dumps({"data": list(rows), **more}), media_type="application/json")
 
 
 def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:
-    """One version of an adapter."""
+    """Return one version of an adapter."""
     return {
         "adapter": adapter.label,
         "version": version.version,
@@ -52,7 +52,7 @@ def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:
 
 
 def adapter_json(adapter: AdapterRecord) -> Json:
-    """An adapter with all its versions."""
+    """Return an adapter with all its versions."""
     return {
         "adapter": adapter.label,
         "shared": adapter.shared,
@@ -67,7 +67,7 @@ def adapter_json(adapter: AdapterRecord) -> Json:
 
 
 def pin_json(pin: PinRecord) -> Json:
-    """A pin. adapter null: the tenant's. expires: Unix seconds or null."""
+    """Return a pin. adapter null: of the whole tenant. expires: Unix seconds or null."""
     return {
         "tenant": pin.tenant,
         "adapter": None if pin.name is None else f"{pin.tenant}/{pin.name}",
@@ -94,7 +94,7 @@ def pin_status_json(found: PinStatus) -> Json:
 
 
 def dry_run_json(moves: PinDryRun) -> Json:
-    """What a pin would move."""
+    """Return what a pin would move."""
     return {
         "loads": [
             {
@@ -116,7 +116,7 @@ def dry_run_json(moves: PinDryRun) -> Json:
 
 
 def tenant_json(tenant: TenantRecord) -> Json:
-    """A tenant."""
+    """Return a tenant."""
     return {
         "tenant": tenant.name,
         **asdict(tenant.limits),
@@ -131,13 +131,13 @@ def tenant_json(tenant: TenantRecord) -> Json:
 
 
 def key_json(key: KeyRecord) -> Json:
-    """A key, without its secret and without its hash. expires: Unix seconds or null."""
+    """Return a key, without its secret and without its hash. expires: Unix seconds or null."""
     return {
         "id": key.id,
         "tenant": key.tenant,
         "name": key.name,
         "scopes": sorted(scope.value for scope in key.scopes),
-        **{name: value for name, value in asdict(key.limits).items() if name in _LIMITS_OF_KEYS},
+        **{name: value for name, value in asdict(key.limits).items() if name in _KEY_LIMITS},
         "priority": key.priority,
         "created": key.created,
         "expires": key.expires,
@@ -147,7 +147,7 @@ def key_json(key: KeyRecord) -> Json:
 
 
 def entry_json(entry: Entry) -> Json:
-    """An entry of the log, without the hashes of keys."""
+    """Return an entry of the log, without the hashes of keys."""
     body: Json = _ENTRY.dump_python(entry, mode="json")
     for change in body["changes"]:
         change.pop("sha256", None)
@@ -155,7 +155,7 @@ def entry_json(entry: Entry) -> Json:
 
 
 def replica_json(report: ReplicaReport) -> Json:
-    """What a replica holds and does."""
+    """Return what a replica holds and does."""
     live, gpu = report.status.live, report.status.tiers[Residency.GPU]
     return {
         "replica": report.replica,

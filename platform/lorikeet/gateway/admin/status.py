@@ -38,7 +38,7 @@ def status_routes(
 async def _count_pins(
     reports: Sequence[ReplicaReport], pin_reporter: PinReporter
 ) -> Mapping[str, int] | None:
-    """Pins by how they stand; None while the catalog does not answer."""
+    """Count pins by status; None while the catalog does not answer."""
     try:
         async with asyncio.timeout(_LONGEST_WAIT_S):
             return Counter(found.state.value for found in await pin_reporter.pin_statuses(reports))

@@ -1,4 +1,4 @@
-"""Admin routes: tenants and their keys."""
+"""Admin routes: list, show, make and limit tenants; list and make their keys."""
 
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -11,9 +11,9 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.rules.quota import taken
 from lorikeet.catalog.state import CatalogState
-from lorikeet.gateway.admin.keys import made_key
+from lorikeet.gateway.admin.keys import create_key
 from lorikeet.gateway.admin.limit_bodies import NewKeyBody, TenantLimitsBody
-from lorikeet.gateway.admin.serializers import key_json, list_answer, tenant_json
+from lorikeet.gateway.admin.serializers import key_json, list_response, tenant_json
 from lorikeet.gateway.auth import Actor
 from lorikeet.gateway.body import json_body
 from lorikeet.gateway.catalog_view import GatewayCatalogView
@@ -21,7 +21,7 @@ from lorikeet.gateway.error_responses import CREATED
 
 
 class NewTenant(TenantLimitsBody):
-    """A new tenant and its terms."""
+    """A new tenant and its limits."""
 
     tenant: str
 
@@ -35,18 +35,18 @@ class TenantKey(NewKeyBody):
 
 
 def tenant_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> APIRouter:
-    """List, show, make and limit tenants; list and make their keys."""
+    """Routes under /tenants."""
     router = APIRouter(prefix="/tenants")
 
     @router.get("", response_model=None)
     async def list_tenants() -> Response:
         return await catalog_view.ask_in_thread(
-            lambda state: list_answer(map(tenant_json, state.tenants()))
+            lambda state: list_response(map(tenant_json, state.tenants()))
         )
 
     @router.post("", status_code=CREATED)
     def create(wanted: Annotated[NewTenant, json_body(NewTenant)], actor: Actor) -> dict[str, Any]:
-        return tenant_json(catalog.create_tenant(wanted.tenant, actor=actor, **wanted.terms()))
+        return tenant_json(catalog.create_tenant(wanted.tenant, actor=actor, **wanted.given()))
 
     @router.get("/{tenant}")
     async def show(tenant: str) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def tenant_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> 
     def limit(
         tenant: str, wanted: Annotated[TenantLimitsBody, json_body(TenantLimitsBody)], actor: Actor
     ) -> dict[str, Any]:
-        return tenant_json(catalog.limit_tenant(tenant, actor=actor, **wanted.terms()))
+        return tenant_json(catalog.limit_tenant(tenant, actor=actor, **wanted.given()))
 
     @router.get("/{tenant}/keys")
     async def list_keys(tenant: str) -> dict[str, Any]:
@@ -64,16 +64,16 @@ def tenant_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> 
         return {"data": list(map(key_json, keys))}
 
     @router.post("/{tenant}/keys", status_code=CREATED)
-    def create_key(
+    def create_tenant_key(
         tenant: str, wanted: Annotated[TenantKey, json_body(TenantKey)], actor: Actor
     ) -> dict[str, Any]:
-        return made_key(catalog, tenant, wanted.scopes, wanted, actor)
+        return create_key(catalog, tenant, wanted.scopes, wanted, actor)
 
     return router
 
 
 def _shown(tenant: str, state: CatalogState) -> dict[str, Any]:
-    """A tenant with what it takes of the catalog."""
+    """Return a tenant with what it takes of the catalog."""
     shown = tenant_json(state.tenant(tenant))
     used = taken(state, tenant)
     return shown | {"adapters": used.adapters, "total_bytes": used.total_bytes}
