@@ -49,7 +49,7 @@ class Row:
 def measure(engine: Engine, work: Work) -> Row:
     """Check, then time; raises AssertionError where the engine's tokens are wrong."""
     shortfall = harness.check(engine, work)
-    requests = work.draw(engine.config.vocab_size, 1)
+    requests = work.draw(engine.info.vocab_size, 1)
     for request in requests:
         engine.submit(request)
     begun: set[str] = set()

@@ -70,7 +70,7 @@ def check(engine: Engine, work: Work) -> float:
 
     Raises AssertionError where the engine's tokens are wrong.
     """
-    answers = generate(engine, work.draw(engine.config.vocab_size, 0)).answers
+    answers = generate(engine, work.draw(engine.info.vocab_size, 0)).answers
     return plain.check(engine, plain.some(answers))
 
 

@@ -136,7 +136,7 @@ class Client(hosted.Client):
             time.sleep(0.001)
 
     def _request(self, ref: AdapterRef, tokens: int) -> Request:
-        prompt = self._random.integers(0, self.host.config.vocab_size, _PROMPT).tolist()
+        prompt = self._random.integers(0, self.host.info.vocab_size, _PROMPT).tolist()
         salt = secrets.token_hex(8)  # nothing is in the prefix cache
         return greedy(str(next(self._numbers)), prompt, tokens, ref, salt)
 

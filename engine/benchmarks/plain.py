@@ -15,7 +15,7 @@ import torch
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine
-from lorikeet_engine.execution.batch_builder import by_adapter, step_input
+from lorikeet_engine.execution.batch_builder import build_step_input, group_by_adapter
 from lorikeet_engine.execution.model_runner import ModelRunner
 from lorikeet_engine.kernels.attention import SdpaAttention
 from lorikeet_engine.models import LlamaModel
@@ -96,8 +96,8 @@ def plain_logits(model: LlamaModel, tiers: Tiers, answers: Series[Answer]) -> li
         dtype=model.dtype,
         device=model.device,
     )
-    chunks = by_adapter([Chunk.of(sequence, sequence.length) for sequence in sequences])
-    batch = step_input(chunks, PAGE).upload(model.device)
+    chunks = group_by_adapter([Chunk.of(sequence, sequence.length) for sequence in sequences])
+    batch = build_step_input(chunks, PAGE).upload(model.device)
     rows = [
         torch.arange(start + chunk.sequence.prompt_length - 1, end)
         for chunk, (start, end) in zip(chunks, pairwise(batch.query_starts), strict=True)
@@ -150,7 +150,7 @@ def _sequences(answers: Series[Answer]) -> list[Sequence]:
             page_size=PAGE,
         )
         for token in answer.tokens[:-1]:
-            sequence.draw(row=0)
+            sequence.add_pending(row=0)
             sequence.accept(token)
         pages = -(-sequence.length // PAGE)
         sequence.kv.pages = array("i", range(taken, taken + pages))

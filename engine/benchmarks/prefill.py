@@ -75,7 +75,7 @@ def flops(config: ModelConfig, sequences: int, tokens: int) -> int:
 
 
 def _step(engine: Engine, work: Work, run: int) -> Run:
-    done = generate(engine, work.draw(engine.config.vocab_size, run))
+    done = generate(engine, work.draw(engine.info.vocab_size, run))
     assert len(done.ticks_s) == 1, f"{work.label} took {len(done.ticks_s)} steps"
     return done
 

@@ -107,7 +107,7 @@ def _rows(engine: Engine, works: Iterable[Work]) -> Iterator[Row]:
 def _run(engine: Engine, work: Work, run: int) -> Run:
     if work.cold:
         empty_device(engine._tiers)
-    done = generate(engine, work.draw(engine.config.vocab_size, run))
+    done = generate(engine, work.draw(engine.info.vocab_size, run))
     short = [a.request.request_id for a in done.answers if len(a.tokens) != work.output_tokens]
     assert not short, f"not {work.output_tokens} tokens: {short}"
     return done

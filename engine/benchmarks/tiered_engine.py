@@ -79,7 +79,7 @@ def tiered_engine(
 
 def _check(engine: Engine, refs: Sequence[AdapterRef]) -> None:
     """One request after another; the last ones' adapters are on the GPU, so checks load nothing."""
-    drawn = Work("check", 64, 4, requests=len(refs)).draw(engine.config.vocab_size, 0)
+    drawn = Work("check", 64, 4, requests=len(refs)).draw(engine.info.vocab_size, 0)
     answers: list[plain.Answer] = []
     for request, ref in zip(drawn, refs, strict=True):
         answers += generate(engine, [replace(request, adapter=ref)]).answers

@@ -21,14 +21,15 @@ class SamplingParams:
     """How to choose tokens. Validated when built; raises InvalidRequest.
 
     temperature 0 is greedy. top_k 0 keeps the whole vocabulary. A seed makes a choice repeatable:
-    choice i of a request draws from seed + i. stop_token_ids end a choice and are not part of its
-    output; the model's own end-of-sequence ids are added unless ignore_eos. Neither can be drawn
-    before min_tokens tokens have been made.
+    choice i of a request samples from seed + i. stop_token_ids end a choice and are not part of its
+    output; the model's own end-of-sequence ids are added unless ignore_eos. Neither can be sampled
+    before the output has min_tokens tokens.
 
-    presence_penalty is taken once from the logit of every token that the choice has made,
-    frequency_penalty as often as it has made it; logit_bias is added to the logits of its ids.
-    logprobs: how many of the most likely tokens to tell of at each step beside the drawn one; None
-    tells of none. grammar: what the choice may say, in the language of the engine's Grammars.
+    presence_penalty is subtracted once from the logit of every token of the output, and
+    frequency_penalty once for each time that it occurs; logit_bias is added to the logits of its
+    ids. logprobs: how many of the most likely tokens to report at each step beside the sampled one;
+    None reports none. grammar: what the output must follow, in the language of the engine's
+    Grammars.
     """
 
     max_tokens: int = 16
@@ -69,20 +70,20 @@ class SamplingParams:
         )
 
     @property
-    def penalises(self) -> bool:
-        """Whether what the choice has made changes what it may say next."""
+    def has_penalties(self) -> bool:
+        """Whether the output so far changes the logits of what follows."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """How the scheduler treats a request.
+class SchedulingParams:
+    """How the scheduler treats a request. Raises InvalidRequest when built.
 
     tenant: requests of one tenant share its turn; the engine's time is divided between tenants that
     wait in proportion to their weight. priority: among requests of one tenant the higher goes
     first. max_queue_s: a request that has not begun to run by then fails with EngineOverloaded.
-    max_load_s: so long it waits for its adapter, then fails with AdapterNotReady; the adapter comes
-    nevertheless. None is no bound.
+    max_load_s: a request whose adapter is not on the GPU by then fails with AdapterNotReady; the
+    adapter goes on loading. None is no bound.
     """
 
     tenant: str = ""
@@ -97,7 +98,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call: every prompt is continued n times; the choices of a prompt share its prefix.
+    """One call: n choices for each prompt; those of one prompt share its KV pages.
 
     Choice i continues prompts[i // n]. `salt` keeps tenants' cached prefixes apart.
     """
@@ -108,7 +109,7 @@ class Request:
     n: int = 1
     adapter: AdapterRef | None = None
     salt: str = ""
-    terms: Terms = field(default_factory=Terms)
+    scheduling: SchedulingParams = field(default_factory=SchedulingParams)
 
     def __post_init__(self) -> None:
         _require(self.n >= 1, "n", self.n, "an integer ≥ 1")
@@ -118,10 +119,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """What the model thought of one step: the drawn token's log probability, and the likeliest.
+    """Log probabilities at one step: the sampled token's, and those of the most likely tokens.
 
-    top: (token id, log probability), the likeliest first. Of the model's own distribution, before
-    temperature, penalties, biases, bans and grammar.
+    top: (token id, log probability), the most likely first. They are of the model's own
+    distribution, before temperature, penalties, biases, bans and grammar.
     """
 
     logprob: float
@@ -129,12 +130,13 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """What a choice went through so far; seconds.
+class EngineTimings:
+    """How long each phase of one choice took until its newest token, in seconds.
 
-    queued_s: from submit to its first step, of which load_s its adapter was on its way; prefill_s:
-    from there to its first token; decode_s: from there until now. cached_tokens: of its prompt,
-    found computed. preemptions: how often it had to begin anew. steps: it took part in.
+    queued_s: from submit to its first step, of which its adapter was loading for load_s; prefill_s:
+    from there to its first token; decode_s: from there to its newest. cached_tokens: tokens of its
+    prompt that were in the KV cache. preemptions: how often it had to begin anew. steps: how many
+    it took part in.
     """
 
     queued_s: float = 0.0
@@ -150,8 +152,8 @@ class Course:
 class Tokens:
     """New tokens of one choice, in order. `finish` is set on the last one and only there.
 
-    logprobs: one for each of token_ids, where they were asked for. course: on the first and the
-    last of a choice.
+    logprobs: one for each of token_ids, where they were asked for. timings: on the first and the
+    last output of a choice.
     """
 
     request_id: str
@@ -159,7 +161,7 @@ class Tokens:
     token_ids: tuple[int, ...]
     finish: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    course: Course | None = field(default=None, compare=False)
+    timings: EngineTimings | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,46 +1,47 @@
-"""Reads an engine's status while it goes on."""
+"""Reads an engine's status from its parts while it steps."""
 
 import time
 from collections.abc import Iterable
 
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.costs import MeasuredCosts, StepCosts
+from lorikeet_engine.costs import MeasuredCosts
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.scheduling.kv_cache import KVCache
+from lorikeet_engine.scheduling.request_queue import RequestQueue
 from lorikeet_engine.scheduling.scheduler import Scheduler
 from lorikeet_engine.scheduling.sequence import Sequence
 from lorikeet_engine.scheduling.step_counters import StepCounters
-from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, TierStatus
+from lorikeet_engine.telemetry.status import EngineInfo, EngineStatus, LiveStats, TierStatus
 
 
 def read_status(
-    submitted: Iterable[Sequence],
+    requests: RequestQueue,
     scheduler: Scheduler,
     cache: KVCache,
     tiers: Tiers,
-    steps: StepCounters,
-    step_costs: StepCosts,
+    counters: StepCounters,
+    info: EngineInfo,
 ) -> EngineStatus:
-    """On any thread: some 150 µs with a full batch, however many adapters there are.
+    """Read an engine's status, with `moved` empty; any thread may.
 
-    submitted: not taken in yet. Nothing is said to have moved.
+    Takes some 150 µs with a full batch, however many adapters there are.
     """
-    held = tiers.status()
+    tier_status = tiers.status()
     return EngineStatus(
-        live=_live_stats(submitted, scheduler, cache, tiers, held[Residency.GPU]),
-        tiers=held,
-        costs=MeasuredCosts(step_costs, tiers.load_costs()),
-        lookups=steps.lookups.read(),
+        live=_live_stats(requests.submitted, scheduler, cache, tiers, tier_status[Residency.GPU]),
+        tiers=tier_status,
+        costs=MeasuredCosts(info.step_costs, tiers.load_costs()),
+        lookups=counters.lookups.read(),
         loads=tiers.loads(),
         load_failures=tiers.load_failures,
-        preemptions=steps.preemptions,
-        prompt_tokens=steps.prompt_tokens,
-        cached_tokens=steps.cached_tokens,
-        output_tokens=steps.output_tokens,
-        step_s=steps.seconds.read(),
-        step_sequences=steps.sequences.read(),
-        step_adapters=steps.adapters.read(),
-        inter_token_s={found: gaps.read() for found, gaps in steps.gaps.items()},
+        preemptions=counters.preemptions,
+        prompt_tokens=counters.prompt_tokens,
+        cached_tokens=counters.cached_tokens,
+        output_tokens=counters.output_tokens,
+        step_s=counters.seconds.read(),
+        step_sequences=counters.sequences.read(),
+        step_adapters=counters.adapters.read(),
+        inter_token_s={tier: gaps.read() for tier, gaps in counters.inter_token_s.items()},
     )
 
 
@@ -57,7 +58,7 @@ def _live_stats(
     pending = waiting + prefilling
     leases = (sequence.lease for sequence in decoding)
     now_s = time.monotonic()
-    oldest_s = min((s.progress.arrived_s for s in pending if not s.made), default=now_s)
+    oldest_s = min((s.timings.arrived_s for s in pending if not s.output_length), default=now_s)
     return LiveStats(
         running=len(running),
         decoding=len(decoding),

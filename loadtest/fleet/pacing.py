@@ -157,7 +157,7 @@ def paced_engine(pace: Pace, settings: Settings, base_model: str) -> "Engine":
     source = PacedSource(CatalogAdapterSource(open_store(settings.catalog)), pace.loads, pace.sizes)
     engine = Engine(told, source, load)
     # What it measured, all replicas at once on a few cores, says little of its paced steps.
-    engine.config = replace(engine.config, step_costs=pace.steps)
+    engine.info = replace(engine.info, step_costs=pace.steps)
     if pace.lru:
         engine._tiers._residents._policy = LeastRecentlyUsed()
     logger = logging.getLogger("lorikeet_engine.residency.gpu.residents")

@@ -118,7 +118,7 @@ def _requests(engine: Engine, work: Work, refs: Sequence[AdapterRef], run: int) 
 
 
 def _request(engine: Engine, name: str, ask: Ask, ref: AdapterRef) -> Request:
-    prompt = tuple(prompt_of(ask, engine.config.vocab_size))
+    prompt = tuple(prompt_of(ask, engine.info.vocab_size))
     sampling = SamplingParams(max_tokens=ask.output_tokens, temperature=0.0, ignore_eos=True)
     return Request(name, (prompt,), sampling, 1, ref)
 

@@ -9,7 +9,7 @@ from lorikeet.answer_stream.tool_calls import HERMES
 from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal, ToolUse
 from lorikeet_engine.errors import AdapterLoadFailed, StepFailed
-from lorikeet_engine.request import Course, Failed, FinishReason, Tokens
+from lorikeet_engine.request import EngineTimings, Failed, FinishReason, Tokens
 
 CALL = Call(
     request_id="r1",
@@ -38,7 +38,7 @@ def test_one_body_holds_every_choice_and_the_usage(tokenizer):
     assert answer.take([tokens(tokenizer, f"text {i}", i) for i in range(4)]) == []
     found = (3, 2, 0, 2)  # the first choice of a prompt computes what the others find
     ends = [
-        Tokens("r1", i, (), FinishReason.LENGTH, course=Course(cached_tokens=found[i]))
+        Tokens("r1", i, (), FinishReason.LENGTH, timings=EngineTimings(cached_tokens=found[i]))
         for i in range(4)
     ]
     usage, raw = answer.take(ends)
@@ -51,7 +51,9 @@ def test_one_body_holds_every_choice_and_the_usage(tokenizer):
         "total_tokens": 29,
         "prompt_tokens_details": {"cached_tokens": 2},
     }
-    assert usage == FinalUsage(5, 2, 24, tuple(Course(cached_tokens=count) for count in found))
+    assert usage == FinalUsage(
+        5, 2, 24, tuple(EngineTimings(cached_tokens=count) for count in found)
+    )
     assert answer.ended
 
 

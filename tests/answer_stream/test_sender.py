@@ -14,7 +14,7 @@ from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, Refusal
 from lorikeet.usage.counts import Counts
 from lorikeet_engine.errors import StepFailed
-from lorikeet_engine.request import Course, Failed, FinishReason, Tokens
+from lorikeet_engine.request import EngineTimings, Failed, FinishReason, Tokens
 
 CALL = Call("r", Endpoint.COMPLETIONS, 0, "acme", "tiny", None, prompts=("x",), stream=True)
 HEADER = AnswerHeader("r0", None, None)
@@ -39,7 +39,7 @@ class Started:
 
 
 def token(token_id: int, finish: FinishReason | None = None, load_s: float = 0.25) -> Tokens:
-    return Tokens("r", 0, (token_id,), finish, course=Course(load_s=load_s))
+    return Tokens("r", 0, (token_id,), finish, timings=EngineTimings(load_s=load_s))
 
 
 def test_what_was_made_before_the_header_comes_after_it(tokenizer: Tokenizer) -> None:

@@ -11,7 +11,7 @@ from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, 
 from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.request import Course
+from lorikeet_engine.request import EngineTimings
 from lorikeet_engine.telemetry.status import LiveStats
 from tests.cli.conftest import Lorikeet
 
@@ -27,7 +27,7 @@ async def told(base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
     yield AnswerHeader(
         "r7", None, None, StatusUpdate(1, LiveStats(decoding=5, prefilling=1, waiting=1))
     )
-    yield FinalUsage(12, 8, 34, (Course(queued_s=0.5, prefill_s=0.25, decode_s=1.0),))
+    yield FinalUsage(12, 8, 34, (EngineTimings(queued_s=0.5, prefill_s=0.25, decode_s=1.0),))
     yield b"{}"
 
 

@@ -75,7 +75,7 @@ class Crowd:
         salt: str = "",
     ) -> str:
         """Prompts are cut to what the context takes. Returns the request's id."""
-        context = self.engine.config.max_context
+        context = self.engine.info.max_context
         prompts = tuple(prompt[: context - 1] for prompt in prompts)
         name, ref = f"r{len(self.expected)}", self.refs[adapter] if adapter else None
         self.engine.submit(Request(name, prompts, sampling, n, ref, salt))
@@ -132,7 +132,7 @@ class Crowd:
         live = self.engine.status().live
         assert (live.running, live.waiting, live.kv_pages_used) == (0, 0, 0)
         assert all(adapter.leases == 0 for adapter in self.engine.adapters())
-        assert not self.engine._inbox.open
+        assert not self.engine._requests.open_choices
         cache = self.engine._cache
         assert sorted(cache.take(cache.pages)) == list(range(cache.pages))
 

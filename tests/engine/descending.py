@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lorikeet_engine.errors import InvalidRequest
-from lorikeet_engine.sampling.grammar import Bits
+from lorikeet_engine.sampling.grammar import TokenBitmask
 
 EOS = 2
 _TEXT = re.compile(r"below (\d+), end under (\d+)(?:, (fail|stuck) at (\d+))?")
@@ -56,9 +56,11 @@ class DescendingGrammars:
         below, end, fault, at = match.groups()
         return Descending(int(below), int(end), fault, int(at or 0))
 
-    def fill(self, matchers: Sequence[Descending], bits: Bits) -> list[InvalidRequest | None]:
+    def fill_bitmasks(
+        self, matchers: Sequence[Descending], bitmasks: TokenBitmask
+    ) -> list[InvalidRequest | None]:
         problems: list[InvalidRequest | None] = []
-        for matcher, row in zip(matchers, bits, strict=True):
+        for matcher, row in zip(matchers, bitmasks, strict=True):
             stuck = (matcher.fault, matcher.at) == ("stuck", matcher.last)
             for token in matcher.possible:
                 row[token // 8] |= 1 << token % 8

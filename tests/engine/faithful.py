@@ -117,11 +117,11 @@ class Draws:
         self.engine._sampler = self  # type: ignore[assignment]
 
     def sample(
-        self, logits: torch.Tensor, rows: list[SamplingRow], before: torch.Tensor | None
+        self, logits: torch.Tensor, rows: list[SamplingRow], previous: torch.Tensor | None
     ) -> torch.Tensor:
         at = [(row.seed, row.step) for row in rows]
         self.logits.update(zip(at, logits.float().log_softmax(-1), strict=True))
-        drawn = self._sampler.sample(logits, rows, before)
+        drawn = self._sampler.sample(logits, rows, previous)
         self.tokens.update(zip(at, drawn.clone(), strict=True))
         return drawn
 

@@ -68,7 +68,7 @@ def _stepping(step: Callable[[], Any], checkpoint: Path, folder: Path) -> Engine
     wait = engine.wait
 
     def wait_for_a_request(timeout_s: float | None = None) -> None:
-        while not engine._inbox.submitted:
+        while not engine._requests.submitted:
             wait(timeout_s)
 
     engine.wait, engine.step = wait_for_a_request, step  # type: ignore[method-assign]

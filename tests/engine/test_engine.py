@@ -220,7 +220,7 @@ class TestRefusals:
 
     def test_the_context_is_no_more_than_the_kv_cache_holds(self, make):
         engine = make(kv_pages=3)
-        assert engine.config.max_context == 3 * PAGE
+        assert engine.info.max_context == 3 * PAGE
         answers = Answers(engine)
         answers.submit(greedy("r", prompt(3 * PAGE - 2), max_tokens=100))
         answers.all()

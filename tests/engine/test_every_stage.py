@@ -76,7 +76,7 @@ def test_the_crowd_passes_every_stage(crowds):
         scheduler = crowd.engine._scheduler
         stages |= {"waits for its adapter" for s in scheduler.waiting if s.adapter and not s.lease}
         stages |= {"waits with its adapter" for s in scheduler.waiting if s.lease}
-        stages |= {"preempted" for s in scheduler.waiting if s.made}
+        stages |= {"preempted" for s in scheduler.waiting if s.output_length}
         stages |= {"in the middle of its prompt" for s in scheduler.running if s.remaining > 1}
         stages |= {"shares" for page in crowd.engine._cache._references if page > 1}
         stages |= {"its last token is in flight" for s in scheduler.running if s.complete}

@@ -1,4 +1,4 @@
-"""A scheduler without an engine: adapters on a shelf, and a model that draws tokens by hashing."""
+"""A scheduler without an engine: adapters on a shelf, and a model that hashes tokens."""
 
 import hashlib
 import math
@@ -8,16 +8,16 @@ from typing import NamedTuple
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.errors import AdapterLoadFailed
-from lorikeet_engine.request import Request, SamplingParams, Terms
+from lorikeet_engine.request import Request, SamplingParams, SchedulingParams
 from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
 from lorikeet_engine.scheduling.kv_cache import KVCache
-from lorikeet_engine.scheduling.scheduler import Bounds, Scheduler
+from lorikeet_engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from lorikeet_engine.scheduling.sequence import Sequence
 from lorikeet_engine.scheduling.step_counters import StepCounters
 
 PAGE = 4
 COSTS = StepCosts()
-TERMS = Terms()
+SCHEDULING = SchedulingParams()
 
 
 class Shelf:
@@ -80,15 +80,15 @@ class ShelfLease:
 class Goal(NamedTuple):
     """What a StepBudget tells a scheduler."""
 
-    ranks: float
+    max_ranks: float
     tokens: int
 
-    def prompt_tokens(self, _decodes):
+    def max_prompt_tokens(self, _decodes):
         return self.tokens
 
 
 class World:
-    """A scheduler, and a model that draws tokens by hashing what the sequence has so far.
+    """A scheduler, and a model that samples tokens by hashing what the sequence has so far.
 
     ranks: what Σ rank may become when an adapter begins; may be changed at any time.
     overlap: a step is read when the next has been launched.
@@ -107,25 +107,25 @@ class World:
     ):
         self.cache = KVCache(pages, PAGE)
         self.shelf = Shelf(places)
-        self.bounds, self.ranks = Bounds(tokens, sequences, adapters), ranks
-        self.scheduler = Scheduler(self.bounds, self.cache, self.shelf, COSTS, StepCounters())
+        self.limits, self.ranks = SchedulerLimits(tokens, sequences, adapters), ranks
+        self.scheduler = Scheduler(self.limits, self.cache, self.shelf, COSTS, StepCounters())
         self.arrivals = 0
         self.finished = {}
         self.failed = []
         self.computed_tokens = 0
         self.steps = 0
-        self.served = Counter()  # tenant → tokens' worth
+        self.served = Counter()  # tenant → cost
         self.reached = Counter()  # sequence → of its prompt, tokens that were computed or cached
         self.overlap = overlap
         self.in_flight = []
         self.present = set()  # the last step's adapters
 
-    def add(self, prompt, adapter=None, max_tokens=4, n=1, salt="", stop=(), terms=TERMS):
+    def add(self, prompt, adapter=None, max_tokens=4, n=1, salt="", stop=(), scheduling=SCHEDULING):
         if isinstance(prompt, int):
             prompt = [1000 * self.arrivals + i for i in range(prompt)]
         params = SamplingParams(max_tokens=max_tokens)
         ref = AdapterRef("acme", adapter, 1, adapter) if adapter else None
-        request = Request(f"r{self.arrivals}", (tuple(prompt),), params, n, ref, salt, terms)
+        request = Request(f"r{self.arrivals}", (tuple(prompt),), params, n, ref, salt, scheduling)
         made = []
         for choice in range(n):
             made.append(
@@ -146,7 +146,7 @@ class World:
     def step(self):
         self.steps += 1
         self.shelf.advance()
-        plan = self.scheduler.plan(Goal(self.ranks, self.bounds.tokens))
+        plan = self.scheduler.plan(Goal(self.ranks, self.limits.tokens))
         self.failed += plan.failed
         self.check(plan.chunks)
         self.count(plan.chunks)
@@ -175,19 +175,19 @@ class World:
     def count(self, chunks):
         """What is done for whom; nothing twice."""
         for chunk in chunks:
-            sequence, tenant = chunk.sequence, chunk.sequence.request.terms.tenant
+            sequence, tenant = chunk.sequence, chunk.sequence.request.scheduling.tenant
             first = max(chunk.start, self.reached[sequence])
             last = self.reached[sequence] = min(max(first, chunk.end), sequence.prompt_length)
             self.served[tenant] += PROMPT_TOKEN * max(0, last - first)
             self.served[tenant] += OUTPUT_TOKEN * chunk.completes
 
     def check(self, chunks):
-        bounds = self.bounds
+        limits = self.limits
         running = [s for s in self.scheduler.running if not s.complete]
-        assert sum(chunk.length for chunk in chunks) <= bounds.tokens
-        assert len(running) <= bounds.sequences
+        assert sum(chunk.length for chunk in chunks) <= limits.tokens
+        assert len(running) <= limits.sequences
         adapters = {s.adapter.digest for s in running if s.adapter}
-        assert len(adapters) <= bounds.adapters
+        assert len(adapters) <= limits.adapters
         if adapters - self.present and len(adapters) > 1:
             assert sum(self.shelf.ranks[d] for d in adapters) <= self.ranks
         self.present = adapters

@@ -11,7 +11,7 @@ from lorikeet.request_log.archive import Archive
 from lorikeet.request_log.record import AttemptRecord, RequestRecord
 from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.request import Course
+from lorikeet_engine.request import EngineTimings
 
 ROOMY = 2**30
 
@@ -43,7 +43,7 @@ def story(request_id: str) -> RequestRecord:
         replica=names[0],
         residency=Residency.GPU,
         attempts=(AttemptRecord(request_id, names[0], random.random(), None, candidates, None),),
-        usage=FinalUsage(12, 8, 34, (Course(queued_s=random.random(), steps=9),)),
+        usage=FinalUsage(12, 8, 34, (EngineTimings(queued_s=random.random(), steps=9),)),
     )
 
 

@@ -18,7 +18,7 @@ from lorikeet.request_log.trace import RequestTrace
 from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.request import Course
+from lorikeet_engine.request import EngineTimings
 from lorikeet_engine.telemetry.status import LiveStats
 from tests.gateway.conftest import Gateway, Items, chat, endless, eventually, repeat, serving
 from tests.gateway.test_bad_requests import error_of
@@ -28,8 +28,10 @@ WEIGHED = (
     Candidate("replica-7", Residency.HOST, Cost(0.010, 0.002, 0.005, 0.001, 0.2)),
     Candidate("replica-3", Residency.REMOTE, Cost(0.010, 0.000, 0.500, 0.001, 0.2)),
 )
-SLOW = Course(queued_s=0.004, load_s=0.003, prefill_s=0.002, decode_s=0.011, preemptions=1, steps=9)
-QUICK = Course(queued_s=0.001, prefill_s=0.002, decode_s=0.003, preemptions=1, steps=3)
+SLOW = EngineTimings(
+    queued_s=0.004, load_s=0.003, prefill_s=0.002, decode_s=0.011, preemptions=1, steps=9
+)
+QUICK = EngineTimings(queued_s=0.001, prefill_s=0.002, decode_s=0.003, preemptions=1, steps=3)
 
 
 async def told(call: Call) -> Items:

@@ -18,7 +18,7 @@ from lorikeet.protocol.peers import Peers
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tracing.exporter import TraceExporter
 from lorikeet.tracing.spans import origin_of
-from lorikeet_engine.request import Course
+from lorikeet_engine.request import EngineTimings
 from tests.gateway.collector import Collector, Told, collecting
 from tests.gateway.conftest import (
     Gateway,
@@ -172,7 +172,7 @@ def test_a_stream_tells_its_first_bytes(traced: Traced) -> None:
 
 
 def test_the_engines_stages_end_before_what_they_made_is_there(tmp_path: Path) -> None:
-    course = Course(queued_s=0.01, load_s=0.004, prefill_s=0.02, decode_s=0.005)
+    course = EngineTimings(queued_s=0.01, load_s=0.004, prefill_s=0.02, decode_s=0.005)
 
     async def heard_late(call: Call) -> Items:
         yield Attempt(call.request_id, "replica-7", 0.001)

@@ -17,12 +17,12 @@ from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, Refusal
 from lorikeet.protocol.peers import Peers, Poll
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.request import Course
+from lorikeet_engine.request import EngineTimings
 from tests.gateway.conftest import Gateway, Items, chat, endless, eventually, repeat, serving
 from tests.metrics.scraping import Scraped, check_with_promtool
 
 CHAT = "/v1/chat/completions"
-COURSE = Course(queued_s=0.3, load_s=0.1, prefill_s=0.002, decode_s=0.011)
+COURSE = EngineTimings(queued_s=0.3, load_s=0.1, prefill_s=0.002, decode_s=0.011)
 
 
 @pytest.fixture

@@ -117,7 +117,7 @@ def says(grammars, tokenizer):
 def possible(grammars, matcher, octets=33):
     """The tokens that may follow."""
     bits = np.zeros((1, octets), np.uint8)
-    assert grammars.fill([matcher], bits) == [None]
+    assert grammars.fill_bitmasks([matcher], bits) == [None]
     return set(np.flatnonzero(np.unpackbits(bits[0], bitorder="little")).tolist())
 
 

@@ -18,7 +18,7 @@ from lorikeet.settings import Settings
 from lorikeet.usage.counts import Counts, UsageAccount, add_to
 from lorikeet.usage.reader import UsageReader
 from lorikeet_engine.errors import StepFailed
-from lorikeet_engine.request import Course, Failed, SamplingParams, Terms, Tokens
+from lorikeet_engine.request import EngineTimings, Failed, SamplingParams, SchedulingParams, Tokens
 from tests.serving.local_gateway import answer_of
 
 BASE = "lorikeet-demo"
@@ -34,14 +34,14 @@ CALL = Call(
     max_tokens=8,
     sampling=SamplingParams(temperature=0, ignore_eos=True),
     n=2,
-    terms=Terms(tenant=TASK.tenant),
+    terms=SchedulingParams(tenant=TASK.tenant),
 )
 PROMPTS = ((1, 2, 3), (4, 5))
 
 
 def tokens(choice: int, *token_ids: int, cached: int | None = None) -> Tokens:
-    course = None if cached is None else Course(cached_tokens=cached)
-    return Tokens("r", choice, token_ids, course=course)
+    timings = None if cached is None else EngineTimings(cached_tokens=cached)
+    return Tokens("r", choice, token_ids, timings=timings)
 
 
 def test_an_answer_made_to_its_end_counts_as_it_says_itself():

@@ -30,7 +30,7 @@ from lorikeet.routing.status_update import from_stats
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import EngineClosed
-from lorikeet_engine.request import SamplingParams, Terms
+from lorikeet_engine.request import SamplingParams, SchedulingParams
 from tests.engine import hosted
 from tests.replica.breakable import break_file, breakable_engine
 from tests.serving.local_gateway import answer_of, local_gateway
@@ -147,7 +147,7 @@ def test_a_second_header_says_how_long_the_adapter_took_to_come(settings, ref):
 
 def test_who_will_not_wait_for_an_adapter_is_told_when_it_will_be_there(settings, ref):
     async def scenario(replica):
-        impatient = replace(CALL, adapter=ref, terms=Terms(TASK.tenant, max_load_s=0.0))
+        impatient = replace(CALL, adapter=ref, terms=SchedulingParams(TASK.tenant, max_load_s=0.0))
         return (await items_of(replica, impatient))[-1]
 
     refusal = run(settings, scenario)

@@ -135,7 +135,7 @@ def babble(model: Model, use: ToolUse, dice: random.Random) -> list[int] | None:
 
 def possible(model: Model, matcher: TextMatcher) -> set[int]:
     bits = np.zeros((1, -(-model.tokenizer.get_vocab_size() // 8)), np.uint8)
-    assert model.grammars.fill([matcher], bits) == [None]
+    assert model.grammars.fill_bitmasks([matcher], bits) == [None]
     return set(np.flatnonzero(np.unpackbits(bits[0], bitorder="little")).tolist())
 
 

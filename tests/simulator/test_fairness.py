@@ -51,7 +51,7 @@ class Run:
 
     def look(self, now_s):
         for replica in self.fleet.replicas:
-            counters = [account.counter for account in replica.queue.waiting.values()]
+            counters = [counter.value for counter in replica.queue.waiting.values()]
             self.spread = max(self.spread, np.ptp(counters) if counters else 0.0)
         if now_s < LASTS_S:
             self.fleet.schedule(now_s + 0.02, self.look)

@@ -1,4 +1,4 @@
-"""From the chunks that the scheduler chose to the input of one forward pass."""
+"""Builds the input of one forward pass from the chunks that the scheduler planned."""
 
 from operator import itemgetter
 
@@ -9,15 +9,15 @@ from lorikeet_engine.models.batch import Int32s, Int64s, StepInput
 from lorikeet_engine.scheduling.sequence import AdapterLease, Chunk
 
 
-def by_adapter(chunks: list[Chunk]) -> list[Chunk]:
-    """The chunks of one adapter side by side, those without one last."""
+def group_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
+    """The chunks, sorted so that those of one adapter are neighbours; those without come last."""
     leased = [(lease.slot, chunk) for chunk in chunks if (lease := chunk.sequence.lease)]
     leased.sort(key=itemgetter(0))
     return [chunk for _, chunk in leased] + [c for c in chunks if c.sequence.lease is None]
 
 
-def step_input(chunks: list[Chunk], page_size: int) -> StepInput:
-    """The step of chunks in `by_adapter`'s order whose sequences already have their pages.
+def build_step_input(chunks: list[Chunk], page_size: int) -> StepInput:
+    """The input of a step of these chunks, which must be in group_by_adapter's order.
 
     Row i of the logits belongs to the i-th of the chunks that complete their sequence.
     """
@@ -30,7 +30,7 @@ def step_input(chunks: list[Chunk], page_size: int) -> StepInput:
     positions = np.arange(len(owner)) - (starts - computed)[owner]
     table = PageTable.of([chunk.pages for chunk in chunks], kv_lengths, page_size)
     pages = table.pages[table.starts[owner] + positions // page_size].astype(np.int64)
-    ids, pending, drawn_in = _token_ids(chunks)
+    ids, pending, pending_rows = _token_ids(chunks)
     leases = [lease for chunk in chunks if (lease := chunk.sequence.lease)]
     return StepInput(
         token_ids=ids,
@@ -38,7 +38,7 @@ def step_input(chunks: list[Chunk], page_size: int) -> StepInput:
         kv_slots=pages * page_size + positions % page_size,
         logit_rows=ends[[chunk.completes for chunk in chunks]] - 1,
         pending=pending,
-        drawn_in=drawn_in,
+        pending_rows=pending_rows,
         query_starts=np.append(starts, len(ids)).astype(np.int32),
         kv_lengths=kv_lengths.astype(np.int32),
         page_table=table,
@@ -48,16 +48,16 @@ def step_input(chunks: list[Chunk], page_size: int) -> StepInput:
 
 
 def _token_ids(chunks: list[Chunk]) -> tuple[Int64s, Int64s, Int64s]:
-    """The tokens' ids, 0 for pending ones; these ones' places; the rows that drew them."""
-    ids, pending, drawn_in = list[int](), list[int](), list[int]()
+    """StepInput's token_ids, pending and pending_rows."""
+    ids, pending, pending_rows = list[int](), list[int](), list[int]()
     for chunk in chunks:
         sequence = chunk.sequence
         ids += sequence.tokens[chunk.start : chunk.end]
-        if sequence.pending:  # one at most, its last: the step before is the only one not read
+        if sequence.pending_rows:  # one at most, its last: only the step before is not read
             pending.append(len(ids))
-            drawn_in.append(sequence.pending[0])
+            pending_rows.append(sequence.pending_rows[0])
             ids.append(0)
-    return np.array(ids, np.int64), np.array(pending, np.int64), np.array(drawn_in, np.int64)
+    return np.array(ids, np.int64), np.array(pending, np.int64), np.array(pending_rows, np.int64)
 
 
 def _segments(leases: list[AdapterLease], starts: Int64s, lengths: Int64s) -> Int32s:

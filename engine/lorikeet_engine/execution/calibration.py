@@ -1,4 +1,4 @@
-"""What steps cost, measured at start on the engine that will run them."""
+"""Measures at start what steps cost on this engine."""
 
 import logging
 import time
@@ -12,7 +12,7 @@ import torch
 from lorikeet_engine.adapter_format import BaseShape, aligned
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.execution.batch_builder import step_input
+from lorikeet_engine.execution.batch_builder import build_step_input
 from lorikeet_engine.execution.model_runner import ModelRunner
 from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk
 from lorikeet_engine.kernels.lora.types import LoraWeights
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 _RANK = 16
 _CONTEXT = 256  # tokens that each decode sees
 _REPEATS = 2
-_ENOUGH_S = 0.05  # what takes longer is timed once: noise is small beside it
+_LONG_STEP_S = 0.05  # a longer step is timed once: noise is small beside it
 # Noise can hide what ranks cost a tiny model; no device reads one faster than this.
-_LEAST_RANK_S = 1e-9
+_MIN_RANK_S = 1e-9
 
 
 def measure_step_costs(
@@ -36,13 +36,13 @@ def measure_step_costs(
     shape: BaseShape,
     settings: EngineSettings,
 ) -> StepCosts:
-    """Time a few steps, each in the way that real ones go.
+    """Time a few dummy steps, which run as real ones do.
 
-    kv_pages, weights: the runner's; the weights hold no adapter yet and are left so. What adapters
-    cost keeps its default where they have no room for rank 1 on all linears. Raises SettingsError
-    where inter_token_goal_s needs to know it even so.
+    kv_pages, weights: the runner's; the weights hold no adapter yet, and none afterwards. The costs
+    of adapters keep their defaults where there is no room for rank 1 on all linears. Raises
+    SettingsError if inter_token_goal_s is set then, which needs them.
     """
-    steps = _Steps(runner, kv_pages, settings)
+    steps = _StepTimer(runner, kv_pages, settings)
     one_s, all_s = steps.decodes_s(1), steps.decodes_s(settings.max_running)
     # More work is never faster: where it seems so, here and below, it is noise.
     sequence_s = max(0.0, all_s - one_s) / max(1, settings.max_running - 1)
@@ -53,7 +53,7 @@ def measure_step_costs(
         step_tokens=settings.max_batch_tokens,
         max_running=settings.max_running,
     )
-    dummies = _Dummies.that_fit(weights, shape, settings)
+    dummies = _DummyAdapters.that_fit(weights, shape, settings)
     if dummies.count:
         with dummies.in_place(weights):
             costs = _with_lora(costs, steps, dummies)
@@ -66,12 +66,12 @@ def measure_step_costs(
     return costs
 
 
-def _with_lora(costs: StepCosts, steps: "_Steps", dummies: "_Dummies") -> StepCosts:
-    """The same with what adapters cost: their share of a step is a line over Σ rank."""
+def _with_lora(costs: StepCosts, steps: "_StepTimer", dummies: "_DummyAdapters") -> StepCosts:
+    """The costs with those of adapters, whose share of a step is a line over Σ rank."""
     rank, many = dummies.rank, dummies.count
     few = 1 if many > 1 else 0  # with a single point, the line goes through none
     plain_s, few_s, many_s = (steps.decodes_s(many, count, rank) for count in (0, few, many))
-    rank_s = max(_LEAST_RANK_S, (many_s - few_s) / ((many - few) * rank))
+    rank_s = max(_MIN_RANK_S, (many_s - few_s) / ((many - few) * rank))
     prompt_token_s = steps.prompts_s(rank) / costs.step_tokens
     return replace(
         costs,
@@ -81,29 +81,29 @@ def _with_lora(costs: StepCosts, steps: "_Steps", dummies: "_Dummies") -> StepCo
     )
 
 
-class _Steps:
-    """Times steps of dummies."""
+class _StepTimer:
+    """Times steps of dummy sequences."""
 
     def __init__(self, runner: ModelRunner, kv_pages: int, settings: EngineSettings) -> None:
         self._runner, self._kv_pages, self._settings = runner, kv_pages, settings
         self._longest = min(runner.model.config.max_context, kv_pages * settings.page_size)
 
     def decodes_s(self, sequences: int, adapters: int = 0, rank: int = 0) -> float:
-        """So many sequences decode; the first `adapters` have one each."""
+        """Time a step of this many decodes, of which the first `adapters` have one each."""
         leases = [DummyLease(i, rank) for i in range(adapters)]
         chunks = [self._decode(i, lease) for i, lease in enumerate(leases)]
         chunks += [self._decode(i, None) for i in range(adapters, sequences)]
         return self._shortest_s(chunks)
 
     def prompts_s(self, rank: int = 0) -> float:
-        """As many tokens of prompts as a step may have; with one adapter if `rank` is not 0."""
+        """Time a step full of prompts' tokens; with one adapter if `rank` is not 0."""
         whole, rest = divmod(self._settings.max_batch_tokens, self._longest)
         lengths = [self._longest] * whole + [rest] * (rest > 0)
         lease = DummyLease(0, rank) if rank else None
         return self._shortest_s([dummy_chunk(n, self._settings.page_size, lease) for n in lengths])
 
     def _decode(self, index: int, lease: DummyLease | None) -> Chunk:
-        """The last token of a sequence, on pages that it shares with nobody if there are enough."""
+        """The last token of a sequence, on pages of its own if there are enough."""
         context = min(_CONTEXT, self._longest)
         sequence = dummy_chunk(context, self._settings.page_size, lease).sequence
         kv = sequence.kv
@@ -113,11 +113,11 @@ class _Steps:
         return Chunk.of(sequence, 1)
 
     def _shortest_s(self, chunks: list[Chunk]) -> float:
-        """Of a few times: what else the machine does can only make a step longer."""
+        """The shortest of a few times: what else the machine does only makes a step longer."""
         device = self._runner.model.device
-        batch = step_input(chunks, self._settings.page_size).upload(device)
+        batch = build_step_input(chunks, self._settings.page_size).upload(device)
         taken_s = list[float]()
-        while len(taken_s) < _REPEATS and sum(taken_s) < _ENOUGH_S:
+        while len(taken_s) < _REPEATS and sum(taken_s) < _LONG_STEP_S:
             began_s = time.perf_counter()
             self._runner.forward(batch)
             if device.type == "cuda":
@@ -127,11 +127,11 @@ class _Steps:
 
 
 @dataclass(frozen=True, slots=True)
-class _Dummies:
+class _DummyAdapters:
     """Adapters of one rank on all linears, side by side at the front of the arena.
 
-    They share no weights, so each is read from memory. rows [count, layers, linears, 3]: the
-    table's.
+    They share no weights, so each is read from memory. rows [count, layers, linears, 3]: their
+    rows of the table.
     """
 
     rows: torch.Tensor
@@ -140,8 +140,8 @@ class _Dummies:
     @classmethod
     def that_fit(
         cls, weights: LoraWeights, shape: BaseShape, settings: EngineSettings
-    ) -> "_Dummies":
-        """As many as a step may have and the arena has room for, if need be of lower rank."""
+    ) -> "_DummyAdapters":
+        """As many as a step may have and fit into the arena, if need be of lower rank."""
         arena = weights.arena.numel()
         rank = min(_RANK, settings.max_rank, arena // _image(shape, 1)[1])
         rows, elements = _image(shape, rank)
@@ -152,12 +152,12 @@ class _Dummies:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """How many adapters there are."""
         return len(self.rows)
 
     @contextmanager
     def in_place(self, weights: LoraWeights) -> Iterator[None]:
-        """Have them in the first slots of the table meanwhile."""
+        """Put the adapters into the first slots of the table, and take them out afterwards."""
         weights.table[: self.count] = self.rows.to(weights.table.device)
         try:
             yield

@@ -7,7 +7,7 @@ are copied to the graph's buffers, and what is left over of them is padding that
 uses no adapter.
 
 A small step, whether it decodes, begins short prompts or both, is one graph, since attention takes
-each token by itself. A larger one is graphs of what is between attentions (graph_pieces.py).
+each token by itself. A larger one is graphs of what is between attentions (piecewise_graphs.py).
 """
 
 from dataclasses import dataclass
@@ -17,19 +17,20 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from lorikeet_engine.execution.piecewise_graphs import Between, PiecewiseGraphs
+from lorikeet_engine.execution.piecewise_graphs import AttentionBuffers, PiecewiseGraphs
 from lorikeet_engine.kernels.attention import AttentionBackend, CapturableAttention, PageTable
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models import LlamaModel
 from lorikeet_engine.models.batch import Batch
 
-_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-# Tokens that all tokens of a small step see, added up. Where prompts bring more, reading keys anew
-# for each of their tokens costs too much: a decode of 256 sequences, 2.4 ms, has 70,000.
-_SEEN = 1 << 18
-# Of steps in pieces. Above 2,048 tokens the GPU takes longer than the host.
-_PIECES_TOKENS = (512, 768, 1024, 1280, 1536, 2048)
+_WHOLE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+# The most tokens that all tokens of a small step attend to, added up. Above it, reading keys anew
+# for each token of a prompt costs too much: a decode of 256 sequences, 2.4 ms, has 70,000.
+_MAX_ATTENDED = 1 << 18
+# Sizes of piecewise passes. Above 2,048 tokens the GPU takes longer than the host.
+_PIECEWISE_SIZES = (512, 768, 1024, 1280, 1536, 2048)
 _FEW_SEGMENTS = 8
+_NO_KV_SLOT = -1  # of a padding token: its key and value are not written
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class _Pass(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Whole:
+class _WholeGraph:
     """A pass in one graph, attention too."""
 
     graph: torch.cuda.CUDAGraph
@@ -64,11 +65,11 @@ class _Whole:
 
 
 _Ladder = dict[int, dict[int, _Pass]]
-"""Tokens → segments → the pass for up to so many, both from small to large."""
+"""Tokens → segments → the pass for up to that many, both ascending."""
 
 
 class CudaGraphs:
-    """Forward passes of steps of few tokens."""
+    """The captured forward passes of one model, for steps of few tokens."""
 
     @torch.inference_mode()
     def __init__(
@@ -79,35 +80,36 @@ class CudaGraphs:
         kv: torch.Tensor,
         limits: StepLimits,
     ) -> None:
-        """Capture all graphs, which takes some seconds; kv and weights are Runner's."""
+        """Capture all graphs, which takes some seconds; kv and weights are ModelRunner's."""
         self._model, self._weights, self._kv, self._limits = model, weights, kv, limits
-        small, large = _sizes(_TOKENS, limits.tokens), _sizes(_PIECES_TOKENS, limits.tokens)
+        small, large = _sizes(_WHOLE_SIZES, limits.tokens), _sizes(_PIECEWISE_SIZES, limits.tokens)
         most, device = max(small[-1], large[-1]), kv.device
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
-        self._kv_slots = torch.full((most,), -1, dtype=torch.int64, device=device)
+        self._kv_slots = torch.full((most,), _NO_KV_SLOT, dtype=torch.int64, device=device)
         counts = _segment_counts(min(limits.adapters, most))
         self._segments = torch.zeros(3, counts[-1], dtype=torch.int32, device=device)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._whole = self._capture_whole(small, attention)
-        self._pieces = self._capture_pieces(large, attention)
+        self._piecewise = self._capture_piecewise(large, attention)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens of the passes, from small to large."""
-        return tuple(sorted(self._whole.keys() | self._pieces.keys()))
+        """How many tokens the captured passes have, ascending."""
+        return tuple(sorted(self._whole.keys() | self._piecewise.keys()))
 
     def fit(self, batch: Batch) -> bool:
         """Whether a pass was captured for batches like this one."""
-        return len(batch.token_ids) <= max(self._pieces) or self._is_small(batch)
+        return len(batch.token_ids) <= max(self._piecewise) or self._is_small(batch)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The hidden states of batch.logit_rows, of a batch that fits.
+        """The hidden states of batch.logit_rows, for a batch that fits.
 
         The next forward may overwrite them.
         """
-        ladder, rows = self._whole if self._is_small(batch) else self._pieces, len(batch.token_ids)
+        rows = len(batch.token_ids)
+        ladder = self._whole if self._is_small(batch) else self._piecewise
         used = 0 if batch.segments is None else len(batch.segments)
         by_count = next(by_count for size, by_count in ladder.items() if size >= rows)
         captured = next(captured for count, captured in by_count.items() if count >= used)
@@ -119,13 +121,13 @@ class CudaGraphs:
         tokens = len(batch.token_ids)
         if tokens > max(self._whole):
             return False
-        return tokens == len(batch.kv_lengths) or _seen(batch) <= _SEEN
+        return tokens == len(batch.kv_lengths) or _attended(batch) <= _MAX_ATTENDED
 
     def _fill(self, batch: Batch, rows: int, used: int) -> None:
         self._token_ids[:rows].copy_(batch.token_ids)
         self._positions[:rows].copy_(batch.positions)
         self._kv_slots[:rows].copy_(batch.kv_slots)
-        self._kv_slots[rows:].fill_(-1)
+        self._kv_slots[rows:].fill_(_NO_KV_SLOT)
         if batch.segments is not None:
             s = batch.segments
             torch.stack((s.slots, s.starts, s.lengths), out=self._segments[:, :used])
@@ -139,26 +141,28 @@ class CudaGraphs:
         for size in reversed(sizes):  # from the largest: the others fit into its memory
             captured = attention.captured(size, pages)
             ladder[size] = {
-                count: self._record(self._blank(size, count), captured)
+                count: self._record(self._static_batch(size, count), captured)
                 for count in _segment_counts(min(self._limits.adapters, size))
             }
         return dict(reversed(ladder.items()))
 
-    def _capture_pieces(self, sizes: tuple[int, ...], attention: AttentionBackend) -> _Ladder:
+    def _capture_piecewise(self, sizes: tuple[int, ...], attention: AttentionBackend) -> _Ladder:
         c = self._model.config.shape
-        queries, mixed = self._kv.new_zeros(2, sizes[-1], c.heads, c.head_dim)
-        between = Between(queries, mixed)
+        queries, outputs = self._kv.new_zeros(2, sizes[-1], c.heads, c.head_dim)
+        buffers = AttentionBuffers(queries, outputs)
         ladder: _Ladder = {}
         for size in reversed(sizes):
             most = min(self._limits.adapters, size)
             ladder[size] = {
-                count: self._record_pieces(self._blank(size, count), attention, between.of(size))
+                count: self._record_piecewise(
+                    self._static_batch(size, count), attention, buffers.first(size)
+                )
                 for count in sorted({0, min(_FEW_SEGMENTS, most), most})
             }
         return dict(reversed(ladder.items()))
 
-    def _blank(self, size: int, count: int) -> Batch:
-        """A batch in the static buffers."""
+    def _static_batch(self, size: int, count: int) -> Batch:
+        """A batch whose tensors are the static buffers."""
         segments = None
         if count:
             slots, starts, lengths = self._segments[:, :count].unbind()
@@ -185,14 +189,16 @@ class CudaGraphs:
             graph, self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
             hidden = self._run(batch, attention)
-        return _Whole(graph, hidden, attention)
+        return _WholeGraph(graph, hidden, attention)
 
-    def _record_pieces(self, batch: Batch, attention: AttentionBackend, between: Between) -> _Pass:
+    def _record_piecewise(
+        self, batch: Batch, attention: AttentionBackend, buffers: AttentionBuffers
+    ) -> _Pass:
         attention.plan(batch)
         self._run(batch, attention)
         torch.cuda.synchronize()
         return PiecewiseGraphs(
-            partial(self._run, batch), attention, between, self._pool, self._stream
+            partial(self._run, batch), attention, buffers, self._pool, self._stream
         )
 
     def _run(self, batch: Batch, attention: AttentionBackend) -> torch.Tensor:
@@ -200,17 +206,17 @@ class CudaGraphs:
 
 
 def _sizes(ladder: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """The ladder's sizes below `most`, and that or the ladder's last."""
+    """The ladder's sizes below `most`, then the lesser of `most` and the ladder's last."""
     return (*(size for size in ladder if size < most), min(most, ladder[-1]))
 
 
-def _seen(batch: Batch) -> int:
-    """At least as many as _SEEN is about."""
+def _attended(batch: Batch) -> int:
+    """At least the tokens that all tokens of the batch attend to, added up."""
     return int((np.diff(batch.query_starts) * batch.kv_lengths.astype(np.int64)).sum())
 
 
 def _segment_counts(most: int) -> tuple[int, ...]:
-    """0, 2, 8, 32, 64, 128, …: the last is at least `most`.
+    """The numbers of segments to capture: 0, 2, 8, 32, 64, 128, …; the last is at least `most`.
 
     A launch has programs for every segment, and by their number it takes its Regime. A step of 256
     tokens with 40 adapters loses 0.7 ms where it is padded to 128, nothing with fewer to 32.

@@ -1,24 +1,25 @@
-"""What an engine would take of a device, reckoned before there is one."""
+"""How an engine divides a device's memory: KV pages, adapter slots, and an estimate of it all."""
 
 from dataclasses import dataclass
 
 import torch
 
+from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.device.memory import gib, resolve
 from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.execution.assembly import allocate_kv, count_pages
 from lorikeet_engine.models import ModelConfig
 from lorikeet_engine.settings import EngineSettings
-from lorikeet_engine.telemetry.start_up import DeviceRoom
+from lorikeet_engine.telemetry.start_up import DeviceMemory
 
 _CUDA_BYTES = 7 << 28  # CUDA's context, graphs, compiled kernels, FlashInfer's and cuBLAS's rooms
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of one device. kv_tokens: how many tokens' keys and values there is room for.
+    """The bytes of one device that each part of an engine takes.
 
-    max_context: prompt plus output in tokens, as far as model and settings allow.
+    kv_tokens: how many tokens' keys and values fit. max_context: tokens of prompt plus output that
+    model and settings allow.
     """
 
     weights: int
@@ -30,36 +31,75 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The bytes of all parts together."""
         return self.weights + self.slot_pool + self.steps + self.kv
 
 
 def plan_memory(
     config: ModelConfig, weights: int, settings: EngineSettings, free: int
 ) -> MemoryPlan:
-    """As `assemble` would divide `free` bytes of a device.
+    """How `assemble` would divide `free` bytes of a device.
 
     weights: their bytes. What steps take is an estimate; an engine measures it. Raises
     SettingsError where not all fits, or KV pages are too few for one sequence.
     """
-    room = DeviceRoom(free)
-    _take(room, "weights", weights)
-    _take(room, "slot pool", resolve(settings.adapter_gpu_bytes, room.free))
-    _take(room, "steps and graphs", step_bytes(config, settings))
-    pages = count_pages(config, settings, room)
+    memory = DeviceMemory(free)
+    _take(memory, "weights", weights)
+    _take(memory, "slot pool", resolve(settings.adapter_gpu_bytes, memory.free))
+    _take(memory, "steps and graphs", step_bytes(config, settings))
+    pages = count_pages(config, settings, memory)
     page_bytes = allocate_kv(config, settings, 1, torch.device("meta")).nbytes
     return MemoryPlan(
         weights=weights,
-        slot_pool=room.bytes["slot pool"],
-        steps=room.bytes["steps and graphs"],
+        slot_pool=memory.bytes["slot pool"],
+        steps=memory.bytes["steps and graphs"],
         kv=pages * page_bytes,
         kv_tokens=pages * settings.page_size,
         max_context=config.max_context,
     )
 
 
+def count_pages(config: ModelConfig, settings: EngineSettings, memory: DeviceMemory) -> int:
+    """How many KV pages fit into the memory that the settings give them.
+
+    Raises SettingsError if that is too little for one sequence, or more than is free.
+    """
+    page_bytes = allocate_kv(config, settings, 1, torch.device("meta")).nbytes
+    kv_bytes = resolve(settings.kv_bytes, memory.free)
+    pages, context = kv_bytes // page_bytes, settings.max_context or settings.page_size
+    needed = -(-context // settings.page_size)
+    if pages >= needed and kv_bytes <= memory.free:
+        return pages
+    raise SettingsError(
+        f"kv_bytes={settings.kv_bytes}: room for {pages * settings.page_size} tokens in "
+        f"{gib(kv_bytes)}, and one sequence of {context} needs {gib(needed * page_bytes)}; "
+        f"{memory}: lower max_context, adapter_gpu_bytes or max_batch_tokens, or change kv_bytes"
+    )
+
+
+def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
+    """How many adapters an arena of this many elements may have to hold; each has a table row.
+
+    Hardly any adapter is smaller than one of rank 4 on q_proj and v_proj, the first and the last
+    linear of the first group, and the row is small beside that. at_least: the adapters of a step,
+    which have rows in any arena.
+    """
+    qkv = next(iter(shape.groups.values()))
+    widths = sum(sum(shape.dims(linear)) for linear in {qkv[0], qkv[-1]})
+    return max(at_least, elements // (4 * shape.layers * widths))
+
+
+def allocate_kv(
+    config: ModelConfig, settings: EngineSettings, pages: int, device: torch.device
+) -> torch.Tensor:
+    """The tensor of all KV pages, [layers, 2, pages, page_size, kv_heads, head_dim]."""
+    shape = config.shape
+    size = (shape.layers, 2, pages, settings.page_size, shape.kv_heads, shape.head_dim)
+    return torch.zeros(size, dtype=settings.torch_dtype, device=device)
+
+
 def step_bytes(config: ModelConfig, settings: EngineSettings) -> int:
-    """About what the largest step and the graphs take.
+    """An estimate of the bytes that the largest step and the graphs take.
 
     Llama-3.1-8B with steps of 8,192 tokens: 3.7 GiB here, 3.8 GiB measured (docs/benchmarks.md).
     """
@@ -74,7 +114,7 @@ def step_bytes(config: ModelConfig, settings: EngineSettings) -> int:
     return activations + logits + fixed
 
 
-def _take(room: DeviceRoom, name: str, size: int) -> None:
-    if size > room.free:
-        raise SettingsError(f"there is no room for the {name}, {gib(size)}: {room}")
-    room.take(name, size)
+def _take(memory: DeviceMemory, name: str, size: int) -> None:
+    if size > memory.free:
+        raise SettingsError(f"there is no room for the {name}, {gib(size)}: {memory}")
+    memory.take(name, size)

@@ -1,7 +1,8 @@
-"""One forward pass: a batch in, the wanted logits out. Sampling is a step of its own."""
+"""Runs forward passes: a batch in, the wanted logits out. Sampling is done elsewhere."""
 
 import torch
 
+from lorikeet_engine.errors import DeviceLost
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs
 from lorikeet_engine.kernels.attention import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights
@@ -10,7 +11,7 @@ from lorikeet_engine.models.batch import Batch
 
 
 class ModelRunner:
-    """Runs batches through a model; holds the KV pages and the adapters' weights it works on."""
+    """Runs batches through a model; holds the KV pages and the adapters' weights."""
 
     def __init__(
         self,
@@ -20,11 +21,11 @@ class ModelRunner:
         kv: torch.Tensor,
         graphs: CudaGraphs | None = None,
     ) -> None:
-        """Take a loaded model and what it works on.
+        """Take a loaded model and the tensors that it works on.
 
         weights: None for an engine that serves the base model alone.
         kv [layers, 2, pages, page_size, kv_heads, head_dim], contiguous, in the model's dtype.
-        graphs: of the same model, weights and kv, for the steps that fit them.
+        graphs: captured with this model, weights and kv; used for the batches that fit them.
         """
         self.model = model
         self._attention = attention
@@ -34,7 +35,7 @@ class ModelRunner:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens for which passes are captured, from small to large."""
+        """How many tokens the captured forward passes have, ascending; empty without graphs."""
         return () if self._graphs is None else self._graphs.sizes
 
     @torch.inference_mode()
@@ -45,11 +46,21 @@ class ModelRunner:
         """
         if self._graphs is not None and self._graphs.fit(batch):
             return self.model.logits(self._graphs.forward(batch))
-        return self.without_graph(batch)
+        return self.forward_eager(batch)
 
     @torch.inference_mode()
-    def without_graph(self, batch: Batch) -> torch.Tensor:
-        """The same, each kernel launched by itself."""
+    def forward_eager(self, batch: Batch) -> torch.Tensor:
+        """What `forward` returns, computed without CUDA graphs."""
         self._attention.plan(batch)
         hidden = self.model.forward(batch, self._kv, self._weights, self._attention)
         return self.model.logits(hidden[batch.logit_rows])
+
+
+def raise_if_lost(device: torch.device, error: Exception) -> None:
+    """Raise DeviceLost if `error` has left the device unusable."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as lost:  # an error of the device stays; any other is over by now
+        raise DeviceLost(f"{device} failed and stays so: {error}") from lost

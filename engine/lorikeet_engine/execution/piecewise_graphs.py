@@ -1,8 +1,8 @@
 """A forward pass as CUDA graphs from one attention to the next, which is launched in between.
 
-For steps whose attention no graph can hold, since its kernels are chosen by what the sequences
-are. One graph ends where a layer asks for attention and the next begins there, so a pass of 32
-layers is 33 graphs and 32 launches of attention instead of some 400 launches.
+For steps whose attention no graph can hold, since its kernels depend on the sequences. One graph
+ends where a layer calls attention and the next begins there, so a pass of 32 layers is 33 graphs
+and 32 launches of attention instead of some 400 launches.
 """
 
 from collections.abc import Callable
@@ -16,19 +16,19 @@ from lorikeet_engine.models.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
-class Between:
-    """What passes between graphs and attention: queries and results, [tokens, heads, head_dim].
+class AttentionBuffers:
+    """Attention's inputs and outputs between graphs, both [tokens, heads, head_dim].
 
     Passes may share them. A pass that held its own queries instead would hold their memory in every
     layer, 25 MB each for 2,048 tokens of an 8B model.
     """
 
     queries: torch.Tensor
-    mixed: torch.Tensor
+    outputs: torch.Tensor
 
-    def of(self, tokens: int) -> "Between":
-        """Of a pass of fewer tokens."""
-        return Between(self.queries[:tokens], self.mixed[:tokens])
+    def first(self, tokens: int) -> "AttentionBuffers":
+        """The buffers' part for a pass of fewer tokens."""
+        return AttentionBuffers(self.queries[:tokens], self.outputs[:tokens])
 
 
 class PiecewiseGraphs:
@@ -38,39 +38,39 @@ class PiecewiseGraphs:
         self,
         run: Callable[[AttentionBackend], torch.Tensor],
         attention: AttentionBackend,
-        between: Between,
+        buffers: AttentionBuffers,
         pool: Any,
         stream: torch.cuda.Stream,
     ) -> None:
-        """Capture `run`, a pass over static tensors whose kernels are compiled.
+        """Capture `run`, a forward pass over static tensors whose kernels are compiled.
 
         attention: launched at every replay. pool: other passes may use the same.
         """
-        self._attention, self._between = attention, between
-        cuts = _Cuts(between, pool)
+        self._attention, self._buffers = attention, buffers
+        splitter = _GraphSplitter(buffers, pool)
         with torch.cuda.stream(stream):
-            cuts.begin()
-            self._hidden = run(cuts)
-            self._last = cuts.end()
-        self._pieces = cuts.pieces
+            splitter.begin()
+            self._hidden = run(splitter)
+            self._last = splitter.end()
+        self._pieces = splitter.pieces
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The hidden states of the pass for this batch, which its static tensors hold already."""
-        step = self._between.of(len(batch.token_ids))
+        buffers = self._buffers.first(len(batch.token_ids))
         self._attention.plan(batch)
         for graph, layer_kv in self._pieces:
             graph.replay()
-            step.mixed.copy_(self._attention.attend(step.queries, layer_kv, batch))
+            buffers.outputs.copy_(self._attention.attend(buffers.queries, layer_kv, batch))
         self._last.replay()
         return self._hidden
 
 
-class _Cuts:
-    """An AttentionBackend that cuts the capture where a layer asks it."""
+class _GraphSplitter:
+    """An AttentionBackend that ends one graph and begins the next where a layer calls it."""
 
-    def __init__(self, between: Between, pool: Any) -> None:
+    def __init__(self, buffers: AttentionBuffers, pool: Any) -> None:
         self.pieces: list[tuple[torch.cuda.CUDAGraph, torch.Tensor]] = []  # each with layer_kv
-        self._between, self._pool = between, pool
+        self._buffers, self._pool = buffers, pool
 
     def plan(self, batch: PagedSequences) -> None:
         """See AttentionBackend.plan."""
@@ -86,7 +86,7 @@ class _Cuts:
 
     def attend(self, q: torch.Tensor, layer_kv: torch.Tensor, _: PagedSequences) -> torch.Tensor:
         """See AttentionBackend.attend."""
-        self._between.queries.copy_(q)
+        self._buffers.queries.copy_(q)
         self.pieces.append((self.end(), layer_kv))
         self.begin()
-        return self._between.mixed
+        return self._buffers.outputs

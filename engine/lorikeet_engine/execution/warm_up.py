@@ -1,4 +1,4 @@
-"""Steps that a starting engine runs to no end but these: kernels are compiled, memory is taken.
+"""Dummy steps at an engine's start, which compile kernels and show how much memory steps take.
 
 They are built as any step is. All their keys and values go to KV page 0, and their adapters have
 rank 0 in the table, so a step computes nothing for them but launches all that it would launch.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lorikeet_engine.execution.batch_builder import step_input
+from lorikeet_engine.execution.batch_builder import build_step_input
 from lorikeet_engine.execution.model_runner import ModelRunner
 from lorikeet_engine.request import MAX_LOGPROBS, Request, SamplingParams
 from lorikeet_engine.sampling.logprobs import Logprobs
@@ -19,9 +19,10 @@ from lorikeet_engine.sampling.sampler import Sampler, SamplingRow
 from lorikeet_engine.scheduling.sequence import Chunk, Sequence
 from lorikeet_engine.settings import EngineSettings
 
-# How much one adapter has to do in a step: from a decode's one token to a long prompt.
-_TOKENS_OF_ADAPTER = (1, 8, 64, 512)
-_WAYS = (
+# Tokens of one adapter in a step, from a decode's one to a long prompt's.
+_TOKENS_PER_ADAPTER = (1, 8, 64, 512)
+# Together they use all that sampling can do; the last takes the most memory.
+_SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=1.0, top_p=0.9),
@@ -29,17 +30,17 @@ _WAYS = (
 )
 
 
-def largest_step(runner: ModelRunner, settings: EngineSettings) -> None:
-    """The step that takes the most memory: all tokens, all sequences, all adapters, all ways."""
+def run_largest_step(runner: ModelRunner, settings: EngineSettings) -> None:
+    """Run the step that takes the most memory: all tokens, sequences, adapters and sampling."""
     sequences, context = settings.max_running, runner.model.config.max_context
-    most, longer = divmod(settings.max_batch_tokens, sequences)
-    lengths = [min(context, most + (i < longer)) for i in range(sequences)]
+    each, rest = divmod(settings.max_batch_tokens, sequences)
+    lengths = [min(context, each + (i < rest)) for i in range(sequences)]
     adapters = min(settings.max_batch_adapters, sequences)
-    _run(runner, settings, lengths, adapters, settings.max_rank, _WAYS[-1:])
+    _run(runner, settings, lengths, adapters, settings.max_rank, _SAMPLINGS[-1:])
 
 
-def every_kind_of_step(runner: ModelRunner, settings: EngineSettings) -> None:
-    """Steps over all that kernels are compiled for: tokens, adapters and their rank."""
+def run_every_kind_of_step(runner: ModelRunner, settings: EngineSettings) -> None:
+    """Run steps of all token counts, adapter counts and ranks that kernels are compiled for."""
     longest = min(settings.max_batch_tokens, runner.model.config.max_context)
     for sequences in _doubling(1, settings.max_running):
         _run(runner, settings, [1] * sequences)
@@ -47,7 +48,7 @@ def every_kind_of_step(runner: ModelRunner, settings: EngineSettings) -> None:
         _run(runner, settings, [tokens], graphs=False)
     for adapters in _doubling(1, min(settings.max_batch_adapters, settings.max_running)):
         _run(runner, settings, [1] * adapters, adapters, settings.max_rank)
-        for tokens in _TOKENS_OF_ADAPTER:
+        for tokens in _TOKENS_PER_ADAPTER:
             lengths = [min(tokens, longest)] * adapters + [2]  # a prompt: this is no decode
             if sum(lengths) <= settings.max_batch_tokens:
                 for rank in (1, *_doubling(16, settings.max_rank)):
@@ -56,13 +57,13 @@ def every_kind_of_step(runner: ModelRunner, settings: EngineSettings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DummyLease:
-    """Of a row of the table that nobody else uses."""
+    """A lease of a row of the table that no adapter uses."""
 
     slot: int
     rank: int
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 def _run(
@@ -71,37 +72,37 @@ def _run(
     lengths: list[int],
     adapters: int = 0,
     rank: int = 0,
-    ways: tuple[SamplingParams, ...] = _WAYS,
+    samplings: tuple[SamplingParams, ...] = _SAMPLINGS,
     *,
     graphs: bool = True,
 ) -> None:
-    """One step of sequences of these lengths; the first `adapters` have one of `rank` each.
+    """Run a step of sequences of these lengths; the first `adapters` have one of `rank` each.
 
-    graphs: whether one may be used. A step that sees too much for one needs its kernels as well.
+    graphs: whether CUDA graphs may be used. Steps too large for one need their kernels as well.
     """
     chunks = [
         dummy_chunk(length, settings.page_size, DummyLease(i, rank) if i < adapters else None)
         for i, length in enumerate(lengths)
     ]
-    forward = runner.forward if graphs else runner.without_graph
-    logits = forward(step_input(chunks, settings.page_size).upload(runner.model.device))
-    _sample(logits, [ways[i % len(ways)] for i in range(len(chunks))])
+    forward = runner.forward if graphs else runner.forward_eager
+    logits = forward(build_step_input(chunks, settings.page_size).upload(runner.model.device))
+    _sample(logits, [samplings[i % len(samplings)] for i in range(len(chunks))])
 
 
-def _sample(logits: torch.Tensor, ways: list[SamplingParams]) -> None:
-    """Draw from each row in its way; those with penalties under a grammar that allows anything."""
-    anything = np.full(-(-logits.shape[-1] // 8), 255, np.uint8)
+def _sample(logits: torch.Tensor, params: list[SamplingParams]) -> None:
+    """Sample each row; those with penalties also have a grammar that allows all tokens."""
+    all_tokens = np.full(-(-logits.shape[-1] // 8), 255, np.uint8)
     rows = [
-        SamplingRow(way, 0, 0, banned=(0,), made=(0,), allowed=anything)
-        if way.penalises
-        else SamplingRow(way, 0, 0, banned=(0,))
-        for way in ways
+        SamplingRow(p, 0, 0, banned=(0,), output=(0,), allowed=all_tokens)
+        if p.has_penalties
+        else SamplingRow(p, 0, 0, banned=(0,))
+        for p in params
     ]
-    wanted = {i: way.logprobs for i, way in enumerate(ways) if way.logprobs is not None}
-    logprobs = Logprobs(logits, wanted) if wanted else None
+    counts = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+    logprobs = Logprobs(logits, counts) if counts else None
     tokens = Sampler().sample(logits, rows)
     if logprobs is not None:
-        logprobs.send(logits, tokens)
+        logprobs.download(logits, tokens)
 
 
 def dummy_chunk(length: int, page_size: int, lease: DummyLease | None) -> Chunk:
@@ -121,7 +122,7 @@ def dummy_chunk(length: int, page_size: int, lease: DummyLease | None) -> Chunk:
 
 
 def _doubling(first: int, most: int) -> Iterator[int]:
-    """First, twice that, and so on below `most`, then `most`."""
+    """Yield `first`, twice that, and so on below `most`, then `most`."""
     while first < most:
         yield first
         first *= 2

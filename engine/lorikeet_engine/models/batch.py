@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorikeet_engine.device.copies import upload
+from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.attention import PageTable
 from lorikeet_engine.kernels.lora.types import Segments
 
@@ -39,13 +39,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """A step on the host: all that a process has to know of it that holds the model's weights.
+    """The input of one step on the host: all that a process with the model's weights needs.
 
-    The fields that have a name of Batch's are what those are. A token that was drawn in the step
-    before may still be on its way to the host: pending, int64, are the places in token_ids of such
-    tokens, and drawn_in [as many] int64 the rows of that step which drew them.
+    Fields that Batch has too mean what they mean there. A token that the step before sampled may
+    not be read yet: pending [tokens of this kind] int64 are the places of such tokens in token_ids,
+    where 0 stands, and pending_rows [as many] int64 their rows in the step before.
     segments [3, segments] int32: slots, starts and lengths of Segments; none without adapters.
-    max_rank bounds the rank of every adapter in the step.
+    max_rank: at least the rank of every adapter in the step.
     """
 
     token_ids: Int64s
@@ -53,29 +53,29 @@ class StepInput:
     kv_slots: Int64s
     logit_rows: Int64s
     pending: Int64s
-    drawn_in: Int64s
+    pending_rows: Int64s
     query_starts: Int32s
     kv_lengths: Int32s
     page_table: PageTable
     segments: Int32s
     max_rank: int
 
-    def upload(self, device: torch.device, drawn: torch.Tensor | None = None) -> Batch:
+    def upload(self, device: torch.device, previous: torch.Tensor | None = None) -> Batch:
         """The step's tensors on the device; the host waits for nothing.
 
-        drawn: there already, the tokens of the step before, [rows] int64.
+        previous: the tokens of the step before, which are there already, [rows] int64.
         """
         parts = (
             self.token_ids, self.positions, self.kv_slots, self.logit_rows,
-            self.pending, self.drawn_in,
+            self.pending, self.pending_rows,
         )  # fmt: skip
         uploaded = upload(np.concatenate(parts), device)
-        token_ids, positions, kv_slots, logit_rows, pending, drawn_in = torch.split(
+        token_ids, positions, kv_slots, logit_rows, pending, pending_rows = torch.split(
             uploaded, [len(part) for part in parts]
         )
         if len(pending):
-            assert drawn is not None, "tokens of no step"
-            token_ids.index_copy_(0, pending, drawn[drawn_in])
+            assert previous is not None, "pending tokens of no step"
+            token_ids.index_copy_(0, pending, previous[pending_rows])
         segments = None
         if self.segments.size:
             slots, starts, lengths = upload(self.segments, device).unbind()

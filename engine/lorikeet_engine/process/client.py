@@ -1,4 +1,4 @@
-"""An engine in a process of its own, and the process that uses it. Loads no torch."""
+"""The client of an engine in a process of its own, which it starts and calls. Loads no torch."""
 
 import logging
 import os
@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import EngineClosed
-from lorikeet_engine.process.wire import Outbox, Reply, from_rows, receive
+from lorikeet_engine.process.wire import MessageSender, Reply, from_rows, receive
 from lorikeet_engine.request import Output, Request
-from lorikeet_engine.scheduling.input_processor import EngineConfig
-from lorikeet_engine.telemetry.status import AdapterRows, EngineStatus, SlotUse
+from lorikeet_engine.telemetry.status import AdapterRows, EngineInfo, EngineStatus, SlotUse
 
 if TYPE_CHECKING:
     from lorikeet_engine.engine import Engine
@@ -26,10 +25,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class _Asked(NamedTuple):
-    """A call, and when it was made."""
+class _PendingCall(NamedTuple):
+    """A call without a reply, and when it was made."""
 
-    answer: Future[Any]
+    reply: Future[Any]
     at_s: float
 
 
@@ -43,38 +42,41 @@ class EngineProcessClient:
     def __init__(
         self,
         build: Callable[[], "Engine"],
-        deliver: Callable[[list[Output]], None],
-        ended: Callable[[EngineClosed], None],
-        changed: Callable[[EngineStatus], None],
+        on_outputs: Callable[[list[Output]], None],
+        on_ended: Callable[[EngineClosed], None],
+        on_status: Callable[[EngineStatus], None],
         step_timeout_s: float = 120.0,
     ) -> None:
         """Start the process and wait until its engine is built. Raises what `build` raises.
 
-        build: picklable; called in the new process. deliver: called with each step's outputs.
-        ended: called once, last, if the process ends by itself, with what to tell the callers of
-        all open requests. changed: called with a status that is new, at once after a quiet time
-        and ten times a second at most; the first, which comes before the constructor returns, names
-        every adapter that is nearer than remote. All three are called on a thread of the host's
-        own, and must not block. A step longer than step_timeout_s ends the process.
+        build: picklable; called in the new process. on_outputs: called with each step's outputs.
+        on_ended: called once, last, if the process ends by itself, with the error of all open
+        requests. on_status: called with each new status, at once after a quiet time and at most ten
+        times a second; the first, which comes before the constructor returns, names every adapter
+        that is nearer than remote. All three are called on a thread of the client's own, and must
+        not block. A step longer than step_timeout_s ends the process.
         """
-        self._deliver = deliver
-        self._ended = ended
-        self._changed = changed
+        self._on_outputs = on_outputs
+        self._on_ended = on_ended
+        self._on_status = on_status
         self._lock = threading.Lock()  # guards the three below
-        self._unanswered: deque[_Asked] = deque()
+        self._pending: deque[_PendingCall] = deque()
         self._closing = False
         self._error: EngineClosed | None = None
-        self._status: EngineStatus  # there with the config
+        self._status: EngineStatus  # received before info
         calls, to_engine = Pipe(duplex=False)
         from_engine, messages = Pipe(duplex=False)
-        self._outbox = Outbox(to_engine)
-        self._started: Future[EngineConfig] = self._call(build, step_timeout_s)
+        self._sender = MessageSender(to_engine)
+        self._started: Future[EngineInfo] = self._call(build, step_timeout_s)
         self._thread = threading.Thread(
-            target=self._run, args=(calls, messages, from_engine), name="lorikeet-host", daemon=True
+            target=self._run,
+            args=(calls, messages, from_engine),
+            name="lorikeet-client",
+            daemon=True,
         )
         self._thread.start()
         try:
-            self.config = self._started.result()
+            self.info = self._started.result()
         except Exception:
             self.close()
             raise
@@ -86,13 +88,13 @@ class EngineProcessClient:
 
     @property
     def silent_s(self) -> float:
-        """How long the engine owes an answer; an engine that works gives it in milliseconds."""
+        """How long the oldest call has had no reply; a working engine replies in milliseconds."""
         with self._lock:
-            return time.monotonic() - self._unanswered[0].at_s if self._unanswered else 0.0
+            return time.monotonic() - self._pending[0].at_s if self._pending else 0.0
 
     @property
     def status(self) -> EngineStatus:
-        """What the engine reported last: as it is now, or was a tenth of a second ago.
+        """The status that the engine reported last, at most a tenth of a second old.
 
         What changes by itself, waits and uses, may be a second old. Raises EngineClosed.
         """
@@ -134,19 +136,19 @@ class EngineProcessClient:
         """Let the engine finish its step, fail what is in flight with EngineClosed, and end."""
         with self._lock:
             self._closing = True
-        self._outbox.close()
+        self._sender.close()
         self._thread.join()
 
     def _call(self, *call: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
-        answer.set_running_or_notify_cancel()  # the call is made whether or not anybody waits
+        reply: Future[Any] = Future()
+        reply.set_running_or_notify_cancel()  # so it cannot be cancelled: the call is made anyway
         with self._lock:
             if self._error is not None:
-                answer.set_exception(self._error)
+                reply.set_exception(self._error)
             else:
-                self._outbox.send(call)
-                self._unanswered.append(_Asked(answer, time.monotonic()))
-        return answer
+                self._sender.send(call)
+                self._pending.append(_PendingCall(reply, time.monotonic()))
+        return reply
 
     def _run(self, calls: Connection, messages: Connection, from_engine: Connection) -> None:
         status: int | None = None
@@ -161,52 +163,52 @@ class EngineProcessClient:
                 status = process.wait()
         finally:
             from_engine.close()
-            self._outbox.close()
+            self._sender.close()
             self._end(status)
 
     def _receive(self, message: Any) -> None:
         match message:
             case Reply():
-                self._answer(message)
+                self._complete(message)
             case EngineStatus():
                 self._status = message
-                _hand_on(self._changed, message)
+                _notify(self._on_status, message)
             case rows:
-                _hand_on(self._deliver, from_rows(rows))
+                _notify(self._on_outputs, from_rows(rows))
 
-    def _answer(self, reply: Reply) -> None:
+    def _complete(self, reply: Reply) -> None:
         with self._lock:
-            answer = self._unanswered.popleft().answer
+            future = self._pending.popleft().reply
         if reply.error is not None:
-            answer.set_exception(reply.error)
+            future.set_exception(reply.error)
         else:
-            answer.set_result(reply.result)
+            future.set_result(reply.result)
 
     def _end(self, status: int | None) -> None:
         with self._lock:
             closing = self._closing
             ending = "was closed" if closing else f"ended with status {status}"
             error = self._error = EngineClosed(f"the engine {ending}: send the request again")
-            unanswered, self._unanswered = self._unanswered, deque()
-        for asked in unanswered:
-            asked.answer.set_exception(error)
+            pending, self._pending = self._pending, deque()
+        for call in pending:
+            call.reply.set_exception(error)
         if not closing:
             log.critical("engine_process_ended", extra={"status": status})
             if self._started.exception() is None:
-                _hand_on(self._ended, error)
+                _notify(self._on_ended, error)
 
 
-def _hand_on(take: Callable[[Any], None], what: object) -> None:
+def _notify(callback: Callable[[Any], None], argument: object) -> None:
     try:
-        take(what)
+        callback(argument)
     except Exception:
-        log.exception("host_callback_failed")
+        log.exception("engine_callback_failed")
 
 
 def _start(calls: Connection, messages: Connection) -> "subprocess.Popen[bytes]":
     """Start the process with its ends of the pipes, which are closed here.
 
-    Not by multiprocessing, which would import this program's main module there.
+    It is not multiprocessing's, which would import this program's main module there.
     """
     with calls, messages:
         return subprocess.Popen(
@@ -220,6 +222,6 @@ def _start(calls: Connection, messages: Connection) -> "subprocess.Popen[bytes]"
             ],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             pass_fds=(calls.fileno(), messages.fileno()),
-            process_group=0,  # Ctrl-C at a terminal is for the host, which then ends its engine
+            process_group=0,  # Ctrl-C at a terminal is for the client, which then ends its engine
             stdin=subprocess.DEVNULL,
         )

@@ -1,4 +1,4 @@
-"""The thread in which an engine steps."""
+"""The thread in which an engine steps, and what happens when a step fails."""
 
 import logging
 import threading
@@ -13,19 +13,19 @@ log = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """Steps an engine as long as there is work, and hands on what comes out.
+    """Steps an engine as long as there is work, and passes its outputs to `on_outputs`.
 
-    `deliver` is called on this thread with every step's outputs, never with none, and once more
+    `on_outputs` is called on this thread with every step's outputs, never with none, and once more
     by `close`, on the thread that calls that. It must not block. Where no later step could work,
     the process ends: a step takes longer than step_timeout_s, the device is lost, or the engine
     cannot begin anew after an error of its own.
     """
 
     def __init__(
-        self, engine: Engine, deliver: Callable[[list[Output]], None], step_timeout_s: float
+        self, engine: Engine, on_outputs: Callable[[list[Output]], None], step_timeout_s: float
     ) -> None:
         self._engine = engine
-        self._deliver = deliver
+        self._on_outputs = on_outputs
         self._watchdog = Watchdog(step_timeout_s, engine.status)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lorikeet-engine", daemon=True)
@@ -42,7 +42,7 @@ class EngineLoop:
         if self._thread.is_alive():
             self._thread.join()
         self._watchdog.stop()
-        self._hand_on(self._engine.close())
+        self._deliver(self._engine.close())
 
     def _run(self) -> None:
         try:
@@ -50,7 +50,7 @@ class EngineLoop:
                 self._engine.wait()
                 with self._watchdog:
                     outputs = self._step()
-                self._hand_on(outputs)
+                self._deliver(outputs)
         except DeviceLost as error:
             end_process("device_lost", error=error.message)
         except BaseException as error:
@@ -62,15 +62,15 @@ class EngineLoop:
         except DeviceLost:
             raise
         except Exception as error:
-            # Not the forward pass but the engine's own code: its accounts may be wrong by now.
+            # Not the forward pass but the engine's own code: its state may be wrong by now.
             log.exception("engine_state_lost")
             failure = StepFailed(f"the engine began anew after {type(error).__name__}")
             return self._engine.fail_all(failure)
 
-    def _hand_on(self, outputs: list[Output]) -> None:
+    def _deliver(self, outputs: list[Output]) -> None:
         if not outputs:
             return
         try:
-            self._deliver(outputs)
+            self._on_outputs(outputs)
         except Exception:
             log.exception("outputs_undelivered", extra={"outputs": len(outputs)})

@@ -15,53 +15,53 @@ from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import EngineError
 from lorikeet_engine.process.loop import EngineLoop
 from lorikeet_engine.process.status_reporter import StatusReporter
-from lorikeet_engine.process.wire import Outbox, Reply, receive, to_rows
+from lorikeet_engine.process.wire import MessageSender, Reply, receive, to_rows
 
 _PR_SET_PDEATHSIG = 1
 _SWITCH_S = 0.5e-3
-"""So long a call waits for the interpreter while a step holds it; 5 ms by default."""
+"""How long a call waits for the interpreter while a step holds it; 5 ms by default."""
 
 
 def main() -> None:
-    """Serve one host to its end. Arguments: the descriptors of calls in and messages out."""
-    if sys.platform == "linux":  # elsewhere the host's end is seen when no step hangs
+    """Serve one client to its end. Arguments: the descriptors of calls in and messages out."""
+    if sys.platform == "linux":  # elsewhere the client's end is seen when no step hangs
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     sys.setswitchinterval(_SWITCH_S)
     calls_fd, messages_fd = map(int, sys.argv[1:])
     for fd in (calls_fd, messages_fd):
         os.set_inheritable(fd, False)
-    outbox = Outbox(Connection(messages_fd, readable=False))
+    sender = MessageSender(Connection(messages_fd, readable=False))
     try:
-        _serve(Connection(calls_fd, writable=False), outbox)
-    except EOFError:  # the host has closed us, or is no more
-        outbox.close()
+        _serve(Connection(calls_fd, writable=False), sender)
+    except EOFError:  # the client has closed us, or is no more
+        sender.close()
         os._exit(0)  # adapters may be loading in threads that the interpreter's end would break
 
 
-def _serve(calls: Connection, outbox: Outbox) -> None:
+def _serve(calls: Connection, sender: MessageSender) -> None:
     built = _reply(_build, calls)
     if built.error is not None:
-        outbox.send(built)
-        calls.recv_bytes()  # until the host closes us
+        sender.send(built)
+        calls.recv_bytes()  # until the client closes us
     engine, step_timeout_s = built.result
     gc.collect()
     gc.freeze()  # what exists now stays: no collection walks through it in the middle of a step
-    loop = EngineLoop(engine, lambda outputs: outbox.send(to_rows(outputs)), step_timeout_s)
-    reporter = StatusReporter(engine, outbox.send)
-    reporter.start()  # before our answer: who has that has a status
-    outbox.send(Reply(engine.config))
+    loop = EngineLoop(engine, lambda outputs: sender.send(to_rows(outputs)), step_timeout_s)
+    reporter = StatusReporter(engine, sender.send)
+    reporter.start()  # before our reply, so that a client with that has a status
+    sender.send(Reply(engine.info))
     loop.start()
     try:
         while True:
             for method, *arguments in receive(calls):
-                outbox.send(_reply(_METHODS[method], engine, *arguments))
+                sender.send(_reply(_METHODS[method], engine, *arguments))
     finally:
         reporter.close()
         loop.close()
 
 
 def _build(calls: Connection) -> tuple[Engine, float]:
-    ((build, step_timeout_s),) = receive(calls)  # the host calls nothing else before our answer
+    ((build, step_timeout_s),) = receive(calls)  # the client calls nothing else before our reply
     return build(), step_timeout_s
 
 

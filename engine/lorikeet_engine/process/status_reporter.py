@@ -1,4 +1,4 @@
-"""The thread that reports an engine's status."""
+"""The thread that reports an engine's status when it has changed."""
 
 import logging
 import threading
@@ -9,17 +9,16 @@ from lorikeet_engine.telemetry.status import EngineStatus
 
 log = logging.getLogger(__name__)
 
-# Between two reports, while things change.
-_APART_S = 0.1
-# Waits and the uses of what is not used change by themselves.
-_LOOK_S = 1.0
+_MIN_INTERVAL_S = 0.1  # between two reports
+# Waits, and the uses of adapters that are not used, change without an event.
+_POLL_S = 1.0
 
 
 class StatusReporter:
-    """Reports what has changed: at once after a quiet time, then once in a tenth of a second.
+    """Reports a changed status: at once after a quiet time, then once in a tenth of a second.
 
-    `report` is called by `start`, with everything that is nearer than remote as moved; then on this
-    thread, with each status that is another than the one before. It must not block.
+    `report` is called by `start`, with every adapter that is nearer than remote in `moved`; then on
+    this thread, with each status that differs from the one before. It must not block.
     """
 
     def __init__(self, engine: Engine, report: Callable[[EngineStatus], None]) -> None:
@@ -28,7 +27,7 @@ class StatusReporter:
         self._thread = threading.Thread(target=self._run, name="lorikeet-reporter", daemon=True)
 
     def start(self) -> None:
-        """Report once, and begin to do so."""
+        """Report once, and begin to watch for changes."""
         self._report_changes()
         self._thread.start()
 
@@ -39,8 +38,8 @@ class StatusReporter:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._closing.wait(_APART_S):
-            self._engine.changed.wait(_LOOK_S)
+        while not self._closing.wait(_MIN_INTERVAL_S):
+            self._engine.changed.wait(_POLL_S)
             self._engine.changed.clear()
             try:
                 self._report_changes()

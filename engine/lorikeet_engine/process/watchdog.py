@@ -1,4 +1,4 @@
-"""Ends the process when nothing else can help: its host learns of it and starts another."""
+"""Ends the process when a step hangs: its client notices and starts another."""
 
 import faulthandler
 import logging
@@ -13,13 +13,13 @@ from lorikeet_engine.telemetry.status import EngineStatus
 log = logging.getLogger(__name__)
 
 _STDERR = 2  # not sys.stderr, which may have been replaced by something without a file
-_LOOKS = 20  # at a step during its timeout
+_CHECKS = 20  # of a step during its timeout
 
 
 class Watchdog:
     """Ends the process when a step takes longer than timeout_s: `with watchdog:` around each step.
 
-    It needs no help from the thread that steps, which may hang in a call that never returns.
+    The thread that steps need not help, since it may hang in a call that never returns.
     """
 
     def __init__(self, timeout_s: float, status: Callable[[], EngineStatus]) -> None:
@@ -31,7 +31,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to watch."""
-        self._put_off()
+        self._postpone_exit()
         self._thread.start()
 
     def stop(self) -> None:
@@ -47,16 +47,16 @@ class Watchdog:
         self._began_s = None
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._timeout_s / _LOOKS):
-            self._put_off()
+        while not self._stopped.wait(self._timeout_s / _CHECKS):
+            self._postpone_exit()
             began_s = self._began_s
             if began_s is not None and time.monotonic() - began_s > self._timeout_s:
                 self._end(time.monotonic() - began_s)
         faulthandler.cancel_dump_traceback_later()
 
-    def _put_off(self) -> None:
-        # An end that needs no interpreter, for a step that hangs with the interpreter's lock, or
-        # with one that the status wants: nobody puts it off any more.
+    def _postpone_exit(self) -> None:
+        # An exit that needs no interpreter, for a step that hangs with the interpreter's lock, or
+        # with one that the status needs: then no check postpones it any more.
         faulthandler.dump_traceback_later(1.5 * self._timeout_s, exit=True, file=_STDERR)
 
     def _end(self, lasted_s: float) -> NoReturn:

@@ -1,6 +1,7 @@
-"""What a choice may say: the engine's view of a grammar, in whatever language.
+"""The engine's interface to grammars, which restrict the tokens that may follow.
 
-The engine knows no text; whoever builds it may hand it Grammars that do.
+The engine knows no text and no grammar language; the program that builds it may pass it a Grammars
+that does.
 """
 
 from collections.abc import Sequence
@@ -11,37 +12,39 @@ import numpy.typing as npt
 
 from lorikeet_engine.errors import InvalidRequest
 
-Bits = npt.NDArray[np.uint8]
+TokenBitmask = npt.NDArray[np.uint8]
+"""A bit for each token: token t is bit t % 8, from the lowest, of byte t // 8."""
 
 
 class Matcher(Protocol):
-    """How far one choice has come in its grammar."""
+    """The state of one choice's output in its grammar."""
 
     @property
     def may_end(self) -> bool:
-        """Whether what it has said is whole."""
+        """Whether the output is complete as it is."""
 
     @property
     def must_end(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether no token can follow."""
 
     def accept(self, token: int) -> None:
-        """The choice says this. Raises InvalidRequest where the grammar cannot be followed on."""
+        """Append a token to the output. Raises InvalidRequest if no output can begin like that."""
 
     def copy(self) -> "Matcher":
-        """Another choice that has come as far."""
+        """A matcher for another choice with the same output so far."""
 
 
 class Grammars(Protocol):
-    """Compiles grammars, and says what may follow."""
+    """Compiles grammars, and finds the tokens that may follow."""
 
     def compile(self, text: str) -> Matcher:
-        """A choice that has said nothing yet. On any thread. Raises InvalidRequest."""
+        """A matcher of an empty output. On any thread. Raises InvalidRequest for a bad grammar."""
 
-    def fill(self, matchers: Sequence[Matcher], bits: Bits) -> Sequence[InvalidRequest | None]:
-        """Set the tokens that may follow, and no others; what went wrong with each matcher.
+    def fill_bitmasks(
+        self, matchers: Sequence[Matcher], bitmasks: TokenBitmask
+    ) -> Sequence[InvalidRequest | None]:
+        """Set the bits of the tokens that may follow, and return what went wrong with each matcher.
 
-        matchers: of this object's making. bits [matchers, vocab / 8 rounded up]: token t is bit
-        t % 8, from the lowest, of byte t // 8. End-of-sequence tokens are not set: the engine
-        knows them.
+        matchers: made by `compile`. bitmasks [matchers, vocab / 8 rounded up], all 0. The bits of
+        end-of-sequence tokens are left to the engine, which knows them.
         """

@@ -1,11 +1,11 @@
-"""Logits after biases and penalties, as OpenAI defines them."""
+"""Logit biases and repetition penalties, as OpenAI defines them."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from lorikeet_engine.device.copies import upload
+from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.request import SamplingParams
 
 
@@ -21,29 +21,30 @@ def add_biases(logits: torch.Tensor, params: Sequence[SamplingParams]) -> None:
 def subtract_penalties(
     logits: torch.Tensor,
     params: Sequence[SamplingParams],
-    made: Sequence[Sequence[int]],
-    pending: Sequence[int | None],
-    drawn: torch.Tensor | None,
+    outputs: Sequence[Sequence[int]],
+    pending_rows: Sequence[int | None],
+    previous: torch.Tensor | None,
 ) -> None:
     """logits[t] −= frequency_penalty · count(t) + presence_penalty · [count(t) > 0], in place.
 
-    logits [rows, vocab] float32. made: what each row's choice has made, its prompt apart. pending:
-    where the host does not know the last token yet, it is this one of drawn, int64.
+    logits [rows, vocab] float32. outputs: the output tokens of each row that the host has.
+    pending_rows: where one more was sampled and not read yet, its row in `previous`, the tokens of
+    the step before on the device, [rows] int64.
     """
-    penalised = [i for i, p in enumerate(params) if p.penalises]
+    penalised = [i for i, p in enumerate(params) if p.has_penalties]
     if not penalised:
         return
     vocab, device = logits.shape[-1], logits.device
-    longest = max(len(made[i]) for i in penalised)
+    longest = max(len(outputs[i]) for i in penalised)
     padded = np.full((len(penalised), longest + 1), vocab, np.int64)
     for row, i in zip(padded, penalised, strict=True):
-        row[: len(made[i])] = made[i]
+        row[: len(outputs[i])] = outputs[i]
     tokens = upload(padded, device)
-    last = [(at, of) for at, i in enumerate(penalised) if (of := pending[i]) is not None]
-    if last:
-        assert drawn is not None, "tokens of no step"
-        at, drawn_in = upload(np.array(last, np.int64).T.copy(), device)
-        tokens[:, -1].index_copy_(0, at, drawn[drawn_in])
+    pending = [(at, j) for at, i in enumerate(penalised) if (j := pending_rows[i]) is not None]
+    if pending:
+        assert previous is not None, "pending tokens of no step"
+        at, sampled_in = upload(np.array(pending, np.int64).T.copy(), device)
+        tokens[:, -1].index_copy_(0, at, previous[sampled_in])
     # Counted on the device, as whole numbers: the order of the additions cannot matter.
     counts = logits.new_zeros(len(penalised), vocab + 1)
     counts = counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=counts.dtype))[:, :vocab]

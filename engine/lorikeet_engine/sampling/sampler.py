@@ -1,4 +1,4 @@
-"""Choosing the next token of each choice from its logits."""
+"""Samples the next token of each choice from its logits: temperature, top_k, top_p."""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,39 +8,40 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lorikeet_engine.device.copies import upload
+from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.request import SamplingParams
-from lorikeet_engine.sampling.grammar import Bits
+from lorikeet_engine.sampling.grammar import TokenBitmask
 from lorikeet_engine.sampling.penalties import add_biases, subtract_penalties
 
-NOT_FINITE = -1  # in place of a token
+NOT_FINITE = -1
+"""In place of a token id, for a row whose logits are not finite."""
 
 
 class SamplingRow(NamedTuple):
-    """How to draw the next token of one choice.
+    """How to sample the next token of one choice.
 
-    seed is the choice's own, of any size; step counts the tokens that the choice has made. The
-    two alone decide which point of the distribution is drawn. made: what the choice has made, if
-    params penalise it, and pending: the row of the step before that drew one more, which is not
-    known yet. banned: ids that may not come at this step, such as the stop ids before min_tokens.
-    allowed: ids that alone may come, as Grammars.fill sets them; None for all.
+    seed: the choice's own, of any size. step: the length of its output. These two alone decide
+    which point of the distribution is taken. output: its output tokens that the host has, if params
+    have penalties; pending_row: the row of the step before that sampled one more, which is not read
+    yet. banned: ids that may not be sampled now, such as the stop ids below min_tokens. allowed:
+    the only ids that may be sampled, as Grammars sets them; None for all.
     """
 
     params: SamplingParams
     seed: int
     step: int
     banned: tuple[int, ...] = ()
-    made: Sequence[int] = ()
-    pending: int | None = None
-    allowed: Bits | None = None
+    output: Sequence[int] = ()
+    pending_row: int | None = None
+    allowed: TokenBitmask | None = None
 
 
 class Sampler:
-    """Draws one token for each row.
+    """Samples one token for each row.
 
-    The draw inverts the cumulative distribution at a number in [0, 1) that is a hash of seed and
-    step. So it holds no state, costs one number a row whatever the vocabulary, and gives the same
-    token in whatever batch the row stands and on whatever device.
+    The cumulative distribution is inverted at a number in [0, 1) that is a hash of seed and step.
+    So there is no state, a row costs one number whatever the vocabulary, and its token is the same
+    in every batch and on every device.
     """
 
     @torch.inference_mode()
@@ -48,64 +49,64 @@ class Sampler:
         self,
         logits: torch.Tensor,
         rows: Sequence[SamplingRow],
-        before: torch.Tensor | None = None,
+        previous: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Tokens [rows] int64 for logits [rows, vocab] of any dtype.
 
-        Biases and penalties come first, then what may not be drawn is set to -inf, in place. Then
+        Biases and penalties come first, then what may not be sampled is set to -inf, in place. Then
         temperature, then top_k, then top_p of what top_k left (the most likely tokens whose
         probabilities together reach top_p). Temperature 0 takes the first of the largest logits.
-        NOT_FINITE where the largest is no number. before: the tokens of the step before, on the
+        NOT_FINITE where the largest is no number. previous: the tokens of the step before, on the
         device. The host waits for nothing.
         """
-        logits = _adjusted(logits, rows, before)
-        _ban(logits, rows)
-        _allow(logits, rows)
+        logits = _with_penalties(logits, rows, previous)
+        _mask_banned(logits, rows)
+        _mask_by_grammar(logits, rows)
         best, tokens = logits.max(dim=-1)
         finite = best.isfinite()
-        ways = [_way(row.params) for row in rows]
-        for way, draw in ((_Way.WHOLE, _draw), (_Way.FILTERED, _draw_filtered)):
-            chosen = np.array([i for i, its_way in enumerate(ways) if its_way is way], np.int64)
+        methods = [_method(row.params) for row in rows]
+        for method, sample in _SAMPLERS.items():
+            chosen = np.array([i for i, own in enumerate(methods) if own is method], np.int64)
             if len(chosen):
                 at = upload(chosen, logits.device)
-                tokens.index_copy_(0, at, draw(logits[at].float(), [rows[i] for i in chosen]))
+                tokens.index_copy_(0, at, sample(logits[at].float(), [rows[i] for i in chosen]))
         return tokens.masked_fill_(~finite, NOT_FINITE)
 
 
-class _Way(Enum):
+class _Method(Enum):
     GREEDY = "the largest logit"
-    WHOLE = "drawn from the whole vocabulary"
-    FILTERED = "drawn from its most likely part"
+    WHOLE = "sampled from the whole vocabulary"
+    FILTERED = "sampled from its most likely part"
 
 
-def _way(params: SamplingParams) -> _Way:
+def _method(params: SamplingParams) -> _Method:
     if params.temperature == 0:
-        return _Way.GREEDY
-    return _Way.FILTERED if params.top_k or params.top_p < 1.0 else _Way.WHOLE
+        return _Method.GREEDY
+    return _Method.FILTERED if params.top_k or params.top_p < 1.0 else _Method.WHOLE
 
 
-def _adjusted(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], before: torch.Tensor | None
+def _with_penalties(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], previous: torch.Tensor | None
 ) -> torch.Tensor:
-    """With biases and penalties: the logits themselves if no row has any, else a float32 copy."""
-    if not any(row.made or row.pending is not None or row.params.logit_bias for row in rows):
+    """The logits with biases and penalties: a float32 copy, or themselves if no row has any."""
+    if not any(row.output or row.pending_row is not None or row.params.logit_bias for row in rows):
         return logits
     logits = logits.to(torch.float32, copy=True)
     params = [row.params for row in rows]
     add_biases(logits, params)
-    made, pending = [row.made for row in rows], [row.pending for row in rows]
-    subtract_penalties(logits, params, made, pending, before)
+    outputs, pending_rows = [row.output for row in rows], [row.pending_row for row in rows]
+    subtract_penalties(logits, params, outputs, pending_rows, previous)
     return logits
 
 
-def _ban(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+def _mask_banned(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     bans = [(i, token) for i, row in enumerate(rows) for token in row.banned]
     if bans:
         at, tokens = upload(np.array(bans, np.int64).T.copy(), logits.device)
         logits[at, tokens] = -torch.inf
 
 
-def _allow(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+def _mask_by_grammar(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     masks = [(i, row.allowed) for i, row in enumerate(rows) if row.allowed is not None]
     if masks:
         at = upload(np.array([i for i, _ in masks], np.int64), logits.device)
@@ -115,7 +116,7 @@ def _allow(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
         logits.index_copy_(0, at, logits[at].masked_fill_(~allowed, -torch.inf))
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+def _sample_whole(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Tokens [rows] of logits [rows, vocab], from the whole distribution."""
     weights = _weights(logits, rows)
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
@@ -125,7 +126,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     return tokens.where(possible, weights.argmax(dim=-1, keepdim=True)).squeeze(1)
 
 
-def _draw_filtered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+def _sample_filtered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Tokens [rows] of logits [rows, vocab], from the top_k and top_p most likely."""
     logits, order = logits.sort(dim=-1, descending=True, stable=True)
     cumulative = _weights(logits, rows).cumsum(dim=-1, dtype=torch.float64)
@@ -138,8 +139,11 @@ def _draw_filtered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.T
     return order.gather(1, ranks.minimum(kept - 1)).squeeze(1)
 
 
+_SAMPLERS = {_Method.WHOLE: _sample_whole, _Method.FILTERED: _sample_filtered}
+
+
 def _weights(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Probabilities but for a factor, float32; summed up in float64, or the tail rounds away."""
+    """Probabilities but for a factor, float32; to be summed in float64, or the tail rounds away."""
     temperature = _column([row.params.temperature for row in rows], logits).float()
     best = logits.amax(dim=-1, keepdim=True)  # subtracted first: a tiny temperature overflows
     return ((logits - best) / temperature.clamp(min=1e-30)).exp()

@@ -1,16 +1,16 @@
-"""Who of the waiting sequences may begin to run.
+"""Decides which of the waiting sequences may begin to run.
 
-What a sequence can wait for, and whom that stops:
+What a sequence can wait for, and which others that stops:
 
-its adapter is not on the GPU     nobody: others pass it
-another computes its prefix       nobody: others pass it until it can share those pages
-other adapters take the room      nobody, until PATIENCE sequences with adapters have passed it;
-                                  then, at its tenant's turn, it is promised that no more of those
-                                  are admitted until its own adapter is in; room is their number,
-                                  Σ of their ranks, and memory
-too few KV pages are free         everybody: the pages that come free are its own
+its adapter is not on the GPU     none: others pass it
+another computes its prefix       none: others pass it until it can share those pages
+other adapters take the room      none, until MAX_OVERTAKES sequences with adapters have passed it;
+                                  then, at its tenant's turn, room is reserved for it: no more of
+                                  those are admitted until its own adapter is in; room is their
+                                  number, Σ of their ranks, and memory
+too few KV pages are free         all: the pages that come free are its own
 
-Those behind a sequence are those whose turn (waiting.py) comes later.
+Those behind a sequence are those whose turn (waiting_queue.py) comes later.
 """
 
 from collections.abc import Iterable
@@ -19,16 +19,16 @@ from typing import Protocol
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.scheduling.kv_cache import KVCache
-from lorikeet_engine.scheduling.sequence import AdapterLease, KeptOut, Sequence
+from lorikeet_engine.scheduling.sequence import AdapterLease, OvertakeCount, Sequence
 
-PATIENCE = 32
+MAX_OVERTAKES = 32
 
 
-class Adapters(Protocol):
-    """Where adapters are: `residency.Tiers`, as far as scheduling needs it."""
+class AdapterProvider(Protocol):
+    """Where adapters are: `residency.tiers.Tiers`, as far as scheduling needs it."""
 
     def residency(self, ref: AdapterRef) -> Residency:
-        """The fastest place that holds it now."""
+        """The fastest place that holds an adapter now."""
 
     def copy_s(self, ref: AdapterRef) -> float:
         """How long its copy to the GPU takes if nobody has wanted it there so far, else 0."""
@@ -47,11 +47,11 @@ class Adapters(Protocol):
 
 
 class Admission:
-    """One step's look through the waiting sequences, in the order of their turns.
+    """Admits waiting sequences to one step; `prepare` is asked in the order of their turns.
 
-    max_adapters, max_ranks: of the distinct adapters that run, how many and Σ rank at most. One may
-    run whatever its rank. failed: the adapters that could not be loaded, by digest. promised: who
-    waits for room that nobody else may take.
+    max_adapters, max_ranks: bounds of the number and of Σ rank of the distinct adapters that run;
+    one may run whatever its rank. failed: errors of adapters that could not be loaded, by digest.
+    reserved_for: the sequence that waits for room which no other may take.
     """
 
     def __init__(
@@ -60,86 +60,88 @@ class Admission:
         max_adapters: int,
         max_ranks: float,
         cache: KVCache,
-        adapters: Adapters,
+        adapters: AdapterProvider,
     ) -> None:
         self._max_adapters = max_adapters
         self._max_ranks = max_ranks
         self._cache = cache
         self._adapters = adapters
         self.failed: dict[str, AdapterError] = {}
-        self._present: set[str] = set()  # digests that the step computes with
-        self._ranks = 0  # of these, their sum
-        self._absent: set[str] = set()  # digests that cannot join it
-        self._computing: set[bytes] = set()  # keys of KV pages that will be there soon
-        self.promised: Sequence | None = None
-        self._leases = False  # whether anybody has one, if only until the step in flight is read
+        self._active: set[str] = set()  # digests of the adapters that the step computes with
+        self._ranks = 0  # their sum
+        self._blocked: set[str] = set()  # digests that cannot join the step
+        self._unwritten: set[bytes] = set()  # keys of KV pages that will be there soon
+        self.reserved_for: Sequence | None = None
+        self._leases = False  # whether any is held, if only until the step in flight is read
         for sequence in running:
             self._include(sequence)
 
-    def allows(self, sequence: Sequence, admitted: int) -> bool:
-        """Whether it can run but for KV pages; if so, it has its lease.
+    def prepare(self, sequence: Sequence, admitted: int) -> bool:
+        """Lease the sequence's adapter; returns whether it can run if there are KV pages for it.
 
         admitted: how many sequences with adapters ever were.
         """
         if sequence.adapter is not None and not self._leased(sequence, sequence.adapter, admitted):
             return False
-        return not self._shares_soon(sequence)
+        return not self._can_share_soon(sequence)
 
-    def refuses(self, sequence: Sequence) -> bool:
-        """Whether it is known already that its adapter cannot be used."""
+    def is_blocked(self, sequence: Sequence) -> bool:
+        """Whether it is known already that the sequence's adapter cannot join the step."""
         ref = sequence.request.adapter
-        return ref is not None and (self.promised is not None or ref.digest in self._absent)
+        return ref is not None and (self.reserved_for is not None or ref.digest in self._blocked)
 
     def admit(self, sequence: Sequence) -> None:
-        """It runs from now on."""
+        """Count the sequence among those that run."""
         self._include(sequence)
-        sequence.kept_out = KeptOut()
+        sequence.overtakes = OvertakeCount()
 
     def _leased(self, sequence: Sequence, ref: AdapterRef, admitted: int) -> bool:
-        if self.refuses(sequence):
+        if self.is_blocked(sequence):
             return False
-        crowded = self._crowded(ref)
-        if not crowded:
+        has_room = self._has_room(ref)
+        if has_room:
             try:
-                tenant = sequence.request.terms.tenant
+                tenant = sequence.request.scheduling.tenant
                 sequence.lease = sequence.lease or self._adapters.lease(ref, tenant)
             except AdapterError as error:
                 self.failed[ref.digest] = error
             if sequence.lease is not None:
                 return True
-        self._absent.add(ref.digest)
+        self._blocked.add(ref.digest)
         if ref.digest not in self.failed:
-            self._pass(sequence, ref, crowded, admitted)
+            self._pass_over(sequence, ref, has_room, admitted)
         return False
 
-    def _crowded(self, ref: AdapterRef) -> bool:
-        """Whether those that run leave it no room; one that is not on the GPU has no rank yet."""
-        if not self._present or ref.digest in self._present:
-            return False
+    def _has_room(self, ref: AdapterRef) -> bool:
+        """Whether running adapters leave it room; one that is not on the GPU has no rank yet."""
+        if not self._active or ref.digest in self._active:
+            return True
         ranks = self._ranks + (self._adapters.rank(ref) or 0)
-        return len(self._present) >= self._max_adapters or ranks > self._max_ranks
+        return len(self._active) < self._max_adapters and ranks <= self._max_ranks
 
-    def _pass(self, sequence: Sequence, ref: AdapterRef, crowded: bool, admitted: int) -> None:
-        self._adapters.want(ref, sequence.request.terms.tenant)
+    def _pass_over(
+        self, sequence: Sequence, ref: AdapterRef, has_room: bool, admitted: int
+    ) -> None:
+        self._adapters.want(ref, sequence.request.scheduling.tenant)
         # On the host and not further: what keeps it out is leased memory, as a rule.
-        if not crowded and self._adapters.residency(ref) is not Residency.HOST:
-            sequence.kept_out.since = None
+        if has_room and self._adapters.residency(ref) is not Residency.HOST:
+            sequence.overtakes.pause()
             return
-        sequence.kept_out.again(admitted)
-        # With no adapter leased there is nobody to wait for, and a promise would help nobody.
-        if sequence.kept_out.overtaken >= PATIENCE and self._leases:
-            self.promised = sequence
+        sequence.overtakes.update(admitted)
+        # Without any lease there is none to wait for, and reserving room would help nobody.
+        if sequence.overtakes.count >= MAX_OVERTAKES and self._leases:
+            self.reserved_for = sequence
 
     def _include(self, sequence: Sequence) -> None:
         if sequence.adapter is not None and sequence.lease is not None:
             self._leases = True
             digest = sequence.adapter.digest
-            if not sequence.complete and digest not in self._present:
-                self._present.add(digest)
+            if not sequence.complete and digest not in self._active:
+                self._active.add(digest)
                 self._ranks += sequence.lease.rank
-        self._computing.update(sequence.kv.coming_keys())
+        self._unwritten.update(sequence.kv.unwritten_keys())
 
-    def _shares_soon(self, sequence: Sequence) -> bool:
+    def _can_share_soon(self, sequence: Sequence) -> bool:
         keys = sequence.kv.shareable_keys()
         found = len(self._cache.find(keys))
-        return found < len(keys) and keys[found] in self._computing
+        return found < len(keys) and keys[found] in self._unwritten

@@ -1,49 +1,33 @@
-"""From requests to sequences: what is refused, what is cut, who gets which seed."""
+"""From requests to sequences: checks requests, cuts max_tokens, hands out seeds."""
 
 import itertools
 import secrets
-from dataclasses import dataclass
 
-from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.request import Request
 from lorikeet_engine.sampling.grammar import Grammars, Matcher
 from lorikeet_engine.scheduling.sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """What callers must know of the model and its steps. max_context: prompt plus output, tokens.
-
-    step_costs: as measured at start.
-    """
-
-    vocab_size: int
-    max_context: int
-    eos_token_ids: tuple[int, ...]
-    step_costs: StepCosts
+from lorikeet_engine.telemetry.status import EngineInfo
 
 
 class InputProcessor:
-    """Refuses requests that could never run; makes the choices of the others, in order."""
+    """Refuses requests that could never run; makes a sequence for each choice of the others."""
 
-    def __init__(
-        self, config: EngineConfig, page_size: int, grammars: Grammars | None = None
-    ) -> None:
-        self._config = config
+    def __init__(self, info: EngineInfo, page_size: int, grammars: Grammars | None = None) -> None:
+        self._info = info
         self._page_size = page_size
         self._grammars = grammars
         self._arrivals = itertools.count()
 
-    def sequences(self, request: Request) -> list[Sequence]:
-        """One for each choice; max_tokens is cut to what the context leaves behind the prompt.
+    def process(self, request: Request) -> list[Sequence]:
+        """A sequence for each choice; max_tokens is cut to what the context leaves after prompts.
 
         On any thread; takes as long as its grammar takes to compile. Raises InvalidRequest for a
-        prompt without room behind it, for unknown token ids, for a bad grammar.
+        prompt that fills the context, for token ids out of range, for a bad grammar.
         """
         self._check(request)
         sampling = request.sampling
-        eos = () if sampling.ignore_eos else self._config.eos_token_ids
+        eos = () if sampling.ignore_eos else self._info.eos_token_ids
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         prompts = [prompt for prompt in request.prompts for _ in range(request.n)]
         matcher = self._compile(sampling.grammar) if sampling.grammar is not None else None
@@ -52,7 +36,7 @@ class InputProcessor:
                 request,
                 choice,
                 arrival=next(self._arrivals),
-                max_tokens=min(sampling.max_tokens, self._config.max_context - len(prompt)),
+                max_tokens=min(sampling.max_tokens, self._info.max_context - len(prompt)),
                 stop_ids=frozenset((*sampling.stop_token_ids, *eos)),
                 seed=seed + choice,
                 page_size=self._page_size,
@@ -62,7 +46,7 @@ class InputProcessor:
         ]
 
     def _check(self, request: Request) -> None:
-        context = self._config.max_context
+        context = self._info.max_context
         for prompt in request.prompts:
             if len(prompt) >= context:
                 raise InvalidRequest(
@@ -81,7 +65,7 @@ class InputProcessor:
         return self._grammars.compile(grammar)
 
     def _check_ids(self, param: str, ids: tuple[int, ...]) -> None:
-        last = self._config.vocab_size - 1
+        last = self._info.vocab_size - 1
         if ids and not 0 <= min(ids) <= max(ids) <= last:
             raise InvalidRequest(
                 f"{param} has token ids from {min(ids)} to {max(ids)}: want 0 to {last}",

@@ -1,8 +1,8 @@
-"""Which KV page is whose: allocation, sharing by reference counts, and the cache of prefixes.
+"""The allocation of KV pages, their sharing by reference counts, and the prefix cache.
 
 A page is an integer: its index in the KV tensor. Only full pages have a key and can be shared, so
-a page that somebody can still write to has one owner. A page that nobody refers to keeps its key
-and contents until it is given out again, least recently used first.
+a page that can still be written to has one owner. A page without references keeps its key and
+contents until it is allocated again, least recently used first.
 """
 
 import hashlib
@@ -13,10 +13,10 @@ from collections.abc import Iterable, Reversible
 
 
 class SequencePages:
-    """The KV pages of one sequence, in the order of its tokens, and what is in them.
+    """The KV pages of one sequence, in the order of its tokens, and how far they are filled.
 
-    computed: how many tokens' keys and values a step given to the device has put there.
-    written: how many are there for sure, since that step has been read.
+    computed: how many tokens' keys and values the steps launched so far put there.
+    written: how many the steps read so far have put there.
     """
 
     __slots__ = ("_keys", "_page_size", "_root", "_tokens", "computed", "pages", "written")
@@ -24,7 +24,7 @@ class SequencePages:
     def __init__(
         self, tokens: list[int], page_size: int, salt: str = "", adapter_digest: str | None = None
     ) -> None:
-        """tokens: those that are known, which only ever grow at their end."""
+        """Start without pages. tokens: those that the host has; they only grow at their end."""
         self.pages: array[int] = array("i")  # not a list: page tables are joined bytes
         self.computed = self.written = 0
         self._tokens, self._page_size = tokens, page_size
@@ -32,7 +32,7 @@ class SequencePages:
         self._keys: list[bytes] = []
 
     def keys(self, pages: int) -> list[bytes]:
-        """The keys of the first pages, which known tokens must fill.
+        """The keys of the first pages, which `tokens` must fill.
 
         key 0 = H(H(salt, adapter digest), tokens of page 0); key i = H(key i−1, tokens of page i).
         Equal keys therefore mean equal tokens from the start, under one adapter and one tenant's
@@ -45,18 +45,18 @@ class SequencePages:
             self._keys.append(_hash(before + array("q", span).tobytes()))
         return self._keys[:pages]
 
-    def coming_keys(self) -> list[bytes]:
-        """The keys of the pages that known tokens will fill once they are written."""
-        written, known = self.written // self._page_size, len(self._tokens) // self._page_size
-        return self.keys(known)[written:] if written < known else []
+    def unwritten_keys(self) -> list[bytes]:
+        """The keys of the pages that `tokens` fill but that are not written yet."""
+        written, full = self.written // self._page_size, len(self._tokens) // self._page_size
+        return self.keys(full)[written:] if written < full else []
 
     def shareable_keys(self) -> list[bytes]:
-        """The keys of the full pages that leave a token to compute logits from."""
+        """The keys of the full pages that leave at least one token to compute logits from."""
         return self.keys((len(self._tokens) - 1) // self._page_size)
 
 
 class KVCache:
-    """The accounts of `pages` KV pages of `page_size` tokens. All operations are O(pages named)."""
+    """Allocates `pages` KV pages of `page_size` tokens. All operations are O(pages named)."""
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.pages = pages
@@ -69,12 +69,12 @@ class KVCache:
 
     @property
     def free(self) -> int:
-        """Pages that `take` can give out, cached ones included."""
+        """How many pages `take` can give out, cached ones included."""
         return len(self._free)
 
     @property
     def used(self) -> int:
-        """Pages that somebody refers to."""
+        """How many pages have references."""
         return self.pages - len(self._free)
 
     def pages_for(self, tokens: int) -> int:
@@ -82,9 +82,9 @@ class KVCache:
         return -(-tokens // self.page_size)
 
     def allocate(self, kv: SequencePages, tokens: int, spare: int) -> bool:
-        """Give a sequence that has none pages for so many tokens, cached ones where there are.
+        """Give a sequence without pages enough for this many tokens, cached ones where it can.
 
-        False, and nothing, where that would leave fewer than `spare` free.
+        Returns False and gives none if fewer than `spare` pages would stay free.
         """
         shared = self.find(kv.shareable_keys())
         self.share(shared)
@@ -97,7 +97,7 @@ class KVCache:
         return True
 
     def grow(self, kv: SequencePages, tokens: int) -> bool:
-        """Give a sequence what it lacks for so many tokens; False where too few are free."""
+        """Give a sequence the pages it lacks for this many tokens; False if too few are free."""
         missing = self.pages_for(tokens) - len(kv.pages)
         if missing > self.free:
             return False
@@ -106,7 +106,7 @@ class KVCache:
         return True
 
     def publish_written(self, kv: SequencePages, end: int) -> None:
-        """Keys and values up to `end` are in the sequence's pages: let others find full ones."""
+        """Let others find a sequence's full pages; its keys and values are written up to `end`."""
         first, full = kv.written // self.page_size, end // self.page_size
         kv.written = end
         if first < full:
@@ -114,13 +114,13 @@ class KVCache:
                 self.publish(page, key)
 
     def clear(self, kv: SequencePages) -> None:
-        """Take back what a sequence has, if it has any."""
+        """Take back all pages of a sequence, if it has any."""
         self.release(kv.pages)
         kv.pages = array("i")
         kv.computed = kv.written = 0
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The cached pages of the longest run of keys from the first; refers to none of them."""
+        """The cached pages of the longest run of keys from the first; adds no references."""
         found: list[int] = []
         for key in keys:
             page = self._page_of.get(key)

@@ -1,22 +1,27 @@
-"""Requests that callers have sent and the engine has not taken in, and all that are not over."""
+"""Requests on their way from callers to the engine, and which requests are still open."""
 
 import threading
+from typing import NamedTuple
 
 from lorikeet_engine.errors import EngineClosed, InvalidRequest
 from lorikeet_engine.scheduling.sequence import Sequence
 
-Abort = tuple[str, int | None]
-"""A request's id, and which of its choices; None for all."""
+
+class Abort(NamedTuple):
+    """A request, and the choice of it to abort; None for all its choices."""
+
+    request_id: str
+    choice: int | None
 
 
 class RequestQueue:
-    """Between the threads that call an engine and the one that steps it. Any may use it.
+    """Hands requests from the threads that call an engine to the one that steps it. Thread-safe.
 
-    open: request id → choices that have not ended.
+    open_choices: request id → how many of its choices have not ended.
     """
 
     def __init__(self) -> None:
-        self.open: dict[str, int] = {}
+        self.open_choices: dict[str, int] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._submitted: list[Sequence] = []
@@ -24,58 +29,64 @@ class RequestQueue:
 
     @property
     def submitted(self) -> list[Sequence]:
-        """The choices that were not taken in yet."""
+        """The choices that the engine has not taken yet."""
         return list(self._submitted)
 
     def submit(self, request_id: str, sequences: list[Sequence]) -> None:
-        """Put a request's choices in. Raises EngineClosed, and InvalidRequest if it is open."""
+        """Add a request's choices. Raises EngineClosed, and InvalidRequest if its id is open."""
         with self._lock:
             if self._closed:
                 raise EngineClosed("the engine is closed: send the request to another replica")
-            if request_id in self.open:
+            if request_id in self.open_choices:
                 raise InvalidRequest(
                     f"request_id={request_id!r} is in flight: want a new one", param="request_id"
                 )
-            self.open[request_id] = len(sequences)
+            self.open_choices[request_id] = len(sequences)
             # an abort that came too late was for the last request of this id
-            self._aborted = [abort for abort in self._aborted if abort[0] != request_id]
+            self._aborted = [abort for abort in self._aborted if abort.request_id != request_id]
             self._submitted += sequences
 
     def abort(self, request_id: str, choice: int | None) -> None:
-        """Have it aborted; what has ended is left alone."""
+        """Ask for a request to be aborted; nothing happens if it has ended."""
         with self._lock:
-            if request_id in self.open:
-                self._aborted.append((request_id, choice))
+            if request_id in self.open_choices:
+                self._aborted.append(Abort(request_id, choice))
 
     def take(self) -> tuple[list[Sequence], set[Abort]]:
-        """What has come since the last time: choices, and what is to be aborted after that."""
+        """The choices submitted since the last call, and what to abort after adding them."""
         with self._lock:
             submitted, self._submitted = self._submitted, []
             aborted, self._aborted = self._aborted, []
         return submitted, set(aborted)
 
-    def ended(self, request_id: str) -> None:
-        """One of its choices has ended."""
+    def choice_ended(self, request_id: str) -> None:
+        """Note that one choice of a request has ended."""
         with self._lock:
-            self.open[request_id] -= 1
-            if self.open[request_id] == 0:
-                del self.open[request_id]
+            self.open_choices[request_id] -= 1
+            if self.open_choices[request_id] == 0:
+                del self.open_choices[request_id]
 
-    def failed(self, request_id: str) -> None:
-        """All of it has ended."""
+    def request_failed(self, request_id: str) -> None:
+        """Note that all choices of a request have ended."""
         with self._lock:
-            self.open.pop(request_id, None)
+            self.open_choices.pop(request_id, None)
 
     def clear(self) -> list[str]:
-        """All requests have ended. Returns their ids."""
+        """Note that all requests have ended; returns their ids."""
         with self._lock:
-            ids = list(self.open)
-            self.open.clear()
+            ids = list(self.open_choices)
+            self.open_choices.clear()
             self._submitted.clear()
         return ids
 
     def close(self) -> bool:
-        """Take nothing more in; whether that is new."""
+        """Accept no more requests; returns False if it was closed before."""
         with self._lock:
             was_closed, self._closed = self._closed, True
         return not was_closed
+
+
+def is_aborted(sequence: Sequence, aborts: set[Abort]) -> bool:
+    """Whether a sequence is one of the choices to abort."""
+    request_id = sequence.request.request_id
+    return Abort(request_id, None) in aborts or Abort(request_id, sequence.choice) in aborts

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.request import Course, FinishReason, Request
+from lorikeet_engine.request import EngineTimings, FinishReason, Request
 from lorikeet_engine.sampling.grammar import Matcher
-from lorikeet_engine.scheduling.fairness import Bill
+from lorikeet_engine.scheduling.fairness import SequenceCost
 from lorikeet_engine.scheduling.kv_cache import SequencePages
 
 
@@ -28,40 +28,40 @@ class AdapterLease(Protocol):
 
 
 @dataclass(slots=True)
-class Progress:
-    """What a sequence has gone through so far; times by the monotonic clock.
+class SequenceTimings:
+    """When a sequence reached each of its phases, by the monotonic clock.
 
-    found: where its adapter was when the request came. came_cold: whether it was not on the GPU
-    when the sequence began to wait; loaded_s: when it came.
-    begun_s: when its first step was planned; cached_tokens: of its prompt, found computed then.
-    first_s: when its first token was known. told_s: when its last one was, by perf_counter.
-    preemptions: how often it had to begin anew. steps: it took part in.
+    residency: where its adapter was when the request came; None without an adapter. loads_adapter:
+    whether the adapter was not on the GPU when the sequence began to wait; loaded_s: when it was.
+    begun_s: when its first step was planned; cached_tokens: tokens of its prompt that were in the
+    KV cache then. first_token_s: when its first token was read; last_token_s: when its newest was,
+    by perf_counter. preemptions: how often it had to begin anew. steps: how many it took part in.
     """
 
     arrived_s: float = field(default_factory=time.monotonic)
-    found: Residency | None = None
-    came_cold: bool = False
+    residency: Residency | None = None
+    loads_adapter: bool = False
     loaded_s: float | None = None
     begun_s: float | None = None
-    first_s: float | None = None
-    told_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
     cached_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
 
-    def course(self) -> Course:
-        """All of it until now, when the sequence's newest token has become known."""
+    def engine_timings(self) -> EngineTimings:
+        """The time of each phase until now, when the sequence's newest token has been read."""
         now_s = time.monotonic()
         assert self.begun_s is not None, "a token of no step"
-        if self.first_s is None:
-            self.first_s = now_s
+        if self.first_token_s is None:
+            self.first_token_s = now_s
         load_s = self.loaded_s - self.arrived_s if self.loaded_s is not None else 0.0
         queued_s = self.begun_s - self.arrived_s
-        return Course(
+        return EngineTimings(
             queued_s=queued_s,
             load_s=min(max(load_s, 0.0), queued_s),
-            prefill_s=self.first_s - self.begun_s,
-            decode_s=now_s - self.first_s,
+            prefill_s=self.first_token_s - self.begun_s,
+            decode_s=now_s - self.first_token_s,
             cached_tokens=self.cached_tokens,
             preemptions=self.preemptions,
             steps=self.steps,
@@ -69,36 +69,40 @@ class Progress:
 
 
 @dataclass(slots=True)
-class KeptOut:
-    """How many sequences with adapters have begun while others' adapters kept one out.
+class OvertakeCount:
+    """How many sequences with adapters began while others' adapters left no room for this one.
 
-    overtaken: until it was looked at last. since: of all that ever began had by then; None where
-    it is something else that keeps it out.
+    count: until it was updated last. begun: how many had ever begun by then; None while the
+    sequence waits for something else.
     """
 
-    overtaken: int = 0
-    since: int | None = None
+    count: int = 0
+    begun: int | None = None
 
-    def again(self, begun: int) -> None:
-        """Others keep it out still. begun: how many with adapters ever have."""
-        if self.since is not None:
-            self.overtaken += begun - self.since
-        self.since = begun
+    def update(self, begun: int) -> None:
+        """Count those that began since the last update. begun: how many with adapters ever have."""
+        if self.begun is not None:
+            self.count += begun - self.begun
+        self.begun = begun
+
+    def pause(self) -> None:
+        """Count nobody until the next update: something else keeps the sequence waiting."""
+        self.begun = None
 
 
 class Sequence:
-    """The tokens of one choice, prompt and made, and what it holds while it runs.
+    """The tokens of one choice, prompt and output, and what it holds while it runs.
 
     arrival: its number in the order of arrival. max_tokens: the request's, cut to the context.
-    stop_ids: tokens that end it. seed: the choice's own. matcher: of its grammar, told of every
-    token that is known. plain: it has no grammar, no penalties, and tells no logprobs.
-    tokens: those that are known. pending: of each that was drawn behind them and is not known yet,
-    the row of the step that drew it. length: how many both are.
-    kv: its KV pages. lease: its adapter's. bill: its tenant's, set when it begins to wait.
+    stop_ids: tokens that end it. seed: the choice's own. matcher: its grammar's, which has accepted
+    every token in `tokens`. plain_sampling: it has no grammar, no penalties and no logprobs.
+    tokens: those that the host has. pending_rows: for each token that is sampled and not read yet,
+    its row in the step that samples it. length: how many both are together.
+    kv: its KV pages. lease: its adapter's. cost: what its tenant pays, set when it begins to wait.
     ended: it will never run again.
     """
 
-    bill: Bill
+    cost: SequenceCost
 
     def __init__(
         self,
@@ -120,15 +124,16 @@ class Sequence:
         self.seed = seed
         self.matcher = matcher
         sampling = request.sampling
-        self.plain = matcher is None and sampling.logprobs is None and not sampling.penalises
+        special = sampling.has_penalties or sampling.logprobs is not None
+        self.plain_sampling = matcher is None and not special
         self.tokens = list(request.prompts[choice // request.n])
-        self.pending: list[int] = []
+        self.pending_rows: list[int] = []
         self.prompt_length = self.length = len(self.tokens)
         digest = request.adapter.digest if request.adapter else None
         self.kv = SequencePages(self.tokens, page_size, request.salt, digest)
         self.lease: AdapterLease | None = None
-        self.kept_out = KeptOut()
-        self.progress = Progress()
+        self.overtakes = OvertakeCount()
+        self.timings = SequenceTimings()
         self.ended = False
 
     @property
@@ -137,8 +142,8 @@ class Sequence:
         return self.request.adapter
 
     @property
-    def made(self) -> int:
-        """How many tokens have been drawn for it."""
+    def output_length(self) -> int:
+        """How many tokens have been sampled for it."""
         return self.length - self.prompt_length
 
     @property
@@ -148,52 +153,52 @@ class Sequence:
 
     @property
     def complete(self) -> bool:
-        """Whether all its tokens have been drawn; the last may still be pending."""
+        """Whether all its tokens have been sampled; the last may still be pending."""
         return self.length - self.prompt_length == self.max_tokens
 
     @property
-    def holds_on(self) -> bool:
-        """Whether it has yet to make its min_tokens."""
-        return self.made < self.request.sampling.min_tokens
+    def below_min_tokens(self) -> bool:
+        """Whether its output is still shorter than min_tokens."""
+        return self.output_length < self.request.sampling.min_tokens
 
     @property
-    def awaits_token(self) -> bool:
-        """Whether its grammar must hear its last token before the next one can be drawn."""
-        return self.matcher is not None and bool(self.pending)
+    def grammar_awaits_token(self) -> bool:
+        """Whether its grammar must accept a pending token before the next one can be sampled."""
+        return self.matcher is not None and bool(self.pending_rows)
 
     @property
     def remaining(self) -> int:
-        """Tokens still to be computed before the next can be drawn: 1 means that it decodes."""
+        """Tokens still to be computed before the next can be sampled: 1 means that it decodes."""
         return self.length - self.kv.computed
 
-    def draw(self, row: int) -> None:
-        """The step at hand draws its next token in this row."""
-        self.pending.append(row)
+    def add_pending(self, row: int) -> None:
+        """Its next token is sampled in this row of the step that was just launched."""
+        self.pending_rows.append(row)
         self.length += 1
 
     def accept(self, token: int) -> FinishReason | None:
-        """Learn the first pending token; a stop id ends it and is not kept.
+        """Take the first pending token, which was read; a stop id ends it and is not kept.
 
-        Raises InvalidRequest where its grammar cannot be followed on.
+        Raises InvalidRequest if its grammar cannot go on from this token.
         """
         if token in self.stop_ids:
-            self.pending.clear()
+            self.pending_rows.clear()
             self.length = len(self.tokens)
             return FinishReason.STOP
-        del self.pending[0]
+        del self.pending_rows[0]
         self.tokens.append(token)
         if self.matcher is not None:
             self.matcher.accept(token)
             if self.matcher.must_end:
                 return FinishReason.STOP
-        return FinishReason.LENGTH if self.complete and not self.pending else None
+        return FinishReason.LENGTH if self.complete and not self.pending_rows else None
 
 
 class Chunk(NamedTuple):
-    """Tokens `start` to `end` of a sequence: its share of one step.
+    """Tokens `start` to `end` of a sequence, which one step computes.
 
-    completes: whether its next token is drawn from them. pages: the sequence's when the step was
-    planned; a preempted sequence has others.
+    completes: whether the sequence's next token is sampled from them. pages: the sequence's when
+    the step was planned; once preempted it gets others.
     """
 
     sequence: Sequence
@@ -203,10 +208,10 @@ class Chunk(NamedTuple):
     pages: "array[int]"
 
     @classmethod
-    def of(cls, sequence: Sequence, most: int) -> "Chunk":
-        """Its next uncomputed tokens, `most` of them at most."""
+    def of(cls, sequence: Sequence, max_tokens: int) -> "Chunk":
+        """The sequence's next uncomputed tokens, at most max_tokens of them."""
         kv, total = sequence.kv, sequence.length
-        end = kv.computed + most
+        end = kv.computed + max_tokens
         if end < total:
             return cls(sequence, kv.computed, end, False, kv.pages)
         return cls(sequence, kv.computed, total, True, kv.pages)

@@ -1,57 +1,61 @@
-"""What an engine counts of the requests that come and of the steps that it makes."""
+"""What an engine counts about its requests and steps."""
 
 import time
 from typing import NamedTuple
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.scheduling.sequence import Sequence
-from lorikeet_engine.telemetry.counters import SIZES, STEP_S, Histogram, Tally
+from lorikeet_engine.telemetry.counters import SIZES, STEP_S, Histogram, TierCounter
 
 
-class Launch(NamedTuple):
-    """A step that was launched then, by perf_counter: its sequences and distinct adapters.
+class StepLaunch(NamedTuple):
+    """When a step was launched, by perf_counter, with how many sequences and distinct adapters.
 
-    ranks: Σ rank of those, where a StepBudget wants to know.
+    decode_ranks: Σ rank of those for the StepBudget; None without one, or if prompts were among it.
     """
 
-    at_s: float
+    launched_s: float
     sequences: int
     adapters: int
-    ranks: int | None
+    decode_ranks: int | None
 
 
 class StepCounters:
-    """Counted by the engine's thread, lookups by any; any may read the fields, which only grow."""
+    """Counters that only grow. The engine's thread counts all but lookups; any thread may read.
+
+    lookups: requests by where their adapter was. inter_token_s: time between two tokens of a
+    choice, by where its adapter was when the request came; None without one.
+    """
 
     def __init__(self) -> None:
-        self.lookups = Tally(Residency)
+        self.lookups = TierCounter(Residency)
         self.seconds, self.sequences, self.adapters = map(Histogram, (STEP_S, SIZES, SIZES))
-        self.gaps = {found: Histogram(STEP_S) for found in (None, *Residency)}
+        self.inter_token_s = {tier: Histogram(STEP_S) for tier in (None, *Residency)}
         self.preemptions = self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
-        self._read_s = 0.0  # when the last step was
+        self._read_s = 0.0  # when the last step was read
 
-    def begun(self, sequence: Sequence) -> None:
-        """A choice takes part in its first step."""
+    def sequence_begun(self, sequence: Sequence) -> None:
+        """Count a choice that takes part in its first step."""
         self.prompt_tokens += sequence.prompt_length
-        self.cached_tokens += sequence.progress.cached_tokens
+        self.cached_tokens += sequence.timings.cached_tokens
 
-    def read(self, launch: Launch) -> float:
-        """A step's tokens are there; returns the seconds it took.
+    def step_read(self, launch: StepLaunch) -> float:
+        """Count a step whose tokens have just been read; returns the seconds it took.
 
-        It began when it was launched or the step before it was read.
+        They count from its launch, or from when the step before it was read if that was later.
         """
         now_s = time.perf_counter()
-        took_s = now_s - max(launch.at_s, self._read_s)
+        took_s = now_s - max(launch.launched_s, self._read_s)
         self.seconds.add(took_s)
         self.sequences.add(launch.sequences)
         self.adapters.add(launch.adapters)
         self._read_s = now_s
         return took_s
 
-    def told(self, sequence: Sequence) -> None:
-        """A token of the step that was read last goes to its caller."""
+    def token_delivered(self, sequence: Sequence) -> None:
+        """Count a token of the step that was read last, which goes to its caller."""
         self.output_tokens += 1
-        progress = sequence.progress
-        if progress.told_s is not None:
-            self.gaps[progress.found].add(self._read_s - progress.told_s)
-        progress.told_s = self._read_s
+        timings = sequence.timings
+        if timings.last_token_s is not None:
+            self.inter_token_s[timings.residency].add(self._read_s - timings.last_token_s)
+        timings.last_token_s = self._read_s

@@ -1,4 +1,4 @@
-"""The sequences that wait to run, in the order in which they get their turns."""
+"""The sequences that wait to run, and the order in which tenants get their turns."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,94 +10,99 @@ from lorikeet_engine.scheduling.sequence import Sequence
 
 
 class WaitingQueue:
-    """Of each tenant, who was preempted comes first, then the higher priority, then the older.
+    """A queue for each tenant: preempted sequences first, then by priority, then by arrival.
 
     Changed by one thread; may be counted and iterated on any.
     """
 
-    def __init__(self, accounts: VirtualCounters) -> None:
-        self._accounts = accounts
-        self._lines: dict[VirtualCounter, list[Sequence]] = {}  # none of them empty
+    def __init__(self, counters: VirtualCounters) -> None:
+        self._counters = counters
+        self._queues: dict[VirtualCounter, list[Sequence]] = {}  # none of them empty
 
     def __len__(self) -> int:
-        return sum(map(len, list(self._lines.values())))
+        return sum(map(len, list(self._queues.values())))
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Tenant by tenant."""
-        return chain.from_iterable(map(list, list(self._lines.values())))
+        """All sequences, tenant by tenant."""
+        return chain.from_iterable(map(list, list(self._queues.values())))
 
     def add(self, sequence: Sequence) -> None:
-        """It waits from now on, and its tenant for a turn."""
-        account = sequence.bill.account
-        self._accounts.wait(account)
-        insort(self._lines.setdefault(account, []), sequence, key=_place)
-        account.backlog += sequence.bill.worth
+        """Put a sequence into its tenant's queue, and let the tenant wait for a turn."""
+        counter = sequence.cost.counter
+        self._counters.start_waiting(counter)
+        insort(self._queues.setdefault(counter, []), sequence, key=_queue_key)
+        counter.backlog += sequence.cost.expected
 
     def remove(self, sequence: Sequence) -> None:
-        """It waits no longer."""
-        account = sequence.bill.account
-        line = self._lines[account]
-        del line[bisect_left(line, _place(sequence), key=_place)]
-        account.backlog -= sequence.bill.worth
-        if not line:
-            del self._lines[account]
-            account.backlog = 0.0
-            self._accounts.leave(account)
+        """Take a sequence out of its tenant's queue."""
+        counter = sequence.cost.counter
+        queue = self._queues[counter]
+        del queue[bisect_left(queue, _queue_key(sequence), key=_queue_key)]
+        counter.backlog -= sequence.cost.expected
+        if not queue:
+            del self._queues[counter]
+            counter.backlog = 0.0
+            self._counters.stop_waiting(counter)
 
-    def turns(self, begun: Iterable[Sequence], refuses: Callable[[Sequence], bool]) -> "Turns":
-        """A look at those that wait; nobody may be added or removed meanwhile.
+    def in_fair_order(
+        self, prefilling: Iterable[Sequence], is_blocked: Callable[[Sequence], bool]
+    ) -> "FairOrder":
+        """The waiting sequences in their turns; none may be added or removed meanwhile.
 
-        begun: that run already and come before others of their tenants. refuses: whether one need
-        not be looked at, for its adapter cannot be used.
+        prefilling: sequences that run already and come before others of their tenants. is_blocked:
+        whether a sequence need not be looked at, since its adapter cannot be used in this step.
         """
-        lines: dict[VirtualCounter, list[Sequence]] = {}
-        for sequence in begun:
-            lines.setdefault(sequence.bill.account, []).append(sequence)
-        for account, line in self._lines.items():
-            lines[account] = [*lines[account], *line] if account in lines else line
-        return Turns(lines, refuses)
+        queues: dict[VirtualCounter, list[Sequence]] = {}
+        for sequence in prefilling:
+            queues.setdefault(sequence.cost.counter, []).append(sequence)
+        for counter, queue in self._queues.items():
+            queues[counter] = [*queues[counter], *queue] if counter in queues else queue
+        return FairOrder(queues, is_blocked)
 
-    def stand_aside(self, accounts: Iterable[VirtualCounter]) -> None:
-        """None of what waits for them could have been served: they gain no credit by it."""
-        for account in accounts:
-            self._accounts.leave(account)
+    def skip_turn(self, counters: Iterable[VirtualCounter]) -> None:
+        """Give no credit to tenants of whom nothing that waits could have been served."""
+        for counter in counters:
+            self._counters.stop_waiting(counter)
 
 
-class Turns:
-    """Each once, the next always of the tenant whose counter is the least by then.
+class FairOrder:
+    """Iterates over sequences; the next is always of the tenant whose counter is least by then.
 
-    O(tenants), and O(log tenants) for each that is looked at. over: the tenants of whom nobody is
-    left.
+    O(tenants) at first, then O(log tenants) for each sequence. exhausted: the tenants of whom no
+    sequence is left.
     """
 
     def __init__(
-        self, lines: Mapping[VirtualCounter, list[Sequence]], refuses: Callable[[Sequence], bool]
+        self,
+        queues: Mapping[VirtualCounter, list[Sequence]],
+        is_blocked: Callable[[Sequence], bool],
     ) -> None:
-        self._lines, self._refuses = lines, refuses
-        self.over: list[VirtualCounter] = []
+        self._queues, self._is_blocked = queues, is_blocked
+        self.exhausted: list[VirtualCounter] = []
 
     def __iter__(self) -> Iterator[Sequence]:
-        rests = [(account, iter(line)) for account, line in self._lines.items()]
-        turns = [_turn(account, next(rest), rest) for account, rest in rests]
+        rests = [(counter, iter(queue)) for counter, queue in self._queues.items()]
+        turns = [_turn(counter, next(rest), rest) for counter, rest in rests]
         heapify(turns)
         while turns:
             _, _, sequence, rest = turns[0]
-            account = sequence.bill.account
+            counter = sequence.cost.counter
             yield sequence
-            following = next((s for s in rest if not self._refuses(s)), None)
+            following = next((s for s in rest if not self._is_blocked(s)), None)
             if following is None:
                 heappop(turns)
-                self.over.append(account)
+                self.exhausted.append(counter)
             else:
-                heapreplace(turns, _turn(account, following, rest))
+                heapreplace(turns, _turn(counter, following, rest))
 
 
 _Turn = tuple[float, int, Sequence, Iterator[Sequence]]
 
 
-def _turn(account: VirtualCounter, sequence: Sequence, rest: Iterator[Sequence]) -> _Turn:
-    return account.counter, sequence.arrival, sequence, rest
+def _turn(counter: VirtualCounter, sequence: Sequence, rest: Iterator[Sequence]) -> _Turn:
+    return counter.value, sequence.arrival, sequence, rest
 
 
-def _place(sequence: Sequence) -> tuple[bool, int, int]:
-    return not sequence.progress.preemptions, -sequence.request.terms.priority, sequence.arrival
+def _queue_key(sequence: Sequence) -> tuple[bool, int, int]:
+    priority = sequence.request.scheduling.priority
+    return not sequence.timings.preemptions, -priority, sequence.arrival

@@ -1,7 +1,6 @@
-"""What an engine counts with while it works.
+"""Histograms and counters that grow for as long as the engine lives.
 
-Counters grow for as long as the engine lives. One thread counts; others may read while it does, and
-then miss at most what it is about to count.
+One thread counts; others may read while it does, and then miss at most what it is about to count.
 """
 
 import threading
@@ -12,11 +11,11 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import Distribution
 
 STEP_S = (1e-3, 2.5e-3, 5e-3, 7.5e-3, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
-"""Bounds for what a step takes, and for the time between two tokens."""
+"""Bucket bounds for the time of a step, and for the time between two tokens."""
 LOAD_S = (1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Bounds for what loads take, from a copy over PCIe to a download that crawls."""
+"""Bucket bounds for the time of a load, from a copy over PCIe to a slow download."""
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Bounds for how many of something a step has."""
+"""Bucket bounds for how many sequences or adapters a step has."""
 
 
 class Histogram:
@@ -25,7 +24,7 @@ class Histogram:
     __slots__ = ("_bounds", "_counts", "_total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
-        """bounds: ascending."""
+        """Start empty. bounds: of the buckets, ascending."""
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
@@ -36,11 +35,11 @@ class Histogram:
         self._total += value
 
     def read(self) -> Distribution:
-        """What was counted so far."""
+        """The values counted so far."""
         return Distribution(self._bounds, tuple(self._counts), self._total)
 
 
-class Tally:
+class TierCounter:
     """Counts by tier. Thread-safe."""
 
     def __init__(self, tiers: Iterable[Residency]) -> None:
@@ -53,5 +52,5 @@ class Tally:
             self._counts[tier] += 1
 
     def read(self) -> dict[Residency, int]:
-        """What was counted so far."""
+        """The counts so far."""
         return dict(self._counts)

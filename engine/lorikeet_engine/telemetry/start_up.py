@@ -1,4 +1,4 @@
-"""What a start takes, stage by stage: memory of the device, and time."""
+"""Measures the device memory and the time that each stage of a start takes."""
 
 import time
 from collections.abc import Iterator
@@ -10,15 +10,15 @@ from lorikeet_engine.device.memory import free_bytes, gib
 from lorikeet_engine.errors import SettingsError
 
 
-class DeviceRoom:
-    """What is free on a device, and what took the rest. bytes: by what took them."""
+class DeviceMemory:
+    """The free memory of a device, and what took the rest. bytes: of each part that took some."""
 
     def __init__(self, free: int) -> None:
         self.free = self._free_at_first = free
         self.bytes: dict[str, int] = {}
 
     def take(self, name: str, size: int) -> None:
-        """So many bytes fewer are free."""
+        """Note that a part took this many bytes."""
         self.bytes[name] = size
         self.free -= size
 
@@ -27,10 +27,10 @@ class DeviceRoom:
         return f"of {gib(self._free_at_first)} free at first{taken}, {gib(self.free)} are left"
 
 
-class StartUp(DeviceRoom):
-    """Measures the stages of one start. bytes, seconds: of each stage that is over.
+class StartUpStages(DeviceMemory):
+    """Measures the stages of one start. bytes, seconds: of each stage that has ended.
 
-    free: what is free on the device for the next one. Other processes' memory counts as used.
+    free: bytes left on the device for the next stage. Other processes' memory counts as used.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class StartUp(DeviceRoom):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measure what is done inside. Raises SettingsError where it finds no memory."""
+        """Measure what is done inside. Raises SettingsError if the device runs out of memory."""
         began_s = time.perf_counter()
         try:
             yield

@@ -1,16 +1,29 @@
-"""What an engine says of itself: plain, picklable, and read while it goes on."""
+"""What an engine reports of itself: plain and picklable, read while it steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.costs import MeasuredCosts
+from lorikeet_engine.costs import MeasuredCosts, StepCosts
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What callers must know of a started engine; never changes.
+
+    max_context: tokens of prompt plus output. step_costs: as measured at start.
+    """
+
+    vocab_size: int
+    max_context: int
+    eos_token_ids: tuple[int, ...]
+    step_costs: StepCosts
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Values by bucket: counts[i] of them are above bounds[i − 1] and at most bounds[i].
+    """A histogram of values: counts[i] of them are above bounds[i − 1] and at most bounds[i].
 
     counts has one more entry than bounds, for what is above all of them. total: their sum.
     """
@@ -22,11 +35,11 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """What one tier holds now, what it has room for, and how many adapters it has evicted so far.
+    """What one tier holds now, its capacity, and how many adapters it has evicted so far.
 
-    An adapter counts in every tier that holds it. pinnable_bytes: what images of pinned adapters
-    can take. The disk's are those of all processes that share the folder; its evictions are this
-    process's.
+    An adapter counts in every tier that holds it. pinnable_bytes: the most that images of pinned
+    adapters can take. The disk's numbers are of all processes that share the folder, but for its
+    evictions, which are this process's.
     """
 
     adapters: int
@@ -45,14 +58,14 @@ class Victim(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LiveStats:
-    """What an engine does at one moment: what routing weighs, in a few bytes.
+    """What an engine does at one moment, as far as routing needs it, in a few bytes.
 
     running: sequences that take part in steps, of which some are decoding and some prefilling: the
     latter have no token yet, or were preempted. waiting: sequences that take part in none.
-    pending_tokens: what is not computed of those that wait or are prefilling. ranks: Σ rank of the
-    distinct adapters that decode. oldest_wait_s: the longest that anybody without a token waits.
-    loading_bytes: images on their way to the GPU, wherever they are. free_bytes, room_bytes: of the
-    arena, what nobody uses; that and what could be evicted now. victim: None if nothing could.
+    pending_tokens: tokens to compute of those that wait or are prefilling. ranks: Σ rank of the
+    distinct adapters that decode. oldest_wait_s: the longest wait of a sequence without a token.
+    loading_bytes: images that are loading to the GPU, in whatever tier. free_bytes: unused bytes of
+    the arena; room_bytes: those and what could be evicted now. victim: None if nothing could.
     """
 
     running: int = 0
@@ -71,7 +84,7 @@ class LiveStats:
 
     @property
     def pending(self) -> int:
-        """Sequences that wait or are prefilling."""
+        """How many sequences wait or are prefilling."""
         return self.waiting + self.prefilling
 
 
@@ -79,16 +92,16 @@ class LiveStats:
 class EngineStatus:
     """What an engine does now, what each tier holds, and what was counted since the start.
 
-    costs: as far as they were measured. lookups: requests that were taken, by where their adapter
-    was. loads: seconds by where an adapter was loaded from: from remote to the disk, from the disk
-    to the host, from the host to the GPU, so that one that was remote makes all three.
-    load_failures: of any kind. prompt_tokens: of the choices that have begun, and of these
-    cached_tokens were found computed. step_s: from a step's launch, or from when the one before it
-    was read, until it was read. step_sequences, step_adapters: how many, distinct ones, a step had.
+    costs: as far as they were measured. lookups: accepted requests by where their adapter was.
+    loads: seconds by where an adapter was loaded from: from remote to the disk, from the disk to
+    the host, from the host to the GPU, so that one that was remote makes all three. load_failures:
+    of any kind. prompt_tokens: of the choices that have begun; cached_tokens of them were in the KV
+    cache. step_s: from a step's launch, or from when the one before it was read, until it was read.
+    step_sequences, step_adapters: how many sequences and distinct adapters a step had.
     inter_token_s: between two tokens of a choice, by where its adapter was when the request came;
     None without one.
-    moved: where adapters are now that were elsewhere by the status reported before, by digest; on
-    the GPU means that requests can use them now.
+    moved: where adapters are now that were elsewhere in the status reported before, by digest; GPU
+    means that requests can use them now.
     """
 
     live: LiveStats = field(default_factory=LiveStats)
@@ -112,10 +125,11 @@ class AdapterStatus(NamedTuple):
     """One adapter that an engine holds somewhere nearer than remote.
 
     image_bytes: what it takes on the GPU, there or not; None while this engine has not seen its
-    image. uses: how often it was used lately, as the eviction policy counts. pinned: a pin names
+    image. uses: its recent uses, as the eviction policy counts them. pinned: whether a pin names
     it. The rest is about the GPU's arena. rank: its largest, None if it does not lie there. leases:
-    sequences that use it now. kept: a pin keeps it there. arriving: its copy is not over, nobody
-    can use it yet. pieces: (offset, size) of each, bytes, in the image's order.
+    sequences that use it now. kept: whether a pin keeps it there. arriving: whether its copy is not
+    over, so that no request can use it yet. pieces: (offset, size) of each, bytes, in the image's
+    order.
     """
 
     tenant: str
@@ -134,12 +148,12 @@ class AdapterStatus(NamedTuple):
 
     @property
     def ref(self) -> AdapterRef:
-        """Which adapter."""
+        """The adapter's reference."""
         return AdapterRef(self.tenant, self.name, self.version, self.digest)
 
     @property
     def gpu_bytes(self) -> int:
-        """What it takes of the arena."""
+        """The bytes that it takes of the arena."""
         return sum(size for _, size in self.pieces)
 
 
@@ -149,11 +163,11 @@ AdapterRows = tuple[tuple[object, ...], ...]
 
 @dataclass(slots=True)
 class SlotUse:
-    """A tenant's use of an adapter since this was asked last.
+    """A tenant's use of an adapter since the last report.
 
-    leased_s: its slot was leased for the tenant's requests, time that several leases share counted
-    once; at each moment the tenants who lease it bear equal parts. loads, load_bytes: onto the GPU,
-    because a request of the tenant wanted it, and before anybody else's did.
+    leased_s: how long its slot was leased for the tenant's requests; time that several leases share
+    counts once, and at each moment the tenants that lease it bear equal parts. loads, load_bytes:
+    onto the GPU, because a request of the tenant asked for it before any other's did.
     """
 
     tenant: str

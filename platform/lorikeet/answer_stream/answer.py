@@ -14,7 +14,7 @@ from lorikeet.errors import engine_code
 from lorikeet.protocol.messages import Call, FinalUsage, Refusal, StreamItem
 from lorikeet_engine.errors import AdapterError, EngineError
 from lorikeet_engine.request import (
-    Course,
+    EngineTimings,
     Failed,
     FinishReason,
     Output,
@@ -129,7 +129,7 @@ class Answer:
         self._deltas: list[list[OutputDelta]] = [[] for _ in self._choices]
         self._unfinished = len(self._choices)
         self._cached: dict[int, int] = {}
-        self._courses: dict[int, Course] = {}
+        self._courses: dict[int, EngineTimings] = {}
         self.stopped: list[int] = []
         self.ended = False
 
@@ -151,9 +151,9 @@ class Answer:
     def _advance(self, output: Tokens) -> bytes:
         index = output.choice
         choice = self._choices[index]
-        if output.course is not None:
-            self._cached.setdefault(index, output.course.cached_tokens)
-            self._courses[index] = output.course
+        if output.timings is not None:
+            self._cached.setdefault(index, output.timings.cached_tokens)
+            self._courses[index] = output.timings
         if choice.finish is not None:
             return b""  # made before the engine heard of the abort
         delta = choice.take(output)
@@ -175,7 +175,7 @@ class Answer:
         cached = sum(
             min(self._cached.get(index + i, 0) for i in range(self._call.n)) for index in prompts
         )
-        courses = tuple(self._courses.get(i, Course()) for i in range(len(self._choices)))
+        courses = tuple(self._courses.get(i, EngineTimings()) for i in range(len(self._choices)))
         return FinalUsage(self._prompt_tokens, cached, made, courses)
 
     def _end(self, usage: FinalUsage) -> bytes:

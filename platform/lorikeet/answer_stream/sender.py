@@ -49,7 +49,7 @@ class AnswerSender:
 
     def _advance(self, output: Output, header: AnswerHeader) -> None:
         items: list[StreamItem] = []
-        load_s = output.course.load_s if isinstance(output, Tokens) and output.course else None
+        load_s = output.timings.load_s if isinstance(output, Tokens) and output.timings else None
         if header.load_s is None and load_s is not None:
             self._header = replace(header, status=None, load_s=load_s)
             items.append(self._header)

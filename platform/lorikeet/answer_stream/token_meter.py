@@ -32,7 +32,7 @@ class TokenMeter:
                 prompt = output.choice // self._n
                 if prompt not in self._computed:
                     self._computed.add(prompt)
-                    self._cached_tokens += output.course.cached_tokens if output.course else 0
+                    self._cached_tokens += output.timings.cached_tokens if output.timings else 0
 
     def on_item(self, item: StreamItem) -> None:
         """Note an item that goes to the gateway."""

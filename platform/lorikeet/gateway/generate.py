@@ -18,7 +18,7 @@ from lorikeet.gateway.services import Services
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.request_log.trace import RequestTrace
 from lorikeet.tenancy import RateLimiter
-from lorikeet_engine.request import Terms
+from lorikeet_engine.request import SchedulingParams
 
 KINDS: Mapping[str, type[GenerateRequest]] = {
     "/v1/chat/completions": ChatRequest,
@@ -101,11 +101,13 @@ class GenerateEndpoint:
             self._services.first_item_timeout_s,
         )
 
-    def _terms(self, request: Request, caller: Caller) -> Terms:
+    def _terms(self, request: Request, caller: Caller) -> SchedulingParams:
         """What the engine's scheduler is to know. Raises InvalidInput."""
         tenant, max_queue_s = caller.tenant, self._services.max_queue_s
         max_load_s = _max_load_s(request.headers.get(LOAD_HEADER))
-        return Terms(tenant.name, tenant.weight, caller.key.priority, max_queue_s, max_load_s)
+        return SchedulingParams(
+            tenant.name, tenant.weight, caller.key.priority, max_queue_s, max_load_s
+        )
 
 
 def _max_load_s(header: str | None) -> float | None:

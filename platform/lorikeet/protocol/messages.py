@@ -8,7 +8,7 @@ from typing import Any
 from lorikeet.routing.ranking import Candidate, Work
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.request import Course, SamplingParams, Terms
+from lorikeet_engine.request import EngineTimings, SamplingParams, SchedulingParams
 
 
 class Endpoint(Enum):
@@ -76,7 +76,7 @@ class Call:
     format: Format | None = None
     tools: ToolUse | None = None
     echo: bool = False
-    terms: Terms = field(default_factory=Terms)
+    terms: SchedulingParams = field(default_factory=SchedulingParams)
     key_id: str = ""
     max_context: int | None = None
     work: Work = field(default_factory=lambda: Work(prompt_tokens=1))
@@ -109,7 +109,7 @@ class FinalUsage:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    courses: tuple[Course, ...] = ()
+    courses: tuple[EngineTimings, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

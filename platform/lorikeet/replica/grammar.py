@@ -16,7 +16,7 @@ from llguidance.numpy import fill_next_token_bitmask_par
 
 from lorikeet.errors import InvalidInput
 from lorikeet_engine.errors import InvalidRequest
-from lorikeet_engine.sampling.grammar import Bits, Matcher
+from lorikeet_engine.sampling.grammar import Matcher, TokenBitmask
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -69,7 +69,9 @@ class ModelGrammars:
         """Return the matcher of a choice without tokens. Raises InvalidRequest."""
         return TextMatcher(self._compiled(text).deep_copy())
 
-    def fill(self, matchers: Sequence[Matcher], bits: Bits) -> list[InvalidRequest | None]:
+    def fill_bitmasks(
+        self, matchers: Sequence[Matcher], bitmasks: TokenBitmask
+    ) -> list[InvalidRequest | None]:
         """Set the bits of tokens that may follow, as the engine's `Grammars` asks."""
         ours = [matcher.state for matcher in matchers if isinstance(matcher, TextMatcher)]
         assert len(ours) == len(matchers), "matchers that others compiled"
@@ -79,8 +81,8 @@ class ModelGrammars:
         octets = words.view(np.uint8)
         for token in self._tokenizer.eos_tokens:
             octets[:, token // 8] &= 255 ^ (1 << token % 8)
-        width = min(octets.shape[1], bits.shape[1])  # vocabularies of models are rounded up
-        bits[:, :width] = octets[:, :width]
+        width = min(octets.shape[1], bitmasks.shape[1])  # vocabularies of models are rounded up
+        bitmasks[:, :width] = octets[:, :width]
         return [_broken(matcher) if matcher.is_error() else None for matcher in ours]
 
     @cached_property

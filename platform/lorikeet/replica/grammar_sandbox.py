@@ -133,7 +133,7 @@ def _try(grammars: ModelGrammars, grammar: str) -> str | None:
         matcher = grammars.compile(grammar)
     except InvalidRequest as error:
         return error.message
-    (problem,) = grammars.fill([matcher], np.zeros((1, 1), np.uint8))
+    (problem,) = grammars.fill_bitmasks([matcher], np.zeros((1, 1), np.uint8))
     return problem.message if problem else None
 
 

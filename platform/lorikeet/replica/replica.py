@@ -76,7 +76,7 @@ class Replica:
             build, self._outputs.dispatch, self.engine_ended, self._status_changed
         )
         self._feed = StatusFeed(self._engine.status)
-        context = self._engine.config.max_context
+        context = self._engine.info.max_context
         self._encoder = PromptEncoder(settings.base_models[base_model], context)
         self._grammars = GrammarSandbox(settings.base_models[base_model])
         flush_s = settings.usage_flush_s
@@ -192,7 +192,7 @@ class Replica:
         plan_s = self._plan_s
         is_fresh = plan_s is not None and time.monotonic() - plan_s < _PLAN_FRESH_S
         sole_copies = self._sole_copies if is_fresh else None
-        seats = self._engine.config.step_costs.max_running
+        seats = self._engine.info.step_costs.max_running
         return pressure.to_stats(pressure.measure_pressure(await self.report(), seats, sole_copies))
 
     def check_health(self) -> None:
@@ -222,7 +222,7 @@ class Replica:
 
     def _request(self, call: Call) -> Request:
         prompts = self._encoder.encode(call)
-        room = max_answer_tokens(call, prompts, self._engine.config.max_context)
+        room = max_answer_tokens(call, prompts, self._engine.info.max_context)
         sampling = replace(
             call.sampling,
             max_tokens=min(call.max_tokens, room) if call.max_tokens else room,

@@ -6,7 +6,7 @@ from lorikeet.errors import status_of
 from lorikeet.protocol.messages import FinalUsage
 from lorikeet.routing.ranking import Candidate
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.request import Course
+from lorikeet_engine.request import EngineTimings
 
 _COMPUTED = {"overloaded", "adapter_not_ready"}
 """503s that say no, and not that something failed."""
@@ -88,12 +88,12 @@ class RequestRecord:
         )
 
     @property
-    def courses(self) -> tuple[Course, ...]:
+    def courses(self) -> tuple[EngineTimings, ...]:
         """What each choice went through, of an answer that was made to its end."""
         return self.usage.courses if self.usage else ()
 
     @property
-    def slowest(self) -> Course | None:
+    def slowest(self) -> EngineTimings | None:
         """What the longest choice went through."""
         return max(self.courses, key=engine_s, default=None)
 
@@ -111,6 +111,6 @@ class RequestRecord:
         return sum(attempt.failure is not None for attempt in self.attempts)
 
 
-def engine_s(course: Course) -> float:
+def engine_s(course: EngineTimings) -> float:
     """In the engine, seconds."""
     return course.queued_s + course.prefill_s + course.decode_s

@@ -35,9 +35,9 @@ class FairQueue:
         """Queue a request of a tenant."""
         counter = self._counter_of.get(tenant)
         if counter is None:
-            counter = self._counter_of[tenant] = self._counters.open(str(tenant), 1.0)
+            counter = self._counter_of[tenant] = self._counters.open_sequence(str(tenant), 1.0)
             self._requests[tenant] = deque()
-        self._counters.wait(counter)
+        self._counters.start_waiting(counter)
         self.waiting[tenant] = counter
         self._requests[tenant].append(request)
 
@@ -46,13 +46,13 @@ class FairQueue:
 
         prompts: tokens of each request's prompt.
         """
-        tenant = min(self.waiting, key=lambda tenant: self.waiting[tenant].counter)
+        tenant = min(self.waiting, key=lambda tenant: self.waiting[tenant].value)
         requests, counter = self._requests[tenant], self.waiting[tenant]
         request = requests.popleft()
         counter.charge(PROMPT_TOKEN * prompts[request] + OUTPUT_TOKEN)
         if not requests:
             del self.waiting[tenant]
-            self._counters.leave(counter)
+            self._counters.stop_waiting(counter)
         return request
 
     def begun(self, tenant: int) -> None:

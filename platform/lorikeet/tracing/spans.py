@@ -37,7 +37,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from lorikeet.errors import status_of
 from lorikeet.request_log.record import RequestRecord, engine_s
-from lorikeet_engine.request import Course
+from lorikeet_engine.request import EngineTimings
 
 Attributes = dict[str, str | int | float | bool | None]
 
@@ -190,7 +190,7 @@ def _add_replica(
         at_s = then_s
 
 
-def _begun_s(record: RequestRecord, course: Course, taken_s: float, end_s: float) -> float:
+def _begun_s(record: RequestRecord, course: EngineTimings, taken_s: float, end_s: float) -> float:
     """When the engine began, at the latest that agrees with all that the gateway saw."""
     latest = [end_s - engine_s(course)]
     if record.found_s is not None:

@@ -110,7 +110,7 @@ def test_the_demo_model_takes_about_what_its_engine_says(tmp_path):
     torch.set_num_threads(1)
     settings = EngineSettings(DEMO, tmp_path, max_batch_tokens=256, max_running=16, overlap=False)
     engine = Engine(settings, source=None)
-    costs = engine.config.step_costs
+    costs = engine.info.step_costs
     answers, prompts_s, decodes_s = Answers(engine), [], []
 
     def step_s():

@@ -12,7 +12,7 @@ from engine.benchmarks.random_model import random_model, write_config
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.execution import cuda_graphs
-from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits, _Whole
+from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits, _WholeGraph
 from lorikeet_engine.kernels.attention import PageTable, SdpaAttention
 from lorikeet_engine.kernels.attention.paged_decode import query_rows
 from lorikeet_engine.models.batch import Batch
@@ -72,14 +72,14 @@ def recorded(graphs, blank, attention):
     attention.plan(blank)
     hidden = graphs._run(blank, attention)
     again = Replayed(lambda: hidden.copy_(graphs._run(blank, attention)))
-    return _Whole(again, hidden, attention)
+    return _WholeGraph(again, hidden, attention)
 
 
 class Piecewise:
     """PiecewiseGraphs without a GPU: the static tensors, but attention for a step's own tokens."""
 
-    def __init__(self, graphs, blank, between):
-        self._graphs, self._blank, self._mixed = graphs, blank, between.mixed
+    def __init__(self, graphs, blank, buffers):
+        self._graphs, self._blank, self._outputs = graphs, blank, buffers.outputs
 
     def forward(self, batch):
         self._batch = batch
@@ -87,13 +87,13 @@ class Piecewise:
 
     def attend(self, q, layer_kv, _):
         rows = len(self._batch.token_ids)
-        self._mixed.fill_(torch.nan)
-        self._mixed[:rows] = SdpaAttention().attend(q[:rows], layer_kv, self._batch)
-        return self._mixed
+        self._outputs.fill_(torch.nan)
+        self._outputs[:rows] = SdpaAttention().attend(q[:rows], layer_kv, self._batch)
+        return self._outputs
 
 
-def recorded_in_pieces(graphs, blank, attention, between):
-    return Piecewise(graphs, blank, between)
+def recorded_piecewise(graphs, blank, attention, buffers):
+    return Piecewise(graphs, blank, buffers)
 
 
 class Twice:
@@ -108,7 +108,7 @@ class Twice:
         if not graphs.fit(batch):
             return self.runner.forward(batch)
         got = self.runner.forward(batch).clone()
-        want = self.runner.without_graph(batch)
+        want = self.runner.forward_eager(batch)
         self._compare(got, want)
         segments = len(batch.segments) if batch.segments else 0
         self.compared.append((len(batch.token_ids), len(want), segments))
@@ -146,10 +146,10 @@ def engine(request, tmp_path, monkeypatch):
     engine.refs = shelf.refs
     if request.param == "cpu":
         torch.set_num_threads(1)  # two would mostly wait for each other over tensors this small
-        monkeypatch.setattr(cuda_graphs, "_TOKENS", (1, 4, 16, 64, 128))
-        monkeypatch.setattr(cuda_graphs, "_PIECES_TOKENS", (32, 200, 350))
+        monkeypatch.setattr(cuda_graphs, "_WHOLE_SIZES", (1, 4, 16, 64, 128))
+        monkeypatch.setattr(cuda_graphs, "_PIECEWISE_SIZES", (32, 200, 350))
         monkeypatch.setattr(CudaGraphs, "_record", recorded)
-        monkeypatch.setattr(CudaGraphs, "_record_pieces", recorded_in_pieces)
+        monkeypatch.setattr(CudaGraphs, "_record_piecewise", recorded_piecewise)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
         add_graphs(engine._runner, settings)
@@ -189,7 +189,7 @@ def test_base_requests_alone_use_a_graph_without_adapters(engine):
 def test_a_prompt_in_chunks_and_one_behind_a_cached_prefix(engine):
     engine._runner = twice = Twice(engine._runner)
     long = [i % 512 for i in range(300)]
-    engine._scheduler._bounds = replace(engine._scheduler._bounds, tokens=64)
+    engine._scheduler._limits = replace(engine._scheduler._limits, tokens=64)
     answers = Answers(engine)
     for name, prompt in (("chunks", long), ("prefix", [*long[:280], 7, 8, 9])):
         answers.submit(greedy(name, prompt, adapter=engine.refs[0], max_tokens=3))
@@ -200,8 +200,8 @@ def test_a_prompt_in_chunks_and_one_behind_a_cached_prefix(engine):
 
 
 def test_a_step_that_sees_too_much_for_one_graph_is_computed_in_pieces(engine, monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "_SEEN", 100)
-    pieces = engine._runner._graphs._pieces
+    monkeypatch.setattr(cuda_graphs, "_MAX_ATTENDED", 100)
+    pieces = engine._runner._graphs._piecewise
     used = []
     for size, by_count in pieces.items():
         for count, captured in by_count.items():
@@ -224,7 +224,7 @@ class Spied:
 
 
 def test_prompts_of_many_adapters_in_pieces(engine, monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "_SEEN", 0)
+    monkeypatch.setattr(cuda_graphs, "_MAX_ATTENDED", 0)
     answers = Answers(engine)
     for i, adapter in enumerate(engine.refs):  # no prompt below waits for its adapter
         answers.submit(greedy(f"load{i}", [1], adapter=adapter, max_tokens=1))
@@ -241,7 +241,7 @@ def test_prompts_of_many_adapters_in_pieces(engine, monkeypatch):
 
 def test_a_step_beyond_all_graphs_is_launched_kernel_by_kernel(engine, monkeypatch):
     graphs = engine._runner._graphs
-    monkeypatch.setattr(graphs, "_pieces", {4: graphs._pieces[min(graphs._pieces)]})
+    monkeypatch.setattr(graphs, "_piecewise", {4: graphs._piecewise[min(graphs._piecewise)]})
     monkeypatch.setattr(graphs, "_whole", {2: graphs._whole[min(graphs._whole)]})
     engine._runner = twice = Twice(engine._runner)
     answers = Answers(engine)

@@ -13,10 +13,11 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.device.memory import MemoryShare, free_bytes
 from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.execution.assembly import assemble, count_pages, count_slots
+from lorikeet_engine.execution.assembly import assemble
+from lorikeet_engine.execution.memory_plan import count_pages, count_slots
 from lorikeet_engine.models import ModelConfig
 from lorikeet_engine.settings import EngineSettings
-from lorikeet_engine.telemetry.start_up import StartUp
+from lorikeet_engine.telemetry.start_up import StartUpStages
 from tests.engine.blobs import Shelf
 
 CONFIG = {
@@ -56,7 +57,7 @@ def build(tmp_path):
 
 def started(free):
     """A start at the point where `free` bytes are left."""
-    start = StartUp(CPU)
+    start = StartUpStages(CPU)
     start.free = free
     return start
 
@@ -101,7 +102,7 @@ def test_a_share_is_above_nothing_and_at_most_all():
 
 
 def test_a_stage_without_memory_names_what_the_others_took():
-    start = StartUp(CPU)
+    start = StartUpStages(CPU)
     with start.stage("weights"):
         pass
     start.bytes["weights"] = 15 * GIB
@@ -113,7 +114,7 @@ def test_a_stage_without_memory_names_what_the_others_took():
 
 
 def test_other_errors_of_a_stage_stay_what_they_are():
-    with pytest.raises(RuntimeError, match="illegal"), StartUp(CPU).stage("weights"):
+    with pytest.raises(RuntimeError, match="illegal"), StartUpStages(CPU).stage("weights"):
         raise RuntimeError("illegal memory access")
 
 

@@ -128,7 +128,7 @@ class TestRefusals:
 
     def test_so_is_any_without_grammars(self, make):
         engine = make()
-        engine._intake._grammars = None
+        engine._input_processor._grammars = None
         assert self.refused(engine, {"grammar": "below 9, end under 9"}) == "grammar"
 
     @pytest.mark.parametrize("token", [-1, 64])

@@ -6,7 +6,7 @@ from dataclasses import fields
 import numpy as np
 import torch
 
-from lorikeet_engine.execution.batch_builder import by_adapter, step_input
+from lorikeet_engine.execution.batch_builder import build_step_input, group_by_adapter
 from lorikeet_engine.execution.warm_up import DummyLease
 from lorikeet_engine.request import Request
 from lorikeet_engine.scheduling.sequence import Chunk, Sequence
@@ -30,42 +30,44 @@ def sequence_of(prompt, pages, lease=None):
 
 
 def decoding(prompt, pages, row, lease=None):
-    """A sequence that decodes on from the token that this row of the step before drew."""
+    """A sequence that decodes on from the token that this row of the step before sampled."""
     sequence = sequence_of(prompt, pages, lease)
     sequence.kv.computed = len(prompt)
-    sequence.draw(row)
+    sequence.add_pending(row)
     return sequence
 
 
-def test_a_token_that_the_host_does_not_know_comes_from_the_row_that_drew_it():
-    known = sequence_of([5, 6, 7], [2])
-    sequences = [decoding([1, 2], [0], row=3), known, decoding([3], [1], row=0)]
-    step = step_input([Chunk.of(s, 9) for s in sequences], PAGE)
-    drawn = torch.tensor([40, 41, 42, 43])
-    assert step.upload(CPU, drawn).token_ids.tolist() == [43, 5, 6, 7, 40]
-    assert step.upload(CPU, drawn + 1).token_ids.tolist() == [44, 5, 6, 7, 41]
-    assert step_input([Chunk.of(known, 9)], PAGE).upload(CPU).token_ids.tolist() == [5, 6, 7]
+def test_a_pending_token_comes_from_its_row_of_the_step_before():
+    read = sequence_of([5, 6, 7], [2])
+    sequences = [decoding([1, 2], [0], row=3), read, decoding([3], [1], row=0)]
+    step = build_step_input([Chunk.of(s, 9) for s in sequences], PAGE)
+    previous = torch.tensor([40, 41, 42, 43])
+    assert step.upload(CPU, previous).token_ids.tolist() == [43, 5, 6, 7, 40]
+    assert step.upload(CPU, previous + 1).token_ids.tolist() == [44, 5, 6, 7, 41]
+    assert build_step_input([Chunk.of(read, 9)], PAGE).upload(CPU).token_ids.tolist() == [5, 6, 7]
 
 
 def test_a_chunk_reads_and_writes_the_pages_that_its_tokens_are_in():
     long, short = sequence_of(range(10), [7, 3, 9]), decoding([1] * 4, [5, 2], row=0)
     long.kv.computed = 2
-    batch = step_input([Chunk.of(long, 4), Chunk.of(short, 1)], PAGE).upload(CPU, torch.tensor([1]))
+    batch = build_step_input([Chunk.of(long, 4), Chunk.of(short, 1)], PAGE).upload(
+        CPU, torch.tensor([1])
+    )
     assert batch.positions.tolist() == [2, 3, 4, 5, 4]
     assert batch.kv_slots.tolist() == [30, 31, 12, 13, 8]
     assert batch.query_starts.tolist() == [0, 4, 5]
     assert batch.kv_lengths.tolist() == [6, 5]
     assert batch.page_table.starts.tolist() == [0, 2, 4], "the prompt's last page is not in use yet"
     assert batch.page_table.pages.tolist() == [7, 3, 5, 2]
-    assert batch.logit_rows.tolist() == [4], "a chunk in the middle of a prompt draws nothing"
+    assert batch.logit_rows.tolist() == [4], "a chunk in the middle of a prompt samples nothing"
 
 
 def test_each_adapter_is_one_segment():
     leases = [DummyLease(3, 8), None, DummyLease(1, 16), DummyLease(3, 8)]
     sequences = [sequence_of([1] * (i + 1), [i], lease) for i, lease in enumerate(leases)]
-    chunks = by_adapter([Chunk.of(s, 9) for s in sequences])
+    chunks = group_by_adapter([Chunk.of(s, 9) for s in sequences])
     assert [chunk.length for chunk in chunks] == [3, 1, 4, 2]
-    segments = step_input(chunks, PAGE).upload(CPU).segments
+    segments = build_step_input(chunks, PAGE).upload(CPU).segments
     columns = (segments.slots, segments.starts, segments.lengths)
     assert [column.tolist() for column in columns] == [[1, 3], [0, 3], [3, 5]]
     assert segments.max_rank == 16
@@ -73,7 +75,7 @@ def test_each_adapter_is_one_segment():
 
 def test_it_is_arrays_and_numbers_alone():
     """So that another process can be sent it, and learns of no tenant."""
-    step = step_input([Chunk.of(sequence_of([1, 2], [0]), 9)], PAGE)
+    step = build_step_input([Chunk.of(sequence_of([1, 2], [0]), 9)], PAGE)
     values = {field.name: getattr(step, field.name) for field in fields(step)}
     table = values.pop("page_table")
     for value in (*values.values(), table.starts, table.pages):

@@ -10,7 +10,7 @@ import torch
 from engine.benchmarks.random_model import random_model, write_config
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
-from lorikeet_engine.execution.warm_up import every_kind_of_step, largest_step
+from lorikeet_engine.execution.warm_up import run_every_kind_of_step, run_largest_step
 from tests.engine.blobs import Shelf
 from tests.engine.driving import Answers, greedy, prompt
 
@@ -74,7 +74,7 @@ class Recorder:
         self.batches.append(batch)
         return torch.zeros(len(batch.logit_rows), CONFIG["vocab_size"])
 
-    without_graph = forward
+    forward_eager = forward
 
 
 def answer(engine, refs):
@@ -88,7 +88,7 @@ def answer(engine, refs):
 
 def test_the_largest_step_is_as_large_as_the_settings_allow(make):
     recorder = Recorder(make()._runner)
-    largest_step(recorder, SETTINGS)
+    run_largest_step(recorder, SETTINGS)
     (batch,) = recorder.batches
     assert len(batch.token_ids) == 96
     assert len(batch.logit_rows) == 7
@@ -98,7 +98,7 @@ def test_the_largest_step_is_as_large_as_the_settings_allow(make):
 
 def test_the_kinds_of_steps_span_what_the_settings_allow_and_no_more(make):
     recorder = Recorder(make()._runner)
-    every_kind_of_step(recorder, SETTINGS)
+    run_every_kind_of_step(recorder, SETTINGS)
     batches = [batch for batch in recorder.batches if batch.segments]
     assert {len(batch.segments) for batch in batches} == {1, 2, 4, 5}
     assert {batch.segments.max_rank for batch in batches} == {1, 16, 32, 40}
@@ -110,15 +110,15 @@ def test_the_kinds_of_steps_span_what_the_settings_allow_and_no_more(make):
 
 def test_no_sequence_of_a_warm_up_exceeds_the_context(make):
     recorder = Recorder(make(max_context=10)._runner)
-    largest_step(recorder, SETTINGS)
-    every_kind_of_step(recorder, SETTINGS)
+    run_largest_step(recorder, SETTINGS)
+    run_every_kind_of_step(recorder, SETTINGS)
     assert max(length for batch in recorder.batches for length in batch.kv_lengths) == 10
 
 
 def test_warming_up_changes_no_token(make, refs):
     few = {"max_batch_adapters": 2, "max_rank": 8, "max_batch_tokens": 30}
     warm, cold = make(**few), make(**few)
-    every_kind_of_step(warm._runner, replace(SETTINGS, **few))
+    run_every_kind_of_step(warm._runner, replace(SETTINGS, **few))
     assert answer(warm, refs[:3]) == answer(cold, refs[:3])
 
 

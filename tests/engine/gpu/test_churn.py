@@ -193,7 +193,7 @@ class Churn(Answers):
             self.engine.unpin(self._refs[name].digest)
 
     def step(self):
-        in_flight, before = self.engine._flight is not None, self._images()
+        in_flight, before = self.engine._in_flight is not None, self._images()
         super().step()
         after = self._images()
         for name in ADAPTERS:

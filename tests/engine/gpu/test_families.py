@@ -54,14 +54,14 @@ def engine(world, tmp_path_factory):
 def run(engine, graphs, overlap, chunked):
     """The engine with what looks on. One serves all modes: to build it takes the most time."""
     runner, sampler, captured = engine._runner, engine._sampler, engine._runner._graphs
-    settings, bounds = engine._settings, engine._scheduler._bounds
+    settings, limits = engine._settings, engine._scheduler._limits
     assert captured is not None
     runner._graphs = captured if graphs else None
     engine._settings = replace(settings, overlap=overlap)
-    engine._scheduler._bounds = replace(bounds, tokens=CHUNK) if chunked else bounds
+    engine._scheduler._limits = replace(limits, tokens=CHUNK) if chunked else limits
     yield Witness(engine), Draws(engine), Answers(engine)
     engine._runner, engine._sampler, runner._graphs = runner, sampler, captured
-    engine._settings, engine._scheduler._bounds = settings, bounds
+    engine._settings, engine._scheduler._limits = settings, limits
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])

@@ -134,8 +134,8 @@ def test_its_tokens_are_those_of_an_engine_in_this_process(
     for request in requests:
         answers.submit(request)
     answers.all()
-    assert apart.config.eos_token_ids == here.config.eos_token_ids
-    assert apart.config.max_context == here.config.max_context
+    assert apart.info.eos_token_ids == here.info.eos_token_ids
+    assert apart.info.max_context == here.info.max_context
     for request in requests:
         assert inbox.tokens(request.request_id) == answers.of(request.request_id)
     here.close()

@@ -113,15 +113,15 @@ def test_a_gpu_draws_what_the_cpu_draws(choice):
             params,
             seed=2,
             step=step,
-            made=(4, 8, 4) if params.penalises else (),
-            pending=step if params.penalises else None,
+            output=(4, 8, 4) if params.has_penalties else (),
+            pending_row=step if params.has_penalties else None,
             allowed=even if step % 3 else None,
         )
         for step in range(64)
     ]
-    before = torch.arange(64) % VOCAB
-    on_gpu = Sampler().sample(logits.cuda(), rows, before.cuda()).tolist()
-    assert on_gpu == Sampler().sample(logits.clone(), rows, before).tolist()
+    previous = torch.arange(64) % VOCAB
+    on_gpu = Sampler().sample(logits.cuda(), rows, previous.cuda()).tolist()
+    assert on_gpu == Sampler().sample(logits.clone(), rows, previous).tolist()
 
 
 @pytest.mark.parametrize("choice", [{}, {"top_p": 0.9}, {"top_k": 20}], ids=str)
@@ -202,7 +202,7 @@ class TestPenalties:
 
     def rows(self, **more):
         return [
-            SamplingRow(SamplingParams(**{**choice, **more}), 7, step, made=self.MADE)
+            SamplingRow(SamplingParams(**{**choice, **more}), 7, step, output=self.MADE)
             for choice in self.CHOICES
             for step in range(40)
         ]
@@ -220,16 +220,16 @@ class TestPenalties:
     def plain(self, row):
         return {"temperature": row.params.temperature, "top_p": row.params.top_p}
 
-    def test_a_token_that_only_the_device_knows_counts_like_any_other(self):
+    def test_a_pending_token_counts_like_any_other(self):
         rows = self.rows()
         logits = logits_of(seed=12, rows=len(rows))
-        for last in (5, 8):  # made before, and not
-            known = [row._replace(made=(*self.MADE, last)) for row in rows]
-            unknown = [row._replace(pending=i) for i, row in enumerate(rows)]
-            before = torch.full((len(rows),), last)
-            drawn = Sampler().sample(logits.clone(), unknown, before).tolist()
-            assert drawn == sample(logits, known)
-            assert drawn != sample(logits, rows)
+        for last in (5, 8):  # in the output before, and not
+            read = [row._replace(output=(*self.MADE, last)) for row in rows]
+            unread = [row._replace(pending_row=i) for i, row in enumerate(rows)]
+            previous = torch.full((len(rows),), last)
+            sampled = Sampler().sample(logits.clone(), unread, previous).tolist()
+            assert sampled == sample(logits, read)
+            assert sampled != sample(logits, rows)
 
     def test_plain_rows_beside_them_draw_what_they_draw_alone(self):
         logits = logits_of(seed=13, rows=400).bfloat16()
@@ -282,10 +282,10 @@ def test_logprobs_are_those_of_the_logits_as_they_came(dtype, device):
     want = logits.float().log_softmax(-1)
     params = SamplingParams(top_p=0.5, presence_penalty=2.0, logit_bias=((1, 50.0),))
     likeliest = int(logits[4].argmax())
-    rows = [SamplingRow(params, 1, i, banned=(likeliest,), made=(2, 3)) for i in range(6)]
+    rows = [SamplingRow(params, 1, i, banned=(likeliest,), output=(2, 3)) for i in range(6)]
     logprobs = Logprobs(logits, {0: 3, 1: 0, 4: 20})
     drawn = Sampler().sample(logits, rows)
-    logprobs.send(logits, drawn)
+    logprobs.download(logits, drawn)
     told = logprobs.read()
     assert [(row, len(told[row].top)) for row in told] == [(0, 3), (1, 0), (4, 20)]
     for row, of in told.items():
@@ -302,7 +302,7 @@ def test_of_equally_likely_tokens_the_first_are_told():
     logits[1] = -3.0
     logits[1, [31, 8]] = -1.0
     logprobs = Logprobs(logits, {0: 4, 1: 4})
-    logprobs.send(logits, torch.zeros(2, dtype=torch.int64))
+    logprobs.download(logits, torch.zeros(2, dtype=torch.int64))
     told = logprobs.read()
     assert [token for token, _ in told[0].top] == [0, 1, 2, 3]
     assert [token for token, _ in told[1].top] == [8, 31, 0, 1]

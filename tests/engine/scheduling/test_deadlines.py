@@ -9,7 +9,7 @@ import pytest
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import AdapterNotReady, EngineOverloaded
-from lorikeet_engine.request import Terms
+from lorikeet_engine.request import SchedulingParams
 from tests.engine.driving import PAGE, Answers, build, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
@@ -41,15 +41,15 @@ def make(tiny_checkpoints, shelf, tmp_path):
         engine.close()
 
 
-def on(terms, request):
-    return replace(request, terms=terms)
+def on(scheduling, request):
+    return replace(request, scheduling=scheduling)
 
 
 def nothing_is_held(engine):
     live, scheduler = engine.status().live, engine._scheduler
     leases = sum(adapter.leases for adapter in engine.adapters())
-    backlog = [account.backlog for account in scheduler._accounts._accounts.values()]
-    still_open = [account.open for account in scheduler._accounts._accounts.values()]
+    backlog = [counter.backlog for counter in scheduler._tenants._counters.values()]
+    still_open = [counter.open for counter in scheduler._tenants._counters.values()]
     held = (live.running, live.waiting, live.kv_pages_used, leases)
     return not any((*held, *backlog, *still_open))
 
@@ -57,7 +57,9 @@ def nothing_is_held(engine):
 def test_a_request_that_does_not_begin_in_time_fails_alone(make):
     answers = make(max_running=1, max_batch_tokens=64)
     answers.submit(greedy("runs", prompt(5), max_tokens=100))
-    answers.submit(on(Terms(max_queue_s=0.02), greedy("waits", prompt(5), prompt(6), n=2)))
+    answers.submit(
+        on(SchedulingParams(max_queue_s=0.02), greedy("waits", prompt(5), prompt(6), n=2))
+    )
     answers.submit(greedy("patient", prompt(5)))
     answers.all()
     error = answers.errors["waits"]
@@ -71,7 +73,9 @@ def test_a_request_that_does_not_begin_in_time_fails_alone(make):
 
 def test_a_request_that_has_begun_is_left_alone_however_many_of_its_choices_wait(make):
     answers = make(max_running=1, max_batch_tokens=64)
-    answers.submit(on(Terms(max_queue_s=0.3), greedy("r", prompt(5), max_tokens=100, n=2)))
+    answers.submit(
+        on(SchedulingParams(max_queue_s=0.3), greedy("r", prompt(5), max_tokens=100, n=2))
+    )
     answers.step()
     time.sleep(0.3)
     answers.all()
@@ -80,9 +84,12 @@ def test_a_request_that_has_begun_is_left_alone_however_many_of_its_choices_wait
 
 def test_who_would_wait_far_too_long_is_refused_at_once_and_others_are_not(make):
     answers = make(max_running=2, max_batch_tokens=64)
-    noisy, quiet = Terms("noisy", max_queue_s=0.01), Terms("quiet", max_queue_s=0.01)
+    noisy, quiet = (
+        SchedulingParams("noisy", max_queue_s=0.01),
+        SchedulingParams("quiet", max_queue_s=0.01),
+    )
     for i in range(100):
-        answers.submit(on(Terms("noisy"), greedy(f"r{i}", prompt(40), max_tokens=50)))
+        answers.submit(on(SchedulingParams("noisy"), greedy(f"r{i}", prompt(40), max_tokens=50)))
     for _ in range(20):
         answers.step()
     with pytest.raises(EngineOverloaded) as caught:
@@ -107,14 +114,16 @@ def test_an_engine_that_is_not_full_refuses_nobody(make):
     answers = make()
     answers.submit(greedy("r", prompt(40), max_tokens=50))
     answers.step()
-    answers.submit(on(Terms(max_queue_s=0.0), greedy("too", prompt(5))))
-    assert answers.engine._scheduler.wait_s(Terms()) == 0.0
+    answers.submit(on(SchedulingParams(max_queue_s=0.0), greedy("too", prompt(5))))
+    assert answers.engine._scheduler.wait_s(SchedulingParams()) == 0.0
 
 
 def test_who_waits_no_longer_for_its_adapter_leaves_the_load_going_on(make, shelf, ref):
     answers = make()
     shelf.hold(ref)
-    answers.submit(on(Terms(max_load_s=0.1), greedy("impatient", prompt(5), adapter=ref, n=2)))
+    answers.submit(
+        on(SchedulingParams(max_load_s=0.1), greedy("impatient", prompt(5), adapter=ref, n=2))
+    )
     answers.submit(greedy("patient", prompt(5), adapter=ref))
     answers.submit(greedy("base", prompt(5)))
     answers.until(lambda: answers.errors)
@@ -132,7 +141,9 @@ def test_who_waits_no_longer_for_its_adapter_leaves_the_load_going_on(make, shel
 def test_nor_does_it_matter_that_nobody_else_waits_for_it(make, shelf, ref):
     answers = make()
     shelf.hold(ref)
-    answers.submit(on(Terms(max_load_s=0.1), greedy("impatient", prompt(5), adapter=ref)))
+    answers.submit(
+        on(SchedulingParams(max_load_s=0.1), greedy("impatient", prompt(5), adapter=ref))
+    )
     answers.until(lambda: answers.errors)
     shelf.release(ref)
     answers.until(lambda: answers.engine.residency(ref) is Residency.GPU)
@@ -143,14 +154,14 @@ def test_an_adapter_that_is_there_is_no_reason_to_fail(make, ref):
     answers = make(max_running=1, max_batch_tokens=64)
     answers.submit(greedy("first", prompt(5), adapter=ref, max_tokens=100))
     answers.until(lambda: answers.tokens)
-    answers.submit(on(Terms(max_load_s=0.0), greedy("second", prompt(5), adapter=ref)))
+    answers.submit(on(SchedulingParams(max_load_s=0.0), greedy("second", prompt(5), adapter=ref)))
     answers.all()
     assert not answers.errors
 
 
 def test_deadlines_keep_nobody_in_memory(make):
     answers = make()
-    answers.submit(on(Terms(max_queue_s=3600.0), greedy("r", prompt(5))))
+    answers.submit(on(SchedulingParams(max_queue_s=3600.0), greedy("r", prompt(5))))
     answers.step()
     (running,) = answers.engine._scheduler.running
     sequence, request = weakref.ref(running), running.request
@@ -161,41 +172,41 @@ def test_deadlines_keep_nobody_in_memory(make):
     assert gc.get_referrers(request) == [], "nor what it asked"
 
 
-def course_of(answers, request):
-    """The courses on the outputs of a request of one choice, in order, and how long it took."""
-    began_s, courses, finish = time.monotonic(), [], None
+def timings_of(answers, request):
+    """The timings on the outputs of a request of one choice, in order, and how long it took."""
+    began_s, timings, finish = time.monotonic(), [], None
     answers.engine.submit(request)
     while finish is None:
         answers.engine.wait(5)
         for output in answers.engine.step():
-            courses.append(output.course)
+            timings.append(output.timings)
             finish = output.finish
-    return courses, time.monotonic() - began_s
+    return timings, time.monotonic() - began_s
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_first_and_the_last_tokens_tell_the_course(make, overlap):
+def test_the_first_and_the_last_tokens_carry_timings(make, overlap):
     answers = make(overlap=overlap)
-    courses, took_s = course_of(answers, greedy("r", prompt(2 * PAGE + 3)))
-    assert [course is not None for course in courses] == [True] + 10 * [False] + [True]
-    first, last = courses[0], courses[-1]
+    timings, took_s = timings_of(answers, greedy("r", prompt(2 * PAGE + 3)))
+    assert [one is not None for one in timings] == [True] + 10 * [False] + [True]
+    first, last = timings[0], timings[-1]
     assert (first.cached_tokens, first.preemptions, first.load_s) == (0, 0, 0.0)
     assert first.decode_s == 0.0
     assert (last.queued_s, last.prefill_s) == (first.queued_s, first.prefill_s)
     total_s = last.queued_s + last.prefill_s + last.decode_s
     assert 0.5 * took_s < total_s <= took_s
     assert last.steps == 12
-    again, _ = course_of(answers, greedy("r", prompt(2 * PAGE + 3)))
+    again, _ = timings_of(answers, greedy("r", prompt(2 * PAGE + 3)))
     assert again[0].cached_tokens == 2 * PAGE
 
 
-def test_the_only_tokens_tell_it_too(make):
-    courses, _ = course_of(make(), greedy("r", prompt(5), max_tokens=1))
-    assert len(courses) == 1
-    assert courses[0].steps == 1
+def test_the_only_tokens_carry_timings_too(make):
+    timings, _ = timings_of(make(), greedy("r", prompt(5), max_tokens=1))
+    assert len(timings) == 1
+    assert timings[0].steps == 1
 
 
-def test_the_course_tells_the_load_from_the_queue(make, shelf, ref):
+def test_timings_tell_the_load_from_the_queue(make, shelf, ref):
     answers = make(max_running=1, max_batch_tokens=64)
     shelf.hold(ref)
     answers.submit(greedy("cold", prompt(5), adapter=ref))
@@ -208,16 +219,16 @@ def test_the_course_tells_the_load_from_the_queue(make, shelf, ref):
     while not any(o.request_id == "cold" and o.finish for o in outputs):
         answers.engine.wait(5)
         outputs += answers.engine.step()
-    course = next(o.course for o in outputs if o.request_id == "cold")
-    assert 0.2 <= course.load_s < course.queued_s
+    timings = next(o.timings for o in outputs if o.request_id == "cold")
+    assert 0.2 <= timings.load_s < timings.queued_s
 
 
-def test_preemptions_are_told(make):
+def test_timings_count_preemptions(make):
     answers = make(kv_pages=8, max_context=128)
     for i in range(3):
         answers.engine.submit(greedy(f"r{i}", prompt(30, i), max_tokens=60))
     lasts = []
     while len(lasts) < 3:
-        lasts += [output.course for output in answers.engine.step() if output.finish]
-    assert sum(course.preemptions for course in lasts) > 0
+        lasts += [output.timings for output in answers.engine.step() if output.finish]
+    assert sum(timings.preemptions for timings in lasts) > 0
     assert lasts[0].preemptions == 0, "the oldest never gives way"

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet_engine.request import Terms
-from lorikeet_engine.scheduling.admission import PATIENCE
+from lorikeet_engine.request import SchedulingParams
+from lorikeet_engine.scheduling.admission import MAX_OVERTAKES
 from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, VirtualCounters
 from tests.engine.world import COSTS, PAGE, World
 
-A, B = Terms("a"), Terms("b")
+A, B = SchedulingParams("a"), SchedulingParams("b")
 
 
 def bound(world, longest, weight=1.0):
@@ -21,11 +21,11 @@ def bound(world, longest, weight=1.0):
     return 2 * max(PROMPT_TOKEN * longest, OUTPUT_TOKEN * batch) / weight
 
 
-def keep_waiting(world, terms, count, **request):
+def keep_waiting(world, scheduling, count, **request):
     """Add requests until so many of the tenant's wait."""
-    waiting = sum(s.request.terms == terms for s in world.scheduler.waiting)
+    waiting = sum(s.request.scheduling == scheduling for s in world.scheduler.waiting)
     for _ in range(count - waiting):
-        world.add(**{"prompt": 6, "max_tokens": 8, **request}, terms=terms)
+        world.add(**{"prompt": 6, "max_tokens": 8, **request}, scheduling=scheduling)
 
 
 def spread(differences):
@@ -51,11 +51,17 @@ def steps_to_first_tokens(noisy_streams):
     world, took, streams = World(tokens=64, sequences=16, pages=400), [], {A: 8, B: noisy_streams}
     since = {}  # request under way → the step in which it came
     for _ in range(1500):
-        for terms, most in streams.items():
-            for _ in range(most - sum(s.request.terms == terms for s in since)):
-                since[world.add(30 + world.arrivals % 7, max_tokens=4, terms=terms)] = world.steps
+        for scheduling, most in streams.items():
+            for _ in range(most - sum(s.request.scheduling == scheduling for s in since)):
+                since[world.add(30 + world.arrivals % 7, max_tokens=4, scheduling=scheduling)] = (
+                    world.steps
+                )
         world.step()
-        took += [world.steps - since[s] for s in since if s.made == 1 and s.request.terms == A]
+        took += [
+            world.steps - since[s]
+            for s in since
+            if s.output_length == 1 and s.request.scheduling == A
+        ]
         since = {s: step for s, step in since.items() if not s.ended}
     return took
 
@@ -68,7 +74,7 @@ def test_ten_times_as_many_clients_delay_the_others_first_tokens_little():
 
 def test_weights_share_in_proportion():
     world = World(tokens=24, sequences=6)
-    light, heavy = Terms("light", weight=1.0), Terms("heavy", weight=3.0)
+    light, heavy = SchedulingParams("light", weight=1.0), SchedulingParams("heavy", weight=3.0)
     for _ in range(2000):
         keep_waiting(world, light, 10)
         keep_waiting(world, heavy, 10, prompt=11)
@@ -115,19 +121,21 @@ def test_whatever_comes_the_bound_holds(data):
         pages=12,
         overlap=data.draw(st.booleans()),
     )
-    tenants = [Terms(name, data.draw(st.sampled_from([1.0, 1.0, 2.0, 5.0]))) for name in "abc"]
+    tenants = [
+        SchedulingParams(name, data.draw(st.sampled_from([1.0, 1.0, 2.0, 5.0]))) for name in "abc"
+    ]
     limit, added = bound(world, longest=30), []
     spans = {}  # pair of tenants → by how much the first was ahead, while both wait
     for _ in range(integers(5, 25)):
         for _ in range(integers(0, 8)):
-            terms = data.draw(st.sampled_from(tenants))
-            added.append(world.add(integers(1, 30), None, integers(1, 17), terms=terms))
+            scheduling = data.draw(st.sampled_from(tenants))
+            added.append(world.add(integers(1, 30), None, integers(1, 17), scheduling=scheduling))
         if added and integers(0, 4) == 0:
             world.scheduler.drop({data.draw(st.sampled_from(added))}.__contains__)
         for _ in range(integers(1, 9)):
-            before = {s.request.terms for s in world.scheduler.waiting}
+            before = {s.request.scheduling for s in world.scheduler.waiting}
             world.step()
-            waiting = before & {s.request.terms for s in world.scheduler.waiting}
+            waiting = before & {s.request.scheduling for s in world.scheduler.waiting}
             for one in tenants:
                 for other in tenants:
                     span = spans.setdefault((one.tenant, other.tenant), [])
@@ -140,14 +148,14 @@ def test_whatever_comes_the_bound_holds(data):
 
 
 def test_the_last_to_wait_gives_the_level_to_who_comes_into_an_empty_line():
-    accounts = VirtualCounters()
-    busy, comer = accounts.open("busy", 1.0), accounts.open("comer", 1.0)
-    accounts.wait(busy)
+    counters = VirtualCounters()
+    busy, comer = counters.open_sequence("busy", 1.0), counters.open_sequence("comer", 1.0)
+    counters.start_waiting(busy)
     busy.charge(500)
-    accounts.leave(busy)
+    counters.stop_waiting(busy)
     busy.charge(20)  # it goes on to run
-    accounts.wait(comer)
-    assert comer.counter == 520
+    counters.start_waiting(comer)
+    assert comer.value == 520
 
 
 def test_a_cold_load_is_charged_to_whom_it_is_for():
@@ -168,37 +176,39 @@ def test_a_cold_load_is_charged_to_whom_it_is_for():
 
 def test_what_is_found_in_the_cache_is_not_charged():
     world = World()
-    first = world.add(list(range(5 * PAGE + 1)), max_tokens=1, terms=A)
+    first = world.add(list(range(5 * PAGE + 1)), max_tokens=1, scheduling=A)
     world.run()
-    again = world.add(list(range(5 * PAGE + 1)), max_tokens=1, terms=A)
+    again = world.add(list(range(5 * PAGE + 1)), max_tokens=1, scheduling=A)
     world.run()
-    assert again.bill.account is first.bill.account
-    assert again.progress.cached_tokens == 5 * PAGE
+    assert again.cost.counter is first.cost.counter
+    assert again.timings.cached_tokens == 5 * PAGE
     whole = PROMPT_TOKEN * (5 * PAGE + 1) + OUTPUT_TOKEN
-    assert first.bill.account.counter == whole + PROMPT_TOKEN + OUTPUT_TOKEN
+    assert first.cost.counter.value == whole + PROMPT_TOKEN + OUTPUT_TOKEN
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_a_preempted_sequence_computes_anew_is_not_charged(overlap):
     world = World(pages=7, overlap=overlap)
-    made = [world.add(9, max_tokens=16, terms=A) for _ in range(5)]
+    made = [world.add(9, max_tokens=16, scheduling=A) for _ in range(5)]
     world.run()
-    assert any(sequence.progress.preemptions for sequence in made)
-    assert made[0].bill.account.counter == 5 * (9 * PROMPT_TOKEN + 16 * OUTPUT_TOKEN)
+    assert any(sequence.timings.preemptions for sequence in made)
+    assert made[0].cost.counter.value == 5 * (9 * PROMPT_TOKEN + 16 * OUTPUT_TOKEN)
 
 
 def test_what_an_aborted_request_has_made_is_charged():
     world = World()
-    doomed = world.add(5, max_tokens=50, terms=A)
+    doomed = world.add(5, max_tokens=50, scheduling=A)
     for _ in range(10):
         world.step()
     world.scheduler.drop(lambda s: s is doomed)
-    assert doomed.bill.account.counter == 5 * PROMPT_TOKEN + 10 * OUTPUT_TOKEN
+    assert doomed.cost.counter.value == 5 * PROMPT_TOKEN + 10 * OUTPUT_TOKEN
 
 
 def test_within_a_tenant_the_higher_priority_goes_first_then_the_older():
     world = World(sequences=1)
-    priorities = {world.add(3, terms=Terms("a", priority=p)): p for p in (0, 2, 1, 2, -1)}
+    priorities = {
+        world.add(3, scheduling=SchedulingParams("a", priority=p)): p for p in (0, 2, 1, 2, -1)
+    }
     world.run()
     assert [priorities[s] for s in world.finished] == [2, 2, 1, 0, -1]
     twos = [s for s in world.finished if priorities[s] == 2]
@@ -208,16 +218,16 @@ def test_within_a_tenant_the_higher_priority_goes_first_then_the_older():
 def test_a_priority_counts_within_its_tenant_alone():
     world = World(sequences=1)
     for _ in range(3):
-        world.add(3, terms=Terms("a", priority=9)), world.add(3, terms=B)
+        world.add(3, scheduling=SchedulingParams("a", priority=9)), world.add(3, scheduling=B)
     world.run()
-    assert [s.request.terms.tenant for s in world.finished] == ["a", "b"] * 3
+    assert [s.request.scheduling.tenant for s in world.finished] == ["a", "b"] * 3
 
 
 def test_a_long_prompt_that_runs_keeps_no_other_tenant_waiting():
     world = World(tokens=8)
-    long = world.add(60, terms=A)
+    long = world.add(60, scheduling=A)
     assert world.step() == [(long, 8)]
-    short = [world.add(5, terms=B), world.add(5, terms=B)]
+    short = [world.add(5, scheduling=B), world.add(5, scheduling=B)]
     assert world.step() == [(long, 8)], "which came first"
     assert world.step() == [(short[0], 5), (short[1], 3)]
     assert world.step() == [(short[0], 1), (long, 7)]
@@ -225,22 +235,22 @@ def test_a_long_prompt_that_runs_keeps_no_other_tenant_waiting():
 
 def test_prompts_that_run_share_the_steps_tokens():
     world, computed = World(tokens=8, pages=400), {"a": 0, "b": 0}
-    for terms in (A, A, A, B):
-        world.add(200, terms=terms)
+    for scheduling in (A, A, A, B):
+        world.add(200, scheduling=scheduling)
     for _ in range(40):
         for sequence, length in world.step():
-            computed[sequence.request.terms.tenant] += length
+            computed[sequence.request.scheduling.tenant] += length
         assert abs(computed["a"] - computed["b"]) <= 2 * 8
 
 
 def test_who_is_preempted_is_the_youngest_of_the_tenant_furthest_ahead():
     world = World(pages=9)
-    ahead = [world.add(7, max_tokens=14, terms=A) for _ in range(2)]
+    ahead = [world.add(7, max_tokens=14, scheduling=A) for _ in range(2)]
     world.step()
-    behind = world.add(7, max_tokens=14, terms=B)
-    while not any(s.progress.preemptions for s in (*ahead, behind)):
+    behind = world.add(7, max_tokens=14, scheduling=B)
+    while not any(s.timings.preemptions for s in (*ahead, behind)):
         world.step()
-    assert [s.progress.preemptions for s in (*ahead, behind)] == [0, 1, 0]
+    assert [s.timings.preemptions for s in (*ahead, behind)] == [0, 1, 0]
     world.run()
 
 
@@ -251,28 +261,28 @@ def test_an_adapter_that_is_kept_out_comes_although_it_is_passed_in_others_turns
     def begin():
         keep_waiting(world, A, 8, prompt=3, max_tokens=next(lengths))
         keep_waiting(world, B, 8, prompt=3, max_tokens=next(lengths), adapter="x")
-        return sum(s.progress.steps == 1 and s.adapter is not None for s, _ in world.step())
+        return sum(s.timings.steps == 1 and s.adapter is not None for s, _ in world.step())
 
     for _ in range(60):
         begin()
-    starved = world.add(3, "c", terms=Terms("a", priority=1))
+    starved = world.add(3, "c", scheduling=SchedulingParams("a", priority=1))
     begun = 0
     while starved not in world.finished:
         begun += begin()
-        assert begun < 3 * PATIENCE
-    assert begun > PATIENCE // 2, "and until then others passed it"
+        assert begun < 3 * MAX_OVERTAKES
+    assert begun > MAX_OVERTAKES // 2, "and until then others passed it"
 
 
 def test_tenants_that_are_gone_are_forgotten_and_gain_nothing_by_it():
     world, tenants = World(sequences=4, tokens=16), 1500
-    hog = world.add(3, max_tokens=4, terms=Terms("t0"))
+    hog = world.add(3, max_tokens=4, scheduling=SchedulingParams("t0"))
     for number in range(tenants):
-        world.add(3, max_tokens=1, terms=Terms(f"t{number}"))
+        world.add(3, max_tokens=1, scheduling=SchedulingParams(f"t{number}"))
         world.step()
-    accounts = world.scheduler._accounts
-    assert len(accounts) < tenants / 3
+    counters = world.scheduler._tenants
+    assert len(counters) < tenants / 3
     world.run()
-    level = accounts.level
-    back = world.add(3, terms=Terms("t0"))
-    assert back.bill.account is not hog.bill.account, "it was forgotten"
-    assert back.bill.account.counter >= level >= hog.bill.account.counter
+    level = counters.level
+    back = world.add(3, scheduling=SchedulingParams("t0"))
+    assert back.cost.counter is not hog.cost.counter, "it was forgotten"
+    assert back.cost.counter.value >= level >= hog.cost.counter.value

@@ -132,7 +132,7 @@ def test_a_goal_out_of_reach_lets_one_adapter_run_at_a_time(make, refs):
 def test_what_a_rank_costs_is_measured_and_leaves_nothing_behind(make, arena_bytes):
     engine, _ = make(inter_token_goal_s=GOAL_S, adapter_gpu_bytes=arena_bytes)
     base_s = BASE_S + 24 * SEQUENCE_S
-    assert engine._budget.ranks == pytest.approx((GOAL_S - base_s) / SLOPE_S)
+    assert engine._step_budget.max_ranks == pytest.approx((GOAL_S - base_s) / SLOPE_S)
     assert not engine._tiers.weights.table.any()
 
 

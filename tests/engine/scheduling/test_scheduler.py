@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet_engine.scheduling.admission import PATIENCE
+from lorikeet_engine.scheduling.admission import MAX_OVERTAKES
 from tests.engine.world import PAGE, World
 
 
@@ -117,8 +117,8 @@ def test_adapters_in_use_cannot_starve_one_that_waits(where):
         ahead += 1
         world.add(3, "ab"[ahead % 2], max_tokens=3)
         world.step()
-        assert ahead < 3 * PATIENCE
-    assert ahead > PATIENCE // 2, "and until then others passed it"
+        assert ahead < 3 * MAX_OVERTAKES
+    assert ahead > MAX_OVERTAKES // 2, "and until then others passed it"
     world.run()
 
 
@@ -134,8 +134,8 @@ def test_many_small_adapters_cannot_starve_a_large_one():
         ahead += 1
         world.add(3, "abcdefgh"[ahead % 8], max_tokens=6)
         world.step()
-        assert ahead < 3 * PATIENCE
-    assert ahead > PATIENCE // 2, "and until then others passed it"
+        assert ahead < 3 * MAX_OVERTAKES
+    assert ahead > MAX_OVERTAKES // 2, "and until then others passed it"
 
 
 def test_over_thousands_of_steps_nobody_waits_long_for_ranks():
@@ -154,14 +154,14 @@ def test_over_thousands_of_steps_nobody_waits_long_for_ranks():
         for sequence in [s for s in since if s.ended]:
             waits.append(step - since.pop(sequence))
     assert len(waits) > 4000
-    assert max(waits) < 5 * PATIENCE
+    assert max(waits) < 5 * MAX_OVERTAKES
 
 
 def test_a_reservation_does_not_stop_requests_without_an_adapter():
     world = World(adapters=1)
     world.add(3, "a", max_tokens=30)
     world.step()
-    world.add(3, "c").kept_out.overtaken = PATIENCE
+    world.add(3, "c").overtakes.count = MAX_OVERTAKES
     held_back, base = world.add(3, "a"), world.add(3)
     started = [s for s, _ in world.step()]
     assert base in started
@@ -173,7 +173,7 @@ def test_pins_that_leave_no_room_do_not_turn_a_reservation_into_a_deadlock():
     world.add(3, "pinned")
     world.step()
     world.shelf.leases["pinned"] += 1  # never released
-    world.add(3, "c").kept_out.overtaken = PATIENCE
+    world.add(3, "c").overtakes.count = MAX_OVERTAKES
     later = world.add(3, "pinned")
     for _ in range(20):
         world.step()
@@ -196,7 +196,7 @@ def test_the_youngest_is_preempted_keeps_its_tokens_and_comes_back_first():
     while young in world.scheduler.running or not world.steps:
         world.step()
     assert old in world.scheduler.running
-    assert young.made > 0
+    assert young.output_length > 0
     kept = list(young.tokens)
     later = world.add(4)
     assert next(iter(world.scheduler.waiting)) is young
@@ -257,7 +257,7 @@ def test_with_a_step_in_flight_a_sequence_decodes_on_from_a_token_it_does_not_kn
     world = World(overlap=True)
     sequence = world.add(3, max_tokens=3)
     assert world.step() == [(sequence, 3)]
-    assert sequence.pending == [0]
+    assert sequence.pending_rows == [0]
     assert world.step() == [(sequence, 1)]
     assert (len(sequence.tokens), sequence.length) == (4, 5)
     assert world.step() == [(sequence, 1)]
@@ -272,7 +272,7 @@ def test_a_stop_token_ends_a_sequence_that_runs_on_in_the_step_in_flight():
     world.step()
     assert world.step() == [(sequence, 1)], "nobody knows yet"
     assert world.finished == {sequence: tuple(sequence.tokens)}
-    assert sequence.made == 0
+    assert sequence.output_length == 0
     assert world.step() == []
     assert world.cache.used == 0
 

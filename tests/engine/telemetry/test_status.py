@@ -143,7 +143,7 @@ def test_only_what_has_changed_is_reported(engine, refs):
     assert status.moved == {refs[0].digest: Residency.GPU}
     assert status.live == engine.status().live
     assert status.costs.loads.disk_latency_s > 0
-    assert status.costs.steps == engine.config.step_costs
+    assert status.costs.steps == engine.info.step_costs
     engine.step()
     time.sleep(0.05)  # its image is written to the disk meanwhile
     told = engine.changed_status()

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.device.copies import upload
+from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequences
 
 SHORTEST_ITEM = 64  # tokens

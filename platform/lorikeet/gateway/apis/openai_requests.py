@@ -29,7 +29,7 @@ from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet.routing.prefix_index import CHARACTERS_PER_TOKEN
 from lorikeet.routing.ranking import Work
-from lorikeet_engine.request import SamplingParams, Terms
+from lorikeet_engine.request import SamplingParams, SchedulingParams
 
 MAX_N = 16
 _INT64 = 2**63 - 1
@@ -84,7 +84,12 @@ class GenerateRequest(Body):
 
     @abstractmethod
     def to_call(
-        self, request_id: str, created: int, caller: Caller, terms: Terms, model: ResolvedModel
+        self,
+        request_id: str,
+        created: int,
+        caller: Caller,
+        terms: SchedulingParams,
+        model: ResolvedModel,
     ) -> Call:
         """The Call that a replica gets."""
 
@@ -92,7 +97,7 @@ class GenerateRequest(Body):
     def alternatives(self) -> int | None:
         """How many of the most likely tokens to tell of at each step; None: of none."""
 
-    def _common(self, caller: Caller, terms: Terms) -> dict[str, Any]:
+    def _common(self, caller: Caller, terms: SchedulingParams) -> dict[str, Any]:
         return {
             "model": self.model,
             "max_tokens": self.output_limit(),
@@ -165,7 +170,12 @@ class ChatRequest(GenerateRequest):
         return self.top_logprobs if self.logprobs else None
 
     def to_call(
-        self, request_id: str, created: int, caller: Caller, terms: Terms, model: ResolvedModel
+        self,
+        request_id: str,
+        created: int,
+        caller: Caller,
+        terms: SchedulingParams,
+        model: ResolvedModel,
     ) -> Call:
         """The Call that a replica gets."""
         messages = tuple(message.for_template() for message in self.messages)
@@ -217,7 +227,12 @@ class CompletionRequest(GenerateRequest):
         return self.logprobs
 
     def to_call(
-        self, request_id: str, created: int, caller: Caller, terms: Terms, model: ResolvedModel
+        self,
+        request_id: str,
+        created: int,
+        caller: Caller,
+        terms: SchedulingParams,
+        model: ResolvedModel,
     ) -> Call:
         """The Call that a replica gets."""
         return Call(
