@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet.catalog import AdapterCatalog, BlobFacts, CatalogState, open_store
-from lorikeet.catalog.log.fold import fold
+from lorikeet.catalog.log.apply import apply_entries
 from lorikeet.catalog.log.log import Log
 from lorikeet.catalog.reader import SNAPSHOT_EVERY
-from lorikeet.catalog.records import AdapterRecord, Holdings, Limits, TenantRecord, VersionRecord
-from lorikeet.catalog.snapshots.partition_format import encode_holdings
-from lorikeet.catalog.snapshots.partitions import PARTS, Partition, part_of
+from lorikeet.catalog.records import AdapterRecord, Limits, TenantRecord, TenantState, VersionRecord
+from lorikeet.catalog.snapshots.partition_format import encode_tenant
+from lorikeet.catalog.snapshots.partitions import PARTITIONS, Partition, partition_of
 from lorikeet.catalog.snapshots.snapshots import Snapshots
 
 TAIL = SNAPSHOT_EVERY // 2
@@ -45,22 +45,22 @@ def build(url: str, tenants: int, adapters: int) -> None:
     """A catalog of so many adapters, spread evenly."""
     store = open_store(url)
     catalog = AdapterCatalog.init(store)
-    spread: list[dict[str, Holdings | bytes]] = [{} for _ in range(PARTS)]
+    spread: list[dict[str, TenantState | bytes]] = [{} for _ in range(PARTITIONS)]
     for number in range(tenants):
-        holdings = make_holdings(f"tenant-{number:05d}", adapters // tenants)
-        spread[part_of(holdings.record.name)][holdings.record.name] = encode_holdings(holdings)
-    parts = (*map(Partition, spread), Partition())
-    Snapshots(store).write(CatalogState(catalog.state.seq, time.time(), parts))
+        tenant = make_tenant(f"tenant-{number:05d}", adapters // tenants)
+        spread[partition_of(tenant.record.name)][tenant.record.name] = encode_tenant(tenant)
+    partitions = (*map(Partition, spread), Partition())
+    Snapshots(store).write(CatalogState(catalog.state.seq, time.time(), partitions))
     writer = AdapterCatalog(store)
     for number in range(TAIL):
         writer.promote(f"tenant-{number % tenants:05d}", NAME, 1, f"alias-{number}", actor="bench")
 
 
-def make_holdings(tenant: str, adapters: int) -> Holdings:
+def make_tenant(tenant: str, adapters: int) -> TenantState:
     """A tenant with adapters of one version."""
     records = [make_adapter(tenant, f"adapter-{number:04d}") for number in range(adapters)]
     record = TenantRecord(tenant, time.time(), Limits(max_concurrent=32))
-    return Holdings(record, {each.name: each for each in records})
+    return TenantState(record, {each.name: each for each in records})
 
 
 def make_adapter(tenant: str, name: str) -> AdapterRecord:
@@ -145,7 +145,7 @@ def _fold_seconds(catalog: AdapterCatalog) -> float:
     times = []
     for _ in range(100):
         begun = time.perf_counter()
-        fold(state, [replace(entry, seq=state.seq + 1)])
+        apply_entries(state, [replace(entry, seq=state.seq + 1)])
         times.append(time.perf_counter() - begun)
     return statistics.median(times)
 

@@ -12,7 +12,7 @@ from lorikeet.answer_stream.sender import AnswerSender
 from lorikeet.answer_stream.token_meter import TokenMeter
 from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, Refusal
-from lorikeet.usage.counts import Counts
+from lorikeet.usage.counts import UsageCounts
 from lorikeet_engine.errors import StepFailed
 from lorikeet_engine.request import EngineTimings, Failed, FinishReason, Tokens
 
@@ -58,7 +58,7 @@ def test_what_was_made_before_the_header_comes_after_it(tokenizer: Tokenizer) ->
         assert end.endswith(b"data: [DONE]\n\n")
         assert ended
         await one.sender.ended
-        assert one.meter.counts() == Counts(1, 1, 0, 2)
+        assert one.meter.counts() == UsageCounts(1, 1, 0, 2)
         one.sender.take(token(C))  # made before the engine heard of the end
         assert not one.stream._waiting
 

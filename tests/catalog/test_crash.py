@@ -17,9 +17,9 @@ from lorikeet.catalog import (
     blob_key,
 )
 from lorikeet.catalog.store.local import LocalStore
-from tests.catalog.mortal import Crash, Mortal
+from tests.catalog.crashing_store import Crash, Mortal
 
-WRITER = Path(__file__).with_name("writer.py")
+WRITER = Path(__file__).with_name("one_writer.py")
 
 
 def check(store: ObjectStore, at_least: set[tuple[int, str]]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.catalog import AdapterCatalog, ObjectStore
-from lorikeet.catalog.log.changes import CatalogCreated, Entry, KeyRevoked, TenantSaved
+from lorikeet.catalog.log.changes import CatalogCreated, Entry, KeyRevoked, TenantCreated
 from lorikeet.catalog.log.log import BLOCK, Log
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import Conflict, StoreError
@@ -45,7 +45,7 @@ class Forgetful(LocalStore):
 def test_entries_come_back_in_order_with_their_author(store: ObjectStore) -> None:
     log = Log(store)
     first = log.append(0, "ann", 1.5, [CatalogCreated()])
-    second = log.append(1, "bob", 2.5, [TenantSaved(name="a"), KeyRevoked(id="k")])
+    second = log.append(1, "bob", 2.5, [TenantCreated(name="a"), KeyRevoked(id="k")])
 
     assert log.read(0) == [first, second]
     assert log.read(1) == [second]
@@ -57,7 +57,7 @@ def test_entries_come_back_in_order_with_their_author(store: ObjectStore) -> Non
         "actor": "bob",
         "time": 2.5,
         "changes": [
-            {"type": "tenant_saved", "name": "a"},
+            {"type": "tenant_created", "name": "a"},
             {"type": "key_revoked", "id": "k"},
         ],
         "before": [

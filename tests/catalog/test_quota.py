@@ -7,7 +7,7 @@ from threading import Barrier, Thread
 import pytest
 
 from lorikeet.catalog import AdapterCatalog, BlobFacts
-from lorikeet.catalog.rules.quota import Taken, taken
+from lorikeet.catalog.rules.quota import QuotaUsage, quota_usage
 from lorikeet.errors import Conflict
 from tests.catalog.conftest import Register
 
@@ -54,7 +54,7 @@ def test_no_more_bytes_than_the_limit(catalog: AdapterCatalog, register: Registe
         register("acme/b", b"3" * 40)
     catalog.retire("acme", "b", actor="ann")
     register("acme/b", b"3" * 40)
-    assert taken(catalog.state, "acme") == Taken(2, 80)
+    assert quota_usage(catalog.state, "acme") == QuotaUsage(2, 80)
     with pytest.raises(Conflict, match="120 bytes"):
         catalog.restore("acme", "a", 1, actor="ann")
 
@@ -97,6 +97,6 @@ def test_of_two_that_race_for_the_last_place_one_gets_it(
     for each in racing:
         each.join()
 
-    assert taken(catalog.refresh(), "acme").adapters == 3
+    assert quota_usage(catalog.refresh(), "acme").adapters == 3
     assert len(refused) == 3
     assert all("its limit is 3" in message for message in refused)

@@ -15,7 +15,7 @@ from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import Conflict
 
 Register = Callable[..., VersionRecord]
-WRITER = Path(__file__).with_name("writer.py")
+WRITER = Path(__file__).with_name("one_writer.py")
 
 
 def catalogs(store: ObjectStore, count: int) -> list[AdapterCatalog]:

@@ -9,13 +9,19 @@ import pytest
 
 from lorikeet.catalog import AdapterCatalog, ObjectStore, Scope, VersionRecord, secret_sha256
 from lorikeet.catalog.log.log import Log
-from lorikeet.catalog.snapshots.partitions import PARTS, NotRead, Unread, part_of, part_to_bytes
+from lorikeet.catalog.snapshots.partitions import (
+    PARTITIONS,
+    PartitionsNotRead,
+    UnreadPartition,
+    partition_of,
+    partition_to_bytes,
+)
 from lorikeet.catalog.snapshots.snapshots import Snapshots
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import StoreError, UnknownModel
-from tests.catalog.mortal import Crash, Mortal
+from tests.catalog.crashing_store import Crash, Mortal
 
 Register = Callable[..., VersionRecord]
 
@@ -38,10 +44,14 @@ class Watched(LocalStore):
 
 
 def contents(catalog: AdapterCatalog) -> list[bytes]:
-    """All that a catalog knows, part by part."""
+    """All that a catalog knows, partition by partition."""
     catalog.refresh()
-    catalog.read(range(PARTS + 1))
-    return [part_to_bytes(part) for part in catalog.state.parts if not isinstance(part, Unread)]
+    catalog.read(range(PARTITIONS + 1))
+    return [
+        partition_to_bytes(partition)
+        for partition in catalog.state.partitions
+        if not isinstance(partition, UnreadPartition)
+    ]
 
 
 def filled(store: ObjectStore, tenants: int = 20) -> AdapterCatalog:
@@ -52,7 +62,7 @@ def filled(store: ObjectStore, tenants: int = 20) -> AdapterCatalog:
 
 
 def unread(state: CatalogState) -> int:
-    return sum(isinstance(part, Unread) for part in state.parts)
+    return sum(isinstance(partition, UnreadPartition) for partition in state.partitions)
 
 
 def test_a_reader_of_snapshot_and_tail_knows_what_the_log_says(
@@ -88,8 +98,8 @@ def test_a_name_costs_its_part_and_the_tail(tmp_path: Path) -> None:
         reader.ask(lambda state: state.resolve("t3/x", "t3"))
 
     kinds = [key.partition("/")[0] for key in watched.got]
-    assert kinds == ["snapshots", "log", "snapshot-parts"]
-    assert unread(reader.state) == PARTS
+    assert kinds == ["snapshots", "log", "snapshot-partitions"]
+    assert unread(reader.state) == PARTITIONS
 
 
 def test_a_question_names_all_the_parts_that_it_lacks(tmp_path: Path) -> None:
@@ -97,9 +107,9 @@ def test_a_question_names_all_the_parts_that_it_lacks(tmp_path: Path) -> None:
     reader = AdapterCatalog(LocalStore(tmp_path))
     reader.refresh()
 
-    with pytest.raises(NotRead) as missing:
+    with pytest.raises(PartitionsNotRead) as missing:
         reader.state.tenants()
-    assert missing.value.numbers == set(range(PARTS))
+    assert missing.value.numbers == set(range(PARTITIONS))
 
 
 def test_only_changed_parts_are_written_again(tmp_path: Path) -> None:
@@ -109,7 +119,7 @@ def test_only_changed_parts_are_written_again(tmp_path: Path) -> None:
     catalog.limit_tenant("t3", max_concurrent=7, actor="ann")
     watched.put.clear()
     catalog.snapshot()
-    assert [key.partition("/")[0] for key in watched.put] == ["snapshot-parts", "snapshots"]
+    assert [key.partition("/")[0] for key in watched.put] == ["snapshot-partitions", "snapshots"]
 
     watched.put.clear()
     watched.got.clear()
@@ -117,8 +127,12 @@ def test_only_changed_parts_are_written_again(tmp_path: Path) -> None:
     other.refresh()
     other.limit_tenant("t4", max_concurrent=7, actor="ann")
     other.snapshot()
-    assert [key.partition("/")[0] for key in watched.put] == ["log", "snapshot-parts", "snapshots"]
-    assert sum(key.startswith("snapshot-parts/") for key in watched.got) == 1
+    assert [key.partition("/")[0] for key in watched.put] == [
+        "log",
+        "snapshot-partitions",
+        "snapshots",
+    ]
+    assert sum(key.startswith("snapshot-partitions/") for key in watched.got) == 1
 
     assert contents(AdapterCatalog(watched)) == contents(catalog)
 
@@ -168,10 +182,13 @@ def test_a_crash_anywhere_in_a_snapshot(tmp_path: Path, after: bool) -> None:
         AdapterCatalog(store).snapshot()
         reader = AdapterCatalog(store)
         reader.refresh()
-        assert not any(isinstance(part, Unread) and part.pending for part in reader.state.parts)
+        assert not any(
+            isinstance(partition, UnreadPartition) and partition.pending
+            for partition in reader.state.partitions
+        )
         assert contents(reader) == contents(catalog)
 
-    assert calls >= 9  # what there is to read, twice two parts, the manifest
+    assert calls >= 9  # what there is to read, twice two partitions, the manifest
 
 
 def test_a_reader_that_lives_long_keeps_few_entries(
@@ -187,8 +204,8 @@ def test_a_reader_that_lives_long_keeps_few_entries(
         if writer.snapshot_due:
             writer.snapshot()
         reader.refresh()
-        held = reader.state.parts[part_of("t3")]
-        assert isinstance(held, Unread)
+        held = reader.state.partitions[partition_of("t3")]
+        assert isinstance(held, UnreadPartition)
         assert len(held.pending) <= 12
 
     assert contents(reader) == contents(writer)
@@ -200,15 +217,15 @@ def test_a_reader_whose_snapshot_was_collected_turns_to_a_newer_one(tmp_path: Pa
     reader = AdapterCatalog(LocalStore(tmp_path))
     reader.refresh()
     (old,) = (tmp_path / "snapshots").iterdir()
-    before = set((tmp_path / "snapshot-parts").glob("*/*"))
+    before = set((tmp_path / "snapshot-partitions").glob("*/*"))
     writer.limit_tenant("t3", max_concurrent=7, actor="ann")
     writer.snapshot()
     newest = Snapshots(LocalStore(tmp_path)).newest()
     assert newest is not None
     old.unlink()
-    for part in before:
-        if part.name not in newest.parts:
-            part.unlink()
+    for partition in before:
+        if partition.name not in newest.partitions:
+            partition.unlink()
 
     assert reader.ask(lambda state: state.tenant("t3")).limits.max_concurrent == 7
     assert contents(reader) == contents(writer)
@@ -238,7 +255,9 @@ def test_old_snapshots_stay_readable(tmp_path: Path) -> None:
     catalog = filled(LocalStore(tmp_path), 1)
     made = []
     for number in range(3):
-        made.append((catalog.snapshot(), part_to_bytes(catalog.state.parts[part_of("t0")])))
+        made.append(
+            (catalog.snapshot(), partition_to_bytes(catalog.state.partitions[partition_of("t0")]))
+        )
         catalog.limit_tenant("t0", max_concurrent=number + 1, actor="ann")
     snapshots = Snapshots(LocalStore(tmp_path))
 
@@ -246,8 +265,8 @@ def test_old_snapshots_stay_readable(tmp_path: Path) -> None:
         manifest = snapshots.newest(up_to=seq)
         assert manifest is not None
         assert manifest.seq == seq
-        digest = manifest.parts[part_of("t0")]
-        assert part_to_bytes(snapshots.read([digest])[digest]) == data
+        digest = manifest.partitions[partition_of("t0")]
+        assert partition_to_bytes(snapshots.read([digest])[digest]) == data
     assert snapshots.newest(up_to=made[0][0] - 1) is None
     newest = snapshots.newest()
     assert newest is not None
@@ -257,15 +276,15 @@ def test_old_snapshots_stay_readable(tmp_path: Path) -> None:
 def test_damage_is_named_with_its_remedy(tmp_path: Path) -> None:
     catalog = filled(LocalStore(tmp_path))
     catalog.snapshot()
-    digest = catalog.state.parts[part_of("t3")].digest
-    (tmp_path / f"snapshot-parts/{digest[:2]}/{digest}").write_bytes(b"?")
+    digest = catalog.state.partitions[partition_of("t3")].digest
+    (tmp_path / f"snapshot-partitions/{digest[:2]}/{digest}").write_bytes(b"?")
     reader = AdapterCatalog(LocalStore(tmp_path))
     reader.refresh()
 
-    with pytest.raises(StoreError, match=rf"snapshot-parts/.*{digest}.*damaged.*restore"):
+    with pytest.raises(StoreError, match=rf"snapshot-partitions/.*{digest}.*damaged.*restore"):
         reader.ask(lambda state: state.tenant("t3"))
-    (tmp_path / f"snapshot-parts/{digest[:2]}/{digest}").unlink()
-    with pytest.raises(StoreError, match=rf"snapshot-parts/.*{digest}.*missing.*restore"):
+    (tmp_path / f"snapshot-partitions/{digest[:2]}/{digest}").unlink()
+    with pytest.raises(StoreError, match=rf"snapshot-partitions/.*{digest}.*missing.*restore"):
         reader.ask(lambda state: state.tenant("t3"))
     (manifest,) = (tmp_path / "snapshots").iterdir()
     manifest.write_text('{"schema": 2}')

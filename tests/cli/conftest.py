@@ -31,7 +31,7 @@ from lorikeet.protocol.messages import (
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import AdapterLimits
-from tests.cli.adapters import SHAPE
+from tests.cli.peft_folders import SHAPE
 
 
 class ReportingEngines:

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from lorikeet.catalog import AdapterCatalog
-from tests.cli.adapters import peft_folder
 from tests.cli.conftest import Lorikeet
+from tests.cli.peft_folders import peft_folder
 
 
 def register(lorikeet: Lorikeet, folder: Path, adapter: str = "acme/x") -> tuple[int, str]:

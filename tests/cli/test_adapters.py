@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from lorikeet_engine.adapter_format import write_blob
-from tests.cli.adapters import peft_folder
 from tests.cli.conftest import Lorikeet
+from tests.cli.peft_folders import peft_folder
 
 
 def register(lorikeet: Lorikeet, folder: Path, *options: str, seed: int = 0) -> dict[str, object]:

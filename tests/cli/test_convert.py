@@ -175,9 +175,9 @@ def test_nothing_else_of_the_product_opens_a_pickle() -> None:
         if opens.search(path.read_text())
     }
     # The engine's pipe carries objects between a replica and the process that it started.
-    assert found - {f"engine/lorikeet_engine/{name}.py" for name in ("process", "wire")} == {
-        "platform/lorikeet/cli/adapters/pickled.py"
-    }
+    assert found - {
+        f"engine/lorikeet_engine/{name}.py" for name in ("process/server", "process/wire")
+    } == {"platform/lorikeet/cli/adapters/pickled.py"}
 
 
 # TensorRT-LLM's pair.

@@ -12,8 +12,8 @@ from lorikeet.catalog.log.log import Log
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import AdapterStatus
-from tests.cli.adapters import peft_folder
 from tests.cli.conftest import Lorikeet
+from tests.cli.peft_folders import peft_folder
 from tests.placement.builders import held, report
 
 

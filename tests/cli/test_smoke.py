@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from tests.cli.adapters import peft_folder
 from tests.cli.conftest import Lorikeet
+from tests.cli.peft_folders import peft_folder
 
 
 def test_register_with_smoke_tells_how_far_they_differ(lorikeet: Lorikeet, tmp_path: Path) -> None:

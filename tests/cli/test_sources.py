@@ -15,9 +15,9 @@ from lorikeet.catalog.store.object_store import open_store
 from lorikeet.cli.adapters.sources import check_source, open_source
 from lorikeet.errors import InvalidInput, LorikeetError, StoreError
 from lorikeet_engine.adapter_format import blob_digest, write_blob
-from tests.cli.adapters import peft_folder
 from tests.cli.conftest import Lorikeet
-from tests.cli.hub import Hub, running_hub
+from tests.cli.fake_hub import Hub, running_hub
+from tests.cli.peft_folders import peft_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = (CONFIG, WEIGHTS)

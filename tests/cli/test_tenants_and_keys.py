@@ -69,7 +69,7 @@ def test_limits_that_are_not_named_stay(lorikeet: Lorikeet) -> None:
     lorikeet.do("tenants", "limit", "acme", "--concurrent", "none", "--context", "2k")
     now = tenant(lorikeet, "acme")
     assert (now["max_concurrent"], now["max_context"], now["weight"]) == (None, 2000, 0.5)
-    told = "tenant terms set acme max_concurrent=none max_context=2000"
+    told = "tenant options set acme max_concurrent=none max_context=2000"
     assert told in lorikeet.run("log", COLUMNS="200").stdout
 
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.cli.adapters import peft_folder
 from tests.cli.conftest import Lorikeet
+from tests.cli.peft_folders import peft_folder
 
 _MAIN = "from lorikeet.cli import main; main()"
 

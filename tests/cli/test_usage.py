@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 
 import pytest
 
-from lorikeet.usage.counts import Counts, UsageAccount
-from lorikeet.usage.files import day_prefix
-from lorikeet.usage.ledger import Ledger
+from lorikeet.usage.counts import UsageAccount, UsageCounts
+from lorikeet.usage.ledger import UsageLedger
+from lorikeet.usage.object_format import day_prefix
 from lorikeet.usage.writer import UsageWriter
 from tests.cli.conftest import Lorikeet
 
@@ -22,8 +22,8 @@ SUPPORT = UsageAccount("acme", "tiny", "acme/support")
 def write(lorikeet: Lorikeet, ago: int = 0, account: UsageAccount = SUPPORT) -> str:
     """The day on which it was used."""
     at = time.time() - ago * DAY_S
-    ledger = Ledger(lambda: at)
-    ledger.add(account, Counts(1, 10, 4, 2, 3.21, 1, 2**20))
+    ledger = UsageLedger(lambda: at)
+    ledger.add(account, UsageCounts(1, 10, 4, 2, 3.21, 1, 2**20))
     assert UsageWriter(lorikeet.catalog.store, ledger, 60.0, lambda: None, lambda: at).flush()
     return datetime.fromtimestamp(at, UTC).date().isoformat()
 

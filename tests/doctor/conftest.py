@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from demo.fill import fill_catalog
+from lorikeet.doctor.checks import CHECKS, run_checks
 from lorikeet.doctor.cuda import Cuda, Gpu
-from lorikeet.doctor.examination import CHECKS, examine
 from lorikeet.doctor.finding import Finding, Severity
 from lorikeet.doctor.host import Host
 from lorikeet.doctor.planned_start import PlannedStart
@@ -55,7 +55,7 @@ class Patient:
             find_host=lambda: it.host,
         )
         checks = [check for check in CHECKS if not names or check.name in names]
-        return examine(site, [replace(check, within_s=it.wait_s) for check in checks])
+        return run_checks(site, [replace(check, within_s=it.wait_s) for check in checks])
 
 
 def faults(findings: list[Finding]) -> list[Finding]:

@@ -155,10 +155,10 @@ def test_a_part_that_cannot_be_read_now_is_read_later(tmp_path: Path) -> None:
 
     async def ask() -> None:
         catalog_view = GatewayCatalogView(catalog, HOUR)
-        (tmp_path / "snapshot-parts").rename(tmp_path / "away")
+        (tmp_path / "snapshot-partitions").rename(tmp_path / "away")
         with pytest.raises(Unavailable):
             await catalog_view.ask(lambda state: state.tenant("acme"))
-        (tmp_path / "away").rename(tmp_path / "snapshot-parts")
+        (tmp_path / "away").rename(tmp_path / "snapshot-partitions")
         assert (await catalog_view.ask(lambda state: state.tenant("acme"))).name == "acme"
 
     asyncio.run(ask())
@@ -210,7 +210,7 @@ def test_a_refresh_sees_what_was_written_before_it_was_asked_for(catalog: Counti
             early = asyncio.create_task(catalog_view.refresh())
             await asyncio.sleep(0.01 * number)
             await asyncio.to_thread(other.create_tenant, f"tenant-{number}", actor="test")
-            assert (await catalog_view.refresh()).holdings(f"tenant-{number}") is not None
+            assert (await catalog_view.refresh()).tenant_state(f"tenant-{number}") is not None
             await early
 
     asyncio.run(write_and_look())

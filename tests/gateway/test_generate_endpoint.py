@@ -18,7 +18,7 @@ from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.generate import GenerateEndpoint
 from lorikeet.gateway.services import ServedModel, Services
 from lorikeet.request_log.request_log import RequestLog
-from lorikeet.tenancy import Budget, RateLimiter, Shares
+from lorikeet.tenancy import LimitShares, MonthlyBudget, RateLimiter
 from tests.gateway.conftest import LIMITS, SHAPE, ReplayEngines, chat
 
 KINDS = {
@@ -51,7 +51,7 @@ class Walks:
                 RequestAuthenticator(
                     services, GatewayCatalogView(services.catalog, interval_s=3600.0)
                 ),
-                RateLimiter(Shares("g0", 1, 0.0), Budget(None)),
+                RateLimiter(LimitShares("g0", 1, 0.0), MonthlyBudget(None)),
                 RequestLog(services.peers),
             )
             return [await _one(endpoint, key or self.key, body) for body in bodies]

@@ -11,8 +11,8 @@ from lorikeet.errors import InsufficientQuota, StoreError
 from lorikeet.gateway import limit_sync
 from lorikeet.gateway.limit_sync import LimitSync
 from lorikeet.protocol.peers import Peers, Poll
-from lorikeet.tenancy import Budget, Principal, RateLimiter, Shares
-from lorikeet.tenancy.shares import Subject
+from lorikeet.tenancy import LimitShares, MonthlyBudget, Principal, RateLimiter
+from lorikeet.tenancy.limit_shares import Subject
 
 KEY = Principal("acme", "k", frozenset(), Limits())
 
@@ -22,8 +22,8 @@ class Gateway:
 
     def __init__(self, name: str, others: list["Gateway"], written: Any = None) -> None:
         self.peers = DirectPeers(self, others)
-        self.shares = Shares(name, 2, time.monotonic())
-        budget = Budget(written, unseen_s=0)
+        self.shares = LimitShares(name, 2, time.monotonic())
+        budget = MonthlyBudget(written, unseen_s=0)
         self.rate_limiter = RateLimiter(self.shares, budget)
         self.limit_sync = LimitSync(self.peers, self.shares, self.rate_limiter)
         others.append(self)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lorikeet.catalog.store.local import LocalStore
-from lorikeet.usage.counts import Counts, UsageAccount
-from lorikeet.usage.ledger import Ledger
+from lorikeet.usage.counts import UsageAccount, UsageCounts
+from lorikeet.usage.ledger import UsageLedger
 from lorikeet.usage.writer import UsageWriter
 from tests.gateway.conftest import Gateway
 from tests.gateway.test_bad_requests import error_of
@@ -25,8 +25,8 @@ def day(ago: int = 0) -> str:
 
 def write(gateway: Gateway, account: UsageAccount, ago: int = 0, **counts: Any) -> None:
     at = time.time() - ago * DAY_S
-    ledger = Ledger(lambda: at)
-    ledger.add(account, Counts(requests=1, **counts))
+    ledger = UsageLedger(lambda: at)
+    ledger.add(account, UsageCounts(requests=1, **counts))
     store = LocalStore(gateway.folder / "store")
     assert UsageWriter(store, ledger, 60.0, lambda: None, lambda: at).flush()
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from lorikeet.protocol.messages import Call, FinalUsage, Refusal, StreamItem
-from lorikeet.usage.counts import Counts
+from lorikeet.usage.counts import UsageCounts
 from lorikeet_engine.request import Output, Tokens
 
 
@@ -47,11 +47,11 @@ class TokenMeter:
         """End a call that failed, and was not left by its client."""
         self._refused = not self._begun
 
-    def counts(self) -> Counts | None:
+    def counts(self) -> UsageCounts | None:
         """Return what the call has used until now; None if nothing at all is billed."""
         if self._refused:
             return None
         if (usage := self._usage) is not None:
-            return Counts(1, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+            return UsageCounts(1, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         prompt_tokens = sum(self._prompts[prompt] for prompt in self._computed)
-        return Counts(1, prompt_tokens, self._cached_tokens, self._output_tokens)
+        return UsageCounts(1, prompt_tokens, self._cached_tokens, self._output_tokens)

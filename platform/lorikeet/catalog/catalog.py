@@ -4,22 +4,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, Unpack
 
-from lorikeet.catalog.log.fold import fold_changes
+from lorikeet.catalog.log.apply import apply_changes
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_alias, check_name
 from lorikeet.catalog.records import (
     AdapterRecord,
-    AdapterShare,
+    AliasShare,
     BlobFacts,
     PinRecord,
     VersionRecord,
 )
 from lorikeet.catalog.rules import adapters as adapter_rules
 from lorikeet.catalog.rules.adapters import known_version
-from lorikeet.catalog.rules.pin_terms import PinTerms, pin_change
+from lorikeet.catalog.rules.pins import PinOptions, pin_change
 from lorikeet.catalog.rules.restore import restore_adapter, restore_version, retired_at
 from lorikeet.catalog.state import CatalogState
-from lorikeet.catalog.store.claims import claim
-from lorikeet.catalog.tenants import TenantCatalog
+from lorikeet.catalog.store.gc_protection import protect
+from lorikeet.catalog.tenants_and_keys import TenantCatalog
 from lorikeet.errors import Conflict, InvalidInput, ObjectNotFound
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class AdapterCatalog(TenantCatalog):
         self.refresh()
         self.ask(decide)  # before a long upload
         key = blob_key(facts.digest)
-        claim(self.store, key, lambda: self.store.put_file(key, blob))
+        protect(self.store, key, lambda: self.store.put_file(key, blob))
         after = self._commit(actor, decide)
         version = after.adapter(tenant, name).with_digest(facts.digest)
         assert version is not None
@@ -96,20 +96,20 @@ class AdapterCatalog(TenantCatalog):
         tenant: str,
         name: str,
         version: int,
-        part: float,
+        fraction: float,
         alias: str = DEFAULT_ALIAS,
         expect: int | None = None,
         *,
         actor: str,
     ) -> AdapterRecord:
-        """Give a part of an alias's requests, 0 < part < 1, to a second version.
+        """Give a fraction of an alias's requests, 0 < fraction < 1, to a second version.
 
         Promoting either version ends it. Raises InvalidInput, UnknownModel, NotFound, Conflict.
         """
         check_alias(alias)
-        if not 0 < part < 1:
-            raise InvalidInput(f"share={part}: want more than 0 and less than 1", param="share")
-        share = AdapterShare(version, part)
+        if not 0 < fraction < 1:
+            raise InvalidInput(f"share={fraction}: want more than 0 and less than 1", param="share")
+        share = AliasShare(version, fraction)
         after = self._commit(
             actor, lambda state: adapter_rules.give_share(state, tenant, name, share, alias, expect)
         )
@@ -167,14 +167,14 @@ class AdapterCatalog(TenantCatalog):
         return after.adapter(tenant, name)
 
     def pin(
-        self, tenant: str, name: str | None, *, actor: str, **terms: Unpack[PinTerms]
+        self, tenant: str, name: str | None, *, actor: str, **options: Unpack[PinOptions]
     ) -> PinRecord:
         """Promise that an adapter, or with None all of a tenant, stays resident; replaces its pin.
 
         Raises InvalidInput, UnknownModel, UnknownTenant, and Conflict beyond the tenant's budget.
         """
         now = self._clock()
-        change = pin_change(tenant, name, now, **terms)
+        change = pin_change(tenant, name, now, **options)
         after = self._commit(actor, lambda state: adapter_rules.pin(state, change, now))
         pin = after.pin_of(tenant, name)
         assert pin is not None
@@ -185,17 +185,17 @@ class AdapterCatalog(TenantCatalog):
         tenant: str,
         name: str | None,
         question: Callable[[CatalogState, CatalogState], T],
-        **terms: Unpack[PinTerms],
+        **options: Unpack[PinOptions],
     ) -> T:
         """The answer of the states now and as such a pin would leave it, which is not made.
 
         Raises what `pin` raises.
         """
         now = self._clock()
-        change = pin_change(tenant, name, now, **terms)
+        change = pin_change(tenant, name, now, **options)
 
         def ask(state: CatalogState) -> T:
-            return question(state, fold_changes(state, adapter_rules.pin(state, change, now), now))
+            return question(state, apply_changes(state, adapter_rules.pin(state, change, now), now))
 
         self.refresh()
         return self.ask(ask)
@@ -207,7 +207,7 @@ class AdapterCatalog(TenantCatalog):
     def _claim(self, versions: Sequence[VersionRecord]) -> None:
         for version in versions:
             try:
-                claim(self.store, blob_key(version.digest))
+                protect(self.store, blob_key(version.digest))
             except ObjectNotFound as error:
                 raise Conflict(
                     f"the blob of version {version.version}, {version.digest}, was retired so "

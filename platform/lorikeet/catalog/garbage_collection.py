@@ -2,8 +2,8 @@
 
 Needed are the blobs of versions that can be used, or that were retired within the grace period and
 can therefore be restored; what uploads in flight will name; the newest snapshots; and whatever is
-younger than the grace period. Nothing here locks anything: claims.py says how what somebody is
-about to name is spared. Killed anywhere, a collection leaves garbage and marks, which the next one
+younger than the grace period. Nothing here locks anything: store/gc_protection.py spares what a
+writer is about to name. Killed anywhere, a collection leaves garbage and marks, which the next one
 takes away; any number may run at once.
 """
 
@@ -15,16 +15,26 @@ from itertools import islice
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.history import HistoryQuery
 from lorikeet.catalog.log.changes import AdapterRetired, VersionRetired
-from lorikeet.catalog.snapshots.snapshots import MANIFESTS, PARTS_PREFIX, Snapshots, manifest_seq
+from lorikeet.catalog.snapshots.snapshots import (
+    MANIFESTS,
+    PARTITIONS_PREFIX,
+    Snapshots,
+    manifest_seq,
+)
 from lorikeet.catalog.state import CatalogState
-from lorikeet.catalog.store.claims import DELETE_WITHIN_S, MARK_LASTS_S, MARKS, marked
+from lorikeet.catalog.store.gc_protection import (
+    DELETE_WITHIN_S,
+    MARK_LASTS_S,
+    MARKS,
+    marked_for_deletion,
+)
 from lorikeet.catalog.store.object_store import StoredObject, in_parallel
 from lorikeet.catalog.uploads import Upload, Uploads
 from lorikeet.errors import InvalidInput, ObjectNotFound
 
 BLOBS = "blobs/"
 LEAST_GRACE_S = 86400.0
-"""Twice what may lie between a claim and the entry that names what is claimed."""
+"""Twice what may lie between protecting an object and the entry that names it."""
 
 _NEWEST_KEPT = 4  # readers begin at the newest and stay with it for some snapshots more
 _ONE_IN = 2**14  # entries: of older snapshots one is kept, for questions about the past
@@ -56,7 +66,7 @@ class GarbageCollector:
         self._run = uuid.uuid4().hex
 
     def collect(self) -> Iterator[StoredObject]:
-        """Everything that is deleted, or would be. Raises StoreError."""
+        """Yield everything that is deleted, or would be. Raises StoreError."""
         self._catalog.refresh()
         self._remove_dead_marks()
         uploads = list(self._uploads.in_flight())
@@ -90,7 +100,7 @@ class GarbageCollector:
                 return adapters
 
     def _snapshots(self) -> Iterator[StoredObject]:
-        """Old snapshots, then the parts that only they named."""
+        """Old snapshots, then the partitions that only they named."""
         manifests = list(self._store.scan(MANIFESTS))
         kept = _kept(manifests, self._before)
         yield from self._sweep(found for found in manifests if found not in kept)
@@ -98,9 +108,9 @@ class GarbageCollector:
         named: set[str] = set()
         for found in kept:
             manifest = snapshots.newest(up_to=manifest_seq(found.key))
-            named.update(manifest.parts if manifest else ())
-        parts = self._old(PARTS_PREFIX)
-        yield from self._sweep(found for found in parts if _name(found) not in named)
+            named.update(manifest.partitions if manifest else ())
+        partitions = self._old(PARTITIONS_PREFIX)
+        yield from self._sweep(found for found in partitions if _name(found) not in named)
 
     def _old(self, prefix: str) -> Iterator[StoredObject]:
         return (found for found in self._store.scan(prefix) if found.modified < self._before)
@@ -114,7 +124,7 @@ class GarbageCollector:
     def _delete(self, batch: list[StoredObject]) -> list[StoredObject]:
         deadline = time.monotonic() + DELETE_WITHIN_S
         keys = [found.key for found in batch]
-        with marked(self._store, keys, self._run):
+        with marked_for_deletion(self._store, keys, self._run):
             deleted = in_parallel(lambda key: self._delete_one(key, deadline), keys)
         return [found for found, gone in zip(batch, deleted, strict=True) if gone]
 
@@ -145,14 +155,14 @@ def _needed(state: CatalogState, lately_retired: Adapters) -> Set[str]:
 
 
 def _kept(manifests: list[StoredObject], before: float) -> Set[StoredObject]:
-    """Of snapshots, newest first: the newest, the young, and now and then one of the others."""
+    """The snapshots to keep: the newest, the young, and now and then one of the others."""
     of_range = {manifest_seq(found.key) // _ONE_IN: found for found in reversed(manifests)}
     young = (found for found in manifests if found.modified >= before)
     return {*manifests[:_NEWEST_KEPT], *young, *of_range.values()}
 
 
 def _stored(upload: Upload) -> StoredObject:
-    """What was to arrive, or had."""
+    """The upload as an object, of the size that was to arrive."""
     arrives = 0 if upload.token is None else upload.size_bytes
     return StoredObject(upload.key, arrives, upload.created)
 

@@ -38,7 +38,7 @@ class HistoryQuery:
     def _concerns(self, change: Change) -> bool:
         if self.tenant is None:
             return True
-        if change.type == "tenant_saved":
+        if change.type == "tenant_created":
             return self.name is None and change.name == self.tenant
         if self.name not in (None, getattr(change, "name", None)):
             return False
@@ -46,7 +46,7 @@ class HistoryQuery:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class HistoryPage:
     """Entries, newest first. before: where to go on; None when there is nothing older."""
 
     entries: tuple[Entry, ...]
@@ -61,20 +61,20 @@ class History:
         self._snapshots = snapshots
         self._newest = newest
 
-    def find(self, wanted: HistoryQuery, limit: int, before: int | None = None) -> Found:
+    def find(self, wanted: HistoryQuery, limit: int, before: int | None = None) -> HistoryPage:
         """The newest `limit` entries that are wanted, of those before entry `before`."""
         found: list[Entry] = []
         start = min(before or self._newest + 1, self._newest + 1)
         seq = start
         for entry in self._backwards(start):
             if wanted.since is not None and entry.time < wanted.since - _CLOCKS_DIFFER_S:
-                return Found(tuple(found), None)
+                return HistoryPage(tuple(found), None)
             seq = entry.seq
             if (kept := wanted.of(entry)) is not None:
                 found.append(kept)
             if len(found) == limit or start - seq >= _MOST_READ:
                 break
-        return Found(tuple(found), seq if seq > 1 else None)
+        return HistoryPage(tuple(found), seq if seq > 1 else None)
 
     def as_of(self, seq: int) -> CatalogView:
         """The catalog right after entry `seq`. Raises InvalidInput, StoreError."""

@@ -1,4 +1,4 @@
-"""Reading a catalog: a snapshot, the log's tail, and news as they come."""
+"""Reading a catalog: a snapshot, the log's tail, and new entries as they come."""
 
 import threading
 from collections.abc import Callable, Collection
@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from lorikeet.catalog.history import History
 from lorikeet.catalog.log.log import Log
-from lorikeet.catalog.snapshots.partitions import NotRead, Unread
+from lorikeet.catalog.snapshots.partitions import PartitionsNotRead, UnreadPartition
 from lorikeet.catalog.snapshots.snapshots import Snapshots
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store.object_store import ObjectStore
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class CatalogReader:
-    """What is in one store, for any number of threads. Knows nothing until the first refresh."""
+    """The catalog in one store, for any number of threads; empty until the first refresh."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
@@ -33,19 +33,22 @@ class CatalogReader:
 
     @property
     def state(self) -> CatalogState:
-        """The state as last read, some of its parts perhaps unread; never blocks."""
+        """The state as last read, some of its partitions perhaps unread; never blocks."""
         return self._view.state
 
     def ask(self, question: Callable[[CatalogState], T]) -> T:
-        """The answer of the state as last read; reads parts that it needs. Raises StoreError."""
+        """Return a question's answer by the state as last read; reads the partitions it needs.
+
+        Raises StoreError.
+        """
         while True:
             try:
                 return question(self.state)
-            except NotRead as missing:
+            except PartitionsNotRead as missing:
                 self.read(missing.numbers)
 
     def read(self, numbers: Collection[int]) -> None:
-        """Read these parts, which a question of the state needed. Raises StoreError."""
+        """Read these partitions, which a question of the state needed. Raises StoreError."""
         try:
             self._view.read(numbers)
         except ObjectNotFound:  # of a snapshot so old that it was collected
@@ -68,7 +71,7 @@ class CatalogReader:
 
     @property
     def history(self) -> History:
-        """What was, up to the state as last read."""
+        """The catalog's history up to the state as last read."""
         return History(self._log, self._snapshots, self.state.seq)
 
     @property
@@ -97,7 +100,7 @@ class CatalogReader:
             self._snapshot_seq = manifest.seq
 
     def _rebase(self) -> None:
-        """Use the newest snapshot from here on, so that few entries are kept for unread parts."""
+        """Use the newest snapshot from here on: fewer entries are kept for unread partitions."""
         self._asked_seq = self.state.seq
         manifest = self._snapshots.newest()
         if manifest is not None and self._snapshot_seq < manifest.seq <= self.state.seq:
@@ -106,9 +109,13 @@ class CatalogReader:
 
 
 def _settled(state: CatalogState) -> CatalogState:
-    """The state, once no unread part has news."""
-    parts = enumerate(state.parts)
-    news = frozenset(at for at, part in parts if isinstance(part, Unread) and part.pending)
-    if news:
-        raise NotRead(news)
+    """The state, once no unread partition has pending entries."""
+    partitions = enumerate(state.partitions)
+    pending = frozenset(
+        at
+        for at, partition in partitions
+        if isinstance(partition, UnreadPartition) and partition.pending
+    )
+    if pending:
+        raise PartitionsNotRead(pending)
     return state

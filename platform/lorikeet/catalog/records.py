@@ -107,11 +107,11 @@ class VersionRecord(BlobFacts):
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterShare:
-    """The part of an alias's requests that a second version gets: 0 < part < 1."""
+class AliasShare:
+    """The fraction of an alias's requests that a second version gets: 0 < fraction < 1."""
 
     version: int
-    part: float
+    fraction: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class AdapterRecord:
     versions: tuple[VersionRecord, ...] = ()
     aliases: Mapping[str, int] = field(default_factory=dict)
     alias_history: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    shares: Mapping[str, AdapterShare] = field(default_factory=dict)
+    shares: Mapping[str, AliasShare] = field(default_factory=dict)
     retired_at: int | None = None
 
     @property
@@ -155,7 +155,7 @@ class AdapterRecord:
         """
         number = int(selector) if selector.isdecimal() else self.aliases.get(selector)
         share = self.shares.get(selector) if session is not None else None
-        if share and _place(f"{self.label}@{selector} {session}") < share.part:
+        if share and _hash_fraction(f"{self.label}@{selector} {session}") < share.fraction:
             number = share.version
         version = None if number is None else self.version(number)
         return None if version is None or version.retired else version
@@ -182,7 +182,7 @@ class AdapterRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class TenantState:
     """A tenant with its adapters by name, retired ones too, and the ids of its keys."""
 
     record: TenantRecord
@@ -209,7 +209,7 @@ class PinRecord:
     name None: every adapter of the tenant, now and later. selector: an alias, which is followed as
     it moves, or a version number. replicas None: on all replicas of its base model. priority:
     where not all pins fit, the higher one is kept, then the older one. expires: Unix seconds, None
-    is never. created: since when there was a pin, however often its terms have changed.
+    is never. created: since when there was a pin, however often its options have changed.
     """
 
     tenant: str
@@ -238,6 +238,6 @@ class PinRecord:
         return self.expires is not None and self.expires <= now
 
 
-def _place(name: str) -> float:
-    """Anywhere in [0, 1), but for one name always there."""
+def _hash_fraction(name: str) -> float:
+    """A fraction in [0, 1) that is always the same for one name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48

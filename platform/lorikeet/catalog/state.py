@@ -6,14 +6,21 @@ from dataclasses import dataclass, field
 from lorikeet.catalog.names import parse_model
 from lorikeet.catalog.records import (
     AdapterRecord,
-    Holdings,
     KeyRecord,
     PinKey,
     PinRecord,
     TenantRecord,
+    TenantState,
     VersionRecord,
 )
-from lorikeet.catalog.snapshots.partitions import COMMON, PARTS, NotRead, Partition, Unread, part_of
+from lorikeet.catalog.snapshots.partitions import (
+    COMMON,
+    PARTITIONS,
+    Partition,
+    PartitionsNotRead,
+    UnreadPartition,
+    partition_of,
+)
 from lorikeet.errors import UnknownKey, UnknownModel, UnknownTenant
 from lorikeet_engine.adapter import AdapterRef
 
@@ -22,13 +29,16 @@ from lorikeet_engine.adapter import AdapterRef
 class CatalogState:
     """Everything the log says up to entry `seq`. Shared between threads and never changed.
 
-    time: when that entry was written, Unix seconds. Every question raises NotRead when it needs a
-    part that was not read; `ask` of a CatalogView, or of a gateway's follower, reads it.
+    time: when that entry was written, Unix seconds. Every method raises PartitionsNotRead when it
+    needs a partition that was not read; `ask` of a CatalogView, or of a gateway's follower, reads
+    it.
     """
 
     seq: int = 0
     time: float = 0.0
-    parts: tuple[Partition | Unread, ...] = field(default=(Partition(),) * (PARTS + 1), repr=False)
+    partitions: tuple[Partition | UnreadPartition, ...] = field(
+        default=(Partition(),) * (PARTITIONS + 1), repr=False
+    )
 
     def resolve(self, model: str, tenant: str, session: str | None = None) -> AdapterRef:
         """The version that `model` names for this tenant: its own adapter's or a shared one's.
@@ -48,7 +58,7 @@ class CatalogState:
         )
 
     def version_of(self, ref: AdapterRef) -> VersionRecord:
-        """What is recorded of this version. Raises UnknownModel."""
+        """The record of this version. Raises UnknownModel."""
         version = self.adapter(ref.tenant, ref.name).version(ref.version)
         if version is None:
             raise UnknownModel(f"There is no adapter {ref}.", param="model")
@@ -56,8 +66,8 @@ class CatalogState:
 
     def find(self, tenant: str, name: str) -> AdapterRecord | None:
         """One adapter, retired or not, if it is there."""
-        holdings = self.holdings(tenant)
-        return holdings.adapters.get(name) if holdings else None
+        held = self.tenant_state(tenant)
+        return held.adapters.get(name) if held else None
 
     def adapter(self, tenant: str, name: str) -> AdapterRecord:
         """One adapter, retired or not. Raises UnknownModel."""
@@ -74,38 +84,38 @@ class CatalogState:
         after: the tenant and name after which to begin.
         """
         tenants = self._tenant_names() if tenant is None else [tenant]
-        self._need(map(part_of, tenants))
+        self._need(map(partition_of, tenants))
         return (
             held.adapters[name]
             for owner in tenants
-            if owner >= after[0] and (held := self.holdings(owner))
+            if owner >= after[0] and (held := self.tenant_state(owner))
             for name in sorted(held.adapters)
             if (owner, name) > after
         )
 
     def visible_to(self, tenant: str) -> tuple[AdapterRecord, ...]:
         """What this tenant may use now: its own adapters and shared ones, none retired."""
-        shared = self._part(COMMON).shared
-        self._need(map(part_of, {tenant, *(owner for owner, _ in shared)}))
-        holdings = self.holdings(tenant)
-        own = {(tenant, name) for name in holdings.adapters} if holdings else set()
+        shared = self._partition(COMMON).shared
+        self._need(map(partition_of, {tenant, *(owner for owner, _ in shared)}))
+        held = self.tenant_state(tenant)
+        own = {(tenant, name) for name in held.adapters} if held else set()
         records = (self.adapter(owner, name) for owner, name in sorted(own | shared))
         return tuple(record for record in records if not record.retired)
 
-    def holdings(self, tenant: str) -> Holdings | None:
-        """All that one tenant has, if there is such a tenant."""
-        return self._part(part_of(tenant)).holdings(tenant)
+    def tenant_state(self, tenant: str) -> TenantState | None:
+        """One tenant with its adapters and key ids; None if there is no such tenant."""
+        return self._partition(partition_of(tenant)).tenant_state(tenant)
 
-    def held(self, tenant: str) -> Holdings | bytes:
-        """What there is of a tenant, read or not: the same object as long as nothing changes it."""
-        return self._part(part_of(tenant)).tenants[tenant]
+    def tenant_as_held(self, tenant: str) -> TenantState | bytes:
+        """A tenant, decoded or as its JSON: one object as long as nothing changes the tenant."""
+        return self._partition(partition_of(tenant)).tenants[tenant]
 
     def tenant(self, name: str) -> TenantRecord:
         """One tenant. Raises UnknownTenant."""
-        holdings = self.holdings(name)
-        if holdings is None:
+        held = self.tenant_state(name)
+        if held is None:
             raise UnknownTenant(f"There is no tenant {name!r}: create it first.", param="tenant")
-        return holdings.record
+        return held.record
 
     def tenants(self) -> tuple[TenantRecord, ...]:
         """Every tenant, by name."""
@@ -113,7 +123,7 @@ class CatalogState:
 
     def key(self, key_id: str) -> KeyRecord:
         """One key, revoked or not. Raises UnknownKey."""
-        record = self._part(part_of(key_id)).keys.get(key_id)
+        record = self._partition(partition_of(key_id)).keys.get(key_id)
         if record is None:
             raise UnknownKey(f"There is no key {key_id!r}.", param="id")
         return record
@@ -121,55 +131,57 @@ class CatalogState:
     def keys(self, tenant: str | None = None) -> tuple[KeyRecord, ...]:
         """Every key, or one tenant's, revoked ones too; oldest first. Raises UnknownTenant."""
         if tenant is None:
-            found = [key for part in self._all() for key in part.keys.values()]
+            found = [key for partition in self._all() for key in partition.keys.values()]
         else:
             self.tenant(tenant)
-            holdings = self.holdings(tenant)
-            key_ids = holdings.key_ids if holdings else ()
-            self._need(map(part_of, key_ids))
+            held = self.tenant_state(tenant)
+            key_ids = held.key_ids if held else ()
+            self._need(map(partition_of, key_ids))
             found = list(map(self.key, key_ids))
         return tuple(sorted(found, key=lambda key: (key.created, key.id)))
 
     def key_by_sha256(self, sha256: str) -> KeyRecord | None:
         """The key whose secret has this SHA-256 (64 hex digits), revoked or not."""
-        key_id = self._part(part_of(sha256)).key_ids.get(sha256)
+        key_id = self._partition(partition_of(sha256)).key_ids.get(sha256)
         return None if key_id is None else self.key(key_id)
 
     def admin_keys(self) -> frozenset[str]:
-        """The ids of admins' keys that work and never expire; of those that may change things."""
-        return self._part(COMMON).admin_keys
+        """The ids of admins' keys that work, never expire and may change things."""
+        return self._partition(COMMON).admin_keys
 
     def pin_of(self, tenant: str, name: str | None) -> PinRecord | None:
         """The pin of an adapter, or with None of a tenant, expired or not, if it has one."""
-        return self._part(COMMON).pins.get(PinKey(tenant, name))
+        return self._partition(COMMON).pins.get(PinKey(tenant, name))
 
     def pins(self, now: float) -> tuple[PinRecord, ...]:
         """The pins that have not expired at `now` (Unix seconds), by tenant and name."""
-        pins = self._part(COMMON).pins
+        pins = self._partition(COMMON).pins
         return tuple(pin for at in sorted(pins) if not (pin := pins[at]).expired(now))
 
-    def expect(self, tenants: Iterable[str]) -> None:
-        """Ask for all that questions about these tenants need, not for one after the other."""
-        self._need(map(part_of, tenants))
+    def require(self, tenants: Iterable[str]) -> None:
+        """Raise PartitionsNotRead for all of these tenants together, not one after the other."""
+        self._need(map(partition_of, tenants))
 
     def _may_use(self, tenant: str, owner: str, name: str) -> bool:
-        return tenant == owner or (owner, name) in self._part(COMMON).shared
+        return tenant == owner or (owner, name) in self._partition(COMMON).shared
 
     def _tenant_names(self) -> list[str]:
-        return sorted(name for part in self._all() for name in part.tenants)
+        return sorted(name for partition in self._all() for name in partition.tenants)
 
     def _all(self) -> list[Partition]:
-        self._need(range(PARTS))
-        return [self._part(number) for number in range(PARTS)]
+        self._need(range(PARTITIONS))
+        return [self._partition(number) for number in range(PARTITIONS)]
 
     def _need(self, numbers: Iterable[int]) -> None:
-        """Ask for all at once what would else be missed one by one."""
-        missing = frozenset(at for at in set(numbers) if isinstance(self.parts[at], Unread))
+        """Raise PartitionsNotRead for all of these at once that are not read."""
+        missing = frozenset(
+            at for at in set(numbers) if isinstance(self.partitions[at], UnreadPartition)
+        )
         if missing:
-            raise NotRead(missing)
+            raise PartitionsNotRead(missing)
 
-    def _part(self, number: int) -> Partition:
-        part = self.parts[number]
-        if isinstance(part, Unread):
-            raise NotRead(frozenset((number,)))
-        return part
+    def _partition(self, number: int) -> Partition:
+        partition = self.partitions[number]
+        if isinstance(partition, UnreadPartition):
+            raise PartitionsNotRead(frozenset((number,)))
+        return partition

@@ -1,4 +1,4 @@
-"""One process's view of the catalog: a state that moves on, and parts that are read on demand."""
+"""One process's view of the catalog: a state that moves on, its partitions read on demand."""
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from lorikeet.catalog.log.apply import apply_entries, apply_to_partition
 from lorikeet.catalog.log.changes import Entry
-from lorikeet.catalog.log.fold import fold, fold_part
-from lorikeet.catalog.snapshots.partitions import NotRead, Partition, Unread
+from lorikeet.catalog.snapshots.partitions import Partition, PartitionsNotRead, UnreadPartition
 from lorikeet.catalog.snapshots.snapshots import Manifest, Snapshots
 from lorikeet.catalog.state import CatalogState
 
@@ -16,47 +16,49 @@ T = TypeVar("T")
 
 
 class CatalogView:
-    """A state for any number of threads. What it shows only moves on.
+    """The newest state that this process knows, for any number of threads; it never goes back.
 
-    A part is read from the snapshot that it began with or was moved to; the entries since are
-    kept until then.
+    A partition is read from the snapshot that the view began with or was rebased to; the entries
+    since are kept until then.
     """
 
     def __init__(self, snapshots: Snapshots, state: CatalogState | None = None) -> None:
         self._snapshots = snapshots
         self._state = state or CatalogState()
-        self._base_seq = self._state.seq  # of the snapshot that unread parts lie in
+        self._base_seq = self._state.seq  # of the snapshot that unread partitions lie in
         self._changing = threading.Lock()  # held while computing, never while reading the store
 
     @property
     def state(self) -> CatalogState:
-        """What is known; never blocks."""
+        """The newest state; never blocks."""
         return self._state
 
     def ask(self, question: Callable[[CatalogState], T]) -> T:
-        """The answer of a state no older than the one shown; reads the parts that it needs."""
+        """Return a question's answer by the newest state; reads the partitions it needs."""
         while True:
             try:
                 return question(self._state)
-            except NotRead as missing:
+            except PartitionsNotRead as missing:
                 self.read(missing.numbers)
 
     def read(self, numbers: Collection[int]) -> None:
-        """Read these parts, if they are not read yet. Raises StoreError."""
-        held = [self._state.parts[number] for number in numbers]
-        parts = self._snapshots.read({part.digest for part in held if isinstance(part, Unread)})
+        """Read these partitions, if they are not read yet. Raises StoreError."""
+        held = [self._state.partitions[number] for number in numbers]
+        partitions = self._snapshots.read(
+            {partition.digest for partition in held if isinstance(partition, UnreadPartition)}
+        )
         with self._changing:
-            now = list(self._state.parts)
+            now = list(self._state.partitions)
             for number in numbers:
-                now[number] = _caught_up(now[number], number, parts)
-            self._state = replace(self._state, parts=tuple(now))
+                now[number] = _caught_up(now[number], number, partitions)
+            self._state = replace(self._state, partitions=tuple(now))
 
     def advance(self, entries: Sequence[Entry]) -> None:
-        """Move on by what is new among these entries, which leave no gap."""
+        """Apply those of these entries that are new; they leave no gap."""
         with self._changing:
-            news = [entry for entry in entries if entry.seq > self._state.seq]
-            if news:
-                self._state = fold(self._state, news)
+            new = [entry for entry in entries if entry.seq > self._state.seq]
+            if new:
+                self._state = apply_entries(self._state, new)
 
     def begin(self, manifest: Manifest) -> None:
         """Show this snapshot, before anything else was shown."""
@@ -66,7 +68,7 @@ class CatalogView:
                 self._base_seq = manifest.seq
 
     def rebase(self, manifest: Manifest, written: CatalogState | None = None) -> None:
-        """From now on read parts from this snapshot, which covers no more than the state.
+        """From now on read partitions from this snapshot, which covers no more than the state.
 
         written: the state that the snapshot was made of, if it was made here.
         """
@@ -75,22 +77,30 @@ class CatalogView:
             if manifest.seq < self._base_seq:
                 return  # another thread came first, with a newer one
             self._base_seq = manifest.seq
-            parts = list(map(partial(_rebased, manifest.seq), self._state.parts, manifest.parts))
-            for number, part in enumerate(written.parts if written else ()):
-                if part is parts[number] and isinstance(part, Partition):
-                    parts[number] = replace(part, digest=manifest.parts[number])
-            self._state = replace(self._state, parts=tuple(parts))
+            partitions = list(
+                map(partial(_rebased, manifest.seq), self._state.partitions, manifest.partitions)
+            )
+            for number, partition in enumerate(written.partitions if written else ()):
+                if partition is partitions[number] and isinstance(partition, Partition):
+                    partitions[number] = replace(partition, digest=manifest.partitions[number])
+            self._state = replace(self._state, partitions=tuple(partitions))
 
 
 def _caught_up(
-    part: Partition | Unread, number: int, read: Mapping[str, Partition]
-) -> Partition | Unread:
-    if not isinstance(part, Unread) or part.digest not in read:
-        return part  # read by somebody else, or rebased meanwhile
-    return fold_part(read[part.digest], number, part.pending) if part.pending else read[part.digest]
+    partition: Partition | UnreadPartition, number: int, read: Mapping[str, Partition]
+) -> Partition | UnreadPartition:
+    if not isinstance(partition, UnreadPartition) or partition.digest not in read:
+        return partition  # read by somebody else, or rebased meanwhile
+    return (
+        apply_to_partition(read[partition.digest], number, partition.pending)
+        if partition.pending
+        else read[partition.digest]
+    )
 
 
-def _rebased(seq: int, part: Partition | Unread, digest: str) -> Partition | Unread:
-    if not isinstance(part, Unread):
-        return part
-    return Unread(digest, tuple(entry for entry in part.pending if entry.seq > seq))
+def _rebased(
+    seq: int, partition: Partition | UnreadPartition, digest: str
+) -> Partition | UnreadPartition:
+    if not isinstance(partition, UnreadPartition):
+        return partition
+    return UnreadPartition(digest, tuple(entry for entry in partition.pending if entry.seq > seq))

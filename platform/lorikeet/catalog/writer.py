@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Self
 
+from lorikeet.catalog.log.apply import apply_entries
 from lorikeet.catalog.log.changes import CatalogCreated
-from lorikeet.catalog.log.fold import fold
 from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.rules.adapters import Changes
 from lorikeet.catalog.state import CatalogState
@@ -58,7 +58,7 @@ class CatalogWriter(CatalogReader):
                     time.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, 0.05 * 2**attempt)))
                     continue
                 self._view.advance([entry])
-                return fold(state, [entry])
+                return apply_entries(state, [entry])
         raise Conflict(
             f"others changed the catalog first, {_ATTEMPTS} times in a row: try again later"
         )

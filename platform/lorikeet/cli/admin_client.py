@@ -19,11 +19,11 @@ Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 Json = dict[str, Any]
 
 
-class Unanswered(LorikeetError):
+class ServerUnavailable(LorikeetError):
     """Nobody answered, or not to the end. What may be asked twice may be asked again."""
 
 
-class AdminServer:
+class AdminClient:
     """One server and the key to ask it with. Opens a connection for each call."""
 
     def __init__(self, address: str, key: str | None) -> None:
@@ -93,12 +93,12 @@ class AdminServer:
                 timeout=httpx.Timeout(_ANSWER_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
             )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise Unanswered(
+            raise ServerUnavailable(
                 f"nothing answers at {self.address}: start the service, or give its address"
                 " with --server or LORIKEET_SERVER"
             ) from error
         except httpx.HTTPError as error:
-            raise Unanswered(f"cannot ask {self.address}: {error}") from error
+            raise ServerUnavailable(f"cannot ask {self.address}: {error}") from error
         except (httpx.InvalidURL, UnicodeEncodeError) as error:
             raise LorikeetError(f"cannot ask {self.address}: {error}") from error
 
@@ -108,7 +108,7 @@ class AdminServer:
             problem = body["error"] if answer.is_error else None
         except (ValueError, KeyError, TypeError) as error:
             away = answer.status_code in _AWAY
-            raise (Unanswered if away else LorikeetError)(
+            raise (ServerUnavailable if away else LorikeetError)(
                 f"{self.address} answered {answer.status_code}, and not in Lorikeet's words:"
                 " is that the gateway's address?"
             ) from error
@@ -126,8 +126,8 @@ class AdminServer:
         return failure
 
 
-def admin(ctx: typer.Context) -> AdminServer:
+def admin(ctx: typer.Context) -> AdminClient:
     """The server that the root command's options name."""
     server = ctx.obj
-    assert isinstance(server, AdminServer)
+    assert isinstance(server, AdminClient)
     return server

@@ -12,10 +12,10 @@ from lorikeet.cli.adapters.convert import convert
 from lorikeet.cli.adapters.pins import pin, pins, unpin
 from lorikeet.cli.adapters.register import register
 from lorikeet.cli.adapters.smoke import smoke
-from lorikeet.cli.admin_client import DEFAULT_SERVER, AdminServer
-from lorikeet.cli.catalog.garbage_collection import gc
-from lorikeet.cli.catalog.history import log, restore
+from lorikeet.cli.admin_client import DEFAULT_SERVER, AdminClient
+from lorikeet.cli.catalog.gc import gc
 from lorikeet.cli.catalog.init import init, snapshot
+from lorikeet.cli.catalog.log import log, restore
 from lorikeet.cli.output import print_error
 from lorikeet.cli.planning import bench
 from lorikeet.cli.planning.capacity import capacity
@@ -81,7 +81,7 @@ def connect(
 
     Example: `lorikeet register ./my-adapter acme/support --promote`
     """
-    ctx.obj = AdminServer(server, key)
+    ctx.obj = AdminClient(server, key)
 
 
 _COMMANDS: tuple[Callable[..., None], ...] = (

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from lorikeet.catalog.names import check_alias, check_name, check_selector
-from lorikeet.catalog.rules.tenant_terms import LONGEST_LIFE_S
+from lorikeet.catalog.rules.limits import LONGEST_LIFE_S
 from lorikeet.errors import InvalidInput
 from lorikeet.sizes import parse_size
 
@@ -24,7 +24,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class AdapterName:
     """tenant/name, or tenant/name@selector with a version's number or an alias.
 
     name None: all adapters of the tenant, which only pins are of.
@@ -55,30 +55,30 @@ def parse_key_id(text: str) -> str:
     return _checked(check_name, text, "id")
 
 
-def parse_name(text: str) -> Name:
+def parse_name(text: str) -> AdapterName:
     """tenant/name[@selector]. Raises typer.BadParameter."""
     whole, at, selector = text.partition("@")
     tenant, _, name = whole.partition("/")
     if not (tenant and name and bool(at) == bool(selector)):
         raise typer.BadParameter(f"{text!r}: want tenant/name, such as acme/support")
-    return Name(
+    return AdapterName(
         parse_tenant(tenant),
         _checked(check_name, name, "name"),
         _checked(check_selector, selector, "after @") if at else None,
     )
 
 
-def parse_pinned(text: str) -> Name:
+def parse_pinned(text: str) -> AdapterName:
     """tenant, tenant/name or tenant/name@selector. Raises typer.BadParameter."""
-    return parse_name(text) if "/" in text or "@" in text else Name(parse_tenant(text))
+    return parse_name(text) if "/" in text or "@" in text else AdapterName(parse_tenant(text))
 
 
-def parse_unpinned(text: str) -> Name:
+def parse_unpinned(text: str) -> AdapterName:
     """Tenant or tenant/name. Raises typer.BadParameter."""
     return parse_adapter(text) if "/" in text else parse_pinned(text)
 
 
-def parse_adapter(text: str) -> Name:
+def parse_adapter(text: str) -> AdapterName:
     """tenant/name, where one version or alias would mean nothing. Raises typer.BadParameter."""
     name = parse_name(text)
     if name.selector is not None:
@@ -86,7 +86,7 @@ def parse_adapter(text: str) -> Name:
     return name
 
 
-def parse_version(name: Name) -> int:
+def parse_version(name: AdapterName) -> int:
     """The selector, which must be a version's number. Raises typer.BadParameter."""
     if name.selector is None or not name.selector.isdecimal():
         raise typer.BadParameter(f"want a version: {name.path}@3 (`lorikeet show` lists them)")

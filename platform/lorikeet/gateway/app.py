@@ -22,7 +22,7 @@ from lorikeet.gateway.routes.usage import UsageReports, usage_routes
 from lorikeet.gateway.services import Services
 from lorikeet.request_log.recent_traffic import RecentTraffic
 from lorikeet.request_log.request_log import RequestLog
-from lorikeet.tenancy import Budget, RateLimiter, Shares
+from lorikeet.tenancy import LimitShares, MonthlyBudget, RateLimiter
 from lorikeet.ui.routes import ui_routes
 
 
@@ -33,7 +33,7 @@ def create_app(services: Services) -> FastAPI:
     """
     catalog_view = GatewayCatalogView(services.catalog, services.refresh_s)
     authenticator = RequestAuthenticator(services, catalog_view)
-    shares = Shares(services.name, services.gateways, time.monotonic())
+    shares = LimitShares(services.name, services.gateways, time.monotonic())
     rate_limiter = _rate_limiter(services, shares)
     limit_sync = LimitSync(services.peers, shares, rate_limiter)
     request_log = _request_log(services)
@@ -71,10 +71,10 @@ async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
-def _rate_limiter(services: Services, shares: Shares) -> RateLimiter:
+def _rate_limiter(services: Services, shares: LimitShares) -> RateLimiter:
     return RateLimiter(
         shares,
-        Budget(services.written, services.written_s),
+        MonthlyBudget(services.written, services.written_s),
         services.max_generations,
         seats=services.seats,
         max_queue_s=services.max_queue_s,

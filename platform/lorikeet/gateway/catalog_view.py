@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.snapshots.partitions import NotRead
+from lorikeet.catalog.snapshots.partitions import PartitionsNotRead
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import EndedKey, InvalidKey, Unavailable, UnknownModel
 
@@ -43,10 +43,10 @@ class GatewayCatalogView:
         self._begun_s = -MIN_GAP_S
         self._failing = False
         self._answered_s = time.monotonic()  # whoever made the catalog has read it
-        self._parts: dict[int, asyncio.Task[None]] = {}
+        self._partitions: dict[int, asyncio.Task[None]] = {}
         self._missing = _NegativeCache()
         # threads of their own: a store that hangs must not keep refreshes from theirs
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="catalog-part")
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="catalog-partition")
         self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="catalog-question")
 
     @property
@@ -60,15 +60,15 @@ class GatewayCatalogView:
         return time.monotonic() - self._answered_s
 
     async def ask(self, question: Callable[[CatalogState], T]) -> T:
-        """The last view's answer; parts that it needs are read first, off the event loop.
+        """The last view's answer; partitions that it needs are read first, off the event loop.
 
         Raises Unavailable if the store does not answer.
         """
         while True:
             try:
                 return question(self.state)
-            except NotRead as missing:
-                await self._read_parts(missing.numbers)
+            except PartitionsNotRead as missing:
+                await self._read_partitions(missing.numbers)
 
     async def find(self, question: Callable[[CatalogState], T], name: Name | None = None) -> T:
         """The last view's answer; where it knows no such key or model, that of a newer view.
@@ -93,7 +93,7 @@ class GatewayCatalogView:
     async def ask_in_thread(self, question: Callable[[CatalogState], T]) -> T:
         """The answer of a view as from `refreshed`, worked out in a thread: for long lists.
 
-        Raises StoreError if parts that it needs cannot be read.
+        Raises StoreError if partitions that it needs cannot be read.
         """
         await self.refresh()
         return await self.in_thread(self._catalog.ask, question)
@@ -122,13 +122,13 @@ class GatewayCatalogView:
             )
         return self.state
 
-    async def _read_parts(self, numbers: Collection[int]) -> None:
-        """Read these parts, each once for all who wait for it."""
-        wanted = [number for number in numbers if number not in self._parts]
+    async def _read_partitions(self, numbers: Collection[int]) -> None:
+        """Read these partitions, each once for all who wait for it."""
+        wanted = [number for number in numbers if number not in self._partitions]
         if wanted:
             reading = asyncio.create_task(self._read_together(wanted))
-            self._parts.update(dict.fromkeys(wanted, reading))
-        tasks = {self._parts[number] for number in numbers}
+            self._partitions.update(dict.fromkeys(wanted, reading))
+        tasks = {self._partitions[number] for number in numbers}
         done, waiting = await asyncio.wait(tasks, timeout=LONGEST_WAIT_S)
         failures = [error for task in done if (error := task.exception())]
         if waiting or failures:
@@ -143,7 +143,7 @@ class GatewayCatalogView:
             await loop.run_in_executor(self._readers, self._catalog.read, numbers)
         finally:
             for number in numbers:
-                del self._parts[number]
+                del self._partitions[number]
 
     async def _read(self) -> bool:
         """Whether it worked in time. All who call before the read begins share it."""

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from lorikeet.errors import Unavailable
 from lorikeet.protocol.peers import Peers, Poll
-from lorikeet.tenancy import RateLimiter, Shares, Statement
+from lorikeet.tenancy import GatewayClaims, LimitShares, RateLimiter
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ _QUESTION = "shares"
 class LimitSync:
     """Two loops beside the requests. Where one fails, what was known before holds."""
 
-    def __init__(self, peers: Peers, shares: Shares, rate_limiter: RateLimiter) -> None:
+    def __init__(self, peers: Peers, shares: LimitShares, rate_limiter: RateLimiter) -> None:
         self._peers, self._shares, self._rate_limiter = peers, shares, rate_limiter
         self._logged: dict[str, str | None] = {}
         peers.register(_QUESTION, self._answer)
@@ -39,7 +39,7 @@ class LimitSync:
             self._rate_limiter.retune()
             await asyncio.sleep(ROUND_S)
 
-    async def _ask(self, statement: Statement) -> Poll:
+    async def _ask(self, statement: GatewayClaims) -> Poll:
         try:
             poll = await self._peers.poll(_QUESTION, statement)
         except Exception as error:  # whatever it is, the last shares hold
@@ -70,5 +70,5 @@ class LimitSync:
             log.warning(event, extra={"error": trouble})
         self._logged[event] = trouble
 
-    async def _answer(self, asked: Statement) -> Statement:
+    async def _answer(self, asked: GatewayClaims) -> GatewayClaims:
         return self._shares.answer(asked, time.monotonic())

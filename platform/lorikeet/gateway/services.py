@@ -12,7 +12,7 @@ from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.protocol.messages import Call, Refusal, SmokeResult, SmokeTest, StreamItem
 from lorikeet.protocol.peers import Peers
 from lorikeet.protocol.replica_report import ReplicaReport
-from lorikeet.tenancy.budget import Written
+from lorikeet.tenancy.monthly_budget import RecordedUsage
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import (
     FLOAT32_MEMORY,
@@ -91,7 +91,7 @@ class Services:
     adapter_memory: AdapterMemory = FLOAT32_MEMORY
     name: str = "gateway"
     peers: Peers = field(default_factory=Peers)
-    written: Written | None = None
+    written: RecordedUsage | None = None
     written_s: float = 30.0
     max_queue_s: float | None = None
     seats: Mapping[str, int] = field(default_factory=dict)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lorikeet.catalog.records import Holdings, PinKey, PinRecord
+from lorikeet.catalog.records import PinKey, PinRecord, TenantState
 from lorikeet.catalog.rules.pin_budget import PinnedVersion, versions_kept
 from lorikeet.catalog.state import CatalogState
 
@@ -33,7 +33,7 @@ class ResolvedPins:
 class _Cached:
     """A resolved pin, and the tenant's holdings from which it was resolved."""
 
-    held: Holdings | bytes
+    held: TenantState | bytes
     resolved: ResolvedPin
     budget: int | None
 
@@ -50,7 +50,7 @@ class PinResolver:
     def resolve(self, state: CatalogState, now: float) -> ResolvedPins:
         """The pins of this state and their versions at `now`, Unix seconds."""
         pins = state.pins(now)
-        state.expect({pin.tenant for pin in pins})
+        state.require({pin.tenant for pin in pins})
         cached = {pin.key: self._resolve_one(state, pin) for pin in pins}
         self._cached = cached
         return ResolvedPins(
@@ -60,7 +60,7 @@ class PinResolver:
         )
 
     def _resolve_one(self, state: CatalogState, pin: PinRecord) -> _Cached:
-        held = state.held(pin.tenant)
+        held = state.tenant_as_held(pin.tenant)
         before = self._cached.get(pin.key)
         if before is not None and before.held is held and before.resolved.pin == pin:
             return before

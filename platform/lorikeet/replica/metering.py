@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from lorikeet.answer_stream.token_meter import TokenMeter
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.protocol.messages import Call
-from lorikeet.usage.counts import Counts, UsageAccount
-from lorikeet.usage.ledger import Ledger
+from lorikeet.usage.counts import UsageAccount, UsageCounts
+from lorikeet.usage.ledger import UsageLedger
 from lorikeet.usage.writer import UsageWriter
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.errors import EngineError
@@ -26,7 +26,7 @@ class Metering:
         self, store: ObjectStore, engine: EngineProcessClient, base_model: str, interval_s: float
     ) -> None:
         self._engine, self._base_model = engine, base_model
-        self._ledger = Ledger()
+        self._ledger = UsageLedger()
         self._writer = UsageWriter(store, self._ledger, interval_s, self._collect)
         self._writer.start()
 
@@ -63,7 +63,9 @@ class Metering:
             for use in answered.result():
                 if use.tenant:  # an admin's smoke test has no tenant
                     account = self._account(use.tenant, use.ref)
-                    slots = Counts(slot_s=use.leased_s, loads=use.loads, load_bytes=use.load_bytes)
+                    slots = UsageCounts(
+                        slot_s=use.leased_s, loads=use.loads, load_bytes=use.load_bytes
+                    )
                     self._ledger.add(account, slots)
 
     def _account(self, tenant: str, adapter: AdapterRef | None) -> UsageAccount:

@@ -21,7 +21,7 @@ from lorikeet.placement.resolved_pins import PinResolver, ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.serving.replica_reconciler import ReplicaReconciler
 from lorikeet.settings import Settings
-from lorikeet.usage.joining import join_lately
+from lorikeet.usage.compaction import compact_recent_days
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class Controller:
         while True:
             await asyncio.sleep(_JOIN_GAP_S)
             try:
-                await asyncio.to_thread(join_lately, self._catalog.store, time.time())
+                await asyncio.to_thread(compact_recent_days, self._catalog.store, time.time())
             except Exception as error:
                 log.error("usage_not_joined", extra={"error": str(error)})
 

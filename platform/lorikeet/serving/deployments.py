@@ -32,7 +32,7 @@ from lorikeet.serving.malloc_trim import trim_freed_memory
 from lorikeet.serving.peers import ServePeers
 from lorikeet.serving.replica_calls import broadcast_all
 from lorikeet.settings import Settings
-from lorikeet.usage.month import MonthTokens
+from lorikeet.usage.month_tokens import MonthTokens
 from lorikeet_engine.adapter_format import AdapterLimits, AdapterMemory
 from lorikeet_engine.errors import EngineClosed, EngineError
 

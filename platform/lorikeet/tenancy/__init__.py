@@ -1,16 +1,16 @@
 """Who may do what, and how much of it at once."""
 
 from lorikeet.tenancy.authentication import Principal, authenticate
-from lorikeet.tenancy.budget import Budget
+from lorikeet.tenancy.limit_shares import GatewayClaims, LimitShares
+from lorikeet.tenancy.monthly_budget import MonthlyBudget
 from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
-from lorikeet.tenancy.shares import Shares, Statement
 
 __all__ = [
-    "Budget",
+    "GatewayClaims",
+    "LimitShares",
+    "MonthlyBudget",
     "Principal",
     "RateLimitHold",
     "RateLimiter",
-    "Shares",
-    "Statement",
     "authenticate",
 ]

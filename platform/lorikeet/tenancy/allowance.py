@@ -5,8 +5,8 @@ import math
 from lorikeet.catalog.records import Limits
 from lorikeet.errors import LimitStatus, RateLimited
 from lorikeet.retry_after import until_one_ends, whole_seconds
+from lorikeet.tenancy.limit_shares import LimitShare, LimitShares, Subject
 from lorikeet.tenancy.minute_limit import MinuteLimit
-from lorikeet.tenancy.shares import LimitShare, Shares, Subject
 
 _USUAL_S = 1.0  # how long a request takes, until some have ended
 _NEWEST = 0.1  # what the last one to end counts in what is usual
@@ -19,7 +19,7 @@ class Allowance:
     For one event loop; `now` is in seconds.
     """
 
-    def __init__(self, subject: Subject, limits: Limits, shares: Shares, now: float) -> None:
+    def __init__(self, subject: Subject, limits: Limits, shares: LimitShares, now: float) -> None:
         self._subject, self._shares = subject, shares
         self._who = "tenant" if subject.key_id is None else "key"
         self._requests: MinuteLimit | None = None

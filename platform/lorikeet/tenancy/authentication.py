@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lorikeet.catalog.keys import secret_sha256
+from lorikeet.catalog.key_secrets import secret_sha256
 from lorikeet.catalog.records import KeyRecord, Limits, Scope
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import EndedKey, Forbidden, InvalidKey

@@ -3,7 +3,7 @@
 import math
 
 from lorikeet.errors import LimitStatus
-from lorikeet.tenancy.bucket import Bucket, Flow
+from lorikeet.tenancy.token_bucket import BucketConfig, TokenBucket
 
 _MINUTE_S = 60.0
 
@@ -18,7 +18,7 @@ class MinuteLimit:
     def __init__(self, kind: str, per_min: int, burst_s: float, share: float, now: float) -> None:
         self.kind = kind
         self._set(per_min, burst_s, share)
-        self._bucket = Bucket(self._flow, now)
+        self._bucket = TokenBucket(self._flow, now)
 
     def change(self, per_min: int, burst_s: float, share: float, now: float) -> None:
         """From now on these hold."""
@@ -51,4 +51,4 @@ class MinuteLimit:
         self.per_min, self._share = per_min, share
         self._rate = per_min / _MINUTE_S
         self._whole = self._rate * burst_s
-        self._flow = Flow(self._rate * share, max(1.0, self._whole * share))
+        self._flow = BucketConfig(self._rate * share, max(1.0, self._whole * share))

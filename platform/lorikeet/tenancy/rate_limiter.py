@@ -8,9 +8,9 @@ from lorikeet.errors import LimitStatus, Overloaded
 from lorikeet.retry_after import FULL_GATEWAY_S
 from lorikeet.tenancy.allowance import Allowance
 from lorikeet.tenancy.authentication import Principal
-from lorikeet.tenancy.budget import Budget
+from lorikeet.tenancy.limit_shares import LimitShares, Subject
+from lorikeet.tenancy.monthly_budget import MonthlyBudget
 from lorikeet.tenancy.queue_time import QueueTimeEstimator
-from lorikeet.tenancy.shares import Shares, Subject
 
 
 class RateLimiter:
@@ -23,8 +23,8 @@ class RateLimiter:
 
     def __init__(
         self,
-        shares: Shares,
-        budget: Budget,
+        shares: LimitShares,
+        budget: MonthlyBudget,
         most: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,

@@ -22,7 +22,7 @@ class UsageAccount(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class UsageCounts:
     """Sums. requests: that a replica took. cached_tokens: of the prompts', found computed.
 
     slot_s: the adapter's slot on some GPU was leased for the tenant's requests; leases of the same
@@ -38,8 +38,8 @@ class Counts:
     loads: int = 0
     load_bytes: int = 0
 
-    def __add__(self, more: "Counts") -> "Counts":
-        return Counts(
+    def __add__(self, more: "UsageCounts") -> "UsageCounts":
+        return UsageCounts(
             self.requests + more.requests,
             self.prompt_tokens + more.prompt_tokens,
             self.cached_tokens + more.cached_tokens,
@@ -55,13 +55,13 @@ class Counts:
         return self.prompt_tokens + self.output_tokens
 
 
-NOTHING = Counts()
+NOTHING = UsageCounts()
 
-Use = Mapping[UsageAccount, Counts]
+UsageByAccount = Mapping[UsageAccount, UsageCounts]
 """What was used, by account."""
 
 
-def add_to(sums: dict[K, Counts], key: K, counts: Counts) -> None:
+def add_to(sums: dict[K, UsageCounts], key: K, counts: UsageCounts) -> None:
     """One more for this key."""
     sums[key] = sums.get(key, NOTHING) + counts
 

@@ -7,8 +7,8 @@ from threading import Lock
 
 from lorikeet.catalog.store.object_store import ObjectStore, in_parallel
 from lorikeet.errors import InvalidInput
-from lorikeet.usage.counts import UsageAccount, Use, day_of
-from lorikeet.usage.day import Day
+from lorikeet.usage.counts import UsageAccount, UsageByAccount, day_of
+from lorikeet.usage.day_reader import DayReader
 
 MOST_DAYS = 400
 WHOLE_S = 900.0
@@ -38,16 +38,16 @@ class UsageReader:
     def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
         self._store, self._clock = store, clock
         self._lock = Lock()  # guards what follows
-        self._growing: dict[date, Day[UsageAccount]] = {}
+        self._growing: dict[date, DayReader[UsageAccount]] = {}
         self._whole_at: dict[date, float] = {}
 
-    def read(self, first: date, last: date) -> dict[date, Use]:
+    def read(self, first: date, last: date) -> dict[date, UsageByAccount]:
         """Every day of the period that has any. Raises InvalidInput, StoreError."""
         wanted = days(first, last)
         found = in_parallel(self._read, wanted, _AT_ONCE)
         return {day: use for day, use in zip(wanted, found, strict=True) if use}
 
-    def _read(self, day: date) -> Use:
+    def _read(self, day: date) -> UsageByAccount:
         now = self._clock()
         yesterday = day_of(now - _DAY_S)
         if day < yesterday:
@@ -62,5 +62,5 @@ class UsageReader:
             self._whole_at[day] = now
             return use
 
-    def _new(self, day: date) -> Day[UsageAccount]:
-        return Day(self._store, day, key=lambda account: account)
+    def _new(self, day: date) -> DayReader[UsageAccount]:
+        return DayReader(self._store, day, key=lambda account: account)

@@ -6,10 +6,10 @@ from datetime import date
 from enum import StrEnum
 from typing import Any
 
-from lorikeet.usage.counts import Counts, Use, add_to
+from lorikeet.usage.counts import UsageByAccount, UsageCounts, add_to
 
 
-class By(StrEnum):
+class GroupBy(StrEnum):
     """What has a row of its own."""
 
     DAY = "day"
@@ -18,14 +18,14 @@ class By(StrEnum):
 
 
 _NAMES = {
-    By.DAY: ("day",),
-    By.TENANT: ("tenant",),
-    By.ADAPTER: ("base_model", "adapter"),
+    GroupBy.DAY: ("day",),
+    GroupBy.TENANT: ("tenant",),
+    GroupBy.ADAPTER: ("base_model", "adapter"),
 }
 
 
 def rows(
-    days: Mapping[date, Use], by: Iterable[By], tenant: str | None = None
+    days: Mapping[date, UsageByAccount], by: Iterable[GroupBy], tenant: str | None = None
 ) -> list[dict[str, Any]]:
     """Sums, in order, with the names of what they are of; tenant: only this one's.
 
@@ -33,7 +33,7 @@ def rows(
     """
     wanted = list(dict.fromkeys(by))
     names = [name for each in wanted for name in _NAMES[each]]
-    sums: dict[tuple[str | None, ...], Counts] = {}
+    sums: dict[tuple[str | None, ...], UsageCounts] = {}
     for day, use in days.items():
         for account, counts in use.items():
             if tenant in (None, account.tenant):
@@ -43,5 +43,5 @@ def rows(
     return [dict(zip(names, key, strict=True)) | _counted(sums[key]) for key in ordered]
 
 
-def _counted(counts: Counts) -> dict[str, Any]:
+def _counted(counts: UsageCounts) -> dict[str, Any]:
     return {**asdict(counts), "slot_s": round(counts.slot_s, 3)}

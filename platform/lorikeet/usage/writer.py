@@ -11,9 +11,9 @@ from datetime import date
 
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import ObjectExists, StoreError
-from lorikeet.usage.counts import Use
-from lorikeet.usage.files import Content, UsageObject, part_key, to_json
-from lorikeet.usage.ledger import Ledger
+from lorikeet.usage.counts import UsageByAccount
+from lorikeet.usage.ledger import UsageLedger
+from lorikeet.usage.object_format import UsageContent, UsageObjectId, part_key, to_json
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class UsageWriter:
     def __init__(
         self,
         store: ObjectStore,
-        ledger: Ledger,
+        ledger: UsageLedger,
         interval_s: float,
         gather: Callable[[], None],
         clock: Callable[[], float] = time.time,
@@ -79,10 +79,10 @@ class UsageWriter:
         except Exception:
             log.exception("usage_flush_failed")
 
-    def _part(self, day: date, use: Use) -> tuple[str, bytes]:
-        part = UsageObject(self._writer, self._numbers[day])
+    def _part(self, day: date, use: UsageByAccount) -> tuple[str, bytes]:
+        part = UsageObjectId(self._writer, self._numbers[day])
         self._numbers[day] += 1
-        return part_key(day, part, self._clock()), to_json(Content(use))
+        return part_key(day, part, self._clock()), to_json(UsageContent(use))
 
     def _write(self) -> None:
         while self._unwritten:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import Scope
-from lorikeet.catalog.rules.tenant_terms import KeyTerms, TenantTerms
+from lorikeet.catalog.rules.limits import KeyOptions, TenantOptions
 from lorikeet_engine.adapter import Residency
 
 SCHEMA = 1
@@ -32,20 +32,20 @@ class CatalogCreated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TenantSaved:
+class TenantCreated:
     """A tenant was made."""
 
     name: str
-    type: Literal["tenant_saved"] = "tenant_saved"
+    type: Literal["tenant_created"] = "tenant_created"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TenantTermsSet:
-    """Some of a tenant's terms are as these say from now on."""
+class TenantOptionsSet:
+    """Some of a tenant's options were set; the others stay."""
 
     tenant: str
-    terms: TenantTerms
-    type: Literal["tenant_terms_set"] = "tenant_terms_set"
+    options: TenantOptions
+    type: Literal["tenant_options_set"] = "tenant_options_set"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +60,17 @@ class KeyCreated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyTermsSet:
-    """Some of a key's terms are as these say from now on. A key that expires never lasts again."""
+class KeyOptionsSet:
+    """Some of a key's options were set; the others stay. Once set, an expiry is never lifted."""
 
     id: str
-    terms: KeyTerms
-    type: Literal["key_terms_set"] = "key_terms_set"
+    options: KeyOptions
+    type: Literal["key_options_set"] = "key_options_set"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyReplaced:
-    """Another key came into a key's place, which itself is valid until then, Unix seconds."""
+    """A key was rotated: the key `by` takes its place. expires: its own end, Unix seconds."""
 
     id: str
     by: str
@@ -135,11 +135,11 @@ class AliasRolledBack(AdapterChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareGiven(AdapterChange):
-    """A second version gets this part of an alias's requests; 0 < part < 1."""
+    """A second version gets this fraction of an alias's requests; 0 < fraction < 1."""
 
     alias: str
     version: int
-    part: float
+    fraction: float
     type: Literal["share_given"] = "share_given"
 
 
@@ -211,10 +211,10 @@ AnyAdapterChange = (
 )
 Change = Annotated[
     CatalogCreated
-    | TenantSaved
-    | TenantTermsSet
+    | TenantCreated
+    | TenantOptionsSet
     | KeyCreated
-    | KeyTermsSet
+    | KeyOptionsSet
     | KeyReplaced
     | KeyRevoked
     | AnyAdapterChange

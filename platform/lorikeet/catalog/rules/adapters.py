@@ -21,7 +21,7 @@ from lorikeet.catalog.log.changes import (
     VersionRetired,
 )
 from lorikeet.catalog.names import DEFAULT_ALIAS
-from lorikeet.catalog.records import AdapterRecord, AdapterShare, BlobFacts, VersionRecord
+from lorikeet.catalog.records import AdapterRecord, AliasShare, BlobFacts, VersionRecord
 from lorikeet.catalog.rules.pin_budget import check_budget
 from lorikeet.catalog.rules.quota import check_quota
 from lorikeet.catalog.state import CatalogState
@@ -75,9 +75,9 @@ def promote(
 
 
 def give_share(
-    state: CatalogState, tenant: str, name: str, share: AdapterShare, alias: str, expect: int | None
+    state: CatalogState, tenant: str, name: str, share: AliasShare, alias: str, expect: int | None
 ) -> Changes:
-    """Give a part of an alias's requests to a usable version that it does not point to.
+    """Give a fraction of an alias's requests to a usable version that it does not point to.
 
     Raises UnknownModel, NotFound, Conflict.
     """
@@ -92,8 +92,8 @@ def give_share(
         )
     if record.shares.get(alias) == share:
         return ()
-    version, part = share.version, share.part
-    return (ShareGiven(tenant=tenant, name=name, alias=alias, version=version, part=part),)
+    version, fraction = share.version, share.fraction
+    return (ShareGiven(tenant=tenant, name=name, alias=alias, version=version, fraction=fraction),)
 
 
 def rollback(

@@ -3,21 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lorikeet.catalog.log.apply import apply_changes
 from lorikeet.catalog.log.changes import Change
-from lorikeet.catalog.log.fold import fold_changes
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import Conflict
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class QuotaUsage:
     """A tenant's usable adapters, and the blobs of their usable versions, each once."""
 
     adapters: int
     total_bytes: int
 
 
-def taken(state: CatalogState, tenant: str) -> Taken:
+def quota_usage(state: CatalogState, tenant: str) -> QuotaUsage:
     """What a tenant takes now."""
     usable = [record for record in state.adapters(tenant) if not record.retired]
     blobs = {
@@ -26,7 +26,7 @@ def taken(state: CatalogState, tenant: str) -> Taken:
         for version in record.versions
         if not version.retired
     }
-    return Taken(len(usable), sum(blobs.values()))
+    return QuotaUsage(len(usable), sum(blobs.values()))
 
 
 def check_quota(state: CatalogState, tenant: str, changes: Sequence[Change]) -> None:
@@ -37,8 +37,8 @@ def check_quota(state: CatalogState, tenant: str, changes: Sequence[Change]) -> 
     record = state.tenant(tenant)
     if record.max_adapters is None and record.max_total_bytes is None:
         return
-    before = taken(state, tenant)
-    after = taken(fold_changes(state, changes, state.time), tenant)
+    before = quota_usage(state, tenant)
+    after = quota_usage(apply_changes(state, changes, state.time), tenant)
     most = record.max_adapters
     if most is not None and after.adapters > max(most, before.adapters):
         raise Conflict(

@@ -66,7 +66,7 @@ def _changes(before: AdapterRecord, pin: PinRecord | None) -> Iterator[Change]:
             yield AliasMoved(tenant=tenant, name=name, alias=alias, version=step)
     for alias, share in before.shares.items():
         yield ShareGiven(
-            tenant=tenant, name=name, alias=alias, version=share.version, part=share.part
+            tenant=tenant, name=name, alias=alias, version=share.version, fraction=share.fraction
         )
     if before.shared:
         yield AdapterShared(tenant=tenant, name=name, shared=True)

@@ -1,8 +1,8 @@
-"""The bytes of one part of a snapshot.
+"""The bytes of one partition of a snapshot.
 
 A line of JSON for keys, pins and what is shared, then one line a tenant: its name, a space, and
 JSON. A reader takes lines apart without reading them, so one tenant costs one tenant's JSON. Equal
-parts have equal bytes.
+partitions have equal bytes.
 """
 
 import json
@@ -12,15 +12,15 @@ from typing import Any
 
 from lorikeet.catalog.records import (
     AdapterRecord,
-    AdapterShare,
-    Holdings,
+    AliasShare,
     KeyRecord,
     PinRecord,
     Scope,
     TenantRecord,
+    TenantState,
     VersionRecord,
 )
-from lorikeet.catalog.rules.tenant_terms import terms_of, with_terms
+from lorikeet.catalog.rules.limits import options_of, with_options
 from lorikeet_engine.adapter import Residency
 
 SCHEMA = 2
@@ -29,24 +29,24 @@ SCHEMA = 2
 Json = Any
 
 
-def encode_holdings(holdings: Holdings) -> bytes:
+def encode_tenant(tenant: TenantState) -> bytes:
     """A tenant's JSON, without its name."""
-    adapters = holdings.adapters
+    adapters = tenant.adapters
     return compact(
         [
-            terms_of(holdings.record),
-            holdings.record.created,
-            list(holdings.key_ids),
+            options_of(tenant.record),
+            tenant.record.created,
+            list(tenant.key_ids),
             {name: _adapter_row(adapters[name]) for name in sorted(adapters)},
         ]
     )
 
 
-def decode_holdings(tenant: str, data: bytes) -> Holdings:
-    """What encode_holdings wrote."""
-    terms, created, key_ids, adapters = json.loads(data)
-    return Holdings(
-        with_terms(TenantRecord(tenant, created), terms),
+def decode_tenant(tenant: str, data: bytes) -> TenantState:
+    """What encode_tenant wrote."""
+    options, created, key_ids, adapters = json.loads(data)
+    return TenantState(
+        with_options(TenantRecord(tenant, created), options),
         {name: _adapter(tenant, name, row) for name, row in adapters.items()},
         tuple(key_ids),
     )
@@ -56,14 +56,14 @@ def key_row(key: KeyRecord) -> Json:
     """A key without its id."""
     scopes = sorted(scope.value for scope in key.scopes)
     once = [key.tenant, scopes, key.sha256, key.created]
-    return [*once, int(key.revoked), key.replaced_by, terms_of(key)]
+    return [*once, int(key.revoked), key.replaced_by, options_of(key)]
 
 
 def key_of(key_id: str, row: Json) -> KeyRecord:
     """What key_row wrote."""
-    tenant, scopes, sha256, created, revoked, replaced_by, terms = row
+    tenant, scopes, sha256, created, revoked, replaced_by, options = row
     key = KeyRecord(key_id, tenant, frozenset(map(Scope, scopes)), sha256, created, bool(revoked))
-    return with_terms(replace(key, replaced_by=replaced_by), terms)
+    return with_options(replace(key, replaced_by=replaced_by), options)
 
 
 def pin_row(pin: PinRecord) -> Json:
@@ -95,7 +95,7 @@ def _adapter_row(record: AdapterRecord) -> Json:
 def _alias_row(record: AdapterRecord, alias: str) -> Json:
     row: list[Json] = [record.aliases[alias], list(record.alias_history[alias])]
     share = record.shares.get(alias)
-    return row if share is None else [*row, share.version, share.part]
+    return row if share is None else [*row, share.version, share.fraction]
 
 
 def _adapter(tenant: str, name: str, row: Json) -> AdapterRecord:
@@ -117,5 +117,5 @@ def _version(number: int, row: Json) -> VersionRecord:
     return VersionRecord(digest, size, rank, base_model, gpu, number, created, bool(retired))
 
 
-def _shares(aliases: Mapping[str, Json]) -> Mapping[str, AdapterShare]:
-    return {alias: AdapterShare(at[2], at[3]) for alias, at in aliases.items() if len(at) > 2}
+def _shares(aliases: Mapping[str, Json]) -> Mapping[str, AliasShare]:
+    return {alias: AliasShare(at[2], at[3]) for alias, at in aliases.items() if len(at) > 2}

@@ -1,8 +1,8 @@
-"""The parts that a state is made of, so that a reader holds only those it needs.
+"""The partitions that a state is made of, so that a reader holds only those it needs.
 
-Tenants are spread over PARTS parts by a hash of their names, keys by hashes of their ids, and the
-way from a secret's SHA-256 to its key's id by a hash of that. One more part holds what concerns
-all tenants.
+Tenants are spread over PARTITIONS partitions by a hash of their names, keys by hashes of their
+ids, and the way from a secret's SHA-256 to its key's id by a hash of that. One more partition
+holds what concerns all tenants.
 """
 
 import hashlib
@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lorikeet.catalog.log.changes import Entry
-from lorikeet.catalog.records import Holdings, KeyRecord, PinKey, PinRecord
+from lorikeet.catalog.records import KeyRecord, PinKey, PinRecord, TenantState
 from lorikeet.catalog.snapshots.partition_format import (
     SCHEMA,
     compact,
-    decode_holdings,
-    encode_holdings,
+    decode_tenant,
+    encode_tenant,
     key_of,
     key_row,
     pin_of,
@@ -25,38 +25,38 @@ from lorikeet.catalog.snapshots.partition_format import (
 )
 from lorikeet.errors import StoreError
 
-PARTS = 256
-COMMON = PARTS
-"""The number of the part that concerns all tenants: what is shared, pins, admins' keys."""
+PARTITIONS = 256
+COMMON = PARTITIONS
+"""The number of the partition that concerns all tenants: what is shared, pins, admins' keys."""
 
 
-def part_of(name: str) -> int:
-    """The number of the part that holds this tenant, key id or secret's SHA-256."""
+def partition_of(name: str) -> int:
+    """The number of the partition that holds this tenant, key id or secret's SHA-256."""
     return hashlib.sha256(name.encode()).digest()[0]
 
 
-class HoldingsCache:
-    """Tenants' JSON that was read lately, so that a request does not read it again.
+class TenantStateCache:
+    """An LRU cache of decoded tenants, so that a request does not decode their JSON again.
 
-    Keeps what `decode` answered for `most_bytes` of JSON; more is forgotten, the least lately used
-    first. Records take some eight times as much memory as their JSON. For any number of threads.
+    Holds up to `most_bytes` of JSON. Records take some eight times as much memory as their JSON.
+    For any number of threads.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._held: dict[tuple[str, bytes], Holdings] = {}  # the least lately used first
+        self._held: dict[tuple[str, bytes], TenantState] = {}  # the least recently used first
         self._held_bytes = 0
         self._changing = threading.Lock()
 
-    def decode(self, tenant: str, data: bytes) -> Holdings:
-        """What a tenant has, by its JSON."""
+    def decode(self, tenant: str, data: bytes) -> TenantState:
+        """Return a tenant's state from its JSON."""
         key = (tenant, data)
         with self._changing:
             found = self._held.pop(key, None)
             if found is not None:
                 self._held[key] = found
                 return found
-        found = decode_holdings(tenant, data)
+        found = decode_tenant(tenant, data)
         with self._changing:
             if key not in self._held:
                 self._held_bytes += len(data)
@@ -68,18 +68,18 @@ class HoldingsCache:
         return found
 
 
-_LATELY_READ = HoldingsCache(most_bytes=16 * 2**20)  # some 80,000 adapters
+_RECENTLY_READ = TenantStateCache(most_bytes=16 * 2**20)  # some 80,000 adapters
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """One part, never changed. tenants: as their JSON until somebody changes them.
+    """A part of the state, never changed. tenants: as their JSON until somebody changes them.
 
     key_ids: by SHA-256 of the secret. admin_keys: ids of admins' keys that work and never expire.
-    digest: of its bytes in the store while it is as it was read; it has no part in comparisons.
+    digest: of its bytes in the store while it is as it was read; comparisons ignore it.
     """
 
-    tenants: Mapping[str, Holdings | bytes] = field(default_factory=dict)
+    tenants: Mapping[str, TenantState | bytes] = field(default_factory=dict)
     keys: Mapping[str, KeyRecord] = field(default_factory=dict)
     key_ids: Mapping[str, str] = field(default_factory=dict)
     shared: frozenset[tuple[str, str]] = frozenset()
@@ -87,35 +87,35 @@ class Partition:
     admin_keys: frozenset[str] = frozenset()
     digest: str | None = field(default=None, compare=False)
 
-    def holdings(self, tenant: str) -> Holdings | None:
-        """What a tenant has; None without such a tenant."""
+    def tenant_state(self, tenant: str) -> TenantState | None:
+        """A tenant's state; None without such a tenant."""
         held = self.tenants.get(tenant)
-        return _LATELY_READ.decode(tenant, held) if isinstance(held, bytes) else held
+        return _RECENTLY_READ.decode(tenant, held) if isinstance(held, bytes) else held
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
-    """A part that lies in the store, and the entries that changed it since."""
+class UnreadPartition:
+    """A partition that lies in the store, and the entries that changed it since."""
 
     digest: str
     pending: tuple[Entry, ...] = ()
 
 
-class NotRead(Exception):
-    """A question needs these parts, by number: whoever asked reads them and asks again."""
+class PartitionsNotRead(Exception):
+    """A question needs these partitions, by number: whoever asked reads them and asks again."""
 
     def __init__(self, numbers: frozenset[int]) -> None:
-        super().__init__(f"{len(numbers)} parts of the catalog are not read yet")
+        super().__init__(f"{len(numbers)} partitions of the catalog are not read yet")
         self.numbers = numbers
 
 
-def part_to_bytes(part: Partition) -> bytes:
-    """The part's canonical bytes."""
-    return b"\n".join(_lines(part))
+def partition_to_bytes(partition: Partition) -> bytes:
+    """The partition's canonical bytes."""
+    return b"\n".join(_lines(partition))
 
 
-def part_from_bytes(data: bytes, digest: str) -> Partition:
-    """Read a part back; `digest` is the SHA-256 of `data`, which somebody has checked.
+def partition_from_bytes(data: bytes, digest: str) -> Partition:
+    """Read a partition back; `digest` is the SHA-256 of `data`, which somebody has checked.
 
     Raises StoreError for what another release wrote.
     """
@@ -123,13 +123,13 @@ def part_from_bytes(data: bytes, digest: str) -> Partition:
     head = json.loads(first)
     if head["schema"] != SCHEMA:
         raise StoreError(
-            f"part {digest} has schema {head['schema']} and this process reads {SCHEMA}: "
+            f"partition {digest} has schema {head['schema']} and this process reads {SCHEMA}: "
             "another release writes this catalog, upgrade this one"
         )
     lines = (line.partition(b" ") for line in tenants)
     pins = map(pin_of, head["pins"])
     return Partition(
-        tenants={name.decode(): holdings for name, _, holdings in lines},
+        tenants={name.decode(): data for name, _, data in lines},
         keys={key_id: key_of(key_id, row) for key_id, row in head["keys"].items()},
         key_ids=head["key_ids"],
         shared=frozenset((tenant, name) for tenant, name in head["shared"]),
@@ -139,20 +139,20 @@ def part_from_bytes(data: bytes, digest: str) -> Partition:
     )
 
 
-def _lines(part: Partition) -> Iterator[bytes]:
+def _lines(partition: Partition) -> Iterator[bytes]:
     yield compact(
         {
             "schema": SCHEMA,
-            "keys": {key_id: key_row(part.keys[key_id]) for key_id in sorted(part.keys)},
-            "key_ids": dict(sorted(part.key_ids.items())),
-            "shared": sorted(part.shared),
-            "pins": [pin_row(part.pins[at]) for at in sorted(part.pins)],
-            "admin_keys": sorted(part.admin_keys),
+            "keys": {key_id: key_row(partition.keys[key_id]) for key_id in sorted(partition.keys)},
+            "key_ids": dict(sorted(partition.key_ids.items())),
+            "shared": sorted(partition.shared),
+            "pins": [pin_row(partition.pins[at]) for at in sorted(partition.pins)],
+            "admin_keys": sorted(partition.admin_keys),
         }
     )
-    for name in sorted(part.tenants):
-        held = part.tenants[name]
+    for name in sorted(partition.tenants):
+        held = partition.tenants[name]
         yield b"%s %s" % (
             name.encode(),
-            held if isinstance(held, bytes) else encode_holdings(held),
+            held if isinstance(held, bytes) else encode_tenant(held),
         )

@@ -1,9 +1,9 @@
 """Snapshots: what the log says up to one entry, so that nobody need read it from its start.
 
-A snapshot is a manifest that names its parts by the SHA-256 of their bytes. Parts are written
-first and the manifest last, if absent, so there is no half of a snapshot, anybody may make one at
-any time, and a part that did not change is not written again. Nothing is ever replaced: old
-snapshots stay readable.
+A snapshot is a manifest that names its partitions by the SHA-256 of their bytes. Partitions are
+written first and the manifest last, if absent, so there is no half of a snapshot, anybody may make
+one at any time, and a partition that did not change is not written again. Nothing is ever
+replaced: old snapshots stay readable.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lorikeet.catalog.snapshots.partitions import (
-    PARTS,
+    PARTITIONS,
     Partition,
-    Unread,
-    part_from_bytes,
-    part_to_bytes,
+    UnreadPartition,
+    partition_from_bytes,
+    partition_to_bytes,
 )
 from lorikeet.catalog.state import CatalogState
-from lorikeet.catalog.store.claims import claim
+from lorikeet.catalog.store.gc_protection import protect
 from lorikeet.catalog.store.object_store import ObjectStore, in_parallel
 from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError
 
@@ -29,21 +29,21 @@ SCHEMA = 1
 """Raised whenever an older reader could misread what is written."""
 
 MANIFESTS = "snapshots/"
-PARTS_PREFIX = "snapshot-parts/"
+PARTITIONS_PREFIX = "snapshot-partitions/"
 _LAST = 10**12 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A snapshot of entry `seq`, written at `time`: the SHA-256 of each part, in their order."""
+    """A snapshot of entry `seq`, written at `time`. partitions: the SHA-256 of each, in order."""
 
     seq: int
     time: float
-    parts: tuple[str, ...]
+    partitions: tuple[str, ...]
 
     def state(self) -> CatalogState:
-        """The state then, with no part read."""
-        return CatalogState(self.seq, self.time, tuple(map(Unread, self.parts)))
+        """The state then, with no partition read."""
+        return CatalogState(self.seq, self.time, tuple(map(UnreadPartition, self.partitions)))
 
 
 class Snapshots:
@@ -59,19 +59,19 @@ class Snapshots:
         return None if key is None else _manifest(self._store.get(key), key)
 
     def read(self, digests: Collection[str]) -> Mapping[str, Partition]:
-        """These parts, in parallel. Raises ObjectNotFound, and StoreError for damaged ones."""
+        """These partitions, in parallel. Raises ObjectNotFound, and StoreError for damaged ones."""
         return dict(zip(digests, in_parallel(self._read, digests), strict=True))
 
     def write(self, state: CatalogState) -> Manifest:
-        """Keep a state whose parts without pending entries may be unread. Again is fine."""
-        parts = tuple(in_parallel(self._write, state.parts))
-        manifest = Manifest(state.seq, state.time, parts)
-        body = {"schema": SCHEMA, "seq": state.seq, "time": state.time, "parts": parts}
+        """Keep a state whose partitions without pending entries may be unread. Again is fine."""
+        partitions = tuple(in_parallel(self._write, state.partitions))
+        manifest = Manifest(state.seq, state.time, partitions)
+        body = {"schema": SCHEMA, "seq": state.seq, "time": state.time, "partitions": partitions}
         self._put(_key(state.seq), json.dumps(body).encode())
         return manifest
 
     def _read(self, digest: str) -> Partition:
-        key = _part_key(digest)
+        key = _partition_key(digest)
         try:
             data = zlib.decompress(self._store.get(key))
         except ObjectNotFound as error:
@@ -80,21 +80,21 @@ class Snapshots:
             raise StoreError(f"{self._store.url}: {key} is damaged ({error}): {_REMEDY}") from error
         if hashlib.sha256(data).hexdigest() != digest:
             raise StoreError(f"{self._store.url}: {key} is damaged: {_REMEDY}")
-        return part_from_bytes(data, digest)
+        return partition_from_bytes(data, digest)
 
-    def _write(self, part: Partition | Unread) -> str:
-        if isinstance(part, Unread):
-            assert not part.pending, "a part with news is read before a snapshot"
-            return part.digest
-        if part.digest is not None:
-            return part.digest
-        data = part_to_bytes(part)
+    def _write(self, partition: Partition | UnreadPartition) -> str:
+        if isinstance(partition, UnreadPartition):
+            assert not partition.pending, "a partition with news is read before a snapshot"
+            return partition.digest
+        if partition.digest is not None:
+            return partition.digest
+        data = partition_to_bytes(partition)
         digest = hashlib.sha256(data).hexdigest()
-        key, packed = _part_key(digest), zlib.compress(data)
+        key, packed = _partition_key(digest), zlib.compress(data)
         try:
             self._store.put_if_absent(key, packed)
         except ObjectExists:  # perhaps of long ago, and about to be collected
-            claim(self._store, key, lambda: self._put(key, packed))
+            protect(self._store, key, lambda: self._put(key, packed))
         return digest
 
     def _put(self, key: str, data: bytes) -> None:
@@ -119,11 +119,11 @@ def _manifest(data: bytes, key: str) -> Manifest:
                 f"{key} has schema {schema} and this process reads up to {SCHEMA}: "
                 "a newer release writes this catalog, upgrade this one"
             )
-        manifest = Manifest(body["seq"], body["time"], tuple(body["parts"]))
+        manifest = Manifest(body["seq"], body["time"], tuple(body["partitions"]))
     except (ValueError, TypeError, KeyError) as error:
         raise StoreError(f"{key} is damaged ({error!r}): {_REMEDY}") from error
-    if len(manifest.parts) != PARTS + 1:
-        raise StoreError(f"{key} names {len(manifest.parts)} parts: {_REMEDY}")
+    if len(manifest.partitions) != PARTITIONS + 1:
+        raise StoreError(f"{key} names {len(manifest.partitions)} partitions: {_REMEDY}")
     return manifest
 
 
@@ -132,5 +132,5 @@ def _key(seq: int) -> str:
     return f"{MANIFESTS}{_LAST - seq:012d}-{seq:012d}.json"
 
 
-def _part_key(digest: str) -> str:
-    return f"{PARTS_PREFIX}{digest[:2]}/{digest}"
+def _partition_key(digest: str) -> str:
+    return f"{PARTITIONS_PREFIX}{digest[:2]}/{digest}"

@@ -58,14 +58,14 @@ class LocalStore:
     def put_file(self, key: str, path: Path) -> None:
         """See ObjectStore."""
         with self._errors(key), self._written(path) as unfinished:
-            unfinished.replace(self._place(key))
+            unfinished.replace(self._new_path(key))
             _sync(self._path(key).parent)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         """See ObjectStore."""
         with self._errors(key), self._written(data) as unfinished:
             try:
-                os.link(unfinished, self._place(key))  # unlike a rename, never replaces
+                os.link(unfinished, self._new_path(key))  # unlike a rename, never replaces
             except FileExistsError as error:
                 raise ObjectExists(f"there already is {key}") from error
             _sync(self._path(key).parent)
@@ -114,7 +114,7 @@ class LocalStore:
     def _path(self, key: str) -> Path:
         return self._folder / check_key(key)
 
-    def _place(self, key: str) -> Path:
+    def _new_path(self, key: str) -> Path:
         path = self._path(key)
         _make_folder(path.parent)
         return path

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lorikeet.catalog.store.multipart import Unfinished
+from lorikeet.catalog.store.multipart import UnfinishedUpload
 from lorikeet.errors import StoreError
 
 if TYPE_CHECKING:
@@ -64,6 +64,6 @@ class LocalParts:
         for part in self._store.list(f"{key}/"):
             self._store.delete(part)
 
-    def unfinished(self, _prefix: str) -> Iterator[Unfinished]:
+    def unfinished(self, _prefix: str) -> Iterator[UnfinishedUpload]:
         """See PartStore. Every part is an object here."""
         return iter(())

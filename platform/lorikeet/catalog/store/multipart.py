@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Unfinished:
+class UnfinishedUpload:
     """Parts that were neither joined nor deleted. begun: Unix seconds."""
 
     key: str
@@ -60,6 +60,6 @@ class PartStore(Protocol):
         """Remove the parts, joined or not; none there is fine."""
         ...
 
-    def unfinished(self, prefix: str, /) -> Iterator[Unfinished]:
+    def unfinished(self, prefix: str, /) -> Iterator[UnfinishedUpload]:
         """What was begun under these keys and is in no listing of objects."""
         ...

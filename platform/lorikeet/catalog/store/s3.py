@@ -32,7 +32,7 @@ from botocore.response import StreamingBody
 from lorikeet.catalog.store import parallel_download
 from lorikeet.catalog.store.object_store import StoredObject, check_key, check_prefix
 from lorikeet.catalog.store.s3_errors import explain, is_conflict
-from lorikeet.catalog.store.s3_multipart import S3Parts, UploadAddress
+from lorikeet.catalog.store.s3_multipart import ObjectAddress, S3Parts
 from lorikeet.errors import StoreError
 
 _ATTEMPTS = 8
@@ -70,44 +70,44 @@ class S3Store:
     @property
     def parts(self) -> S3Parts:
         """See ObjectStore."""
-        return S3Parts(self, self._client, self._place, self._errors)
+        return S3Parts(self, self._client, self._address, self._errors)
 
     def get(self, key: str) -> bytes:
         """See ObjectStore."""
         with self._errors(key):
-            return self._client.get_object(**self._place(key))["Body"].read()
+            return self._client.get_object(**self._address(key))["Body"].read()
 
     def size(self, key: str) -> int:
         """See ObjectStore."""
         with self._errors(key):
-            return self._client.head_object(**self._place(key))["ContentLength"]
+            return self._client.head_object(**self._address(key))["ContentLength"]
 
     def modified(self, key: str) -> float:
         """See ObjectStore."""
         with self._errors(key):
-            return self._client.head_object(**self._place(key))["LastModified"].timestamp()
+            return self._client.head_object(**self._address(key))["LastModified"].timestamp()
 
     def touch(self, key: str) -> None:
         """See ObjectStore. One request copies up to 5 GiB onto itself."""
         with self._errors(key):
-            place = self._place(key)
+            address = self._address(key)
             self._client.copy_object(
-                **place,
-                CopySource={"Bucket": place["Bucket"], "Key": place["Key"]},
+                **address,
+                CopySource={"Bucket": address["Bucket"], "Key": address["Key"]},
                 MetadataDirective="REPLACE",
             )
 
     def put_file(self, key: str, path: Path) -> None:
         """See ObjectStore."""
         with self._errors(key):
-            self._client.upload_file(str(path), **self._place(key), Config=_TRANSFER)
+            self._client.upload_file(str(path), **self._address(key), Config=_TRANSFER)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         """See ObjectStore."""
         with self._errors(key):
             for attempt in range(_ATTEMPTS):
                 try:
-                    self._client.put_object(**self._place(key), Body=data, IfNoneMatch="*")
+                    self._client.put_object(**self._address(key), Body=data, IfNoneMatch="*")
                     return
                 except ClientError as error:
                     if not is_conflict(error) or attempt == _ATTEMPTS - 1:
@@ -119,9 +119,9 @@ class S3Store:
         with self._errors(key):
             size = self.size(key)
             # Signed once: boto3 needs as long to sign a request as a megabyte needs to arrive.
-            place = self._place(key)
-            address = self._client.generate_presigned_url("get_object", Params={**place})
-            return parallel_download.download(size, path, partial(self._read, key, address))
+            address = self._address(key)
+            url = self._client.generate_presigned_url("get_object", Params={**address})
+            return parallel_download.download(size, path, partial(self._read, key, url))
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
         """See ObjectStore."""
@@ -146,7 +146,7 @@ class S3Store:
     def delete(self, key: str) -> None:
         """See ObjectStore."""
         with self._errors(key):
-            self._client.delete_object(**self._place(key))
+            self._client.delete_object(**self._address(key))
 
     def _list(self, prefix: str, start_after: str) -> Iterator[StoredObject]:
         pages = self._client.get_paginator("list_objects_v2").paginate(
@@ -160,10 +160,10 @@ class S3Store:
                     key = found["Key"].removeprefix(self._prefix)
                     yield StoredObject(key, found["Size"], found["LastModified"].timestamp())
 
-    def _read(self, key: str, address: str, start: int, end: int) -> Iterator[bytes]:
+    def _read(self, key: str, url: str, start: int, end: int) -> Iterator[bytes]:
         """The bytes of a range; goes on from where a connection broke."""
         for attempt in range(_ATTEMPTS):
-            body = self._range(key, address, f"bytes={start}-{end - 1}")
+            body = self._range(key, url, f"bytes={start}-{end - 1}")
             try:
                 while piece := body.read(_PIECE):
                     yield piece
@@ -174,18 +174,18 @@ class S3Store:
                     raise
                 time.sleep(_pause(attempt))
 
-    def _range(self, key: str, address: str, wanted: str) -> StreamingBody:
-        """A range from the signed address, or else from boto3, which knows what went wrong."""
-        request = AWSRequest("GET", address, headers={"Range": wanted}, stream_output=True)
+    def _range(self, key: str, url: str, wanted: str) -> StreamingBody:
+        """A range from the signed url, or else from boto3, which knows what went wrong."""
+        request = AWSRequest("GET", url, headers={"Range": wanted}, stream_output=True)
         http = self._client._endpoint.http_session  # type: ignore[attr-defined]  # proxies, TLS
         with suppress(HTTPClientError, HTTPConnectionError):
             got = http.send(request.prepare())
             if got.status_code == HTTPStatus.PARTIAL_CONTENT:
                 return StreamingBody(got.raw, got.headers["Content-Length"])
             got.raw.drain_conn()
-        return self._client.get_object(**self._place(key), Range=wanted)["Body"]
+        return self._client.get_object(**self._address(key), Range=wanted)["Body"]
 
-    def _place(self, key: str) -> UploadAddress:
+    def _address(self, key: str) -> ObjectAddress:
         return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
 
     @contextmanager

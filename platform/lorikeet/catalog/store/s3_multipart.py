@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from lorikeet.catalog.store.multipart import Unfinished
+from lorikeet.catalog.store.multipart import UnfinishedUpload
 from lorikeet.errors import ObjectNotFound
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ _URL_LASTS_S = 3600
 _LARGEST_COPY_BYTES = 5 * 2**30  # of one CopyObject
 
 
-class UploadAddress(TypedDict):
+class ObjectAddress(TypedDict):
     """Where an object lies, as S3's calls take it."""
 
     Bucket: str
@@ -31,19 +31,19 @@ class S3Parts:
         self,
         store: "S3Store",
         client: "S3Client",
-        place: Callable[[str], UploadAddress],
+        address: Callable[[str], ObjectAddress],
         errors: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        """place: where a key's object lies. errors: raises S3's errors as StoreError."""
+        """address: where a key's object lies. errors: raises S3's errors as StoreError."""
         self._store = store
         self._client = client
-        self._place = place
+        self._address = address
         self._errors = errors
 
     def begin(self, key: str) -> str:
         """See PartStore."""
         with self._errors(key):
-            return self._client.create_multipart_upload(**self._place(key))["UploadId"]
+            return self._client.create_multipart_upload(**self._address(key))["UploadId"]
 
     def url(self, key: str, token: str, number: int, size: int) -> str:
         """See PartStore. S3 refuses a body of another length: it is part of the signature."""
@@ -51,7 +51,7 @@ class S3Parts:
             return self._client.generate_presigned_url(
                 "upload_part",
                 Params={
-                    **self._place(key),
+                    **self._address(key),
                     "UploadId": token,
                     "PartNumber": number,
                     "ContentLength": size,
@@ -63,7 +63,7 @@ class S3Parts:
         """See PartStore."""
         with self._errors(key), path.open("rb") as file:
             self._client.upload_part(
-                **self._place(key), UploadId=token, PartNumber=number, Body=file
+                **self._address(key), UploadId=token, PartNumber=number, Body=file
             )
 
     def sizes(self, key: str, token: str) -> dict[int, int]:
@@ -75,7 +75,7 @@ class S3Parts:
         with suppress(ObjectNotFound), self._errors(key):  # not found: it is joined already
             parts = self._parts(key, token)
             self._client.complete_multipart_upload(
-                **self._place(key),
+                **self._address(key),
                 UploadId=token,
                 MultipartUpload={
                     "Parts": [
@@ -94,35 +94,35 @@ class S3Parts:
         if self._store.size(key) > _LARGEST_COPY_BYTES:
             return
         with self._errors(key):
-            place = self._place(key)
+            address = self._address(key)
             self._client.copy_object(
-                **self._place(target),
-                CopySource={"Bucket": place["Bucket"], "Key": place["Key"]},
+                **self._address(target),
+                CopySource={"Bucket": address["Bucket"], "Key": address["Key"]},
             )
 
     def delete(self, key: str, token: str) -> None:
         """See PartStore."""
         with suppress(ObjectNotFound), self._errors(key):
-            self._client.abort_multipart_upload(**self._place(key), UploadId=token)
+            self._client.abort_multipart_upload(**self._address(key), UploadId=token)
         self._store.delete(key)
 
-    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+    def unfinished(self, prefix: str) -> Iterator[UnfinishedUpload]:
         """See PartStore."""
-        place = self._place("x")
-        root = place["Key"].removesuffix("x")
+        address = self._address("x")
+        root = address["Key"].removesuffix("x")
         pages = self._client.get_paginator("list_multipart_uploads").paginate(
-            Bucket=place["Bucket"], Prefix=root + prefix
+            Bucket=address["Bucket"], Prefix=root + prefix
         )
         with self._errors(prefix):
             for page in pages:
                 for found in page.get("Uploads", ()):
                     key = found["Key"].removeprefix(root)
-                    yield Unfinished(key, found["UploadId"], found["Initiated"].timestamp())
+                    yield UnfinishedUpload(key, found["UploadId"], found["Initiated"].timestamp())
 
     def _parts(self, key: str, token: str) -> dict[int, tuple[int, str]]:
         """Bytes and ETag by number. One page: an upload has at most a thousand parts."""
         with self._errors(key):
-            answer = self._client.list_parts(**self._place(key), UploadId=token)
+            answer = self._client.list_parts(**self._address(key), UploadId=token)
         return {
             part["PartNumber"]: (part["Size"], part["ETag"]) for part in answer.get("Parts", ())
         }

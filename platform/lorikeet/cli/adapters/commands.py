@@ -6,8 +6,8 @@ import typer
 
 from lorikeet.cli.admin_client import admin
 from lorikeet.cli.arguments import (
+    AdapterName,
     AsOf,
-    Name,
     parse_adapter,
     parse_alias,
     parse_name,
@@ -19,13 +19,15 @@ from lorikeet.cli.output import AsJson, moment, print_answer, print_json, print_
 from lorikeet.sizes import show_size
 
 Adapter = Annotated[
-    Name, typer.Argument(parser=parse_adapter, metavar="TENANT/NAME", show_default=False)
+    AdapterName, typer.Argument(parser=parse_adapter, metavar="TENANT/NAME", show_default=False)
 ]
 AdapterVersion = Annotated[
-    Name, typer.Argument(parser=parse_name, metavar="TENANT/NAME@VERSION", show_default=False)
+    AdapterName,
+    typer.Argument(parser=parse_name, metavar="TENANT/NAME@VERSION", show_default=False),
 ]
 AdapterPerhapsVersion = Annotated[
-    Name, typer.Argument(parser=parse_name, metavar="TENANT/NAME[@VERSION]", show_default=False)
+    AdapterName,
+    typer.Argument(parser=parse_name, metavar="TENANT/NAME[@VERSION]", show_default=False),
 ]
 Alias = Annotated[
     str,
@@ -194,6 +196,6 @@ def _version_row(version: dict[str, Any]) -> list[Any]:
     ]
 
 
-def _print_alias(adapter: Name, alias: str, answer: dict[str, Any], as_json: bool) -> None:
+def _print_alias(adapter: AdapterName, alias: str, answer: dict[str, Any], as_json: bool) -> None:
     text = f"[cyan]{adapter.path}@{alias}[/cyan] is now version {answer['version']}."
     print_answer(answer, text, as_json)

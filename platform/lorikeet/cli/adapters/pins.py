@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from lorikeet.catalog.rules.tenant_terms import HIGHEST_PRIORITY
+from lorikeet.catalog.rules.limits import HIGHEST_PRIORITY
 from lorikeet.cli.admin_client import admin
 from lorikeet.cli.arguments import (
-    Name,
+    AdapterName,
     parse_bound,
     parse_count,
     parse_duration,
@@ -30,7 +30,7 @@ class Tier(Enum):
 def pin(
     ctx: typer.Context,
     pinned: Annotated[
-        Name,
+        AdapterName,
         typer.Argument(
             parser=parse_pinned,
             metavar="TENANT[/NAME[@VERSION|@ALIAS]]",
@@ -87,7 +87,7 @@ def pin(
 def unpin(
     ctx: typer.Context,
     pinned: Annotated[
-        Name,
+        AdapterName,
         typer.Argument(parser=parse_unpinned, metavar="TENANT[/NAME]", show_default=False),
     ],
     as_json: AsJson = False,

@@ -9,7 +9,7 @@ import typer
 from lorikeet.cli.adapters.commands import Adapter
 from lorikeet.cli.adapters.smoke import print_smoke
 from lorikeet.cli.adapters.sources import check_source, open_source
-from lorikeet.cli.adapters.upload import patiently, send_blob
+from lorikeet.cli.adapters.upload import send_blob, with_retries
 from lorikeet.cli.admin_client import admin
 from lorikeet.cli.output import AsJson, print_json, print_line
 from lorikeet.errors import InvalidInput, LorikeetError
@@ -79,7 +79,7 @@ def register(
         "smoke": smoke,
     }
     path = f"/adapters/{adapter.path}/versions"
-    answer, is_new = patiently(lambda: admin(ctx).post_new(path, wanted))
+    answer, is_new = with_retries(lambda: admin(ctx).post_new(path, wanted))
     if as_json:
         print_json(answer)
         return

@@ -5,11 +5,12 @@ from typing import Annotated, Any
 import typer
 
 from lorikeet.cli.admin_client import Json, admin
-from lorikeet.cli.arguments import Name, parse_name
+from lorikeet.cli.arguments import AdapterName, parse_name
 from lorikeet.cli.output import AsJson, print_json, print_line, print_table, print_warning
 
 Tried = Annotated[
-    Name, typer.Argument(parser=parse_name, metavar="TENANT/NAME[@VERSION]", show_default=False)
+    AdapterName,
+    typer.Argument(parser=parse_name, metavar="TENANT/NAME[@VERSION]", show_default=False),
 ]
 
 

@@ -17,7 +17,7 @@ import httpx
 import typer
 
 from lorikeet.cli.adapters.progress import ProgressBar
-from lorikeet.cli.admin_client import AdminServer, Json, Unanswered
+from lorikeet.cli.admin_client import AdminClient, Json, ServerUnavailable
 from lorikeet.cli.output import print_error
 from lorikeet.errors import LorikeetError, NotFound, StoreError, Unavailable
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def send_blob(
-    server: AdminServer, blob: Path, digest: str, about: Mapping[str, Any], *, quiet: bool
+    server: AdminClient, blob: Path, digest: str, about: Mapping[str, Any], *, quiet: bool
 ) -> None:
     """Bring the server whatever it has not got of this file.
 
@@ -53,12 +53,12 @@ def send_blob(
             raise typer.Exit(_INTERRUPTED) from None
 
 
-def patiently(call: Callable[[], T]) -> T:
+def with_retries(call: Callable[[], T]) -> T:
     """The answer to what may be asked twice, also from a server that is away for a moment."""
     for attempt in range(1, _TRIES):
         try:
             return call()
-        except Unanswered:
+        except ServerUnavailable:
             _pause(attempt)
     return call()
 
@@ -66,7 +66,7 @@ def patiently(call: Callable[[], T]) -> T:
 class _Transfer:
     def __init__(
         self,
-        server: AdminServer,
+        server: AdminClient,
         blob: Path,
         digest: str,
         about: Mapping[str, Any],
@@ -96,7 +96,7 @@ class _Transfer:
                     "goes on from there"
                 ) from problem
             _pause(failures)
-            missing = patiently(self._missing)
+            missing = with_retries(self._missing)
 
     def _missing(self) -> list[Json]:
         answer = self._server.post("/uploads", self._order)
@@ -149,7 +149,7 @@ class _Transfer:
     def _send_to_store(
         self, url: str, number: int, chunks: Iterator[bytes], headers: Mapping[str, str]
     ) -> None:
-        """Raises Unanswered: other addresses may work, or the way through the server."""
+        """Raises ServerUnavailable: other addresses may work, or the way through the server."""
         try:
             answer = httpx.put(url, content=chunks, headers=headers, timeout=_TIMEOUT)
             answer.raise_for_status()
@@ -160,7 +160,7 @@ class _Transfer:
                 if isinstance(error, httpx.HTTPStatusError)
                 else str(error) or type(error).__name__
             )
-            raise Unanswered(f"the store did not take part {number}: {why}") from error
+            raise ServerUnavailable(f"the store did not take part {number}: {why}") from error
         self._refusals = 0
 
     def _chunks(self, number: int, data: bytes) -> Iterator[bytes]:
@@ -178,7 +178,7 @@ class _Stopped(Exception):
 
 def _may_pass(error: BaseException) -> bool:
     """Whether the same request may be answered otherwise in a moment."""
-    return isinstance(error, Unanswered | _Stopped) or (
+    return isinstance(error, ServerUnavailable | _Stopped) or (
         isinstance(error, LorikeetError) and error.code in _PASSING
     )
 

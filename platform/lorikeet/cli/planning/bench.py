@@ -20,10 +20,10 @@ from lorikeet.cli.output import (
     spinner,
 )
 from lorikeet.cli.planning.isolation import (
-    Compared,
+    LoadRun,
     MeasuredTenant,
-    Run,
-    Seen,
+    RunMeasurements,
+    TenantComparison,
     compare,
     find_models,
     quantile,
@@ -43,7 +43,7 @@ class _Metric(NamedTuple):
 
     name: str
     title: str
-    times_s: Callable[[Seen], list[float]]
+    times_s: Callable[[RunMeasurements], list[float]]
 
 
 class _Figure(NamedTuple):
@@ -149,8 +149,8 @@ def isolation(
     tenants = [
         MeasuredTenant(name, key, models[name], rates[name]) for name, key in secrets.items()
     ]
-    rows = list(map(Compared, tenants))
-    whole = _run(url, rows, Run(seconds, tokens, seed), quiet=as_json)
+    rows = list(map(TenantComparison, tenants))
+    whole = _run(url, rows, LoadRun(seconds, tokens, seed), quiet=as_json)
     grown = [] if max_growth is None or not whole else list(_grown(rows, max_growth))
     if as_json:
         print_json({"complete": whole, "tenants": list(map(_json, rows)), "grown": grown})
@@ -186,7 +186,7 @@ def _rates(given: Sequence[tuple[str | None, float]], keys: Mapping[str, str]) -
     return {tenant: rates.get(tenant, rates[None]) for tenant in keys}
 
 
-def _run(url: str, rows: Sequence[Compared], run: Run, *, quiet: bool) -> bool:
+def _run(url: str, rows: Sequence[TenantComparison], run: LoadRun, *, quiet: bool) -> bool:
     """Send it all; shows what runs where a person watches. Whether it came to its end."""
     whole_s = (len(rows) + 1) * run.seconds
     with spinner("Beginning", quiet=quiet) as show:
@@ -199,7 +199,7 @@ def _run(url: str, rows: Sequence[Compared], run: Run, *, quiet: bool) -> bool:
     return True
 
 
-def _print(rows: Sequence[Compared]) -> None:
+def _print(rows: Sequence[TenantComparison]) -> None:
     print_table(
         ["MeasuredTenant", "Model", "#Requests alone", "#errors", "#shared", "#errors"],
         [_counts(row) for row in rows],
@@ -217,17 +217,17 @@ def _print(rows: Sequence[Compared]) -> None:
         print_line(escape(line))
 
 
-def _figure(row: Compared, metric: _Metric, share: float) -> _Figure:
+def _figure(row: TenantComparison, metric: _Metric, share: float) -> _Figure:
     alone, shared = (quantile(metric.times_s(seen), share) for seen in (row.alone, row.shared))
     return _Figure(alone, shared)
 
 
-def _counts(row: Compared) -> list[Any]:
+def _counts(row: TenantComparison) -> list[Any]:
     seen = [count for s in (row.alone, row.shared) for count in (s.requests, s.errors.total())]
     return [row.tenant.name, row.tenant.model, *(f"{count:,}" for count in seen)]
 
 
-def _grown(rows: Sequence[Compared], most: float) -> Iterator[str]:
+def _grown(rows: Sequence[TenantComparison], most: float) -> Iterator[str]:
     """Whose p99 grew by more, or cannot be told."""
     for row in rows:
         for metric in _METRICS:
@@ -237,7 +237,7 @@ def _grown(rows: Sequence[Compared], most: float) -> Iterator[str]:
                 yield f"{row.tenant.name} ({metric.title.lower()}: {how})"
 
 
-def _remarks(rows: Sequence[Compared]) -> Iterator[str]:
+def _remarks(rows: Sequence[TenantComparison]) -> Iterator[str]:
     """What the tables leave out."""
     for row in rows:
         for when, seen in (("alone", row.alone), ("beside the others", row.shared)):
@@ -251,7 +251,7 @@ def _remarks(rows: Sequence[Compared]) -> Iterator[str]:
         yield f"Requests went out up to {late_s * 1e3:,.0f} ms late: this machine was too slow."
 
 
-def _json(row: Compared) -> dict[str, Any]:
+def _json(row: TenantComparison) -> dict[str, Any]:
     return {
         "tenant": row.tenant.name,
         "model": row.tenant.model,

@@ -32,7 +32,7 @@ class MeasuredTenant:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LoadRun:
     """For so many seconds requests go out, each for so many tokens."""
 
     seconds: float
@@ -41,7 +41,7 @@ class Run:
 
 
 @dataclass(slots=True)
-class Seen:
+class RunMeasurements:
     """What one tenant saw of one run. Times in seconds.
 
     first_s: from when a request was due to its first token. between_s: from one token of an answer
@@ -57,12 +57,12 @@ class Seen:
 
 
 @dataclass(slots=True)
-class Compared:
+class TenantComparison:
     """What a tenant saw alone, and beside the others."""
 
     tenant: MeasuredTenant
-    alone: Seen = field(default_factory=Seen)
-    shared: Seen = field(default_factory=Seen)
+    alone: RunMeasurements = field(default_factory=RunMeasurements)
+    shared: RunMeasurements = field(default_factory=RunMeasurements)
 
 
 class _Failed(Exception):
@@ -83,7 +83,7 @@ async def find_models(url: str, keys: Mapping[str, str]) -> dict[str, str]:
 
 
 async def compare(
-    url: str, rows: Sequence[Compared], run: Run, watch: Callable[[str], None]
+    url: str, rows: Sequence[TenantComparison], run: LoadRun, watch: Callable[[str], None]
 ) -> None:
     """Run each tenant alone, then all; fills the rows as answers come.
 
@@ -128,7 +128,11 @@ async def _model_of(client: httpx.AsyncClient, tenant: str, key: str) -> str:
 
 
 async def _send_all(
-    client: httpx.AsyncClient, tenant: MeasuredTenant, run: Run, kind: str, seen: Seen
+    client: httpx.AsyncClient,
+    tenant: MeasuredTenant,
+    run: LoadRun,
+    kind: str,
+    seen: RunMeasurements,
 ) -> None:
     """Open loop: a request goes out when it is due, whatever has become of those before.
 
@@ -148,10 +152,10 @@ async def _send_all(
 async def _ask(
     client: httpx.AsyncClient,
     tenant: MeasuredTenant,
-    run: Run,
+    run: LoadRun,
     prompt: str,
     due_s: float,
-    seen: Seen,
+    seen: RunMeasurements,
 ) -> None:
     """One request, and what it adds to what was seen."""
     seen.requests += 1
@@ -166,7 +170,7 @@ async def _ask(
 
 
 async def _tokens_s(
-    client: httpx.AsyncClient, tenant: MeasuredTenant, run: Run, prompt: str
+    client: httpx.AsyncClient, tenant: MeasuredTenant, run: LoadRun, prompt: str
 ) -> list[float]:
     """When each piece of text came, at least one. Raises _Failed."""
     body = {

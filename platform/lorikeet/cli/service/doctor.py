@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from lorikeet.cli.arguments import parse_bytes
 from lorikeet.cli.output import AsJson, print_json, print_line
-from lorikeet.doctor.examination import can_start, examine
+from lorikeet.doctor.checks import can_start, run_checks
 from lorikeet.doctor.finding import Finding, Severity
 from lorikeet.doctor.planned_start import PlannedStart
 
@@ -34,7 +34,7 @@ def doctor(
 
     Example: `lorikeet doctor --gpu-memory 80GiB`
     """
-    findings = examine(PlannedStart(os.environ, gpu_memory))
+    findings = run_checks(PlannedStart(os.environ, gpu_memory))
     if as_json:
         print_json({"can_start": can_start(findings), "findings": list(map(_json, findings))})
     else:

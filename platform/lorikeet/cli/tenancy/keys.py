@@ -9,7 +9,7 @@ from lorikeet.cli.adapters.commands import Tenant
 from lorikeet.cli.admin_client import admin
 from lorikeet.cli.arguments import parse_duration, parse_key_id, parse_tenant
 from lorikeet.cli.output import AsJson, moment, print_answer, print_json, print_line, print_table
-from lorikeet.cli.tenancy.limit_options import KEY_TERMS, NONE, print_terms, takes
+from lorikeet.cli.tenancy.limit_options import KEY_LIMIT_OPTIONS, NONE, print_limits, takes_limits
 
 KeyId = Annotated[str, typer.Argument(parser=parse_key_id, metavar="ID", show_default=False)]
 
@@ -25,10 +25,10 @@ def keys() -> None:
 
 
 @app.command()
-@takes(KEY_TERMS)
+@takes_limits(KEY_LIMIT_OPTIONS)
 def create(
     ctx: typer.Context,
-    terms: dict[str, Any],
+    limits: dict[str, Any],
     tenant: Annotated[
         str | None,
         typer.Option(
@@ -65,7 +65,7 @@ def create(
             "scopes": [scope],
             "name": name,
             "expires_s": None if expires is None else parse_duration(expires),
-            **terms,
+            **limits,
         },
     )
     print_secret(answer, as_json)
@@ -92,9 +92,9 @@ def list_keys(ctx: typer.Context, tenant: Tenant = None, as_json: AsJson = False
 
 
 @app.command()
-@takes(KEY_TERMS)
+@takes_limits(KEY_LIMIT_OPTIONS)
 def limit(
-    ctx: typer.Context, key_id: KeyId, terms: dict[str, Any], as_json: AsJson = False
+    ctx: typer.Context, key_id: KeyId, limits: dict[str, Any], as_json: AsJson = False
 ) -> None:
     """Change a key's own limits; those that are not named stay.
 
@@ -102,14 +102,14 @@ def limit(
 
     Example: `lorikeet keys limit key-3f1a97018cd4fa38 --tokens-per-min 50k --concurrent none`
     """
-    if not terms:
+    if not limits:
         raise typer.BadParameter("want at least one limit, such as --requests-per-min 600")
-    answer = admin(ctx).patch(f"/keys/{key_id}", terms)
+    answer = admin(ctx).patch(f"/keys/{key_id}", limits)
     if as_json:
         print_json(answer)
         return
     print_line(f"Key [cyan]{key_id}[/cyan] now has, beside its tenant's limits:")
-    print_terms(KEY_TERMS, answer)
+    print_limits(KEY_LIMIT_OPTIONS, answer)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Limits and other terms as options of commands, and as they are shown."""
+"""Tenants' and keys' limits as options of commands, and as they are shown."""
 
 import functools
 import inspect
@@ -23,8 +23,8 @@ _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
-    """One term: its name in the API, its option, and how people write, read and call it.
+class LimitOption:
+    """A limit, weight or priority: its name in the API, its option, how it is parsed and shown.
 
     absent: how it is shown that there is none, which people write as "none"; None: there is one.
     """
@@ -70,12 +70,14 @@ def amount(count: int | None) -> str:
     return _NO_LIMIT
 
 
-def _amounts(name: str, option: str, title: str, meaning: str) -> Term:
-    return Term(name, option, "N|none", parse_amount, amount, title, meaning, _NO_LIMIT)
+def _amounts(name: str, option: str, title: str, meaning: str) -> LimitOption:
+    return LimitOption(name, option, "N|none", parse_amount, amount, title, meaning, _NO_LIMIT)
 
 
-def _bytes(name: str, option: str, title: str, meaning: str, absent: str = _NO_LIMIT) -> Term:
-    return Term(name, option, "BYTES|none", parse_bytes, show_size, title, meaning, absent)
+def _bytes(
+    name: str, option: str, title: str, meaning: str, absent: str = _NO_LIMIT
+) -> LimitOption:
+    return LimitOption(name, option, "BYTES|none", parse_bytes, show_size, title, meaning, absent)
 
 
 LIMITS = (
@@ -91,7 +93,7 @@ LIMITS = (
         "Tokens a minute",
         "Tokens a minute, of prompts and answers, such as 1M.",
     ),
-    Term(
+    LimitOption(
         "burst_s",
         "--burst",
         "DURATION",
@@ -110,9 +112,9 @@ LIMITS = (
 )
 """Of tenants, and of keys beside their tenants'."""
 
-KEY_TERMS = (
+KEY_LIMIT_OPTIONS = (
     *LIMITS,
-    Term(
+    LimitOption(
         "priority",
         "--priority",
         "P",
@@ -123,7 +125,7 @@ KEY_TERMS = (
     ),
 )
 
-TENANT_TERMS = (
+TENANT_LIMIT_OPTIONS = (
     *LIMITS,
     _amounts(
         "tokens_per_month",
@@ -131,7 +133,7 @@ TENANT_TERMS = (
         "Tokens a month",
         "Tokens a calendar month (UTC), such as 500M.",
     ),
-    Term(
+    LimitOption(
         "weight",
         "--weight",
         "W",
@@ -148,13 +150,13 @@ TENANT_TERMS = (
         "Pinned bytes",
         "Of all its pinned adapters, on one replica.",
     ),
-    Term("max_rank", "--rank", "RANK|none", parse_count, str, "Rank", _NEW, _AS_SERVED),
+    LimitOption("max_rank", "--rank", "RANK|none", parse_count, str, "Rank", _NEW, _AS_SERVED),
     _bytes("max_adapter_bytes", "--adapter-bytes", "Bytes of an adapter", _NEW, _AS_SERVED),
 )
 
 
-def takes(terms: Sequence[Term]) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Give a command these options, which reach it as `terms`: those given, as the API wants them.
+def takes_limits(options: Sequence[LimitOption]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Give a command these options, which reach it as `limits`: those given, as the API wants them.
 
     The command's last parameter stays the last one in its help.
     """
@@ -163,15 +165,15 @@ def takes(terms: Sequence[Term]) -> Callable[[Callable[..., T]], Callable[..., T
         @functools.wraps(command)
         def run(**given: Any) -> T:
             said = {
-                term.name: _parsed(term, text)
-                for term in terms
-                if (text := given.pop(term.name)) is not None
+                limit.name: _parsed(limit, text)
+                for limit in options
+                if (text := given.pop(limit.name)) is not None
             }
-            return command(**given, terms=said)
+            return command(**given, limits=said)
 
         own = inspect.signature(command, eval_str=True)
-        *first, last = [each for name, each in own.parameters.items() if name != "terms"]
-        parameters = [*first, *map(_parameter, terms), last]
+        *first, last = [each for name, each in own.parameters.items() if name != "limits"]
+        parameters = [*first, *map(_parameter, options), last]
         run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run
@@ -179,28 +181,30 @@ def takes(terms: Sequence[Term]) -> Callable[[Callable[..., T]], Callable[..., T
     return add
 
 
-def print_terms(terms: Sequence[Term], record: Mapping[str, Any]) -> None:
-    """Each term of a tenant or a key as it holds now."""
-    rows = [[term.title, _shown(term, record[term.name])] for term in terms]
+def print_limits(options: Sequence[LimitOption], record: Mapping[str, Any]) -> None:
+    """Print each limit of a tenant or a key as it holds now."""
+    rows = [[limit.title, _shown(limit, record[limit.name])] for limit in options]
     print_table(["Limit", "Now"], rows, empty="")
 
 
-def _parameter(term: Term) -> inspect.Parameter:
-    option = typer.Option(term.option, metavar=term.metavar, help=term.meaning, show_default=False)
+def _parameter(limit: LimitOption) -> inspect.Parameter:
+    option = typer.Option(
+        limit.option, metavar=limit.metavar, help=limit.meaning, show_default=False
+    )
     return inspect.Parameter(
-        term.name,
+        limit.name,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
         default=None,
         annotation=Annotated[str | None, option],
     )
 
 
-def _shown(term: Term, value: Any) -> str | None:
-    return term.absent if value is None else term.show(value)
+def _shown(limit: LimitOption, value: Any) -> str | None:
+    return limit.absent if value is None else limit.show(value)
 
 
-def _parsed(term: Term, text: str) -> Any:
+def _parsed(limit: LimitOption, text: str) -> Any:
     try:
-        return term.parse(text) if term.absent is None else parse_bound(term.parse, text, NONE)
+        return limit.parse(text) if limit.absent is None else parse_bound(limit.parse, text, NONE)
     except typer.BadParameter as error:
-        raise typer.BadParameter(error.message, param_hint=term.option) from error
+        raise typer.BadParameter(error.message, param_hint=limit.option) from error

@@ -7,7 +7,12 @@ import typer
 from lorikeet.cli.admin_client import admin
 from lorikeet.cli.arguments import parse_tenant
 from lorikeet.cli.output import AsJson, moment, print_answer, print_json, print_line, print_table
-from lorikeet.cli.tenancy.limit_options import TENANT_TERMS, amount, print_terms, takes
+from lorikeet.cli.tenancy.limit_options import (
+    TENANT_LIMIT_OPTIONS,
+    amount,
+    print_limits,
+    takes_limits,
+)
 from lorikeet.sizes import show_size
 
 Tenant = Annotated[str, typer.Argument(parser=parse_tenant, metavar="TENANT", show_default=False)]
@@ -69,7 +74,7 @@ def show(ctx: typer.Context, tenant: Tenant, as_json: AsJson = False) -> None:
     if as_json:
         print_json(answer)
         return
-    print_terms(TENANT_TERMS, answer)
+    print_limits(TENANT_LIMIT_OPTIONS, answer)
     adapters, taken = answer["adapters"], show_size(answer["total_bytes"])
     print_line(
         f"Adapters of [cyan]{tenant}[/cyan] in use: {adapters}, {taken} together."
@@ -78,9 +83,9 @@ def show(ctx: typer.Context, tenant: Tenant, as_json: AsJson = False) -> None:
 
 
 @app.command()
-@takes(TENANT_TERMS)
+@takes_limits(TENANT_LIMIT_OPTIONS)
 def create(
-    ctx: typer.Context, tenant: Tenant, terms: dict[str, Any], as_json: AsJson = False
+    ctx: typer.Context, tenant: Tenant, limits: dict[str, Any], as_json: AsJson = False
 ) -> None:
     """Add a tenant, with limits or without.
 
@@ -88,16 +93,16 @@ def create(
 
     Example: `lorikeet tenants create acme --requests-per-min 600 --concurrent 32`
     """
-    answer = admin(ctx).post("/tenants", {"tenant": tenant, **terms})
+    answer = admin(ctx).post("/tenants", {"tenant": tenant, **limits})
     text = f"Tenant [cyan]{tenant}[/cyan] is there;"
     text += f" `lorikeet keys create --tenant {tenant}` makes its key."
     print_answer(answer, text, as_json)
 
 
 @app.command()
-@takes(TENANT_TERMS)
+@takes_limits(TENANT_LIMIT_OPTIONS)
 def limit(
-    ctx: typer.Context, tenant: Tenant, terms: dict[str, Any], as_json: AsJson = False
+    ctx: typer.Context, tenant: Tenant, limits: dict[str, Any], as_json: AsJson = False
 ) -> None:
     """Change a tenant's limits; those that are not named stay.
 
@@ -106,11 +111,11 @@ def limit(
 
     Example: `lorikeet tenants limit acme --tokens-per-min 1M --burst 30s --adapters none`
     """
-    if not terms:
+    if not limits:
         raise typer.BadParameter("want at least one limit, such as --requests-per-min 600")
-    answer = admin(ctx).patch(f"/tenants/{tenant}", terms)
+    answer = admin(ctx).patch(f"/tenants/{tenant}", limits)
     if as_json:
         print_json(answer)
         return
     print_line(f"Tenant [cyan]{tenant}[/cyan] now has:")
-    print_terms(TENANT_TERMS, answer)
+    print_limits(TENANT_LIMIT_OPTIONS, answer)

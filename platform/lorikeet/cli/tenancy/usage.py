@@ -12,7 +12,7 @@ from lorikeet.cli.adapters.commands import Tenant
 from lorikeet.cli.admin_client import admin
 from lorikeet.cli.output import AsJson, print_json, print_line, print_table
 from lorikeet.sizes import show_size
-from lorikeet.usage.summary import By
+from lorikeet.usage.summary import GroupBy
 
 _NUMBERS = {
     "requests": "#Requests",
@@ -57,7 +57,7 @@ def usage(
         ),
     ] = None,
     by: Annotated[
-        list[By] | None,
+        list[GroupBy] | None,
         typer.Option(
             help="What has a row of its own; may be given several times. Without it, each adapter"
             " of each tenant.",

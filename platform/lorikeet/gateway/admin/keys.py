@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
-from lorikeet.catalog.tenants import LONGEST_OVERLAP_S
+from lorikeet.catalog.tenants_and_keys import LONGEST_OVERLAP_S
 from lorikeet.gateway.admin.limit_bodies import KeyLimitsBody, NewKeyBody
 from lorikeet.gateway.admin.serializers import key_json, list_response
 from lorikeet.gateway.auth import Actor

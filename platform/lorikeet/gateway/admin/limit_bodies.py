@@ -5,11 +5,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from lorikeet.catalog.rules.tenant_terms import (
+from lorikeet.catalog.rules.limits import (
     LONGEST_LIFE_S,
-    KeyLimitTerms,
-    LimitTerms,
-    TenantTerms,
+    KeyLimitOptions,
+    LimitOptions,
+    TenantOptions,
 )
 from lorikeet.gateway.body import Body
 
@@ -20,7 +20,7 @@ _NEVER_NONE = {"burst_s", "weight", "priority"}
 class LimitsBody(Body):
     """Limits; see catalog/records.py. null takes one away. named: the fields that are limits."""
 
-    named: ClassVar[frozenset[str]] = frozenset(LimitTerms.__annotations__)
+    named: ClassVar[frozenset[str]] = frozenset(LimitOptions.__annotations__)
     nulls: ClassVar[frozenset[str]] = named - _NEVER_NONE
 
     requests_per_min: int | None = None
@@ -37,7 +37,7 @@ class LimitsBody(Body):
 class TenantLimitsBody(LimitsBody):
     """The limits and other settings of a tenant."""
 
-    named: ClassVar[frozenset[str]] = frozenset(TenantTerms.__annotations__)
+    named: ClassVar[frozenset[str]] = frozenset(TenantOptions.__annotations__)
     nulls: ClassVar[frozenset[str]] = named - _NEVER_NONE
 
     tokens_per_month: int | None = None
@@ -52,7 +52,7 @@ class TenantLimitsBody(LimitsBody):
 class KeyLimitsBody(LimitsBody):
     """The limits and the priority of a key."""
 
-    named: ClassVar[frozenset[str]] = frozenset(KeyLimitTerms.__annotations__)
+    named: ClassVar[frozenset[str]] = frozenset(KeyLimitOptions.__annotations__)
 
     priority: int | None = None
 

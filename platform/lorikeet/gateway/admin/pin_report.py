@@ -7,7 +7,7 @@ from typing import Unpack
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import PinKey
-from lorikeet.catalog.rules.pin_terms import PinTerms
+from lorikeet.catalog.rules.pins import PinOptions
 from lorikeet.catalog.state import CatalogState
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import EngineClient
@@ -40,7 +40,9 @@ class PinReporter:
             lambda state: list(pin_statuses(self._resolver.resolve(state, now), reports))
         )
 
-    async def dry_run(self, tenant: str, name: str | None, **terms: Unpack[PinTerms]) -> PinDryRun:
+    async def dry_run(
+        self, tenant: str, name: str | None, **options: Unpack[PinOptions]
+    ) -> PinDryRun:
         """Return what a pin would move, without setting it. Raises what AdapterCatalog.pin does."""
         reports, now = await self._engines.reports(), time.time()
 
@@ -49,5 +51,5 @@ class PinReporter:
             return dry_run_pin(PinKey(tenant, name), *resolved, reports)
 
         return await asyncio.to_thread(
-            lambda: self._catalog.if_pinned(tenant, name, compare, **terms)
+            lambda: self._catalog.if_pinned(tenant, name, compare, **options)
         )

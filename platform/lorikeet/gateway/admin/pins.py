@@ -9,8 +9,8 @@ from pydantic import Field
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.names import DEFAULT_ALIAS
-from lorikeet.catalog.rules.pin_terms import LONGEST_REASON, PinTerms
-from lorikeet.catalog.rules.tenant_terms import HIGHEST_PRIORITY, LONGEST_LIFE_S
+from lorikeet.catalog.rules.limits import HIGHEST_PRIORITY, LONGEST_LIFE_S
+from lorikeet.catalog.rules.pins import LONGEST_REASON, PinOptions
 from lorikeet.gateway.admin.pin_report import PinReporter
 from lorikeet.gateway.admin.serializers import dry_run_json, pin_json, pin_status_json
 from lorikeet.gateway.auth import Actor
@@ -74,8 +74,8 @@ def pin_routes(catalog: AdapterCatalog, pin_reporter: PinReporter) -> APIRouter:
     return router
 
 
-def _terms(wanted: PinBody) -> PinTerms:
-    return PinTerms(
+def _terms(wanted: PinBody) -> PinOptions:
+    return PinOptions(
         selector=wanted.selector,
         tier=Residency[wanted.tier.upper()],
         replicas=wanted.replicas,

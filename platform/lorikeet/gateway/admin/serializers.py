@@ -16,7 +16,7 @@ from lorikeet.catalog.records import (
     TenantRecord,
     VersionRecord,
 )
-from lorikeet.catalog.rules.tenant_terms import LimitTerms
+from lorikeet.catalog.rules.limits import LimitOptions
 from lorikeet.placement.pin_dry_run import PinDryRun
 from lorikeet.placement.pin_placement import Shortfall
 from lorikeet.placement.pin_status import PinStatus
@@ -27,7 +27,7 @@ from lorikeet_engine.telemetry.status import AdapterStatus
 Json = dict[str, Any]
 
 _ENTRY = TypeAdapter(Entry)
-_KEY_LIMITS = LimitTerms.__annotations__
+_KEY_LIMITS = LimitOptions.__annotations__
 
 
 def list_response(rows: Iterable[Json], **more: Any) -> Response:
@@ -59,7 +59,7 @@ def adapter_json(adapter: AdapterRecord) -> Json:
         "retired": adapter.retired,
         "aliases": dict(sorted(adapter.aliases.items())),
         "shares": {
-            alias: {"version": share.version, "share": share.part}
+            alias: {"version": share.version, "share": share.fraction}
             for alias, share in sorted(adapter.shares.items())
         },
         "versions": [version_json(adapter, version) for version in adapter.versions],

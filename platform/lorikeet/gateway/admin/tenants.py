@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
-from lorikeet.catalog.rules.quota import taken
+from lorikeet.catalog.rules.quota import quota_usage
 from lorikeet.catalog.state import CatalogState
 from lorikeet.gateway.admin.keys import create_key
 from lorikeet.gateway.admin.limit_bodies import NewKeyBody, TenantLimitsBody
@@ -75,5 +75,5 @@ def tenant_routes(catalog: AdapterCatalog, catalog_view: GatewayCatalogView) -> 
 def _shown(tenant: str, state: CatalogState) -> dict[str, Any]:
     """Return a tenant with what it takes of the catalog."""
     shown = tenant_json(state.tenant(tenant))
-    used = taken(state, tenant)
+    used = quota_usage(state, tenant)
     return shown | {"adapters": used.adapters, "total_bytes": used.total_bytes}

@@ -15,7 +15,7 @@ from lorikeet.errors import InvalidInput
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.usage.counts import day_of
 from lorikeet.usage.reader import UsageReader
-from lorikeet.usage.summary import By, rows
+from lorikeet.usage.summary import GroupBy, rows
 
 First = Annotated[date | None, Query(alias="from")]
 _AT_ONCE = 2
@@ -31,7 +31,11 @@ class UsageReports:
         self._readers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="usage")
 
     async def report(
-        self, first: date | None, last: date | None, by: Sequence[By], tenant: str | None = None
+        self,
+        first: date | None,
+        last: date | None,
+        by: Sequence[GroupBy],
+        tenant: str | None = None,
     ) -> Json:
         """The rows of some days, both included; without them, of this month until today.
 
@@ -47,10 +51,10 @@ class UsageReports:
         return {"from": first.isoformat(), "to": last.isoformat(), "data": data}
 
 
-def parse_by(text: str, allowed: Sequence[By]) -> list[By]:
+def parse_by(text: str, allowed: Sequence[GroupBy]) -> list[GroupBy]:
     """day,adapter as what has a row. Raises InvalidInput."""
     try:
-        by = [By(each) for each in text.split(",")]
+        by = [GroupBy(each) for each in text.split(",")]
     except ValueError:
         by = []
     if not by or not set(by) <= set(allowed):
@@ -66,10 +70,12 @@ def usage_routes(authenticator: RequestAuthenticator, reports: UsageReports) -> 
 
     @router.get("/usage")
     async def usage(
-        request: Request, first: First = None, to: date | None = None, by: str = By.ADAPTER
+        request: Request, first: First = None, to: date | None = None, by: str = GroupBy.ADAPTER
     ) -> Json:
         tenant = await authenticator.tenant(request)
-        return await reports.report(first, to, parse_by(by, (By.DAY, By.ADAPTER)), tenant.name)
+        return await reports.report(
+            first, to, parse_by(by, (GroupBy.DAY, GroupBy.ADAPTER)), tenant.name
+        )
 
     return router
 
@@ -82,11 +88,11 @@ def admin_usage_routes(reports: UsageReports) -> APIRouter:
     async def usage(
         first: First = None,
         to: date | None = None,
-        by: str = f"{By.TENANT},{By.ADAPTER}",
+        by: str = f"{GroupBy.TENANT},{GroupBy.ADAPTER}",
         tenant: str | None = None,
     ) -> Json:
         if tenant is not None:
             check_name(tenant, "tenant")
-        return await reports.report(first, to, parse_by(by, tuple(By)), tenant)
+        return await reports.report(first, to, parse_by(by, tuple(GroupBy)), tenant)
 
     return router

@@ -1,0 +1,148 @@
+"""What an admin settles with a tenant, or of a key: limits, and how it weighs against others.
+
+Options are what one decision names; what it leaves out stays as it is. None takes a limit away.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from typing_extensions import TypedDict  # typing's own is not read by pydantic before Python 3.12
+
+from lorikeet.catalog.records import KeyRecord, Limits, TenantRecord
+from lorikeet.errors import InvalidInput
+
+LONGEST_BURST_S = 86400
+LONGEST_LIFE_S = 3650 * 86400
+"""Of a key or a pin that expires."""
+LONGEST_KEY_NAME = 64  # characters
+HIGHEST_PRIORITY = 1000
+"""Of a key or a pin. The lowest is as far below 0, which is the one that says nothing."""
+LIGHTEST, HEAVIEST = 0.001, 1000.0
+_LARGEST = 10**15  # exact as a float too, which some clients read
+
+
+class LimitOptions(TypedDict, total=False):
+    """Some of Limits, of a tenant or of a key."""
+
+    requests_per_min: int | None
+    tokens_per_min: int | None
+    burst_s: float
+    max_concurrent: int | None
+    max_context: int | None
+
+
+class TenantOptions(LimitOptions, total=False):
+    """Some of what TenantRecord says beside its name."""
+
+    tokens_per_month: int | None
+    weight: float
+    max_adapters: int | None
+    max_total_bytes: int | None
+    pin_budget_bytes: int | None
+    max_rank: int | None
+    max_adapter_bytes: int | None
+
+
+class KeyLimitOptions(LimitOptions, total=False):
+    """What may change of a key."""
+
+    priority: int
+
+
+class KeyOptions(KeyLimitOptions, total=False):
+    """What a key may begin with. expires: Unix seconds."""
+
+    name: str
+    expires: float | None
+
+
+Record = TypeVar("Record", TenantRecord, KeyRecord)
+
+_OF_LIMITS = frozenset(each.name for each in fields(Limits))
+
+
+def with_options(record: Record, options: Mapping[str, Any]) -> Record:
+    """The record under these options."""
+    limits = {name: value for name, value in options.items() if name in _OF_LIMITS}
+    own = {name: value for name, value in options.items() if name not in _OF_LIMITS}
+    return replace(record, limits=replace(record.limits, **limits), **own)
+
+
+def options_of(record: TenantRecord | KeyRecord) -> dict[str, Any]:
+    """The record's options, but for those that are as in every new record."""
+    names = (TenantOptions if isinstance(record, TenantRecord) else KeyOptions).__annotations__
+    return _said(record.limits, names) | _said(record, names)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Whether each makes sense by itself; see check_key_options. Raises InvalidInput."""
+    for name, value in options.items():
+        want = _unmet(name, value)
+        if want is not None:
+            raise InvalidInput(f"{name}={value}: want {want}", param=name)
+
+
+def check_may_have_limits(tenant: str | None, options: Mapping[str, Any]) -> None:
+    """Whether a key of this tenant may have limits: an admin's has none. Raises InvalidInput."""
+    if tenant is None and (
+        limits := sorted(KeyLimitOptions.__annotations__.keys() & options.keys())
+    ):
+        raise InvalidInput("limits are for tenants' keys, and this is an admin's", param=limits[0])
+
+
+def check_key_options(tenant: str | None, options: KeyOptions, now: float) -> None:
+    """Whether a key of this tenant, or with None of an admin, may begin with these.
+
+    now: Unix seconds. Raises InvalidInput.
+    """
+    check_options(options)
+    check_may_have_limits(tenant, options)
+    check_text(options.get("name", ""), LONGEST_KEY_NAME, "name")
+    check_expiry(options.get("expires"), now)
+
+
+def check_expiry(expires: float | None, now: float) -> None:
+    """Whether a key or a pin may end then; None is never. Unix seconds. Raises InvalidInput."""
+    if expires is not None and not now < expires <= now + LONGEST_LIFE_S:
+        raise InvalidInput(
+            f"expires={expires}: want a time to come, within {LONGEST_LIFE_S // 86400} days",
+            param="expires",
+        )
+
+
+def check_text(text: str, longest: int, param: str) -> None:
+    """Whether people may say this: it is shown in terminals, so nothing that would steer one.
+
+    longest: in characters. Raises InvalidInput.
+    """
+    if len(text) > longest or not text.isprintable():
+        raise InvalidInput(
+            f"want at most {longest} printable characters as {param}, no line breaks", param=param
+        )
+
+
+def _unmet(name: str, value: Any) -> str | None:
+    """What a value would have to be, if it is not."""
+    match name:
+        case "weight":
+            fine = LIGHTEST <= value <= HEAVIEST
+            return None if fine else f"{LIGHTEST:g} to {HEAVIEST:g}"
+        case "priority":
+            fine = abs(value) <= HIGHEST_PRIORITY
+            return None if fine else f"-{HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}"
+        case "burst_s":
+            return None if 1 <= value <= LONGEST_BURST_S else f"1 to {LONGEST_BURST_S} seconds"
+        case "name" | "expires":
+            return None
+        case _:
+            fine = value is None or 1 <= value <= _LARGEST
+            return None if fine else f"an integer from 1 to {_LARGEST}, or none"
+
+
+def _said(record: Any, names: Collection[str]) -> dict[str, Any]:
+    return {
+        each.name: value
+        for each in fields(record)
+        if each.name in names and (value := getattr(record, each.name)) != each.default
+    }

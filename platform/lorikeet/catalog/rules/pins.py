@@ -1,0 +1,46 @@
+"""What a pin may say: how near, how many, how urgent, for how long and why."""
+
+from typing import TypedDict, Unpack
+
+from lorikeet.catalog.log.changes import Pinned
+from lorikeet.catalog.names import DEFAULT_ALIAS, check_name, check_selector
+from lorikeet.catalog.rules.limits import check_expiry, check_options, check_text
+from lorikeet.errors import InvalidInput
+from lorikeet_engine.adapter import Residency
+
+LONGEST_REASON = 200  # characters
+
+
+class PinOptions(TypedDict, total=False):
+    """What a pin may say; see PinRecord. What it does not say is as Pinned has it."""
+
+    selector: str
+    tier: Residency
+    replicas: int | None
+    priority: int
+    reason: str
+    expires: float | None
+
+
+def pin_change(tenant: str, name: str | None, now: float, **options: Unpack[PinOptions]) -> Pinned:
+    """A pin that makes sense by itself. now: Unix seconds. Raises InvalidInput."""
+    change = Pinned(tenant=tenant, name=name, **options)
+    check_name(tenant, "tenant")
+    if name is not None:
+        check_name(name, "name")
+    elif change.selector != DEFAULT_ALIAS:
+        raise InvalidInput(
+            f"selector={change.selector!r}: a tenant's pin keeps what {DEFAULT_ALIAS} points at",
+            param="selector",
+        )
+    check_selector(change.selector)
+    if change.tier is Residency.REMOTE:
+        raise InvalidInput("tier=remote promises nothing: want disk, host or gpu", param="tier")
+    if change.replicas is not None and change.replicas < 1:
+        raise InvalidInput(
+            f"replicas={change.replicas}: want an integer ≥ 1, or none", param="replicas"
+        )
+    check_options({"priority": change.priority})
+    check_expiry(change.expires, now)
+    check_text(change.reason, LONGEST_REASON, "reason")
+    return change

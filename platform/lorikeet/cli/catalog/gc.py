@@ -1,0 +1,53 @@
+"""Garbage collection, which needs no server: only its role need be allowed to delete blobs."""
+
+import time
+from typing import Annotated
+
+import typer
+
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.garbage_collection import GarbageCollector
+from lorikeet.catalog.store.object_store import open_store
+from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
+from lorikeet.settings import Settings
+from lorikeet.sizes import show_size
+from lorikeet.usage.compaction import clean_up
+
+_DAY_S = 86400.0
+
+
+def gc(
+    grace_days: Annotated[
+        float,
+        typer.Option(min=1, help="Keep what was written or retired within so many days."),
+    ] = 7,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing, only list.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete what the catalog's store holds and nothing needs.
+
+    That is blobs of no version (a retired one's go when it was retired longer ago than the grace
+    period, and then cannot be restored), uploads that were given up, and old snapshots. It also
+    joins the usage of each day that is over into one object, and an hour later deletes the many
+    that it was written in. Run it once a day, where LORIKEET_CATALOG says what init was told and
+    objects may be deleted.
+
+    Example: `LORIKEET_CATALOG=s3://my-bucket/lorikeet lorikeet gc --dry-run`
+    """
+    catalog = AdapterCatalog(open_store(Settings.from_env().catalog))
+    collector = GarbageCollector(catalog, grace_days * _DAY_S, dry_run=dry_run)
+    joined = clean_up(catalog.store, time.time, dry_run=dry_run)
+    found = [*collector.collect(), *joined]
+    total = sum(one.size_bytes for one in found)
+    if as_json:
+        objects = [
+            {"key": one.key, "size_bytes": one.size_bytes, "modified": one.modified}
+            for one in found
+        ]
+        print_json({"deleted": not dry_run, "size_bytes": total, "objects": objects})
+        return
+    rows = [(one.key, show_size(one.size_bytes), moment(one.modified)) for one in found]
+    print_table(("object", "#size", "written"), rows, empty="There is no garbage.")
+    if found:
+        verb = "would be deleted" if dry_run else "deleted"
+        print_line(f"{len(found)} {verb}, {show_size(total)} in all.")

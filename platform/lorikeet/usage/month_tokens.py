@@ -1,0 +1,51 @@
+"""What each tenant has used in the present month, kept up to date cheaply."""
+
+import time
+from collections.abc import Callable, Mapping
+from datetime import date
+
+from lorikeet.catalog.store.object_store import ObjectStore
+from lorikeet.usage.counts import day_of
+from lorikeet.usage.day_reader import DayReader
+from lorikeet.usage.reader import WHOLE_S, days
+
+
+class MonthTokens:
+    """Prompt and output tokens by tenant since the month began, UTC, as far as replicas wrote them.
+
+    `refresh` is for one thread at a time, `of` for any.
+    """
+
+    def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
+        self._store, self._clock = store, clock
+        self._days: dict[date, DayReader[str]] = {}
+        self._whole_at: float | None = None
+        self._tokens: Mapping[str, int] = {}
+
+    def of(self, tenant: str) -> int:
+        """As of the last refresh; 0 before the first."""
+        return self._tokens.get(tenant, 0)
+
+    def refresh(self) -> None:
+        """Read what is new, as a rule with one LIST. Raises StoreError; what was read stays."""
+        now = self._clock()
+        today = day_of(now)
+        month = days(today.replace(day=1), today)
+        begun = {
+            day: self._days.get(day)
+            or DayReader(self._store, day, key=lambda account: account.tenant)
+            for day in month
+        }
+        whole_at = self._whole_at if begun.keys() == self._days.keys() else None
+        if whole_at is None or now >= whole_at + WHOLE_S:
+            for day in begun.values():
+                day.read()
+            self._whole_at = now
+        else:
+            begun[today].read_new(now)
+        self._days = begun
+        tokens: dict[str, int] = {}
+        for day in begun.values():
+            for tenant, counts in day.sums.items():
+                tokens[tenant] = tokens.get(tenant, 0) + counts.tokens
+        self._tokens = tokens

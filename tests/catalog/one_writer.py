@@ -1,0 +1,32 @@
+"""A writer in a process of its own: python one_writer.py URL NAME COUNT.
+
+Registers COUNT versions of acme/support, each with blobs of its own, and makes each prod; says
+each one on a line of its output once it is committed.
+"""
+
+import hashlib
+import sys
+import tempfile
+from itertools import count, islice
+from pathlib import Path
+
+from lorikeet.catalog import AdapterCatalog, BlobFacts, open_store
+
+
+def main(url: str, name: str, versions: int) -> None:
+    catalog = AdapterCatalog(open_store(url))
+    catalog.refresh()
+    print("ready", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        blob = Path(folder) / "blob"
+        for number in islice(count(), versions):
+            data = f"{name} {number}".encode() * 1000
+            blob.write_bytes(data)
+            digest = hashlib.sha256(data).hexdigest()
+            facts = BlobFacts(digest, len(data), 8, "demo", 10)
+            version = catalog.register("acme", "support", blob, facts, promote=True, actor=name)
+            print(version.version, digest, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,204 @@
+"""What an admin settles with tenants and of keys, and how it is kept."""
+
+import hashlib
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorikeet.catalog import AdapterCatalog, ObjectStore, Scope, secret_sha256
+from lorikeet.catalog.records import Limits, TenantRecord
+from lorikeet.catalog.rules.limits import KeyOptions
+from lorikeet.catalog.store.local import LocalStore
+from lorikeet.errors import Conflict, InvalidInput, StoreError
+
+TERMS: dict[str, Any] = {
+    "requests_per_min": 600,
+    "tokens_per_min": 10**6,
+    "burst_s": 30.0,
+    "max_concurrent": 8,
+    "max_context": 8192,
+    "tokens_per_month": 10**9,
+    "weight": 2.0,
+    "max_adapters": 20,
+    "max_total_bytes": 2**31,
+    "pin_budget_bytes": 2**30,
+    "max_rank": 32,
+    "max_adapter_bytes": 2**29,
+}
+
+
+@pytest.fixture
+def store_url(tmp_path: Path) -> str:
+    """The bytes are the same in every store."""
+    return str(tmp_path / "store")
+
+
+def test_terms_that_are_not_named_stay(catalog: AdapterCatalog) -> None:
+    catalog.limit_tenant("acme", max_context=10, weight=3.0, actor="ann")
+    catalog.limit_tenant("acme", requests_per_min=7, max_context=None, actor="ann")
+
+    expected = TenantRecord("acme", 1000.0, Limits(requests_per_min=7), weight=3.0)
+    assert catalog.state.tenant("acme") == expected
+
+
+def test_every_term_is_kept_in_log_and_snapshots(
+    catalog: AdapterCatalog, store: ObjectStore
+) -> None:
+    catalog.create_tenant("full", actor="ann", **TERMS)
+    limits = {name: value for name, value in TERMS.items() if name in Limits.__slots__}
+    of_key = {name: value for name, value in limits.items() if name != "tokens_per_month"}
+    key, _ = catalog.create_key(
+        "full", [Scope.INFER], name="ci", expires=5000.0, priority=-1, actor="ann", **of_key
+    )
+    catalog.rotate_key(key.id, 60.0, actor="ann")
+    record = catalog.state.tenant("full")
+    assert record.limits == Limits(**limits)
+    assert {name: getattr(record, name) for name in TERMS.keys() - limits} == {
+        name: TERMS[name] for name in TERMS.keys() - limits
+    }
+
+    of_log = AdapterCatalog(store).refresh()
+    catalog.snapshot()
+    reader = AdapterCatalog(store)
+    reader.refresh()
+    for state in (of_log, catalog.state):
+        assert reader.ask(lambda stored: stored.tenants()) == state.tenants()
+        assert reader.ask(lambda stored: stored.keys()) == state.keys()
+
+
+@pytest.mark.parametrize("schema", [1, 3])
+def test_a_part_of_another_release_is_refused(
+    catalog: AdapterCatalog, tmp_path: Path, schema: int
+) -> None:
+    catalog.snapshot()
+    store = LocalStore(tmp_path / "store")
+    part = b'{"schema":%d,"keys":{},"key_ids":{},"shared":[],"pins":[],"admin_keys":[]}' % schema
+    digest = hashlib.sha256(part).hexdigest()
+    store.put_if_absent(f"snapshot-partitions/{digest[:2]}/{digest}", zlib.compress(part))
+    (manifest,) = (tmp_path / "store" / "snapshots").iterdir()
+    body = json.loads(manifest.read_bytes())
+    manifest.write_text(json.dumps(body | {"partitions": [digest] * len(body["partitions"])}))
+    reader = AdapterCatalog(store)
+    reader.refresh()
+
+    with pytest.raises(StoreError, match=f"schema {schema} .*upgrade"):
+        reader.ask(lambda state: state.tenant("acme"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, 0) for name in TERMS),
+        ("max_context", 10**16),
+        ("weight", float("inf")),
+        ("weight", float("nan")),
+        ("burst_s", 1e6),
+    ],
+)
+def test_terms_that_make_no_sense_are_refused(
+    catalog: AdapterCatalog, name: str, value: float
+) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        catalog.limit_tenant("acme", actor="ann", **{name: value})  # type: ignore[misc]
+
+    assert refused.value.param == name
+
+
+def test_a_rotated_key_has_a_successor_like_itself(
+    catalog: AdapterCatalog, clock: list[float]
+) -> None:
+    options = KeyOptions(name="ci", max_concurrent=3, priority=2, expires=3000.0)
+    old, old_secret = catalog.create_key("acme", [Scope.READ_ONLY], actor="ann", **options)
+    clock[0] = 1500.0
+    before = catalog.state.seq
+    new, secret = catalog.rotate_key(old.id, 60.0, actor="ann")
+
+    assert catalog.state.seq == before + 1  # one entry: both or neither
+    assert (new.tenant, new.scopes, new.name, new.priority, new.limits) == (
+        "acme",
+        {Scope.READ_ONLY},
+        "ci",
+        2,
+        Limits(max_concurrent=3),
+    )
+    assert (new.created, new.expires) == (1500.0, 3500.0)  # 2000 s, as the old one had
+    assert catalog.state.key_by_sha256(secret_sha256(secret)) == new
+    replaced = catalog.state.key_by_sha256(secret_sha256(old_secret))
+    assert replaced is not None
+    assert (replaced.expires, replaced.replaced_by) == (1560.0, new.id)
+    assert (replaced.expired(1559.9), replaced.expired(1560.0)) == (False, True)
+    with pytest.raises(Conflict, match=f"rotate {new.id}"):
+        catalog.rotate_key(old.id, 60.0, actor="bob")
+
+
+def test_an_overlap_prolongs_nothing(catalog: AdapterCatalog) -> None:
+    old, _ = catalog.create_key("acme", [Scope.INFER], expires=1100.0, actor="ann")
+    catalog.rotate_key(old.id, 3600.0, actor="ann")
+
+    assert catalog.state.key(old.id).expires == 1100.0
+
+
+def test_without_overlap_the_old_key_is_revoked(catalog: AdapterCatalog) -> None:
+    old, _ = catalog.create_key("acme", [Scope.INFER], actor="ann")
+    new, _ = catalog.rotate_key(old.id, 0, actor="ann")
+
+    assert catalog.state.key(old.id).revoked
+    assert not catalog.state.key(new.id).revoked
+
+
+def test_what_is_valid_no_more_is_not_rotated(catalog: AdapterCatalog, clock: list[float]) -> None:
+    revoked, _ = catalog.create_key("acme", [Scope.INFER], actor="ann")
+    catalog.revoke_key(revoked.id, actor="ann")
+    expired, _ = catalog.create_key("acme", [Scope.INFER], expires=1010.0, actor="ann")
+    clock[0] = 1010.0
+    for key in (revoked, expired):
+        with pytest.raises(Conflict, match="keys create"):
+            catalog.rotate_key(key.id, 60.0, actor="ann")
+    with pytest.raises(Conflict, match="revoked"):
+        catalog.limit_key(revoked.id, max_context=5, actor="ann")
+
+
+def test_somebody_can_always_administer(catalog: AdapterCatalog, clock: list[float]) -> None:
+    first, _ = catalog.create_key(None, [Scope.ADMIN], actor="ann")
+    catalog.create_key(None, [Scope.ADMIN], expires=2000.0, actor="ann")  # does not last
+    catalog.create_key(None, [Scope.READ_ONLY], actor="ann")  # changes nothing
+    with pytest.raises(Conflict, match="the last admin's key that never expires"):
+        catalog.revoke_key(first.id, actor="ann")
+
+    second, _ = catalog.rotate_key(first.id, 60.0, actor="ann")
+    catalog.revoke_key(first.id, actor="ann")
+    assert second.expires is None
+    clock[0] = 2000.0
+    with pytest.raises(Conflict, match="the last admin's key that never expires"):
+        catalog.revoke_key(second.id, actor="ann")
+
+
+def test_an_admins_key_has_no_limits(catalog: AdapterCatalog) -> None:
+    with pytest.raises(InvalidInput, match="tenants' keys"):
+        catalog.create_key(None, [Scope.ADMIN], max_context=5, actor="ann")
+    key, _ = catalog.create_key(None, [Scope.ADMIN], name="bob's", actor="ann")
+    with pytest.raises(InvalidInput, match="tenants' keys"):
+        catalog.limit_key(key.id, max_context=5, actor="ann")
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"priority": -1001}, "priority"),
+        ({"name": "a\x1b[2J"}, "name"),
+        ({"name": "x" * 65}, "name"),
+        ({"expires": 1000.0}, "expires"),
+        ({"expires": float("nan")}, "expires"),
+        ({"expires": 1e12}, "expires"),
+    ],
+)
+def test_keys_with_terms_that_make_no_sense_are_refused(
+    catalog: AdapterCatalog, options: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        catalog.create_key("acme", [Scope.INFER], actor="ann", **options)
+
+    assert refused.value.param == param

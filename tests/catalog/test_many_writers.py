@@ -1,0 +1,175 @@
+"""Sixteen writers at once, and writers killed at any point: nothing is lost, nothing is twice.
+
+On MiniStack, or whatever server the fixture s3_bucket is told to use.
+"""
+
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from lorikeet.catalog import AdapterCatalog, blob_key, open_store
+from lorikeet.catalog.log.apply import apply_entries
+from lorikeet.catalog.log.changes import AliasMoved, Entry, VersionRegistered
+from lorikeet.catalog.log.log import Log
+from lorikeet.catalog.snapshots.partitions import PARTITIONS, Partition, partition_to_bytes
+from lorikeet.catalog.state import CatalogState
+
+MANY_WRITERS = Path(__file__).with_name("many_writers.py")
+
+
+@dataclass
+class Done:
+    """Versions by adapter and number, and moves of prod (adapter, from, to) in order."""
+
+    versions: dict[tuple[str, int], str] = field(default_factory=dict)
+    moves: list[tuple[str, int, int]] = field(default_factory=list)
+    snapshots: int = 0
+    conflicts: int = 0
+
+
+@pytest.fixture
+def url(s3_bucket: str) -> str:
+    return f"{s3_bucket}/{uuid.uuid4().hex}"
+
+
+@pytest.mark.parametrize(
+    "seconds", [2, pytest.param(60, marks=[pytest.mark.soak, pytest.mark.timeout(300)])]
+)
+def test_sixteen_writers_lose_nothing(url: str, tmp_path: Path, seconds: float) -> None:
+    said, seen = run(url, tmp_path, writers=16, seconds=seconds, kills=0)
+
+    written = check(url, said)
+    for name, done in said.items():  # nobody was killed, so all that was done was said
+        assert (done.versions, done.moves) == (written[name].versions, written[name].moves)
+    assert len(said) >= 12  # most came through, if only two processors turn for sixteen of them
+    assert sum(len(each.versions) for each in said.values()) > 0
+    assert sum(len(each.moves) for each in said.values()) > 0
+    assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize(
+    "seconds", [4, pytest.param(60, marks=[pytest.mark.soak, pytest.mark.timeout(300)])]
+)
+def test_fifty_writers_killed_at_random_points(url: str, tmp_path: Path, seconds: float) -> None:
+    said, seen = run(url, tmp_path, writers=5, seconds=seconds, kills=50)
+
+    check(url, said)
+    assert len(said) >= 5  # some lived long enough to be told something
+    assert seen == sorted(seen)
+
+
+def run(
+    url: str, folder: Path, writers: int, seconds: float, kills: int
+) -> tuple[dict[str, Done], list[int]]:
+    """What each writer was told, and the entries that a reader saw come."""
+    crowd = subprocess.Popen(
+        [
+            sys.executable,
+            str(MANY_WRITERS),
+            url,
+            str(folder),
+            str(writers),
+            str(seconds),
+            str(kills),
+        ]
+    )
+    seen: list[int] = []
+    over = threading.Event()
+
+    def follow() -> None:
+        reader = AdapterCatalog(open_store(url))
+        while not (folder / "w0").exists() and not over.is_set():
+            time.sleep(0.05)  # there is no catalog yet
+        while not over.is_set():
+            seen.append(reader.refresh().seq)
+            reader.ask(lambda state: list(state.adapters("acme")))
+            time.sleep(0.1)
+
+    reading = threading.Thread(target=follow)
+    reading.start()
+    try:
+        assert crowd.wait(timeout=seconds + 120) == 0
+    finally:
+        over.set()
+        crowd.kill()
+        reading.join()
+    names = (path for path in folder.iterdir() if path.suffix == "" and path.name != "stop")
+    return {path.name: told(path.read_text()) for path in names}, seen
+
+
+def told(text: str) -> Done:
+    done = Done()
+    for line in text.split("\n")[:-1]:
+        match line.split():
+            case ["registered", adapter, version, digest]:
+                done.versions[adapter, int(version)] = digest
+            case ["moved", adapter, before, after]:
+                done.moves.append((adapter, int(before), int(after)))
+            case ["snapshot", _]:
+                done.snapshots += 1
+            case ["conflict"]:
+                done.conflicts += 1
+    return done
+
+
+def check(url: str, said: dict[str, Done]) -> dict[str, Done]:
+    """Hold what the writers were told against the log; what the log says of each writer."""
+    store = open_store(url)
+    entries = Log(store).read(0)
+    assert [entry.seq for entry in entries] == list(range(1, len(entries) + 1))
+    assert len({entry.nonce for entry in entries}) == len(entries)
+    written = by_writer(entries)
+    for name, done in said.items():
+        # a killed writer may have done one thing more than it could say
+        assert done.versions.items() <= written[name].versions.items()
+        assert done.moves == written[name].moves[: len(done.moves)]
+        unsaid = len(written[name].moves) - len(done.moves)
+        assert unsaid + len(written[name].versions) - len(done.versions) <= 1
+
+    from_the_log = apply_entries(CatalogState(), entries)
+    for record in from_the_log.adapters():
+        digests = [version.digest for version in record.versions]
+        assert len(set(digests)) == len(digests)
+        for digest in digests:
+            assert store.size(blob_key(digest)) > 0
+    for reader in (AdapterCatalog(store), AdapterCatalog(store)):
+        reader.refresh()
+        reader.read(range(PARTITIONS + 1))
+        assert contents(reader.state) == contents(from_the_log)
+        reader.snapshot()
+    return written
+
+
+def by_writer(entries: Sequence[Entry]) -> dict[str, Done]:
+    """What each actor did, from the log alone; a move is from where the log had the alias."""
+    written: dict[str, Done] = defaultdict(Done)
+    prod: dict[str, int] = {}
+    for entry in entries:
+        for change in entry.changes:
+            if isinstance(change, VersionRegistered):
+                at = (f"{change.tenant}/{change.name}", change.version)
+                assert not any(at in done.versions for done in written.values())
+                written[entry.actor].versions[at] = change.digest
+            elif isinstance(change, AliasMoved):
+                adapter = f"{change.tenant}/{change.name}"
+                if adapter in prod:  # else its first version became prod by itself
+                    move = (adapter, prod[adapter], change.version)
+                    written[entry.actor].moves.append(move)
+                prod[adapter] = change.version
+    return written
+
+
+def contents(state: CatalogState) -> list[bytes]:
+    return [
+        partition_to_bytes(partition)
+        for partition in state.partitions
+        if isinstance(partition, Partition)
+    ]

@@ -1,0 +1,65 @@
+"""Gateways of one service on a clock of their own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lorikeet.catalog.records import Limits, TenantRecord
+from lorikeet.tenancy import LimitShares, MonthlyBudget, Principal, RateLimiter, RateLimitHold
+
+
+class Clock:
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Door:
+    """One gateway's admission. A door that has settled is one that is not new."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        name: str = "g0",
+        gateways: int = 1,
+        most: int | None = None,
+        budget: MonthlyBudget | None = None,
+        **line: Any,
+    ) -> None:
+        self.clock = clock
+        self.shares = LimitShares(name, gateways, clock())
+        self.admission = RateLimiter(
+            self.shares, budget or MonthlyBudget(None), most, clock, clock, **line
+        )
+
+    def check(
+        self, limits: Limits, tenant: str = "acme", key_id: str = "k1", of_key: Limits | None = None
+    ) -> RateLimitHold:
+        record = TenantRecord(tenant, 0.0, limits)
+        principal = Principal(tenant, key_id, frozenset(), of_key or Limits())
+        return self.admission.check(record, principal)
+
+    def enter(self, limits: Limits, tokens: int = 1, **who: object) -> RateLimitHold:
+        hold = self.check(limits, **who)  # type: ignore[arg-type]
+        hold.take(tokens, "base")
+        return hold
+
+
+def settled(clock: Clock, **options: object) -> Door:
+    """A gateway without others, an hour after its start."""
+    door = Door(clock, **options)  # type: ignore[arg-type]
+    agree([door])
+    clock.now += 3600
+    return door
+
+
+def agree(doors: Sequence[Door]) -> None:
+    """A round of every gateway, in which all answer."""
+    for door in doors:
+        now = door.clock()
+        statement = door.shares.claim(now)
+        others = [each for each in doors if each is not door]
+        answers = [other.shares.answer(statement, now) for other in others]
+        door.shares.agree(answers, complete=True, now=now)
+        door.admission.retune()
