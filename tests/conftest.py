@@ -1,5 +1,6 @@
-"""What tests of several areas share: an S3 server, and a heap that is seldom walked."""
+"""What tests of several areas share: an S3 server, certificates read once, a heap seldom walked."""
 
+import functools
 import gc
 import os
 import shutil
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx._transports.default as transports
 import pytest
 
 from tests.ceph import radosgw
@@ -36,6 +38,15 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _certificates_read_once() -> Iterator[None]:
+    """httpx reads them for each client, which is for each request: 20 ms, also without TLS."""
+    with pytest.MonkeyPatch.context() as patch:
+        once = functools.cache(transports.create_ssl_context)
+        patch.setattr(transports, "create_ssl_context", once)
+        yield
 
 
 @pytest.fixture(scope="session")
