@@ -78,7 +78,7 @@ bench-gateway: $(INSTALLED)  ## what the gateway adds to a first token, and the 
 	@$(BIN)/python -m loadtest.bench_gateway
 
 bench-fleet: $(INSTALLED)  ## the real service under the simulator's traffic, on paced engines
-	@$(BIN)/python -m loadtest.fleet
+	@$(BIN)/python -m loadtest.paced_service
 
 bench-http: $(INSTALLED)  ## two GPUs through HTTP, beside what they do without a service
 	@$(BIN)/python -m loadtest.bench_http --folder $(MODELS) --json $(MODELS)/http.json

@@ -2,7 +2,7 @@
 
 The real gateway behind Serve's own HTTP proxy, as `make serve` deploys it, and behind HAProxy, as
 on Kubernetes. Behind it stands a replica that only replays: its first token is there at once, the
-next ones come at a steady pace, and what was made since it was last asked goes out as one piece, as
+next ones come at a steady pace, and what was made since it was last asked goes out as one delta, as
 a real replica's does. The client, a process with a bare socket for each stream, runs on the same
 cores; what each process took of them is printed.
 
@@ -30,12 +30,12 @@ from typing import Any
 import psutil
 from ray import serve
 
-from loadtest.answer import Answer, Ask
-from loadtest.client import Line, Server, address_of, ask_all, ask_on, chat_request
-from loadtest.fleet.adapters import fill_catalog, model_name
-from loadtest.fleet.service import ROOT, cluster, free_port
-from loadtest.replay import Bare, Replay
+from loadtest.client import Server, Session, chat_request, host_and_port, send_all, send_on
+from loadtest.paced_service.adapters import fill_catalog, model_name
+from loadtest.paced_service.service import ROOT, cluster, free_port
+from loadtest.replay_replica import BareApp, ReplayReplica
 from loadtest.report import all_whole, gaps_s, quantiles_ms, ttfts_s
+from loadtest.streamed_answer import LoadRequest, StreamedAnswer
 from lorikeet.serving.deployments import controller, engine, gateway
 from lorikeet.settings import Address, Settings
 
@@ -51,44 +51,46 @@ PROXIES = {"Serve's proxy": "0", "HAProxy": "1"}
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
-    """By all streams together. gaps_s: between two pieces of one stream."""
+class StreamThroughput:
+    """By all streams together. gaps_s: between two deltas of one stream."""
 
     tokens_per_s: float
-    pieces_per_s: float
+    deltas_per_s: float
     gaps_s: list[float]
 
 
 async def measure_streams(
-    url: str, ask: Ask, request: bytes, streams: int, seconds: float
-) -> tuple[Received, dict[str, float]]:
-    """What so many streams received in so many seconds, and each process's share of a core."""
-    lines, start_s = [Line(0.0, (ask,))] * streams, time.monotonic()
-    asking = asyncio.create_task(ask_all(url, lines, {ask: request}, start_s))
+    url: str, request: LoadRequest, encoded: bytes, streams: int, seconds: float
+) -> tuple[StreamThroughput, dict[str, float]]:
+    """What N streams received in `seconds`, and each process's share of a core."""
+    sessions, start_s = [Session(0.0, (request,))] * streams, time.monotonic()
+    sending = asyncio.create_task(send_all(url, sessions, {request: encoded}, start_s))
     await asyncio.sleep(WARM_UP_S)
     began_s, cpu_s = time.monotonic() - start_s, _cpu_s()
     await asyncio.sleep(seconds)
     ended_s = time.monotonic() - start_s
     took_s = ended_s - began_s
     shares = {name: (spent_s - cpu_s[name]) / took_s for name, spent_s in _cpu_s().items()}
-    tokens, pieces = 0, 0
-    answers = all_whole(await asking)
+    tokens, deltas = 0, 0
+    answers = all_whole(await sending)
     for answer in answers:
-        counted = [began_s <= at_s < ended_s for at_s in answer.pieces_s]
+        counted = [began_s <= at_s < ended_s for at_s in answer.deltas_s]
         tokens += sum(compress(answer.events, counted))
-        pieces += sum(counted)
-        answer.pieces_s = list(compress(answer.pieces_s, counted))
-    return Received(tokens / took_s, pieces / took_s, gaps_s(answers)), shares
+        deltas += sum(counted)
+        answer.deltas_s = list(compress(answer.deltas_s, counted))
+    return StreamThroughput(tokens / took_s, deltas / took_s, gaps_s(answers)), shares
 
 
-def measure_first_tokens(url: str, ask: Ask, requests: dict[str, bytes]) -> dict[str, list[float]]:
+def measure_first_tokens(
+    url: str, request: LoadRequest, requests: dict[str, bytes]
+) -> dict[str, list[float]]:
     """Seconds from sending each request to its first token, asked in turn on open connections."""
     took: dict[str, list[float]] = {name: [] for name in requests}
-    connections = {name: socket.create_connection(address_of(url)) for name in requests}
+    connections = {name: socket.create_connection(host_and_port(url)) for name in requests}
     for _ in range(ALONE):
-        for name, request in requests.items():
-            answer = Answer(ask, due_s=time.perf_counter())
-            ask_on(connections[name], request, answer, time.perf_counter)
+        for name, encoded in requests.items():
+            answer = StreamedAnswer(request, due_s=time.perf_counter())
+            send_on(connections[name], encoded, answer, time.perf_counter)
             took[name] += ttfts_s(all_whole([answer]))
     return {name: times[ALONE // 4 :] for name, times in took.items()}
 
@@ -110,9 +112,13 @@ def _cpu_s() -> Counter[str]:
 @contextmanager
 def service(settings: Settings, pace: float) -> Iterator[str]:
     """The gateway over the replay, and the bare application; their address."""
-    deployment: Any = engine(settings, BASE_MODEL)._bound_deployment.options(func_or_class=Replay)
+    deployment: Any = engine(settings, BASE_MODEL)._bound_deployment.options(
+        func_or_class=ReplayReplica
+    )
     engines = {BASE_MODEL: deployment.bind(BASE_MODEL, settings, pace)}
-    bare = serve.deployment(name="bare", ray_actor_options={"num_cpus": 0.1})(serve.ingress()(Bare))
+    bare = serve.deployment(name="bare", ray_actor_options={"num_cpus": 0.1})(
+        serve.ingress()(BareApp)
+    )
     with cluster() as url:
         serve.run(gateway(settings, engines, controller(settings, engines)))
         serve.run(bare.bind(), name="bare", route_prefix=BARE)
@@ -146,7 +152,7 @@ def measure(proxy: str, given: argparse.Namespace) -> bool:
             replicas=1,
         )
         key = fill_catalog(settings, [8]).key
-        one = Ask(model_name(0), 0, 1, seed=0)
+        one = LoadRequest(model_name(0), 0, 1, seed=0)
         many = replace(one, output_tokens=int(given.pace * (given.seconds + 2 * WARM_UP_S)))
         with service(settings, given.pace) as url:
             server = Server(url, key, vocabulary=0)
@@ -172,14 +178,16 @@ def _print_first_tokens(took: dict[str, list[float]]) -> float:
     return added_ms / 1e3
 
 
-def _print_streams(received: Received, shares: dict[str, float], given: argparse.Namespace) -> None:
+def _print_streams(
+    received: StreamThroughput, shares: dict[str, float], given: argparse.Namespace
+) -> None:
     gaps, asked = (
         quantiles_ms(received.gaps_s),
         f"{given.streams} streams of {given.pace:g} tokens/s",
     )
     print(
         f"  {asked}: {received.tokens_per_s:,.0f} tokens/s in "
-        f"{received.pieces_per_s:,.0f} pieces/s; between two of a stream p50 "
+        f"{received.deltas_per_s:,.0f} deltas/s; between two of a stream p50 "
         f"{gaps['p50']:.0f} ms, p99 {gaps['p99']:.0f} ms"
     )
     busy = sorted(shares.items(), key=lambda share: -share[1])

@@ -8,8 +8,8 @@ context of 2,048 tokens; adapters fall by Zipf's law, s = 1.0, who is popular st
 32 and 64 are dealt round, on the linears that --linears says. Before the first rate every adapter
 is asked for once, the most popular last.
 
-Served well: p99 of TTFT at most 1 s, p99 of the gaps between two pieces of an answer at most 50 ms,
-and every answer whole. A piece is what arrives at once, as a rule one token; several that arrive
+Served well: p99 of TTFT at most 1 s, p99 of the gaps between two deltas of an answer at most 50 ms,
+and every answer whole. A delta is what arrives at once, as a rule one token; several that arrive
 together end one gap. The rate grows by a half until it is too much, then bisects.
 
 Where time goes is asked of the service, `GET /v1/requests/ID`, for the slowest and for some others.
@@ -29,12 +29,11 @@ from typing import Any
 import numpy as np
 
 from engine.benchmarks.harness import arguments, facts, write
-from loadtest.answer import Answer, Ask
-from loadtest.client import Line, Server, run
-from loadtest.real.adapters import fill_catalog, model_name
-from loadtest.real.explained import stage_lines, stages_ms
-from loadtest.real.models import LINEARS, SHAPES, write_model
-from loadtest.real.service import PROXIES, Cores, service
+from loadtest.client import Server, Session, run_sessions
+from loadtest.real_service.adapters import fill_catalog, model_name
+from loadtest.real_service.random_models import LINEARS, SHAPES, write_model
+from loadtest.real_service.service import PROXIES, CpuUsage, service
+from loadtest.real_service.stage_times import stage_lines, stages_ms
 from loadtest.report import (
     all_whole,
     by_residency,
@@ -44,6 +43,7 @@ from loadtest.report import (
     split,
     ttfts_s,
 )
+from loadtest.streamed_answer import LoadRequest, StreamedAnswer
 from lorikeet.settings import Settings
 from lorikeet_engine.traffic import (
     AZURE_CONV,
@@ -74,32 +74,35 @@ class Traffic:
     order: Ints
     context: int
 
-    def lines(self, rate_per_s: float, seconds: float, seed: int) -> list[Line]:
+    def sessions(self, rate_per_s: float, seconds: float, seed: int) -> list[Session]:
         """Requests that arrive at this rate; other ones for each seed."""
         rng = np.random.default_rng(seed)
         times_s = poisson(rate_per_s).times(rng, seconds)
         inputs, outputs = cut_to_context(*AZURE_CONV.draw(rng, len(times_s)), self.context)
         ranks = Zipf(1.0).draw(rng, len(self.order), len(times_s))
         seeds = rng.integers(0, 2**62, len(times_s)).tolist()
-        asks = [
-            Ask(model_name(int(self.order[rank])), int(prompt), int(answer), each)
+        requests = [
+            LoadRequest(model_name(int(self.order[rank])), int(prompt), int(answer), each)
             for rank, prompt, answer, each in zip(ranks, inputs, outputs, seeds, strict=True)
         ]
-        return [Line(float(at_s), (ask,)) for at_s, ask in zip(times_s, asks, strict=True)]
+        return [
+            Session(float(at_s), (request,))
+            for at_s, request in zip(times_s, requests, strict=True)
+        ]
 
-    def warm_up(self) -> list[Line]:
+    def warm_up(self) -> list[Session]:
         """Every adapter once, the most popular ones last."""
-        asks = [Ask(model_name(int(a)), 8, 2, int(a)) for a in reversed(self.order)]
-        return [Line(0.0, tuple(asks[at::_WARM_STREAMS])) for at in range(_WARM_STREAMS)]
+        requests = [LoadRequest(model_name(int(a)), 8, 2, int(a)) for a in reversed(self.order)]
+        return [Session(0.0, tuple(requests[at::_WARM_STREAMS])) for at in range(_WARM_STREAMS)]
 
 
 def measure(
     server: Server, traffic: Traffic, rate_per_s: float, seed: int, given: argparse.Namespace
 ) -> Row:
-    """One rate."""
-    lines = traffic.lines(rate_per_s, given.seconds, seed)
-    with Cores() as cores:
-        answers = run(server, lines, given.clients)
+    """Measure one rate."""
+    sessions = traffic.sessions(rate_per_s, given.seconds, seed)
+    with CpuUsage() as cores:
+        answers = run_sessions(server, sessions, given.clients)
     whole, failures = split(answers)
     ttft_ms, itl_ms = quantiles_ms(ttfts_s(whole)), quantiles_ms(gaps_s(whole))
     last_s = max(answer.ended_s for answer in answers)
@@ -114,8 +117,8 @@ def measure(
         "late_ms": quantiles_ms(lateness_s(answers)),
         "found": dict(Counter(answer.residency for answer in whole)),
         "ttft_by_tier_ms": _by_tier(whole),
-        "tokens_per_s": sum(answer.ask.output_tokens for answer in whole) / last_s,
-        "prompt_tokens_per_s": sum(answer.ask.prompt_tokens for answer in whole) / last_s,
+        "tokens_per_s": sum(answer.request.output_tokens for answer in whole) / last_s,
+        "prompt_tokens_per_s": sum(answer.request.prompt_tokens for answer in whole) / last_s,
         "running": sum(answer.ended_s - answer.due_s for answer in whole) / given.seconds,
         "stages_ms": stages_ms(server, whole),
         "cores": cores.used(last_s),
@@ -123,7 +126,7 @@ def measure(
 
 
 def search(measured: Callable[[float], Row], first_rate: float, points: int) -> list[Row]:
-    """So many rates: growing until one is too much, then between the best and the least bad."""
+    """Measure N rates: growing until one is too much, then between the best and the least bad."""
     rows: list[Row] = []
     low, high, rate = 0.0, math.inf, first_rate
     while len(rows) < points:
@@ -144,7 +147,7 @@ def main() -> int:
     traffic = Traffic(order, given.context)
     with service(variables, given.proxy) as running:
         server = Server(running.url, stock.key, SHAPES[given.shape]["vocab_size"])
-        all_whole(run(server, traffic.warm_up(), given.clients))
+        all_whole(run_sessions(server, traffic.warm_up(), given.clients))
         seeds = count(1)
 
         def measured(rate_per_s: float) -> Row:
@@ -161,7 +164,7 @@ def main() -> int:
     return 0 if best else 1
 
 
-def _by_tier(answers: Sequence[Answer]) -> dict[str, Any]:
+def _by_tier(answers: Sequence[StreamedAnswer]) -> dict[str, Any]:
     """TTFT by where the adapter was found."""
     tiers = sorted(by_residency(answers).items())
     return {tier: quantiles_ms(ttfts_s(found)) for tier, found in tiers if found}

@@ -8,7 +8,7 @@ bare sockets. Without a service the same work goes through the product's engine,
 GPU, all at the same time. An answer counts if it is whole and has as many tokens as were asked for;
 one that is not ends the measurement.
 
-Tokens per second: all tokens of a run over the time until the last answer's end.
+Tokens per second: all tokens of a run_sessions over the time until the last answer's end.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.benchmarks.harness import arguments, facts, write
-from loadtest.client import Server, run
-from loadtest.real.adapters import TENANT, Stock, fill_catalog, image_bytes
-from loadtest.real.explained import stage_lines, stages_ms
-from loadtest.real.models import SHAPES, write_model
-from loadtest.real.offline import Job, run_beside
-from loadtest.real.service import PROXIES, Cores, Running, service
-from loadtest.real.works import Work
+from loadtest.client import Server, run_sessions
+from loadtest.real_service.adapters import TENANT, FilledCatalog, fill_catalog, image_bytes
+from loadtest.real_service.offline import Job, run_beside
+from loadtest.real_service.random_models import SHAPES, write_model
+from loadtest.real_service.service import PROXIES, CpuUsage, RunningService, service
+from loadtest.real_service.stage_times import stage_lines, stages_ms
+from loadtest.real_service.work import Work
 from loadtest.report import all_whole, gaps_s, quantiles_ms, ttfts_s
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store.object_store import open_store
@@ -71,25 +71,25 @@ def main() -> int:
 
 
 def measure(
-    running: Running, stock: Stock, work: Work, given: argparse.Namespace
+    running: RunningService, stock: FilledCatalog, work: Work, given: argparse.Namespace
 ) -> dict[str, Any]:
     """One work, after some of it that is not counted. Raises RuntimeError for a bad answer."""
     server = Server(running.url, stock.key, SHAPES[given.shape]["vocab_size"])
     every = replace(work, streams=work.streams * given.replicas)
-    all_whole(run(server, replace(every, rounds=_UNCOUNTED).lines(1), given.clients))
-    with Cores() as cores:
-        answers = all_whole(run(server, every.lines(2), given.clients))
+    all_whole(run_sessions(server, replace(every, rounds=_UNCOUNTED).sessions(1), given.clients))
+    with CpuUsage() as cores:
+        answers = all_whole(run_sessions(server, every.sessions(2), given.clients))
     last_s = max(answer.ended_s for answer in answers)
     return {
         "work": work.label,
         "requests": len(answers),
-        "tokens_per_s": sum(answer.ask.output_tokens for answer in answers) / last_s,
-        "pieces_per_s": sum(len(answer.pieces_s) for answer in answers) / last_s,
+        "tokens_per_s": sum(answer.request.output_tokens for answer in answers) / last_s,
+        "deltas_per_s": sum(len(answer.deltas_s) for answer in answers) / last_s,
         "first_ms": quantiles_ms(ttfts_s(answers)),
         "between_ms": quantiles_ms(gaps_s(answers)),
         "by_replica": sorted(Counter(answer.replica for answer in answers).values()),
         "found": dict(Counter(answer.residency for answer in answers)),
-        "streams": sum(answer.ended_s - answer.pieces_s[0] for answer in answers) / last_s,
+        "streams": sum(answer.ended_s - answer.deltas_s[0] for answer in answers) / last_s,
         "stages_ms": stages_ms(server, answers),
         "cores": cores.used(last_s),
     }
@@ -100,7 +100,7 @@ def _sum(alone: Sequence[Mapping[str, Any]], work: Work) -> float:
     return sum(row["tokens_per_s"] for row in alone if row["label"] == work.label)
 
 
-def _stock(settings: Settings, given: argparse.Namespace) -> Stock:
+def _stock(settings: Settings, given: argparse.Namespace) -> FilledCatalog:
     """The model's folder and the catalog, all of whose adapters are pinned to every GPU."""
     stock = fill_catalog(settings, [given.rank] * given.adapters)
     catalog = AdapterCatalog(open_store(settings.catalog))
@@ -134,8 +134,8 @@ def _line(row: Mapping[str, Any]) -> str:
     return (
         f"{row['proxy']}, {row['gateways']} gateways, {row['work']}: "
         f"{row['tokens_per_s']:,.0f} tokens/s, {row['share']:.1%} of offline, in "
-        f"{row['pieces_per_s']:,.0f} pieces/s; first token p50 {first['p50']:,.0f}, "
-        f"p99 {first['p99']:,.0f} ms; between pieces p50 {between['p50']}, p99 {between['p99']} ms;"
+        f"{row['deltas_per_s']:,.0f} deltas/s; first token p50 {first['p50']:,.0f}, "
+        f"p99 {first['p99']:,.0f} ms; between deltas p50 {between['p50']}, p99 {between['p99']} ms;"
         f" {row['streams']:.0f} streams at a time; requests of each replica {row['by_replica']}; "
         f"found {row['found']}; cores: {cores}"
     )

@@ -1,7 +1,7 @@
-"""The client of all load programs: bare sockets, by which a process reads 20,000 pieces a second.
+"""The client of all load programs: bare sockets, by which a process reads 20,000 deltas a second.
 
-`run` asks from several processes, `ask_all` on this one's event loop, `ask_on` on a socket that the
-caller has. An answer counts only if it is whole (answer.py).
+`run_sessions` sends from several processes, `send_all` on this one's event loop, `send_on` on a
+socket that the caller has. An answer counts only if it is whole (streamed_answer.py).
 """
 
 import asyncio
@@ -17,37 +17,39 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from loadtest.answer import Answer, Ask, Clock, Reader
+from loadtest.streamed_answer import AnswerReader, Clock, LoadRequest, StreamedAnswer
 
 _LEAD_S = 0.2
 _READY_WITHIN_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Session:
     """Requests one after another, the first at_s seconds after the start."""
 
     at_s: float
-    asks: tuple[Ask, ...]
+    requests: tuple[LoadRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Whom to ask, and for what kind of prompts. vocabulary: token ids are below it."""
+    """The server to load, the key to use. vocabulary: token ids of prompts are below it."""
 
     url: str
     key: str
     vocabulary: int
 
 
-def run(server: Server, lines: Sequence[Line], processes: int) -> list[Answer]:
-    """All of them, from so many processes. Raises RuntimeError when one of these ends early."""
+def run_sessions(
+    server: Server, sessions: Sequence[Session], processes: int
+) -> list[StreamedAnswer]:
+    """Run all sessions, from N processes. Raises RuntimeError when a process ends early."""
     context = multiprocessing.get_context("spawn")
     clients = []
     for index in range(processes):
         here, there = context.Pipe()
         target = context.Process(
-            target=_client, args=(there, server, lines[index::processes]), daemon=True
+            target=_client, args=(there, server, sessions[index::processes]), daemon=True
         )
         target.start()
         there.close()
@@ -70,61 +72,69 @@ def run(server: Server, lines: Sequence[Line], processes: int) -> list[Answer]:
             process.join()
 
 
-async def ask_all(
-    url: str, lines: Sequence[Line], requests: Mapping[Ask, bytes], start_s: float
-) -> list[Answer]:
-    """All of them, from this process. start_s: time.monotonic() at the start."""
-    host, port = address_of(url)
-    answers: list[Answer] = []
+async def send_all(
+    url: str, sessions: Sequence[Session], requests: Mapping[LoadRequest, bytes], start_s: float
+) -> list[StreamedAnswer]:
+    """Run all sessions from this process. start_s: time.monotonic() at the start."""
+    host, port = host_and_port(url)
+    answers: list[StreamedAnswer] = []
 
     def now_s() -> float:
         return time.monotonic() - start_s
 
-    async def follow(line: Line) -> None:
-        await asyncio.sleep(line.at_s - now_s())
-        for number, ask in enumerate(line.asks):
-            answer = Answer(ask, now_s() if number else line.at_s)
+    async def follow(session: Session) -> None:
+        await asyncio.sleep(session.at_s - now_s())
+        for number, request in enumerate(session.requests):
+            answer = StreamedAnswer(request, now_s() if number else session.at_s)
             answers.append(answer)
-            await _ask(host, port, requests[ask], Reader(answer, now_s))
+            await _send(host, port, requests[request], AnswerReader(answer, now_s))
 
-    await asyncio.gather(*map(follow, lines))
+    await asyncio.gather(*map(follow, sessions))
     return answers
 
 
-def ask_on(connection: socket.socket, request: bytes, answer: Answer, now_s: Clock) -> None:
-    """Ask, and read to the answer's end. The connection may be used again if it is whole."""
-    reader = Reader(answer, now_s)
+def send_on(
+    connection: socket.socket, request: bytes, answer: StreamedAnswer, now_s: Clock
+) -> None:
+    """Send a request and read its answer. The connection may be used again if that is whole."""
+    reader = AnswerReader(answer, now_s)
     try:
         connection.sendall(request)
-        while (data := connection.recv(65536)) and not reader.take(data):
+        while (data := connection.recv(65536)) and not reader.feed(data):
             pass
     except OSError as error:
-        reader.lost(error)
+        reader.fail(error)
     else:
         reader.end()
 
 
-def requests_of(server: Server, lines: Sequence[Line]) -> dict[Ask, bytes]:
-    """Each one's request: a completion of random token ids."""
-    return {ask: _completion_request(server, ask) for line in lines for ask in line.asks}
+def encode_requests(server: Server, sessions: Sequence[Session]) -> dict[LoadRequest, bytes]:
+    """The bytes of each request: a completion of random token ids."""
+    return {
+        request: _completion_request(server, request)
+        for session in sessions
+        for request in session.requests
+    }
 
 
-def chat_request(server: Server, ask: Ask, text: str, path: str = "/v1/chat/completions") -> bytes:
-    """A request for an answer to the text, of exactly as many tokens as the ask's."""
-    wanted = {"max_tokens": ask.output_tokens, "min_tokens": ask.output_tokens}
+def chat_request(
+    server: Server, request: LoadRequest, text: str, path: str = "/v1/chat/completions"
+) -> bytes:
+    """The bytes of a chat request with this text, for exactly output_tokens tokens."""
+    wanted = {"max_tokens": request.output_tokens, "min_tokens": request.output_tokens}
     messages = [{"role": "user", "content": text}]
-    return _request(server, path, {"model": ask.model, "messages": messages, **wanted})
+    return _request(server, path, {"model": request.model, "messages": messages, **wanted})
 
 
-def prompt_of(ask: Ask, vocabulary: int) -> list[int]:
-    """Token ids at random; nobody has computed them before."""
-    rng = np.random.default_rng([ask.seed, ask.prompt_tokens])
-    ids: list[int] = rng.integers(0, vocabulary, ask.prompt_tokens).tolist()
+def random_prompt(request: LoadRequest, vocabulary: int) -> list[int]:
+    """Random token ids of a prompt, which no cache holds."""
+    rng = np.random.default_rng([request.seed, request.prompt_tokens])
+    ids: list[int] = rng.integers(0, vocabulary, request.prompt_tokens).tolist()
     return ids
 
 
-def address_of(url: str) -> tuple[str, int]:
-    """Host and port."""
+def host_and_port(url: str) -> tuple[str, int]:
+    """Host and port of a URL."""
     parts = urlsplit(url)
     return parts.hostname or "", parts.port or 80
 
@@ -132,52 +142,52 @@ def address_of(url: str) -> tuple[str, int]:
 class _Stream(asyncio.Protocol):
     """One request on a connection of its own."""
 
-    def __init__(self, request: bytes, reader: Reader) -> None:
+    def __init__(self, request: bytes, reader: AnswerReader) -> None:
         self._request, self._reader = request, reader
         self.ended = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ask."""
+        """Send the request."""
         assert isinstance(transport, asyncio.Transport)
         self._reader.answer.sent_s = self._reader.now_s()
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Read on."""
-        if self._reader.take(data) and not self.ended.done():
+        """Read the answer on."""
+        if self._reader.feed(data) and not self.ended.done():
             self.ended.set_result(None)
 
     def connection_lost(self, _error: Exception | None) -> None:
-        """At the end, or before it."""
+        """End the answer, if it has not ended."""
         if not self.ended.done():
             self._reader.end()
             self.ended.set_result(None)
 
 
-async def _ask(host: str, port: int, request: bytes, reader: Reader) -> None:
+async def _send(host: str, port: int, request: bytes, reader: AnswerReader) -> None:
     try:
         transport, stream = await asyncio.get_running_loop().create_connection(
             lambda: _Stream(request, reader), host, port
         )
     except OSError as error:
-        reader.lost(error)
+        reader.fail(error)
         return
     await stream.ended
     transport.close()
 
 
-def _client(pipe: Connection, server: Server, lines: Sequence[Line]) -> None:
-    """What a process does: prepare, wait for the start, ask, answer."""
-    requests = requests_of(server, lines)
+def _client(pipe: Connection, server: Server, sessions: Sequence[Session]) -> None:
+    """Run sessions in a client process: prepare, wait for the start, send, return answers."""
+    requests = encode_requests(server, sessions)
     pipe.send("ready")
     start_s = pipe.recv()
-    pipe.send(asyncio.run(ask_all(server.url, lines, requests, start_s)))
+    pipe.send(asyncio.run(send_all(server.url, sessions, requests, start_s)))
 
 
-def _completion_request(server: Server, ask: Ask) -> bytes:
-    wanted = {"max_tokens": ask.output_tokens, "temperature": 0, "ignore_eos": True}
-    prompt = prompt_of(ask, server.vocabulary)
-    return _request(server, "/v1/completions", {"model": ask.model, "prompt": prompt, **wanted})
+def _completion_request(server: Server, request: LoadRequest) -> bytes:
+    wanted = {"max_tokens": request.output_tokens, "temperature": 0, "ignore_eos": True}
+    prompt = random_prompt(request, server.vocabulary)
+    return _request(server, "/v1/completions", {"model": request.model, "prompt": prompt, **wanted})
 
 
 def _request(server: Server, path: str, body: dict[str, Any]) -> bytes:

@@ -25,10 +25,10 @@ from locust import User, events, task
 from locust.env import Environment
 from rich.console import Console
 
-from loadtest.answer import Answer, Ask
-from loadtest.client import Server, address_of, ask_on, chat_request
+from loadtest.client import Server, chat_request, host_and_port, send_on
 from loadtest.prompts import Prompts
 from loadtest.report import Report
+from loadtest.streamed_answer import LoadRequest, StreamedAnswer
 from loadtest.workload import Planned, Target, Workload, targets_of
 
 SILENCE_S = 120.0
@@ -93,8 +93,8 @@ class Scheduler(User):
         report.elapsed_s = time.perf_counter() - start
 
     def _send(self, server: Server, planned: Planned, text: str, start: float) -> None:
-        ask = Ask(planned.model, planned.input_tokens, planned.output_tokens, seed=0)
-        answer = Answer(ask, planned.at_s)
+        request = LoadRequest(planned.model, planned.input_tokens, planned.output_tokens, seed=0)
+        answer = StreamedAnswer(request, planned.at_s)
         report.answers.append(answer)
         _chat(server, text, answer, start)
         failed = RuntimeError(answer.failure) if answer.failure else None
@@ -102,7 +102,7 @@ class Scheduler(User):
             request_type="chat",
             name="failed" if failed else answer.residency or "none",
             response_time=1000 * (answer.ended_s - answer.due_s),
-            response_length=0 if failed else ask.output_tokens,
+            response_length=0 if failed else request.output_tokens,
             exception=failed,
             context={},
         )
@@ -129,7 +129,7 @@ def show(**_: Any) -> None:
     console.print(f"{asked} requests; the generator was at most {lag_s:.3f} s late")
 
 
-def _chat(server: Server, text: str, answer: Answer, start: float) -> None:
+def _chat(server: Server, text: str, answer: StreamedAnswer, start: float) -> None:
     """One streamed answer, on a connection of its own, which gevent waits for."""
 
     def now_s() -> float:
@@ -137,12 +137,12 @@ def _chat(server: Server, text: str, answer: Answer, start: float) -> None:
 
     answer.sent_s = now_s()
     try:
-        connection = socket.create_connection(address_of(server.url), SILENCE_S)
+        connection = socket.create_connection(host_and_port(server.url), SILENCE_S)
     except OSError as error:
         answer.failure, answer.ended_s = type(error).__name__, now_s()
         return
     with connection:
-        ask_on(connection, chat_request(server, answer.ask, text), answer, now_s)
+        send_on(connection, chat_request(server, answer.request, text), answer, now_s)
 
 
 def _models(server: Server) -> dict[str, str | None]:
@@ -158,7 +158,7 @@ def _models(server: Server) -> dict[str, str | None]:
 
 def _only_this_machine(url: str) -> None:
     """Raises ValueError for anything but http on a loopback address."""
-    host, port = address_of(url)
+    host, port = host_and_port(url)
     if not url.startswith("http://") or not host:
         raise ValueError(f"{url}: want http://127.0.0.1:<port>")
     for *_, address in socket.getaddrinfo(host, port):
@@ -185,7 +185,7 @@ def _token_counter(servers: Mapping[str, Server], targets: list[Target]) -> Call
     target = min(targets, key=lambda target: (not target.is_base, target.model))
 
     def count(text: str) -> int:
-        answer = Answer(Ask(target.model, 0, 1, seed=0), due_s=0.0)
+        answer = StreamedAnswer(LoadRequest(target.model, 0, 1, seed=0), due_s=0.0)
         _chat(servers[target.tenants[0]], text, answer, time.perf_counter())
         if answer.failure:
             raise CannotStart(f"{target.model} does not answer: {answer.failure}")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from loadtest.answer import Answer
+from loadtest.streamed_answer import StreamedAnswer
 
 TIERS = ("gpu", "host", "disk", "remote", "none")
 """Where an adapter can be found; none: the base model was asked."""
@@ -29,40 +29,40 @@ def quantiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
     return {name: None if value is None else round(1e3 * value, 2) for name, value in found}
 
 
-def ttfts_s(answers: Iterable[Answer]) -> list[float]:
+def ttfts_s(answers: Iterable[StreamedAnswer]) -> list[float]:
     """Each answer's seconds from when it was due to its first tokens."""
-    return [answer.pieces_s[0] - answer.due_s for answer in answers]
+    return [answer.deltas_s[0] - answer.due_s for answer in answers]
 
 
-def gaps_s(answers: Iterable[Answer]) -> list[float]:
-    """Seconds from one piece of an answer to the next, of all answers."""
-    return [later - sooner for answer in answers for sooner, later in pairwise(answer.pieces_s)]
+def gaps_s(answers: Iterable[StreamedAnswer]) -> list[float]:
+    """Seconds from one delta of an answer to the next, of all answers."""
+    return [later - sooner for answer in answers for sooner, later in pairwise(answer.deltas_s)]
 
 
-def lateness_s(answers: Iterable[Answer]) -> list[float]:
+def lateness_s(answers: Iterable[StreamedAnswer]) -> list[float]:
     """Each request's seconds from when it was due until it was sent."""
     return [answer.sent_s - answer.due_s for answer in answers]
 
 
-def split(answers: Iterable[Answer]) -> tuple[list[Answer], Counter[str]]:
+def split(answers: Iterable[StreamedAnswer]) -> tuple[list[StreamedAnswer], Counter[str]]:
     """Those that are whole, and how many of the others failed in which way."""
     all_answers = list(answers)
     failures = Counter(answer.failure for answer in all_answers if answer.failure)
     return [answer for answer in all_answers if not answer.failure], failures
 
 
-def all_whole(answers: list[Answer]) -> list[Answer]:
+def all_whole(answers: list[StreamedAnswer]) -> list[StreamedAnswer]:
     """The answers. Raises RuntimeError if one is not whole."""
     bad = [answer for answer in answers if answer.failure]
     if bad:
-        first = f"{bad[0].failure}: {bad[0].said}"
+        first = f"{bad[0].failure}: {bad[0].last_bytes}"
         raise RuntimeError(f"{len(bad)} of {len(answers)} answers are bad: {first}")
     return answers
 
 
-def by_residency(answers: Iterable[Answer]) -> dict[str, list[Answer]]:
+def by_residency(answers: Iterable[StreamedAnswer]) -> dict[str, list[StreamedAnswer]]:
     """Answers by where the adapter was when the request arrived; all of TIERS are there."""
-    found: dict[str, list[Answer]] = {tier: [] for tier in TIERS}
+    found: dict[str, list[StreamedAnswer]] = {tier: [] for tier in TIERS}
     for answer in answers:
         found.setdefault(answer.residency or "none", []).append(answer)
     return found
@@ -75,7 +75,7 @@ class Report:
     If the generator's lag is not small, it was the limit and not the server.
     """
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[StreamedAnswer] = field(default_factory=list)
     elapsed_s: float = 0.0
 
     @property
@@ -97,7 +97,7 @@ class Report:
         """The whole report; workload: the options it was made with."""
         seconds = self.elapsed_s or float("nan")
         whole, failures = split(self.answers)
-        output_tokens = sum(answer.ask.output_tokens for answer in whole)
+        output_tokens = sum(answer.request.output_tokens for answer in whole)
         return {
             "workload": dict(workload),
             "asked": len(self.answers),
@@ -132,7 +132,7 @@ class Report:
         return table
 
 
-def _tier(answers: Sequence[Answer]) -> dict[str, Any]:
+def _tier(answers: Sequence[StreamedAnswer]) -> dict[str, Any]:
     return {
         "requests": len(answers),
         "ttft_s": quantiles(ttfts_s(answers)),

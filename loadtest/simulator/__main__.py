@@ -16,9 +16,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from loadtest.simulator.baselines import ROUTERS
-from loadtest.simulator.changes import columns, courses, rows
+from loadtest.simulator.changes import columns, rows, timelines
 from loadtest.simulator.goals import USUAL, goals, scenarios, trials
-from loadtest.simulator.trial import COLUMNS, ORACLE, measure, measure_all, table
+from loadtest.simulator.trials import COLUMNS, ORACLE, measure, measure_all, table
 from loadtest.workload import DATA
 from lorikeet.simulator.outcome import Outcome
 from lorikeet.simulator.traffic import Scenario
@@ -73,7 +73,7 @@ def _goals(path: Path | None, processes: int) -> int:
 
 
 def _changes(path: Path | None, processes: int) -> int:
-    found = list(courses(processes))
+    found = list(timelines(processes))
     print(table([row for course in found for row in rows(course)], columns()))
     _write(path, [asdict(course) for course in found])
     return 0

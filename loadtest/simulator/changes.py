@@ -29,7 +29,7 @@ JOINS, DIES, RESHUFFLED = "a replica joins", "a replica dies", "others are popul
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class ChangeTimeline:
     """Means over the seeds, [windows]. joined: hits of the replica that joined, None without."""
 
     fleet: str
@@ -41,7 +41,7 @@ class Course:
     loads_per_s: Sequence[float]
 
 
-def courses(processes: int) -> Iterator[Course]:
+def timelines(processes: int) -> Iterator[ChangeTimeline]:
     """Of each fleet, each change, with and without placement."""
     cases = [
         (fleet, event, placement)
@@ -50,10 +50,10 @@ def courses(processes: int) -> Iterator[Course]:
         for placement in (False, True)
     ]
     with ProcessPoolExecutor(processes) as pool:
-        yield from pool.map(course, cases)
+        yield from pool.map(timeline, cases)
 
 
-def course(case: tuple[str, str, bool]) -> Course:
+def timeline(case: tuple[str, str, bool]) -> ChangeTimeline:
     """Run it, once for each seed. case: fleet, event, whether there is placement."""
     name, event, placement = case
     runs = [_run(replace(FLEETS[name], seed=seed), event, placement) for seed in SEEDS]
@@ -64,7 +64,7 @@ def course(case: tuple[str, str, bool]) -> Course:
 
     joined = means(_joined_hits) if event == JOINS else None
     loads = [_loads(fleet) for fleet in runs]
-    return Course(
+    return ChangeTimeline(
         name,
         event,
         placement,
@@ -111,15 +111,15 @@ def _loads(fleet: SimulatedFleet) -> list[float]:
     ]
 
 
-def rows(course: Course) -> Iterator[list[str]]:
+def rows(timeline: ChangeTimeline) -> Iterator[list[str]]:
     """As the table has them."""
-    placed = "placement" if course.placement else "routing alone"
-    head = [course.fleet, course.event, placed]
-    yield [*head, "hits", *(f"{share:.1%}" for share in course.hits)]
-    if course.joined is not None:
-        yield [*head, "of the new one", "–", *(f"{share:.1%}" for share in course.joined[1:])]
-    yield [*head, "p99 TTFT", *(f"{value * 1e3:,.0f} ms" for value in course.ttft_p99_s)]
-    yield [*head, "loads a second", *(f"{value:.1f}" for value in course.loads_per_s)]
+    placed = "placement" if timeline.placement else "routing alone"
+    head = [timeline.fleet, timeline.event, placed]
+    yield [*head, "hits", *(f"{share:.1%}" for share in timeline.hits)]
+    if timeline.joined is not None:
+        yield [*head, "of the new one", "–", *(f"{share:.1%}" for share in timeline.joined[1:])]
+    yield [*head, "p99 TTFT", *(f"{value * 1e3:,.0f} ms" for value in timeline.ttft_p99_s)]
+    yield [*head, "loads a second", *(f"{value:.1f}" for value in timeline.loads_per_s)]
 
 
 def columns() -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from loadtest.simulator.trial import ALL_RESIDENT, ORACLE, Trial
+from loadtest.simulator.trials import ALL_RESIDENT, ORACLE, Trial
 from lorikeet.simulator.outcome import Outcome
 from lorikeet.simulator.traffic import Scenario
 

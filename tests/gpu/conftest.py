@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from loadtest.real.adapters import save_adapter
-from loadtest.real.models import LINEARS, SHAPES, write_model
-from loadtest.real.service import service
+from loadtest.real_service.adapters import save_adapter
+from loadtest.real_service.random_models import LINEARS, SHAPES, write_model
+from loadtest.real_service.service import service
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.object_store import open_store

@@ -14,8 +14,8 @@ import numpy as np
 import psutil
 from tokenizers import Tokenizer
 
-from loadtest.real.models import SHAPES
-from loadtest.real.service import Running
+from loadtest.real_service.random_models import SHAPES
+from loadtest.real_service.service import RunningService
 from lorikeet.answer_stream.vocabulary import Vocabulary
 
 TENANT = "acme"
@@ -42,7 +42,7 @@ class Said:
 class Fleet:
     """A running service of so many replicas. token_of: ids by the names in logprobs."""
 
-    running: Running
+    running: RunningService
     shape: str
     model: Path
     count: int

@@ -1,4 +1,4 @@
-"""The load programs' client notes when pieces come, and lets no bad answer count."""
+"""The load programs' client notes when deltas come, and lets no bad answer count."""
 
 import asyncio
 import json
@@ -12,8 +12,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from loadtest.answer import Answer, Ask, Reader
-from loadtest.client import Line, Server, prompt_of, run
+from loadtest.client import Server, Session, random_prompt, run_sessions
+from loadtest.streamed_answer import AnswerReader, LoadRequest, StreamedAnswer
 
 FIRST_S, GAP_S = 0.2, 0.05
 PROMPT, TOKENS = 5, 4
@@ -70,34 +70,34 @@ def server(seen: list[dict[str, Any]]) -> Iterator[Server]:
     thread.join()
 
 
-def ask(model: str, seed: int = 0) -> Ask:
-    return Ask(model, PROMPT, TOKENS, seed)
+def request(model: str, seed: int = 0) -> LoadRequest:
+    return LoadRequest(model, PROMPT, TOKENS, seed)
 
 
 def test_answers_are_timed_from_when_they_were_due_and_only_whole_ones_count(server, seen):
-    lines = [
-        Line(0.0, (ask("whole", 1), ask("whole", 2))),
-        Line(0.5, (ask("late"),)),
-        *(Line(0.0, (ask(model),)) for model in ("short", "broken", "refused")),
+    sessions = [
+        Session(0.0, (request("whole", 1), request("whole", 2))),
+        Session(0.5, (request("late"),)),
+        *(Session(0.0, (request(model),)) for model in ("short", "broken", "refused")),
     ]
-    answers = run(server, lines, processes=2)
-    found = {(one.ask.model, one.ask.seed): one for one in answers}
+    answers = run_sessions(server, sessions, processes=2)
+    found = {(one.request.model, one.request.seed): one for one in answers}
     assert len(answers) == 6
     first, second, late = found["whole", 1], found["whole", 2], found["late", 0]
     for one in (first, second, late):
         assert one.failure == ""
         assert (one.residency, one.request_id, one.replica) == ("host", "1f", "r")
-        assert len(one.pieces_s) == TOKENS
-        assert FIRST_S <= one.pieces_s[0] - one.due_s < FIRST_S + 0.5
-        assert one.pieces_s[-1] - one.pieces_s[0] >= 0.9 * GAP_S * (TOKENS - 1)
+        assert len(one.deltas_s) == TOKENS
+        assert FIRST_S <= one.deltas_s[0] - one.due_s < FIRST_S + 0.5
+        assert one.deltas_s[-1] - one.deltas_s[0] >= 0.9 * GAP_S * (TOKENS - 1)
     assert second.due_s >= first.ended_s
     assert late.due_s == 0.5 <= late.sent_s
     assert found["short", 0].failure == "not 4 tokens"
-    assert '"completion_tokens":3' in found["short", 0].said
+    assert '"completion_tokens":3' in found["short", 0].last_bytes
     assert found["broken", 0].failure == "the stream broke off"
     assert found["refused", 0].failure == "503 overloaded"
     (asked,) = (body for body in seen if body["model"] == "late")
-    assert asked["prompt"] == prompt_of(ask("late"), 100)
+    assert asked["prompt"] == random_prompt(request("late"), 100)
     assert asked["max_tokens"] == TOKENS
 
 
@@ -112,11 +112,11 @@ CHAT = (
 )
 
 
-def read(*parts: bytes) -> Answer:
+def read(*parts: bytes) -> StreamedAnswer:
     """The answer that comes in these parts, one a second."""
-    answer, seconds = Answer(Ask("a", 7, 3, seed=0), due_s=0.0), iter(range(1000))
-    reader = Reader(answer, lambda: float(next(seconds)))
-    ended = [reader.take(part) for part in parts]
+    answer, seconds = StreamedAnswer(LoadRequest("a", 7, 3, seed=0), due_s=0.0), iter(range(1000))
+    reader = AnswerReader(answer, lambda: float(next(seconds)))
+    ended = [reader.feed(part) for part in parts]
     assert ended == [False] * (len(parts) - 1) + [True]
     return answer
 
@@ -128,7 +128,7 @@ def chunked(*events: bytes) -> list[bytes]:
 def test_only_events_with_tokens_count_as_pieces_of_a_chat():
     answer = read(HEAD, *chunked(*CHAT))
     assert (answer.failure, answer.residency, answer.prompt_tokens) == ("", "gpu", 7)
-    assert answer.pieces_s == [2.0, 3.0]
+    assert answer.deltas_s == [2.0, 3.0]
     assert answer.events == [1, 2]
 
 

@@ -7,30 +7,30 @@ import numpy as np
 import pytest
 
 from loadtest.bench_goodput import Traffic, search
-from loadtest.real.adapters import model_name
+from loadtest.real_service.adapters import model_name
 
 ORDER = np.random.default_rng(0).permutation(100)
 
 
 def test_traffic_arrives_at_the_rate_within_the_context_and_falls_by_zipfs_law():
-    lines = Traffic(ORDER, context=2048).lines(rate_per_s=50, seconds=60, seed=1)
-    asks = [line.asks[0] for line in lines]
-    assert len(lines) == pytest.approx(3000, rel=0.1)
-    assert all(a.at_s <= b.at_s < 60 for a, b in pairwise(lines))
-    assert all(ask.prompt_tokens + ask.output_tokens <= 2048 for ask in asks)
-    assert len({ask.seed for ask in asks}) == len(asks)
-    asked = Counter(ask.model for ask in asks)
-    share = asked[model_name(int(ORDER[0]))] / len(asks)
+    sessions = Traffic(ORDER, context=2048).sessions(rate_per_s=50, seconds=60, seed=1)
+    requests = [session.requests[0] for session in sessions]
+    assert len(sessions) == pytest.approx(3000, rel=0.1)
+    assert all(a.at_s <= b.at_s < 60 for a, b in pairwise(sessions))
+    assert all(request.prompt_tokens + request.output_tokens <= 2048 for request in requests)
+    assert len({request.seed for request in requests}) == len(requests)
+    asked = Counter(request.model for request in requests)
+    share = asked[model_name(int(ORDER[0]))] / len(requests)
     assert share == pytest.approx(1 / sum(1 / k for k in range(1, 101)), rel=0.2)
-    assert lines == Traffic(ORDER, context=2048).lines(50, 60, 1)
-    assert lines != Traffic(ORDER, context=2048).lines(50, 60, 2)
+    assert sessions == Traffic(ORDER, context=2048).sessions(50, 60, 1)
+    assert sessions != Traffic(ORDER, context=2048).sessions(50, 60, 2)
 
 
 def test_before_it_every_adapter_is_asked_for_once_and_the_most_popular_last():
-    lines = Traffic(ORDER, context=2048).warm_up()
-    asked = [ask.model for line in lines for ask in line.asks]
+    sessions = Traffic(ORDER, context=2048).warm_up()
+    asked = [request.model for session in sessions for request in session.requests]
     assert sorted(asked) == sorted(map(model_name, range(100)))
-    last = {line.asks[-1].model for line in lines}
+    last = {session.requests[-1].model for session in sessions}
     assert {model_name(int(adapter)) for adapter in ORDER[:30]} <= last
 
 

@@ -3,8 +3,8 @@
 import pytest
 from tokenizers import Tokenizer
 
-from loadtest.real.adapters import TENANT, fill_catalog, image_bytes
-from loadtest.real.models import END, TINY, write_model
+from loadtest.real_service.adapters import TENANT, fill_catalog, image_bytes
+from loadtest.real_service.random_models import END, TINY, write_model
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.settings import Settings

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from loadtest.simulator import changes
-from loadtest.simulator.changes import DIES, FLEETS, JOINS, RESHUFFLED, columns, course, rows
+from loadtest.simulator.changes import DIES, FLEETS, JOINS, RESHUFFLED, columns, rows, timeline
 
 
 @pytest.mark.parametrize("event", [JOINS, DIES, RESHUFFLED])
@@ -15,7 +15,7 @@ def test_each_change_is_measured_before_and_after(monkeypatch, event, placement)
     monkeypatch.setattr(changes, "SEEDS", (1,))
     monkeypatch.setattr(changes, "AT_S", 130.0)
     monkeypatch.setitem(FLEETS, "small", replace(small, duration_s=250.0))
-    found = course(("small", event, placement))
+    found = timeline(("small", event, placement))
     before, after = found.hits[0], found.hits[-1]
     assert 0.3 < before < 1.0
     assert (after > before) if event == JOINS else (found.hits[1] < before)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadtest.answer import Answer, Ask
 from loadtest.prompts import Prompts
 from loadtest.report import Report
+from loadtest.streamed_answer import LoadRequest, StreamedAnswer
 from loadtest.workload import BadOption, Workload, targets_of
 
 TARGETS = targets_of(
@@ -98,17 +98,17 @@ def test_prompts_are_never_longer_than_asked(tokens_of: object) -> None:
         assert tokens - 6 <= made <= tokens
 
 
-def answer(due_s: float = 10.0, **noted: Any) -> Answer:
-    return Answer(Ask("acme/a", 5, 3, seed=0), due_s, sent_s=due_s, **noted)
+def answer(due_s: float = 10.0, **noted: Any) -> StreamedAnswer:
+    return StreamedAnswer(LoadRequest("acme/a", 5, 3, seed=0), due_s, sent_s=due_s, **noted)
 
 
 def test_a_report_gives_percentiles_of_each_tier() -> None:
     report = Report()
     for index in range(101):
         first_s = 10 + index / 100
-        pieces_s = [first_s, first_s + 0.5, first_s + 0.7]
+        deltas_s = [first_s, first_s + 0.5, first_s + 0.7]
         noted = {"residency": "gpu", "prompt_tokens": 5, "failure": ""}
-        report.answers.append(answer(pieces_s=pieces_s, **noted))
+        report.answers.append(answer(deltas_s=deltas_s, **noted))
     found = report.as_json({})
     assert found["tiers"]["gpu"]["ttft_s"] == pytest.approx({"p50": 0.5, "p90": 0.9, "p99": 0.99})
     assert found["tiers"]["gpu"]["itl_s"] == pytest.approx({"p50": 0.35, "p90": 0.5, "p99": 0.5})
@@ -120,7 +120,7 @@ def test_a_report_gives_percentiles_of_each_tier() -> None:
 def test_a_report_passes_only_when_everything_was_answered() -> None:
     report = Report()
     assert not report.passed
-    report.answers += [answer(failure="503"), answer(), answer(pieces_s=[10.5], failure="")]
+    report.answers += [answer(failure="503"), answer(), answer(deltas_s=[10.5], failure="")]
     assert not report.passed
     found = report.as_json({})
     assert found["failures"] == {"503": 1, "not answered": 1}

@@ -1,6 +1,6 @@
 """What an engine does with no service around it: what bench_http is held against.
 
-python -m loadtest.real.offline job.json out.json
+python -m loadtest.real_service.offline job.json out.json
 
 In a process of its own, on the device that it sees, with LORIKEET_ variables as the service has
 them: the product's own engine with the catalog's adapters, stepped by hand, all requests of a work
@@ -20,9 +20,9 @@ from typing import Any
 
 from engine.benchmarks import plain
 from engine.benchmarks.offline import generate
-from loadtest.answer import Ask
-from loadtest.client import prompt_of
-from loadtest.real.works import Work
+from loadtest.client import random_prompt
+from loadtest.real_service.work import Work
+from loadtest.streamed_answer import LoadRequest
 from lorikeet.replica.engine_process import build_engine
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
@@ -75,7 +75,7 @@ def run_beside(
         command = [
             sys.executable,
             "-m",
-            "loadtest.real.offline",
+            "loadtest.real_service.offline",
             str(folder / "job.json"),
             str(out),
         ]
@@ -113,13 +113,15 @@ def _load(engine: Engine, refs: Sequence[AdapterRef]) -> None:
 
 def _requests(engine: Engine, work: Work, refs: Sequence[AdapterRef], run: int) -> list[Request]:
     named = {f"{ref.tenant}/{ref.name}": ref for ref in refs}
-    asks = [ask for line in work.lines(run) for ask in line.asks]
-    return [_request(engine, f"{run}.{i}", ask, named[ask.model]) for i, ask in enumerate(asks)]
+    requests = [each for session in work.sessions(run) for each in session.requests]
+    return [
+        _request(engine, f"{run}.{i}", each, named[each.model]) for i, each in enumerate(requests)
+    ]
 
 
-def _request(engine: Engine, name: str, ask: Ask, ref: AdapterRef) -> Request:
-    prompt = tuple(prompt_of(ask, engine.info.vocab_size))
-    sampling = SamplingParams(max_tokens=ask.output_tokens, temperature=0.0, ignore_eos=True)
+def _request(engine: Engine, name: str, request: LoadRequest, ref: AdapterRef) -> Request:
+    prompt = tuple(random_prompt(request, engine.info.vocab_size))
+    sampling = SamplingParams(max_tokens=request.output_tokens, temperature=0.0, ignore_eos=True)
     return Request(name, (prompt,), sampling, 1, ref)
 
 

@@ -40,7 +40,7 @@ class _Stream:
     ended: asyncio.Future[None]
 
 
-class Replay:
+class ReplayReplica:
     """A replica whose tokens cost nothing: each step, `pace` times a second, all streams get one.
 
     Between its steps and Serve it does what a Replica does.
@@ -118,7 +118,7 @@ class Replay:
         return to_stats(self._feed.update_with_costs())
 
 
-class Bare:
+class BareApp:
     """What Serve takes itself: an application that answers at once."""
 
     def __serve_build_asgi_app__(self) -> Any:

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from loadtest.fleet.run import Remarks
-from loadtest.fleet.service import OURS
+from loadtest.paced_service.measure import RunNotes
+from loadtest.paced_service.service import OURS
 from loadtest.simulator.goals import HOT, Goal
 from lorikeet.simulator.outcome import Outcome
 
@@ -13,17 +13,17 @@ _FEWER_LOADS = {"zipf 0.8": 1.5, "zipf 1.0": 1.5, "zipf 1.2": 2.0, "zipf 1.5": 2
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class RealAndSimulated:
     """One run and its simulation, to which overhead_s is added that a request's way takes."""
 
     scenario: str
     real: Outcome
     simulated: Outcome
     overhead_s: float
-    remarks: Remarks
+    remarks: RunNotes
 
 
-def goals(pairs: Sequence[Pair]) -> Iterator[Goal]:
+def goals(pairs: Sequence[RealAndSimulated]) -> Iterator[Goal]:
     """Every goal for which all runs are there, with what was measured."""
     for pair in pairs:
         if pair.real.router == OURS:
@@ -44,7 +44,7 @@ def goals(pairs: Sequence[Pair]) -> Iterator[Goal]:
             yield Goal(other.router, where, "max/mean load", mine.balance, most=1.25)
 
 
-def _agreement(pair: Pair) -> Iterator[Goal]:
+def _agreement(pair: RealAndSimulated) -> Iterator[Goal]:
     real, simulated = pair.real, pair.simulated
     for what, of in (("p50 TTFT off by", _p50_s), ("p99 TTFT off by", _p99_s)):
         off = abs(of(real) / of(simulated) - 1.0)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest.answer import Ask
-from loadtest.client import Line
-from loadtest.real.adapters import model_name
+from loadtest.client import Session
+from loadtest.real_service.adapters import model_name
+from loadtest.streamed_answer import LoadRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,18 @@ class Work:
         """Its lengths."""
         return f"{self.prompt_tokens}/{self.output_tokens}"
 
-    def lines(self, seed: int) -> Sequence[Line]:
-        """A line for each stream; other prompts for each seed."""
+    def sessions(self, seed: int) -> Sequence[Session]:
+        """A session for each stream; other prompts for each seed."""
         numbers = range(self.streams * self.rounds)
         return [
-            Line(0.0, tuple(self._ask(number, seed) for number in numbers[stream :: self.streams]))
+            Session(
+                0.0,
+                tuple(self._request(number, seed) for number in numbers[stream :: self.streams]),
+            )
             for stream in range(self.streams)
         ]
 
-    def _ask(self, number: int, seed: int) -> Ask:
+    def _request(self, number: int, seed: int) -> LoadRequest:
         model = model_name(number % self.adapters)
         prompt_seed = seed * 1_000_003 + number
-        return Ask(model, self.prompt_tokens, self.output_tokens, prompt_seed)
+        return LoadRequest(model, self.prompt_tokens, self.output_tokens, prompt_seed)

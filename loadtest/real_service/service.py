@@ -1,4 +1,4 @@
-"""The service as `serve run serve_app:app` runs it, on ports of its own."""
+"""Runs the service as `serve run serve_app:app` does, on ports of its own."""
 
 import os
 import runpy
@@ -17,7 +17,7 @@ import ray
 import torch
 from ray import serve
 
-from loadtest.fleet.service import free_port
+from loadtest.paced_service.service import free_port
 
 ROOT = Path(__file__).parents[2]
 PROXIES = {"Serve's proxy": "0", "HAProxy": "1"}
@@ -44,7 +44,7 @@ _RESIDENT_WITHIN_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningService:
     """Where the service is. url: the public listener, admin_url: the admin listener."""
 
     url: str
@@ -58,7 +58,7 @@ class Running:
         return found
 
     def wait_until_resident(self, admin_key: str, adapters: int, replicas: int) -> None:
-        """So many adapters on the GPU of each of so many replicas. Raises TimeoutError."""
+        """Wait until N adapters are on the GPU of each of N replicas. Raises TimeoutError."""
         deadline = time.monotonic() + _RESIDENT_WITHIN_S
         while time.monotonic() < deadline:
             held = [
@@ -72,7 +72,7 @@ class Running:
 
 
 @contextmanager
-def service(variables: Mapping[str, str], proxy: str = "HAProxy") -> Iterator[Running]:
+def service(variables: Mapping[str, str], proxy: str = "HAProxy") -> Iterator[RunningService]:
     """Run it until the end of the block. variables: LORIKEET_…; proxy: a name in PROXIES.
 
     Raises RuntimeError when it does not start; its processes' logs tell why.
@@ -93,10 +93,10 @@ def service(variables: Mapping[str, str], proxy: str = "HAProxy") -> Iterator[Ru
             serve.run(runpy.run_path(str(ROOT / "serve_app.py"))["app"])
             if proxy == "HAProxy":
                 time.sleep(_SETTLING_S)
-            yield Running(f"http://{public}", f"http://{admin}")
+            yield RunningService(f"http://{public}", f"http://{admin}")
 
 
-class Cores:
+class CpuUsage:
     """A `with` block, and the CPU time that the service's processes spent in it, by what they are.
 
     Those that end within the block are left out.
@@ -114,12 +114,12 @@ class Cores:
             self._spent[part] += spent_s - self._before.get(pid, (part, 0.0))[1]
 
     def used(self, seconds: float) -> dict[str, float]:
-        """Cores, if that took so long."""
+        """Cores used on average over `seconds`, by process."""
         return {part: round(spent_s / seconds, 2) for part, spent_s in self._spent.items()}
 
 
 def _spent_s() -> dict[int, tuple[str, float]]:
-    """By process: what it is, and its CPU seconds so far."""
+    """For each process what it is, and its CPU seconds so far."""
     spent = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has just ended

@@ -8,14 +8,14 @@ from statistics import median
 
 import numpy as np
 
-from loadtest.answer import Answer, Ask
-from loadtest.client import Line, Server, ask_all, requests_of
-from loadtest.fleet.adapters import Stock, model_name, number_of
-from loadtest.fleet.pacing import Pace
-from loadtest.fleet.service import OURS, ROOT, free_port
+from loadtest.client import Server, Session, encode_requests, send_all
+from loadtest.paced_service.adapters import FilledCatalog, model_name, number_of
+from loadtest.paced_service.pacing import Pace
+from loadtest.paced_service.service import OURS, ROOT, free_port
 from loadtest.report import all_whole, lateness_s, ttfts_s
 from loadtest.simulator.baselines import PowerOfTwo
-from loadtest.simulator.trial import measure
+from loadtest.simulator.trials import measure
+from loadtest.streamed_answer import LoadRequest, StreamedAnswer
 from lorikeet.routing.cost_model import H200_LLAMA_8B
 from lorikeet.settings import Address, Settings
 from lorikeet.simulator.fleet import SimulatedFleet
@@ -30,7 +30,7 @@ _VOCABULARY = 262  # the demo model's
 
 
 @dataclass(frozen=True, slots=True)
-class Remarks:
+class RunNotes:
     """What else was seen.
 
     slip: by how much steps took longer than they were paced, as a share. late_s: the most by which
@@ -60,7 +60,7 @@ def settings_of(scenario: Scenario, folder: Path) -> Settings:
     )
 
 
-def pace_of(scenario: Scenario, stock: Stock, router: str, folder: Path) -> Pace:
+def pace_of(scenario: Scenario, stock: FilledCatalog, router: str, folder: Path) -> Pace:
     """Of each engine of that service."""
     return Pace(
         scenario.costs.steps,
@@ -90,21 +90,21 @@ def router_options(scenario: Scenario, router: str) -> dict[str, float]:
     return {}
 
 
-def send(url: str, key: str, requests: Requests) -> tuple[float, list[Answer]]:
+def send(url: str, key: str, requests: Requests) -> tuple[float, list[StreamedAnswer]]:
     """All of them when they are due: when the first was, in Unix time, and the answers, in order.
 
     Raises RuntimeError if one is not whole.
     """
     columns = requests.times_s, requests.adapters, requests.prompts, requests.answers
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    lines = [
-        Line(at_s, (Ask(model_name(adapter), prompt, answer, seed=number),))
+    sessions = [
+        Session(at_s, (LoadRequest(model_name(adapter), prompt, answer, seed=number),))
         for number, (at_s, adapter, prompt, answer) in enumerate(rows)
     ]
-    made = requests_of(Server(url, key, _VOCABULARY), lines)
+    made = encode_requests(Server(url, key, _VOCABULARY), sessions)
     unix_s, start_s = time.time(), time.monotonic()
-    answers = asyncio.run(ask_all(url, lines, made, start_s))
-    return unix_s, sorted(all_whole(answers), key=lambda answer: answer.ask.seed)
+    answers = asyncio.run(send_all(url, sessions, made, start_s))
+    return unix_s, sorted(all_whole(answers), key=lambda answer: answer.request.seed)
 
 
 def measure_overhead_s(url: str, key: str, scenario: Scenario) -> float:
@@ -120,7 +120,7 @@ def measure_overhead_s(url: str, key: str, scenario: Scenario) -> float:
 
 def measure_real(
     url: str, key: str, scenario: Scenario, router: str, notes: Path
-) -> tuple[Outcome, Remarks]:
+) -> tuple[Outcome, RunNotes]:
     """Send the scenario's requests to the running service. notes: Pace's.
 
     Raises RuntimeError if an answer is not whole.
@@ -144,7 +144,7 @@ def measure_real(
         else:
             prefetches += at_s >= scenario.warm_up_s
     late_s = max(lateness_s(answers))
-    return summarize(router, fleet), Remarks(took_s / owed_s - 1.0, late_s, prefetches)
+    return summarize(router, fleet), RunNotes(took_s / owed_s - 1.0, late_s, prefetches)
 
 
 def measure_simulated(scenario: Scenario, router: str, overhead_s: float) -> Outcome:

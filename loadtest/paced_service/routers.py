@@ -12,7 +12,7 @@ from loadtest.simulator.baselines import BOUND, HashRing
 from lorikeet.serving.request_router import AdapterAffinityRouter
 
 
-class Priced(AdapterAffinityRouter):
+class ScaledCosts(AdapterAffinityRouter):
     """The product's, in a world where a second is worth less."""
 
     def initialize_state(self, **prices: Any) -> None:
@@ -21,7 +21,7 @@ class Priced(AdapterAffinityRouter):
         self._fleet._costs = replace(self._fleet._costs, **prices)
 
 
-class Other(RequestRouter):
+class BaselineRouter(RequestRouter):
     """What the others share."""
 
     _get_pending_request_matching_internal_request_id = (
@@ -29,7 +29,7 @@ class Other(RequestRouter):
     )
 
 
-class PowerOfTwo(Other):
+class PowerOfTwo(BaselineRouter):
     """The less busy of two at random, as Serve's default router is where no model is named."""
 
     async def choose_replicas(
@@ -41,7 +41,7 @@ class PowerOfTwo(Other):
         return [two_of(candidate_replicas)]
 
 
-class Multiplexing(Other):
+class Multiplexing(BaselineRouter):
     """Serve's model multiplexing: where the model is; else where the fewest are.
 
     Keeps the books that Serve's replicas would: the last models used on each.
@@ -85,7 +85,7 @@ class Multiplexing(Other):
             models.popitem(last=False)
 
 
-class BoundedHashing(Other):
+class BoundedHashing(BaselineRouter):
     """Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, SODA 2018).
 
     As in the simulator; Serve knows queues where that counts requests.

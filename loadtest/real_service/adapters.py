@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from loadtest.real.models import LINEARS, SHAPES
+from loadtest.real_service.random_models import LINEARS, SHAPES
 from lorikeet.catalog.catalog import AdapterCatalog, blob_key
 from lorikeet.catalog.records import BlobFacts, Scope
 from lorikeet.catalog.store.local import LocalStore
@@ -39,7 +39,7 @@ _DELTA = 0.1  # of what a linear says, in the root of the mean square
 
 
 @dataclass(frozen=True, slots=True)
-class Stock:
+class FilledCatalog:
     """refs: the adapters, by number. key: their tenant's. admin_key: an administrator's."""
 
     refs: tuple[AdapterRef, ...]
@@ -54,7 +54,7 @@ def model_name(adapter: int) -> str:
 
 def fill_catalog(
     settings: Settings, ranks: Sequence[int], linears: Sequence[str] = LINEARS
-) -> Stock:
+) -> FilledCatalog:
     """Make the catalog of these settings, with one adapter of each of these ranks.
 
     They are for the one base model. linears: those of each layer that they touch. On a local
@@ -83,7 +83,7 @@ def fill_catalog(
                 blob = blob.rename(place)
             catalog.register(TENANT, f"a{adapter}", blob, facts, actor=TENANT)
             refs.append(AdapterRef(TENANT, f"a{adapter}", 1, facts.digest))
-    return Stock(tuple(refs), key, admin_key)
+    return FilledCatalog(tuple(refs), key, admin_key)
 
 
 def save_adapter(

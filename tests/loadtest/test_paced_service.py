@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from loadtest.fleet.adapters import number_of
-from loadtest.fleet.scenario import SCENARIOS, USUAL, lasting, slowed
-from loadtest.simulator.trial import measure
+from loadtest.paced_service.adapters import number_of
+from loadtest.paced_service.scenario import SCENARIOS, USUAL, lasting, slowed
+from loadtest.simulator.trials import measure
 
 
 @pytest.fixture
@@ -19,7 +19,14 @@ def compare(tmp_path):
     def compare(scenario, **sizes):
         out = tmp_path / "fleet.json"
         options = [f"--{name}={value}" for name, value in sizes.items()]
-        command = [sys.executable, "-m", "loadtest.fleet", "--scenarios", scenario, *options]
+        command = [
+            sys.executable,
+            "-m",
+            "loadtest.paced_service",
+            "--scenarios",
+            scenario,
+            *options,
+        ]
         command += ["--routers", "lorikeet", "--json", str(out)]
         assert subprocess.run(command).returncode in (0, 1)  # 1: it is not as close as on its own
         (pair,) = json.loads(out.read_text())["runs"]

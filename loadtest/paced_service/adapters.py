@@ -24,7 +24,7 @@ _MODULE = "model.layers.0.self_attn.q_proj"
 
 
 @dataclass(frozen=True, slots=True)
-class Stock:
+class FilledCatalog:
     """digests: of the adapters, by number. key: their tenant's."""
 
     digests: tuple[str, ...]
@@ -41,7 +41,7 @@ def number_of(model: str) -> int:
     return int(model.removeprefix(f"{TENANT}/a").partition("@")[0])
 
 
-def fill_catalog(settings: Settings, ranks: Sequence[int]) -> Stock:
+def fill_catalog(settings: Settings, ranks: Sequence[int]) -> FilledCatalog:
     """Make the catalog of these settings, with one adapter of each of these ranks."""
     catalog = AdapterCatalog.init(open_store(settings.catalog), actor=TENANT)
     catalog.create_tenant(TENANT, actor=TENANT)
@@ -55,7 +55,7 @@ def fill_catalog(settings: Settings, ranks: Sequence[int]) -> Stock:
             facts = validate_blob(blob, bases, limits, base_model=next(iter(bases)))
             catalog.register(TENANT, f"a{adapter}", blob, facts, actor=TENANT)
             digests.append(facts.digest)
-    return Stock(tuple(digests), key)
+    return FilledCatalog(tuple(digests), key)
 
 
 def _pack(folder: Path, adapter: int, rank: int) -> Path:

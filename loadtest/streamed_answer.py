@@ -1,6 +1,6 @@
-"""What a load program notes of one answer: when its pieces came, and whether it is whole.
+"""One streamed answer as a load program records it: when deltas came, and whether it is whole.
 
-Nothing is parsed while it comes; its end is looked at afterwards.
+Nothing is parsed while deltas come; the end is judged afterwards.
 """
 
 import re
@@ -18,7 +18,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class LoadRequest:
     """One request for a stream of output_tokens tokens. seed: of its prompt's random token ids."""
 
     model: str
@@ -28,19 +28,19 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Answer:
-    """What became of a request. Seconds from the start.
+class StreamedAnswer:
+    """What became of a request. Times are seconds from the start.
 
-    due_s: when it was to be sent, sent_s: when it was. pieces_s: when tokens came, one or several
-    at a time; events: how many events with tokens each piece had. failure: "" once the answer is
-    whole and of as many tokens as were asked for, else short, so that failures group; said: its
-    last bytes then.
+    due_s: when it was to be sent, sent_s: when it was. deltas_s: when tokens came, one or several
+    at a time; events: how many events with tokens each delta had. failure: "" once the answer is
+    whole and of as many tokens as were requested, else short, so that failures group; last_bytes:
+    the end of a failed answer.
     """
 
-    ask: Ask
+    request: LoadRequest
     due_s: float
     sent_s: float = 0.0
-    pieces_s: list[float] = field(default_factory=list)
+    deltas_s: list[float] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     ended_s: float = 0.0
     request_id: str = ""
@@ -48,21 +48,21 @@ class Answer:
     residency: str = ""
     prompt_tokens: int = 0
     failure: str = "not answered"
-    said: str = ""
+    last_bytes: str = ""
 
 
-class Reader:
-    """Reads one answer, HTTP's head included, and notes it."""
+class AnswerReader:
+    """Reads one answer, HTTP's head included, and records it."""
 
-    def __init__(self, answer: Answer, now_s: Clock) -> None:
+    def __init__(self, answer: StreamedAnswer, now_s: Clock) -> None:
         self.answer, self.now_s = answer, now_s
         self._head = b""
         self._tail = b""
         self._left: int | None = None  # bytes of a body that says how long it is
         self._begun = False
 
-    def take(self, data: bytes) -> bool:
-        """Note what has come; whether it was the end, which is judged then."""
+    def feed(self, data: bytes) -> bool:
+        """Record received data; return whether the answer has ended, which is judged then."""
         now_s = self.now_s()
         if not self._begun:
             self._head += data
@@ -74,7 +74,7 @@ class Reader:
             self._left = int(length) if length else None
         seen = self._tail[1 - _LONGEST :]
         if events := sum(end > len(seen) for end in _ends(seen + data)):
-            self.answer.pieces_s.append(now_s)
+            self.answer.deltas_s.append(now_s)
             self.answer.events.append(events)
         self._tail = (self._tail + data)[-_KEPT:]
         if self._left is None:
@@ -87,7 +87,7 @@ class Reader:
         return ended
 
     def end(self) -> None:
-        """Nothing more comes: say what the answer is, and what is wrong with it."""
+        """Judge an answer that has ended: its headers, its tokens, its failure."""
         if self.answer.ended_s:
             return
         answer = self.answer
@@ -98,12 +98,12 @@ class Reader:
         answer.prompt_tokens = self._counted(b"prompt_tokens")
         answer.failure = self._failure()
         if answer.failure:
-            answer.said = self._tail[-300:].decode(errors="replace")
+            answer.last_bytes = self._tail[-300:].decode(errors="replace")
 
-    def lost(self, error: OSError) -> None:
-        """The connection broke: judge what came, and name the error."""
+    def fail(self, error: OSError) -> None:
+        """Judge an answer whose connection broke, and name the error."""
         self.end()
-        self.answer.failure, self.answer.said = type(error).__name__, repr(error)
+        self.answer.failure, self.answer.last_bytes = type(error).__name__, repr(error)
 
     def _header(self, name: bytes) -> str:
         found = re.search(rb"\r\n" + name + rb": *([^\r]*)", self._head, re.IGNORECASE)
@@ -114,8 +114,8 @@ class Reader:
         return int(found[1]) if found else 0
 
     def _failure(self) -> str:
-        """What is wrong with the answer; "" if nothing is."""
-        status, wanted = self._head[9:12].decode(), self.answer.ask.output_tokens
+        """The answer's failure; "" if there is none."""
+        status, wanted = self._head[9:12].decode(), self.answer.request.output_tokens
         error = re.search(rb'"error": ?\{', self._tail)
         code = re.search(rb'"code": ?"([^"]+)"', self._tail[error.start() :]) if error else None
         why = code[1].decode() if code else ""
@@ -128,7 +128,7 @@ class Reader:
         ended = re.search(rb'"finish_reason": ?"length"', self._tail)
         if not ended or self._counted(b"completion_tokens") != wanted:
             return f"not {wanted} tokens"
-        return "" if self.answer.pieces_s else "an answer without text"
+        return "" if self.answer.deltas_s else "an answer without text"
 
 
 def _ends(data: bytes) -> list[int]:

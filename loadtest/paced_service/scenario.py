@@ -8,7 +8,7 @@ and the work behind them is small beside what they are made to take.
 import math
 from dataclasses import asdict, replace
 
-from loadtest.fleet.adapters import BYTES_PER_RANK
+from loadtest.paced_service.adapters import BYTES_PER_RANK
 from loadtest.simulator.goals import HOT
 from lorikeet.routing.cost_model import CostModel
 from lorikeet.simulator.traffic import Scenario

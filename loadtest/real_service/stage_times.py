@@ -5,19 +5,19 @@ from typing import Any
 
 import httpx
 
-from loadtest.answer import Answer
 from loadtest.client import Server
 from loadtest.report import quantiles_ms
+from loadtest.streamed_answer import StreamedAnswer
 
 _ASKED = 200  # half of them the slowest
 
 
-def stages_ms(server: Server, answers: Sequence[Answer]) -> dict[str, dict[str, Any]]:
+def stages_ms(server: Server, answers: Sequence[StreamedAnswer]) -> dict[str, dict[str, Any]]:
     """The stages of those whose first tokens took longest, and of any: quantiles of each stage.
 
     Asks for each request's explanation, which its gateway keeps for an hour.
     """
-    by_ttft = sorted(answers, key=lambda answer: answer.due_s - answer.pieces_s[0])
+    by_ttft = sorted(answers, key=lambda answer: answer.due_s - answer.deltas_s[0])
     half = _ASKED // 2
     chosen = {"slowest": by_ttft[:half], "any": answers[:: max(1, len(answers) // half)][:half]}
     headers = {"Authorization": f"Bearer {server.key}"}

@@ -12,7 +12,7 @@ import ray
 from ray import serve
 from ray.serve.deployment import Application
 
-from loadtest.fleet.pacing import Pace, paced_engine
+from loadtest.paced_service.pacing import Pace, paced_engine
 from lorikeet.replica import replica
 from lorikeet.serving.deployments import EngineReplica, controller, engine, gateway
 from lorikeet.settings import Settings
@@ -20,7 +20,7 @@ from lorikeet.settings import Settings
 ROOT = Path(__file__).parents[2]
 OURS = "lorikeet"
 ROUTERS = {
-    OURS: "Priced",
+    OURS: "ScaledCosts",
     "power of two": "PowerOfTwo",
     "multiplexing": "Multiplexing",
     "bounded hashing": "BoundedHashing",
@@ -89,7 +89,7 @@ def service(
     deployment: Any = engine(settings, base_model)._bound_deployment.options(
         func_or_class=PacedReplica if router == OURS else UnplannedReplica,
         request_router_config={
-            "request_router_class": f"loadtest.fleet.routers.{ROUTERS[router]}",
+            "request_router_class": f"loadtest.paced_service.routers.{ROUTERS[router]}",
             "request_router_kwargs": options,
             "request_routing_stats_period_s": 1,
         },

@@ -1,7 +1,7 @@
 """The real service under the simulator's traffic, on paced engines.
 
-python -m loadtest.fleet                                  all of it
-python -m loadtest.fleet --scenarios "zipf 1.0" --routers lorikeet --seconds 300
+python -m loadtest.paced_service                                  all of it
+python -m loadtest.paced_service --scenarios "zipf 1.0" --routers lorikeet --seconds 300
 """
 
 import argparse
@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from loadtest.fleet.adapters import fill_catalog
-from loadtest.fleet.goals import Pair, goals
-from loadtest.fleet.run import (
+from loadtest.paced_service.adapters import fill_catalog
+from loadtest.paced_service.goals import RealAndSimulated, goals
+from loadtest.paced_service.measure import (
     measure_overhead_s,
     measure_real,
     measure_simulated,
@@ -23,10 +23,10 @@ from loadtest.fleet.run import (
     router_options,
     settings_of,
 )
-from loadtest.fleet.scenario import SCENARIOS, lasting, slowed
-from loadtest.fleet.service import ROUTERS, cluster, service
+from loadtest.paced_service.scenario import SCENARIOS, lasting, slowed
+from loadtest.paced_service.service import ROUTERS, cluster, service
 from loadtest.simulator.goals import HOT, Goal
-from loadtest.simulator.trial import COLUMNS, table
+from loadtest.simulator.trials import COLUMNS, table
 from lorikeet.simulator.traffic import Scenario
 
 # What the goals compare: sticky routing where one adapter is hot, the others where none is.
@@ -38,7 +38,7 @@ def main() -> int:
     """Run what the command line asks for; print tables, write JSON; 1 if a goal is missed."""
     options = _arguments()
     wanted = {name: _scenario(name, options) for name in options.scenarios}
-    began_s, pairs = time.perf_counter(), list[Pair]()
+    began_s, pairs = time.perf_counter(), list[RealAndSimulated]()
     with tempfile.TemporaryDirectory(prefix="lorikeet-fleet-") as folder:
         for pair in _run(wanted, options.routers, Path(folder)):
             pairs.append(pair)
@@ -52,7 +52,9 @@ def main() -> int:
     return 0 if all(goal.met for goal in results) else 1
 
 
-def _run(wanted: dict[str, Scenario], routers: list[str], folder: Path) -> Iterator[Pair]:
+def _run(
+    wanted: dict[str, Scenario], routers: list[str], folder: Path
+) -> Iterator[RealAndSimulated]:
     """All of one router on one service."""
     any_scenario = next(iter(wanted.values()))
     settings = settings_of(any_scenario, folder)
@@ -68,7 +70,7 @@ def _run(wanted: dict[str, Scenario], routers: list[str], folder: Path) -> Itera
                 for name, scenario in compared.items():
                     real, remarks = measure_real(url, stock.key, scenario, router, folder)
                     simulated = measure_simulated(scenario, router, overhead_s)
-                    yield Pair(name, real, simulated, overhead_s, remarks)
+                    yield RealAndSimulated(name, real, simulated, overhead_s, remarks)
 
 
 def _scenario(name: str, options: argparse.Namespace) -> Scenario:
@@ -76,7 +78,7 @@ def _scenario(name: str, options: argparse.Namespace) -> Scenario:
     return lasting(slowed(usual, options.slowdown), options.seconds)
 
 
-def _table(pairs: Iterable[Pair]) -> str:
+def _table(pairs: Iterable[RealAndSimulated]) -> str:
     """A row for each run and one for its simulation."""
     rows = [
         (pair.scenario, kind, *(column(one) for column in COLUMNS.values()))
@@ -86,7 +88,7 @@ def _table(pairs: Iterable[Pair]) -> str:
     return table(rows, ("scenario", "", *COLUMNS))
 
 
-def _remarks(pair: Pair) -> str:
+def _remarks(pair: RealAndSimulated) -> str:
     return (
         f"steps took {pair.remarks.slip:.1%} longer than paced; requests were sent at most "
         f"{pair.remarks.late_s * 1e3:.0f} ms late; one that is alone is "
