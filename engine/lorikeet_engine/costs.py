@@ -1,4 +1,4 @@
-"""What an engine's work costs: coefficients that routing, placement and simulation reckon with.
+"""What an engine's work costs: coefficients by which routing, placement and simulation estimate.
 
 The defaults are those of one NVIDIA H200 with Llama-3.1-8B's shapes; the tables they come from are
 in docs/benchmarks.md. An engine measures its own when it starts.
@@ -41,7 +41,7 @@ class StepCosts:
         return -(-tokens // self.step_tokens)
 
     def prefill_s(self, tokens: int, rank: int, sequences: int = 0, ranks: int = 0) -> float:
-        """A prompt's steps, with so many decodes beside it."""
+        """A prompt's steps, with this many sequences decoding beside it."""
         steps = self.prefill_steps(tokens)
         token_s = self.prompt_token_s + (self.lora_token_s if rank else 0.0)
         beside_s = self.decode_s(sequences, ranks) - self.base_s
@@ -50,9 +50,9 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True)
 class LoadCosts:
-    """How long an adapter takes to the GPU: from each tier through all that are nearer.
+    """How long it takes to load an adapter to the GPU, from each tier through all nearer ones.
 
-    Per second bytes that the link carries; latencies are what a load of no bytes would take.
+    bytes_per_s: of each link. latency_s: what a load of no bytes would take.
     """
 
     # "Loading adapters": 84 MB from the host add 4.0 ms to a first token, from the disk 22 ms;
@@ -66,7 +66,7 @@ class LoadCosts:
     remote_bytes_per_s: float = 1e9
 
     def load_s(self, tier: Residency, size_bytes: int) -> float:
-        """Alone on the links; 0 for an adapter that is on the GPU."""
+        """A load's time with nothing else on the links; 0 for an adapter that is on the GPU."""
         if tier is Residency.GPU:
             return 0.0
         seconds = self.host_latency_s + size_bytes / self.host_bytes_per_s

@@ -1,4 +1,4 @@
-"""What an engine is told when it is built."""
+"""The settings of one engine."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Sizes in bytes unless the name says tokens. Raises SettingsError when built.
+    """An engine's settings; sizes are in bytes. Raises SettingsError when built.
 
     model: a Hugging Face checkpoint's folder. dtype: of the base model and its KV cache.
     kv_bytes, adapter_gpu_bytes: bytes, or a Share of what is free on the device: for the slot pool
@@ -67,10 +67,10 @@ class EngineSettings:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch calls it."""
+        """The torch.dtype of `dtype`."""
         return _DTYPES[self.dtype]
 
     @property
     def torch_adapter_dtype(self) -> torch.dtype:
-        """`adapter_dtype` as torch calls it."""
+        """The torch.dtype of `adapter_dtype`."""
         return _DTYPES[self.adapter_dtype]

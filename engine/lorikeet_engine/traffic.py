@@ -159,7 +159,7 @@ AZURE_CODE = LengthModel(7.00, 1.36, 2.79, 0.85)
 
 
 def cut_to_context(inputs: Ints, outputs: Ints, context: int) -> tuple[Ints, Ints]:
-    """The same lengths, with input + output ≤ context: the input gives way first, down to half."""
+    """Cut lengths to input + output ≤ context: the input is cut first, down to half."""
     outputs = np.minimum(outputs, np.maximum(context - inputs, context // 2))
     return np.minimum(inputs, context - outputs), outputs
 
@@ -195,7 +195,7 @@ class TrafficTrace:
         return cls(times_s, inputs, outputs)
 
     def at_rate(self, rate_per_s: float) -> "TrafficTrace":
-        """The same bursts, sped up or slowed down to a mean rate."""
+        """The trace sped up or slowed down to a mean rate, with its bursts."""
         factor = (len(self) - 1) / (rate_per_s * self.times_s[-1])
         return TrafficTrace(self.times_s * factor, self.inputs, self.outputs)
 

@@ -1,1 +1,4 @@
-"""The device itself: how much memory it has free, and copies that nobody waits for."""
+"""The device itself: memory finds how much is free, async_copies moves data without waiting.
+
+Used by every part of the engine that holds tensors.
+"""

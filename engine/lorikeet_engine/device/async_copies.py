@@ -1,4 +1,4 @@
-"""Copies between host and device that nobody waits for.
+"""Asynchronous copies between host and device.
 
 On CUDA they go through pinned memory in the order of the current stream, so the host never stands
 still for the steps in flight; torch keeps the memory until the copy is over. On a CPU they are

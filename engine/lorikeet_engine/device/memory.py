@@ -1,4 +1,4 @@
-"""How much memory a device has free, and how much of it somebody may take."""
+"""How much memory a device has free, and sizes given in bytes or as a share of that."""
 
 import os
 import re

@@ -1,1 +1,10 @@
-"""Running a step: memory and warm-up at start, batches, the forward pass, CUDA graphs."""
+"""Computes the steps that the scheduler planned; called by engine.py.
+
+At start, assembly builds the model, the adapter tiers and the KV cache within a device's memory
+(memory_plan), runs all kinds of steps once so that kernels are compiled (warm_up), and measures
+what steps cost (calibration). For each step, batch_builder lays chunks end to end, with those of
+one adapter as neighbours, and model_runner runs the forward pass. Steps of up to 2,048 tokens
+replay CUDA graphs: a small step one (cuda_graphs), a larger one many, with attention launched
+between them (piecewise_graphs). sampling_step samples the tokens. A step is launched before the
+tokens of the step before are read; those pending tokens are filled in on the device.
+"""

@@ -141,7 +141,7 @@ class _DummyAdapters:
     def that_fit(
         cls, weights: LoraWeights, shape: BaseShape, settings: EngineSettings
     ) -> "_DummyAdapters":
-        """As many as a step may have and fit into the arena, if need be of lower rank."""
+        """Make as many as a step may have and fit into the arena, if need be of lower rank."""
         arena = weights.arena.numel()
         rank = min(_RANK, settings.max_rank, arena // _image(shape, 1)[1])
         rows, elements = _image(shape, rank)

@@ -69,10 +69,7 @@ class EngineProcessClient:
         self._sender = MessageSender(to_engine)
         self._started: Future[EngineInfo] = self._call(build, step_timeout_s)
         self._thread = threading.Thread(
-            target=self._run,
-            args=(calls, messages, from_engine),
-            name="lorikeet-client",
-            daemon=True,
+            target=self._run, args=(calls, messages, from_engine), name="engine-client", daemon=True
         )
         self._thread.start()
         try:

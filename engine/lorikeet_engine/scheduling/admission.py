@@ -31,19 +31,19 @@ class AdapterProvider(Protocol):
         """The fastest place that holds an adapter now."""
 
     def copy_s(self, ref: AdapterRef) -> float:
-        """How long its copy to the GPU takes if nobody has wanted it there so far, else 0."""
+        """How long an adapter's copy to the GPU takes; 0 if some request asked for it before."""
 
     def here_since_s(self, ref: AdapterRef) -> float:
-        """When it came to the GPU, where it is, by the monotonic clock."""
+        """When an adapter that is on the GPU came there, by the monotonic clock."""
 
     def want(self, ref: AdapterRef, tenant: str) -> None:
-        """Start to bring it to the GPU for a tenant; doing so again changes nothing."""
+        """Start to load an adapter to the GPU for a tenant; doing so again changes nothing."""
 
     def rank(self, ref: AdapterRef) -> int | None:
-        """Its largest rank while it is on the GPU."""
+        """An adapter's largest rank while it is on the GPU, else None."""
 
     def lease(self, ref: AdapterRef, tenant: str) -> AdapterLease | None:
-        """A tenant's lease once it is on the GPU. Raises AdapterError if it cannot come there."""
+        """A tenant's lease of an adapter on the GPU. Raises AdapterError if its loading failed."""
 
 
 class Admission:
@@ -86,7 +86,7 @@ class Admission:
         return not self._can_share_soon(sequence)
 
     def is_blocked(self, sequence: Sequence) -> bool:
-        """Whether it is known already that the sequence's adapter cannot join the step."""
+        """Whether the sequence's adapter was already found unable to join the step."""
         ref = sequence.request.adapter
         return ref is not None and (self.reserved_for is not None or ref.digest in self._blocked)
 

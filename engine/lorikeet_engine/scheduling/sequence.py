@@ -148,7 +148,7 @@ class Sequence:
 
     @property
     def awaits_adapter(self) -> bool:
-        """Whether it waits for its adapter, if for nothing else."""
+        """Whether the sequence has an adapter and no lease of it yet."""
         return self.lease is None and self.request.adapter is not None
 
     @property
@@ -172,7 +172,7 @@ class Sequence:
         return self.length - self.kv.computed
 
     def add_pending(self, row: int) -> None:
-        """Its next token is sampled in this row of the step that was just launched."""
+        """Note that the next token is sampled in this row of the step that was just launched."""
         self.pending_rows.append(row)
         self.length += 1
 
