@@ -14,15 +14,15 @@ def test_without_variables_the_demo_is_served_from_folders():
 
 
 def test_sizes_and_shares_of_memory():
-    given = {"LORIKEET_KV_MEMORY": "70%", "LORIKEET_ADAPTER_GPU_MEMORY": "1.5GiB"}
+    given = {"LORIKEET_KV_CACHE_MEMORY": "70%", "LORIKEET_ADAPTER_GPU_MEMORY": "1.5GiB"}
     settings = Settings.from_env(given)
-    assert settings.kv_memory == pytest.approx(0.7)
+    assert settings.kv_cache_memory == pytest.approx(0.7)
     assert settings.adapter_gpu_memory == 3 * 2**29
 
 
 def test_memory_is_chosen_by_the_device_unless_it_is_given():
-    assert Settings.from_env({}).kv_memory == "auto"
-    assert Settings.from_env({"LORIKEET_KV_MEMORY": "auto"}).kv_memory == "auto"
+    assert Settings.from_env({}).kv_cache_memory == "auto"
+    assert Settings.from_env({"LORIKEET_KV_CACHE_MEMORY": "auto"}).kv_cache_memory == "auto"
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ def test_each_base_model_may_have_numbers_of_its_own():
             "LORIKEET_BASE_MODELS": "a=/m/a,b=/m/b,c=/m/c",
             "LORIKEET_REPLICAS": "a=4, b=1",
             "LORIKEET_MAX_REPLICAS": "a=6",
-            "LORIKEET_CONTEXT": "8192",
+            "LORIKEET_MAX_CONTEXT": "8192",
         }
     )
     assert settings.replicas == {"a": 4, "b": 1, "c": 2}
     assert [settings.most_replicas(name) for name in "abc"] == [6, 1, 2]
     assert settings.most_engines == 9
-    assert settings.context == {"a": 8192, "b": 8192, "c": 8192}
+    assert settings.max_context == {"a": 8192, "b": 8192, "c": 8192}
 
 
 @pytest.mark.parametrize(
@@ -65,18 +65,22 @@ def test_each_base_model_may_have_numbers_of_its_own():
         ("LORIKEET_REPLICAS", "many", "integer"),
         ("LORIKEET_REPLICAS", "0", "greater than or equal to 1"),
         ("LORIKEET_MAX_REPLICAS", "1", "at least LORIKEET_REPLICAS, which is 2"),
-        ("LORIKEET_KV_MEMORY", "120%", "up to 100%"),
-        ("LORIKEET_KV_MEMORY", "a%", "share"),
-        ("LORIKEET_KV_MEMORY", "0", "1 byte"),
-        ("LORIKEET_KV_MEMORY", "1.2.3MiB", "512MiB"),
+        ("LORIKEET_KV_CACHE_MEMORY", "120%", "up to 100%"),
+        ("LORIKEET_KV_CACHE_MEMORY", "a%", "share"),
+        ("LORIKEET_KV_CACHE_MEMORY", "0", "1 byte"),
+        ("LORIKEET_KV_CACHE_MEMORY", "1.2.3MiB", "512MiB"),
         ("LORIKEET_ADAPTER_DISK", "four", "512MiB"),
-        ("LORIKEET_KV_MEMORY", "four", "a size such as 512MiB or 2GiB, or a share such as 20%"),
+        (
+            "LORIKEET_KV_CACHE_MEMORY",
+            "four",
+            "a size such as 512MiB or 2GiB, or a share such as 20%",
+        ),
         ("LORIKEET_BASE_MODELS", "llama", "name=folder"),
         ("LORIKEET_BASE_MODELS", "a=/x,a=/y", "twice"),
         ("LORIKEET_BASE_MODELS", "org/a=/x", "letters"),
         ("LORIKEET_REPLICAS", "lorikeet-demo=1,llama=2", "llama is no base model: there are"),
         ("LORIKEET_REPLICAS", "lorikeet-demo=", "name=number"),
-        ("LORIKEET_CONTEXT", "lorikeet-demo=1,lorikeet-demo=2", "each once"),
+        ("LORIKEET_MAX_CONTEXT", "lorikeet-demo=1,lorikeet-demo=2", "each once"),
         ("LORIKEET_IMPORT_FROM", "s3://ok/x,https://example.com", "s3://bucket/prefix"),
         ("LORIKEET_IMPORT_FROM", "s3://", "s3://bucket/prefix"),
         ("LORIKEET_DEVICE", "tpu", "cuda"),
@@ -88,8 +92,8 @@ def test_each_base_model_may_have_numbers_of_its_own():
         ("LORIKEET_ADMIN_ADDRESS", "[::1::2]:8001", "permitted"),
         ("LORIKEET_ADMIN_ADDRESS", "a..b:8001", "host:port"),
         ("LORIKEET_ADMIN_ADDRESS", "http://localhost:8001", "host:port"),
-        ("LORIKEET_TRACES", "collector:4318", "http://collector:4318"),
-        ("LORIKEET_TRACES_SHARE", "1.5", "less than or equal to 1"),
+        ("LORIKEET_OTLP_TRACES_ENDPOINT", "collector:4318", "http://collector:4318"),
+        ("LORIKEET_TRACES_SAMPLING_RATIO", "1.5", "less than or equal to 1"),
         ("LORIKEET_INTER_TOKEN_GOAL_MS", "0", "greater than 0"),
         ("LORIKEET_INTER_TOKEN_GOAL_MS", "soon", "number"),
     ],
@@ -106,8 +110,8 @@ def test_an_unknown_variable_stops_the_start_and_lists_the_known():
 
 
 def test_a_misspelt_variable_is_told_what_it_may_mean():
-    with pytest.raises(InvalidSetting, match=r"did you mean LORIKEET_KV_MEMORY\?"):
-        Settings.from_env({"LORIKEET_KV_MEMROY": "1GiB"})
+    with pytest.raises(InvalidSetting, match=r"did you mean LORIKEET_KV_CACHE_MEMORY\?"):
+        Settings.from_env({"LORIKEET_KV_CACHE_MEMROY": "1GiB"})
     with pytest.raises(InvalidSetting) as strange:
         Settings.from_env({"LORIKEET_QQQQ": "1"})
     assert "did you mean" not in strange.value.message

@@ -52,7 +52,7 @@ def settings_of(scenario: Scenario, folder: Path) -> Settings:
         admin_address=Address("127.0.0.1", free_port()),
         base_models={"lorikeet-demo": ROOT / "demo/model"},
         replicas=scenario.replicas,
-        kv_memory=64 << 20,
+        kv_cache_memory=64 << 20,
         max_batch_tokens=scenario.costs.steps.step_tokens,
         max_running=scenario.costs.steps.max_running,
         adapter_gpu_memory=max(int(total * scenario.gpu_room), int(scenario.sizes.max())),

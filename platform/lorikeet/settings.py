@@ -174,13 +174,13 @@ class Settings(BaseModel):
     adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="data type of adapters on the device; auto: the base model's"
     )
-    context: ByModel = Field(
+    max_context: ByModel = Field(
         None,
         validate_default=True,
         description="longest prompt plus output, tokens; a=8192 for some base models; not set: as "
         "long as the model and the KV cache allow",
     )
-    kv_memory: Memory = Field(
+    kv_cache_memory: Memory = Field(
         "auto",
         description="KV cache of each replica: bytes, or a share such as 80% of the device memory "
         "that weights, slot pool, the largest step and CUDA graphs leave; auto: 90% on cuda, "
@@ -235,12 +235,12 @@ class Settings(BaseModel):
     max_ongoing_requests: int = Field(
         512, ge=1, description="requests that one replica takes at once"
     )
-    traces: Annotated[str | None, BeforeValidator(_parse_collector)] = Field(
+    otlp_traces_endpoint: Annotated[str | None, BeforeValidator(_parse_collector)] = Field(
         None,
         description="address of an OpenTelemetry collector for traces by OTLP/HTTP, such as "
         "http://collector:4318; not set: no traces",
     )
-    traces_share: float = Field(
+    traces_sampling_ratio: float = Field(
         1.0,
         ge=0,
         le=1,

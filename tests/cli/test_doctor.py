@@ -31,9 +31,9 @@ def test_with_a_problem_it_cannot_start(tmp_path: Path) -> None:
 
 
 def test_a_misspelt_setting_is_a_finding_and_no_error() -> None:
-    said = doctor({"LORIKEET_KV_MEMROY": "1GiB"})
+    said = doctor({"LORIKEET_KV_CACHE_MEMROY": "1GiB"})
     assert (said.exit_code, said.stderr) == (1, "")
-    assert "did you mean LORIKEET_KV_MEMORY?" in said.stdout
+    assert "did you mean LORIKEET_KV_CACHE_MEMORY?" in said.stdout
 
 
 def test_it_plans_for_gpus_that_are_not_here() -> None:

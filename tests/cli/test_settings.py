@@ -36,23 +36,23 @@ def test_what_is_in_force_is_shown_beside_its_default() -> None:
     given = {
         "LORIKEET_BASE_MODELS": "a=/m/a,b=/m/b",
         "LORIKEET_REPLICAS": "a=4",
-        "LORIKEET_KV_MEMORY": "12.5%",
+        "LORIKEET_KV_CACHE_MEMORY": "12.5%",
         "LORIKEET_ADAPTER_DISK": "1000000000",
     }
     said = show(given).stdout.splitlines()
     assert "LORIKEET_REPLICAS=a=4,b=2   (default: 2)" in said
-    assert "LORIKEET_KV_MEMORY=12.50%   (default: auto)" in said
+    assert "LORIKEET_KV_CACHE_MEMORY=12.50%   (default: auto)" in said
     assert "LORIKEET_ADAPTER_DISK=1000000000   (default: 4GiB)" in said
-    assert "LORIKEET_CONTEXT is not set" in said
+    assert "LORIKEET_MAX_CONTEXT is not set" in said
     assert "LORIKEET_MAX_RANK=64" in said
     answer = {row["variable"]: row for row in json.loads(show(given, "--json").stdout)}
     assert answer["LORIKEET_REPLICAS"]["value"] == "a=4,b=2"
-    assert answer["LORIKEET_CONTEXT"] == {
-        "variable": "LORIKEET_CONTEXT",
+    assert answer["LORIKEET_MAX_CONTEXT"] == {
+        "variable": "LORIKEET_MAX_CONTEXT",
         "value": None,
         "default": None,
         "given": False,
-        "meaning": Settings.model_fields["context"].description,
+        "meaning": Settings.model_fields["max_context"].description,
     }
 
 

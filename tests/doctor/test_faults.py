@@ -66,7 +66,11 @@ def gpus(count: int, **more: str) -> dict[str, object]:
 
 PLANTED = {
     "a misspelt variable": Fault(
-        "settings", variable("KV_MEMROY", "1GiB"), PROBLEM, "KV_MEMROY is not a", "KV_MEMORY"
+        "settings",
+        variable("KV_CACHE_MEMROY", "1GiB"),
+        PROBLEM,
+        "KV_CACHE_MEMROY is not a",
+        "KV_CACHE_MEMORY",
     ),
     "a bad value": Fault(
         "settings", variable("REPLICAS", "many"), PROBLEM, "REPLICAS='many'", "correct it"
@@ -108,10 +112,10 @@ PLANTED = {
     ),
     "a context longer than the model's": Fault(
         "base models",
-        variable("CONTEXT", "1000000"),
+        variable("MAX_CONTEXT", "1000000"),
         PROBLEM,
         "max_position_embeddings",
-        "lower LORIKEET_CONTEXT",
+        "lower LORIKEET_MAX_CONTEXT",
     ),
     "bfloat16 weights as float16": Fault(
         "base models", variable("DTYPE", "float16"), WARNING, "bfloat16", "LORIKEET_DTYPE=bfloat16"
@@ -121,13 +125,17 @@ PLANTED = {
     ),
     "KV pages too few for one request": Fault(
         "memory",
-        {"more": {"LORIKEET_KV_MEMORY": "256KiB", "LORIKEET_CONTEXT": "1024"}},
+        {"more": {"LORIKEET_KV_CACHE_MEMORY": "256KiB", "LORIKEET_MAX_CONTEXT": "1024"}},
         PROBLEM,
         "one sequence of 1024 needs",
-        "LORIKEET_CONTEXT",
+        "LORIKEET_MAX_CONTEXT",
     ),
     "KV pages for less than the model's context": Fault(
-        "memory", variable("KV_MEMORY", "1MiB"), WARNING, "of the full 1,024", "LORIKEET_CONTEXT="
+        "memory",
+        variable("KV_CACHE_MEMORY", "1MiB"),
+        WARNING,
+        "of the full 1,024",
+        "LORIKEET_MAX_CONTEXT=",
     ),
     "no GPU to plan for": Fault(
         "memory", variable("DEVICE", "cuda"), WARNING, "no GPU here", "--gpu-memory 80GiB"

@@ -95,7 +95,7 @@ def two(
             "LORIKEET_ADMIN_ADDRESS": f"127.0.0.1:{free_port()}",
             "LORIKEET_BASE_MODELS": f"{LLAMA}={ROOT / 'demo' / 'model'},{QWEN}={qwen.model}",
             "LORIKEET_REPLICAS": f"{LLAMA}=1,{QWEN}=2",
-            "LORIKEET_CONTEXT": f"{QWEN}=256",
+            "LORIKEET_MAX_CONTEXT": f"{QWEN}=256",
         }
     )
     keys = fill_catalog(settings, root / "keys")

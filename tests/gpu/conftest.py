@@ -76,7 +76,7 @@ def fleet(
         "LORIKEET_DEVICE": device,
         "LORIKEET_REPLICAS": str(count),
         "LORIKEET_GATEWAYS": "2",
-        "LORIKEET_CONTEXT": "2048",
+        "LORIKEET_MAX_CONTEXT": "2048",
         **{f"LORIKEET_{name}_MEMORY": size for name, size in told.items()},
     }
     if device == "cpu":

@@ -28,7 +28,7 @@ def test_what_is_not_set_follows_from_the_device(device, dtype, kv, slot_pool, o
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_memory_that_is_set_is_the_same_on_every_device(device):
-    settings = told(DEVICE=device, KV_MEMORY="70%", ADAPTER_GPU_MEMORY="1GiB")
+    settings = told(DEVICE=device, KV_CACHE_MEMORY="70%", ADAPTER_GPU_MEMORY="1GiB")
     assert (settings.kv_bytes, settings.adapter_gpu_bytes) == (MemoryShare(0.7), 2**30)
 
 

@@ -28,8 +28,8 @@ def settings(tmp_path):
         "LORIKEET_CACHE_DIR": str(tmp_path / "cache"),
         "LORIKEET_ADAPTER_GPU_MEMORY": "2MiB",
         "LORIKEET_ADAPTER_HOST_MEMORY": "3MiB",
-        "LORIKEET_KV_MEMORY": "3MiB",
-        "LORIKEET_CONTEXT": "256",
+        "LORIKEET_KV_CACHE_MEMORY": "3MiB",
+        "LORIKEET_MAX_CONTEXT": "256",
         "LORIKEET_MAX_BATCH_ADAPTERS": "3",
     }
     settings = Settings.from_env(given)

@@ -31,9 +31,9 @@ def _cure(folder: Path, fault: str) -> str:
     if not folder.is_dir():
         return f"correct the folder in LORIKEET_BASE_MODELS, or {download}"
     if fault == "max_context":
-        return "lower LORIKEET_CONTEXT, or unset it"
+        return "lower LORIKEET_MAX_CONTEXT, or unset it"
     if fault == "sliding_window":
-        return "set LORIKEET_CONTEXT to the window"
+        return "set LORIKEET_MAX_CONTEXT to the window"
     if fault.endswith(".safetensors") and _is_pointer(folder / fault):
         return f"Git LFS has left a note in place of the file: `git -C {folder} lfs pull`"
     if not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin")):

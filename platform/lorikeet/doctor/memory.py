@@ -43,11 +43,11 @@ def _judge(check: str, plan: "MemoryPlan", device: str) -> Finding:
     if plan.kv_tokens < plan.max_context:
         full = plan.kv // plan.kv_tokens * plan.max_context
         more = (
-            f"LORIKEET_KV_MEMORY={full >> 20}MiB holds one"
+            f"LORIKEET_KV_CACHE_MEMORY={full >> 20}MiB holds one"
             if device == "cpu"
             else "give adapters less (LORIKEET_ADAPTER_GPU_MEMORY)"
         )
-        cure = f"LORIKEET_CONTEXT={plan.kv_tokens} says what can be asked for; or {more}"
+        cure = f"LORIKEET_MAX_CONTEXT={plan.kv_tokens} says what can be asked for; or {more}"
         return warning(check, found, cure)
     return ok(check, found)
 
@@ -55,9 +55,9 @@ def _judge(check: str, plan: "MemoryPlan", device: str) -> Finding:
 def _cure(device: str) -> str:
     larger = "a GPU with more memory" if device == "cuda" else "a machine with more memory"
     return (
-        "give adapters and KV shares (LORIKEET_ADAPTER_GPU_MEMORY=10%, LORIKEET_KV_MEMORY=90%), "
-        "lower LORIKEET_CONTEXT or LORIKEET_MAX_BATCH_TOKENS, set LORIKEET_DTYPE=bfloat16, or use "
-        f"a smaller model or {larger}"
+        "give adapters and KV shares (LORIKEET_ADAPTER_GPU_MEMORY=10%, "
+        "LORIKEET_KV_CACHE_MEMORY=90%), lower LORIKEET_MAX_CONTEXT or LORIKEET_MAX_BATCH_TOKENS, "
+        f"set LORIKEET_DTYPE=bfloat16, or use a smaller model or {larger}"
     )
 
 

@@ -193,11 +193,11 @@ class Gateway:
 
 
 def _traces(settings: Settings, gateway: str) -> "TraceExporter | None":
-    if settings.traces is None:
+    if settings.otlp_traces_endpoint is None:
         return None
     from lorikeet.tracing.exporter import TraceExporter
 
-    return TraceExporter(settings.traces, settings.traces_share, gateway)
+    return TraceExporter(settings.otlp_traces_endpoint, settings.traces_sampling_ratio, gateway)
 
 
 def _most_generations(settings: Settings) -> int:
