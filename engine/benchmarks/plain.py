@@ -163,7 +163,7 @@ def _lease(tiers: Tiers, ref: AdapterRef) -> AdapterLease:
     deadline = time.monotonic() + _LOADED_WITHIN_S
     while (lease := tiers.lease(ref)) is None:
         assert time.monotonic() < deadline, f"{ref} did not reach the device"
-        tiers.want(ref)
+        tiers.request(ref)
         tiers.advance()
         time.sleep(0.001)
     return lease

@@ -84,7 +84,7 @@ def stock_host(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) -
     """
     image = _image(layout.elements, tiers.weights.arena.dtype)
     for index, ref in enumerate(refs):
-        out = tiers._host.reserve(ref.digest, layout, insist=False)
+        out = tiers._host.reserve(ref.digest, layout, for_request=False)
         assert out is not None, f"the host has room for {index} adapters: want {len(refs)}"
         turn = int(ref.digest, 16) % layout.elements
         torch.cat(image.split([layout.elements - turn, turn])[::-1], out=out)
@@ -103,7 +103,7 @@ def fill_device(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) 
         stock_host(tiers, layout, some)
         began_s = time.perf_counter()
         for ref in some:
-            tiers.want(ref)
+            tiers.request(ref)
         while any(tiers.residency(ref) is not Residency.GPU for ref in some):
             assert time.perf_counter() - began_s < _LOADED_WITHIN_S, "no room on the device"
             tiers.advance()
@@ -114,7 +114,7 @@ def fill_device(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) 
 
 def empty_device(tiers: Tiers) -> None:
     """Evict every adapter from the device; the host keeps them. No request runs."""
-    evicted = tiers._residents.make_room(tiers._pool.elements, insist=False)
+    evicted = tiers._residents.make_room(tiers._pool.elements, for_request=False)
     assert evicted, "some adapter is still in use"
 
 

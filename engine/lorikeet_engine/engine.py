@@ -72,7 +72,7 @@ class Engine:
         self._wake = threading.Event()
         parts = assemble(settings, source, load, self.wake)
         self._runner, self._tiers, self._kv_pages = parts.runner, parts.tiers, parts.kv_pages
-        self.changed = self._tiers.noted
+        self.changed = self._tiers.changed
         self._reported: EngineStatus | None = None
         self.info = parts.info
         self._grammars = grammars

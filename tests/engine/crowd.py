@@ -14,7 +14,7 @@ from unittest import mock
 from lorikeet_engine.errors import AdapterError, StepFailed
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.request import Failed, Request, SamplingParams, Tokens
-from lorikeet_engine.residency import loader, tiers
+from lorikeet_engine.residency import loader, requests, tiers
 from lorikeet_engine.scheduling.sequence import Sequence
 from tests.engine.blobs import Shelf
 from tests.engine.hash_model import PAGE, SHAPE, build, predict
@@ -53,6 +53,7 @@ class Crowd:
         with (
             mock.patch.object(loader, "Workers", return_value=self.loads),
             mock.patch.object(tiers, "time", clock),
+            mock.patch.object(requests, "time", clock),
         ):
             self.engine, self.model = build(folder, self.shelf, **settings)
         self.model.before = self._look

@@ -44,10 +44,10 @@ class Shelf:
     def copy_s(self, ref):
         return self.takes_s
 
-    def here_since_s(self, ref):
+    def loaded_at_s(self, ref):
         return 0.0
 
-    def want(self, ref, tenant):
+    def request(self, ref, tenant):
         if ref.digest not in self.on_gpu:
             self.wanted[ref.digest] = None
 

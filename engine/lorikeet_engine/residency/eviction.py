@@ -1,4 +1,4 @@
-"""Which adapter to give up first. Plain numbers: a simulator can run these by the million."""
+"""Which adapter to evict first. Plain numbers: a simulator can run these by the million."""
 
 import math
 from collections import OrderedDict
@@ -7,12 +7,12 @@ from typing import Protocol
 
 HALF_LIFE_S = 45.0
 # Adapters whose uses are remembered, on the GPU or not: the last ones used.
-_REMEMBERED = 16_384
+_MAX_REMEMBERED = 16_384
 
 
 @dataclass(frozen=True, slots=True)
 class UsageRecord:
-    """An adapter at the moment of a use: its size, how often it was used, when that is.
+    """An adapter's size, and its uses at the moment of one.
 
     uses: this one and those before, each halved every HALF_LIFE_S.
     """
@@ -23,55 +23,55 @@ class UsageRecord:
 
 
 class EvictionPolicy(Protocol):
-    """Says what an adapter is worth after a use. The one that is worth least is evicted first.
+    """Scores an adapter at a use. The lowest score is evicted first.
 
-    Until its next use the number stays: what ages must rise with the time of use instead.
+    Until the next use the score stays: instead of falling with age it rises with the time of use.
     """
 
-    def worth(self, use: UsageRecord) -> float:
-        """What it is worth to keep the adapter, from this use on."""
+    def score(self, use: UsageRecord) -> float:
+        """The adapter's score from this use on."""
 
 
 class LeastRecentlyUsed:
-    """The one that was used longest ago goes first."""
+    """Evicts what was used longest ago."""
 
-    def worth(self, use: UsageRecord) -> float:
-        """The time of its last use."""
+    def score(self, use: UsageRecord) -> float:
+        """The time of the last use."""
         return use.at_s
 
 
 class LeastUsedForItsSize:
-    """Lowest uses / √elements first, where uses are halved every HALF_LIFE_S.
+    """Evicts the lowest uses / √elements, where uses are halved every HALF_LIFE_S.
 
     Least uses / elements first would miss most rarely, least uses first would load the fewest
     bytes; this is halfway. The uses are those of LRFU (Lee et al., 2001). docs/eviction.md has the
     numbers.
     """
 
-    def worth(self, use: UsageRecord) -> float:
-        """The logarithm of that, where age is a later use's advantage instead of a loss."""
+    def score(self, use: UsageRecord) -> float:
+        """The logarithm of uses / √elements, plus the use's time in half-lives."""
         return math.log2(use.uses) - 0.5 * math.log2(use.elements) + use.at_s / HALF_LIFE_S
 
 
-class Uses:
-    """How often each adapter was used lately, also while it was elsewhere.
+class RecentUses:
+    """How often each adapter was used recently, also while it was elsewhere.
 
-    `add` belongs to one thread, `at` may be called from any.
+    `add` belongs to one thread, `count` may be called from any.
     """
 
     def __init__(self) -> None:
         # By digest, the last used last: its uses and the last one's time.
         self._counts: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
-    def at(self, digest: str, now_s: float) -> float:
-        """Its uses so far, each halved every HALF_LIFE_S."""
+    def count(self, digest: str, now_s: float) -> float:
+        """An adapter's uses so far, each halved every HALF_LIFE_S."""
         uses, last_s = self._counts.get(digest, (0.0, now_s))
         return uses * math.exp2((last_s - now_s) / HALF_LIFE_S)
 
     def add(self, digest: str, now_s: float) -> None:
-        """It is used now."""
-        uses = self.at(digest, now_s) + 1.0
+        """Count a use of an adapter now."""
+        uses = self.count(digest, now_s) + 1.0
         self._counts[digest] = uses, now_s
         self._counts.move_to_end(digest)
-        if len(self._counts) > _REMEMBERED:
+        if len(self._counts) > _MAX_REMEMBERED:
             self._counts.popitem(last=False)

@@ -1,17 +1,17 @@
-"""What loads have taken here, hop by hop."""
+"""How long loads have taken here, hop by hop: a hop is from one tier to the next nearer one."""
 
 from dataclasses import dataclass
 
 from lorikeet_engine.costs import LoadCosts
 
-# Of each load in the mean.
+# The weight of each load in the mean.
 _WEIGHT = 0.1
 _UNMEASURED = LoadCosts()
 
 
 @dataclass(slots=True)
 class Hop:
-    """Exponentially weighted means of the loads over one hop, from one tier to the next.
+    """Exponentially weighted means of the loads over one hop.
 
     seconds: without waiting for a thread or for loads before it. size_bytes: the image's.
     """
@@ -20,7 +20,7 @@ class Hop:
     size_bytes: float = 0.0
 
     def add(self, seconds: float, size_bytes: int) -> None:
-        """A load is over."""
+        """Take a finished load into the means."""
         weight = _WEIGHT if self.size_bytes else 1.0
         self.seconds += weight * (seconds - self.seconds)
         self.size_bytes += weight * (size_bytes - self.size_bytes)
@@ -28,8 +28,8 @@ class Hop:
     def scaled(self, latency_s: float, bytes_per_s: float) -> tuple[float, float]:
         """A latency and a rate with which a load of the mean size takes the mean time.
 
-        Their proportion is that of those given: a mean alone cannot tell the two apart. As given
-        while nothing was measured.
+        In the proportion of those given: a mean alone cannot tell the two apart. Those given while
+        nothing was measured.
         """
         if not self.size_bytes:
             return latency_s, bytes_per_s
@@ -38,15 +38,15 @@ class Hop:
 
 
 class LoadTimes:
-    """The three hops. Told by one thread; any may ask for the costs."""
+    """The three hops' means. Written by one thread; any may ask for the costs."""
 
     def __init__(self) -> None:
         self.downloads, self.reads, self.copies = Hop(), Hop(), Hop()
 
     def costs(self) -> LoadCosts:
-        """As measured here; LoadCosts' own where nothing was."""
-        own = _UNMEASURED
-        host = self.copies.scaled(own.host_latency_s, own.host_bytes_per_s)
-        disk = self.reads.scaled(own.disk_latency_s, own.disk_bytes_per_s)
-        remote = self.downloads.scaled(own.remote_latency_s, own.remote_bytes_per_s)
+        """What loads take, as measured here; LoadCosts' defaults where nothing was."""
+        default = _UNMEASURED
+        host = self.copies.scaled(default.host_latency_s, default.host_bytes_per_s)
+        disk = self.reads.scaled(default.disk_latency_s, default.disk_bytes_per_s)
+        remote = self.downloads.scaled(default.remote_latency_s, default.remote_bytes_per_s)
         return LoadCosts(*host, *disk, *remote)

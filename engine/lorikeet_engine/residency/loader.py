@@ -1,4 +1,4 @@
-"""Brings adapters from remote to disk and to the host, on background threads.
+"""Loads adapters from remote to disk and to the host, on background threads.
 
 A blob is packed once: its image goes to the disk too, and is read from there the next time.
 Downloads, packing and the writing of images have threads of their own, so neither a source that
@@ -20,7 +20,7 @@ from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
 from lorikeet_engine.errors import AdapterError, AdapterLoadFailed, AdapterRejected, AdapterTooLarge
 from lorikeet_engine.residency.disk.cache import DiskCache
 from lorikeet_engine.residency.disk.image_file import ImageFile, write_image
-from lorikeet_engine.residency.host import HostArena
+from lorikeet_engine.residency.host_arena import HostArena
 from lorikeet_engine.residency.packing import PackedLayout, pack
 from lorikeet_engine.residency.workers import Workers
 
@@ -33,12 +33,12 @@ _DOWNLOADS = 3  # for one load: other processes may remove what was downloaded
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """A load that ended. HOST: the image is there, and held for whoever takes this.
+    """A load that ended.
 
-    DISK without an error: that was asked for, or the host had no room, which is worth another try
-    when its count of `frees` is no longer `frees`.
-    elements, read_s: of the image that was brought to the host, None without one, and how long
-    that took from the disk. download_s: how long the blob took to the disk, None if it was there.
+    residency: HOST if the image is there, and held for the receiver of this result. DISK without
+    an error if that was asked for, or the host had no room: try again once its `frees` has changed.
+    elements, read_s: of the image that was loaded to the host, None without one, and how long that
+    took from the disk. download_s: how long the blob took to the disk, None if it was there.
     """
 
     ref: AdapterRef
@@ -62,7 +62,7 @@ class _Task:
 
 
 class Loader:
-    """One load at a time for each digest. `landed` is called on the loading threads."""
+    """One load at a time for each digest. on_result: called on the loading threads."""
 
     def __init__(
         self,
@@ -71,21 +71,21 @@ class Loader:
         disk: DiskCache,
         host: HostArena,
         gpu_elements: int,
-        landed: Callable[[], None],
+        on_result: Callable[[], None],
     ) -> None:
         self._shape, self._limits = shape, limits
         self._disk, self._host = disk, host
         self._most_elements = min(gpu_elements, host.elements)
-        self._landed = landed
+        self._on_result = on_result
         self._lock = threading.RLock()  # guards the two below
         self._tasks: dict[str, _Task] = {}
-        self._landings: deque[LoadResult] = deque()
+        self._results: deque[LoadResult] = deque()
         self._downloaders = Workers(_DOWNLOADERS, "download")
         self._packers = Workers(_PACKERS, "pack")
         self._writer = Workers(1, "write")
 
     def load(self, ref: AdapterRef, tier: Residency, *, urgent: bool) -> None:
-        """Bring it up to DISK or HOST; a load that is under way goes as far and gets as urgent."""
+        """Load an adapter to DISK or HOST; a load that is under way goes as far, gets as urgent."""
         with self._lock:
             task = self._tasks.get(ref.digest)
             if task is None:
@@ -100,9 +100,9 @@ class Loader:
         else:
             self._downloaders.submit(partial(self._begin, task, self._download), urgent=urgent)
 
-    def landings(self) -> list[LoadResult]:
-        """What ended since the last call."""
-        return [self._landings.popleft() for _ in range(len(self._landings))]
+    def results(self) -> list[LoadResult]:
+        """The loads that ended since the last call."""
+        return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self) -> None:
         """Start no more loads."""
@@ -121,16 +121,16 @@ class Loader:
         try:
             work(task)
         except AdapterTooLarge as error:
-            self._land(task, error=_about(task.ref, error, AdapterTooLarge))
+            self._finish(task, error=_about(task.ref, error, AdapterTooLarge))
         except AdapterError as error:
-            self._land(task, error=_about(task.ref, error, AdapterLoadFailed))
+            self._finish(task, error=_about(task.ref, error, AdapterLoadFailed))
         except Exception as error:  # its text is for the log: it may name the machine's folders
             log.exception("adapter_load_failed", extra={"adapter": str(task.ref)})
             failure = AdapterLoadFailed(
                 f"its weights could not be brought to the engine ({type(error).__name__}): try "
                 "again, or ask your admin to look into the log"
             )
-            self._land(task, error=_about(task.ref, failure, AdapterLoadFailed))
+            self._finish(task, error=_about(task.ref, failure, AdapterLoadFailed))
 
     def _download(self, task: _Task) -> None:
         task.downloads += 1
@@ -148,22 +148,22 @@ class Loader:
         try:
             if not self._read_image(task):
                 self._pack_blob(task)
-        except FileNotFoundError:  # removed by another process's cache, or damaged and alone
+        except FileNotFoundError:  # removed by another process, or damaged and without a blob
             if task.downloads == _DOWNLOADS:
                 raise
             work = partial(self._attempt, task, self._download)
             self._downloaders.submit(work, urgent=task.urgent)
 
     def _stays_on_disk(self, task: _Task) -> bool:
-        """Whether it was to go no further, and has landed."""
+        """Whether the disk was as far as the load was to go; it has ended then."""
         with self._lock:
             stays = task.tier is Residency.DISK
             if stays:
-                self._land(task, Residency.DISK)
+                self._finish(task, Residency.DISK)
             return stays
 
     def _read_image(self, task: _Task) -> bool:
-        """False where there is no good one; a damaged one is removed."""
+        """Load the image; False where there is no good one, a damaged one is removed."""
         ref = task.ref
         try:
             image = ImageFile.of(self._disk.image(ref.digest), self._shape)
@@ -195,9 +195,9 @@ class Loader:
                 max_elements=self._most_elements,
             )
         digest, frees = task.ref.digest, self._host.frees
-        out = self._host.reserve(digest, layout, insist=task.urgent)
+        out = self._host.reserve(digest, layout, for_request=task.urgent)
         if out is None:
-            self._land(task, Residency.DISK, frees=frees)
+            self._finish(task, Residency.DISK, frees=frees)
             return False
         try:
             write(out)
@@ -206,11 +206,11 @@ class Loader:
             raise
         self._host.commit(digest)
         read_s = time.perf_counter() - task.reading_since_s
-        self._land(task, Residency.HOST, elements=layout.elements, read_s=read_s)
+        self._finish(task, Residency.HOST, elements=layout.elements, read_s=read_s)
         return True
 
     def _write_image(self, ref: AdapterRef) -> None:
-        """To the disk, unless it is there or has left the host again."""
+        """Write an image to the disk, unless it is there or has left the host again."""
         digest = ref.digest
         held = None if self._disk.has_image(digest) else self._host.hold(digest)
         if held is None:
@@ -221,11 +221,11 @@ class Loader:
                     write_image(part, self._disk.image_name(digest), *held)
                 finally:  # not held while the disk takes it in, which can be seconds
                     self._host.release(digest)
-                    self._landed()  # a load may have waited for the room
+                    self._on_result()  # a load may have waited for the room
         except OSError as error:
             log.warning("image_not_written", extra={"adapter": str(ref), "error": str(error)})
 
-    def _land(
+    def _finish(
         self,
         task: _Task,
         residency: Residency = Residency.REMOTE,
@@ -234,13 +234,13 @@ class Loader:
         elements: int | None = None,
         read_s: float = 0.0,
     ) -> None:
-        landing = LoadResult(
+        result = LoadResult(
             task.ref, residency, error, frees, elements, read_s, download_s=task.download_s
         )
         with self._lock:
             del self._tasks[task.ref.digest]
-            self._landings.append(landing)
-        self._landed()
+            self._results.append(result)
+        self._on_result()
 
 
 def _about(ref: AdapterRef, error: AdapterError, kind: type[AdapterError]) -> AdapterError:

@@ -31,16 +31,16 @@ class PackedLayout:
     """Where each matrix lies in an adapter's image.
 
     rows [layers, linears, 3] int64, on the CPU: element offsets of A and B in the image, and the
-    rank; all 0 where the adapter leaves a linear alone. elements: the image's size. cuts: for each
-    linear of the shape, what of its matrices is in the image; the rank is the adapter's, and A may
-    have fewer rows. layers: where in the image each layer begins; one that has nothing there, where
-    the next does.
+    rank; all 0 where the adapter leaves a linear alone. elements: the image's size. ranges: for
+    each linear of the shape, what of its matrices is in the image; the rank is the adapter's, and
+    A may have fewer rows. layers: where in the image each layer begins; one that has nothing
+    there, where the next does.
     """
 
     rows: torch.Tensor
     elements: int
     max_rank: int
-    cuts: tuple[ShardRange, ...]
+    ranges: tuple[ShardRange, ...]
     layers: tuple[int, ...]
 
     @classmethod
@@ -62,7 +62,7 @@ class PackedLayout:
 
         Raises SettingsError when the base model cannot be cut so.
         """
-        cuts, groups = shard.cuts(shape), shape.groups.values()
+        ranges, groups = shard.ranges(shape), shape.groups.values()
         rows = [[[0, 0, rank] for rank in layer] for layer in ranks]
         layers, end = [], 0
         for layer in rows:
@@ -72,9 +72,9 @@ class PackedLayout:
                 for side in (0, 1):
                     for n, rank in members:
                         layer[n][side] = end
-                        end += aligned(cuts[n].elements(rank)[side])
+                        end += aligned(ranges[n].elements(rank)[side])
         table = torch.tensor(rows, dtype=torch.int64)
-        return cls(table, end, int(table[..., 2].max()), cuts, tuple(layers))
+        return cls(table, end, int(table[..., 2].max()), ranges, tuple(layers))
 
     def rows_at(self, offset: int | torch.Tensor) -> torch.Tensor:
         """The table's rows for an image that begins at this element of the arena.
@@ -98,14 +98,14 @@ def pack(blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor)
     wide = torch.empty(max(math.prod(p.b.shape) for p in spec.linears))
     with blob.open("rb", buffering=0) as file:
         for part in spec.linears:
-            cut = layout.cuts[part.linear]
+            kept = layout.ranges[part.linear]
             a_at, b_at, rank = layout.rows[part.layer, part.linear].tolist()
-            rows = cut.a_rows(rank)
-            a = _matrix(out, a_at, len(rows), len(cut.inputs))
-            _read(file, part.a, rows, cut.inputs, a, stored)
-            b = _matrix(wide, 0, len(cut.outputs), rank)
-            _read(file, part.b, cut.outputs, range(rank), b, stored)
-            b_transposed = _matrix(out, b_at, rank, len(cut.outputs))
+            rows = kept.a_rows(rank)
+            a = _matrix(out, a_at, len(rows), len(kept.inputs))
+            _read(file, part.a, rows, kept.inputs, a, stored)
+            b = _matrix(wide, 0, len(kept.outputs), rank)
+            _read(file, part.b, kept.outputs, range(rank), b, stored)
+            b_transposed = _matrix(out, b_at, rank, len(kept.outputs))
             b_transposed.copy_(b.mul_(part.scaling).T)
             for side, matrix in (("A", a), ("B", b_transposed)):
                 if not _finite(matrix):
@@ -128,7 +128,7 @@ def _read(
     out: torch.Tensor,
     stored: torch.Tensor,
 ) -> None:
-    """Into out: these rows and columns of a matrix of the file, and no other byte of it.
+    """Read into out these rows and columns of a matrix of the file, and no other byte of it.
 
     stored: bytes to read to where out has another dtype.
     """
@@ -148,9 +148,9 @@ def _read(
 
 
 def _finite(matrix: torch.Tensor) -> bool:
-    """Not finite values have no finite sum; a sum costs a thirtieth of looking at each.
+    """Whether all values are finite, by their sum, which costs a thirtieth of looking at each.
 
-    Finite ones can have a sum that is not: then each is looked at.
+    Finite values can have a sum that is not: then each is looked at.
     """
     return math.isfinite(matrix.sum().item()) or bool(matrix.isfinite().all())
 

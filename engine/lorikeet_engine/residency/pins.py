@@ -10,7 +10,7 @@ import torch
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.residency.disk.cache import DiskCache
 from lorikeet_engine.residency.gpu.residents import Residents
-from lorikeet_engine.residency.host import HostArena
+from lorikeet_engine.residency.host_arena import HostArena
 from lorikeet_engine.residency.loader import Loader, LoadResult
 from lorikeet_engine.residency.packing import PackedLayout
 
@@ -30,61 +30,61 @@ class _Pin:
 
 
 class Pins:
-    """Belongs to the engine's thread; ask, cancel and `in` may be used from any."""
+    """Belongs to the engine's thread; add, remove and `in` may be used from any."""
 
     def __init__(
         self, residents: Residents, host: HostArena, disk: DiskCache, loader: Loader, place: Place
     ) -> None:
         self._residents, self._host, self._disk = residents, host, disk
         self._loader, self._place = loader, place
-        self._asked: deque[tuple[str, _Pin | None]] = deque()
+        self._updates: deque[tuple[str, _Pin | None]] = deque()
         self._pins: dict[str, _Pin] = {}
         self._loading: set[str] = set()
         self._due_s = 0.0
-        self._unkept = False
+        self._unmet = False
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._pins
 
     @property
     def loading(self) -> bool:
-        """Whether one is being loaded."""
+        """Whether an adapter is being loaded for a pin."""
         return bool(self._loading)
 
-    def ask(self, ref: AdapterRef, tier: Residency) -> None:
-        """From the next keep on, keep it at this tier or nearer."""
-        self._asked.append((ref.digest, _Pin(ref, tier)))
+    def add(self, ref: AdapterRef, tier: Residency) -> None:
+        """Keep an adapter at this tier or nearer, from the next `maintain` on."""
+        self._updates.append((ref.digest, _Pin(ref, tier)))
 
-    def cancel(self, digest: str) -> None:
-        """From the next keep on, keep it no more."""
-        self._asked.append((digest, None))
+    def remove(self, digest: str) -> None:
+        """Keep an adapter no more, from the next `maintain` on."""
+        self._updates.append((digest, None))
 
-    def landed(self, landing: LoadResult) -> None:
+    def on_result(self, result: LoadResult) -> None:
         """A load ended, for a pin or not."""
-        digest = landing.ref.digest
+        digest = result.ref.digest
         self._loading.discard(digest)
         self._due_s = 0.0
         pin = self._pins.get(digest)
-        if pin is not None and landing.residency < min(pin.tier, Residency.HOST):
+        if pin is not None and result.residency < min(pin.tier, Residency.HOST):
             pin.retry_at_s = time.monotonic() + RETRY_S
 
-    def keep(self, *, may_place: bool) -> float | None:
-        """See that every pin holds, or is being loaded. Returns when to look again, in seconds.
+    def maintain(self, *, may_place: bool) -> float | None:
+        """See that every pin is met or loading; returns after how many seconds to look again.
 
         may_place: no request waits for room on the GPU.
         """
-        while self._asked:
-            self._apply(*self._asked.popleft())
+        while self._updates:
+            self._apply(*self._updates.popleft())
         now_s = time.monotonic()
         if now_s < self._due_s:
-            return self._due_s - now_s if self._unkept else None
+            return self._due_s - now_s if self._unmet else None
         self._due_s = now_s + RETRY_S
-        unkept = [pin for pin in self._pins.values() if not self._kept(pin)]
-        for pin in unkept:
-            if now_s >= pin.retry_at_s and not self._raise(pin, may_place):
+        unmet = [pin for pin in self._pins.values() if not self._is_met(pin)]
+        for pin in unmet:
+            if now_s >= pin.retry_at_s and not self._promote(pin, may_place):
                 pin.retry_at_s = now_s + RETRY_S
-        self._unkept = bool(unkept)
-        return RETRY_S if unkept else None
+        self._unmet = bool(unmet)
+        return RETRY_S if unmet else None
 
     def _apply(self, digest: str, pin: _Pin | None) -> None:
         self._due_s = 0.0
@@ -95,10 +95,10 @@ class Pins:
         else:
             self._pins[digest] = pin
 
-    def _kept(self, pin: _Pin) -> bool:
+    def _is_met(self, pin: _Pin) -> bool:
         match pin.tier:
             case Residency.GPU:
-                return self._residents.keeps(pin.ref.digest)
+                return self._residents.is_pinned(pin.ref.digest)
             case Residency.HOST:
                 return self._host.pin(pin.ref.digest)
             case Residency.DISK:
@@ -106,8 +106,8 @@ class Pins:
             case Residency.REMOTE:
                 return True
 
-    def _raise(self, pin: _Pin, may_place: bool) -> bool:
-        """Bring it nearer to its tier; False when that is refused for now."""
+    def _promote(self, pin: _Pin, may_place: bool) -> bool:
+        """Load or place an adapter towards its pin's tier; False when that is refused for now."""
         digest = pin.ref.digest
         if pin.tier is Residency.GPU and self._residents.placed(digest):
             return self._residents.pin(digest)
@@ -128,7 +128,7 @@ class Pins:
         return True
 
     def _to_gpu(self, ref: AdapterRef, layout: PackedLayout, image: torch.Tensor) -> bool:
-        # Ask before anything is evicted for it.
+        # Asked before anything is evicted for it.
         if not self._residents.may_pin(layout.elements):
             return False
         return self._place(ref, layout, image) and self._residents.pin(ref.digest)

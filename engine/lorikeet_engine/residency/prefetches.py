@@ -1,4 +1,4 @@
-"""Prefetches: adapters to bring nearer before a request asks for them, if that costs nobody."""
+"""Prefetches: adapters to load before a request asks for them, if that costs nobody."""
 
 from collections import deque
 from collections.abc import Callable
@@ -8,17 +8,17 @@ import torch
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.residency.gpu.residents import Residents
-from lorikeet_engine.residency.host import HostArena
+from lorikeet_engine.residency.host_arena import HostArena
 from lorikeet_engine.residency.loader import Loader, LoadResult
 from lorikeet_engine.residency.packing import PackedLayout
 
-# Of those that wait; beyond that the oldest is forgotten.
-_MOST = 64
+# Beyond so many that wait, the oldest is forgotten.
+_MAX_WAITING = 64
 # Loads for prefetches at one time: requests' loads need threads too.
 _LOADS = 2
 
-# Moves an image to the GPU if it, with so many uses, is worth more than what must go for it; False
-# if it is not.
+# Moves an image to the GPU if it, with these uses, scores higher than what must go for it; False if
+# it does not.
 Place = Callable[[AdapterRef, PackedLayout, torch.Tensor, float], bool]
 
 
@@ -32,42 +32,42 @@ class _Prefetch:
 class Prefetches:
     """Each is tried once: loaded behind requests' and pins' loads, then placed or forgotten.
 
-    Belongs to the engine's thread; ask may be called from any.
+    Belongs to the engine's thread; add may be called from any.
     """
 
     def __init__(self, residents: Residents, host: HostArena, loader: Loader, place: Place) -> None:
         self._residents, self._host = residents, host
         self._loader, self._place = loader, place
-        self._waiting: deque[_Prefetch] = deque(maxlen=_MOST)
+        self._waiting: deque[_Prefetch] = deque(maxlen=_MAX_WAITING)
         self._loading: dict[str, _Prefetch] = {}
         self._loaded: list[_Prefetch] = []
 
-    def ask(self, ref: AdapterRef, tier: Residency, uses: float) -> None:
-        """Bring it to this tier when there is time."""
+    def add(self, ref: AdapterRef, tier: Residency, uses: float) -> None:
+        """Load an adapter to this tier when there is time."""
         self._waiting.append(_Prefetch(ref, tier, uses))
 
-    def landed(self, landing: LoadResult) -> None:
+    def on_result(self, result: LoadResult) -> None:
         """A load ended, for a prefetch or not."""
-        prefetch = self._loading.pop(landing.ref.digest, None)
-        if prefetch is not None and landing.residency is Residency.HOST:
+        prefetch = self._loading.pop(result.ref.digest, None)
+        if prefetch is not None and result.residency is Residency.HOST:
             self._loaded.append(prefetch)
 
     def advance(self, *, may_load: bool, may_place: bool) -> None:
-        """Go on with them.
+        """Place what was loaded, and load more.
 
         may_load: nothing is being loaded for a request or a pin. may_place: no request waits for
         room on the GPU.
         """
         while self._loaded:
-            self._raise(self._loaded.pop(), may_place)
+            self._promote(self._loaded.pop(), may_place)
         while may_load and self._waiting and len(self._loading) < _LOADS:
             prefetch = self._waiting.popleft()
-            if not self._raise(prefetch, may_place):
+            if not self._promote(prefetch, may_place):
                 self._loading[prefetch.ref.digest] = prefetch
                 self._loader.load(prefetch.ref, min(prefetch.tier, Residency.HOST), urgent=False)
 
-    def _raise(self, prefetch: _Prefetch, may_place: bool) -> bool:
-        """From the host to the GPU, if that was asked for; False if it is on neither."""
+    def _promote(self, prefetch: _Prefetch, may_place: bool) -> bool:
+        """Place an adapter on the GPU if that was asked for; False if it is on neither."""
         digest = prefetch.ref.digest
         if self._residents.placed(digest):
             return True

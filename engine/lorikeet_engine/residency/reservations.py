@@ -2,10 +2,10 @@
 
 
 class MemoryReservations:
-    """Promises to keep adapters in an arena of `capacity` elements. Not thread-safe.
+    """Memory reserved for pinned adapters in an arena of `capacity` elements. Not thread-safe.
 
-    Room for the largest adapter that requests have asked for is never pledged away, so a pin can
-    go unkept but can never keep a request waiting.
+    Room for the largest adapter that requests have asked for is never reserved, so a pin may have
+    to wait but never keeps a request waiting.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -15,12 +15,12 @@ class MemoryReservations:
 
     @property
     def capacity(self) -> int:
-        """Elements that promises can take in all."""
+        """Elements that can be reserved in all."""
         return max(0, self._capacity - self._largest)
 
     @property
     def granted(self) -> int:
-        """Elements that promises take."""
+        """Elements that are reserved."""
         return sum(self._granted.values())
 
     def __contains__(self, digest: str) -> bool:
@@ -30,27 +30,27 @@ class MemoryReservations:
         return len(self._granted)
 
     def leaves_room(self, elements: int) -> bool:
-        """Whether one more promise of this size leaves room for others."""
+        """Whether one more reservation of this size leaves room for others."""
         return self.granted + elements <= self.capacity
 
     def grant(self, digest: str, elements: int) -> bool:
-        """Whether the promise holds from now on."""
+        """Reserve memory for an adapter; False if that would leave too little."""
         if digest not in self._granted:
             if not self.leaves_room(elements):
                 return False
             self._granted[digest] = elements
         return True
 
-    def yield_to(self, elements: int) -> None:
-        """A request needs an adapter of this size: take promises back, the newest first."""
+    def make_way_for(self, elements: int) -> None:
+        """Revoke reservations, the newest first, for an adapter that a request needs."""
         self._largest = max(self._largest, elements)
         while self._granted and self.granted + elements > self._capacity:
             self._granted.popitem()
 
     def revoke(self, digest: str) -> None:
-        """End a promise; nothing happens without one."""
+        """End a reservation; nothing happens without one."""
         self._granted.pop(digest, None)
 
     def revoke_newest(self) -> bool:
-        """End the newest promise; False when there is none."""
+        """End the newest reservation; False when there is none."""
         return bool(self._granted and self._granted.popitem())

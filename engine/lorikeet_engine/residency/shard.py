@@ -1,4 +1,4 @@
-"""Which part of every linear's LoRA a process keeps when several share the model's layers.
+"""Tensor parallelism: which part of every linear's LoRA each process keeps.
 
                      q, k, v, gate, up            o, down
     sharded          A whole, B by output         A by input, B whole
@@ -54,14 +54,14 @@ class Shard:
     def __post_init__(self) -> None:
         assert 0 <= self.index < self.world
 
-    def cuts(self, shape: BaseShape) -> tuple[ShardRange, ...]:
-        """One for each of the shape's linears.
+    def ranges(self, shape: BaseShape) -> tuple[ShardRange, ...]:
+        """What is kept of each of the shape's linears.
 
         Raises SettingsError when the base model cannot be cut so.
         """
-        return tuple(self._cut(linear, shape) for linear in shape.linears)
+        return tuple(self._range(linear, shape) for linear in shape.linears)
 
-    def _cut(self, linear: Linear, shape: BaseShape) -> ShardRange:
+    def _range(self, linear: Linear, shape: BaseShape) -> ShardRange:
         if linear.parallel is Parallel.ROW:
             b_shard = self if self.fully else WHOLE
             inputs = self._share((linear.inputs,), shape)

@@ -13,7 +13,7 @@ _JOIN_S = 2.0
 
 
 class _Turn(IntEnum):
-    """The least first."""
+    """The order of work: the least first."""
 
     CLOSE = 0
     URGENT = 1
@@ -36,7 +36,7 @@ class Workers:
             thread.start()
 
     def submit(self, work: Callable[[], None], *, urgent: bool) -> None:
-        """Run it on one of the threads."""
+        """Run work on one of the threads."""
         turn = _Turn.URGENT if urgent else _Turn.LATER
         self._queue.put((turn, next(self._order), work))
 

@@ -33,10 +33,10 @@ class AdapterProvider(Protocol):
     def copy_s(self, ref: AdapterRef) -> float:
         """How long an adapter's copy to the GPU takes; 0 if some request asked for it before."""
 
-    def here_since_s(self, ref: AdapterRef) -> float:
+    def loaded_at_s(self, ref: AdapterRef) -> float:
         """When an adapter that is on the GPU came there, by the monotonic clock."""
 
-    def want(self, ref: AdapterRef, tenant: str) -> None:
+    def request(self, ref: AdapterRef, tenant: str) -> None:
         """Start to load an adapter to the GPU for a tenant; doing so again changes nothing."""
 
     def rank(self, ref: AdapterRef) -> int | None:
@@ -122,7 +122,7 @@ class Admission:
     def _pass_over(
         self, sequence: Sequence, ref: AdapterRef, has_room: bool, admitted: int
     ) -> None:
-        self._adapters.want(ref, sequence.request.scheduling.tenant)
+        self._adapters.request(ref, sequence.request.scheduling.tenant)
         # On the host and not further: what keeps it out is leased memory, as a rule.
         if has_room and self._adapters.residency(ref) is not Residency.HOST:
             sequence.overtakes.pause()

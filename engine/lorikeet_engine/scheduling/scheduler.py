@@ -82,7 +82,7 @@ class Scheduler:
             copy_s = self._adapters.copy_s(ref)
             counter.charge(PROMPT_TOKEN * copy_s / self._prompt_token_s)
         if ref is not None:
-            self._adapters.want(ref, params.tenant)
+            self._adapters.request(ref, params.tenant)
 
     def wait_s(self, params: SchedulingParams) -> float:
         """How long a request with these parameters would wait for its turn. On any thread."""
@@ -248,7 +248,7 @@ class Scheduler:
         timings.cached_tokens = sequence.kv.computed
         self._counters.sequence_begun(sequence)
         if timings.loads_adapter and sequence.adapter is not None:
-            timings.loaded_s = self._adapters.here_since_s(sequence.adapter)
+            timings.loaded_s = self._adapters.loaded_at_s(sequence.adapter)
 
     def _charged(self, chunk: Chunk) -> Chunk:
         """The chunk of a prompt, charged to its tenant."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from lorikeet.routing.ranking import evicted_uses
-from lorikeet_engine.residency.eviction import EvictionPolicy, UsageRecord, Uses
+from lorikeet_engine.residency.eviction import EvictionPolicy, RecentUses, UsageRecord
 
 
 class SimulatedAdapter:
@@ -41,7 +41,7 @@ class Arena:
         self.residents: dict[int, SimulatedAdapter] = {}
         self.free = capacity
         self.room = capacity  # free, or of residents that may be evicted
-        self._uses = Uses()
+        self._uses = RecentUses()
         self._pinned: set[int] = set()
         self._by_score: list[tuple[float, int]] = []  # with outdated entries
 
@@ -56,8 +56,8 @@ class Arena:
         if not resident.leases:
             self.room -= self._sizes[adapter]
         resident.leases += 1
-        uses = self._uses.at(name, now_s) + 1.0
-        resident.score = self._policy.worth(UsageRecord(self._sizes[adapter] // 2, uses, now_s))
+        uses = self._uses.count(name, now_s) + 1.0
+        resident.score = self._policy.score(UsageRecord(self._sizes[adapter] // 2, uses, now_s))
         self._uses.add(name, now_s)
 
     def release(self, adapter: int) -> None:
@@ -96,8 +96,8 @@ class Arena:
         while self.free < size:
             assert self._front()
             self._leave(heappop(self._by_score)[1])
-        uses = self._uses.at(self._names[adapter], now_s) + 1.0
-        self._enter(adapter, self._policy.worth(UsageRecord(size // 2, uses, now_s)))
+        uses = self._uses.count(self._names[adapter], now_s) + 1.0
+        self._enter(adapter, self._policy.score(UsageRecord(size // 2, uses, now_s)))
         return True
 
     def prefetch(self, adapter: int, uses: float, now_s: float) -> bool:
@@ -106,8 +106,8 @@ class Arena:
         uses: recent uses elsewhere that could be served here.
         """
         size = self._sizes[adapter]
-        own = self._uses.at(self._names[adapter], now_s)
-        score = self._policy.worth(UsageRecord(size // 2, max(own, uses), now_s))
+        own = self._uses.count(self._names[adapter], now_s)
+        score = self._policy.score(UsageRecord(size // 2, max(own, uses), now_s))
         victims, free = list[tuple[float, int]](), self.free
         while free < size and self._front() and self._by_score[0][0] < score:
             victims.append(heappop(self._by_score))
@@ -123,7 +123,7 @@ class Arena:
 
     def uses(self, adapter: int, now_s: float) -> float:
         """Recent uses of an adapter, here or not."""
-        return self._uses.at(self._names[adapter], now_s)
+        return self._uses.count(self._names[adapter], now_s)
 
     def finish_load(self, adapter: int) -> None:
         """Mark an adapter as loaded; it may be evicted until it is leased."""

@@ -185,12 +185,12 @@ def test_an_image_of_other_linears_has_another_fingerprint(shape: BaseShape) -> 
 
 
 def test_what_stores_several_linears_as_one_is_not_cut(shape: BaseShape) -> None:
-    whole = Shard().cuts(shape)
+    whole = Shard().ranges(shape)
     assert [(len(cut.inputs), len(cut.outputs)) for cut in whole] == [
         shape.dims(index) for index in range(4)
     ]
     with pytest.raises(SettingsError, match="choose one GPU"):
-        Shard(0, 2).cuts(shape)
+        Shard(0, 2).ranges(shape)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES.values(), FUSED], ids=[*FAMILIES, "fused"])

@@ -69,7 +69,7 @@ class Process:
     """One of the processes that share the layer; its images lie side by side in one arena."""
 
     def __init__(self, shape, shard, folder):
-        self.shape, self.shard, self.cuts = shape, shard, shard.cuts(shape)
+        self.shape, self.shard, self.ranges = shape, shard, shard.ranges(shape)
         specs = [read_spec(folder / name, shape, AdapterLimits(64, 1 << 20)) for name in ADAPTERS]
         layouts = [PackedLayout.of(spec, shape, shard) for spec in specs]
         ends = torch.tensor([layout.elements for layout in layouts]).cumsum(0).tolist()
@@ -90,18 +90,18 @@ class Process:
         return self.outputs
 
     def _column_parallel(self, group):
-        widths = tuple(len(self.cuts[linear].outputs) for linear in group)
+        widths = tuple(len(self.ranges[linear].outputs) for linear in group)
         lora = LoraGroup(group, self.shape.hidden, widths)
         layer = base_layer(self.shape)
         x = layer[group[0]][0]
-        w = torch.cat([layer[n][1][list(self.cuts[n].outputs)] for n in group])
+        w = torch.cat([layer[n][1][list(self.ranges[n].outputs)] for n in group])
         y = x @ w.T
         v = self._gathered(x, lora) if self.shard.fully else self._shrunk(x, lora)
         expand(v, y, self.weights, self.segments, 0, lora)
         self.outputs |= dict(zip(group, y.split(widths, dim=1), strict=True))
 
     def _row_parallel(self, linear):
-        cut = self.cuts[linear]
+        cut = self.ranges[linear]
         lora = LoraGroup((linear,), len(cut.inputs), (len(cut.outputs),))
         x, w = base_layer(self.shape)[linear]
         x = x[:, list(cut.inputs)]
@@ -122,7 +122,7 @@ class Process:
         table = self.weights.table.clone()
         for linear in lora.linears:
             for adapter in table[:, 0, linear]:
-                adapter[2] = len(self.cuts[linear].a_rows(int(adapter[2])))
+                adapter[2] = len(self.ranges[linear].a_rows(int(adapter[2])))
         mine = shrink(
             x, LoraWeights(self.weights.arena, table), self._segments(-(-most // WORLD)), 0, lora
         )

@@ -64,7 +64,7 @@ class Bench:
     def bring(self, *refs: AdapterRef, to: Residency = Residency.GPU) -> None:
         def there() -> bool:
             for ref in refs:  # every time, as an engine does: it may have been evicted again
-                self.tiers.want(ref)
+                self.tiers.request(ref)
             return all(self.tiers.residency(ref) >= to for ref in refs)
 
         self.until(there)
@@ -77,7 +77,7 @@ class Bench:
         return lease
 
     def failure(self, ref: AdapterRef) -> Exception:
-        self.tiers.want(ref)
+        self.tiers.request(ref)
         caught = []
 
         def failed() -> bool:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.residency.gpu.slots import Placed
+from lorikeet_engine.residency.gpu.slots import PlacedImage
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.telemetry.status import AdapterStatus
 from tests.engine.blobs import SHAPE, elements, everywhere
@@ -113,7 +113,7 @@ def enough(seen: list[Any], looks: int, meanwhile: Callable[[], object] = lambda
         time.sleep(1e-4)
 
 
-def spans(image: Placed) -> list[Span]:
+def spans(image: PlacedImage) -> list[Span]:
     return [(piece.offset, piece.end - piece.begin) for piece in image.pieces]
 
 

@@ -58,7 +58,7 @@ def test_a_lease_always_sees_its_adapter_and_everybody_gets_one(
 
 def apply(b: Bench, action: str, ref: AdapterRef, leases: list[tuple[AdapterRef, Lease]]) -> None:
     if action == "want":
-        b.tiers.want(ref)
+        b.tiers.request(ref)
         b.woken.wait(0.002)
     elif action == "lease" and (lease := b.tiers.lease(ref)) is not None:
         leases.append((ref, lease))
@@ -89,7 +89,7 @@ def check_room(adapters: Residents) -> None:
     held = [
         resident.layout.elements
         for resident in adapters.snapshot()
-        if resident.ref.digest in adapters._pledges or resident.held_at(now_s)
+        if resident.ref.digest in adapters._reservations or resident.held_at(now_s)
     ]
     adapters._clock = lambda: now_s
     assert adapters.room_elements == adapters._pool.elements - sum(held)

@@ -68,7 +68,7 @@ def test_the_disk_counts_adapters_once_and_every_files_bytes(bench, shelf):
     assert disk.used_bytes == sum(path.stat().st_size for path in files)
     (here.folder / refs[0].digest).unlink()
     (here.folder / here.tiers._disk.image_name(refs[0].digest)).unlink()
-    here.tiers._disk._stock._listed_ns = (
+    here.tiers._disk._usage._listed_ns = (
         None  # perhaps so soon after that the folder's time is the same
     )
     here.tiers._disk.changed()

@@ -40,17 +40,17 @@ class Engine:
 
     def load(self, chance: random.Random) -> None:
         layout = layout_of(*[chance.choice(SIZES) for _ in range(LAYERS)])
-        if self.residents.make_room(layout.elements, insist=True):
+        if self.residents.make_room(layout.elements, for_request=True):
             self.loads += 1
             ref = AdapterRef("acme", "a", 1, str(self.loads))
             image = torch.full((layout.elements,), float(self.loads))
-            event = self.residents.place(ref, layout, image, wanted=False)
+            event = self.residents.place(ref, layout, image, requested=False)
             assert event is not None
             self.copies[ref.digest] = event
 
     def arrive(self, digest: str) -> None:
         self.copies.pop(digest).synchronize()
-        self.residents.arrived(digest)
+        self.residents.copy_finished(digest)
 
     def step(self) -> None:
         for digest, lease in self.leases.items():

@@ -11,8 +11,8 @@ from lorikeet_engine.residency.eviction import (
     HALF_LIFE_S,
     LeastRecentlyUsed,
     LeastUsedForItsSize,
+    RecentUses,
     UsageRecord,
-    Uses,
 )
 from lorikeet_engine.residency.reservations import MemoryReservations
 
@@ -21,7 +21,7 @@ NOW_S = 1000.0
 
 def test_lru_evicts_what_was_used_longest_ago():
     policy = LeastRecentlyUsed()
-    assert policy.worth(UsageRecord(9, 1.0, 400.0)) < policy.worth(UsageRecord(1, 9.0, 500.0))
+    assert policy.score(UsageRecord(9, 1.0, 400.0)) < policy.score(UsageRecord(1, 9.0, 500.0))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_lru_evicts_what_was_used_longest_ago():
 )
 def test_uses_size_and_age_are_weighed(first, last):
     policy = LeastUsedForItsSize()
-    assert policy.worth(first) < policy.worth(last)
+    assert policy.score(first) < policy.score(last)
 
 
 USES = st.builds(UsageRecord, st.integers(1, 10**9), st.floats(1.0, 1e3), st.floats(0.0, 1e3))
@@ -54,42 +54,42 @@ def test_worth_orders_by_uses_over_the_root_of_size_at_any_later_time(one, two, 
         return math.log2(use.uses * 2 ** (-idle_s / HALF_LIFE_S) / math.sqrt(use.elements))
 
     policy = LeastUsedForItsSize()
-    worth = policy.worth(one) - policy.worth(two)
-    assert worth == pytest.approx(log_value(one) - log_value(two), abs=1e-6)
+    score = policy.score(one) - policy.score(two)
+    assert score == pytest.approx(log_value(one) - log_value(two), abs=1e-6)
 
 
 def test_uses_are_halved_every_half_life():
-    uses = Uses()
+    uses = RecentUses()
     for _ in range(3):
         uses.add("a", NOW_S)
-    assert uses.at("a", NOW_S) == 3.0
-    assert uses.at("a", NOW_S + HALF_LIFE_S) == 1.5
+    assert uses.count("a", NOW_S) == 3.0
+    assert uses.count("a", NOW_S + HALF_LIFE_S) == 1.5
     uses.add("a", NOW_S + HALF_LIFE_S)
-    assert uses.at("a", NOW_S + 2 * HALF_LIFE_S) == 1.25
-    assert uses.at("b", NOW_S) == 0.0
+    assert uses.count("a", NOW_S + 2 * HALF_LIFE_S) == 1.25
+    assert uses.count("b", NOW_S) == 0.0
 
 
 def test_the_uses_of_those_used_longest_ago_are_forgotten(monkeypatch):
-    monkeypatch.setattr(eviction, "_REMEMBERED", 2)
-    uses = Uses()
+    monkeypatch.setattr(eviction, "_MAX_REMEMBERED", 2)
+    uses = RecentUses()
     for digest in "abac":
         uses.add(digest, NOW_S)
-    assert [uses.at(digest, NOW_S) for digest in "abc"] == [2.0, 0.0, 1.0]
+    assert [uses.count(digest, NOW_S) for digest in "abc"] == [2.0, 0.0, 1.0]
 
 
-def test_pledges_leave_room_for_the_largest_adapter_asked_for():
-    pledges = MemoryReservations(100)
-    pledges.yield_to(30)
-    assert pledges.grant("a", 40)
-    assert pledges.grant("b", 30)
-    assert not pledges.grant("c", 1)
-    assert pledges.grant("a", 40), "what is granted stays granted"
+def test_reservations_leave_room_for_the_largest_adapter_asked_for():
+    reservations = MemoryReservations(100)
+    reservations.make_way_for(30)
+    assert reservations.grant("a", 40)
+    assert reservations.grant("b", 30)
+    assert not reservations.grant("c", 1)
+    assert reservations.grant("a", 40), "what is granted stays granted"
 
 
-def test_a_request_takes_the_newest_pledges_back():
-    pledges = MemoryReservations(100)
+def test_a_request_takes_the_newest_reservations_back():
+    reservations = MemoryReservations(100)
     for digest in "abc":
-        assert pledges.grant(digest, 30)
-    pledges.yield_to(60)
-    assert [digest in pledges for digest in "abc"] == [True, False, False]
-    assert not pledges.grant("b", 30)
+        assert reservations.grant(digest, 30)
+    reservations.make_way_for(60)
+    assert [digest in reservations for digest in "abc"] == [True, False, False]
+    assert not reservations.grant("b", 30)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lorikeet_engine.residency.host import HostArena
+from lorikeet_engine.residency.host_arena import HostArena
 
 pytestmark = [
     pytest.mark.gpu,

@@ -57,7 +57,7 @@ def test_the_image_and_its_layout_come_back_to_the_bit(written, ranks, dtype, sh
     file.read(out)
     assert torch.equal(out.view(torch.uint8), image.view(torch.uint8))
     assert torch.equal(file.layout.rows, layout.rows)
-    for field in ("elements", "max_rank", "cuts", "layers"):
+    for field in ("elements", "max_rank", "ranges", "layers"):
         assert getattr(file.layout, field) == getattr(layout, field)
 
 

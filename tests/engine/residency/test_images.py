@@ -84,7 +84,7 @@ def test_an_image_from_before_the_limits_were_lowered_is_not_used(shelf, bench):
     assert isinstance(strict.failure(a), AdapterTooLarge)
 
 
-def test_an_adapter_lands_though_its_image_cannot_be_written(shelf, bench, monkeypatch, caplog):
+def test_an_adapter_is_loaded_though_its_image_cannot_be_written(shelf, bench, monkeypatch, caplog):
     (a,) = make(shelf, "a")
     b = bench()
     tried = threading.Event()

@@ -43,7 +43,7 @@ def test_every_hop_that_an_adapter_takes_is_measured(shelf, bench):
     b, times = bench(), {}
     b.lease(a).release()
     for name in ("downloads", "reads", "copies"):
-        times[name] = getattr(b.tiers._accounts._times, name)
+        times[name] = getattr(b.tiers._stats._times, name)
         assert times[name].size_bytes == SIZE * 4
         assert 0 < times[name].seconds < 1
     assert b.tiers.load_costs().remote_latency_s != LoadCosts().remote_latency_s

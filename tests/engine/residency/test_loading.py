@@ -19,7 +19,7 @@ def test_an_adapter_moves_up_tier_by_tier_and_arrives_whole(shelf, bench, tmp_pa
     b = bench()
     assert b.tiers.residency(a) is Residency.REMOTE
     assert b.tiers.lease(a) is None
-    b.tiers.want(a)
+    b.tiers.request(a)
     until(lambda: b.tiers.residency(a) is Residency.HOST, b.woken)
     assert b.tiers.lease(a) is None
     assert (tmp_path / "cache" / a.digest).read_bytes() == shelf.blob("a").read_bytes()
@@ -56,7 +56,7 @@ def test_a_load_in_flight_is_not_begun_again(shelf, bench):
     b = bench()
     shelf.gates["a"] = threading.Event()
     for _ in range(20):
-        b.tiers.want(a)
+        b.tiers.request(a)
         b.tiers.pin(a)
         b.tiers.advance()
     shelf.gates["a"].set()
@@ -95,7 +95,7 @@ def test_a_source_that_hangs_stops_only_its_own_adapters(shelf, bench):
         shelf.gates[ref.name] = threading.Event()
     longest_s = 0.0
     for ref in (*slow[:6], *warm, *quick):
-        b.tiers.want(ref)
+        b.tiers.request(ref)
     leased: set[str] = set()
 
     def all_leased() -> bool:
@@ -104,7 +104,7 @@ def test_a_source_that_hangs_stops_only_its_own_adapters(shelf, bench):
         b.tiers.advance()
         b.tiers.adapters()
         for ref in (*slow, *warm, *quick):
-            b.tiers.want(ref)
+            b.tiers.request(ref)
             b.tiers.residency(ref)
             if b.tiers.lease(ref):
                 leased.add(ref.name)
@@ -123,7 +123,7 @@ def test_with_every_download_thread_stuck_adapters_on_disk_still_load(shelf, ben
     b = bench()
     for ref in slow:
         shelf.gates[ref.name] = threading.Event()
-        b.tiers.want(ref)
+        b.tiers.request(ref)
     b.lease(warm[0]).release()
 
 
@@ -141,7 +141,7 @@ def test_close_does_not_wait_for_a_source_that_hangs(shelf, bench):
     (a,) = make(shelf, "a")
     b = bench()
     shelf.gates["a"] = threading.Event()
-    b.tiers.want(a)
+    b.tiers.request(a)
     begin_s = time.monotonic()
     b.tiers.close()
     assert time.monotonic() - begin_s < 8.0
@@ -154,7 +154,7 @@ def test_a_damaged_download_fails_its_adapter_only_and_leaves_nothing(shelf, ben
     bad, good = make(shelf, "ab")
     b = bench()
     shelf.spoil.add("a")
-    b.tiers.want(good)
+    b.tiers.request(good)
     error = b.failure(bad)
     assert isinstance(error, AdapterLoadFailed)
     assert "damaged" in str(error)
@@ -186,16 +186,16 @@ def test_a_failure_tells_its_kind_and_only_the_log_its_insides(shelf, bench, cap
     assert "/srv/catalog" in caplog.text
 
 
-def test_an_untold_failure_is_not_repeated_at_every_want(shelf, bench):
+def test_an_untold_failure_is_not_repeated_at_every_request(shelf, bench):
     (a,) = make(shelf, "a")
     b = bench()
     shelf.errors["a"] = ConnectionError("no")
-    b.tiers.want(a)
+    b.tiers.request(a)
     b.woken.wait(5)
     b.woken.clear()
     for _ in range(3):
         b.tiers.advance()
-        b.tiers.want(a)
+        b.tiers.request(a)
     assert not b.woken.wait(0.2)
     assert shelf.fetched == ["a"]
 

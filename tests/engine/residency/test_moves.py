@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.residency import tiers
-from lorikeet_engine.residency.disk import changes
+from lorikeet_engine.residency.disk import watcher
 from lorikeet_engine.residency.gpu import residents
 from lorikeet_engine.residency.gpu.arena import DeviceArena
 from lorikeet_engine.residency.packing import PackedLayout
@@ -67,7 +67,7 @@ def test_after_any_moves_the_mirror_is_the_truth(steps, gpu, host, stocked, tmp_
     finally:
         patch.undo()
         b.tiers.close()
-    b.tiers._watch._look()
+    b.tiers._disk_watcher._look()
     mirror.read()
     assert {ref: mirror.of(ref) for ref in refs} == {ref: b.tiers.residency(ref) for ref in refs}
     for report in b.tiers.adapters():
@@ -78,7 +78,7 @@ def test_after_any_moves_the_mirror_is_the_truth(steps, gpu, host, stocked, tmp_
 def apply(b: Bench, action: str, ref: AdapterRef, leases: list, mirror: Mirror) -> None:
     match action:
         case "want":
-            b.tiers.want(ref)
+            b.tiers.request(ref)
             step_until_it_is_there(b, ref)
         case "lease" if (lease := b.tiers.lease(ref)) is not None:
             leases.append(lease)
@@ -115,8 +115,8 @@ def test_one_who_reads_meanwhile_misses_nothing(shelf, bench):
 
     def follow() -> None:
         while not over.is_set():
-            b.tiers.noted.wait(0.01)
-            b.tiers.noted.clear()
+            b.tiers.changed.wait(0.01)
+            b.tiers.changed.clear()
             mirror.read()
 
     reader = threading.Thread(target=follow)
@@ -160,7 +160,7 @@ def test_an_adapter_that_is_being_copied_is_on_its_way_and_not_there(shelf, benc
     (a,) = make(shelf, "a")
     b = bench()
     mirror = Mirror(b)
-    b.tiers.want(a)
+    b.tiers.request(a)
     b.until(lambda: b.gpu.used_bytes > 0)
     mirror.read()
     assert mirror.of(a) is Residency.HOST
@@ -173,15 +173,15 @@ def test_an_adapter_that_is_being_copied_is_on_its_way_and_not_there(shelf, benc
 
 
 def test_what_another_process_adds_and_removes_is_seen(shelf, bench, monkeypatch):
-    monkeypatch.setattr(changes, "_LOOK_S", 0.02)
+    monkeypatch.setattr(watcher, "_LOOK_S", 0.02)
     (a,) = make(shelf, "a")
     b, other = bench(), bench()
     mirror = Mirror(b)
 
     def until_it_is(tier: Residency) -> None:
         while mirror.of(a) is not tier:
-            assert b.tiers.noted.wait(5)
-            b.tiers.noted.clear()
+            assert b.tiers.changed.wait(5)
+            b.tiers.changed.clear()
             mirror.read()
 
     other.tiers.pin(a, Residency.DISK)
@@ -200,7 +200,7 @@ def test_a_file_that_came_and_went_between_two_looks_is_not_believed_to_be_there
     mirror.read()
     assert mirror.of(a) is Residency.DISK
     (b.folder / a.digest).unlink()
-    b.tiers._watch._look()
+    b.tiers._disk_watcher._look()
     mirror.read()
     assert mirror.of(a) is Residency.REMOTE
 
@@ -213,8 +213,8 @@ def test_moves_among_thousands_of_residents_are_told_in_microseconds(bench):
     here, image = b.tiers._residents, torch.zeros(layout.elements)
 
     def place(ref: AdapterRef) -> None:
-        assert here.make_room(layout.elements, insist=True)
-        here.place(ref, layout, image, wanted=False)
+        assert here.make_room(layout.elements, for_request=True)
+        here.place(ref, layout, image, requested=False)
 
     for ref in refs[:2300]:
         place(ref)

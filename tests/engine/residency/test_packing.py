@@ -105,7 +105,7 @@ def test_rows_of_linears_without_weights_stay_zero_wherever_the_image_lies(shelf
 def matrices(layout, image, layer, linear):
     """A [rows, d_in] and B transposed [rank, d_out], as far as they are in the image."""
     a_at, b_at, rank = layout.rows[layer, linear].tolist()
-    cut = layout.cuts[linear]
+    cut = layout.ranges[linear]
     a_elements, b_elements = cut.elements(rank)
     a = image[a_at : a_at + a_elements].view(-1, len(cut.inputs))
     return a, image[b_at : b_at + b_elements].view(rank, -1)
@@ -144,7 +144,7 @@ def test_a_shards_image_is_aligned_and_as_small_as_its_matrices(shelf, fully, ra
     _, layout, _ = packed(shelf, "odd", shape=shape, shard=Shard(1, 2, fully))
     spans = []
     for (layer, linear), rank in ranks.items():
-        sizes = layout.cuts[linear].elements(rank)
+        sizes = layout.ranges[linear].elements(rank)
         starts = layout.rows[layer, linear, :2].tolist()
         spans += [(at, at + size) for at, size in zip(starts, sizes, strict=True) if size]
     spans.sort()
@@ -175,7 +175,7 @@ def test_the_key_head_of_every_query_head_is_in_the_same_shard():
     for heads, kv_heads, world in [(8, 2, 2), (8, 2, 4), (8, 2, 8), (32, 8, 16), (6, 3, 6)]:
         shape = BaseShape("llama", 1, 96, 96, heads, kv_heads, head_dim=1)
         for index in range(world):
-            q, k, v, *_ = Shard(index, world).cuts(shape)
+            q, k, v, *_ = Shard(index, world).ranges(shape)
             read = {head * kv_heads // heads for head in q.outputs}
             assert read == set(k.outputs) == set(v.outputs)
 
@@ -191,14 +191,14 @@ def test_the_key_head_of_every_query_head_is_in_the_same_shard():
 )
 def test_a_base_model_that_cannot_be_cut_evenly_is_refused(field, value, fully, named):
     shape = BaseShape("llama", 1, hidden=16, intermediate=32, heads=4, kv_heads=4, head_dim=4)
-    Shard(0, 4, fully).cuts(shape)
+    Shard(0, 4, fully).ranges(shape)
     with pytest.raises(SettingsError, match=named):
-        Shard(0, 4, fully).cuts(dataclasses.replace(shape, **{field: value}))
+        Shard(0, 4, fully).ranges(dataclasses.replace(shape, **{field: value}))
 
 
 def test_hidden_states_need_not_be_divisible_unless_fully_sharded():
     shape = BaseShape("llama", 1, hidden=18, intermediate=32, heads=4, kv_heads=4, head_dim=4)
-    assert {len(cut.outputs) for cut in Shard(0, 4).cuts(shape)} == {4, 8, 18}
+    assert {len(cut.outputs) for cut in Shard(0, 4).ranges(shape)} == {4, 8, 18}
 
 
 def test_a_scaling_that_overflows_the_dtype_is_refused_by_tensor(shelf):

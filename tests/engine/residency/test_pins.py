@@ -106,8 +106,8 @@ def test_a_failure_that_a_pin_has_overcome_is_forgotten(shelf, bench, monkeypatc
     (a,) = make(shelf, "a")
     b = bench()
     shelf.errors["a"] = ConnectionError("no")
-    b.tiers.want(a)  # by a request that leaves before it is told
-    b.until(lambda: not b.tiers._wanted)
+    b.tiers.request(a)  # by a request that leaves before it is told
+    b.until(lambda: not b.tiers._requests._waiting)
     del shelf.errors["a"]
     b.tiers.pin(a)
     b.until(lambda: b.tiers.residency(a) is Residency.GPU)

@@ -61,7 +61,7 @@ def test_what_was_never_used_takes_free_room_only(shelf, bench):
     assert b.tiers.residency(used) is Residency.GPU
 
 
-def test_it_takes_the_place_of_what_is_worth_less(shelf, bench):
+def test_it_takes_the_place_of_what_scores_lower(shelf, bench):
     often, once = make(shelf, "ab")
     b = bench(gpu=1)
     use(b, often, times=3)
@@ -77,7 +77,7 @@ def test_it_takes_the_place_of_what_is_worth_less(shelf, bench):
     assert b.tiers.residency(often) is Residency.GPU
 
 
-def test_every_one_that_would_have_to_go_must_be_worth_less(shelf, bench):
+def test_every_one_that_would_have_to_go_must_score_lower(shelf, bench):
     rare, often = make(shelf, "ab")
     large = shelf.make("large", everywhere(8))
     b = bench(gpu=2)
@@ -91,7 +91,7 @@ def test_every_one_that_would_have_to_go_must_be_worth_less(shelf, bench):
 
 
 @pytest.mark.parametrize("held", ["lease", "guard"])
-def test_what_is_held_stays_whatever_it_is_worth(held, shelf, bench, monkeypatch):
+def test_what_is_held_stays_whatever_its_score(held, shelf, bench, monkeypatch):
     monkeypatch.setattr(residents, "GUARD_S", 60.0 if held == "guard" else 0.01)
     often, holder = make(shelf, "ab")
     b = bench(gpu=1)
@@ -105,7 +105,7 @@ def test_what_is_held_stays_whatever_it_is_worth(held, shelf, bench, monkeypatch
         shelf.check(holder, b.tiers.weights, lease.slot)
 
 
-def test_what_is_pinned_stays_whatever_it_is_worth(shelf, bench):
+def test_what_is_pinned_stays_whatever_its_score(shelf, bench):
     often, pinned, *others = make(shelf, "opxy")
     b = bench(gpu=2)
     use(b, often, times=9)
@@ -193,7 +193,7 @@ def test_one_whose_load_fails_is_forgotten(shelf, bench):
 
 
 def test_only_the_last_ones_asked_for_wait(shelf, bench, monkeypatch):
-    monkeypatch.setattr(prefetches, "_MOST", 2)
+    monkeypatch.setattr(prefetches, "_MAX_WAITING", 2)
     refs = make(shelf, "abcd")
     b = bench()
     for ref in refs:
@@ -210,7 +210,7 @@ def test_a_request_makes_its_load_urgent(shelf, bench):
     settled(b, pinned)
     b.tiers.prefetch(a)
     downloading(b, a)
-    b.tiers.want(a)
+    b.tiers.request(a)
     shelf.gates["a"].set()
     use(b, a)  # though the host is full of pins, which give way to requests alone
 
@@ -221,7 +221,7 @@ def test_a_request_takes_the_load_of_a_disk_pin_further(shelf, bench):
     b = bench()
     b.tiers.pin(a, Residency.DISK)
     downloading(b, a)
-    b.tiers.want(a)
+    b.tiers.request(a)
     shelf.gates["a"].set()
     use(b, a)
 

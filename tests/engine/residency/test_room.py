@@ -93,15 +93,15 @@ def test_an_adapter_that_nobody_leases_gives_its_place_up_after_a_while(shelf, b
     assert b.tiers.residency(a) is Residency.HOST
 
 
-def test_wanting_it_again_does_not_keep_its_place_longer(shelf, bench, monkeypatch):
+def test_requesting_it_again_does_not_keep_its_place_longer(shelf, bench, monkeypatch):
     monkeypatch.setattr(residents, "GUARD_S", 0.1)
     a, b_ = make(shelf, "ab")
     b = bench(gpu=1)
     b.bring(a)
-    b.tiers.want(b_)
+    b.tiers.request(b_)
 
     def other_arrived() -> bool:
-        b.tiers.want(a)
+        b.tiers.request(a)
         return b.tiers.residency(b_) is Residency.GPU
 
     b.until(other_arrived)
@@ -114,7 +114,7 @@ def test_adapters_waiting_for_one_place_all_get_it_in_turn(shelf, bench):
 
     def step() -> bool:
         for ref in waiting:
-            b.tiers.want(ref)
+            b.tiers.request(ref)
         for ref in list(waiting):
             lease = b.tiers.lease(ref)
             if lease is not None:
@@ -135,7 +135,7 @@ def test_images_wait_on_disk_while_the_host_is_full_of_waiting_ones(shelf, bench
     b = bench(gpu=1, host=2)
     lease = b.lease(refs[0])
     for ref in refs[1:]:
-        b.tiers.want(ref)
+        b.tiers.request(ref)
     waits_on = [Residency.HOST] * 2 + [Residency.DISK] * 2
     b.until(lambda: sorted(map(b.tiers.residency, refs[1:]), reverse=True) == waits_on)
     lease.release()

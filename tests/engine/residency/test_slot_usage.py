@@ -6,12 +6,12 @@ from collections import defaultdict
 import pytest
 
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.residency.gpu.slot_usage import SlotHold, SlotUsage
+from lorikeet_engine.residency.gpu.slot_usage import SlotUsage, SlotUser
 from tests.engine.residency.bench import make
 
 A = AdapterRef("acme", "support", 1, "a" * 64)
 B = AdapterRef("acme", "sales", 1, "b" * 64)
-ACME, GLOBEX = SlotHold("acme", A), SlotHold("globex", A)
+ACME, GLOBEX = SlotUser("acme", A), SlotUser("globex", A)
 
 
 class Clock:
@@ -74,7 +74,7 @@ def test_what_was_taken_is_not_taken_again_though_it_goes_on(usage, clock):
 def test_the_parts_of_all_tenants_are_the_time_that_slots_were_leased(usage, clock):
     rng, open_, leased_s = random.Random(7), [], defaultdict(float)
     taken_s = 0.0
-    uses = [SlotHold(tenant, ref) for tenant in "xyz" for ref in (A, B)]
+    uses = [SlotUser(tenant, ref) for tenant in "xyz" for ref in (A, B)]
     for _ in range(2000):
         step_s = rng.random()
         clock.now_s += step_s
@@ -91,10 +91,10 @@ def test_the_parts_of_all_tenants_are_the_time_that_slots_were_leased(usage, clo
     assert taken_s == pytest.approx(sum(leased_s.values()))
 
 
-def test_a_load_is_whose_request_wanted_it_first(shelf, bench):
+def test_a_load_is_whose_request_came_first(shelf, bench):
     b, (ref,) = bench(), make(shelf, "a")
-    b.tiers.want(ref, "acme")
-    b.tiers.want(ref, "globex")
+    b.tiers.request(ref, "acme")
+    b.tiers.request(ref, "globex")
     b.until(lambda: b.tiers.lease(ref, "globex") is not None)
     first, second = sorted(b.tiers.take_use(), key=lambda use: use.tenant)
     assert (first.tenant, first.loads, first.leased_s) == ("acme", 1, 0.0)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.kernels.lora import LoraWeights
-from lorikeet_engine.residency.blocks import FreeList
 from lorikeet_engine.residency.eviction import LeastRecentlyUsed
+from lorikeet_engine.residency.free_list import FreeList
 from lorikeet_engine.residency.gpu import arena
-from lorikeet_engine.residency.gpu.arena import ClearRow, CloseHoles, DeviceArena, Move, WriteRow
+from lorikeet_engine.residency.gpu.arena import ClearRow, Compact, DeviceArena, Move, WriteRow
 from lorikeet_engine.residency.gpu.residents import Residents
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.packing import PackedLayout
@@ -63,7 +63,7 @@ def layout_of(*sizes: int) -> PackedLayout:
     for layer, (size, begin) in enumerate(zip(sizes, begins, strict=True)):
         if size:
             rows[layer, 0] = torch.tensor([begin, begin + size // 2, 1])
-    return PackedLayout(rows, sum(sizes), max_rank=1, cuts=(), layers=begins)
+    return PackedLayout(rows, sum(sizes), max_rank=1, ranges=(), layers=begins)
 
 
 def whole(elements: int) -> PackedLayout:
@@ -143,7 +143,7 @@ def holes_beside(taken: Sequence[tuple[int, int]], begin: int = 0, end: int = 64
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=12), st.integers(1, 30))
 @settings(max_examples=200, deadline=None)
-def test_the_cheapest_stretch_holds_what_is_asked_for_among_the_fewest_elements(layout, size):
+def test_the_cheapest_range_holds_what_is_asked_for_among_the_fewest_elements(layout, size):
     blocks, taken = FreeList(64), []
     for length, kept in layout:
         offset = blocks.allocate(length)
@@ -162,9 +162,9 @@ def test_the_cheapest_stretch_holds_what_is_asked_for_among_the_fewest_elements(
 
     edges = sorted({0, 64} | {e for o, n in kept_blocks for e in (o, o + n)})
     best = min(cost(b, e) for b, e in itertools.combinations(edges, 2))
-    stretch = blocks.cheapest_stretch(size)
-    assert cost(*stretch) == best
-    blocks.close_holes(*stretch)
+    range_ = blocks.cheapest_range(size)
+    assert cost(*range_) == best
+    blocks.compact(*range_)
     assert blocks.holes()[0] >= size
     assert blocks.free == 64 - sum(length for _, length in kept_blocks)
 
@@ -233,7 +233,7 @@ def test_holes_are_closed_where_that_moves_least_and_only_when_none_takes_a_laye
 
     placement = pool.place(whole(96))
     close, write = placement.commands
-    assert isinstance(close, CloseHoles)
+    assert isinstance(close, Compact)
     assert close.moves == (Move(source=144, target=96, elements=32),)
     assert [row.slot for row in close.rows] == [placed[3][0]]
     assert isinstance(write, WriteRow)
@@ -274,9 +274,9 @@ def test_what_may_go_goes_rather_than_that_others_move(leased, left, moved):
     adapters = Residents(pool, pool.arena, LeastRecentlyUsed(), lambda: float(next(clock)))
 
     def place(name: str, elements: int) -> None:
-        assert adapters.make_room(elements, insist=True)
+        assert adapters.make_room(elements, for_request=True)
         ref = AdapterRef("acme", name, 1, name)
-        adapters.place(ref, whole(elements), torch.zeros(elements), wanted=False)
+        adapters.place(ref, whole(elements), torch.zeros(elements), requested=False)
 
     for name in "abcde":
         place(name, 64)
@@ -291,7 +291,7 @@ def test_nothing_moves_in_an_arena_of_many_sizes_and_little_of_it_is_empty():
     """Whoever leaves is drawn at random; adapters of ranks 4 to 256, a quarter on q and v alone."""
 
     class Chance:
-        def worth(self, _use) -> float:
+        def score(self, _use) -> float:
             return chance.random()
 
     layers, per_rank, chance, used = 8, {True: 2, False: 12}, random.Random(5), []
@@ -300,9 +300,9 @@ def test_nothing_moves_in_an_arena_of_many_sizes_and_little_of_it_is_empty():
     for load in range(600):
         size = chance.choice([4, 8, 16, 32, 64, 128, 256]) * per_rank[chance.random() < 0.25]
         layout = layout_of(*[size] * layers)
-        assert adapters.make_room(layout.elements, insist=True)
+        assert adapters.make_room(layout.elements, for_request=True)
         ref = AdapterRef("acme", str(load), 1, str(load))
-        adapters.place(ref, layout, torch.zeros(layout.elements), wanted=False)
+        adapters.place(ref, layout, torch.zeros(layout.elements), requested=False)
         used.append(pool.used_elements / pool.elements)
     assert pool.moved_elements == 0
     assert sum(used[300:]) / 300 > 0.93

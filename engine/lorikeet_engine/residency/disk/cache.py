@@ -20,8 +20,8 @@ from typing import Protocol
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import blob_digest
 from lorikeet_engine.errors import AdapterLoadFailed
+from lorikeet_engine.residency.changes import OnChange, ignore_change
 from lorikeet_engine.residency.disk.usage import FILE, DiskUsage
-from lorikeet_engine.residency.journal import Note, unnoted
 from lorikeet_engine.telemetry.status import TierStatus
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class AdapterSource(Protocol):
     def fetch(self, ref: AdapterRef, path: Path) -> str | None:
         """Write the blob to path, replacing what is there.
 
-        The answer is the SHA-256 of what was written, 64 hex digits, if it was computed on the
+        Returns the SHA-256 of what was written, 64 hex digits, if it was computed on the
         way; with None the file is read once more. Called on loader threads; may raise anything.
         """
 
@@ -56,18 +56,18 @@ class DiskCache:
         budget_bytes: int,
         source: AdapterSource,
         fingerprint: str,
-        note: Note = unnoted,
+        on_change: OnChange = ignore_change,
     ) -> None:
         """fingerprint: 16 hex digits, the same for all that can use each other's images.
 
-        note: called with the digest of what this process adds or removes.
+        on_change: called with the digest of what this process adds or removes.
         """
         self._folder = folder
         self.budget_bytes = budget_bytes
         self._source = source
         self._fingerprint = fingerprint
-        self._note = note
-        self._stock = DiskUsage(folder, self._usable)
+        self._on_change = on_change
+        self._usage = DiskUsage(folder, self._usable)
         self._evictions = 0
         self._pins: dict[str, int] = {}  # digest → descriptor that holds the lock
         self._lock = threading.Lock()
@@ -84,19 +84,18 @@ class DiskCache:
 
         For one thread. Sees other processes' doing, too.
         """
-        return self._stock.changed()
+        return self._usage.changed()
 
     def status(self) -> TierStatus:
         """What `changed` saw last, and what this process has evicted."""
-        stock = self._stock
-        budget = self.budget_bytes
-        return TierStatus(stock.adapters, stock.bytes, budget, budget, self._evictions)
+        usage, budget = self._usage, self.budget_bytes
+        return TierStatus(usage.adapters, usage.bytes, budget, budget, self._evictions)
 
     def fetch(self, ref: AdapterRef) -> None:
         """See that the blob is there, fetched and verified.
 
-        Of several that want the same one at once, in this process or another, one fetches it and
-        the others wait for it.
+        If several need the same blob at once, in this process or another, one fetches it and the
+        others wait.
 
         Raises AdapterLoadFailed for content that is not the digest's, and what the source raises.
         """
@@ -105,7 +104,7 @@ class DiskCache:
         with contextlib.suppress(FileNotFoundError):
             self.blob(ref.digest)
             return
-        with self._turn(ref.digest):
+        with self._fetch_lock(ref.digest):
             with contextlib.suppress(FileNotFoundError):
                 self.blob(ref.digest)
                 return
@@ -146,9 +145,9 @@ class DiskCache:
                 os.utime(self._folder / digest, (0, 0))
 
     def remove_image(self, digest: str) -> None:
-        """It was found damaged: no pin keeps it."""
+        """Remove an image that was found damaged: no pin keeps it."""
         (self._folder / self.image_name(digest)).unlink(missing_ok=True)
-        self._note(digest)
+        self._on_change(digest)
 
     def pin(self, digest: str) -> bool:
         """Keep the blob or its image from now on; False while neither is there."""
@@ -165,7 +164,7 @@ class DiskCache:
             return False
 
     def unpin(self, digest: str) -> None:
-        """Let it be removed again."""
+        """Let an adapter's files be removed again."""
         with self._lock:
             self._unpin(digest)
 
@@ -186,7 +185,7 @@ class DiskCache:
                 )
 
     def _names(self, digest: str) -> tuple[str, ...]:
-        """Of the files that can be used, the best first; none for what is no digest."""
+        """The names of usable files, the best first; none for what is no digest."""
         return (self.image_name(digest), digest) if _DIGEST.fullmatch(digest) else ()
 
     def _usable(self, name: str) -> bool:
@@ -208,17 +207,17 @@ class DiskCache:
             yield part
             with part.open("rb") as file:
                 os.fsync(file.fileno())
-            with self._alone():
+            with self._exclusive():
                 if not path.exists():  # never replace what somebody may have pinned meanwhile
                     part.replace(path)
-                    self._note(name[:64])
+                    self._on_change(name[:64])
                 self._evict(keep=path)
         finally:
             part.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _turn(self, digest: str) -> Iterator[None]:
-        """One after the other, of all threads and processes."""
+    def _fetch_lock(self, digest: str) -> Iterator[None]:
+        """Let one thread of all processes at a time fetch this digest."""
         path = self._folder / f"{digest}{_LOCK}"
         while True:
             descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -233,8 +232,8 @@ class DiskCache:
             os.close(descriptor)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No other process or thread adds files or evicts any."""
+    def _exclusive(self) -> Iterator[None]:
+        """Let no other process or thread add files or evict any."""
         descriptor = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -259,7 +258,7 @@ class DiskCache:
             if descriptor is not None:
                 path.unlink(missing_ok=True)
                 os.close(descriptor)
-                self._note(path.name[:64])
+                self._on_change(path.name[:64])
                 self._evictions += self._usable(path.name) and not self.holds(path.name[:64])
                 excess -= size
                 log.info("disk_file_removed", extra={"file": path.name, "size_bytes": size})

@@ -23,7 +23,7 @@ from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.shard import WHOLE, Shard
 
-# To be raised by whoever changes what pack or PackedLayout makes of the same blob.
+# Raise this with every change to what pack or PackedLayout makes of the same blob.
 _VERSION = 1
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -58,7 +58,7 @@ def write_image(path: Path, name: str, layout: PackedLayout, image: torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """A file that was found good. The image is its bytes from `begin` to the end."""
+    """An image's file that was found good: the image is its bytes from `begin` to the end."""
 
     path: Path
     layout: PackedLayout
@@ -66,7 +66,7 @@ class ImageFile:
 
     @classmethod
     def of(cls, path: Path, shape: BaseShape, shard: Shard = WHOLE) -> "ImageFile":
-        """Reads the header only. Raises AdapterRejected when the file is damaged."""
+        """Read the header only. Raises AdapterRejected when the file is damaged."""
         header = read_header(path)
         image, ranks = header.tensors.get("image"), header.metadata.get("ranks")
         if header.metadata.get("name") != path.name or image is None or ranks is None:
@@ -77,7 +77,7 @@ class ImageFile:
         return cls(path, layout, image.begin)
 
     def read(self, out: torch.Tensor) -> None:
-        """Straight into out [layout.elements]. Raises AdapterRejected if the file was changed."""
+        """Read into out [layout.elements]. Raises AdapterRejected if the file was changed."""
         with self.path.open("rb") as file:
             file.seek(self.begin)
             if file.readinto(out.view(torch.uint8).numpy().data) != out.nbytes:

@@ -1,4 +1,4 @@
-"""How much a disk cache's folder holds, kept up to date without asking for every file again."""
+"""How much a disk cache's folder holds, kept up to date without a stat of every file again."""
 
 import contextlib
 import os

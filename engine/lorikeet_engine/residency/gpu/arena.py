@@ -3,12 +3,12 @@
     arena  | slot 2, layers 0–31 | slot 5, 0–8 | slot 0, 0–31 | hole | slot 5, 9–31 |    hole    |
     table  [slot, layer, linear] → where in the arena A and B begin, and the rank
 
-What lies where is decided elsewhere (slots.py), in numbers; here it is done. Copies from the host
-go on a stream beside the one that computes:
+What lies where is decided in numbers (slots.py); here it is done. Copies from the host
+go on another stream than the one that computes:
 
     computing   step · rows of the table · step · images that move · step
     copying            │ image                  │           image
-                       └ waits for `reads`      └ CloseHoles: each waits for the other
+                       └ waits for `reads`      └ Compact: each waits for the other
 
 What steps read and what copies write meet in the arena alone. Steps (a replayed graph like any
 other: what it does on side streams it joins before it ends), the table's rows and images that
@@ -58,7 +58,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class WriteRow:
-    """Say where a slot's image lies. row [layers, linears, 3] int64: the table's."""
+    """Write where a slot's image lies. row [layers, linears, 3] int64: the table's."""
 
     slot: int
     row: npt.NDArray[np.int64]
@@ -66,14 +66,14 @@ class WriteRow:
 
 @dataclass(frozen=True, slots=True)
 class ClearRow:
-    """A slot has no image any more: rank 0 everywhere."""
+    """Clear the row of a slot that has no image any more: rank 0 everywhere."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Elements that lie at `source` go to `target`, which is before it; the two may overlap."""
+    """Move elements from `source` to `target`, which is before it; the two may overlap."""
 
     source: int
     target: int
@@ -81,21 +81,21 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class CloseHoles:
+class Compact:
     """Move images, in this order, and say where they lie now."""
 
     moves: tuple[Move, ...]
     rows: tuple[WriteRow, ...]
 
 
-Command = WriteRow | ClearRow | CloseHoles
-"""Plain data: whoever holds an arena of the same layout can do the same with it."""
+Command = WriteRow | ClearRow | Compact
+"""Plain data: another process with an arena of the same layout can run the same commands."""
 
 
 class DeviceArena:
-    """Does as it is told, in that order. Belongs to the engine's thread.
+    """Runs commands and copies, in that order. Belongs to the engine's thread.
 
-    On a CPU everything is done when it returns.
+    On a CPU each call returns when all is done.
     """
 
     def __init__(self, weights: LoraWeights, device: torch.device) -> None:
@@ -106,7 +106,7 @@ class DeviceArena:
             self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(self, *commands: Command) -> None:
-        """Steps launched from now on find the arena so."""
+        """Run commands; steps launched from now on find the arena so."""
         table = self.weights.table
         for command in commands:
             match command:
@@ -114,7 +114,7 @@ class DeviceArena:
                     table[slot].copy_(upload(row, table.device))
                 case ClearRow(slot):
                     table[slot].zero_()
-                case CloseHoles(moves, rows):
+                case Compact(moves, rows):
                     with self._between_copies():
                         for move in moves:
                             self._move(move)
@@ -141,7 +141,7 @@ class DeviceArena:
         return event
 
     def reads(self) -> torch.cuda.Event | None:
-        """Over once the steps launched so far are; None on a CPU."""
+        """An event that is over once the steps launched so far are; None on a CPU."""
         if self._copying is None:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -149,7 +149,7 @@ class DeviceArena:
         return event
 
     def wait_for(self, reads: torch.cuda.Event | None) -> None:
-        """Let no copy begin from now on until this is over: what they read is evicted."""
+        """Let no copy begin from now on until `reads` is over: what those steps read is evicted."""
         if self._copying is not None and reads is not None:
             self._copying.wait_event(reads)
 
@@ -159,7 +159,7 @@ class DeviceArena:
 
     @contextmanager
     def _between_copies(self) -> Iterator[None]:
-        """After all copies so far, before all later ones."""
+        """Run the block after all copies so far, before all later ones."""
         if self._copying is None:
             yield
             return

@@ -12,9 +12,9 @@ from lorikeet_engine.residency.packing import PackedLayout
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """One adapter on the GPU. guarded_until_s: since a request wants it and until it is leased.
+    """One adapter on the GPU.
 
-    since_s: when it came.
+    guarded_until_s: while a request waits to lease it. copying: nobody can lease it yet.
     reads: DeviceArena's, of the steps that may have read it; None until its first lease has ended.
     """
 
@@ -22,17 +22,17 @@ class Resident:
     slot: int
     layout: PackedLayout
     last_used_s: float
-    worth: float
+    score: float
     leases: int = 0
     guarded_until_s: float | None = None
-    arriving: bool = False
-    since_s: float = 0.0
+    copying: bool = False
+    loaded_at_s: float = 0.0
     reads: torch.cuda.Event | None = None
 
     def held_at(self, now_s: float) -> bool:
-        """Whether it is in use or about to be, and must stay."""
+        """Whether the adapter is in use or about to be, and must stay."""
         guarded = self.guarded_until_s is not None and self.guarded_until_s > now_s
-        return bool(self.leases) or self.arriving or guarded
+        return bool(self.leases) or self.copying or guarded
 
 
 class Lease:
@@ -41,15 +41,15 @@ class Lease:
     rank: the adapter's largest. Use as a context manager, or release once done.
     """
 
-    __slots__ = ("_ended", "_resident", "_then", "rank", "slot")
+    __slots__ = ("_ended", "_on_release", "_resident", "rank", "slot")
 
     def __init__(
-        self, resident: Resident, ended: Callable[[Resident], None], then: Callable[[], None]
+        self, resident: Resident, ended: Callable[[Resident], None], on_release: Callable[[], None]
     ) -> None:
-        """ended, then: called, in this order, when it is released."""
+        """ended, on_release: called, in this order, when the lease is released."""
         resident.leases += 1
         self._resident: Resident | None = resident
-        self._ended, self._then = ended, then
+        self._ended, self._on_release = ended, on_release
         self.slot = resident.slot
         self.rank = resident.layout.max_rank
 
@@ -58,7 +58,7 @@ class Lease:
         resident, self._resident = self._resident, None
         if resident is not None:
             self._ended(resident)
-            self._then()
+            self._on_release()
 
     def __enter__(self) -> "Lease":
         return self

@@ -1,4 +1,4 @@
-"""Who used the slots of adapters, for how long, and for whom they were filled."""
+"""Which tenants used adapters' slots, for how long, and for whom adapters were loaded."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.telemetry.status import SlotUse
 
 
-class SlotHold(NamedTuple):
-    """Whose it is, and of what."""
+class SlotUser(NamedTuple):
+    """A tenant whose requests use an adapter."""
 
     tenant: str
     ref: AdapterRef
@@ -19,63 +19,63 @@ class SlotHold(NamedTuple):
 
 @dataclass(slots=True)
 class _Leased:
-    """An adapter that is leased now, and what is settled already."""
+    """An adapter's leases; since_s: until when their time is shared out already."""
 
     since_s: float
-    leases: Counter[SlotHold] = field(default_factory=Counter)
+    leases: Counter[SlotUser] = field(default_factory=Counter)
 
 
 class SlotUsage:
-    """Told by the engine's thread; `take` is for any one. clock: seconds that only grow."""
+    """Written by the engine's thread; `take` is for any one. clock: seconds that only grow."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = Lock()
         self._leased: dict[str, _Leased] = {}  # by digest
-        self._uses: dict[SlotHold, SlotUse] = {}  # since the last `take`
+        self._uses: dict[SlotUser, SlotUse] = {}  # since the last `take`
 
-    def leased(self, use: SlotHold) -> None:
-        """A lease begins."""
+    def leased(self, user: SlotUser) -> None:
+        """Count a lease that begins."""
         with self._lock:
-            leased = self._settled(use.ref.digest)
-            leased.leases[use] += 1
+            leased = self._settled(user.ref.digest)
+            leased.leases[user] += 1
 
-    def ended(self, use: SlotHold) -> None:
-        """It ends."""
-        digest = use.ref.digest
+    def ended(self, user: SlotUser) -> None:
+        """Count a lease's end."""
+        digest = user.ref.digest
         with self._lock:
             leases = self._settled(digest).leases
-            leases[use] -= 1
-            if not leases[use]:
-                del leases[use]
+            leases[user] -= 1
+            if not leases[user]:
+                del leases[user]
             if not leases:
                 del self._leased[digest]
 
-    def loaded(self, use: SlotHold, size_bytes: int) -> None:
-        """It was brought to the GPU because this tenant's request wanted it."""
+    def loaded(self, user: SlotUser, size_bytes: int) -> None:
+        """Count a load to the GPU that this tenant's request caused."""
         with self._lock:
-            used = self._use(use)
+            used = self._use(user)
             used.loads += 1
             used.load_bytes += size_bytes
 
     def take(self) -> list[SlotUse]:
-        """What was used since the call before."""
+        """Return what was used since the call before."""
         with self._lock:
             for digest in self._leased:
                 self._settled(digest)
             taken, self._uses = self._uses, {}
         return list(taken.values())
 
-    def _use(self, use: SlotHold) -> SlotUse:
-        return self._uses.setdefault(use, SlotUse(use.tenant, use.ref))
+    def _use(self, user: SlotUser) -> SlotUse:
+        return self._uses.setdefault(user, SlotUse(user.tenant, user.ref))
 
     def _settled(self, digest: str) -> _Leased:
-        """What is leased of this adapter, its time until now shared out."""
+        """The leases of an adapter, their time until now shared out."""
         now_s = self._clock()
         leased = self._leased.setdefault(digest, _Leased(now_s))
         if leased.leases:
-            part_s = (now_s - leased.since_s) / len(leased.leases)
-            for use in leased.leases:
-                self._use(use).leased_s += part_s
+            share_s = (now_s - leased.since_s) / len(leased.leases)
+            for user in leased.leases:
+                self._use(user).leased_s += share_s
         leased.since_s = now_s
         return leased

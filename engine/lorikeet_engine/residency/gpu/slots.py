@@ -1,8 +1,8 @@
 """The slot pool: which image lies where in the device's arena, in numbers.
 
-An image lies in one piece where a hole takes it; otherwise it is cut between layers, and its pieces
-fill the largest holes. Images move only where that does not do either. A slot is a row of the table
-and stays the same while its image may move.
+An image lies in one piece where a hole takes it; otherwise it is split between layers, and its
+pieces fill the largest holes. Images move only where that does not do either. A slot is a row of
+the table and stays the same while its image may move.
 """
 
 from bisect import bisect_right
@@ -11,11 +11,11 @@ from itertools import pairwise
 
 import torch
 
-from lorikeet_engine.residency.blocks import FreeList
+from lorikeet_engine.residency.free_list import FreeList
 from lorikeet_engine.residency.gpu.arena import (
     ClearRow,
-    CloseHoles,
     Command,
+    Compact,
     Move,
     Piece,
     WriteRow,
@@ -24,7 +24,7 @@ from lorikeet_engine.residency.packing import PackedLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedImage:
     """An image in the arena."""
 
     layout: PackedLayout
@@ -41,10 +41,10 @@ class SlotAllocation:
 
 
 class SlotPool:
-    """Places images and closes holes when they are too small; a DeviceArena does what it says.
+    """Places images and compacts when holes are too small; a DeviceArena runs its commands.
 
     Belongs to the engine's thread, but for `placed`. elements: the arena's size. slots: the
-    table's rows. moved_elements: how much was to be moved to close holes since the start.
+    table's rows. moved_elements: how much was moved to compact since the start.
     """
 
     def __init__(self, elements: int, slots: int) -> None:
@@ -53,11 +53,11 @@ class SlotPool:
         self.moved_elements = 0
         self._blocks = FreeList(elements)
         self._free = list(range(slots))[::-1]
-        self._placed: dict[int, Placed] = {}  # by slot; at no moment do any overlap
+        self._placed: dict[int, PlacedImage] = {}  # by slot; at no moment do any overlap
 
     @property
     def used_elements(self) -> int:
-        """What placed images occupy."""
+        """Elements that placed images occupy."""
         return self.elements - self._blocks.free
 
     def has_room(self, elements: int) -> bool:
@@ -66,24 +66,24 @@ class SlotPool:
 
     def fits(self, layout: PackedLayout) -> bool:
         """Whether place would leave the other images where they are."""
-        return bool(self._free) and bool(self._cut(layout))
+        return bool(self._free) and bool(self._split(layout))
 
     def place(self, layout: PackedLayout) -> SlotAllocation:
-        """A slot with room for the image; may move other images. Only where has_room says so."""
+        """Give the image a slot; may move other images. Only where has_room says so."""
         assert self.has_room(layout.elements)
-        commands, ends = list[Command](), self._cut(layout)
+        commands, ends = list[Command](), self._split(layout)
         if not ends:
-            commands.append(self._gather(layout.elements))
+            commands.append(self._compact(layout.elements))
             ends = [layout.elements]
         slot, pieces = self._free.pop(), list[Piece]()
         for begin, end in pairwise([0, *ends]):
             offset = self._blocks.allocate(end - begin)
             assert offset is not None
             pieces.append(Piece(offset, begin, end))
-        placed = self._placed[slot] = Placed(layout, tuple(pieces))
+        placed = self._placed[slot] = PlacedImage(layout, tuple(pieces))
         return SlotAllocation(slot, placed.pieces, (*commands, self._row(slot)))
 
-    def placed(self) -> dict[int, Placed]:
+    def placed(self) -> dict[int, PlacedImage]:
         """All images by slot, as they lie at one moment. For any thread; holds up none."""
         return self._placed.copy()
 
@@ -94,7 +94,7 @@ class SlotPool:
         self._free.append(slot)
         return ClearRow(slot)
 
-    def _cut(self, layout: PackedLayout) -> list[int]:
+    def _split(self, layout: PackedLayout) -> list[int]:
         """Where each piece ends, so that they fit into the largest holes; [] if they cannot."""
         layers, begin, ends = layout.layers, 0, list[int]()
         for hole in self._blocks.holes():
@@ -107,9 +107,9 @@ class SlotPool:
             begin = end
         return []
 
-    def _gather(self, elements: int) -> CloseHoles:
-        """Slide what lies in one stretch to its front, until there is a hole of this size."""
-        begin, end = self._blocks.cheapest_stretch(elements)
+    def _compact(self, elements: int) -> Compact:
+        """Slide what lies in one range to its front, so that there is a hole of this size."""
+        begin, end = self._blocks.cheapest_range(elements)
         inside = [
             (piece, slot)
             for slot, placed in self._placed.items()
@@ -122,8 +122,8 @@ class SlotPool:
             self._placed[slot] = _with_moved(self._placed[slot], piece, target)
             target += piece.end - piece.begin
         self.moved_elements += target - begin
-        self._blocks.close_holes(begin, end)
-        return CloseHoles(tuple(moves), tuple(self._row(slot) for slot in {s for _, s in inside}))
+        self._blocks.compact(begin, end)
+        return Compact(tuple(moves), tuple(self._row(slot) for slot in {s for _, s in inside}))
 
     def _row(self, slot: int) -> WriteRow:
         placed = self._placed[slot]
@@ -133,6 +133,6 @@ class SlotPool:
         return WriteRow(slot, placed.layout.rows_at(offsets[:, None, None]).numpy())
 
 
-def _with_moved(placed: Placed, moved: Piece, target: int) -> Placed:
+def _with_moved(placed: PlacedImage, moved: Piece, target: int) -> PlacedImage:
     pieces = (replace(p, offset=target) if p is moved else p for p in placed.pieces)
     return replace(placed, pieces=tuple(pieces))

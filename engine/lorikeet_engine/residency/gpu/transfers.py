@@ -11,8 +11,8 @@ import torch
 from lorikeet_engine.residency.workers import Workers
 
 
-class Copied(NamedTuple):
-    """A copy that is over. took_s: without those before it."""
+class FinishedCopy(NamedTuple):
+    """A copy that is over. took_s: without the copies before it."""
 
     digest: str
     elements: int
@@ -20,38 +20,43 @@ class Copied(NamedTuple):
 
 
 class Transfers:
-    """Belongs to the engine's thread, `elements` to any. `wake` is called when one is over."""
+    """Copies under way. Belongs to the engine's thread, `elements` to any.
+
+    wake: called when one is over.
+    """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._worker = Workers(1, "copies")  # in their order
         self._under_way: dict[str, int] = {}
-        self._last_over_s = 0.0
-        self._over: deque[tuple[str, float]] = deque()
+        self._last_end_s = 0.0
+        self._finished: deque[tuple[str, float]] = deque()
 
     @property
     def elements(self) -> int:
-        """What is under way."""
+        """Elements that are being copied."""
         return sum(self._under_way.values())
 
-    def follow(self, digest: str, elements: int, began_s: float, event: torch.cuda.Event) -> None:
-        """A copy has begun; `event` is over when it is."""
+    def track(self, digest: str, elements: int, began_s: float, event: torch.cuda.Event) -> None:
+        """Wait, on a thread, for a copy that has begun; `event` is over when it is."""
         self._under_way[digest] = elements
         self._worker.submit(partial(self._wait, digest, began_s, event), urgent=True)
 
-    def over(self) -> list[Copied]:
-        """Those that ended since the last call."""
-        ended = [self._over.popleft() for _ in range(len(self._over))]
-        return [Copied(digest, self._under_way.pop(digest), took_s) for digest, took_s in ended]
+    def finished(self) -> list[FinishedCopy]:
+        """Copies that ended since the last call."""
+        ended = [self._finished.popleft() for _ in range(len(self._finished))]
+        return [
+            FinishedCopy(digest, self._under_way.pop(digest), took_s) for digest, took_s in ended
+        ]
 
     def close(self) -> None:
-        """Wait for no more."""
+        """Wait for no more copies."""
         self._worker.close()
 
     def _wait(self, digest: str, began_s: float, event: torch.cuda.Event) -> None:
         event.synchronize()
-        over_s = time.perf_counter()
-        took_s = over_s - max(began_s, self._last_over_s)
-        self._last_over_s = over_s
-        self._over.append((digest, took_s))
+        end_s = time.perf_counter()
+        took_s = end_s - max(began_s, self._last_end_s)
+        self._last_end_s = end_s
+        self._finished.append((digest, took_s))
         self._wake()

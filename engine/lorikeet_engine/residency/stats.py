@@ -1,4 +1,4 @@
-"""What the tiers can say of themselves: where adapters are, what is on its way, what loads take."""
+"""What the tiers report: where adapters are, what is being loaded, how long loads take."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -6,8 +6,8 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import LoadCosts
 from lorikeet_engine.residency.gpu.resident import Resident
 from lorikeet_engine.residency.gpu.residents import Residents
-from lorikeet_engine.residency.gpu.slots import Placed, SlotPool
-from lorikeet_engine.residency.gpu.transfers import Copied, Transfers
+from lorikeet_engine.residency.gpu.slots import PlacedImage, SlotPool
+from lorikeet_engine.residency.gpu.transfers import FinishedCopy, Transfers
 from lorikeet_engine.residency.load_times import LoadTimes
 from lorikeet_engine.residency.loader import LoadResult
 from lorikeet_engine.residency.pins import Pins
@@ -16,8 +16,8 @@ from lorikeet_engine.telemetry.counters import LOAD_S, Histogram
 from lorikeet_engine.telemetry.status import AdapterStatus, Distribution
 
 
-class ResidencyStatus:
-    """Told by the engine's thread, asked by any."""
+class ResidencyStats:
+    """Counts and times loads, and lists adapters. Written by the engine's thread, read by any."""
 
     def __init__(
         self,
@@ -32,36 +32,36 @@ class ResidencyStatus:
         self._pool, self._residents, self._copies, self._pins = pool, residents, copies, pins
         self._residency = residency
         self._itemsize = itemsize
-        self._known = SeenAdapters()
+        self._seen = SeenAdapters()
         self._times = LoadTimes()
         self._loads = {tier: Histogram(LOAD_S) for tier in Residency if tier is not Residency.GPU}
         self.failures = 0  # loads that ended with an error
 
-    def asked(self, ref: AdapterRef) -> None:
-        """Somebody asks for it. On any thread."""
-        self._known.add(ref)
+    def requested(self, ref: AdapterRef) -> None:
+        """Remember an adapter that a request, a pin or a prefetch is for. On any thread."""
+        self._seen.add(ref)
 
-    def seen(self, digest: str, elements: int) -> None:
-        """Its image has so many elements."""
-        self._known.measured(digest, elements)
+    def image_seen(self, digest: str, elements: int) -> None:
+        """Remember the size of an adapter's image."""
+        self._seen.measured(digest, elements)
 
-    def landed(self, landing: LoadResult) -> None:
-        """A load to the host or the disk is over."""
-        self.failures += landing.error is not None
-        if landing.download_s is not None:
-            self._loads[Residency.REMOTE].add(landing.download_s)
-        if landing.elements is not None:
-            self._loads[Residency.DISK].add(landing.read_s)
-            size_bytes = landing.elements * self._itemsize
-            self.seen(landing.ref.digest, landing.elements)
-            self._times.reads.add(landing.read_s, size_bytes)
-            if landing.download_s is not None:
-                self._times.downloads.add(landing.download_s, size_bytes)
+    def on_result(self, result: LoadResult) -> None:
+        """Count a load to the host or the disk that is over."""
+        self.failures += result.error is not None
+        if result.download_s is not None:
+            self._loads[Residency.REMOTE].add(result.download_s)
+        if result.elements is not None:
+            self._loads[Residency.DISK].add(result.read_s)
+            size_bytes = result.elements * self._itemsize
+            self.image_seen(result.ref.digest, result.elements)
+            self._times.reads.add(result.read_s, size_bytes)
+            if result.download_s is not None:
+                self._times.downloads.add(result.download_s, size_bytes)
 
-    def copied(self, copied: Copied) -> None:
-        """A copy to the GPU is over."""
-        self._loads[Residency.HOST].add(copied.took_s)
-        self._times.copies.add(copied.took_s, copied.elements * self._itemsize)
+    def add_copy(self, copy: FinishedCopy) -> None:
+        """Count a copy to the GPU that is over."""
+        self._loads[Residency.HOST].add(copy.took_s)
+        self._times.copies.add(copy.took_s, copy.elements * self._itemsize)
 
     def costs(self) -> LoadCosts:
         """What loads take, as far as it was measured."""
@@ -72,16 +72,16 @@ class ResidencyStatus:
         return {tier: seconds.read() for tier, seconds in self._loads.items()}
 
     def copy_s(self, digest: str) -> float:
-        """How long its copy from the host to the GPU takes."""
+        """How long an adapter's copy from the host to the GPU takes."""
         return self.costs().load_s(Residency.HOST, self._image_bytes(digest) or self._usual_bytes)
 
-    def loading_bytes(self, wanted: Iterable[str]) -> int:
+    def loading_bytes(self, requested: Iterable[str]) -> int:
         """Images on their way to the GPU; one that was never seen is taken to be of the usual size.
 
-        wanted: the digests that requests wait for and that are not on the GPU.
+        requested: the digests that requests wait for and that are not on the GPU.
         """
         usual = self._usual_bytes
-        sizes = (self._image_bytes(digest) or usual for digest in wanted)
+        sizes = (self._image_bytes(digest) or usual for digest in requested)
         return sum(sizes) + self._copies.elements * self._itemsize
 
     def adapters(self, tier: Residency) -> list[AdapterStatus]:
@@ -89,12 +89,12 @@ class ResidencyStatus:
 
         For any thread; holds up none.
         """
-        # In this order: who is evicted meanwhile has no place any more, or another has it.
+        # In this order: what is evicted meanwhile has no place any more, or another has it.
         residents = {r.ref.digest: r for r in self._residents.snapshot()}
         placed = self._pool.placed()
         refs = {digest: resident.ref for digest, resident in residents.items()}
         if tier is not Residency.GPU:
-            refs = self._known.refs() | refs
+            refs = self._seen.refs() | refs
         found = [self._adapter(ref, residents.get(digest), placed) for digest, ref in refs.items()]
         return [each for each in found if each.pieces or each.residency >= tier]
 
@@ -103,15 +103,15 @@ class ResidencyStatus:
         return int(self._times.reads.size_bytes)
 
     def _image_bytes(self, digest: str) -> int | None:
-        """Its image's; None while none was seen."""
-        elements = self._known.elements(digest)
+        """The bytes of an adapter's image; None while none was seen."""
+        elements = self._seen.elements(digest)
         return None if elements is None else elements * self._itemsize
 
     def _adapter(
-        self, ref: AdapterRef, resident: Resident | None, placed: Mapping[int, Placed]
+        self, ref: AdapterRef, resident: Resident | None, placed: Mapping[int, PlacedImage]
     ) -> AdapterStatus:
         digest, size = ref.digest, self._itemsize
-        known = (
+        common = (
             *(ref.tenant, ref.name, ref.version, digest),
             self._residency(digest),
             resident.layout.elements * size if resident else self._image_bytes(digest),
@@ -120,12 +120,12 @@ class ResidencyStatus:
         )
         image = placed.get(resident.slot) if resident else None
         if resident is None or image is None or image.layout is not resident.layout:
-            return AdapterStatus(*known)
+            return AdapterStatus(*common)
         return AdapterStatus(
-            *known,
+            *common,
             rank=image.layout.max_rank,
             leases=resident.leases,
-            kept=self._residents.keeps(digest),
-            arriving=resident.arriving,
+            kept=self._residents.is_pinned(digest),
+            arriving=resident.copying,
             pieces=tuple((p.offset * size, (p.end - p.begin) * size) for p in image.pieces),
         )

@@ -1,4 +1,4 @@
-"""Blocks of one arena, handed out and taken back. Knows numbers, no memory."""
+"""Blocks of one arena, allocated and released, in numbers: it knows no memory."""
 
 from bisect import bisect_left
 
@@ -12,11 +12,11 @@ class FreeList:
         self._holes = [(0, total)] if total else []  # (offset, size), by offset, never touching
 
     def holes(self) -> list[int]:
-        """Their sizes, the largest first."""
+        """The holes' sizes, the largest first."""
         return sorted((size for _, size in self._holes), reverse=True)
 
     def allocate(self, size: int) -> int | None:
-        """The offset of a block from the smallest hole that takes it, or None."""
+        """Allocate from the smallest hole that takes it: the block's offset, or None."""
         fitting = [(hole, at) for at, (_, hole) in enumerate(self._holes) if hole >= size]
         if not fitting:
             return None
@@ -37,11 +37,11 @@ class FreeList:
             size, at = size + before, at - 1
         self._holes.insert(at, (offset, size))
 
-    def cheapest_stretch(self, size: int) -> tuple[int, int]:
-        """(begin, end) of a stretch whose holes add up to `size` or more; size ≤ free.
+    def cheapest_range(self, size: int) -> tuple[int, int]:
+        """(begin, end) of a range whose holes add up to `size` or more; size ≤ free.
 
-        Of all such stretches, the one whose blocks have the fewest elements; it begins and ends
-        with a hole.
+        Among all such ranges the one whose blocks have the fewest elements; a hole begins and ends
+        it.
         """
         assert size <= self.free
         best, first, holes = (self.total + 1, 0, 0), 0, 0
@@ -55,8 +55,8 @@ class FreeList:
                 best = min(best, (end - begin - holes, begin, end))
         return best[1:]
 
-    def close_holes(self, begin: int, end: int) -> None:
-        """The blocks of a stretch now lie at its front: its holes are one, behind them."""
+    def compact(self, begin: int, end: int) -> None:
+        """Note that a range's blocks now lie at its front: its holes are one, behind them."""
         first, after = (bisect_left(self._holes, (at, 0)) for at in (begin, end))
         hole = sum(size for _, size in self._holes[first:after])
         self._holes[first:after] = [(end - hole, hole)]

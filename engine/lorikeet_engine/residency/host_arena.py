@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.residency.blocks import FreeList
-from lorikeet_engine.residency.journal import Note, unnoted
+from lorikeet_engine.residency.changes import OnChange, ignore_change
+from lorikeet_engine.residency.free_list import FreeList
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.reservations import MemoryReservations
 from lorikeet_engine.telemetry.status import TierStatus
@@ -37,24 +37,24 @@ class HostArena:
     """
 
     def __init__(
-        self, budget_bytes: int, dtype: torch.dtype, pin: bool, note: Note = unnoted
+        self, budget_bytes: int, dtype: torch.dtype, pin: bool, on_change: OnChange = ignore_change
     ) -> None:
-        """note: called with the digest of what has come here or gone."""
+        """on_change: called with the digest of what has come here or gone."""
         self.elements = budget_bytes // dtype.itemsize
         self._arena = (
             _pinned(self.elements, dtype) if pin else torch.empty(self.elements, dtype=dtype)
         )
-        self._note = note
+        self._on_change = on_change
         self._lock = threading.Lock()
         self._blocks = FreeList(self.elements)
-        self._pledges = MemoryReservations(self.elements)
+        self._reservations = MemoryReservations(self.elements)
         self._images: dict[str, _Image] = {}  # least recently held first
         self.frees = 0  # grows whenever waiting for room may have become worthwhile
         self._evictions = 0
 
     def status(self) -> TierStatus:
-        """What it holds, images being written included, and what it has evicted."""
-        elements = self.elements - self._blocks.free, self.elements, self._pledges.capacity
+        """What the arena holds, images being written included, and what it has evicted."""
+        elements = self.elements - self._blocks.free, self.elements, self._reservations.capacity
         used, capacity, pinnable = (each * self._arena.itemsize for each in elements)
         return TierStatus(len(self._images), used, capacity, pinnable, self._evictions)
 
@@ -63,17 +63,19 @@ class HostArena:
         image = self._images.get(digest)
         return image is not None and image.ready
 
-    def reserve(self, digest: str, layout: PackedLayout, *, insist: bool) -> torch.Tensor | None:
-        """Room for a new image, held by the caller; None while held images take it all.
+    def reserve(
+        self, digest: str, layout: PackedLayout, *, for_request: bool
+    ) -> torch.Tensor | None:
+        """Reserve room for a new image, held by the caller; None while held images take it all.
 
-        insist: a request wants it, so pins give way if nothing else does.
+        for_request: a request waits for it, so pins give way if nothing else does.
         """
         with self._lock:
             assert digest not in self._images
-            if insist:
-                self._pledges.yield_to(layout.elements)
+            if for_request:
+                self._reservations.make_way_for(layout.elements)
             offset = self._blocks.allocate(layout.elements)
-            while offset is None and self._evict_one(layout.elements, insist):
+            while offset is None and self._evict_one(layout.elements, for_request):
                 offset = self._blocks.allocate(layout.elements)
             if offset is None:
                 return None
@@ -81,18 +83,18 @@ class HostArena:
             return self._view(self._images[digest])
 
     def commit(self, digest: str) -> None:
-        """The image is written; the writer still holds it."""
+        """Say that the image is written; the writer still holds it."""
         self._images[digest].ready = True
-        self._note(digest)
+        self._on_change(digest)
 
     def abandon(self, digest: str) -> None:
-        """The image could not be written."""
+        """Give up an image that could not be written."""
         with self._lock:
             self._drop(digest)
             self.frees += 1
 
     def hold(self, digest: str) -> HostImage | None:
-        """The image, kept where it is until release; None if it is not there."""
+        """Keep the image where it is until release, and return it; None if it is not there."""
         with self._lock:
             image = self._images.get(digest)
             if image is None or not image.ready:
@@ -113,19 +115,19 @@ class HostArena:
             image = self._images.get(digest)
             if image is None or not image.ready:
                 return False
-            return self._pledges.grant(digest, image.layout.elements)
+            return self._reservations.grant(digest, image.layout.elements)
 
     def unpin(self, digest: str) -> None:
         """Let the image be evicted again."""
         with self._lock:
-            self._pledges.revoke(digest)
+            self._reservations.revoke(digest)
             self.frees += 1
 
-    def _evict_one(self, elements: int, insist: bool) -> bool:
+    def _evict_one(self, elements: int, for_request: bool) -> bool:
         evictable = {
             digest: image.layout.elements
             for digest, image in self._images.items()
-            if not image.holders and digest not in self._pledges
+            if not image.holders and digest not in self._reservations
         }
         if self._blocks.free + sum(evictable.values()) >= elements and evictable:
             self._drop(next(iter(evictable)))
@@ -133,20 +135,20 @@ class HostArena:
             return True
         # Pinned images may lie so that no hole is large enough.
         held = any(image.holders for image in self._images.values())
-        return insist and not held and self._pledges.revoke_newest()
+        return for_request and not held and self._reservations.revoke_newest()
 
     def _drop(self, digest: str) -> None:
         image = self._images.pop(digest)
-        self._pledges.revoke(digest)
+        self._reservations.revoke(digest)
         self._blocks.release(image.offset, image.layout.elements)
-        self._note(digest)
+        self._on_change(digest)
 
     def _view(self, image: _Image) -> torch.Tensor:
         return self._arena[image.offset : image.offset + image.layout.elements]
 
 
 def _pinned(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Not by torch's pin_memory, which takes the next power of two: for 84 GB, 137 GB."""
+    """Allocate without torch's pin_memory, which takes the next power of two: for 84 GB, 137 GB."""
     arena = torch.empty(elements, dtype=dtype)
     if arena.nbytes:
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -2,25 +2,25 @@
 
 import threading
 
+from lorikeet_engine.residency.changes import ResidencyChanges
 from lorikeet_engine.residency.disk.cache import DiskCache
-from lorikeet_engine.residency.journal import Journal
 
 _LOOK_S = 1.0
 
 
-class DiskChanges:
+class DiskWatcher:
     """Looks into the folder once a second, on a thread of its own: a listing can take a while."""
 
-    def __init__(self, disk: DiskCache, journal: Journal) -> None:
-        """Note everything that is there already, and begin to look."""
-        self._disk, self._journal = disk, journal
+    def __init__(self, disk: DiskCache, changes: ResidencyChanges) -> None:
+        """Note everything that is there already, and begin to watch."""
+        self._disk, self._changes = disk, changes
         self._closed = threading.Event()
         self._look()
         self._thread = threading.Thread(target=self._run, name="lorikeet-disk-watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._closed.set()
         self._thread.join()
 
@@ -31,4 +31,4 @@ class DiskChanges:
     def _look(self) -> None:
         digests = self._disk.changed()
         if digests is not None:
-            self._journal.on_disk(digests)
+            self._changes.on_disk(digests)
