@@ -64,20 +64,20 @@ def make_tenant(tenant: str, adapters: int) -> TenantState:
 
 
 def make_adapter(tenant: str, name: str) -> AdapterRecord:
-    """One version, which is prod."""
+    """An adapter with one version, which is prod."""
     digest = hashlib.sha256(f"{tenant}/{name}".encode()).hexdigest()
     version = VersionRecord(digest, 83_951_616, 16, BASE_MODEL, 83_951_616, 1, time.time())
     return AdapterRecord(tenant, name, False, (version,), {"prod": 1}, {"prod": ()})
 
 
 def open_name(catalog: AdapterCatalog) -> None:
-    """One adapter's name to its digest, from nothing."""
+    """Resolve one adapter's name to its digest, from nothing."""
     catalog.refresh()
     catalog.ask(lambda state: state.resolve(f"{OWNER}/{NAME}", OWNER))
 
 
 def open_tenant(catalog: AdapterCatalog) -> None:
-    """All that one tenant may use, from nothing."""
+    """Read all that one tenant may use, from nothing."""
     catalog.refresh()
     assert catalog.ask(lambda state: state.visible_to(OWNER))
 
@@ -224,7 +224,7 @@ def run(url: str, tenants: int, adapters: int) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Run the benchmark as the module describes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--adapters", type=int, default=1_000_000)
     parser.add_argument("--tenants", type=int, default=10_000)

@@ -52,7 +52,7 @@ PROXIES = {"Serve's proxy": "0", "HAProxy": "1"}
 
 @dataclass(frozen=True, slots=True)
 class StreamThroughput:
-    """By all streams together. gaps_s: between two deltas of one stream."""
+    """What all streams together received. gaps_s: between two deltas of one stream."""
 
     tokens_per_s: float
     deltas_per_s: float

@@ -183,7 +183,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _print_stages(rows: Sequence[Mapping[str, Any]], best_per_s: float) -> None:
-    """Of the best rate and of the one above it: the stages of a request, and who was busy."""
+    """Print a request's stages and the busy processes, at the best rate and the one above it."""
     above = min((row["rate_per_s"] for row in rows if row["rate_per_s"] > best_per_s), default=0.0)
     for row in rows:
         if row["rate_per_s"] not in (best_per_s, above):

@@ -73,7 +73,7 @@ def main() -> int:
 def measure(
     running: RunningService, stock: FilledCatalog, work: Work, given: argparse.Namespace
 ) -> dict[str, Any]:
-    """One work, after some of it that is not counted. Raises RuntimeError for a bad answer."""
+    """Measure one work, after some that is not counted. Raises RuntimeError for a bad answer."""
     server = Server(running.url, stock.key, SHAPES[given.shape]["vocab_size"])
     every = replace(work, streams=work.streams * given.replicas)
     all_whole(run_sessions(server, replace(every, rounds=_UNCOUNTED).sessions(1), given.clients))

@@ -60,13 +60,13 @@ class Echo:
         yield AnswerHeader(self._name, None, None, self._feed.update())
 
     async def status_updates(self, replica: str) -> AsyncIterator[StatusUpdate]:
-        """As a replica's."""
+        """Status updates, as a replica sends them."""
         assert replica == self._name
         async for update in self._feed.subscribe():
             yield update
 
     async def prefetch(self, wanted: object) -> None:
-        """As a replica's, which has nothing to bring."""
+        """Take prefetches, as a replica does, and load nothing."""
 
 
 class Gateway:

@@ -78,7 +78,7 @@ class ReplayReplica:
             del self._streams[call.request_id]
 
     async def responses(self, replica: str, gateway: str) -> AsyncIterator[list[DeltaGroup]]:
-        """As a replica's."""
+        """Deltas for a gateway, as a replica streams them."""
         assert replica == self._name
         with self._response_streams.opened(gateway) as responses:
             while not responses.closed.done():
@@ -98,31 +98,31 @@ class ReplayReplica:
                         stream.ended.set_result(None)
 
     async def status_updates(self, replica: str) -> AsyncIterator[StatusUpdate]:
-        """As a replica's."""
+        """Status updates, as a replica sends them."""
         assert replica == self._name
         async for update in self._feed.subscribe():
             yield update
 
     async def prefetch(self, _: object) -> None:
-        """As a replica's, which has nothing to bring."""
+        """Take prefetches, as a replica does, and load nothing."""
 
     async def apply_plan(self, _: object) -> None:
-        """As a replica's, which has nothing to keep."""
+        """Take a placement decision, as a replica does, and keep nothing."""
 
     async def report(self, _: object) -> ReplicaReport:
-        """As an idle replica's."""
+        """The report of an idle replica."""
         return ReplicaReport(self._name, self._base_model, _IDLE)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """As a replica's."""
+        """Stats for Serve, as a replica gives them."""
         return to_stats(self._feed.update_with_costs())
 
 
 class BareApp:
-    """What Serve takes itself: an application that answers at once."""
+    """An application that answers at once, to measure Serve alone."""
 
     def __serve_build_asgi_app__(self) -> Any:
-        """See serve.ingress."""
+        """The application, for serve.ingress."""
         return _answer
 
 

@@ -27,28 +27,28 @@ class Panel(NamedTuple):
 
 
 def rate(metric: str, by: str, where: str = _MODEL) -> str:
-    """A second, summed."""
+    """A query for a counter's rate a second, summed."""
     return f"sum by ({by}) (rate({metric}{{{where}}}[$__rate_interval]))"
 
 
 def quantile(share: float, metric: str, by: str = "") -> str:
-    """Of a histogram."""
+    """A query on a histogram."""
     labels = ", ".join(filter(None, ("le", by)))
     return f"histogram_quantile({share}, {rate(f'{metric}_bucket', labels)})"
 
 
 def mean(metric: str) -> str:
-    """Of a histogram."""
+    """A query on a histogram."""
     return f"{rate(f'{metric}_sum', 'base_model')} / {rate(f'{metric}_count', 'base_model')}"
 
 
 def gauge(metric: str, by: str, where: str = _MODEL) -> str:
-    """Now, summed."""
+    """A query for a gauge, summed."""
     return f"sum by ({by}) ({metric}{{{where}}})"
 
 
 def both(metric: str, by: str = "") -> tuple[Curve, ...]:
-    """p50 and p99 of a histogram."""
+    """The curves of a histogram's p50 and p99."""
     legend = f" {{{{{by}}}}}" if by else ""
     return tuple(
         Curve(quantile(share, metric, by), f"p{round(100 * share)}{legend}")
@@ -57,7 +57,7 @@ def both(metric: str, by: str = "") -> tuple[Curve, ...]:
 
 
 def top(metric: str, name: str) -> tuple[Curve, ...]:
-    """The ten that have most of it."""
+    """The curves of the ten names with the highest rate."""
     return (Curve(f"topk(10, {rate(metric, name, '')})", f"{{{{{name}}}}}"),)
 
 

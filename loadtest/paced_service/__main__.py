@@ -55,7 +55,7 @@ def main() -> int:
 def _run(
     wanted: dict[str, Scenario], routers: list[str], folder: Path
 ) -> Iterator[RealAndSimulated]:
-    """All of one router on one service."""
+    """Run all scenarios of each router on one service."""
     any_scenario = next(iter(wanted.values()))
     settings = settings_of(any_scenario, folder)
     stock = fill_catalog(settings, any_scenario.ranks.tolist())

@@ -19,7 +19,7 @@ from lorikeet_engine.adapter_format import AdapterLimits, write_blob
 
 TENANT = "fleet"
 BYTES_PER_RANK = (256 + 256) * 4
-"""Of an image: the demo model's q_proj of one layer, float32."""
+"""Bytes of an image for each rank: the demo model's q_proj of one layer, float32."""
 _MODULE = "model.layers.0.self_attn.q_proj"
 
 
@@ -37,7 +37,7 @@ def model_name(adapter: int) -> str:
 
 
 def number_of(model: str) -> int:
-    """Of `fleet/a12` or `fleet/a12@1`: 12."""
+    """The adapter's number: of `fleet/a12` or `fleet/a12@1`: 12."""
     return int(model.removeprefix(f"{TENANT}/a").partition("@")[0])
 
 

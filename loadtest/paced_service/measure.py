@@ -31,7 +31,7 @@ _VOCABULARY = 262  # the demo model's
 
 @dataclass(frozen=True, slots=True)
 class RunNotes:
-    """What else was seen.
+    """Notes on a run on the real service.
 
     slip: by how much steps took longer than they were paced, as a share. late_s: the most by which
     a request was sent after it was due. prefetches: loads onto GPUs while requests counted that no
@@ -44,7 +44,7 @@ class RunNotes:
 
 
 def settings_of(scenario: Scenario, folder: Path) -> Settings:
-    """Of a service with the scenario's fleet; all it writes is in the folder."""
+    """Settings of a service with the scenario's fleet; all it writes is in the folder."""
     total = int(scenario.sizes.sum())
     return Settings(
         catalog=str(folder / "catalog"),
@@ -61,7 +61,7 @@ def settings_of(scenario: Scenario, folder: Path) -> Settings:
 
 
 def pace_of(scenario: Scenario, stock: FilledCatalog, router: str, folder: Path) -> Pace:
-    """Of each engine of that service."""
+    """The pace of each engine of that service."""
     return Pace(
         scenario.costs.steps,
         scenario.costs.loads,
@@ -73,7 +73,7 @@ def pace_of(scenario: Scenario, stock: FilledCatalog, router: str, folder: Path)
 
 
 def router_options(scenario: Scenario, router: str) -> dict[str, float]:
-    """What a router in ROUTERS is told."""
+    """The options of a router in ROUTERS."""
     if router == OURS:
         costs = scenario.costs
         # The gateway raises a copy's price by as much as a step is longer than the usual one; here
@@ -91,7 +91,7 @@ def router_options(scenario: Scenario, router: str) -> dict[str, float]:
 
 
 def send(url: str, key: str, requests: Requests) -> tuple[float, list[StreamedAnswer]]:
-    """All of them when they are due: when the first was, in Unix time, and the answers, in order.
+    """Send all requests when they are due; the first's Unix time, and the answers in order.
 
     Raises RuntimeError if one is not whole.
     """
@@ -148,7 +148,7 @@ def measure_real(
 
 
 def measure_simulated(scenario: Scenario, router: str, overhead_s: float) -> Outcome:
-    """The same in the simulator, which knows nothing of what a request's way there takes."""
+    """Simulate the scenario, and add the overhead that the simulator does not know."""
     found = measure((scenario, router))
     p50_s, p99_s = found.ttft_p50_s + overhead_s, found.ttft_p99_s + overhead_s
     return replace(found, ttft_p50_s=p50_s, ttft_p99_s=p99_s)

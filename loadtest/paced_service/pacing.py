@@ -34,7 +34,7 @@ _NOTE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How an engine behaves.
+    """The pace of an engine: costs of steps and loads, disk, and eviction.
 
     sizes: image bytes by digest. disk_bytes: of each replica's disk cache, which begins full of
     some. lru: evict the least recently used instead of what the engine would. notes: a folder; in
@@ -90,7 +90,7 @@ class PacedModel:
             part.replace(self._notes)
 
     def _step_s(self, batch: "Batch", lora: Any) -> float:
-        """As StepCosts reckon it: decodes pay for their adapters' ranks, prompts for tokens."""
+        """The step's seconds by StepCosts: decodes pay for adapters' ranks, prompts for tokens."""
         chunks = list(
             zip(pairwise(batch.query_starts.tolist()), batch.kv_lengths.tolist(), strict=True)
         )
@@ -120,7 +120,7 @@ class PacedSource:
         self._link, self._free_at_s = threading.Lock(), 0.0
 
     def fetch(self, ref: AdapterRef, path: Path) -> str:
-        """See AdapterSource."""
+        """Fetch a blob, as AdapterSource.fetch, at the pace of LoadCosts."""
         with self._link:
             carried_s = self._sizes[ref.digest] / self._loads.remote_bytes_per_s
             self._free_at_s = max(self._free_at_s, time.perf_counter()) + carried_s
@@ -172,18 +172,18 @@ class _LoadsFile(logging.FileHandler):
         super().__init__(path, mode="a")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See logging.Handler."""
+        """Handle a record, as logging.Handler does."""
         if record.msg == "adapter_admitted":
             super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        """See logging.Handler."""
+        """Handle a record, as logging.Handler does."""
         facts = record.__dict__
         return f"{record.created} {facts['adapter']} {facts['wanted']}"
 
 
 def _fill_disk(cache: Path, catalog: Path, pace: Pace) -> None:
-    """Some blobs, as if they had been downloaded."""
+    """Put some blobs on the disk, as if they had been downloaded."""
     cache.mkdir(parents=True)
     digests, left = list(pace.sizes), pace.disk_bytes
     Random(os.getpid()).shuffle(digests)

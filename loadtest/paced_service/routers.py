@@ -13,7 +13,7 @@ from lorikeet.serving.request_router import AdapterAffinityRouter
 
 
 class ScaledCosts(AdapterAffinityRouter):
-    """The product's, in a world where a second is worth less."""
+    """The product's router with other weights, where a second is worth less."""
 
     def initialize_state(self, **prices: Any) -> None:
         """prices: fields of Costs."""
@@ -22,7 +22,7 @@ class ScaledCosts(AdapterAffinityRouter):
 
 
 class BaselineRouter(RequestRouter):
-    """What the others share."""
+    """The base of all routers but the product's."""
 
     _get_pending_request_matching_internal_request_id = (
         AdapterAffinityRouter._get_pending_request_matching_internal_request_id
@@ -100,7 +100,7 @@ class BoundedHashing(BaselineRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """One replica."""
+        """Choose one replica."""
         model = _model_of(pending_request)
         if not model:
             return [two_of(candidate_replicas)]

@@ -57,7 +57,7 @@ USUAL = Scenario(
 
 
 def slowed(scenario: Scenario, factor: float) -> Scenario:
-    """The same in slow motion, for a machine that has less to spare."""
+    """The scenario in slow motion, for a machine that has less to spare."""
     costs = scenario.costs
     steps, loads = asdict(costs.steps), asdict(costs.loads)
     seconds = {name: factor * value for name, value in steps.items() if name.endswith("_s")}
@@ -76,7 +76,7 @@ def slowed(scenario: Scenario, factor: float) -> Scenario:
 
 
 def lasting(scenario: Scenario, seconds: float) -> Scenario:
-    """So long, and in it one change of who is popular; a fifth is not counted."""
+    """The scenario for `seconds`, with one change of who is popular; a fifth is not counted."""
     return replace(
         scenario,
         duration_s=seconds,

@@ -46,10 +46,10 @@ class PacedReplica(EngineReplica):
 
 
 class UnplannedReplica(PacedReplica):
-    """One that keeps and fetches nothing but what requests ask for."""
+    """A PacedReplica that holds nothing but what requests ask for."""
 
     async def apply_plan(self, *_: Any) -> None:
-        """See Replica."""
+        """Ignore placement decisions."""
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def cluster() -> Iterator[str]:
 
 
 def free_port() -> int:
-    """One of this machine's that nobody listens on."""
+    """A free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -46,7 +46,7 @@ class Job:
 
     @classmethod
     def read(cls, path: Path) -> "Job":
-        """What write wrote."""
+        """Read a job that `write` wrote."""
         given = json.loads(path.read_text())
         refs = tuple(AdapterRef(**ref) for ref in given["refs"])
         return cls(refs, tuple(Work(**work) for work in given["works"]))
@@ -64,7 +64,7 @@ def measure(engine: Engine, work: Work, refs: Sequence[AdapterRef]) -> dict[str,
 def run_beside(
     job: Job, variables: Mapping[str, str], processes: int, folder: Path
 ) -> list[dict[str, Any]]:
-    """So many engines at the same time, each on a device of its own; all their rows.
+    """Run N engines at the same time, each on a device of its own; all their rows.
 
     variables: LORIKEET_…, the service's. folder: for files. Raises CalledProcessError.
     """

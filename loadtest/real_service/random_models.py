@@ -49,7 +49,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }
 """By the name under which the model is served."""
 LINEARS = tuple(linear.name for linear in FAMILIES["llama"].linears)
-"""Of each layer of every one of them."""
+"""The linears of each layer of every shape."""
 
 END = "<|end|>"
 _TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "

@@ -123,7 +123,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _trace(name: str) -> Path:
-    """Of the recorded ones."""
+    """The path of a recorded trace."""
     return DATA / f"azure_llm_2023_{name}.csv"
 
 

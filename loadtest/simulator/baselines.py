@@ -1,4 +1,4 @@
-"""Who gets a request: the product's router, and what others do."""
+"""The routers to compare: the product's and the baselines."""
 
 import math
 from bisect import bisect_right
@@ -12,7 +12,7 @@ from lorikeet.simulator.replica import SimulatedReplica
 from lorikeet.simulator.router import LeastCostRouter
 
 BOUND = 1.25
-"""Of the mean of all replicas' requests: what bounded hashing lets one have."""
+"""How many requests bounded hashing lets a replica have, in multiples of the mean."""
 
 
 class PowerOfTwo:
@@ -22,7 +22,7 @@ class PowerOfTwo:
         self._rng = Random(seed)
 
     def route(self, fleet: SimulatedFleet, request: int, now_s: float) -> SimulatedReplica:  # noqa: ARG002
-        """See Router."""
+        """Choose the replica of a request."""
         return self.among(fleet.replicas)
 
     def among(self, replicas: list[SimulatedReplica]) -> SimulatedReplica:
@@ -43,7 +43,7 @@ class Multiplexing:
         self._pick, self._most = PowerOfTwo(seed), most
 
     def route(self, fleet: SimulatedFleet, request: int, now_s: float) -> SimulatedReplica:  # noqa: ARG002
-        """See Router."""
+        """Choose the replica of a request."""
         adapter = fleet.adapter_of[request]
         holders = fleet.on_gpu[adapter] if adapter is not None else []
         free = [replica for replica in holders if replica.outstanding < self._most]
@@ -82,7 +82,7 @@ class BoundedHashing:
         self._ring = HashRing(())
 
     def route(self, fleet: SimulatedFleet, request: int, now_s: float) -> SimulatedReplica:  # noqa: ARG002
-        """See Router."""
+        """Choose the replica of a request."""
         adapter = fleet.adapter_of[request]
         if adapter is None:
             return self._pick.among(fleet.replicas)

@@ -42,7 +42,7 @@ class ChangeTimeline:
 
 
 def timelines(processes: int) -> Iterator[ChangeTimeline]:
-    """Of each fleet, each change, with and without placement."""
+    """The timeline of each fleet and each change, with and without placement."""
     cases = [
         (fleet, event, placement)
         for fleet in FLEETS
@@ -54,7 +54,7 @@ def timelines(processes: int) -> Iterator[ChangeTimeline]:
 
 
 def timeline(case: tuple[str, str, bool]) -> ChangeTimeline:
-    """Run it, once for each seed. case: fleet, event, whether there is placement."""
+    """Run a case, once for each seed. case: fleet, event, whether there is placement."""
     name, event, placement = case
     runs = [_run(replace(FLEETS[name], seed=seed), event, placement) for seed in SEEDS]
 
@@ -112,7 +112,7 @@ def _loads(fleet: SimulatedFleet) -> list[float]:
 
 
 def rows(timeline: ChangeTimeline) -> Iterator[list[str]]:
-    """As the table has them."""
+    """The table's rows of a timeline."""
     placed = "placement" if timeline.placement else "routing alone"
     head = [timeline.fleet, timeline.event, placed]
     yield [*head, "hits", *(f"{share:.1%}" for share in timeline.hits)]

@@ -31,7 +31,7 @@ Outcomes = Mapping[str, Mapping[str, Outcome]]
 
 
 def scenario_name(replicas: int, exponent: float) -> str:
-    """Of the scenario with so many replicas and this popularity."""
+    """The name of the scenario with N replicas and this popularity."""
     return f"{replicas} replicas, zipf {exponent}"
 
 
@@ -67,7 +67,7 @@ class Goal:
 
     @property
     def met(self) -> bool:
-        """Whether it is."""
+        """Whether the goal is met."""
         enough = self.least is None or self.value >= self.least
         return enough and (self.most is None or self.value <= self.most)
 

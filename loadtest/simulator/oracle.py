@@ -13,7 +13,7 @@ ORACLE = "oracle"
 
 
 def oracle(scenario: Scenario) -> Outcome:
-    """What Belady's rule reaches, balance left aside: to evict what is asked for last."""
+    """The outcome of Belady's rule, balance left aside: to evict what is asked for last."""
     requests, sizes = scenario.requests(), scenario.sizes.tolist()
     next_use = _next_uses(requests.adapters)
     free = int(scenario.sizes.sum() * scenario.gpu_room) * scenario.replicas

@@ -25,7 +25,7 @@ place of LRU, ORACLE, or ALL_RESIDENT: ours, with room for every adapter on ever
 
 
 def measure(trial: Trial) -> Outcome:
-    """Run it."""
+    """Run one trial."""
     scenario, router = trial
     if router == ORACLE:
         return oracle(scenario)

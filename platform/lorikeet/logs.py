@@ -1,4 +1,4 @@
-"""Where the events of this package and the engine go: one JSON object a line, on stderr."""
+"""Writes the log events of this package and the engine to stderr, one JSON object a line."""
 
 import json
 import logging
@@ -27,10 +27,10 @@ def log_to_stderr() -> None:
 
 
 class JsonLines(logging.Formatter):
-    """time (UTC), level, event, the event's own fields, and the stack of an exception."""
+    """Formats an event: time (UTC), level, event, its own fields, and an exception's stack."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """Format one event as one line."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",

@@ -1,4 +1,4 @@
-"""Rendezvous hashing: every process that sees the same replicas picks the same home."""
+"""Rendezvous hashing: every process that sees the same replicas orders them alike for a key."""
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -10,9 +10,9 @@ _ORDERS_REMEMBERED = 32_768  # of 64 replicas each: 20 MB, and 2 s of hashing
 
 
 def by_preference(key: str, replicas: Iterable[str]) -> list[str]:
-    """Replicas in the order in which `key` prefers them; the first is its home.
+    """Replicas in the order in which `key` prefers them.
 
-    Adding or removing a replica moves only the keys whose home it becomes or was.
+    Adding or removing a replica moves only the keys whose first choice it becomes or was.
     Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
     """
     return sorted(replicas, key=lambda replica: (_weight(key, replica), replica), reverse=True)

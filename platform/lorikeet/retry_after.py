@@ -10,18 +10,18 @@ from datetime import UTC, datetime, timedelta
 _SOONEST_S = 1.0
 NO_REPLICA_S = 5.0
 FULL_GATEWAY_S = 1.0
-"""Of as many requests as a gateway holds one ends all the time."""
+"""A gateway holds so many requests that one of them ends all the time."""
 FULL_PROXY_S = 5
 """A proxy knows no rate; as many requests as it holds have passed it some seconds later."""
 
 
 def whole_seconds(wait_s: float | None) -> int:
-    """As the header says it: rounded up, 1 at least, and 1 if nobody knows."""
+    """The header's value: wait_s rounded up, 1 at least, and 1 if unknown."""
     return math.ceil(max(_SOONEST_S, wait_s or 0.0))
 
 
 def until_queue_is_short(wait_s: float, max_queue_s: float) -> float:
-    """Where a request would wait wait_s for its first token, and may wait max_queue_s.
+    """Seconds until a request that may wait max_queue_s, but would wait wait_s, can be accepted.
 
     By max_queue_s from now all that waits has begun, or has waited for too long itself.
     """
@@ -29,12 +29,12 @@ def until_queue_is_short(wait_s: float, max_queue_s: float) -> float:
 
 
 def until_one_ends(usual_s: float, running: int) -> float:
-    """Where a limit of requests at once is reached, and one takes usual_s."""
+    """Seconds until one of the running requests ends, where one takes usual_s."""
     return usual_s / max(1, running)
 
 
 def until_next_month(now: float) -> float:
-    """Where the month's budget is used up, now being Unix seconds: the first, UTC."""
+    """Seconds from now, in Unix seconds, until a new month's budget begins: the first, UTC."""
     at = datetime.fromtimestamp(now, UTC)
     first = at.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
     following = (first + timedelta(days=32)).replace(day=1)

@@ -134,7 +134,7 @@ def _run(root: Path) -> Iterator[Service]:
 
 
 def free_port() -> int:
-    """One of this machine's that nobody listens on."""
+    """A free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

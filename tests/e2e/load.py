@@ -78,7 +78,7 @@ class Load:
         self._stopped.set()
 
     def wait_for(self, answers: int, within_s: float = 60) -> None:
-        """Until this many more requests were answered whole."""
+        """Wait until this many more requests were answered whole."""
         wanted = self.counts()[Outcome.WHOLE] + answers
         deadline = time.monotonic() + within_s
         while self.counts()[Outcome.WHOLE] < wanted:
@@ -86,7 +86,7 @@ class Load:
             time.sleep(0.05)
 
     def unfinished(self) -> list[Result]:
-        """Those that were not answered whole."""
+        """Results that were not answered whole."""
         return [result for result in list(self.results) if result.outcome is not Outcome.WHOLE]
 
     def counts(self) -> Counter[Outcome]:
@@ -94,7 +94,7 @@ class Load:
         return Counter(result.outcome for result in list(self.results))
 
     def sent(self, after_s: float) -> list[Result]:
-        """Of those that have ended, what was sent from then on."""
+        """Results of requests that were sent from then on and have ended."""
         return [result for result in list(self.results) if result.sent_s >= after_s]
 
     async def _run(self) -> None:

@@ -61,7 +61,7 @@ def tenants(service: Service, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 def random_blob(folder: Path, seed: int) -> bytes:
-    """Of rank 2 to 8, on two linears of the first layer."""
+    """A random blob of rank 2 to 8, on two linears of the first layer."""
     dice = np.random.default_rng(seed)
     rank = int(dice.choice([2, 4, 8]))
     linears = [f"model.layers.0.self_attn.{name}" for name in ("q_proj", "o_proj")]

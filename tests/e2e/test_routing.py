@@ -105,7 +105,7 @@ def a_call(request_id, ref):
 
 
 def test_a_gateway_hears_within_150_ms_of_what_others_moved(service, second, ref):
-    """It sends nothing itself: the controller has replicas bring the adapter."""
+    """The gateway sends nothing itself: the controller has replicas load the adapter."""
     path, late_s = f"/pins/{TASK.model}", []
 
     async def follow():

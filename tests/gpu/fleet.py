@@ -108,7 +108,7 @@ def tokens_by_name(model: Path) -> dict[str, int]:
 
 
 def replica_processes() -> list[int]:
-    """Of this process's service: those that have started an engine."""
+    """The service's replica processes that have started an engine."""
     started = psutil.Process().children(recursive=True)
     return [one.ppid() for one in started if "lorikeet_engine.process.server" in one.cmdline()]
 

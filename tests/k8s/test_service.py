@@ -1,4 +1,4 @@
-"""What the manifests promise: settings, hardening, Ray's doors, room."""
+"""What the manifests promise: settings, hardening, Ray's ports, room."""
 
 import re
 import tomllib

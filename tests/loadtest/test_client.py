@@ -20,7 +20,7 @@ PROMPT, TOKENS = 5, 4
 
 
 def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
-    """As answer_stream/openai_format.py writes it: no spaces."""
+    """An event as answer_stream/openai_format.py writes it: no spaces."""
     return (
         b"data: "
         + json.dumps({"choices": choices, **more}, separators=(",", ":")).encode()

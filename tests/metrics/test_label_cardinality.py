@@ -1,4 +1,4 @@
-"""Who has a counter of its own: few, the busiest, and everything is counted once."""
+"""Which names have series of their own: few, the busiest; everything is counted once."""
 
 import random
 from collections import Counter

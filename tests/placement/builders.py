@@ -41,7 +41,7 @@ def held(
     leases: int = 0,
     pinned: bool = False,
 ) -> AdapterStatus:
-    """In one piece, where it lies on the GPU."""
+    """The status of an adapter, in one piece where it is on the GPU."""
     pieces = ((0, image_bytes),) if tier is Residency.GPU and image_bytes else ()
     named = adapter.tenant, adapter.name, adapter.version, adapter.digest
     return AdapterStatus(*named, tier, image_bytes, uses, pinned, leases=leases, pieces=pieces)

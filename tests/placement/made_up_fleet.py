@@ -33,7 +33,7 @@ def free_bytes(replica: ReplicaView, tier: Residency, sizes: Mapping[str, int]) 
 def perform(
     replica: ReplicaView, prefetches: Sequence[Prefetch], sizes: Mapping[str, int]
 ) -> ReplicaView:
-    """The same replica afterwards. What has no room although all else is evicted is a bug."""
+    """The replica after its prefetches. What has no room although all else is evicted is a bug."""
     new: set[str] = set()
     for digest, tier, uses in prefetches:
         while free_bytes(replica, tier, sizes) < sizes[digest]:

@@ -1,4 +1,4 @@
-"""How much adapters are wanted: what replicas count, added up, and forgotten at the same pace."""
+"""The demand for adapters: uses that replicas count, added up, and halved at the same pace."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What one more pin would move."""
+"""The dry run of a pin: what one more pin would move."""
 
 from dataclasses import replace
 

@@ -48,7 +48,7 @@ def test_a_tenants_pin_is_met_when_all_of_its_adapters_are() -> None:
 
 
 def test_what_has_no_place_in_the_plan_is_unmet_wherever_it_is_now() -> None:
-    """It is there by chance, and the next request for another may take its place."""
+    """The adapter is there by chance, and the next request for another may take its place."""
     there = report("r0", gpu=5, adapters=(at(SUPPORT, Residency.GPU),))
     assert stands(promise(SUPPORT), there) is PinState.UNMET
 

@@ -1,4 +1,4 @@
-"""From reports to prefetches: nothing is ordered twice, and a fleet at work is let be."""
+"""From reports to prefetches: none is sent twice, and a fleet at work gets hardly any."""
 
 import random
 from collections.abc import Iterable

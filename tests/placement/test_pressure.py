@@ -1,4 +1,4 @@
-"""What a replica says of itself, in numbers."""
+"""The pressure on a replica, in numbers."""
 
 from lorikeet.placement.pressure import ReplicaPressure, from_stats, measure_pressure, to_stats
 from lorikeet.protocol.replica_report import ReplicaReport

@@ -19,7 +19,7 @@ HEADER, USAGE = AnswerHeader("r0", None, None), FinalUsage(1, 0, 1)
 
 
 class Handle:
-    """Of one replica, `r0`, that does what the test says."""
+    """A handle of one replica, `r0`, that does what the test says."""
 
     app_name, deployment_name = "test", "engine-tiny"
 

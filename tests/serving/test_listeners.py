@@ -1,4 +1,4 @@
-"""What each of a gateway's two doors lets in, and how the second comes and goes."""
+"""What each of a gateway's two listeners passes on, and how the second opens and closes."""
 
 import asyncio
 import http.client
@@ -52,7 +52,7 @@ def application(name: str) -> FastAPI:
 
 @contextmanager
 def gateway(name: str, address: Address) -> Iterator[str]:
-    """One with both doors; the address of its public one."""
+    """A gateway with both listeners; the address of its public one."""
     app = application(name)
     AdminListener(address).open_with(app)
     with listening(PublicListener(app)) as url:
@@ -75,7 +75,7 @@ def test_tenants_reach_nothing_else(address: Address) -> None:
 
 
 def raw_get(url: str, path: str) -> tuple[int, bytes, list[str]]:
-    """Of a path that is sent as it stands."""
+    """The answer to a path that is sent as it stands."""
     connection = http.client.HTTPConnection(httpx.URL(url).netloc.decode())
     connection.request("GET", path)
     answer = connection.getresponse()

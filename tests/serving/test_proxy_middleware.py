@@ -12,7 +12,7 @@ from lorikeet.serving.proxy_middleware import middlewares
 
 
 def answer(app: ASGIApp) -> httpx.Response:
-    """Of an application in a proxy."""
+    """The answer of an application in a proxy."""
     for middleware in reversed(middlewares()):
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
 

@@ -1,4 +1,4 @@
-"""When the simulated replica computes prompts, against steps reckoned by hand."""
+"""When the simulated replica computes prompts, against steps computed by hand."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ FIRST_S = STEPS.prefill_s(100, 0)
 
 
 def first_tokens_s(*requests):
-    """Of requests (time, prompt, answer) for the base model on one replica."""
+    """First token seconds of requests (time, prompt, answer) for the base model on one replica."""
     times_s, prompts, answers = map(np.array, zip(*requests, strict=True))
     setup = Scenario(replicas=1, warm_up_s=0.0).setup()
     made = Requests(times_s, np.full(len(times_s), -1), prompts, answers)

@@ -1,4 +1,4 @@
-"""What one gateway knows of one base model's replicas, and where it would send a request."""
+"""The replicas of one base model as one gateway knows them, and their order for a request."""
 
 import math
 import time
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from random import Random
 from threading import Lock
-from typing import NamedTuple
 
 from lorikeet.rendezvous import rendezvous_candidates
 from lorikeet.routing.cost_model import H200_LLAMA_8B, CostModel
@@ -15,7 +14,7 @@ from lorikeet.routing.median_costs import median_costs
 from lorikeet.routing.prefix_index import PrefixIndex
 from lorikeet.routing.ranking import Candidate, Holders, RoutingRequest, candidate_sample, rank
 from lorikeet.routing.status_update import StatusUpdate
-from lorikeet.routing.tracked_replica import InFlightRequest, TrackedReplica
+from lorikeet.routing.tracked_replica import InFlightRequest, RoutingDecision, TrackedReplica
 from lorikeet_engine.adapter import AdapterRef, Residency
 
 UPDATE_AGE_S = 0.12
@@ -29,18 +28,6 @@ FETCH_PAUSE_S = 10.0
 LOST_S = 10.0
 """A lost replica is tried again after so long, even if it sends no status."""
 _COSTS_PERIOD_S = 1.0  # measured costs change slowly; each replica sends its own every second
-
-
-class RoutingDecision(NamedTuple):
-    """Where a request was sent.
-
-    accepted_s: when that replica took it, by the fleet's clock; None: not yet. candidates: the
-    replicas that were considered, the best first.
-    """
-
-    replica: str
-    accepted_s: float | None
-    candidates: tuple[Candidate[str], ...]
 
 
 def _unknown_queue(_: str) -> int | None:
@@ -214,9 +201,7 @@ class Fleet:
         """Where a request that has not ended was sent, and why; None while it is not assigned."""
         with self._lock:
             sent = self._in_flight.get(request_id)
-            if sent is None:
-                return None
-            return RoutingDecision(sent.replica.name, sent.accepted_s, tuple(sent.candidates))
+            return sent.decision if sent is not None else None
 
     def on_first_bytes(self, request_id: str) -> None:
         """Take in that an answer has begun, so that its adapter is on that GPU."""

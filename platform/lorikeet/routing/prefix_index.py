@@ -1,17 +1,17 @@
-"""Which replica has computed the beginning of a prompt before: it can read it from its KV cache."""
+"""An index of prompt prefixes: which replica computed one and may have it in its KV cache."""
 
 from collections.abc import Sequence
 from itertools import count, takewhile
 
 BLOCK_TOKENS = 64
 CHARACTERS_PER_TOKEN = 4
-"""Of English text, roughly; a gateway has no tokenizer."""
+"""An estimate for English text; a gateway has no tokenizer."""
 MOST_BLOCKS = 64
-"""Of one prompt that are looked at: 4,096 tokens."""
+"""The most blocks of a prompt that are hashed: 4,096 tokens."""
 _REMEMBERED = 1 << 17  # blocks: 8 million tokens, more than the KV caches of a few replicas hold
 
 PrefixHashes = tuple[int, ...]
-"""One hash for each whole block at the beginning of a prompt, of all up to the block's end."""
+"""A hash for each whole block at a prompt's beginning, over all tokens to the block's end."""
 
 
 def prefix_hashes(prompt: str | Sequence[int], *salt: str | None) -> PrefixHashes:

@@ -17,7 +17,7 @@ MOST_OFF_GPU = 2
 
 
 class Work(NamedTuple):
-    """What a request asks of a replica. rank and adapter_bytes: 0 for the base model.
+    """The work that a request is for a replica. rank and adapter_bytes: 0 for the base model.
 
     sequences: how many will decode for it, which share what of the prompts they can.
     """
@@ -157,7 +157,7 @@ def rank(
 
 
 def expected_cost(work: Work, option: ReplicaOption[R]) -> Cost:
-    """What the request would cost there, in seconds to its first token.
+    """The cost of the request at a replica, in seconds to its first token.
 
     The wait for the prompts before it and the load overlap. Others pay in three ways: while this
     prompt is computed they decode slowly; with it each of their steps is longer, by its rank if its

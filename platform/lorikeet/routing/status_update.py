@@ -1,4 +1,4 @@
-"""What a replica tells gateways: the part of its engine's status that routing weighs."""
+"""A replica's status update for gateways: the part of its engine's status that routing weighs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,10 +15,9 @@ from lorikeet_engine.telemetry.status import LiveStats
 class StatusUpdate:
     """A replica's live stats, and what has moved since its update before on the same feed.
 
-    seq: grows with every update of a replica to whomever, so that what came late is known to be
+    seq: grows with every update of a replica to any gateway, so that a late one is known to be
     old. moved: where adapters are now, by digest. From an update that begins a snapshot to one that
-    ends it, each adapter nearer than remote is named at least once. costs: None where they are not
-    said again.
+    ends it, each adapter nearer than remote is named at least once. costs: None if not sent again.
     """
 
     seq: int
@@ -38,5 +37,5 @@ def to_stats(update: StatusUpdate) -> dict[str, Any]:
 
 
 def from_stats(stats: Mapping[str, Any]) -> StatusUpdate | None:
-    """What to_stats was given; None for a replica that has said nothing yet."""
+    """The update that to_stats was given; None for a replica without one yet."""
     return _UPDATE.validate_json(stats["status"]) if "status" in stats else None

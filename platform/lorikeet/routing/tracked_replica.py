@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lorikeet.routing.cost_model import CostModel
 from lorikeet.routing.locations import AdapterLocations, decrement
@@ -18,6 +19,18 @@ from lorikeet_engine.costs import MeasuredCosts
 
 STALE_S = 3.0
 """After so long without status a replica is judged by what this gateway itself sent there."""
+
+
+class RoutingDecision(NamedTuple):
+    """Where a request was sent.
+
+    accepted_s: when that replica took it, by the fleet's clock; None: not yet. candidates: the
+    replicas that were considered, the best first.
+    """
+
+    replica: str
+    accepted_s: float | None
+    candidates: tuple[Candidate[str], ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +50,11 @@ class InFlightRequest:
     candidates: Sequence[Candidate[str]] = ()
     accepted_s: float | None = None
     answering: bool = False
+
+    @property
+    def decision(self) -> RoutingDecision:
+        """The decision that sent the request here."""
+        return RoutingDecision(self.replica.name, self.accepted_s, tuple(self.candidates))
 
 
 class TrackedReplica:

@@ -5,7 +5,7 @@ import ctypes
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _FIRST_BYTES = 128 * 2**10
-"""What glibc begins with, for both."""
+"""glibc's initial value of both thresholds."""
 
 TRIM_S = 2.0
 

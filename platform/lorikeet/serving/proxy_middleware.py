@@ -1,4 +1,4 @@
-"""What runs inside Ray Serve's HTTP proxies.
+"""Middleware in Ray Serve's HTTP proxies: request ids, and Serve's own refusals.
 
 Serve imports it when
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=lorikeet.serving.proxy_middleware:middlewares.

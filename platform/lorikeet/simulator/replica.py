@@ -23,10 +23,10 @@ from lorikeet_engine.adapter import Residency
 if TYPE_CHECKING:
     from lorikeet.simulator.fleet import SimulatedFleet
 
+_Changed = Callable[[int], None]  # called with an adapter
 # As in the engine: what waits to be prefetched, and what is at one time.
-_MOST_PREFETCHES, _PREFETCHING_AT_ONCE = 64, 2
-# Of a step: a clock so near to a whole number was to be one.
-_NEARLY = 1e-6
+_MOST_PREFETCHES, _AT_ONCE = 64, 2
+_NEARLY = 1e-6  # of a step: a clock so near to a whole number is one
 
 
 class SimulatedReplica:
@@ -39,22 +39,17 @@ class SimulatedReplica:
 
     def __init__(self, number: int, fleet: "SimulatedFleet") -> None:
         self.number, self.name, self._fleet = number, str(number), fleet
-        self.arena = Arena(
-            # An adapter that could never be placed would wait for ever.
-            max(fleet.setup.gpu_bytes, max(fleet.sizes)),
-            fleet.sizes,
-            fleet.names,
-            fleet.policy,
-            partial(self._remove_from, fleet.on_gpu),
-        )
-        self.host = self._tier_of(fleet.setup.host_bytes, fleet.on_host)
-        self.disk = self._tier_of(fleet.setup.disk_bytes, fleet.on_disk)
-        self._steps, loads = fleet.setup.costs.steps, fleet.setup.costs.loads
+        setup, sizes = fleet.setup, fleet.sizes
+        gpu_bytes = max(setup.gpu_bytes, max(sizes))  # what never fits would wait for ever
+        evicted = self._callbacks(fleet.on_gpu)[1]
+        self.arena = Arena(gpu_bytes, sizes, fleet.names, fleet.policy, evicted)
+        self.host = ByteLru(setup.host_bytes, sizes, *self._callbacks(fleet.on_host))
+        self.disk = ByteLru(setup.disk_bytes, sizes, *self._callbacks(fleet.on_disk))
+        self._steps, loads = setup.costs.steps, setup.costs.loads
         self._copies = Link(loads.host_latency_s, loads.host_bytes_per_s)
         self._reads = Link(loads.disk_latency_s, loads.disk_bytes_per_s)
         self._downloads = Link(loads.remote_latency_s, loads.remote_bytes_per_s)
-        self.status = RoutingStatus()
-        self.outstanding = 0
+        self.status, self.outstanding = RoutingStatus(), 0
         self._next_step = 0  # the number of the step that it waits for
         self.waiting: dict[int, list[int]] = {}
         self._blocked: deque[int] = deque()  # adapters on the host that wait for room
@@ -122,15 +117,9 @@ class SimulatedReplica:
         waiting = [*chain.from_iterable(self.waiting.values()), *self.queue, *self._prompts]
         return sorted(waiting), self.outstanding - len(waiting)
 
-    def _tier_of(self, capacity: int, holders: list[list["SimulatedReplica"]]) -> ByteLru:
-        added, evicted = partial(self._add_to, holders), partial(self._remove_from, holders)
-        return ByteLru(capacity, self._fleet.sizes, added, evicted)
-
-    def _add_to(self, holders: list[list["SimulatedReplica"]], adapter: int) -> None:
-        holders[adapter].append(self)
-
-    def _remove_from(self, holders: list[list["SimulatedReplica"]], adapter: int) -> None:
-        holders[adapter].remove(self)
+    def _callbacks(self, holders: list[list["SimulatedReplica"]]) -> tuple[_Changed, _Changed]:
+        """Callbacks of a tier: add this replica to an adapter's holders, or remove it."""
+        return (lambda each: holders[each].append(self)), (lambda each: holders[each].remove(self))
 
     def _request(self, adapter: int, now_s: float) -> None:
         self.status.loading_bytes += self._fleet.sizes[adapter]
@@ -178,9 +167,7 @@ class SimulatedReplica:
 
     def _start_prefetches(self, now_s: float) -> None:
         """Start the next prefetches, while nothing is loaded for requests."""
-        while (
-            self._prefetches and not self.waiting and len(self._prefetching) < _PREFETCHING_AT_ONCE
-        ):
+        while self._prefetches and not self.waiting and len(self._prefetching) < _AT_ONCE:
             adapter, tier, uses = self._prefetches.popleft()
             if adapter in self.arena.residents or adapter in self._prefetching:
                 continue
