@@ -23,7 +23,7 @@ from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.request import FinishReason, SamplingParams
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.sampling.sampler import Sampler, SamplingRow
-from tests.engine.descending import DescendingGrammars
+from tests.engine.descending_grammar import DescendingGrammars
 
 PAGE = 4
 VOCAB = 64

@@ -18,7 +18,7 @@ from lorikeet_engine.errors import (
 )
 from lorikeet_engine.request import FinishReason
 from lorikeet_engine.residency.gpu.residents import GUARD_S
-from tests.engine.driving import PAGE, Answers, Witness, build, greedy, prompt
+from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
 
@@ -96,7 +96,7 @@ class TestTokens:
     def test_chunks_change_no_token(self, make, refs):
         asked = [("base", None), ("a", refs["a"]), ("b", refs["b"])]
         whole, cut = Answers(make()), Answers(make(max_batch_tokens=7, max_running=7))
-        witness = Witness(cut.engine)
+        witness = RecordingRunner(cut.engine)
         for answers in (whole, cut):
             for i, (name, ref) in enumerate(asked):
                 answers.submit(greedy(name, prompt(40, i), adapter=ref))
@@ -106,7 +106,7 @@ class TestTokens:
 
     def test_preemption_changes_no_token(self, make, refs):
         roomy, tight = Answers(make()), Answers(make(kv_pages=8, max_context=128))
-        witnesses = [Witness(answers.engine) for answers in (roomy, tight)]
+        witnesses = [RecordingRunner(answers.engine) for answers in (roomy, tight)]
         for answers in (roomy, tight):
             for i, ref in enumerate((None, refs["a"], refs["b"], None, refs["a"])):
                 request = greedy(f"r{i}", prompt(30, i), adapter=ref, max_tokens=60)
@@ -119,7 +119,7 @@ class TestTokens:
 
     def test_a_prefix_is_computed_once_for_one_tenant_and_adapter(self, make, refs):
         engine = make()
-        witness, answers = Witness(engine), Answers(engine)
+        witness, answers = RecordingRunner(engine), Answers(engine)
         shared, computed = prompt(4 * PAGE), []
         for name, ref, salt in (
             ("first", refs["a"], "acme"),
@@ -139,7 +139,7 @@ class TestTokens:
 
     def test_prompts_times_choices_share_and_keep_their_numbers(self, make, refs):
         engine = make()
-        witness, answers = Witness(engine), Answers(engine)
+        witness, answers = RecordingRunner(engine), Answers(engine)
         prompts = [prompt(2 * PAGE + 3), prompt(2 * PAGE + 3, seed=1)]
         sampling = {"temperature": 1.0, "seed": 11, "max_tokens": 8, "adapter": refs["a"]}
         answers.submit(greedy("both", *prompts, n=3, **sampling))
@@ -344,7 +344,7 @@ class TestAborts:
 class TestFailures:
     def test_a_forward_pass_that_raises_fails_its_own_requests_alone(self, make, refs):
         engine = make(max_running=2)
-        witness, answers = Witness(engine), Answers(engine)
+        witness, answers = RecordingRunner(engine), Answers(engine)
         for name in ("one", "two", "later"):
             answers.submit(greedy(name, prompt(20), adapter=refs["a"], max_tokens=6))
         answers.until(lambda: len(answers.tokens) == 2)
@@ -359,7 +359,7 @@ class TestFailures:
 
     def test_all_choices_of_a_failed_request_go_at_once(self, make):
         engine = make(max_running=2)
-        witness, answers = Witness(engine), Answers(engine)
+        witness, answers = RecordingRunner(engine), Answers(engine)
         witness.error = RuntimeError("device-side assert")
         answers.submit(greedy("r", prompt(5), n=5))
         answers.all()
@@ -427,7 +427,7 @@ class TestAdapters:
 
     def test_a_step_holds_no_more_of_them_than_the_bound_and_one_segment_each(self, make, refs):
         engine = make(max_batch_adapters=2)
-        witness, answers = Witness(engine), Answers(engine)
+        witness, answers = RecordingRunner(engine), Answers(engine)
         for i in range(12):
             answers.submit(greedy(f"{i}", prompt(5 + i), adapter=[*refs.values(), None][i % 4]))
         answers.all()
@@ -440,7 +440,7 @@ class TestAdapters:
         said = []
         for goal_s in (None, 1e-9):
             engine = make(inter_token_goal_s=goal_s, max_running=12)
-            witness, answers = Witness(engine), Answers(engine)
+            witness, answers = RecordingRunner(engine), Answers(engine)
             for i in range(12):
                 ref = [*refs.values(), None][i % 4]
                 answers.submit(greedy(f"{i}", prompt(5 + i), adapter=ref))

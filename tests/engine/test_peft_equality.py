@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from tests.engine.driving import PAGE, Answers, Witness, build, greedy, prompt
+from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -103,7 +103,7 @@ def ask(world: World, answers: Answers) -> dict[str | None, list[int]]:
 
 @pytest.mark.parametrize("engine", MODES.values(), ids=MODES, indirect=True)
 def test_every_adapter_in_a_mixed_batch_answers_as_peft_does(engine, world, request):
-    witness, answers = Witness(engine), Answers(engine)
+    witness, answers = RecordingRunner(engine), Answers(engine)
     bring_all(world, answers)
     assert ask(world, answers) == world.expected
     batches = witness.batches
@@ -121,7 +121,7 @@ def test_every_adapter_in_a_mixed_batch_answers_as_peft_does(engine, world, requ
 
 @pytest.mark.parametrize("engine", [{}], ids=[""], indirect=True)
 def test_prefix_hits_answer_as_peft_does(engine, world):
-    witness, answers = Witness(engine), Answers(engine)
+    witness, answers = RecordingRunner(engine), Answers(engine)
     ask(world, answers)
     first = witness.tokens
     assert ask(world, answers) == world.expected

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.e2e.load import Load, Outcome, Target
-from tests.engine.faithful import TOLERANCE
+from tests.engine.float32_reference import TOLERANCE
 from tests.gpu.fleet import TENANT, eventually, replica_processes
 from tests.gpu.peft_model import Reference
 

@@ -22,7 +22,7 @@ from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.request import FinishReason, Request, SamplingParams
 from tests.engine.blobs import Shelf
-from tests.engine.driving import Answers
+from tests.engine.engine_driver import Answers
 from tests.serving.local_gateway import answer_of
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"

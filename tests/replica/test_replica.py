@@ -31,7 +31,7 @@ from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import EngineClosed
 from lorikeet_engine.request import SamplingParams, SchedulingParams
-from tests.engine import hosted
+from tests.engine import process_engines
 from tests.replica.breakable import break_file, breakable_engine
 from tests.serving.local_gateway import answer_of, local_gateway
 
@@ -88,7 +88,7 @@ async def rest_of(answer):
 
 def kill_engine(how=signal.SIGKILL):
     """Send a signal to the process of the one engine that this process hosts."""
-    (pid,) = hosted.processes()
+    (pid,) = process_engines.processes()
     os.kill(pid, how)
 
 

@@ -32,7 +32,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for name, data in case.files().items():
             (folder / f"{number:03}" / name).write_bytes(data)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.judging", str(folder)],
+        [sys.executable, "-m", "tests.engine.judge_adapters", str(folder)],
         cwd=Path(__file__).parents[3],
         env=os.environ,
         capture_output=True,

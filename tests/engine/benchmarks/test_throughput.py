@@ -13,7 +13,7 @@ from engine.benchmarks.random_adapters import random_refs
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.sampling.sampler import Sampler
 from lorikeet_engine.traffic import Zipf
-from tests.engine.driving import Witness
+from tests.engine.engine_driver import RecordingRunner
 from tests.engine.tiny_engine import SETTINGS, tiny_engine
 
 BASE = Work("base", 20, 6, requests=5)
@@ -63,7 +63,7 @@ def test_a_cold_run_begins_with_no_adapter_on_the_device(engine, monkeypatch):
 
 
 def test_work_drawn_again_finds_nothing_in_the_prefix_cache(engine):
-    witness = Witness(engine)
+    witness = RecordingRunner(engine)
     for _ in range(2):
         generate(engine, WARM.draw(256, 0))
     assert witness.tokens == 2 * 5 * (20 + 5)

@@ -14,7 +14,7 @@ from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.execution import calibration
 from lorikeet_engine.execution.calibration import measure_step_costs
 from lorikeet_engine.kernels.lora.types import LoraWeights
-from tests.engine.driving import Answers, greedy, prompt
+from tests.engine.engine_driver import Answers, greedy, prompt
 from tests.engine.hash_model import SHAPE
 
 DEMO = Path(__file__).parents[3] / "demo/model"

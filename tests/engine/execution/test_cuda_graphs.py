@@ -16,7 +16,7 @@ from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits, _Whole
 from lorikeet_engine.kernels.attention import PageTable, SdpaAttention
 from lorikeet_engine.kernels.attention.paged_decode import query_rows
 from lorikeet_engine.models.batch import Batch
-from tests.engine.driving import Answers, greedy
+from tests.engine.engine_driver import Answers, greedy
 
 PAGE = 16
 _EMPTY = torch.zeros(0, dtype=torch.int64)

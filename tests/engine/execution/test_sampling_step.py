@@ -12,9 +12,9 @@ import transformers
 
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.request import FinishReason, Request, SamplingParams, Tokens
-from tests.engine import driving, hash_model
+from tests.engine import engine_driver, hash_model
 from tests.engine.blobs import Shelf
-from tests.engine.driving import Answers, greedy, prompt
+from tests.engine.engine_driver import Answers, greedy, prompt
 from tests.engine.hash_model import predict
 from tests.engine.peft_adapters import BlobShelf
 
@@ -165,7 +165,7 @@ class TestLogprobs:
         self, tiny_checkpoints, reference, tmp_path, overlap
     ):
         shelf = BlobShelf(tmp_path / "blobs")
-        engine = driving.build(tiny_checkpoints["llama"], shelf, tmp_path, overlap=overlap)
+        engine = engine_driver.build(tiny_checkpoints["llama"], shelf, tmp_path, overlap=overlap)
         stops = tuple(range(100, 160))
         ways = (
             ({"logprobs": 5, "seed": 1}, 1),

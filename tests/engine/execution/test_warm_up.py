@@ -12,7 +12,7 @@ from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.execution.warm_up import run_every_kind_of_step, run_largest_step
 from tests.engine.blobs import Shelf
-from tests.engine.driving import Answers, greedy, prompt
+from tests.engine.engine_driver import Answers, greedy, prompt
 
 CONFIG = {
     "model_type": "llama",

@@ -1,6 +1,6 @@
 """On a GPU in bfloat16 all families say what the float32 reference says, however the work is cut.
 
-faithful.TOLERANCE says how near.
+float32_reference.TOLERANCE says how near.
 """
 
 from dataclasses import replace
@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.engine.driving import PAGE, Answers, Witness, greedy, prompt
-from tests.engine.faithful import (
+from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, greedy, prompt
+from tests.engine.float32_reference import (
     FAMILIES,
     NAMES,
     TOLERANCE,
-    Draws,
-    World,
-    bring,
+    Float32Reference,
+    RecordingSampler,
     build,
     compare,
-    finish,
+    load_adapters,
+    run_to_end,
 )
 
 pytestmark = [
@@ -31,21 +31,21 @@ CHUNK = 40
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def world(request, tmp_path_factory):
-    return World(request.param, tmp_path_factory.mktemp(request.param), "cuda")
+def reference(request, tmp_path_factory):
+    return Float32Reference(request.param, tmp_path_factory.mktemp(request.param), "cuda")
 
 
-def requests(world, salt):
+def requests(reference, salt):
     """Ten of them, two under each adapter and two under none, no two prompts alike."""
     for i in range(2 * len(NAMES)):
         name, ids = NAMES[i % len(NAMES)], prompt(LENGTHS[i % len(LENGTHS)], i)
-        more = {"adapter": world.refs[name], "salt": salt, "seed": 100 * i}
+        more = {"adapter": reference.refs[name], "salt": salt, "seed": 100 * i}
         yield name, greedy(f"r{i}", ids, max_tokens=TOKENS, **more)
 
 
 @pytest.fixture(scope="module")
-def engine(world, tmp_path_factory):
-    engine = build(world, tmp_path_factory.mktemp("cache"))
+def engine(reference, tmp_path_factory):
+    engine = build(reference, tmp_path_factory.mktemp("cache"))
     yield engine
     engine.close()
 
@@ -59,7 +59,7 @@ def run(engine, graphs, overlap, chunked):
     runner._graphs = captured if graphs else None
     engine._settings = replace(settings, overlap=overlap)
     engine._scheduler._limits = replace(limits, tokens=CHUNK) if chunked else limits
-    yield Witness(engine), Draws(engine), Answers(engine)
+    yield RecordingRunner(engine), RecordingSampler(engine), Answers(engine)
     engine._runner, engine._sampler, runner._graphs = runner, sampler, captured
     engine._settings, engine._scheduler._limits = settings, limits
 
@@ -67,18 +67,18 @@ def run(engine, graphs, overlap, chunked):
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "read_at_once"])
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no_graphs"])
-def test_every_request_says_what_the_reference_says(world, run, chunked, request):
+def test_every_request_says_what_the_reference_says(reference, run, chunked, request):
     witness, draws, answers = run
-    bring(answers, world)
-    asked = list(requests(world, salt=request.node.name))
+    load_adapters(answers, reference)
+    asked = list(requests(reference, salt=request.node.name))
     computed = []
     for _ in ("anew", "with prefix hits"):
         before = witness.tokens
         for _, call in asked:
             answers.submit(call)
-        finish(answers)
+        run_to_end(answers)
         computed.append(witness.tokens - before)
-        clear = [compare(world, call, name, draws, answers) for name, call in asked]
+        clear = [compare(reference, call, name, draws, answers) for name, call in asked]
         assert sum(clear) / len(clear) > 0.5, "too few tokens are compared"
     hits = sum((len(call.prompts[0]) - 1) // PAGE * PAGE for _, call in asked)
     assert computed[1] <= computed[0] - hits
@@ -86,9 +86,9 @@ def test_every_request_says_what_the_reference_says(world, run, chunked, request
     assert (max(len(batch.token_ids) for batch in witness.batches) <= CHUNK) == chunked
 
 
-def test_the_adapters_change_what_the_model_says(world):
+def test_the_adapters_change_what_the_model_says(reference):
     ids = prompt(63)
-    base = world.logprobs(None, ids)
+    base = reference.logprobs(None, ids)
     for name in NAMES[1:]:
-        change = world.logprobs(name, ids) - base
+        change = reference.logprobs(name, ids) - base
         assert change.square().mean().sqrt() > 3 * TOLERANCE

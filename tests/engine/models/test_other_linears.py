@@ -21,7 +21,7 @@ from lorikeet_engine.models import ModelConfig
 from lorikeet_engine.residency.disk.image_file import ImageFile, fingerprint, write_image
 from lorikeet_engine.residency.packing import PackedLayout, pack
 from lorikeet_engine.residency.shard import Shard
-from tests.engine.driving import Answers, build, greedy, prompt
+from tests.engine.engine_driver import Answers, build, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
 QKV = (Width.QUERIES, Width.KEYS, Width.KEYS)

@@ -8,12 +8,12 @@ import pytest
 from lorikeet_engine.errors import EngineClosed, StepFailed
 from lorikeet_engine.process.loop import EngineLoop
 from lorikeet_engine.request import Failed
-from tests.engine.driving import Witness, build, greedy, prompt
+from tests.engine.engine_driver import RecordingRunner, build, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
 
-class Inbox:
-    """What a loop has delivered."""
+class Received:
+    """The outputs that a loop has delivered."""
 
     def __init__(self):
         self.outputs = []
@@ -50,13 +50,13 @@ def engine(tiny_checkpoints, shelf, tmp_path):
 
 
 @pytest.fixture
-def inbox():
-    return Inbox()
+def received():
+    return Received()
 
 
 @pytest.fixture
-def loop(engine, inbox):
-    loop = EngineLoop(engine, inbox, step_timeout_s=60)
+def loop(engine, received):
+    loop = EngineLoop(engine, received, step_timeout_s=60)
     loop.start()
     yield loop
     loop.close()
@@ -69,7 +69,7 @@ def soon(holds, within_s=1.0):
         time.sleep(0.005)
 
 
-def test_many_threads_submit_and_all_are_answered(engine, loop, inbox):
+def test_many_threads_submit_and_all_are_answered(engine, loop, received):
     def submit(name):
         for i in range(5):
             engine.submit(greedy(f"{name}{i}", prompt(5 + i), max_tokens=4))
@@ -78,9 +78,9 @@ def test_many_threads_submit_and_all_are_answered(engine, loop, inbox):
     for thread in threads:
         thread.start()
     names = [f"{name}{i}" for name in "abcd" for i in range(5)]
-    inbox.until(lambda: all(inbox.ended(name) for name in names))
+    received.until(lambda: all(received.ended(name) for name in names))
     for name in names:
-        assert sum(len(output.token_ids) for output in inbox.of(name)) == 4
+        assert sum(len(output.token_ids) for output in received.of(name)) == 4
 
 
 def test_an_idle_engine_does_not_step(engine, loop):
@@ -92,7 +92,7 @@ def test_an_idle_engine_does_not_step(engine, loop):
 
 
 def test_an_abort_of_what_waits_for_its_adapter_is_done_within_a_second(
-    engine, loop, inbox, shelf, tiny_checkpoints, tmp_path
+    engine, loop, received, shelf, tiny_checkpoints, tmp_path
 ):
     folder = save_adapter(tiny_checkpoints["llama"], tmp_path / "a", target_modules=["q_proj"])
     ref = shelf.add(folder, "a")
@@ -103,69 +103,69 @@ def test_an_abort_of_what_waits_for_its_adapter_is_done_within_a_second(
     engine.abort("gone")
     soon(lambda: engine.status().live.waiting == 1)
     shelf.release(ref)
-    inbox.until(lambda: inbox.ended("kept"))
-    assert not inbox.of("gone")
+    received.until(lambda: received.ended("kept"))
+    assert not received.of("gone")
 
 
-def test_an_abort_of_what_runs_frees_its_pages_within_a_second(engine, loop, inbox):
+def test_an_abort_of_what_runs_frees_its_pages_within_a_second(engine, loop, received):
     engine.submit(greedy("r", prompt(5), max_tokens=400))
-    inbox.until(lambda: inbox.of("r"))
+    received.until(lambda: received.of("r"))
     engine.abort("r")
     soon(lambda: engine.status().live.kv_pages_used == 0)
-    assert not inbox.ended("r")
+    assert not received.ended("r")
 
 
-def test_a_failing_forward_pass_fails_its_step_and_the_loop_goes_on(engine, loop, inbox):
-    witness = Witness(engine)
+def test_a_failing_forward_pass_fails_its_step_and_the_loop_goes_on(engine, loop, received):
+    witness = RecordingRunner(engine)
     witness.error = RuntimeError("device-side assert")
     engine.submit(greedy("bad", prompt(5)))
-    inbox.until(lambda: inbox.ended("bad"))
-    assert isinstance(inbox.of("bad")[-1].error, StepFailed)
+    received.until(lambda: received.ended("bad"))
+    assert isinstance(received.of("bad")[-1].error, StepFailed)
     engine.submit(greedy("good", prompt(5)))
-    inbox.until(lambda: inbox.ended("good"))
-    assert len(inbox.of("good")) == 12
+    received.until(lambda: received.ended("good"))
+    assert len(received.of("good")) == 12
 
 
-def test_a_bug_in_the_engine_fails_what_is_in_flight_and_the_loop_goes_on(engine, loop, inbox):
+def test_a_bug_in_the_engine_fails_what_is_in_flight_and_the_loop_goes_on(engine, loop, received):
     engine.submit(greedy("running", prompt(5), max_tokens=500))
-    inbox.until(lambda: inbox.of("running"))
+    received.until(lambda: received.of("running"))
 
     def plan(_goal):
         raise AssertionError("the accounts do not add up")
 
     engine._scheduler.plan = plan
-    inbox.until(lambda: inbox.ended("running"))
-    assert isinstance(inbox.of("running")[-1].error, StepFailed)
+    received.until(lambda: received.ended("running"))
+    assert isinstance(received.of("running")[-1].error, StepFailed)
     engine.submit(greedy("good", prompt(5)))
-    inbox.until(lambda: inbox.ended("good"))
+    received.until(lambda: received.ended("good"))
     soon(lambda: engine.status().live.kv_pages_used == 0)
 
 
-def test_a_deliverer_that_raises_does_not_stop_the_loop(engine, loop, inbox):
-    inbox.error = RuntimeError("the event loop is closed")
+def test_a_deliverer_that_raises_does_not_stop_the_loop(engine, loop, received):
+    received.error = RuntimeError("the event loop is closed")
     engine.submit(greedy("r", prompt(5)))
-    inbox.until(lambda: inbox.ended("r"))
+    received.until(lambda: received.ended("r"))
 
 
-def test_closing_ends_the_thread_and_fails_what_is_in_flight(engine, loop, inbox):
+def test_closing_ends_the_thread_and_fails_what_is_in_flight(engine, loop, received):
     engine.submit(greedy("r", prompt(5), max_tokens=400))
-    inbox.until(lambda: inbox.of("r"))
+    received.until(lambda: received.of("r"))
     loop.close()
     assert "lorikeet-engine" not in {thread.name for thread in threading.enumerate()}
-    assert isinstance(inbox.of("r")[-1].error, EngineClosed)
+    assert isinstance(received.of("r")[-1].error, EngineClosed)
     with pytest.raises(EngineClosed):
         engine.submit(greedy("late", prompt(5)))
     loop.close()
 
 
-def test_a_loop_that_never_started_can_be_closed(engine, inbox):
+def test_a_loop_that_never_started_can_be_closed(engine, received):
     engine.submit(greedy("r", prompt(5)))
-    EngineLoop(engine, inbox, step_timeout_s=60).close()
-    assert isinstance(inbox.of("r")[0].error, EngineClosed)
+    EngineLoop(engine, received, step_timeout_s=60).close()
+    assert isinstance(received.of("r")[0].error, EngineClosed)
 
 
 @pytest.fixture
-def crowded(tiny_checkpoints, shelf, inbox, tmp_path):
+def crowded(tiny_checkpoints, shelf, received, tmp_path):
     """A loop whose GPU holds one adapter and whose host holds two, and six adapters."""
     target = ["q_proj", "down_proj"]
     folders = [
@@ -177,13 +177,13 @@ def crowded(tiny_checkpoints, shelf, inbox, tmp_path):
     cache, sizes = tmp_path / "crowded", {"adapter_gpu_bytes": 5 * elements}
     sizes["adapter_host_bytes"] = 10 * elements
     engine = build(tiny_checkpoints["llama"], shelf, cache, max_running=1, **sizes)
-    loop = EngineLoop(engine, inbox, step_timeout_s=60)
+    loop = EngineLoop(engine, received, step_timeout_s=60)
     loop.start()
     yield engine, refs
     loop.close()
 
 
-def test_more_adapters_than_fit_anywhere_are_all_served(crowded, inbox):
+def test_more_adapters_than_fit_anywhere_are_all_served(crowded, received):
     engine, refs = crowded
     names = [f"{i}" for i in range(18)]
     for i, name in enumerate(names):
@@ -191,7 +191,7 @@ def test_more_adapters_than_fit_anywhere_are_all_served(crowded, inbox):
         if i % 5 == 0:
             engine.submit(greedy(f"aborted {i}", prompt(5), adapter=refs[-i % 6], max_tokens=99))
             engine.abort(f"aborted {i}")
-    inbox.until(lambda: all(inbox.ended(name) for name in names))
-    assert not any(isinstance(output, Failed) for output in inbox.outputs)
+    received.until(lambda: all(received.ended(name) for name in names))
+    assert not any(isinstance(output, Failed) for output in received.outputs)
     soon(lambda: engine.status().live.kv_pages_used == 0)
     assert not any(adapter.leases for adapter in engine.adapters())

@@ -15,7 +15,7 @@ from lorikeet_engine.request import Failed, Request, SamplingParams
 from lorikeet_engine.residency import loader, tiers
 from lorikeet_engine.scheduling.admission import MAX_OVERTAKES
 from tests.engine.blobs import Shelf
-from tests.engine.crowd import ADAPTER_BYTES, WorkByHand
+from tests.engine.checked_engine import ADAPTER_BYTES, ManualWorkers
 from tests.engine.hash_model import SHAPE, build
 
 STEP_S = 0.1
@@ -30,7 +30,7 @@ class Rush:
 
     def __init__(self, folder, *, gpu, host=100, **settings):
         self.shelf, self.ended, self.busy = Shelf(folder / "blobs"), Counter(), ()
-        self._loads, self._now_s, self._steps = WorkByHand(), 0.0, 0
+        self._loads, self._now_s, self._steps = ManualWorkers(), 0.0, 0
         self._open, self._refs = {}, {}  # request → adapter's name; by name
         clock = SimpleNamespace(monotonic=lambda: self._now_s)
         with (

@@ -11,8 +11,8 @@ from lorikeet_engine.residency.eviction import LeastRecentlyUsed
 from lorikeet_engine.residency.gpu.arena import DeviceArena, Piece
 from lorikeet_engine.residency.gpu.residents import Residents
 from lorikeet_engine.residency.gpu.slots import SlotPool
+from tests.engine.fake_streams import Event, Streams
 from tests.engine.residency.test_slots import layout_of
-from tests.engine.streams import Event, Streams
 
 ARENA, LAYERS, SIZES = 640, 4, (16, 32, 48, 64)
 

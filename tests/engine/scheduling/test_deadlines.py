@@ -10,7 +10,7 @@ import pytest
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import AdapterNotReady, EngineOverloaded
 from lorikeet_engine.request import SchedulingParams
-from tests.engine.driving import PAGE, Answers, build, greedy, prompt
+from tests.engine.engine_driver import PAGE, Answers, build, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,22 +10,22 @@ from hypothesis import strategies as st
 from lorikeet_engine.request import SchedulingParams
 from lorikeet_engine.scheduling.admission import MAX_OVERTAKES
 from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, VirtualCounters
-from tests.engine.world import COSTS, PAGE, World
+from tests.engine.scheduler_harness import COSTS, PAGE, SchedulerHarness
 
 A, B = SchedulingParams("a"), SchedulingParams("b")
 
 
-def bound(world, longest, weight=1.0):
+def bound(harness, longest, weight=1.0):
     """The paper's: by how much two that always wait may differ in what is done for them."""
-    batch = world.cache.pages * PAGE
+    batch = harness.cache.pages * PAGE
     return 2 * max(PROMPT_TOKEN * longest, OUTPUT_TOKEN * batch) / weight
 
 
-def keep_waiting(world, scheduling, count, **request):
+def keep_waiting(harness, scheduling, count, **request):
     """Add requests until so many of the tenant's wait."""
-    waiting = sum(s.request.scheduling == scheduling for s in world.scheduler.waiting)
+    waiting = sum(s.request.scheduling == scheduling for s in harness.scheduler.waiting)
     for _ in range(count - waiting):
-        world.add(**{"prompt": 6, "max_tokens": 8, **request}, scheduling=scheduling)
+        harness.add(**{"prompt": 6, "max_tokens": 8, **request}, scheduling=scheduling)
 
 
 def spread(differences):
@@ -36,29 +36,29 @@ def spread(differences):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("pages", [100, 12])
 def test_two_that_always_wait_are_served_alike_whatever_they_send(overlap, pages):
-    world, ahead = World(tokens=24, sequences=6, pages=pages, overlap=overlap), []
+    harness, ahead = SchedulerHarness(tokens=24, sequences=6, pages=pages, overlap=overlap), []
     for _ in range(600):
-        keep_waiting(world, A, 40)
-        keep_waiting(world, B, 8, prompt=17, max_tokens=3)
-        world.step()
-        ahead.append(world.served["a"] - world.served["b"])
-    assert spread(ahead) <= bound(world, longest=17)
-    assert world.served.total() > 5 * bound(world, longest=17), "else this would prove nothing"
+        keep_waiting(harness, A, 40)
+        keep_waiting(harness, B, 8, prompt=17, max_tokens=3)
+        harness.step()
+        ahead.append(harness.served["a"] - harness.served["b"])
+    assert spread(ahead) <= bound(harness, longest=17)
+    assert harness.served.total() > 5 * bound(harness, longest=17), "else this would prove nothing"
 
 
 def steps_to_first_tokens(noisy_streams):
     """Of a tenant with 8 clients, one request after the other, beside one with so many."""
-    world, took, streams = World(tokens=64, sequences=16, pages=400), [], {A: 8, B: noisy_streams}
+    harness = SchedulerHarness(tokens=64, sequences=16, pages=400)
+    took, streams = [], {A: 8, B: noisy_streams}
     since = {}  # request under way → the step in which it came
     for _ in range(1500):
         for scheduling, most in streams.items():
             for _ in range(most - sum(s.request.scheduling == scheduling for s in since)):
-                since[world.add(30 + world.arrivals % 7, max_tokens=4, scheduling=scheduling)] = (
-                    world.steps
-                )
-        world.step()
+                new = harness.add(30 + harness.arrivals % 7, max_tokens=4, scheduling=scheduling)
+                since[new] = harness.steps
+        harness.step()
         took += [
-            world.steps - since[s]
+            harness.steps - since[s]
             for s in since
             if s.output_length == 1 and s.request.scheduling == A
         ]
@@ -73,40 +73,40 @@ def test_ten_times_as_many_clients_delay_the_others_first_tokens_little():
 
 
 def test_weights_share_in_proportion():
-    world = World(tokens=24, sequences=6)
+    harness = SchedulerHarness(tokens=24, sequences=6)
     light, heavy = SchedulingParams("light", weight=1.0), SchedulingParams("heavy", weight=3.0)
     for _ in range(2000):
-        keep_waiting(world, light, 10)
-        keep_waiting(world, heavy, 10, prompt=11)
-        world.step()
-    assert world.served["heavy"] / world.served["light"] == pytest.approx(3.0, rel=0.03)
+        keep_waiting(harness, light, 10)
+        keep_waiting(harness, heavy, 10, prompt=11)
+        harness.step()
+    assert harness.served["heavy"] / harness.served["light"] == pytest.approx(3.0, rel=0.03)
 
 
 def test_having_been_away_is_no_credit():
-    world, ahead = World(tokens=24, sequences=6), []
+    harness, ahead = SchedulerHarness(tokens=24, sequences=6), []
     for step in range(900):
-        keep_waiting(world, A, 10)
+        keep_waiting(harness, A, 10)
         if step >= 300:
-            keep_waiting(world, B, 10)
-            ahead.append(world.served["a"] - world.served["b"])
-        world.step()
-    assert world.served["a"] > 3 * bound(world, longest=6)
-    assert spread(ahead) <= bound(world, longest=6)
+            keep_waiting(harness, B, 10)
+            ahead.append(harness.served["a"] - harness.served["b"])
+        harness.step()
+    assert harness.served["a"] > 3 * bound(harness, longest=6)
+    assert spread(ahead) <= bound(harness, longest=6)
 
 
 def test_nor_is_having_waited_for_an_adapter():
-    world, ahead = World(tokens=24, sequences=6), []
-    world.shelf.remote = {"slow"}
+    harness, ahead = SchedulerHarness(tokens=24, sequences=6), []
+    harness.tiers.remote = {"slow"}
     for step in range(900):
-        keep_waiting(world, A, 10)
-        keep_waiting(world, B, 10, adapter="slow")
+        keep_waiting(harness, A, 10)
+        keep_waiting(harness, B, 10, adapter="slow")
         if step == 300:
-            world.shelf.remote = set()
-        world.step()
+            harness.tiers.remote = set()
+        harness.step()
         if step > 300:
-            ahead.append(world.served["a"] - world.served["b"])
-    assert spread(ahead) <= bound(world, longest=6)
-    assert world.served["b"] > bound(world, longest=6)
+            ahead.append(harness.served["a"] - harness.served["b"])
+    assert spread(ahead) <= bound(harness, longest=6)
+    assert harness.served["b"] > bound(harness, longest=6)
 
 
 @settings(max_examples=30, deadline=None)
@@ -115,7 +115,7 @@ def test_whatever_comes_the_bound_holds(data):
     """Between any two tenants, for as long as both wait."""
     integers = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
     sequences = integers(1, 5)
-    world = World(
+    harness = SchedulerHarness(
         tokens=sequences + integers(0, 12),
         sequences=sequences,
         pages=12,
@@ -124,27 +124,27 @@ def test_whatever_comes_the_bound_holds(data):
     tenants = [
         SchedulingParams(name, data.draw(st.sampled_from([1.0, 1.0, 2.0, 5.0]))) for name in "abc"
     ]
-    limit, added = bound(world, longest=30), []
+    limit, added = bound(harness, longest=30), []
     spans = {}  # pair of tenants → by how much the first was ahead, while both wait
     for _ in range(integers(5, 25)):
         for _ in range(integers(0, 8)):
             scheduling = data.draw(st.sampled_from(tenants))
-            added.append(world.add(integers(1, 30), None, integers(1, 17), scheduling=scheduling))
+            added.append(harness.add(integers(1, 30), None, integers(1, 17), scheduling=scheduling))
         if added and integers(0, 4) == 0:
-            world.scheduler.drop({data.draw(st.sampled_from(added))}.__contains__)
+            harness.scheduler.drop({data.draw(st.sampled_from(added))}.__contains__)
         for _ in range(integers(1, 9)):
-            before = {s.request.scheduling for s in world.scheduler.waiting}
-            world.step()
-            waiting = before & {s.request.scheduling for s in world.scheduler.waiting}
+            before = {s.request.scheduling for s in harness.scheduler.waiting}
+            harness.step()
+            waiting = before & {s.request.scheduling for s in harness.scheduler.waiting}
             for one in tenants:
                 for other in tenants:
                     span = spans.setdefault((one.tenant, other.tenant), [])
                     if not {one, other} <= waiting:
                         span.clear()
-                    shares = [world.served[t.tenant] / t.weight for t in (one, other)]
+                    shares = [harness.served[t.tenant] / t.weight for t in (one, other)]
                     span.append(shares[0] - shares[1])
                     assert spread(span) <= limit
-    world.run()
+    harness.run()
 
 
 def test_the_last_to_wait_gives_the_level_to_who_comes_into_an_empty_line():
@@ -160,26 +160,26 @@ def test_the_last_to_wait_gives_the_level_to_who_comes_into_an_empty_line():
 
 def test_a_cold_load_is_charged_to_whom_it_is_for():
     """Every request of one tenant needs a load; the other sends as many tokens without."""
-    world, ahead = World(tokens=24, sequences=6, adapters=100), []
-    world.shelf.takes_s, load = 10 * COSTS.prompt_token_s, 10 * PROMPT_TOKEN
+    harness, ahead = SchedulerHarness(tokens=24, sequences=6, adapters=100), []
+    harness.tiers.takes_s, load = 10 * COSTS.prompt_token_s, 10 * PROMPT_TOKEN
     for _ in range(600):
-        keep_waiting(world, A, 8, adapter=f"a{world.arrivals}")
-        keep_waiting(world, B, 8)
-        world.step()
-        loads = len(world.shelf.on_gpu)
-        ahead.append(world.served["a"] + load * loads - world.served["b"])
+        keep_waiting(harness, A, 8, adapter=f"a{harness.arrivals}")
+        keep_waiting(harness, B, 8)
+        harness.step()
+        loads = len(harness.tiers.on_gpu)
+        ahead.append(harness.served["a"] + load * loads - harness.served["b"])
     request = PROMPT_TOKEN * 6 + OUTPUT_TOKEN * 8
-    assert spread(ahead) <= bound(world, longest=6) + 8 * load
-    ratio = world.served["a"] / world.served["b"]
+    assert spread(ahead) <= bound(harness, longest=6) + 8 * load
+    ratio = harness.served["a"] / harness.served["b"]
     assert ratio == pytest.approx(request / (request + load), rel=0.1)
 
 
 def test_what_is_found_in_the_cache_is_not_charged():
-    world = World()
-    first = world.add(list(range(5 * PAGE + 1)), max_tokens=1, scheduling=A)
-    world.run()
-    again = world.add(list(range(5 * PAGE + 1)), max_tokens=1, scheduling=A)
-    world.run()
+    harness = SchedulerHarness()
+    first = harness.add(list(range(5 * PAGE + 1)), max_tokens=1, scheduling=A)
+    harness.run()
+    again = harness.add(list(range(5 * PAGE + 1)), max_tokens=1, scheduling=A)
+    harness.run()
     assert again.cost.counter is first.cost.counter
     assert again.timings.cached_tokens == 5 * PAGE
     whole = PROMPT_TOKEN * (5 * PAGE + 1) + OUTPUT_TOKEN
@@ -188,101 +188,101 @@ def test_what_is_found_in_the_cache_is_not_charged():
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_a_preempted_sequence_computes_anew_is_not_charged(overlap):
-    world = World(pages=7, overlap=overlap)
-    made = [world.add(9, max_tokens=16, scheduling=A) for _ in range(5)]
-    world.run()
+    harness = SchedulerHarness(pages=7, overlap=overlap)
+    made = [harness.add(9, max_tokens=16, scheduling=A) for _ in range(5)]
+    harness.run()
     assert any(sequence.timings.preemptions for sequence in made)
     assert made[0].cost.counter.value == 5 * (9 * PROMPT_TOKEN + 16 * OUTPUT_TOKEN)
 
 
 def test_what_an_aborted_request_has_made_is_charged():
-    world = World()
-    doomed = world.add(5, max_tokens=50, scheduling=A)
+    harness = SchedulerHarness()
+    doomed = harness.add(5, max_tokens=50, scheduling=A)
     for _ in range(10):
-        world.step()
-    world.scheduler.drop(lambda s: s is doomed)
+        harness.step()
+    harness.scheduler.drop(lambda s: s is doomed)
     assert doomed.cost.counter.value == 5 * PROMPT_TOKEN + 10 * OUTPUT_TOKEN
 
 
 def test_within_a_tenant_the_higher_priority_goes_first_then_the_older():
-    world = World(sequences=1)
+    harness = SchedulerHarness(sequences=1)
     priorities = {
-        world.add(3, scheduling=SchedulingParams("a", priority=p)): p for p in (0, 2, 1, 2, -1)
+        harness.add(3, scheduling=SchedulingParams("a", priority=p)): p for p in (0, 2, 1, 2, -1)
     }
-    world.run()
-    assert [priorities[s] for s in world.finished] == [2, 2, 1, 0, -1]
-    twos = [s for s in world.finished if priorities[s] == 2]
+    harness.run()
+    assert [priorities[s] for s in harness.finished] == [2, 2, 1, 0, -1]
+    twos = [s for s in harness.finished if priorities[s] == 2]
     assert twos == sorted(twos, key=lambda s: s.arrival)
 
 
 def test_a_priority_counts_within_its_tenant_alone():
-    world = World(sequences=1)
+    harness = SchedulerHarness(sequences=1)
     for _ in range(3):
-        world.add(3, scheduling=SchedulingParams("a", priority=9)), world.add(3, scheduling=B)
-    world.run()
-    assert [s.request.scheduling.tenant for s in world.finished] == ["a", "b"] * 3
+        harness.add(3, scheduling=SchedulingParams("a", priority=9)), harness.add(3, scheduling=B)
+    harness.run()
+    assert [s.request.scheduling.tenant for s in harness.finished] == ["a", "b"] * 3
 
 
 def test_a_long_prompt_that_runs_keeps_no_other_tenant_waiting():
-    world = World(tokens=8)
-    long = world.add(60, scheduling=A)
-    assert world.step() == [(long, 8)]
-    short = [world.add(5, scheduling=B), world.add(5, scheduling=B)]
-    assert world.step() == [(long, 8)], "which came first"
-    assert world.step() == [(short[0], 5), (short[1], 3)]
-    assert world.step() == [(short[0], 1), (long, 7)]
+    harness = SchedulerHarness(tokens=8)
+    long = harness.add(60, scheduling=A)
+    assert harness.step() == [(long, 8)]
+    short = [harness.add(5, scheduling=B), harness.add(5, scheduling=B)]
+    assert harness.step() == [(long, 8)], "which came first"
+    assert harness.step() == [(short[0], 5), (short[1], 3)]
+    assert harness.step() == [(short[0], 1), (long, 7)]
 
 
 def test_prompts_that_run_share_the_steps_tokens():
-    world, computed = World(tokens=8, pages=400), {"a": 0, "b": 0}
+    harness, computed = SchedulerHarness(tokens=8, pages=400), {"a": 0, "b": 0}
     for scheduling in (A, A, A, B):
-        world.add(200, scheduling=scheduling)
+        harness.add(200, scheduling=scheduling)
     for _ in range(40):
-        for sequence, length in world.step():
+        for sequence, length in harness.step():
             computed[sequence.request.scheduling.tenant] += length
         assert abs(computed["a"] - computed["b"]) <= 2 * 8
 
 
 def test_who_is_preempted_is_the_youngest_of_the_tenant_furthest_ahead():
-    world = World(pages=9)
-    ahead = [world.add(7, max_tokens=14, scheduling=A) for _ in range(2)]
-    world.step()
-    behind = world.add(7, max_tokens=14, scheduling=B)
+    harness = SchedulerHarness(pages=9)
+    ahead = [harness.add(7, max_tokens=14, scheduling=A) for _ in range(2)]
+    harness.step()
+    behind = harness.add(7, max_tokens=14, scheduling=B)
     while not any(s.timings.preemptions for s in (*ahead, behind)):
-        world.step()
+        harness.step()
     assert [s.timings.preemptions for s in (*ahead, behind)] == [0, 1, 0]
-    world.run()
+    harness.run()
 
 
 def test_an_adapter_that_is_kept_out_comes_although_it_is_passed_in_others_turns_alone():
     """Places come free one at a time, and in its own tenant's turns the base model takes them."""
-    world, lengths = World(sequences=6, adapters=1), itertools.cycle((4, 7, 5, 9, 6))
+    harness, lengths = SchedulerHarness(sequences=6, adapters=1), itertools.cycle((4, 7, 5, 9, 6))
 
     def begin():
-        keep_waiting(world, A, 8, prompt=3, max_tokens=next(lengths))
-        keep_waiting(world, B, 8, prompt=3, max_tokens=next(lengths), adapter="x")
-        return sum(s.timings.steps == 1 and s.adapter is not None for s, _ in world.step())
+        keep_waiting(harness, A, 8, prompt=3, max_tokens=next(lengths))
+        keep_waiting(harness, B, 8, prompt=3, max_tokens=next(lengths), adapter="x")
+        return sum(s.timings.steps == 1 and s.adapter is not None for s, _ in harness.step())
 
     for _ in range(60):
         begin()
-    starved = world.add(3, "c", scheduling=SchedulingParams("a", priority=1))
+    starved = harness.add(3, "c", scheduling=SchedulingParams("a", priority=1))
     begun = 0
-    while starved not in world.finished:
+    while starved not in harness.finished:
         begun += begin()
         assert begun < 3 * MAX_OVERTAKES
     assert begun > MAX_OVERTAKES // 2, "and until then others passed it"
 
 
 def test_tenants_that_are_gone_are_forgotten_and_gain_nothing_by_it():
-    world, tenants = World(sequences=4, tokens=16), 1500
-    hog = world.add(3, max_tokens=4, scheduling=SchedulingParams("t0"))
+    harness, tenants = SchedulerHarness(sequences=4, tokens=16), 1500
+    hog = harness.add(3, max_tokens=4, scheduling=SchedulingParams("t0"))
     for number in range(tenants):
-        world.add(3, max_tokens=1, scheduling=SchedulingParams(f"t{number}"))
-        world.step()
-    counters = world.scheduler._tenants
+        harness.add(3, max_tokens=1, scheduling=SchedulingParams(f"t{number}"))
+        harness.step()
+    counters = harness.scheduler._tenants
     assert len(counters) < tenants / 3
-    world.run()
+    harness.run()
     level = counters.level
-    back = world.add(3, scheduling=SchedulingParams("t0"))
+    back = harness.add(3, scheduling=SchedulingParams("t0"))
     assert back.cost.counter is not hog.cost.counter, "it was forgotten"
     assert back.cost.counter.value >= level >= hog.cost.counter.value

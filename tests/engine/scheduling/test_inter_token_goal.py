@@ -14,7 +14,7 @@ from lorikeet_engine.execution import calibration
 from lorikeet_engine.models import ModelConfig
 from lorikeet_engine.scheduling import step_counters
 from tests.engine.blobs import Shelf
-from tests.engine.driving import Answers, greedy
+from tests.engine.engine_driver import Answers, greedy
 from tests.engine.hash_model import CONFIG, PAGE, SHAPE, HashModel
 
 BASE_S, SEQUENCE_S, SLOPE_S = 4e-3, 20e-6, 50e-6

@@ -14,7 +14,7 @@ from lorikeet_engine.errors import InvalidRequest, StepFailed
 from lorikeet_engine.telemetry.counters import Histogram
 from lorikeet_engine.telemetry.status import Distribution
 from tests.engine.blobs import Shelf
-from tests.engine.driving import PAGE, Answers, Witness, build, greedy, prompt
+from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy, prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -111,7 +111,7 @@ def test_a_stop_token_is_no_output(make):
 
 def test_steps_are_counted_with_their_sequences_and_distinct_adapters(make, refs):
     engine, (a, b, _) = make(), refs[1]
-    witness, answers = Witness(engine), Answers(engine)
+    witness, answers = RecordingRunner(engine), Answers(engine)
     for ref in (a, b):
         engine.pin(ref)
     answers.until(lambda: all(engine.residency(ref) is GPU for ref in (a, b)))

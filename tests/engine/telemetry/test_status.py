@@ -6,7 +6,7 @@ import pytest
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import LiveStats
-from tests.engine.driving import Answers, build, greedy, prompt
+from tests.engine.engine_driver import Answers, build, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
 

@@ -1,4 +1,4 @@
-"""Small models of real shapes, what they say in float32, and how far bfloat16 may be from that."""
+"""Small models of real shapes, their float32 results, and how far bfloat16 may be from them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,8 +14,8 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import FinishReason, Request
 from lorikeet_engine.sampling.sampler import SamplingRow
-from tests.engine import driving
-from tests.engine.driving import Answers
+from tests.engine import engine_driver
+from tests.engine.engine_driver import Answers
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
 # How far a log-probability may be from the reference's: 32 eps of bfloat16, 0.25. Each of the ten
@@ -66,8 +66,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 NAMES = (None, *ADAPTERS)
 
 
-class World:
-    """One family: a checkpoint, its adapters, and what transformers and PEFT say in float32."""
+class Float32Reference:
+    """One family: a checkpoint, its adapters, and transformers' and PEFT's float32 results."""
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class World:
 
 
 @dataclass
-class Draws:
-    """A sampler that keeps what every draw was made from, by the choice's seed and step."""
+class RecordingSampler:
+    """A sampler that keeps the logits of every token, by the choice's seed and step."""
 
     engine: Engine
     logits: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -127,14 +127,14 @@ class Draws:
 
 
 def compare(
-    world: World,
+    reference: Float32Reference,
     request: Request,
     name: str | None,
-    draws: Draws,
+    draws: RecordingSampler,
     answers: Answers,
     tolerance: float = TOLERANCE,
 ) -> float:
-    """Hold a request's answers against the reference, which is fed the tokens that were drawn.
+    """Compare a request's answers with the reference, which is fed the sampled tokens.
 
     tolerance: for every log-probability; a fifth of it for the root of the mean square of a
     request's. Returns the share of tokens where the reference's two best are farther apart.
@@ -148,7 +148,7 @@ def compare(
         assert said == drawn[: len(said)]
         assert stopped == (drawn[-1] in request.sampling.stop_token_ids)
         prompt = list(request.prompts[choice // request.n])
-        want = world.logprobs(name, prompt + drawn[:-1])[len(prompt) - 1 :]
+        want = reference.logprobs(name, prompt + drawn[:-1])[len(prompt) - 1 :]
         error = torch.stack([draws.logits[key] for key in at]) - want
         worst, typical = error.abs().max().item(), error.square().mean().sqrt().item()
         assert worst <= tolerance, f"{request.request_id} under {name}: {worst}"
@@ -161,10 +161,10 @@ def compare(
     return sum(clear) / len(clear)
 
 
-def build(world: World, folder: Path, **settings: Any) -> Engine:
-    """An engine in bfloat16 on the world's device."""
+def build(reference: Float32Reference, folder: Path, **settings: Any) -> Engine:
+    """An engine in bfloat16 on the reference's device."""
     sizes = {
-        "device": world.device,
+        "device": reference.device,
         "dtype": "bfloat16",
         "adapter_dtype": "bfloat16",
         "max_running": 12,
@@ -172,19 +172,21 @@ def build(world: World, folder: Path, **settings: Any) -> Engine:
         "adapter_gpu_bytes": 16 << 20,
         "adapter_host_bytes": 32 << 20,
     }
-    return driving.build(world.checkpoint, world.shelf, folder / "cache", **{**sizes, **settings})
+    return engine_driver.build(
+        reference.checkpoint, reference.shelf, folder / "cache", **{**sizes, **settings}
+    )
 
 
-def bring(answers: Answers, world: World) -> None:
+def load_adapters(answers: Answers, reference: Float32Reference) -> None:
     """Wait until every adapter is on the device, so that all meet in one batch."""
-    refs = [ref for ref in world.refs.values() if ref is not None]
+    refs = [ref for ref in reference.refs.values() if ref is not None]
     for ref in refs:
         answers.engine.pin(ref)
     answers.until(lambda: all(answers.engine.residency(r) is Residency.GPU for r in refs))
 
 
-def finish(answers: Answers) -> None:
-    """Until all have ended, in time for a first run, which compiles kernels as it goes."""
+def run_to_end(answers: Answers) -> None:
+    """Step until all have ended, with time for a first run, which compiles kernels."""
     answers.until(lambda: not answers.pending, timeout_s=120)
 
 

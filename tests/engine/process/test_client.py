@@ -17,16 +17,16 @@ from lorikeet_engine.errors import EngineClosed, InvalidRequest, ModelError
 from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.request import Failed
 from lorikeet_engine.telemetry.status import AdapterStatus
-from tests.engine import hosted
-from tests.engine.driving import Answers, greedy, prompt
-from tests.engine.driving import build as build_here
+from tests.engine import process_engines
+from tests.engine.engine_driver import Answers, greedy, prompt
+from tests.engine.engine_driver import build as build_here
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
 ROOT = Path(__file__).parents[3]
 
 
-class Inbox:
-    """What a host has delivered, and how its engine ended."""
+class Received:
+    """What a client has received, and how its engine ended."""
 
     def __init__(self):
         self.outputs = []
@@ -65,32 +65,32 @@ class Inbox:
         return any(o.request_id == request_id and o.finish for o in self.outputs)
 
 
-def adapters_of(host):
-    return [AdapterStatus(*row) for row in host.adapters().result()]
+def adapters_of(client):
+    return [AdapterStatus(*row) for row in client.adapters().result()]
 
 
-def start(build, inbox, **options):
-    return EngineProcessClient(build, inbox.deliver, inbox.end, inbox.status, **options)
-
-
-@pytest.fixture
-def inbox():
-    return Inbox()
+def start(build, received, **options):
+    return EngineProcessClient(build, received.deliver, received.end, received.status, **options)
 
 
 @pytest.fixture
-def host(tiny_checkpoints, tmp_path, inbox):
-    """Start a host of an engine that `hosted` builds."""
-    hosts = []
+def received():
+    return Received()
 
-    def host_of(build=hosted.sound, **options):
+
+@pytest.fixture
+def client(tiny_checkpoints, tmp_path, received):
+    """Start clients of engines that process_engines builds."""
+    clients = []
+
+    def client_of(build=process_engines.working, **options):
         ready = partial(build, tiny_checkpoints["llama"], tmp_path)
-        hosts.append(start(ready, inbox, **options))
-        return hosts[-1]
+        clients.append(start(ready, received, **options))
+        return clients[-1]
 
-    yield host_of
-    for host in hosts:
-        host.close()
+    yield client_of
+    for client in clients:
+        client.close()
 
 
 @pytest.fixture
@@ -118,17 +118,17 @@ def eventually(holds, within_s=5.0):
 
 
 def test_its_tokens_are_those_of_an_engine_in_this_process(
-    host, inbox, ref, tiny_checkpoints, tmp_path
+    client, received, ref, tiny_checkpoints, tmp_path
 ):
     requests = [greedy("base", prompt(20)), greedy("adapted", prompt(20), adapter=ref)]
-    apart = host()
+    apart = client()
     found = [apart.submit(request).result() for request in requests]
     assert found == [None, Residency.REMOTE]
-    inbox.until(lambda: all(inbox.finished(r.request_id) for r in requests))
+    received.until(lambda: all(received.finished(r.request_id) for r in requests))
     assert apart.submit(greedy("again", prompt(5), adapter=ref)).result() is Residency.GPU
 
     here = build_here(
-        tiny_checkpoints["llama"], hosted.Blobs(tmp_path / "blobs"), tmp_path / "here"
+        tiny_checkpoints["llama"], process_engines.Blobs(tmp_path / "blobs"), tmp_path / "here"
     )
     answers = Answers(here)
     for request in requests:
@@ -137,119 +137,121 @@ def test_its_tokens_are_those_of_an_engine_in_this_process(
     assert apart.info.eos_token_ids == here.info.eos_token_ids
     assert apart.info.max_context == here.info.max_context
     for request in requests:
-        assert inbox.tokens(request.request_id) == answers.of(request.request_id)
+        assert received.tokens(request.request_id) == answers.of(request.request_id)
     here.close()
 
 
-def test_a_refused_request_raises_as_it_does_here(host):
-    apart = host()
+def test_a_refused_request_raises_as_it_does_here(client):
+    apart = client()
     with pytest.raises(InvalidRequest, match="a prompt of 600 tokens") as caught:
         apart.submit(greedy("long", prompt(600))).result()
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_an_aborted_request_frees_its_pages(host, inbox):
-    apart = host()
+def test_an_aborted_request_frees_its_pages(client, received):
+    apart = client()
     apart.submit(greedy("r", prompt(5), max_tokens=400))
-    inbox.until(lambda: inbox.outputs)
+    received.until(lambda: received.outputs)
     eventually(lambda: apart.status.live.kv_pages_used > 0)
     apart.abort("r")
     eventually(lambda: apart.status.live.kv_pages_used == 0)
-    assert not inbox.finished("r")
+    assert not received.finished("r")
 
 
-def test_a_pin_holds_until_it_is_taken_back(host, ref):
+def test_a_pin_holds_until_it_is_taken_back(client, ref):
     def pinned():
         return [adapter.pinned for adapter in adapters_of(apart)]
 
-    apart = host()
+    apart = client()
     apart.pin(ref)
     eventually(lambda: pinned() == [True])
     apart.unpin(ref.digest)
     eventually(lambda: pinned() == [False])
 
 
-def test_a_status_comes_within_150_ms_of_a_change(host, inbox, tiny_checkpoints, tmp_path):
-    apart, shelf, late_s = host(), BlobShelf(tmp_path / "blobs"), []
+def test_a_status_comes_within_150_ms_of_a_change(client, received, tiny_checkpoints, tmp_path):
+    apart, shelf, late_s = client(), BlobShelf(tmp_path / "blobs"), []
     for n in range(5):
         folder = save_adapter(tiny_checkpoints["llama"], tmp_path / f"n{n}", n, r=4)
         ref = shelf.add(folder, f"n{n}")
         apart.submit(greedy(ref.name, prompt(5), adapter=ref, max_tokens=1))
-        inbox.until(lambda ref=ref: inbox.finished(ref.name))
+        received.until(lambda ref=ref: received.finished(ref.name))
         used_s = time.monotonic()  # so it was on the GPU before
-        inbox.until(lambda ref=ref: inbox.where(ref) is Residency.GPU)
-        late_s.append(inbox.statuses[-1][0] - used_s)
+        received.until(lambda ref=ref: received.where(ref) is Residency.GPU)
+        late_s.append(received.statuses[-1][0] - used_s)
     assert sorted(late_s)[2] < 0.15
-    eventually(lambda: all(inbox.where(a.ref) is a.residency for a in adapters_of(apart)))
+    eventually(lambda: all(received.where(a.ref) is a.residency for a in adapters_of(apart)))
 
 
-def test_nothing_is_reported_while_nothing_changes(host, inbox, ref):
-    began_s, apart = time.monotonic(), host()
+def test_nothing_is_reported_while_nothing_changes(client, received, ref):
+    began_s, apart = time.monotonic(), client()
     apart.prefetch(ref)
     apart.submit(greedy("r", prompt(5)))
-    inbox.until(lambda: inbox.finished("r") and inbox.where(ref) is Residency.GPU)
+    received.until(lambda: received.finished("r") and received.where(ref) is Residency.GPU)
     time.sleep(2.5)  # until the disk has been looked at
-    told = len(inbox.statuses)
+    told = len(received.statuses)
     assert told <= 1 + (time.monotonic() - began_s) / 0.1
     time.sleep(1.3)
-    assert len(inbox.statuses) == told
+    assert len(received.statuses) == told
 
 
-def test_a_prefetched_adapter_is_there_when_it_is_asked_for(host, inbox, ref):
-    apart = host()
+def test_a_prefetched_adapter_is_there_when_it_is_asked_for(client, received, ref):
+    apart = client()
     apart.prefetch(ref)
-    inbox.until(lambda: inbox.where(ref) is Residency.GPU)
+    received.until(lambda: received.where(ref) is Residency.GPU)
     assert apart.submit(greedy("r", prompt(5), adapter=ref)).result() is Residency.GPU
 
 
-def test_what_building_raises_is_raised_here(tmp_path, inbox):
+def test_what_building_raises_is_raised_here(tmp_path, received):
     with pytest.raises(ModelError) as caught:
-        start(partial(hosted.sound, tmp_path, tmp_path), inbox)
+        start(partial(process_engines.working, tmp_path, tmp_path), received)
     assert caught.value.field == "config.json"
     with pytest.raises(TypeError) as unexpected:
-        start(partial(hosted.sound, None, tmp_path), inbox)
-    assert "in sound" in unexpected.value.__notes__[0]
-    assert not hosted.processes()
+        start(partial(process_engines.working, None, tmp_path), received)
+    assert "in working" in unexpected.value.__notes__[0]
+    assert not process_engines.processes()
 
 
-def test_closing_fails_what_is_in_flight_and_ends_the_process(host, inbox):
-    apart = host()
-    (pid,) = hosted.processes()
+def test_closing_fails_what_is_in_flight_and_ends_the_process(client, received):
+    apart = client()
+    (pid,) = process_engines.processes()
     apart.submit(greedy("r", prompt(5), max_tokens=400))
-    inbox.until(lambda: inbox.outputs)
+    received.until(lambda: received.outputs)
     apart.close()
     assert not apart.alive
     assert gone(pid)
-    last = inbox.outputs[-1]
+    last = received.outputs[-1]
     assert isinstance(last, Failed)
     assert isinstance(last.error, EngineClosed)
-    assert inbox.ending is None
+    assert received.ending is None
     with pytest.raises(EngineClosed, match="send the request again"):
         apart.submit(greedy("late", prompt(5))).result()
 
 
-def test_a_killed_process_is_noticed_at_once(host, inbox, capfd):
-    apart = host()
-    (pid,) = hosted.processes()
+def test_a_killed_process_is_noticed_at_once(client, received, capfd):
+    apart = client()
+    (pid,) = process_engines.processes()
     os.kill(pid, signal.SIGSTOP)
     waiting = apart.submit(greedy("r", prompt(5)))
     os.kill(pid, signal.SIGKILL)
-    inbox.until(lambda: inbox.ending, timeout_s=1)
+    received.until(lambda: received.ending, timeout_s=1)
     assert not apart.alive
     for call in (waiting, apart.adapters()):
         with pytest.raises(EngineClosed, match="status -9: send the request again"):
             call.result(1)
 
 
-@pytest.mark.parametrize("hangs", [hosted.hanging, hosted.seizing], ids=["free", "seized"])
-def test_a_step_that_hangs_ends_the_process_and_shows_where_it_hung(host, inbox, capfd, hangs):
-    apart = host(hangs, step_timeout_s=1.0)
+@pytest.mark.parametrize(
+    "hangs", [process_engines.hanging, process_engines.hanging_with_the_gil], ids=["free", "seized"]
+)
+def test_a_step_that_hangs_ends_the_process_and_shows_where_it_hung(client, received, capfd, hangs):
+    apart = client(hangs, step_timeout_s=1.0)
     apart.submit(greedy("r", prompt(5)))
-    inbox.until(lambda: inbox.ending, timeout_s=5)
-    assert "status 1" in inbox.ending.message
+    received.until(lambda: received.ending, timeout_s=5)
+    assert "status 1" in received.ending.message
     logged, written = events(capfd)
-    assert "tests/engine/hosted.py" in written
-    if hangs is hosted.hanging:
+    assert "tests/engine/process_engines.py" in written
+    if hangs is process_engines.hanging:
         (hang,) = [event for event in logged if event["event"] == "step_hangs"]
         assert hang["level"] == "critical"
         assert hang["seconds"] >= 1.0
@@ -259,37 +261,37 @@ def test_a_step_that_hangs_ends_the_process_and_shows_where_it_hung(host, inbox,
 @pytest.mark.parametrize(
     ("build", "event", "why"),
     [
-        (hosted.without_device, "device_lost", "illegal memory access"),
-        (hosted.beyond_repair, "engine_lost", "do not add up"),
+        (process_engines.without_device, "device_lost", "illegal memory access"),
+        (process_engines.unable_to_reset, "engine_lost", "do not add up"),
     ],
     ids=["device", "engine"],
 )
 def test_what_cannot_go_on_ends_the_process_with_one_critical_line(
-    host, inbox, capfd, build, event, why
+    client, received, capfd, build, event, why
 ):
-    host(build).submit(greedy("r", prompt(5)))
-    inbox.until(lambda: inbox.ending, timeout_s=5)
-    assert "status 1" in inbox.ending.message
+    client(build).submit(greedy("r", prompt(5)))
+    received.until(lambda: received.ending, timeout_s=5)
+    assert "status 1" in received.ending.message
     (critical,) = [event for event in events(capfd)[0] if event["level"] == "critical"]
     assert critical["event"] == event
     assert why in critical["error"]
 
 
-def test_an_engine_dies_with_its_host_even_in_a_step_that_hangs(tiny_checkpoints, tmp_path):
-    code = "from tests.engine.hosted import main; main()"
-    host = subprocess.Popen(
+def test_an_engine_dies_with_its_client_even_in_a_step_that_hangs(tiny_checkpoints, tmp_path):
+    code = "from tests.engine.process_engines import main; main()"
+    client = subprocess.Popen(
         [sys.executable, "-c", code, tiny_checkpoints["llama"], tmp_path],
         cwd=ROOT,
         stdout=subprocess.PIPE,
     )
-    assert host.stdout.readline() == b"steps\n"
-    tasks = Path(f"/proc/{host.pid}/task").iterdir()
+    assert client.stdout.readline() == b"steps\n"
+    tasks = Path(f"/proc/{client.pid}/task").iterdir()
     (pid,) = [pid for task in tasks for pid in (task / "children").read_text().split()]
-    host.kill()
-    host.wait()
+    client.kill()
+    client.wait()
     eventually(lambda: gone(pid), within_s=2)
 
 
-def test_the_host_loads_no_torch():
+def test_the_client_loads_no_torch():
     code = "import sys, lorikeet_engine.process.client; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

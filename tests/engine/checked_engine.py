@@ -1,4 +1,4 @@
-"""A crowd of requests in an engine whose every token is known beforehand, watched at each step.
+"""An engine whose every token is known beforehand, with its state checked at each step.
 
 Nothing runs beside the test: adapters are loaded when it says so and the clock counts steps, so
 what fails once fails again.
@@ -21,11 +21,11 @@ from tests.engine.hash_model import PAGE, SHAPE, build, predict
 
 GOOD, OTHER, BROKEN = ADAPTERS = ("good", "other", "broken")
 ADAPTER_BYTES = 128
-STEPS = 2000  # in which every crowd ends, with much to spare
+STEPS = 2000  # in which all requests end, with much to spare
 
 
-class WorkByHand:
-    """In place of the threads that load adapters: the work waits until the test does it."""
+class ManualWorkers:
+    """Replaces the threads that load adapters: the work waits until the test does it."""
 
     def __init__(self) -> None:
         self.work: list[Callable[[], None]] = []
@@ -37,10 +37,10 @@ class WorkByHand:
         self.work.clear()
 
 
-class Crowd:
-    """Requests, what they must say, and an engine with too little room for them.
+class CheckedEngine:
+    """An engine with too little room for its requests, and the outputs that they must have.
 
-    live: the choices in flight, by request id. sound: False once something was wrong. fault:
+    live: the choices in flight, by request id. sound: False once a check has failed. fault:
     "before" or "after" makes the next batch fail there.
     """
 
@@ -48,7 +48,7 @@ class Crowd:
         self.shelf = Shelf(folder / "blobs")
         self.refs = {name: self.shelf.make(name, {(0, 0): 2}, shape=SHAPE) for name in ADAPTERS}
         self.shelf.errors[BROKEN] = OSError("the connection was reset")
-        self.loads, self._now_s = WorkByHand(), 0.0
+        self.loads, self._now_s = ManualWorkers(), 0.0
         clock = SimpleNamespace(monotonic=lambda: self._now_s)
         with (
             mock.patch.object(loader, "Workers", return_value=self.loads),
@@ -56,10 +56,10 @@ class Crowd:
             mock.patch.object(requests, "time", clock),
         ):
             self.engine, self.model = build(folder, self.shelf, **settings)
-        self.model.before = self._look
+        self.model.before = self._check_batch
         self.model.after = lambda: self._break("after")
         self.expected: dict[tuple[str, int], Any] = {}
-        self.said: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.outputs: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.live: dict[str, set[int]] = defaultdict(set)
         self.sound = True
         self.fault: str | None = None
@@ -83,8 +83,8 @@ class Crowd:
         mark = float(self.shelf._tensors[ref.digest][0, 0][0][0, 0]) if ref else 0.0
         for choice in range(n * len(prompts)):
             seed = (sampling.seed or 0) + choice
-            wanted = predict(prompts[choice // n], sampling, seed, context, mark)
-            self.expected[name, choice] = wanted
+            expected = predict(prompts[choice // n], sampling, seed, context, mark)
+            self.expected[name, choice] = expected
             self.live[name].add(choice)
         if adapter == BROKEN:
             self._hopeless.add(name)
@@ -101,12 +101,12 @@ class Crowd:
             self.loads.work.pop(which % len(self.loads.work))()
 
     def step(self) -> None:
-        """Compare what the engine says, and look into what it holds."""
+        """Step the engine; check its outputs and what it holds."""
         self.sound, self._failing = False, set()
         errors = {}
         for output in self.engine.step():
             if isinstance(output, Tokens):
-                self._hear(output)
+                self._check(output)
                 continue
             assert isinstance(output, Failed)
             assert output.request_id in self.live, "an error after the end"
@@ -117,19 +117,19 @@ class Crowd:
         for name in errors.keys() - failed:
             assert isinstance(errors[name], AdapterError)
             assert name in self._hopeless
-        self._account()
+        self._check_pages()
         self._now_s += 0.1
         self.sound = True
 
     def drain(self) -> None:
-        """Everything ends, and nothing is held."""
+        """Step until all requests have ended; check that nothing is held."""
         for _ in range(STEPS):
             self.load()
             self.step()
             if not self.live:
                 break
         assert not self.live, "these never end"
-        self.step()  # an abort is heard at the step that follows
+        self.step()  # an abort is seen at the step that follows
         live = self.engine.status().live
         assert (live.running, live.waiting, live.kv_pages_used) == (0, 0, 0)
         assert all(adapter.leases == 0 for adapter in self.engine.adapters())
@@ -137,15 +137,15 @@ class Crowd:
         cache = self.engine._cache
         assert sorted(cache.take(cache.pages)) == list(range(cache.pages))
 
-    def _hear(self, output: Tokens) -> None:
+    def _check(self, output: Tokens) -> None:
         name, choice = output.request_id, output.choice
         assert choice in self.live.get(name, ()), "tokens after the end"
         assert name not in self._hopeless
-        said, (tokens, finish) = self.said[name, choice], self.expected[name, choice]
-        said.extend(output.token_ids)
-        assert said == tokens[: len(said)]
+        got, (tokens, finish) = self.outputs[name, choice], self.expected[name, choice]
+        got.extend(output.token_ids)
+        assert got == tokens[: len(got)]
         if output.finish is not None:
-            assert (said, output.finish) == (tokens, finish)
+            assert (got, output.finish) == (tokens, finish)
             self._end(name, choice)
 
     def _end(self, name: str, choice: int) -> None:
@@ -153,15 +153,15 @@ class Crowd:
         if not self.live[name]:
             del self.live[name]
 
-    def _look(self, batch: Batch) -> None:
+    def _check_batch(self, batch: Batch) -> None:
         """A batch is about to be computed."""
         cache, running = self.engine._cache, self.engine._scheduler.running
         slots = batch.kv_slots.tolist()
         assert len(set(slots)) == len(slots), "two tokens in one place"
         written = {slot // PAGE for slot in slots}
         for page in written:
-            assert cache._references[page] == 1, "a page is written to that is shared or nobody's"
-            assert cache._keys[page] is None, "a page is written to that others can find"
+            assert cache._references[page] == 1, "a written page is shared or has no owner"
+            assert cache._keys[page] is None, "a written page can be found by others"
         self._batch = {s.request.request_id for s in running if written & set(s.kv.pages)}
         self._break("before")
 
@@ -170,7 +170,7 @@ class Crowd:
             self.fault, self._failing = None, self._batch
             raise RuntimeError(f"out of memory {when} the batch was computed")
 
-    def _account(self) -> None:
+    def _check_pages(self) -> None:
         """Every page is held by those who refer to it, and shared only for what it says."""
         cache, scheduler = self.engine._cache, self.engine._scheduler
         holders = defaultdict(list)
@@ -183,8 +183,8 @@ class Crowd:
         for shared in (held for held in holders.values() if len(held) > 1):
             assert len({_content(sequence, end) for sequence, end in shared}) == 1
         assert not any(sequence.kv.pages for sequence in scheduler.waiting)
-        everybody = (*scheduler.running, *scheduler.waiting)
-        leases = Counter(s.adapter.digest for s in everybody if s.adapter and s.lease)
+        sequences = (*scheduler.running, *scheduler.waiting)
+        leases = Counter(s.adapter.digest for s in sequences if s.adapter and s.lease)
         assert leases == {a.digest: a.leases for a in self.engine.adapters() if a.leases}
         assert all(s.lease for s in scheduler.running if s.adapter)
 
@@ -192,5 +192,5 @@ class Crowd:
 def _content(sequence: Sequence, end: int) -> tuple[object, ...]:
     """All that the keys and values of a page depend on."""
     tokens = tuple(sequence.tokens[:end])
-    assert len(tokens) == end, "a page is shared that is not full of known tokens"
+    assert len(tokens) == end, "a page is shared that is not full of read tokens"
     return sequence.request.salt, sequence.request.adapter, tokens

@@ -1,7 +1,7 @@
 """Random traffic through a whole engine: every token as predicted, every page accounted for.
 
 The model (hash_model) reads all it knows back from the KV pages, there are too few of those, and
-requests come, share, fail and are aborted at any moment (crowd says what must hold).
+requests come, share, fail and are aborted at any moment (checked_engine.py says what must hold).
 """
 
 import shutil
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from lorikeet_engine.request import SamplingParams
-from tests.engine.crowd import ADAPTER_BYTES, BROKEN, GOOD, OTHER, Crowd
+from tests.engine.checked_engine import ADAPTER_BYTES, BROKEN, GOOD, OTHER, CheckedEngine
 from tests.engine.hash_model import PAGE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,7 +57,7 @@ class Traffic(RuleBasedStateMachine):
     )
     def begin(self, running, spare, kv_pages, places):
         self.folder = Path(tempfile.mkdtemp())
-        self.crowd = Crowd(
+        self.checked = CheckedEngine(
             self.folder,
             kv_pages=kv_pages,
             max_running=running,
@@ -70,35 +70,35 @@ class Traffic(RuleBasedStateMachine):
     @rule(calls=st.lists(calls, min_size=1, max_size=4))
     def submit(self, calls):
         for prompts, call in calls:
-            if sum(map(len, self.crowd.live.values())) < MOST:
-                self.crowd.submit(*prompts, **call)
+            if sum(map(len, self.checked.live.values())) < MOST:
+                self.checked.submit(*prompts, **call)
 
     @rule(times=st.sampled_from((1, 1, 2, 6)))
     def step(self, times):
         for _ in range(times):
-            self.crowd.step()
+            self.checked.step()
 
     @rule(which=st.integers(0, 9), choice=st.sampled_from((None, None, 0, 1, 2, 5)))
     def abort(self, which, choice):
-        if names := sorted(self.crowd.live):
-            self.crowd.abort(names[which % len(names)], choice)
+        if names := sorted(self.checked.live):
+            self.checked.abort(names[which % len(names)], choice)
 
     @rule(which=st.integers(0, 9))
     def load(self, which):
-        self.crowd.load(which)
+        self.checked.load(which)
 
     @rule(when=st.sampled_from((None, None, None, "before", "after")))
     def fail_the_next_batch(self, when):
-        self.crowd.fault = when
+        self.checked.fault = when
 
     def teardown(self):
-        if not hasattr(self, "crowd"):
+        if not hasattr(self, "checked"):
             return
         try:
-            if self.crowd.sound:  # else the error says more than what follows from it
-                self.crowd.drain()
+            if self.checked.sound:  # else the error says more than what follows from it
+                self.checked.drain()
         finally:
-            self.crowd.engine.close()
+            self.checked.engine.close()
             shutil.rmtree(self.folder)
 
 

@@ -9,8 +9,16 @@ import pytest
 import torch
 
 from lorikeet_engine.errors import StepFailed
-from tests.engine.driving import Answers, Witness, greedy, prompt
-from tests.engine.faithful import NAMES, Draws, World, bring, build, compare, finish
+from tests.engine.engine_driver import Answers, RecordingRunner, greedy, prompt
+from tests.engine.float32_reference import (
+    NAMES,
+    Float32Reference,
+    RecordingSampler,
+    build,
+    compare,
+    load_adapters,
+    run_to_end,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,26 +27,26 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return World("llama", tmp_path_factory.mktemp("llama"), "cuda")
+def reference(tmp_path_factory):
+    return Float32Reference("llama", tmp_path_factory.mktemp("llama"), "cuda")
 
 
 @pytest.fixture(scope="module")
-def engine(world, tmp_path_factory):
+def engine(reference, tmp_path_factory):
     """Of 20 KV pages, which are 320 tokens."""
     sizes = {"kv_pages": 10, "max_context": 208, "max_running": 8, "max_batch_tokens": 64}
-    engine = build(world, tmp_path_factory.mktemp("cache"), **sizes)
+    engine = build(reference, tmp_path_factory.mktemp("cache"), **sizes)
     assert engine.status().live.kv_pages_total == 20
     yield engine
     engine.close()
 
 
 @pytest.fixture
-def run(engine, world):
+def run(engine, reference):
     """The engine with every adapter on the GPU, and what looks on."""
     runner, sampler = engine._runner, engine._sampler
-    seen = Witness(engine), Draws(engine), Answers(engine)
-    bring(seen[-1], world)
+    seen = RecordingRunner(engine), RecordingSampler(engine), Answers(engine)
+    load_adapters(seen[-1], reference)
     yield seen
     engine._runner, engine._sampler = runner, sampler
 
@@ -49,24 +57,24 @@ def nothing_is_held(engine):
     return (live.running, live.waiting, live.kv_pages_used, leases) == (0, 0, 0, 0)
 
 
-def test_with_too_few_pages_everyone_is_answered_as_with_enough(world, run):
+def test_with_too_few_pages_everyone_is_answered_as_with_enough(reference, run):
     witness, draws, answers = run
     asked = []
     for i in range(10):
         name = NAMES[i % len(NAMES)]
-        more = {"adapter": world.refs[name], "seed": 100 * i}
+        more = {"adapter": reference.refs[name], "seed": 100 * i}
         asked.append((name, greedy(f"r{i}", prompt(20 + 5 * i, i), max_tokens=60, **more)))
         answers.submit(asked[-1][1])
-    finish(answers)
+    run_to_end(answers)
     once = sum(len(call.prompts[0]) + 59 for _, call in asked)
     assert witness.tokens > once, "somebody was computed twice"
     for name, call in asked:
         assert len(answers.of(call.request_id)) == 60
-        compare(world, call, name, draws, answers)
+        compare(reference, call, name, draws, answers)
     assert nothing_is_held(answers.engine)
 
 
-def test_who_stops_or_leaves_at_any_moment_changes_nothing_for_the_others(world, run):
+def test_who_stops_or_leaves_at_any_moment_changes_nothing_for_the_others(reference, run):
     _, draws, answers = run
     chance, asked, left = random.Random(7), {}, set()
     for i in range(80):
@@ -74,7 +82,7 @@ def test_who_stops_or_leaves_at_any_moment_changes_nothing_for_the_others(world,
         call = greedy(
             f"r{i}",
             prompt(chance.choice((1, 9, 30, 70)), i % 11),
-            adapter=world.refs[name],
+            adapter=reference.refs[name],
             n=chance.choice((1, 1, 3)),
             salt=chance.choice(("acme", "globex")),
             max_tokens=chance.randint(1, 30),
@@ -91,33 +99,33 @@ def test_who_stops_or_leaves_at_any_moment_changes_nothing_for_the_others(world,
             answers.engine.abort(leaver)
             del answers.pending[leaver]
             left.add(leaver)
-    finish(answers)
+    run_to_end(answers)
     answers.step()
     assert 10 < len(left) < 60
     assert not answers.errors
     for request_id in asked.keys() - left:
         name, call = asked[request_id]
-        compare(world, call, name, draws, answers)
+        compare(reference, call, name, draws, answers)
     assert nothing_is_held(answers.engine)
 
 
-def test_an_exception_fails_the_requests_of_its_step_and_the_engine_goes_on(world, run):
+def test_an_exception_fails_the_requests_of_its_step_and_the_engine_goes_on(reference, run):
     witness, draws, answers = run
     calls = {}
     for i in range(16):
         name = NAMES[i % len(NAMES)]
-        more = {"adapter": world.refs[name], "seed": 100 * i}
+        more = {"adapter": reference.refs[name], "seed": 100 * i}
         calls[f"r{i}"] = name, greedy(f"r{i}", prompt(5, i), max_tokens=10, **more)
         answers.submit(calls[f"r{i}"][1])
     answers.until(lambda: answers.tokens)
     witness.error = RuntimeError("a bug of ours")
-    finish(answers)
+    run_to_end(answers)
     failed = answers.errors.keys()
     assert 0 < len(failed) <= 8, "those of one step"
     assert all(isinstance(error, StepFailed) for error in answers.errors.values())
     for request_id in calls.keys() - failed:
         name, call = calls[request_id]
-        compare(world, call, name, draws, answers)
+        compare(reference, call, name, draws, answers)
     assert nothing_is_held(answers.engine)
 
 
@@ -130,7 +138,7 @@ from pathlib import Path
 from engine.benchmarks.random_model import random_model, write_config
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.errors import DeviceLost
-from tests.engine.driving import greedy
+from tests.engine.engine_driver import greedy
 
 folder = Path(sys.argv[1])
 config = {

@@ -1,6 +1,6 @@
-"""Judges adapters in a process of its own and writes down what each cost: `judging.py FOLDER`.
+"""Judges the adapters of a folder in a process of its own: `judge_adapters.py FOLDER`.
 
-Each subfolder holds a blob or a PEFT folder. Prints a line of JSON for each: what was said of it,
+Each subfolder holds a blob or a PEFT folder. Prints a line of JSON for each: the refusal if any,
 CPU seconds and the bytes by which the process grew at most.
 """
 

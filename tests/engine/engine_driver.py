@@ -1,4 +1,4 @@
-"""Running an engine by hand and looking into what it computes."""
+"""Steps an engine by hand, collects its outputs and records its batches."""
 
 import time
 from collections.abc import Callable
@@ -33,8 +33,8 @@ def build(
     return Engine(EngineSettings(model=checkpoint, cache_dir=cache_dir, **sizes), source)
 
 
-class Witness:
-    """A runner that notes every batch before it runs it, and raises when told to."""
+class RecordingRunner:
+    """A runner that records every batch before it runs it, and raises `error` once if set."""
 
     def __init__(self, engine: Engine) -> None:
         self.batches: list[Batch] = []
@@ -112,7 +112,7 @@ def greedy(
     salt: str = "",
     **sampling: Any,
 ) -> Request:
-    """A request that goes on for max_tokens, drawing the most likely ones."""
+    """A request that goes on for max_tokens, each the most likely one."""
     params = SamplingParams(
         **{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **sampling}
     )

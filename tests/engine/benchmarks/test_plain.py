@@ -9,7 +9,7 @@ from engine.benchmarks import plain
 from engine.benchmarks.offline import generate
 from engine.benchmarks.plain import Answer
 from engine.benchmarks.random_adapters import random_refs
-from tests.engine.driving import greedy, prompt
+from tests.engine.engine_driver import greedy, prompt
 from tests.engine.tiny_engine import tiny_engine
 
 ADAPTERS = [None, *random_refs(3)]

@@ -1,4 +1,4 @@
-"""Engines for processes of their own, some of them broken: named by tests, built over there."""
+"""Engines to build in processes of their own, some of them broken."""
 
 import ctypes
 import shutil
@@ -14,7 +14,7 @@ from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.errors import DeviceLost
 from lorikeet_engine.process.client import EngineProcessClient
-from tests.engine.driving import build, greedy, prompt
+from tests.engine.engine_driver import build, greedy, prompt
 
 
 class Blobs:
@@ -27,7 +27,7 @@ class Blobs:
         shutil.copyfile(self._folder / ref.digest, path)
 
 
-def sound(checkpoint: Path, folder: Path) -> Engine:
+def working(checkpoint: Path, folder: Path) -> Engine:
     """An engine that works, with its cache and its adapters' blobs in `folder`."""
     log_to_stderr()
     return build(checkpoint, Blobs(folder / "blobs"), folder / "cache", overlap=False)
@@ -38,7 +38,7 @@ def hanging(checkpoint: Path, folder: Path) -> Engine:
     return _stepping(lambda: time.sleep(600), checkpoint, folder)
 
 
-def seizing(checkpoint: Path, folder: Path) -> Engine:
+def hanging_with_the_gil(checkpoint: Path, folder: Path) -> Engine:
     """Its steps hang in C and keep the interpreter lock."""
     return _stepping(lambda: ctypes.PyDLL(None).sleep(600), checkpoint, folder)
 
@@ -52,8 +52,8 @@ def without_device(checkpoint: Path, folder: Path) -> Engine:
     return _stepping(fail, checkpoint, folder)
 
 
-def beyond_repair(checkpoint: Path, folder: Path) -> Engine:
-    """Its first step breaks its accounts, and it cannot begin anew either."""
+def unable_to_reset(checkpoint: Path, folder: Path) -> Engine:
+    """Its first step fails in the engine's own code, and it cannot reset itself either."""
 
     def fail(_error: Exception | None = None) -> Any:
         raise AssertionError("the accounts do not add up")
@@ -64,7 +64,7 @@ def beyond_repair(checkpoint: Path, folder: Path) -> Engine:
 
 
 def _stepping(step: Callable[[], Any], checkpoint: Path, folder: Path) -> Engine:
-    engine = sound(checkpoint, folder)
+    engine = working(checkpoint, folder)
     wait = engine.wait
 
     def wait_for_a_request(timeout_s: float | None = None) -> None:
@@ -90,10 +90,10 @@ def _command(pid: int) -> bytes:
 
 
 def main() -> None:
-    """A host whose engine hangs in a step; says so and goes on until it is killed."""
-    host = EngineProcessClient(
-        partial(hanging, *map(Path, sys.argv[1:])), print, print, lambda _news: None
+    """Run a client whose engine hangs in a step; print so and go on until killed."""
+    client = EngineProcessClient(
+        partial(hanging, *map(Path, sys.argv[1:])), print, print, lambda _status: None
     )
-    host.submit(greedy("r", prompt(5))).result()
+    client.submit(greedy("r", prompt(5))).result()
     print("steps", flush=True)
     time.sleep(600)

@@ -1,4 +1,4 @@
-"""A scheduler without an engine: adapters on a shelf, and a model that hashes tokens."""
+"""A scheduler without an engine: adapters on a tiers, and a model that hashes tokens."""
 
 import hashlib
 import math
@@ -20,7 +20,7 @@ COSTS = StepCosts()
 SCHEDULING = SchedulingParams()
 
 
-class Shelf:
+class FakeTiers:
     """Adapters on a GPU of `places` slots; at `advance` wanted ones come in, unless remote."""
 
     def __init__(self, places=100):
@@ -54,7 +54,7 @@ class Shelf:
     def lease(self, ref, tenant):
         if ref.digest in self.broken:
             raise AdapterLoadFailed(f"{ref} is broken")
-        return ShelfLease(self, ref.digest) if ref.digest in self.on_gpu else None
+        return FakeLease(self, ref.digest) if ref.digest in self.on_gpu else None
 
     def advance(self):
         for digest in [d for d in self.wanted if d not in self.remote | self.broken]:
@@ -67,18 +67,18 @@ class Shelf:
             del self.wanted[digest]
 
 
-class ShelfLease:
-    def __init__(self, shelf, digest):
-        self.shelf, self.digest, self.slot = shelf, digest, shelf.on_gpu[digest]
-        self.rank = shelf.ranks[digest]
-        shelf.leases[digest] += 1
+class FakeLease:
+    def __init__(self, tiers, digest):
+        self.tiers, self.digest, self.slot = tiers, digest, tiers.on_gpu[digest]
+        self.rank = tiers.ranks[digest]
+        tiers.leases[digest] += 1
 
     def release(self):
-        self.shelf.leases[self.digest] -= 1
+        self.tiers.leases[self.digest] -= 1
 
 
-class Goal(NamedTuple):
-    """What a StepBudget tells a scheduler."""
+class FixedBudget(NamedTuple):
+    """A StepBudget with limits that do not change."""
 
     max_ranks: float
     tokens: int
@@ -87,7 +87,7 @@ class Goal(NamedTuple):
         return self.tokens
 
 
-class World:
+class SchedulerHarness:
     """A scheduler, and a model that samples tokens by hashing what the sequence has so far.
 
     ranks: what Σ rank may become when an adapter begins; may be changed at any time.
@@ -106,9 +106,9 @@ class World:
         overlap=False,
     ):
         self.cache = KVCache(pages, PAGE)
-        self.shelf = Shelf(places)
+        self.tiers = FakeTiers(places)
         self.limits, self.ranks = SchedulerLimits(tokens, sequences, adapters), ranks
-        self.scheduler = Scheduler(self.limits, self.cache, self.shelf, COSTS, StepCounters())
+        self.scheduler = Scheduler(self.limits, self.cache, self.tiers, COSTS, StepCounters())
         self.arrivals = 0
         self.finished = {}
         self.failed = []
@@ -145,8 +145,8 @@ class World:
 
     def step(self):
         self.steps += 1
-        self.shelf.advance()
-        plan = self.scheduler.plan(Goal(self.ranks, self.limits.tokens))
+        self.tiers.advance()
+        plan = self.scheduler.plan(FixedBudget(self.ranks, self.limits.tokens))
         self.failed += plan.failed
         self.check(plan.chunks)
         self.count(plan.chunks)
@@ -189,7 +189,7 @@ class World:
         adapters = {s.adapter.digest for s in running if s.adapter}
         assert len(adapters) <= limits.adapters
         if adapters - self.present and len(adapters) > 1:
-            assert sum(self.shelf.ranks[d] for d in adapters) <= self.ranks
+            assert sum(self.tiers.ranks[d] for d in adapters) <= self.ranks
         self.present = adapters
         assert len({chunk.sequence for chunk in chunks}) == len(chunks)
         assert all(s.lease is not None for s in running if s.adapter)
@@ -208,4 +208,4 @@ class World:
             steps -= 1
         assert steps, "it never ends"
         assert self.cache.used == 0
-        assert not +self.shelf.leases
+        assert not +self.tiers.leases

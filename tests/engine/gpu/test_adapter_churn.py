@@ -1,7 +1,7 @@
 """Adapters are evicted, moved and loaded under the run, and every request says what PEFT says.
 
-On a CPU in float32, token for token; on a GPU in bfloat16, to faithful.TOLERANCE, where some
-steps and copies begin late: what should wait for one of them and does not is seen.
+On a CPU in float32, token for token; on a GPU in bfloat16, to float32_reference.TOLERANCE,
+where some steps and copies begin late: what should wait for one of them and does not is seen.
 """
 
 import json
@@ -17,9 +17,16 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
 from lorikeet_engine.residency.gpu.arena import DeviceArena
 from lorikeet_engine.residency.packing import PackedLayout
-from tests.engine.driving import Answers, greedy, prompt
-from tests.engine.faithful import ALL, TOLERANCE, Draws, World, build, compare
-from tests.engine.streams import Streams
+from tests.engine.engine_driver import Answers, greedy, prompt
+from tests.engine.fake_streams import Streams
+from tests.engine.float32_reference import (
+    ALL,
+    TOLERANCE,
+    Float32Reference,
+    RecordingSampler,
+    build,
+    compare,
+)
 
 # Teeth stand between gaps and fill the arena. All gaps together have room for BIG, but each of them
 # takes no more than one of its four layers: with nothing else to evict, teeth must move for it.
@@ -67,56 +74,56 @@ LATE = (0, 0, 2_000_000, 8_000_000)  # cycles of a GPU's clock; some two million
 
 
 @pytest.fixture(scope="module")
-def world(request, tmp_path_factory):
-    return World("llama", tmp_path_factory.mktemp("llama"), request.param, ADAPTERS)
+def reference(request, tmp_path_factory):
+    return Float32Reference("llama", tmp_path_factory.mktemp("llama"), request.param, ADAPTERS)
 
 
-@pytest.mark.parametrize("world", ["cpu"], indirect=True)
-def test_on_a_cpu_token_for_token(world, tmp_path, monkeypatch):
+@pytest.mark.parametrize("reference", ["cpu"], indirect=True)
+def test_on_a_cpu_token_for_token(reference, tmp_path, monkeypatch):
     torch.set_num_threads(1)  # two would mostly wait for each other over tensors this small
-    with closing(engine_of(world, tmp_path, torch.float32)) as engine:
+    with closing(engine_of(reference, tmp_path, torch.float32)) as engine:
         watch_streams(engine, monkeypatch)
-        assert churn(world, engine, tolerance=2e-5) == 1.0, "two logits are too near to each other"
+        assert churn(reference, engine, tolerance=2e-5) == 1.0, "two logits are too near"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("world", ["cuda"], indirect=True)
+@pytest.mark.parametrize("reference", ["cuda"], indirect=True)
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no_graphs"])
-def test_on_a_gpu_to_the_tolerance(world, graphs, tmp_path):
-    with closing(engine_of(world, tmp_path, torch.bfloat16)) as engine:
+def test_on_a_gpu_to_the_tolerance(reference, graphs, tmp_path):
+    with closing(engine_of(reference, tmp_path, torch.bfloat16)) as engine:
         assert engine._runner._graphs is not None
         if not graphs:
             engine._runner._graphs = None
         begin_late(engine)
-        assert churn(world, engine, tolerance=TOLERANCE) > 0.5, "too few tokens are compared"
+        assert churn(reference, engine, tolerance=TOLERANCE) > 0.5, "too few tokens are compared"
 
 
-@pytest.mark.parametrize("world", ["cpu"], indirect=True)
-def test_no_two_adapters_say_the_same(world):
-    said = [world.logprobs(name, prompt(63)) for name in (None, *ADAPTERS)]
+@pytest.mark.parametrize("reference", ["cpu"], indirect=True)
+def test_no_two_adapters_say_the_same(reference):
+    said = [reference.logprobs(name, prompt(63)) for name in (None, *ADAPTERS)]
     errors = [(one - two).square().mean().sqrt() for one, two in combinations(said, 2)]
     assert min(errors) > 3 * TOLERANCE
 
 
-def engine_of(world, folder, dtype):
+def engine_of(reference, folder, dtype):
     """With room for a third of the adapters on the device, and for half of them on the host."""
     sizes = {
-        "adapter_gpu_bytes": elements(world, [*TEETH, *GAPS]) * dtype.itemsize,
-        "adapter_host_bytes": elements(world, ADAPTERS) * dtype.itemsize // 2,
+        "adapter_gpu_bytes": elements(reference, [*TEETH, *GAPS]) * dtype.itemsize,
+        "adapter_host_bytes": elements(reference, ADAPTERS) * dtype.itemsize // 2,
         "max_running": 8,
         "max_batch_adapters": 8,
         "max_batch_tokens": 128,
     }
     name = str(dtype).removeprefix("torch.")
-    return build(world, folder, dtype=name, adapter_dtype=name, **sizes)
+    return build(reference, folder, dtype=name, adapter_dtype=name, **sizes)
 
 
-def elements(world, names):
+def elements(reference, names):
     """What the images of these adapters have together."""
-    shape = BaseShape.from_config(json.loads((world.checkpoint / "config.json").read_text()))
+    shape = BaseShape.from_config(json.loads((reference.checkpoint / "config.json").read_text()))
     limits = AdapterLimits(max_rank=64, max_bytes=1 << 30)
-    blobs = [world.shelf.folder / world.refs[name].digest for name in names]
+    blobs = [reference.shelf.folder / reference.refs[name].digest for name in names]
     return sum(PackedLayout.of(read_spec(b, shape, limits), shape).elements for b in blobs)
 
 
@@ -166,13 +173,13 @@ class Churn(Answers):
     a request held.
     """
 
-    def __init__(self, engine, world):
+    def __init__(self, engine, reference):
         super().__init__(engine)
         self.asked = []
         self.loaded = Counter()
         self.pieces = []
         self.evicted = self.moved = 0
-        self._refs = world.refs
+        self._refs = reference.refs
         self._fallen = dict.fromkeys(ADAPTERS, Residency.REMOTE)
 
     def ask(self, name, length, tokens):
@@ -219,15 +226,15 @@ class Churn(Answers):
         }
 
 
-def churn(world, engine, tolerance):
+def churn(reference, engine, tolerance):
     """The whole run; the share of its tokens for which the reference has a clear verdict."""
-    draws, run = Draws(engine), Churn(engine, world)
+    sampler, run = RecordingSampler(engine), Churn(engine, reference)
     make_teeth_move(run)
     let_adapters_come_and_go(run)
     assert not run.errors
     assert min(run.loaded[Residency.HOST], run.loaded[Residency.DISK]) >= 2
     assert run.evicted > len(ADAPTERS)
-    clear = [compare(world, call, name, draws, run, tolerance) for call, name in run.asked]
+    clear = [compare(reference, call, name, sampler, run, tolerance) for call, name in run.asked]
     return sum(clear) / len(clear)
 
 

@@ -1,0 +1,152 @@
+"""Aborts and failures at every step of a set of requests, and what shared prefixes save.
+
+The requests pass through everything that can be waited for: an adapter, KV pages, another's
+prefix, room in a batch, the tokens of a step in flight.
+"""
+
+import pytest
+
+from lorikeet_engine.errors import StepFailed
+from lorikeet_engine.request import Request, SamplingParams
+from tests.engine.checked_engine import ADAPTER_BYTES, BROKEN, GOOD, OTHER, CheckedEngine
+from tests.engine.hash_model import PAGE
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LOAD_EVERY = 3  # steps between two pieces of loading
+
+
+@pytest.fixture
+def make_checked(tmp_path):
+    """Checked engines, closed at the end."""
+    made = []
+
+    def make(**settings):
+        sizes = {"kv_pages": 8, "max_running": 4, "max_batch_tokens": 12}
+        sizes["adapter_gpu_bytes"] = ADAPTER_BYTES  # one must make room for the next
+        made.append(CheckedEngine(tmp_path / f"{len(made)}", **{**sizes, **settings}))
+        return made[-1]
+
+    yield make
+    for checked in made:
+        checked.engine.close()
+
+
+def fill(checked):
+    """Seven requests; returns their ids."""
+    long, cold = SamplingParams(10, temperature=1.0, seed=5), SamplingParams(5, temperature=0.0)
+    stops = SamplingParams(10, 4, 0.0, stop_token_ids=tuple(range(20)))
+    prefix = (7,) * (3 * PAGE)
+    return [
+        checked.submit((*prefix, 8), sampling=cold),
+        checked.submit(prefix, sampling=long, n=2),
+        checked.submit((7, 8), sampling=stops, adapter=GOOD),
+        checked.submit((*prefix, 9, 9), sampling=long, adapter=GOOD),
+        checked.submit((9,), (8,), sampling=cold, adapter=OTHER),
+        checked.submit((5, 6), sampling=stops, adapter=BROKEN),
+        checked.submit((8,), sampling=long, salt="globex"),
+    ]
+
+
+def run(checked, until=2000):
+    """Step until all have ended, `until` steps at most; returns how many there were."""
+    for step in range(until):
+        if not checked.live:
+            return step
+        if step % LOAD_EVERY == 0:
+            checked.load()
+        checked.step()
+    return until
+
+
+@pytest.fixture(params=[True, False], ids=["overlapped", "read_at_once"])
+def steps(make_checked, request):
+    """How many steps the requests lives when nothing happens to it, and in which engines."""
+    settings = {"overlap": request.param}
+    checked = make_checked(**settings)
+    fill(checked)
+    return run(checked), settings
+
+
+def test_the_requests_pass_every_stage(make_checked):
+    checked, stages = make_checked(), set()
+    fill(checked)
+    while checked.live:
+        run(checked, until=1)
+        scheduler = checked.engine._scheduler
+        stages |= {"waits for its adapter" for s in scheduler.waiting if s.adapter and not s.lease}
+        stages |= {"waits with its adapter" for s in scheduler.waiting if s.lease}
+        stages |= {"preempted" for s in scheduler.waiting if s.output_length}
+        stages |= {"in the middle of its prompt" for s in scheduler.running if s.remaining > 1}
+        stages |= {"shares" for page in checked.engine._cache._references if page > 1}
+        stages |= {"its last token is in flight" for s in scheduler.running if s.complete}
+    assert len(stages) == 6, stages
+
+
+def test_an_abort_at_any_step_leaves_the_others_as_they_are(make_checked, steps):
+    count, settings = steps
+    for step in range(count):
+        checked = make_checked(**settings)
+        names = fill(checked)
+        run(checked, until=step)
+        checked.abort(names[step % len(names)])
+        checked.abort(names[(step + 1) % len(names)], choice=step // len(names) % 2)
+        checked.drain()
+
+
+def test_a_failure_at_any_step_fails_that_step_alone(make_checked, steps):
+    count, settings = steps
+    for step in range(count):
+        checked = make_checked(**settings)
+        fill(checked)
+        run(checked, until=step)
+        checked.fault = ("before", "after")[step % 2]
+        checked.drain()
+
+
+def test_a_reset_at_any_step_fails_every_request_and_holds_nothing(make_checked, steps):
+    count, settings = steps
+    for step in range(0, count, 3):
+        checked = make_checked(**settings)
+        fill(checked)
+        run(checked, until=step)
+        failed = checked.engine.fail_all(StepFailed("the engine began anew"))
+        assert sorted(output.request_id for output in failed) == sorted(checked.live)
+        checked.live.clear()
+        fill(checked)
+        checked.drain()
+
+
+def test_a_shared_prefix_is_computed_once_for_a_hundred_requests(make_checked):
+    checked = make_checked(kv_pages=1200, max_running=64, max_batch_tokens=256)
+    prefix = tuple(i % 60 for i in range(1000))
+    sampling = SamplingParams(1, temperature=0.0)
+    for i in range(100):
+        checked.submit((*prefix, i % 60, 7), sampling=sampling, adapter=GOOD, salt="acme")
+    checked.drain()
+    assert checked.model.tokens == 1000 + 100 * 2
+
+
+@pytest.mark.parametrize("other", [{"salt": "globex"}, {"adapter": OTHER}, {"adapter": None}])
+def test_another_tenant_or_adapter_never_hits_it(make_checked, other):
+    checked = make_checked(kv_pages=1200, max_running=64, max_batch_tokens=256)
+    prompt, sampling = tuple(i % 60 for i in range(1000)), SamplingParams(1, temperature=0.0)
+    for call in ({}, other, {}):
+        checked.submit(prompt, sampling=sampling, **{"adapter": GOOD, "salt": "acme", **call})
+        for _ in range(40):
+            checked.load()
+            checked.step()
+    checked.drain()
+    assert checked.model.tokens == 2 * 1000 + PAGE
+
+
+def test_an_abort_that_comes_too_late_does_not_end_the_next_request_of_that_id(make_checked):
+    checked = make_checked(overlap=False)
+    engine, request = checked.engine, Request("r", ((7,),), SamplingParams(1, temperature=0.0))
+    engine.submit(request)
+    checked.model.after = lambda: engine.abort("r")  # from another thread, while its last step runs
+    (last,) = engine.step()
+    assert last.finish is not None
+    checked.model.after = lambda: None
+    engine.submit(request)
+    assert engine.step() == [last]
