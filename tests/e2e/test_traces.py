@@ -33,8 +33,8 @@ def test_a_request_is_followed_from_its_caller_into_the_engine(
     assert eventually(lambda: bool(collector.of(trace_id)), within_s=10)
     root, *spans = collector.of(trace_id)
     assert [span.name for span in spans] == [
-        *("understand", "attempt", "route", "text_completion"),
-        *("adapter", "queue", "prefill", "generate"),
+        *("validate", "attempt", "route", "text_completion"),
+        *("adapter", "queue", "prefill", "decode"),
     ]
     assert (root.name, root.parent) == ("POST /v1/completions", caller)
     assert root.attributes["lorikeet.residency"] == "remote"

@@ -49,7 +49,7 @@ def test_a_request_is_explained_and_counted(service: Service, crowd: Crowd) -> N
     assert sum(stages.values()) == pytest.approx(told["total_ms"], abs=5)
     assert took_ms - 100 < told["total_ms"] < took_ms
     assert stages["adapter"] > 0  # nobody had it
-    assert stages["generation"] > stages["prefill"] > 0
+    assert stages["decode"] > stages["prefill"] > 0
     (attempt,) = told["attempts"]
     assert attempt["replica"] == told["replica"]
     costs = [each["cost_ms"] for each in attempt["candidates"]]
@@ -72,7 +72,7 @@ def test_a_request_is_explained_and_counted(service: Service, crowd: Crowd) -> N
     said = (row["prompt_tokens"], row["cached_tokens"], row["output_tokens"])
     assert said == (usage["prompt_tokens"], cached, 48)
     assert (row["loads"], row["load_bytes"] > 0) == (1, True)
-    engine_s = sum(stages[name] for name in ("prefill", "generation")) / 1000
+    engine_s = sum(stages[name] for name in ("prefill", "decode")) / 1000
     assert 0.5 * engine_s < row["slot_s"] < told["total_ms"] / 1000
     own = httpx.get(
         f"{service.url}/v1/usage", headers={"Authorization": f"Bearer {target.key}"}, timeout=30

@@ -119,10 +119,10 @@ def test_hits_times_and_refusals_are_counted_second_by_second(gateway: Gateway) 
 
 def test_quantiles_are_right_to_a_twentieth() -> None:
     traffic, record = counted()
-    came = int(time.time())
+    received = int(time.time())
     for ms in range(1, 101):
-        traffic.ended(replace(record, stream=True, came=came, first_s=ms / 1000))
-    lines = lines_of(asyncio.run(traffic.everywhere()).answers, came + 1)
+        traffic.ended(replace(record, stream=True, received=received, first_byte_s=ms / 1000))
+    lines = lines_of(asyncio.run(traffic.everywhere()).answers, received + 1)
     assert lines["ttft_p50_ms"][-1] == pytest.approx(50, rel=0.05)
     assert lines["ttft_p99_ms"][-1] == pytest.approx(99, rel=0.05)
     assert lines["requests"][-1] == 100 / WINDOW_S
@@ -132,7 +132,7 @@ def test_what_is_minutes_ago_is_forgotten() -> None:
     traffic, record = counted()
     now = time.time()
     for ago_s in range(4 * SPAN_S, 0, -1):
-        traffic.ended(replace(record, came=now - ago_s))
+        traffic.ended(replace(record, received=now - ago_s))
     (said,) = asyncio.run(traffic.everywhere()).answers
     assert len(said.seconds) <= SPAN_S + WINDOW_S + 1
     lines = lines_of([said], now)
@@ -142,7 +142,7 @@ def test_what_is_minutes_ago_is_forgotten() -> None:
 def counted() -> tuple[RecentTraffic, RequestRecord]:
     """A gateway's counts, and a request that is over for them."""
     peers = Peers()
-    record = RequestRecord("a" * 32, CHAT, None, time.time(), "acme", "key-1", over=True)
+    record = RequestRecord("a" * 32, CHAT, None, time.time(), "acme", "key-1", ended=True)
     return RecentTraffic(peers, RequestLog(peers)), record
 
 
@@ -207,7 +207,7 @@ def test_whichever_gateway_is_asked_all_are_counted() -> None:
     for counts, request_log in ((traffic, one), (others, two)):
         counts.ended(counted()[1])
         trace = request_log.trace("b" * 32)
-        trace.comes_from("acme", "key-1")
+        trace.set_caller("acme", "key-1")
         trace.__enter__()
     alone = asyncio.run(traffic.everywhere())
     assert (len(alone.answers), alone.silent) == (1, None)

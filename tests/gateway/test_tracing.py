@@ -30,7 +30,7 @@ from tests.gateway.conftest import (
     repeat,
     serving,
 )
-from tests.gateway.test_explain import CHAT, SLOW, ended, told
+from tests.gateway.test_why import CHAT, SLOW, ended, told
 
 ROOT = f"POST {CHAT}"
 Traced = tuple[Gateway, Collector]
@@ -78,27 +78,27 @@ def test_a_request_is_followed_into_the_engine(traced: Traced) -> None:
     ended_ns = time.time_ns()
     assert (root.name, root.parent, root.kind) == (ROOT, "", "server")
     assert [span.name for span in spans] == [
-        "understand",
+        "validate",
         *("attempt", "route", "chat"),  # the replica that was lost
-        *("attempt", "route", "chat", "adapter", "queue", "prefill", "generate"),
+        *("attempt", "route", "chat", "adapter", "queue", "prefill", "decode"),
     ]
-    understand, lost, _, _, taken, route, replica, *engine = spans
+    validate, lost, _, _, taken, route, replica, *engine = spans
     by_id = {span.id: span for span in (root, *spans)}
     for span in spans:
         over = by_id[span.parent]
         assert over.begin_ns <= span.begin_ns <= span.end_ns <= over.end_ns
     assert began_ns < root.begin_ns < root.end_ns < ended_ns
-    assert {understand.parent, lost.parent, taken.parent} == {root.id}
+    assert {validate.parent, lost.parent, taken.parent} == {root.id}
     assert (route.parent, replica.parent) == (taken.id, taken.id)
     assert {span.parent for span in engine} == {replica.id}
-    assert (understand.kind, taken.kind, replica.kind) == ("internal", "client", "server")
+    assert (validate.kind, taken.kind, replica.kind) == ("internal", "client", "server")
 
 
 def test_its_times_are_those_that_were_and_add_up(traced: Traced) -> None:
-    root, understand, lost, _, _, taken, route, replica, *engine = _of(traced)
-    for before, after in ((understand, lost), (lost, taken)):
+    root, validate, lost, _, _, taken, route, replica, *engine = _of(traced)
+    for before, after in ((validate, lost), (lost, taken)):
         assert before.end_ns == after.begin_ns
-    assert (understand.begin_ns, taken.end_ns) == (root.begin_ns, root.end_ns)
+    assert (validate.begin_ns, taken.end_ns) == (root.begin_ns, root.end_ns)
     assert (taken.begin_ns, replica.begin_ns) == (route.begin_ns, route.end_ns)
     assert route.took_s == pytest.approx(0.002)  # as `told` has it
     assert [span.took_s for span in engine] == pytest.approx(
@@ -156,7 +156,7 @@ def test_the_engines_spans_are_of_the_replica(traced: Traced) -> None:
     there = {"service.namespace": "lorikeet", "service.name": "lorikeet-engine"}
     assert root.resource.items() >= (own | {"service.instance.id": "gateway-1"}).items()
     for span in spans:
-        if span.name in ("understand", "attempt", "route"):
+        if span.name in ("validate", "attempt", "route"):
             assert span.resource == root.resource
     lost, replica, *_, last = [span.resource for span in spans if span.resource != root.resource]
     assert lost["service.instance.id"] == "replica-3"
@@ -197,9 +197,9 @@ def test_a_callers_trace_goes_on(traced: Traced) -> None:
     gateway, collector = traced
     trace_id, parent = secrets.token_hex(16), secrets.token_hex(8)
     request_id = _ask(gateway, f"00-{trace_id}-{parent}-01").headers["x-request-id"]
-    root, understand, *_ = _heard(collector, trace_id)
+    root, validate, *_ = _heard(collector, trace_id)
     assert (root.name, root.parent) == (ROOT, parent)
-    assert understand.parent == root.id
+    assert validate.parent == root.id
     assert root.attributes["lorikeet.request_id"] == request_id
 
 
@@ -245,7 +245,7 @@ def test_what_is_refused_is_told_with_its_code(
     traced: Traced, body: Any, status: int, code: str, outcome: str
 ) -> None:
     root, *spans = _of(traced, **body)
-    assert [span.name for span in spans] == ["understand"]
+    assert [span.name for span in spans] == ["validate"]
     assert spans[0].end_ns == root.end_ns
     said = [root.attributes[f"{name}"] for name in ("http.response.status_code", "error.type")]
     assert (said, root.attributes["lorikeet.outcome"]) == ([status, code], outcome)

@@ -24,7 +24,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.counters import LOAD_S, SIZES, STEP_S
 from lorikeet_engine.telemetry.status import Distribution, EngineStatus, LiveStats, TierStatus
 from tests.gateway.conftest import Items, chat, serving
-from tests.gateway.test_explain import told
+from tests.gateway.test_why import told
 from tests.k8s.manifests import OVERLAYS, ROOT, Manifest, of_kind, pods, problems, selects
 from tests.k8s.manifests import render as rendered
 

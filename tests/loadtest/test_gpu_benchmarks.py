@@ -51,7 +51,7 @@ def test_engines_are_compared_with_and_without_the_service(bench):
     assert row["found"] == {"gpu": 8}
     assert row["share"] == pytest.approx(row["tokens_per_s"] / alone["tokens_per_s"])
     assert alone["shortfall"] < 1e-4
-    assert set(row["stages_ms"]["any"]) >= {"gateway", "queue", "prefill", "generation"}
+    assert set(row["stages_ms"]["any"]) >= {"validate", "queue", "prefill", "decode"}
     assert "Serve's proxy, 1 gateways, 16/16" in printed
 
 

@@ -79,21 +79,21 @@ class GenerateEndpoint:
         """
         traceparent = request.headers.get("traceparent")
         trace = self._request_log.trace(request_id_of(request), request.scope["path"], traceparent)
-        with trace.asking():
+        with trace.validating():
             return await self._walk(request, trace)
 
     async def _walk(self, request: Request, trace: RequestTrace) -> ReplicaResponse:
         caller = await self._authenticator.caller(request)
-        trace.comes_from(caller.tenant.name, caller.key.key_id)
+        trace.set_caller(caller.tenant.name, caller.key.key_id)
         hold = self._rate_limiter.check(caller.tenant, caller.key)
         terms = self._terms(request, caller)  # what is wrong with a header costs no parse
         body = await read_json(request, self._kind)
-        trace.asks_for(body.model)
+        trace.set_model(body.model)
         request_id = request_id_of(request)
         session = request.headers.get(SESSION_HEADER) or body.user or request_id
         model = await self._authenticator.resolve(body.model, caller.tenant.name, session)
         call = body.to_call(request_id, int(time.time()), caller, terms, model)
-        trace.becomes(call, model.base_model)
+        trace.set_call(call, model.base_model)
         return ReplicaResponse(
             call,
             self._services.engines.generate(model.base_model, call),

@@ -1,11 +1,11 @@
-"""What became of each request: one record, and all who read it.
+"""The request log: what became of each request, as one record that several readers read.
 
-trace.py          follows a request as it goes by and fills its record
+trace.py              follows a request through its gateway and fills its record
 │
-record.py         RequestRecord: numbers and names, never what was said
-│  when it is over, explanations.py hands it to
-├── archive.py, why.py    an hour of them, packed, for `lorikeet why`
-├── live_stats.py         the last minutes in numbers, for the page at /ui
-├── ../metrics.py         counters, for Prometheus
-└── ../tracing/           spans, for OpenTelemetry
+record.py             RequestRecord: numbers and names, never a prompt or an answer
+│  when the request has ended, request_log.py hands it to
+├── archive.py        an hour of records, packed, from which why.py makes `lorikeet why`
+├── recent_traffic.py the last minutes in numbers, for the page at /ui
+├── ../metrics/       counters, for Prometheus
+└── ../tracing/       spans, for OpenTelemetry
 """

@@ -1,4 +1,4 @@
-"""Where the explanations of requests that are over are kept."""
+"""The archive of ended requests' records, packed."""
 
 import zlib
 from collections import deque
@@ -8,13 +8,13 @@ from pydantic import TypeAdapter
 
 from lorikeet.request_log.record import RequestRecord
 
-_TOGETHER = 32
-"""Records that are packed as one: they share names, digests and replicas. That takes 0.3 ms."""
-_QUICKLY = 1  # of zlib's levels; the best saves 4% more and takes half as long again
-_PLACE_BYTES = 200  # a block's own objects
+_BLOCK_RECORDS = 32
+"""Records that are packed as one block: they share names, digests and replicas. Takes 0.3 ms."""
+_LEVEL = 1  # of zlib's levels; the best saves 4% more and takes half as long again
+_OVERHEAD_BYTES = 200  # a block's own objects
 
 _Ended = tuple[float, RequestRecord]
-"""When a request was over, and what is kept of it."""
+"""When a request ended, and its record."""
 _RECORDS = TypeAdapter(dict[str, _Ended])
 """By the request's id."""
 
@@ -30,15 +30,15 @@ class _Block(NamedTuple):
     packed: bytes
 
     @property
-    def room_bytes(self) -> int:
-        return len(self.ids) + len(self.packed) + _PLACE_BYTES
+    def held_bytes(self) -> int:
+        return len(self.ids) + len(self.packed) + _OVERHEAD_BYTES
 
 
 class Archive:
-    """Keeps what it is given within most_bytes, dropping the oldest. Not for several threads.
+    """Keeps records within most_bytes, dropping the oldest. Not for several threads.
 
-    Few objects live as long as what is kept: were there some for each request, they would hold on
-    to the memory between them that is free.
+    Few objects live as long as the archive's: if each request had some, they would keep the free
+    memory between them from being given back.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -48,13 +48,13 @@ class Archive:
         self._bytes = 0
 
     def keep(self, record: RequestRecord, now_s: float) -> None:
-        """A request that is over now; its id is of 32 hex digits."""
+        """Keep the record of a request that has just ended; its id has 32 hex digits."""
         self._newest[record.request_id] = now_s, record
-        if len(self._newest) >= _TOGETHER:
+        if len(self._newest) >= _BLOCK_RECORDS:
             self._pack(now_s)
 
     def find(self, request_id: str, since_s: float) -> RequestRecord | None:
-        """The record of this request, if it was not over before then."""
+        """Return the record of a request, unless it ended before since_s."""
         found = self._newest.get(request_id) or self._unpacked(request_id)
         if found is None:
             return None
@@ -62,21 +62,21 @@ class Archive:
         return record if ended_s >= since_s else None
 
     def forget(self, before_s: float) -> None:
-        """Drop what was over before then, as far as it takes room."""
+        """Drop blocks of requests that ended before then."""
         while self._blocks and self._blocks[0].ended_s < before_s:
             self._drop()
 
     def _pack(self, now_s: float) -> None:
-        packed = zlib.compress(_RECORDS.dump_json(self._newest), _QUICKLY)
+        packed = zlib.compress(_RECORDS.dump_json(self._newest), _LEVEL)
         block = _Block(bytes.fromhex("".join(self._newest)), now_s, packed)
         self._newest = {}
         self._blocks.append(block)
-        self._bytes += block.room_bytes
+        self._bytes += block.held_bytes
         while self._bytes > self._most_bytes:
             self._drop()
 
     def _drop(self) -> None:
-        self._bytes -= self._blocks.popleft().room_bytes
+        self._bytes -= self._blocks.popleft().held_bytes
 
     def _unpacked(self, request_id: str) -> _Ended | None:
         key = bytes.fromhex(request_id)

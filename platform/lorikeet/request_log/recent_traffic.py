@@ -1,6 +1,6 @@
-"""How a service's requests fare: its last minutes as lines, and who waits now.
+"""Recent traffic for the page at /ui: the last minutes as lines, and who waits now.
 
-Each gateway counts its own, second by second; whichever is asked adds up what all of them say.
+Each gateway counts its own requests, second by second; the one that is asked adds up all of them.
 """
 
 import math
@@ -15,14 +15,13 @@ from lorikeet.request_log.request_log import RequestLog
 from lorikeet_engine.adapter import Residency
 
 SPAN_S = 180
-"""Seconds that are told."""
+"""How many seconds are shown."""
 WINDOW_S = 5
-"""Each point of a line is of so many seconds: one alone has few requests, quantiles fewer."""
+"""The seconds that each point of a line covers: one alone has few requests for quantiles."""
 
-CAME, REFUSED, FAILED, LOOKED, HIT = "came", "refused", "failed", "looked", "hit"
+RECEIVED, REFUSED, FAILED, LOOKUPS, HITS = "received", "refused", "failed", "lookups", "hits"
 Second = Counter[str | int]
-"""How often what happened in one second: the names above, and as integers the buckets of times to
-first token."""
+"""How often each of these happened in a second, and by bucket number the times to first token."""
 Lines = Mapping[str, Sequence[float | None]]
 """A value for each of SPAN_S seconds, by what it is; None where there is none."""
 
@@ -45,7 +44,7 @@ class WaitingRequest(NamedTuple):
 
 
 class GatewayTraffic(NamedTuple):
-    """What one gateway says. seconds: by Unix second."""
+    """One gateway's traffic. seconds: by Unix second."""
 
     seconds: Mapping[int, Second]
     waiting: Sequence[WaitingRequest]
@@ -69,22 +68,23 @@ class RecentTraffic:
                 del self._seconds[at]
 
     async def everywhere(self) -> Poll:
-        """What all gateways say now, a GatewayTraffic each."""
+        """Ask all gateways; each answers with a GatewayTraffic."""
         return await self._peers.ask(_QUESTION)
 
     async def _answer(self) -> GatewayTraffic:
         running = self._request_log.running()
         waits: dict[tuple[str, str, str | None], list[float]] = defaultdict(list)
         for record in running:
-            if record.first_s is None and record.load_s is None:  # told with the first token
+            # load_s comes with the first token
+            if record.first_byte_s is None and record.load_s is None:
                 adapter = str(record.adapter) if record.adapter else None
                 at = record.tenant or "", record.base_model or "", adapter
                 waits[at].append(record.until_s)
         waiting = [WaitingRequest(*at, len(waited), max(waited)) for at, waited in waits.items()]
-        return GatewayTraffic(self._of_late(running), waiting)
+        return GatewayTraffic(self._recent(running), waiting)
 
-    def _of_late(self, running: Iterable[RequestRecord]) -> dict[int, Second]:
-        """The last seconds; requests that are not over count as far as they are."""
+    def _recent(self, running: Iterable[RequestRecord]) -> dict[int, Second]:
+        """Return the last seconds; requests that run count as far as they are."""
         since = time.time() - SPAN_S - WINDOW_S
         seconds = defaultdict(Counter, {t: s.copy() for t, s in self._seconds.items() if t > since})
         for record in running:
@@ -92,10 +92,10 @@ class RecentTraffic:
         return dict(seconds)
 
 
-def waiting_of(said: Sequence[GatewayTraffic]) -> list[WaitingRequest]:
-    """Who waits at any gateway, the longest first."""
+def waiting_of(gateways: Sequence[GatewayTraffic]) -> list[WaitingRequest]:
+    """Return who waits at any gateway, the longest first."""
     together: dict[tuple[str, str, str | None], WaitingRequest] = {}
-    for one in (each for gateway in said for each in gateway.waiting):
+    for one in (each for gateway in gateways for each in gateway.waiting):
         other = together.get(one[:3])
         if other is not None:
             oldest_s = max(one.oldest_s, other.oldest_s)
@@ -104,14 +104,14 @@ def waiting_of(said: Sequence[GatewayTraffic]) -> list[WaitingRequest]:
     return sorted(together.values(), key=lambda one: -one.oldest_s)
 
 
-def lines_of(said: Sequence[GatewayTraffic], now: float) -> Lines:
-    """The last SPAN_S whole seconds before `now`, Unix seconds; each point of WINDOW_S of them.
+def lines_of(gateways: Sequence[GatewayTraffic], now: float) -> Lines:
+    """Return the last SPAN_S whole seconds before `now` (Unix), a point for WINDOW_S each.
 
-    requests, refused, failed: a second. hit_rate: of requests with an adapter, whose adapter was on
-    the GPU. ttft_p50_ms, ttft_p99_ms: time to first token.
+    requests, refused, failed: a second. hit_rate: the share of requests with an adapter whose
+    adapter was on the GPU. ttft_p50_ms, ttft_p99_ms: time to first token.
     """
     seconds: defaultdict[int, Second] = defaultdict(Counter)
-    for one in said:
+    for one in gateways:
         for at, second in one.seconds.items():
             seconds[at].update(second)
     lines: dict[str, list[float | None]] = defaultdict(list)
@@ -121,19 +121,19 @@ def lines_of(said: Sequence[GatewayTraffic], now: float) -> Lines:
         window.update(seconds[at])
         if at < begin:
             continue
-        for name, what in (("requests", CAME), ("refused", REFUSED), ("failed", FAILED)):
+        for name, what in (("requests", RECEIVED), ("refused", REFUSED), ("failed", FAILED)):
             lines[name].append(round(window[what] / WINDOW_S, 2))
-        looked = window[LOOKED]
-        lines["hit_rate"].append(round(window[HIT] / looked, 4) if looked else None)
+        lookups = window[LOOKUPS]
+        lines["hit_rate"].append(round(window[HITS] / lookups, 4) if lookups else None)
         for name, share in (("ttft_p50_ms", 0.5), ("ttft_p99_ms", 0.99)):
-            found_s = _quantile_s(window, share)
-            lines[name].append(None if found_s is None else round(1000 * found_s, 2))
+            accepted_s = _quantile_s(window, share)
+            lines[name].append(None if accepted_s is None else round(1000 * accepted_s, 2))
         window.subtract(seconds[at - WINDOW_S + 1])
     return lines
 
 
 def _quantile_s(second: Second, share: float) -> float | None:
-    """A quantile of its times to first token; None without any."""
+    """Return a quantile of the times to first token; None without any."""
     buckets = sorted((at, times) for at, times in second.items() if isinstance(at, int) and times)
     left = share * sum(times for _, times in buckets)
     for bucket, times in buckets:
@@ -144,19 +144,19 @@ def _quantile_s(second: Second, share: float) -> float | None:
 
 
 def _count(record: RequestRecord, seconds: defaultdict[int, Second]) -> None:
-    """Each thing in the second in which it happened."""
+    """Count each event of a request in the second in which it happened."""
 
     def happened(after_s: float, what: str | int) -> None:
-        seconds[int(record.came + after_s)][what] += 1
+        seconds[int(record.received + after_s)][what] += 1
 
-    happened(0.0, CAME)
+    happened(0.0, RECEIVED)
     end = record.outcome
     if end in (REFUSED, FAILED):
         happened(record.until_s, end)
-    if record.residency is not None and record.found_s is not None:
-        happened(record.found_s, LOOKED)
+    if record.residency is not None and record.accepted_s is not None:
+        happened(record.accepted_s, LOOKUPS)
         if record.residency is Residency.GPU:
-            happened(record.found_s, HIT)
+            happened(record.accepted_s, HITS)
     if (first_s := record.first_token_s) is not None:
         happened(first_s, _bucket(first_s))
 

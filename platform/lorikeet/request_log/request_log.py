@@ -1,4 +1,4 @@
-"""The explanations of a service's requests: kept by each gateway, asked of any."""
+"""The log of a service's requests: each gateway keeps its own, and any can be asked."""
 
 import re
 import time
@@ -20,7 +20,7 @@ _ID = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{32})(?:-[0-9])?")
 
 
 class RequestLog:
-    """The requests of one gateway: those that run, and the last ones that ended. One event loop.
+    """The requests of one gateway: those that run, and the last that ended. For one event loop.
 
     An ended one is kept for an hour, or until newer ones need its room.
     """
@@ -44,7 +44,7 @@ class RequestLog:
     def trace(
         self, request_id: str, path: str = "", traceparent: str | None = None
     ) -> RequestTrace:
-        """Follow a request that has just come."""
+        """Begin the trace of a request that has just come."""
         return RequestTrace(request_id, self._begin, self._end, path, traceparent)
 
     @property
@@ -52,13 +52,13 @@ class RequestLog:
         """How many requests run."""
         return len(self._running)
 
-    async def find(self, said_id: str, tenant: str | None = None) -> Json:
-        """What any gateway knows of a request; tenant: only if it is this one's.
+    async def find(self, asked_id: str, tenant: str | None = None) -> Json:
+        """Return any gateway's explanation of a request; tenant: only if it is this one's.
 
-        said_id: as x-request-id or as the answer's own id. Raises NotFound, alike for what is
-        unknown and for what is another's, and Unavailable where not all gateways answer.
+        asked_id: x-request-id or the answer's own id. Raises NotFound, alike for an unknown
+        request and for another tenant's, and Unavailable where not all gateways answer.
         """
-        match = _ID.fullmatch(said_id)
+        match = _ID.fullmatch(asked_id)
         if match is not None:
             own = await self._answer(match[1], tenant)
             if own is not None:
@@ -77,7 +77,7 @@ class RequestLog:
         )
 
     def running(self) -> list[RequestRecord]:
-        """What is known now of those that are not over."""
+        """Return the records of requests that run, as they are now."""
         return [trace.record() for trace in self._running.values()]
 
     async def _answer(self, request_id: str, tenant: str | None) -> Json | None:
@@ -99,7 +99,7 @@ class RequestLog:
         self._running.pop(record.request_id, None)
         for subscriber in self._subscribers:
             subscriber(record)
-        if record.tenant is not None:  # nobody could ask about the others
+        if record.tenant is not None:  # no tenant could ask about the others
             record.traceparent = None  # which is as long as its caller likes
             now_s = self._clock()
             self._ended.keep(record, now_s)

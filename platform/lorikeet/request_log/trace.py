@@ -1,4 +1,4 @@
-"""Follows one request as it goes by, and notes what becomes of it."""
+"""The trace of one request through its gateway, which fills the request's record."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,13 +12,13 @@ from lorikeet.errors import LorikeetError, Unavailable
 from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, Refusal, StreamItem
 from lorikeet.request_log.record import AttemptRecord, RequestRecord
 
-_SHOWN_MODEL = 200  # characters of a name that may be nobody's
+_SHOWN_MODEL = 200  # characters of a name that may be any text
 
 
 class RequestTrace:
     """Follows one request from its first line to its end; the call's RequestObserver.
 
-    running: called when its call begins. ended: called when it is over, with all that is known.
+    running: called when the call begins. ended: called with the record when the request ends.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class RequestTrace:
         path: str = "",
         traceparent: str | None = None,
     ) -> None:
-        self._known = RequestRecord(request_id, path, traceparent, time.time())
+        self._record = RequestRecord(request_id, path, traceparent, time.time())
         self._running, self._ended = running, ended
         self._came_s = time.monotonic()
         self._sent_s = 0.0  # when the last attempt began
@@ -37,34 +37,34 @@ class RequestTrace:
 
     @property
     def request_id(self) -> str:
-        """The id of the request."""
-        return self._known.request_id
+        """The request's id."""
+        return self._record.request_id
 
     @contextmanager
-    def asking(self) -> Iterator[None]:
-        """While it is read and looked at; an error is its end."""
+    def validating(self) -> Iterator[None]:
+        """Hold while the request is read and checked; an error is its end."""
         try:
             yield
         except Exception as error:
             self._end(error)
             raise
 
-    def comes_from(self, tenant: str, key_id: str) -> None:
+    def set_caller(self, tenant: str, key_id: str) -> None:
         """Note whose request this is."""
-        self._known.tenant, self._known.key_id = tenant, key_id
+        self._record.tenant, self._record.key_id = tenant, key_id
 
-    def asks_for(self, model: str) -> None:
+    def set_model(self, model: str) -> None:
         """Note the model as the client wrote it."""
-        self._known.model = model[:_SHOWN_MODEL]
+        self._record.model = model[:_SHOWN_MODEL]
 
-    def becomes(self, call: Call, base_model: str) -> None:
-        """Note what was understood."""
-        known = self._known
-        known.adapter, known.stream, known.base_model = call.adapter, call.stream, base_model
+    def set_call(self, call: Call, base_model: str) -> None:
+        """Note what the request asks for."""
+        record = self._record
+        record.adapter, record.stream, record.base_model = call.adapter, call.stream, base_model
 
     def __enter__(self) -> None:
-        """Begin: the request is sent on."""
-        self._known.entered_s = self._sent_s = self._now_s()
+        """Note that the request is sent on."""
+        self._record.validated_s = self._sent_s = self._now_s()
         self._running(self)
 
     def __exit__(
@@ -73,38 +73,38 @@ class RequestTrace:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        """End: the request is over."""
+        """End the request."""
         self._end(error)
 
     def on_item(self, item: StreamItem) -> None:
-        """Note what is said of the request."""
-        known = self._known
+        """Note what an item says of the request."""
+        record = self._record
         match item:
             case Attempt():
-                self._tried(item)
+                self._on_attempt(item)
             case AnswerHeader():
                 if item.load_s is None:
-                    known.found_s = self._now_s()
-                known.replica, known.load_s = item.replica, item.load_s
-                known.residency = item.residency
+                    record.accepted_s = self._now_s()
+                record.replica, record.load_s = item.replica, item.load_s
+                record.residency = item.residency
                 if item.status is not None:
                     live = item.status.live
-                    known.running, known.waiting = live.decoding, live.pending
+                    record.running, record.waiting = live.decoding, live.pending
             case FinalUsage():
-                known.usage = item
+                record.usage = item
             case Refusal():
-                known.code, known.param = item.code, item.param
+                record.code, record.param = item.code, item.param
 
     def on_first_bytes(self) -> Sequence[tuple[bytes, bytes]]:
         """Note when; a trace adds no headers."""
-        self._known.first_s = self._now_s()
+        self._record.first_byte_s = self._now_s()
         return ()
 
     def record(self) -> RequestRecord:
-        """What is known now of one that is not over."""
-        return replace(self._known, until_s=self._now_s(), attempts=tuple(self._attempts.values()))
+        """Return the record of a request that runs, as it is now."""
+        return replace(self._record, until_s=self._now_s(), attempts=tuple(self._attempts.values()))
 
-    def _tried(self, attempt: Attempt) -> None:
+    def _on_attempt(self, attempt: Attempt) -> None:
         earlier = self._attempts.get(attempt.request_id)
         taken_s = None if attempt.replica is None else self._sent_s + attempt.waited_s
         failed_s = None if attempt.failure is None else self._now_s()
@@ -120,21 +120,21 @@ class RequestTrace:
             self._sent_s = failed_s
 
     def _end(self, error: BaseException | None) -> None:
-        known = self._known
-        known.until_s, known.over = self._now_s(), True
-        known.attempts = tuple(self._attempts.values())
+        record = self._record
+        record.until_s, record.ended = self._now_s(), True
+        record.attempts = tuple(self._attempts.values())
         if isinstance(error, LorikeetError):
-            known.code, known.param = error.code, error.param
+            record.code, record.param = error.code, error.param
         elif isinstance(error, Exception) and not isinstance(error, ClientDisconnect):
-            known.code = LorikeetError.code
+            record.code = LorikeetError.code
         elif self._lost_in_mid_stream():
-            known.code = Unavailable.code
-        self._ended(known)
+            record.code = Unavailable.code
+        self._ended(record)
 
     def _lost_in_mid_stream(self) -> bool:
-        known = self._known
-        answered = known.usage is not None or known.code is not None
-        return not answered and bool(known.attempts) and known.attempts[-1].failure is not None
+        record = self._record
+        answered = record.usage is not None or record.code is not None
+        return not answered and bool(record.attempts) and record.attempts[-1].failure is not None
 
     def _now_s(self) -> float:
         return time.monotonic() - self._came_s

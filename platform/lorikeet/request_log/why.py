@@ -1,4 +1,4 @@
-"""What a record says, as JSON."""
+"""Why a request took what it took: a record as JSON, for `lorikeet why`."""
 
 from typing import Any
 
@@ -9,17 +9,17 @@ Json = dict[str, Any]
 
 
 def explain(record: RequestRecord, *, for_admin: bool) -> Json:
-    """The whole story of a request; times in milliseconds.
+    """Return what became of a request; times in milliseconds.
 
     The stages follow on each other and fill the time from its arrival to its end. Where the replica
-    has told what it took, `way` is all that is neither the gateway's nor the engine's: prompts to
-    tokens, tokens to text, processes and the client's reading. Of several choices the slowest one's
-    stages are told. Only admins are told of other requests: what the router expected, and how many
-    ran and waited at the replica.
+    has sent its timings, `overhead` is all that is neither the gateway's nor the engine's: prompts
+    to tokens, tokens to text, processes and the client's reading. With several choices they are the
+    slowest one's. Only admins see other requests: what the router expected, and how many ran and
+    waited on the replica.
     """
-    told = {
+    explanation = {
         "id": record.request_id,
-        "came": record.came,
+        "received": record.received,
         "tenant": record.tenant,
         "key_id": record.key_id,
         "model": record.model or "",
@@ -40,40 +40,48 @@ def explain(record: RequestRecord, *, for_admin: bool) -> Json:
         "preemptions": None,
         "retries": record.retries,
     }
-    if record.tokens is not None:
-        told["tokens"] = dict(zip(("prompt", "cached", "output"), record.tokens, strict=True))
-        told["preemptions"] = sum(course.preemptions for course in record.courses)
+    if (usage := record.usage) is not None:
+        explanation["tokens"] = {
+            "prompt": usage.prompt_tokens,
+            "cached": usage.cached_tokens,
+            "output": usage.completion_tokens,
+        }
+        explanation["preemptions"] = sum(course.preemptions for course in record.courses)
     if for_admin:
-        told["there_then"] = {"running": record.running, "waiting": record.waiting}
-        told["attempts"] = [_attempt(record, attempt) for attempt in record.attempts]
-    return told
+        explanation["replica_status"] = {"running": record.running, "waiting": record.waiting}
+        explanation["attempts"] = [_attempt(record, attempt) for attempt in record.attempts]
+    return explanation
 
 
 def _stages(record: RequestRecord) -> list[tuple[str, float]]:
     end_s, slowest = record.until_s, record.slowest
-    if record.entered_s is None:
-        return [("gateway", end_s)]
-    stages = [("gateway", record.entered_s)]
-    taken_s = record.attempts[-1].taken_s if record.attempts else record.entered_s
+    if record.validated_s is None:
+        return [("validate", end_s)]
+    stages = [("validate", record.validated_s)]
+    taken_s = record.attempts[-1].taken_s if record.attempts else record.validated_s
     if taken_s is None:
-        return [*stages, ("replica", end_s - record.entered_s)]
-    stages.append(("replica", taken_s - record.entered_s))
+        return [*stages, ("route", end_s - record.validated_s)]
+    stages.append(("route", taken_s - record.validated_s))
     if slowest is not None:
         return [
             *stages,
-            ("way", max(0.0, end_s - taken_s - engine_s(slowest))),
+            ("overhead", max(0.0, end_s - taken_s - engine_s(slowest))),
             ("queue", max(0.0, slowest.queued_s - slowest.load_s)),
             ("adapter", slowest.load_s),
             ("prefill", slowest.prefill_s),
-            ("generation", slowest.decode_s),
+            ("decode", slowest.decode_s),
         ]
-    if record.first_s is None:
+    if record.first_byte_s is None:
         return [*stages, ("first bytes", end_s - taken_s)]
-    return [*stages, ("first bytes", record.first_s - taken_s), ("rest", end_s - record.first_s)]
+    return [
+        *stages,
+        ("first bytes", record.first_byte_s - taken_s),
+        ("rest", end_s - record.first_byte_s),
+    ]
 
 
 def _attempt(record: RequestRecord, attempt: AttemptRecord) -> Json:
-    sent_s = record.entered_s or 0.0
+    sent_s = record.validated_s or 0.0
     return {
         "id": attempt.request_id,
         "replica": attempt.replica,

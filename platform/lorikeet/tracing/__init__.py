@@ -1,5 +1,7 @@
-"""Requests that are over, told as OpenTelemetry traces to a collector (OTLP over HTTP).
+"""Traces of ended requests for an OpenTelemetry collector (OTLP over HTTP).
 
-`spans.py` says which ones, and makes the spans of each; `export.py` sends them. Nothing here is
-imported unless LORIKEET_OTLP_TRACES_ENDPOINT is set.
+exporter.py   TraceExporter, which gets every RequestRecord of a gateway, and sends spans
+spans.py      which requests are traced, and the spans of one
+
+Only imported when LORIKEET_OTLP_TRACES_ENDPOINT is set: its libraries take memory and time to load.
 """

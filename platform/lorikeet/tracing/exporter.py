@@ -1,4 +1,4 @@
-"""The way of spans to the collector: gathered, and sent by a thread of their own."""
+"""The exporter of spans: gathers them, and sends them by a thread of its own."""
 
 import asyncio
 import logging
@@ -18,11 +18,11 @@ _SEND_S = 5
 _LAST_S = 2  # for what is left at the end
 _QUEUE = 8192  # spans: a second of a busy gateway's
 _BATCH = 512
-_GATHER_MS = 200
+_BATCH_MS = 200
 
 
 class TraceExporter:
-    """Hears of requests that are over and sends a share of them as traces.
+    """Sends a share of a gateway's ended requests as traces.
 
     endpoint: the collector's OTLP/HTTP address, to which /v1/traces is added; headers and
     certificates for it come from OTEL_EXPORTER_OTLP_ variables. While the collector is away, the
@@ -33,11 +33,11 @@ class TraceExporter:
         self._share = share
         self._gateway = gateway_resource(gateway)
         sender = _Sender(f"{endpoint.rstrip('/')}/v1/traces")
-        self._queue = BatchSpanProcessor(sender, _QUEUE, _GATHER_MS, _BATCH)
+        self._queue = BatchSpanProcessor(sender, _QUEUE, _BATCH_MS, _BATCH)
 
     def ended(self, record: RequestRecord) -> None:
-        """A request is over."""
-        if record.tenant is None:  # anybody can send those
+        """Trace an ended request, if it is among the share."""
+        if record.tenant is None:  # no key: anybody can send such requests
             return
         origin = origin_of(record.request_id, record.traceparent, self._share)
         if origin is not None:
@@ -53,7 +53,7 @@ class TraceExporter:
 
 
 class _Sender(SpanExporter):
-    """The collector. That it does not take spans is logged once, and so is the end of that."""
+    """The collector. When it stops taking spans, and when it takes them again, is logged once."""
 
     def __init__(self, url: str) -> None:
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it says so again and again

@@ -1,18 +1,18 @@
-"""The spans of one request, made when it is over.
+"""The spans of one request, made when it has ended.
 
     POST /v1/chat/completions     the gateway's: from the first line to the end
-    ├── understand                key, limits, body, model
+    ├── validate                  key, limits, body, model
     └── attempt                   one for each replica that was tried
         ├── route                 until one had room for it
         └── chat                  that replica's, from then on
             ├── adapter           until the adapter was there; these four by the engine's clock
             ├── queue             until the first step
             ├── prefill           until the first token
-            └── generate
+            └── decode            until the last token
 
-What the last four leave uncovered are prompts becoming tokens, tokens becoming text, and the way
-between processes. Of several choices they show the one that took longest. The engine tells how long
-each took and the gateway notes what it heard and when, so they may stand as late as a message took.
+What the last four leave uncovered are prompts becoming tokens, tokens becoming text, and messages
+between processes. With several choices they show the one that took longest. The engine reports how
+long each took and the gateway places them by its own clock, as late as a message may take.
 Names are OpenTelemetry's (HTTP and GenAI conventions) where it has any. A record holds no prompt,
 answer or key, so neither do spans.
 """
@@ -57,7 +57,7 @@ class Origin(NamedTuple):
 
 
 def origin_of(request_id: str, traceparent: str | None, share: float) -> Origin | None:
-    """None where it is not traced.
+    """Return where a request's spans belong; None if it is not traced.
 
     What a caller decided in its traceparent (W3C Trace Context) stands. Without one, the request's
     id is the trace's, and its last 56 bits decide: all random in a UUID of version 4, as
@@ -69,24 +69,24 @@ def origin_of(request_id: str, traceparent: str | None, share: float) -> Origin 
         if parent.is_valid:
             return Origin(parent.trace_id, parent) if parent.trace_flags.sampled else None
     trace_id = int(request_id, 16)
-    drawn = trace_id & (2**_RANDOM_BITS - 1)
-    return Origin(trace_id, None) if drawn >= (1 - share) * 2**_RANDOM_BITS else None
+    random_bits = trace_id & (2**_RANDOM_BITS - 1)
+    return Origin(trace_id, None) if random_bits >= (1 - share) * 2**_RANDOM_BITS else None
 
 
 def gateway_resource(name: str) -> Resource:
-    """Who makes a gateway's spans; OTEL_RESOURCE_ATTRIBUTES adds to it."""
+    """Return the resource of a gateway's spans; OTEL_RESOURCE_ATTRIBUTES adds to it."""
     return Resource.create(_service("lorikeet-gateway", name))
 
 
 @lru_cache(maxsize=1024)
 def replica_resource(name: str, base_model: str) -> Resource:
-    """Whose the spans of a replica are, although its gateway makes them."""
+    """Return the resource of a replica's spans, although its gateway makes them."""
     return Resource(_service("lorikeet-engine", name) | {"lorikeet.base_model": base_model})
 
 
 def spans_of(origin: Origin, record: RequestRecord, gateway: Resource) -> list[ReadableSpan]:
-    """The whole tree; parents come before their children."""
-    spans = _Spans(origin.trace_id, round(record.came * 1e9))
+    """Return the whole tree of spans; parents come before their children."""
+    spans = _Spans(origin.trace_id, round(record.received * 1e9))
     operation = _OPERATIONS.get(record.path, "")
     failure = record.code if record.outcome == "failed" else None
     root = spans.add(
@@ -98,8 +98,8 @@ def spans_of(origin: Origin, record: RequestRecord, gateway: Resource) -> list[R
         attributes=_request(record, operation) | _answer(record),
         failure=failure,
     )
-    sent_s = record.until_s if record.entered_s is None else record.entered_s
-    spans.add("understand", root, (0.0, sent_s), gateway)
+    sent_s = record.until_s if record.validated_s is None else record.validated_s
+    spans.add("validate", root, (0.0, sent_s), gateway)
     for tried in record.attempts:
         end_s = record.until_s if tried.failed_s is None else tried.failed_s
         taken_s = end_s if tried.taken_s is None else min(tried.taken_s, end_s)
@@ -121,10 +121,10 @@ def spans_of(origin: Origin, record: RequestRecord, gateway: Resource) -> list[R
 
 
 class _Spans:
-    """The spans of one trace. Times are seconds from `came_ns` on, as a Record's."""
+    """The spans of one trace. Times are seconds from `received_ns` on, as a RequestRecord's."""
 
-    def __init__(self, trace_id: int, came_ns: int) -> None:
-        self._trace_id, self._came_ns = trace_id, came_ns
+    def __init__(self, trace_id: int, received_ns: int) -> None:
+        self._trace_id, self._received_ns = trace_id, received_ns
         self.made: list[ReadableSpan] = []
 
     def add(
@@ -138,7 +138,7 @@ class _Spans:
         attributes: Attributes | None = None,
         failure: str | None = None,
     ) -> SpanContext:
-        """Its context, for its children."""
+        """Add a span; return its context, for its children."""
         context = SpanContext(self._trace_id, _IDS.generate_span_id(), False, _SAMPLED)
         begin_s, end_s = during
         # Not by a tracer: those follow code as it runs, and here everything has happened.
@@ -150,8 +150,8 @@ class _Spans:
             {key: value for key, value in (attributes or {}).items() if value is not None},
             kind=kind,
             status=Status() if failure is None else Status(StatusCode.ERROR, failure),
-            start_time=self._came_ns + round(begin_s * 1e9),
-            end_time=self._came_ns + round(end_s * 1e9),
+            start_time=self._received_ns + round(begin_s * 1e9),
+            end_time=self._received_ns + round(end_s * 1e9),
             instrumentation_scope=_SCOPE,
         )
         self.made.append(span)
@@ -183,7 +183,7 @@ def _add_replica(
         ("adapter", course.load_s),
         ("queue", course.queued_s - course.load_s),
         ("prefill", course.prefill_s),
-        ("generate", course.decode_s),
+        ("decode", course.decode_s),
     ):
         then_s = min(at_s + took_s, end_s)
         spans.add(stage, replica, (at_s, then_s), there)
@@ -191,19 +191,19 @@ def _add_replica(
 
 
 def _begun_s(record: RequestRecord, course: EngineTimings, taken_s: float, end_s: float) -> float:
-    """When the engine began, at the latest that agrees with all that the gateway saw."""
+    """Return the latest time when the engine can have begun, by all that the gateway saw."""
     latest = [end_s - engine_s(course)]
-    if record.found_s is not None:
-        latest.append(record.found_s)
-    if record.stream and record.first_s is not None and len(record.courses) == 1:
-        latest.append(record.first_s - course.queued_s - course.prefill_s)
+    if record.accepted_s is not None:
+        latest.append(record.accepted_s)
+    if record.stream and record.first_byte_s is not None and len(record.courses) == 1:
+        latest.append(record.first_byte_s - course.queued_s - course.prefill_s)
     return max(taken_s, min(latest))
 
 
 def _request(record: RequestRecord, operation: str) -> Attributes:
-    """What was asked, and how it ended."""
+    """Return attributes of the request, and of how it ended."""
     status = record.code and status_of(record.code)
-    if record.first_s is not None:
+    if record.first_byte_s is not None:
         status = HTTPStatus.OK
     return {
         "http.request.method": "POST",
@@ -215,7 +215,7 @@ def _request(record: RequestRecord, operation: str) -> Attributes:
         "gen_ai.request.model": record.model,
         "gen_ai.request.stream": record.stream,
         "gen_ai.response.model": str(record.adapter) if record.adapter else record.base_model,
-        "gen_ai.response.time_to_first_chunk": record.first_s if record.stream else None,
+        "gen_ai.response.time_to_first_chunk": record.first_byte_s if record.stream else None,
         "lorikeet.request_id": record.request_id,
         "lorikeet.tenant": record.tenant,
         "lorikeet.outcome": record.outcome,
@@ -223,13 +223,13 @@ def _request(record: RequestRecord, operation: str) -> Attributes:
 
 
 def _answer(record: RequestRecord) -> Attributes:
-    """Who answered, with what, and what it took."""
+    """Return attributes of the answer: who made it, with what, and its tokens."""
     adapter = record.adapter
-    prompt, cached, output = record.tokens or (None, None, None)
+    usage = record.usage
     return {
-        "gen_ai.usage.input_tokens": prompt,
-        "gen_ai.usage.cache_read.input_tokens": cached,
-        "gen_ai.usage.output_tokens": output,
+        "gen_ai.usage.input_tokens": usage.prompt_tokens if usage else None,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens if usage else None,
+        "gen_ai.usage.output_tokens": usage.completion_tokens if usage else None,
         "lorikeet.base_model": record.base_model,
         "lorikeet.adapter": str(adapter) if adapter else None,
         "lorikeet.digest": adapter.digest if adapter else None,

@@ -13,13 +13,13 @@ from lorikeet.cli.output import AsJson, print_json, print_line, print_table
 Json = Mapping[str, Any]
 
 _STAGES = {
-    "gateway": "read and let in",
-    "replica": "waited for a replica",
-    "way": "text to tokens and back, and the way",
+    "validate": "read and let in",
+    "route": "waited for a replica",
+    "overhead": "text to tokens and back, and between processes",
     "queue": "waited in the engine's queue",
     "adapter": "waited for its adapter",
     "prefill": "prompt computed, to the first token",
-    "generation": "generated, to the last token",
+    "decode": "generated, to the last token",
     "first bytes": "to the first bytes of the answer",
     "rest": "from there to its end",
 }
@@ -61,7 +61,7 @@ def _safe(request_id: str) -> str:
 
 def _account(found: Json) -> Iterator[str]:
     """Who, what and how it ended."""
-    came = datetime.fromtimestamp(found["came"], tz=UTC).strftime("%Y-%m-%d %H:%M:%S")
+    came = datetime.fromtimestamp(found["received"], tz=UTC).strftime("%Y-%m-%d %H:%M:%S")
     yield f"Came {came} UTC from [cyan]{found['tenant']}[/cyan] with {found['key_id']}"
     if found["adapter"]:
         yield f"Asked for {_plain(found['model'])}: {found['adapter']}, {found['digest'][:12]}"
@@ -69,7 +69,7 @@ def _account(found: Json) -> Iterator[str]:
         yield f"Asked for {_plain(found['model'])}"
     yield f"[bold]{_ending(found)}[/bold]"
     if found["replica"]:
-        there = found["there_then"]
+        there = found["replica_status"]
         yield f"On {found['replica']}, where {there['running']} ran and {there['waiting']} waited"
     if found["residency"]:
         came_in = (

@@ -30,8 +30,8 @@ def request_counter(metrics: GatewayMetrics) -> Subscriber:
 
 def summary(record: RequestRecord) -> RequestSummary:
     """Return what is counted of a request that is over."""
-    slowest, adapter = record.slowest, record.adapter
-    finished = record.usage is not None and record.code is None
+    slowest, usage, adapter = record.slowest, record.usage, record.adapter
+    finished = usage is not None and record.code is None
     return RequestSummary(
         outcome=record.outcome,
         tenant=record.tenant or "",
@@ -43,7 +43,9 @@ def summary(record: RequestRecord) -> RequestSummary:
         queue_s=max(0.0, slowest.queued_s - slowest.load_s) if slowest else None,
         total_s=record.until_s if finished else None,
         retries=record.retries,
-        tokens=record.tokens,
+        tokens=(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+        if usage
+        else None,
     )
 
 

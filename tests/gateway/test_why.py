@@ -69,7 +69,7 @@ def test_a_finished_request_tells_its_whole_story(gateway: Gateway) -> None:
     answer = gateway.post(CHAT, chat(n=2))
     request_id = answer.headers["x-request-id"]
     found = ask(gateway, request_id)
-    assert sent - 0.1 < found["came"] < time.time()
+    assert sent - 0.1 < found["received"] < time.time()
     said = {key: found[key] for key in ("id", "tenant", "model", "base_model", "adapter", "stream")}
     assert said == {
         "id": request_id,
@@ -82,12 +82,12 @@ def test_a_finished_request_tells_its_whole_story(gateway: Gateway) -> None:
     assert found["key_id"] == gateway.engines.last.key_id
     assert (found["outcome"], found["code"]) == ("finished", None)
     assert (found["replica"], found["residency"], found["load_ms"]) == ("replica-7", "host", 3.0)
-    assert found["there_then"] == {"running": 5, "waiting": 2}
+    assert found["replica_status"] == {"running": 5, "waiting": 2}
     assert found["tokens"] == {"prompt": 12, "cached": 8, "output": 34}
     assert (found["preemptions"], found["retries"]) == (2, 1)
-    engine = {"queue": 1.0, "adapter": 3.0, "prefill": 2.0, "generation": 11.0}  # the slower choice
+    engine = {"queue": 1.0, "adapter": 3.0, "prefill": 2.0, "decode": 11.0}  # the slower choice
     took = stages(found)
-    assert list(took) == ["gateway", "replica", "way", *engine]
+    assert list(took) == ["validate", "route", "overhead", *engine]
     assert {name: took[name] for name in engine} == engine
     assert sum(took.values()) == pytest.approx(found["total_ms"], abs=0.01)
     assert 50 < found["total_ms"] < 5000
@@ -138,7 +138,7 @@ def test_a_tenant_sees_its_own_and_nothing_of_others(gateway: Gateway) -> None:
     request_id = gateway.post(CHAT, chat()).headers["x-request-id"]
     found = ask(gateway, request_id, "acme")
     assert found["tokens"] == {"prompt": 12, "cached": 8, "output": 34}
-    assert not {"attempts", "there_then"} & found.keys()
+    assert not {"attempts", "replica_status"} & found.keys()
     unknown = "0" * 32
     answers = [
         gateway.request("GET", f"/v1/requests/{asked}", gateway.keys["globex"])
@@ -158,7 +158,7 @@ def test_what_a_client_left_is_told_as_far_as_it_is_known(gateway: Gateway) -> N
         assert (running["outcome"], running["replica"]) == ("running", "replica-7")
     eventually(lambda: ask(gateway, request_id)["outcome"] == "cancelled")
     found = ask(gateway, request_id)
-    assert list(stages(found)) == ["gateway", "replica", "first bytes", "rest"]
+    assert list(stages(found)) == ["validate", "route", "first bytes", "rest"]
     assert sum(stages(found).values()) == pytest.approx(found["total_ms"], abs=0.01)
     assert found["tokens"] is None
     assert found["first_token_ms"] > 0
@@ -179,7 +179,7 @@ def test_what_was_refused_is_told_too(
     error_of(answer, status)
     found = ask(unchanged, answer.headers["x-request-id"])
     assert (found["tenant"], found["outcome"], found["code"]) == ("acme", "refused", code)
-    assert list(stages(found)) == ["gateway"]
+    assert list(stages(found)) == ["validate"]
     assert found["replica"] is None
 
 
@@ -195,7 +195,7 @@ def test_what_a_replica_refused_is_told(gateway: Gateway, code: str, outcome: st
     gateway.engines.replay = refuse
     found = ask(gateway, gateway.post(CHAT, chat()).headers["x-request-id"])
     assert (found["outcome"], found["code"]) == (outcome, code)
-    assert list(stages(found)) == ["gateway", "replica", "first bytes"]
+    assert list(stages(found)) == ["validate", "route", "first bytes"]
 
 
 def test_a_limit_is_told(tmp_path: Path) -> None:
@@ -242,8 +242,8 @@ def test_what_was_said_is_told_to_nobody(gateway: Gateway) -> None:
 def test_any_gateway_can_be_asked() -> None:
     one, other = _Network().gateways(2)
     trace = one.trace("a" * 32)
-    trace.comes_from("acme", "key-1")
-    with pytest.raises(InvalidInput), trace.asking():
+    trace.set_caller("acme", "key-1")
+    with pytest.raises(InvalidInput), trace.validating():
         raise InvalidInput("no")
     assert asyncio.run(other.find("a" * 32))["code"] == "invalid_value"
     assert asyncio.run(other.find("a" * 32, "acme"))["tenant"] == "acme"
@@ -305,8 +305,8 @@ def _seconds(request_log: RequestLog, rounds: int) -> float:
 def ended(request_log: RequestLog, request_id: str) -> Iterator[RequestTrace]:
     """A request with all that can be told of one."""
     trace = request_log.trace(request_id)
-    trace.comes_from("acme", "key-1")
-    trace.asks_for("acme/support")
+    trace.set_caller("acme", "key-1")
+    trace.set_model("acme/support")
     with trace:
         trace.on_item(Attempt(request_id, "replica-7", 0.001, WEIGHED * 3))
         trace.on_item(
