@@ -38,9 +38,9 @@ from lorikeet_engine.adapter import Residency
 GOAL = 0.9
 _OWN = "http"  # what is made anew each time
 _UNCOUNTED = 1  # rounds before the others
-# One seat for so many streams is left over: no router keeps replicas exactly even, and on a full
-# one a request waits for the end of a whole answer.
-_SPARE = 4
+# For as many streams, replicas can run one sequence more: no router keeps them exactly even, and
+# on a full one a request waits for the end of a whole answer.
+_STREAMS_PER_SPARE = 4
 
 
 def main() -> int:
@@ -58,8 +58,8 @@ def main() -> int:
     for work in works:
         print(f"offline {work.label}: {_sum(alone, work):,.0f} tokens/s", flush=True)
     for proxy, gateways in product(given.proxies, given.gateways):
-        told = variables | {"LORIKEET_GATEWAYS": str(gateways)}
-        with service(told, proxy) as running:
+        settings = variables | {"LORIKEET_GATEWAYS": str(gateways)}
+        with service(settings, proxy) as running:
             running.wait_until_resident(stock.admin_key, len(stock.refs), given.replicas)
             for work in works:
                 row = {"proxy": proxy, "gateways": gateways}
@@ -120,7 +120,7 @@ def _variables(given: argparse.Namespace) -> dict[str, str]:
         "LORIKEET_REPLICAS": str(given.replicas),
         "LORIKEET_MAX_CONTEXT": "2048",
         "LORIKEET_MAX_BATCH_TOKENS": str(given.batch_tokens),
-        "LORIKEET_MAX_RUNNING": str(max(2, given.streams + given.streams // _SPARE)),
+        "LORIKEET_MAX_RUNNING": str(max(2, given.streams + given.streams // _STREAMS_PER_SPARE)),
         "LORIKEET_KV_CACHE_MEMORY": given.kv,
         "LORIKEET_ADAPTER_GPU_MEMORY": str((given.adapters + 2) * adapter),
         "LORIKEET_ADAPTER_HOST_MEMORY": str(16 * adapter),

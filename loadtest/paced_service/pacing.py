@@ -148,14 +148,14 @@ def paced_engine(pace: Pace, settings: Settings, base_model: str) -> "Engine":
 
     cache = settings.cache_dir / str(os.getpid())
     _fill_disk(cache, Path(settings.catalog), pace)
-    told = replace(
+    paced_settings = replace(
         engine_settings(settings, base_model),
         cache_dir=cache,
         adapter_disk_bytes=pace.disk_bytes,
         overlap=False,  # launching a paced step takes as long as the step: read it before the next
     )
     source = PacedSource(CatalogAdapterSource(open_store(settings.catalog)), pace.loads, pace.sizes)
-    engine = Engine(told, source, load)
+    engine = Engine(paced_settings, source, load)
     # What it measured, all replicas at once on a few cores, says little of its paced steps.
     engine.info = replace(engine.info, step_costs=pace.steps)
     if pace.lru:

@@ -44,13 +44,13 @@ class PowerOfTwo(BaselineRouter):
 class Multiplexing(BaselineRouter):
     """Serve's model multiplexing: where the model is; else where the fewest are.
 
-    Keeps the books that Serve's replicas would: the last models used on each.
+    Records what Serve's replicas would: the last models used on each.
     """
 
     def initialize_state(self, models: int = 1, **_: Any) -> None:
         """models: max_num_models_per_replica, in Serve's words."""
         self._most = models
-        self._books: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
+        self._models: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
 
     async def choose_replicas(
         self,
@@ -61,11 +61,11 @@ class Multiplexing(BaselineRouter):
         model = _model_of(pending_request)
         if not model:
             return [two_of(candidate_replicas)]
-        books = [self._books[one.replica_id.unique_id] for one in candidate_replicas]
-        pairs = list(zip(candidate_replicas, books, strict=True))
+        held = [self._models[one.replica_id.unique_id] for one in candidate_replicas]
+        pairs = list(zip(candidate_replicas, held, strict=True))
         free = [one for one, models in pairs if model in models]
         if not free:
-            fewest = min(map(len, books))
+            fewest = min(map(len, held))
             free = [one for one, models in pairs if len(models) == fewest]
         return [two_of(free)]
 
@@ -76,7 +76,7 @@ class Multiplexing(BaselineRouter):
         result: object,  # noqa: ARG002
     ) -> None:
         """A replica took it."""
-        models, model = self._books[replica_id.unique_id], _model_of(pending_request)
+        models, model = self._models[replica_id.unique_id], _model_of(pending_request)
         if not model:
             return
         models[model] = None

@@ -66,8 +66,8 @@ def write_model(folder: Path, shape: str, device: str) -> Path:
     if not tokenizer.exists():
         vocabulary = random_vocabulary(config["vocab_size"])
         vocabulary.save(str(tokenizer))
-        told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
-        (model / "tokenizer_config.json").write_text(json.dumps(told))
+        config_json = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+        (model / "tokenizer_config.json").write_text(json.dumps(config_json))
         (model / "chat_template.jinja").write_text(_TEMPLATE)
     return model
 

@@ -80,7 +80,7 @@ def service(variables: Mapping[str, str], proxy: str = "HAProxy") -> Iterator[Ru
     public, admin = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     host, port = public.split(":")
     with tempfile.TemporaryDirectory(prefix="haproxy-") as folder:
-        told = {
+        environment = {
             **_ENVIRONMENT,
             **variables,
             **_haproxy(Path(folder)),
@@ -88,7 +88,7 @@ def service(variables: Mapping[str, str], proxy: str = "HAProxy") -> Iterator[Ru
             "LORIKEET_ADMIN_ADDRESS": admin,
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
-        with _environment(told), _cluster():
+        with _environment(environment), _cluster():
             serve.start(http_options={"host": host, "port": int(port)})
             serve.run(runpy.run_path(str(ROOT / "serve_app.py"))["app"])
             if proxy == "HAProxy":

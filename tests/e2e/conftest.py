@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class Service:
-    """A running service and the keys to it. url: of the public door; admin_url: of the other."""
+    """A running service and the keys to it. url, admin_url: of its two listeners."""
 
     url: str
     admin_url: str
@@ -162,9 +162,9 @@ class Crowd:
     def base(self) -> Target:
         return Target("lorikeet-demo", self._key)
 
-    def stranger(self) -> Target:
+    def unregistered(self) -> Target:
         """An adapter that nobody registered."""
-        return Target("crowd/stranger", self._key)
+        return Target("crowd/unregistered", self._key)
 
     def adapters(self, count: int) -> list[Target]:
         return [self._register(next(self._alphas)) for _ in range(count)]

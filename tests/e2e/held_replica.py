@@ -37,7 +37,7 @@ class Held:
     async def prefetch(self, wanted):
         self._wanted |= wanted.get(self._name, {})
 
-    async def told(self):
+    async def prefetched(self):
         return self._wanted
 
 

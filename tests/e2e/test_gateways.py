@@ -14,15 +14,15 @@ PER_MIN, BURST_S = 240, 3
 BODY = {"model": "lorikeet-demo", "prompt": "a", "max_tokens": 1}
 
 
-class Doors(NamedTuple):
-    """Where a service is reached by tenants, and where by admins."""
+class Urls(NamedTuple):
+    """The URLs of a service for tenants and for admins."""
 
     public: str
     admin: str
 
 
 @pytest.fixture(scope="module")
-def two_gateways(service: Service) -> Iterator[Doors]:
+def two_gateways(service: Service) -> Iterator[Urls]:
     """A second application: two gateways before the engines of the first."""
     from ray import serve
 
@@ -46,11 +46,11 @@ def two_gateways(service: Service) -> Iterator[Doors]:
         settings, adapter_memory(settings), {"lorikeet-demo": handle}, None
     )
     serve.run(application, name="two", route_prefix="/two")
-    yield Doors(f"{service.url}/two", f"http://{address}")
+    yield Urls(f"{service.url}/two", f"http://{address}")
     serve.delete("two")
 
 
-def test_either_gateway_explains_what_one_answered(service: Service, two_gateways: Doors) -> None:
+def test_either_gateway_explains_what_one_answered(service: Service, two_gateways: Urls) -> None:
     tenant, key = next(iter(service.tenant_keys.items()))
     asked = httpx.post(
         f"{two_gateways.public}/v1/completions",
@@ -66,7 +66,7 @@ def test_either_gateway_explains_what_one_answered(service: Service, two_gateway
         assert (told.status_code, told.json()["tenant"]) == (200, tenant)
 
 
-def test_either_gateway_shows_the_whole_fleet(service: Service, two_gateways: Doors) -> None:
+def test_either_gateway_shows_the_whole_fleet(service: Service, two_gateways: Urls) -> None:
     tenant, model = "kestrel", "kestrel/intake"
     httpx.post(
         f"{two_gateways.public}/v1/completions",
@@ -84,7 +84,7 @@ def test_either_gateway_shows_the_whole_fleet(service: Service, two_gateways: Do
         assert sum(told["lines"]["requests"]) > 0
 
 
-def test_two_gateways_let_through_what_one_would(service: Service, two_gateways: Doors) -> None:
+def test_two_gateways_let_through_what_one_would(service: Service, two_gateways: Urls) -> None:
     limits = {"requests_per_min": PER_MIN, "burst_s": BURST_S}
     service.admin("POST", "/tenants", json={"tenant": "limited", **limits}).raise_for_status()
     made = service.admin("POST", "/tenants/limited/keys", json={}).raise_for_status()

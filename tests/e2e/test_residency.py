@@ -129,7 +129,7 @@ def test_an_adapter_whose_blob_is_gone_fails_its_own_requests_and_no_others(serv
     assert f"{model}@1" in error.message
 
 
-def test_a_truncated_adapter_is_refused_at_the_door(service, tmp_path):
+def test_a_truncated_adapter_is_refused_at_upload(service, tmp_path):
     name = "broken"
     path = f"/adapters/{UPPER.tenant}/{name}/versions"
     blob = blob_of(UPPER, tmp_path)
@@ -143,7 +143,7 @@ def test_a_truncated_adapter_is_refused_at_the_door(service, tmp_path):
     [b"\x80\x04pickle", b"", b"\xff" * 64],
     ids=["pickle", "empty", "noise"],
 )
-def test_what_is_no_adapter_is_refused_at_the_door(service, body):
+def test_what_is_no_adapter_is_refused_at_upload(service, body):
     answer = service.admin("PUT", f"/adapters/{UPPER.tenant}/nonsense/versions", content=body)
     assert answer.status_code == 422
     assert answer.json()["error"]["code"] == "invalid_adapter"

@@ -146,7 +146,7 @@ def test_an_adapter_may_come_before_its_request_and_no_stream_delays_a_shutdown(
         assert not waiting.done()  # watch and response stream have the other places
         holding[0].cancel()
         await waiting
-        assert await gateway.handle.told.remote() == {ref: 1}
+        assert await gateway.handle.prefetched.remote() == {ref: 1}
         holding[1].cancel()
 
     gateway.run(scenario())

@@ -97,7 +97,7 @@ def test_another_tenants_adapter_looks_like_none_at_all(service):
     )
 
 
-def test_tenants_door_has_nothing_for_admins(service):
+def test_the_public_listener_has_nothing_for_admins(service):
     headers = {"Authorization": f"Bearer {service.admin_key}"}
     for path in ("/admin/v1/status", "/metrics", "/ui"):
         refused = httpx.get(service.url + path, headers=headers, timeout=30)

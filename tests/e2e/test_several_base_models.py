@@ -168,8 +168,8 @@ def test_the_list_says_of_which_model_each_adapter_is(two: Service, registered: 
 
 def test_a_pin_of_all_replicas_means_those_of_its_model(two: Service, registered: str) -> None:
     two.admin("PUT", f"/pins/{registered}", json={"reason": "test"}).raise_for_status()
-    homes = {r["replica"] for r in two.replicas() if r["base_model"] == QWEN}
-    assert eventually(lambda: two.holders(registered) == homes, within_s=30)
+    replicas = {r["replica"] for r in two.replicas() if r["base_model"] == QWEN}
+    assert eventually(lambda: two.holders(registered) == replicas, within_s=30)
 
 
 def test_an_adapter_of_the_wrong_model_is_refused_by_name(two: Service, tmp_path: Path) -> None:

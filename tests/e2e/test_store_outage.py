@@ -36,15 +36,15 @@ def code_of(answer):
 
 @pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.soak)])
 def test_a_store_that_is_down(service, store_link, crowd, adapters, seconds):
-    cold, stranger = crowd.adapters(1)[0], crowd.stranger()
+    cold, unregistered = crowd.adapters(1)[0], crowd.unregistered()
     with Load(service.url, [*adapters, crowd.base()]) as load:
         load.wait_for(20)
         with store_link.down():
             assert code_of(ask(service, cold)) == (503, "adapter_load_failed")
-            assert code_of(ask(service, stranger)) == (503, "unavailable")
+            assert code_of(ask(service, unregistered)) == (503, "unavailable")
             time.sleep(seconds)
         assert eventually(lambda: ask(service, cold).status_code == 200, within_s=10)
-        assert eventually(lambda: ask(service, stranger).status_code == 404, within_s=10)
+        assert eventually(lambda: ask(service, unregistered).status_code == 404, within_s=10)
     assert load.unfinished() == []
     assert hit_rate(load.results) > 0.9
 
@@ -52,7 +52,7 @@ def test_a_store_that_is_down(service, store_link, crowd, adapters, seconds):
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [2, 60])
 def test_a_store_that_hangs(service, store_link, crowd, adapters, seconds):
-    cold, stranger = crowd.adapters(1)[0], crowd.stranger()
+    cold, unregistered = crowd.adapters(1)[0], crowd.unregistered()
     with (
         ThreadPoolExecutor(1) as pool,
         Load(service.url, [*adapters, crowd.base()]) as load,
@@ -60,11 +60,11 @@ def test_a_store_that_hangs(service, store_link, crowd, adapters, seconds):
         load.wait_for(20)
         with store_link.silent():
             waiting = pool.submit(ask, service, cold)
-            assert code_of(ask(service, stranger)) == (503, "unavailable")
+            assert code_of(ask(service, unregistered)) == (503, "unavailable")
             time.sleep(seconds)
             assert not waiting.done()
         answer = waiting.result(timeout=60)
-        assert eventually(lambda: ask(service, stranger).status_code == 404, within_s=10)
+        assert eventually(lambda: ask(service, unregistered).status_code == 404, within_s=10)
     assert (answer.status_code, answer.headers["x-lorikeet-residency"]) == (200, "remote")
     assert load.unfinished() == []
     assert hit_rate(load.results) > 0.9

@@ -39,24 +39,27 @@ def test_a_request_is_explained_and_counted(service: Service, crowd: Crowd) -> N
     sent_s = time.monotonic()
     answer = generate(service, target, max_tokens=24, n=2, ignore_eos=True, seed=1)
     took_ms = 1000 * (time.monotonic() - sent_s)
-    told, usage = why(service, answer.headers["x-request-id"]), answer.json()["usage"]
-    assert (told["tenant"], told["outcome"]) == ("crowd", "finished")
-    assert (told["replica"], told["retries"]) == (answer.headers["x-lorikeet-replica"], 0)
-    assert told["residency"] == answer.headers["x-lorikeet-residency"] == "remote"
-    stages = {stage["stage"]: stage["ms"] for stage in told["stages"]}
+    explanation, usage = why(service, answer.headers["x-request-id"]), answer.json()["usage"]
+    assert (explanation["tenant"], explanation["outcome"]) == ("crowd", "finished")
+    assert (explanation["replica"], explanation["retries"]) == (
+        answer.headers["x-lorikeet-replica"],
+        0,
+    )
+    assert explanation["residency"] == answer.headers["x-lorikeet-residency"] == "remote"
+    stages = {stage["stage"]: stage["ms"] for stage in explanation["stages"]}
     expected = "gateway replica way queue adapter prefill generation"
     assert list(stages) == expected.split()
-    assert sum(stages.values()) == pytest.approx(told["total_ms"], abs=5)
-    assert took_ms - 100 < told["total_ms"] < took_ms
+    assert sum(stages.values()) == pytest.approx(explanation["total_ms"], abs=5)
+    assert took_ms - 100 < explanation["total_ms"] < took_ms
     assert stages["adapter"] > 0  # nobody had it
     assert stages["decode"] > stages["prefill"] > 0
-    (attempt,) = told["attempts"]
-    assert attempt["replica"] == told["replica"]
+    (attempt,) = explanation["attempts"]
+    assert attempt["replica"] == explanation["replica"]
     costs = [each["cost_ms"] for each in attempt["candidates"]]
     assert costs == sorted(costs)
     assert costs[0] > 0
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    assert told["tokens"] == {
+    assert explanation["tokens"] == {
         "prompt": usage["prompt_tokens"],
         "cached": cached,
         "output": usage["completion_tokens"],
@@ -73,7 +76,7 @@ def test_a_request_is_explained_and_counted(service: Service, crowd: Crowd) -> N
     assert said == (usage["prompt_tokens"], cached, 48)
     assert (row["loads"], row["load_bytes"] > 0) == (1, True)
     engine_s = sum(stages[name] for name in ("prefill", "decode")) / 1000
-    assert 0.5 * engine_s < row["slot_s"] < told["total_ms"] / 1000
+    assert 0.5 * engine_s < row["slot_s"] < explanation["total_ms"] / 1000
     own = httpx.get(
         f"{service.url}/v1/usage", headers={"Authorization": f"Bearer {target.key}"}, timeout=30
     ).json()["data"]

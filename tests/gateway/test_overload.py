@@ -14,7 +14,7 @@ from lorikeet.tenancy import queue_time
 from tests.gateway.conftest import Gateway, Items, chat, header, repeat, serving
 from tests.gateway.test_bad_requests import CHAT, error_of
 
-SEATS = 4
+MAX_RUNNING = 4
 EVERY_S = 0.1  # one request begins
 MAX_QUEUE_S = 2.0
 ENOUGH_S = 0.5
@@ -23,7 +23,7 @@ ENOUGH_S = 0.5
 @pytest.fixture
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
     monkeypatch.setattr(queue_time, "_ENOUGH_S", ENOUGH_S)
-    with serving(tmp_path, seats={"tiny": SEATS}, max_queue_s=MAX_QUEUE_S) as gateway:
+    with serving(tmp_path, max_running={"tiny": MAX_RUNNING}, max_queue_s=MAX_QUEUE_S) as gateway:
         turn = asyncio.Lock()
 
         async def slowly(call: Call) -> Items:

@@ -68,7 +68,7 @@ def fleet(
     _, key = store.create_key(TENANT, {Scope.INFER}, actor="test")
     _, admin_key = store.create_key(None, {Scope.ADMIN}, actor="test")
     sizes = ("4GiB", "2GiB", "2GiB") if device == "cuda" else ("64MiB", "2MiB", "4MiB")
-    told = dict(zip(("KV", "ADAPTER_GPU", "ADAPTER_HOST"), sizes, strict=True))
+    memory = dict(zip(("KV", "ADAPTER_GPU", "ADAPTER_HOST"), sizes, strict=True))
     variables = {
         "LORIKEET_BASE_MODELS": f"{shape}={model}",
         "LORIKEET_CATALOG": catalog,
@@ -77,7 +77,7 @@ def fleet(
         "LORIKEET_REPLICAS": str(count),
         "LORIKEET_GATEWAYS": "2",
         "LORIKEET_MAX_CONTEXT": "2048",
-        **{f"LORIKEET_{name}_MEMORY": size for name, size in told.items()},
+        **{f"LORIKEET_{name}_MEMORY": size for name, size in memory.items()},
     }
     if device == "cpu":
         variables |= {"LORIKEET_MAX_BATCH_TOKENS": "256", "OMP_NUM_THREADS": "1"}

@@ -52,11 +52,14 @@ class Fleet:
 
     def lorikeet(self, *arguments: str) -> str:
         """What an administrator types, and what it prints."""
-        told = {"LORIKEET_SERVER": self.running.admin_url, "LORIKEET_ADMIN_KEY": self.admin_key}
+        environment = {
+            "LORIKEET_SERVER": self.running.admin_url,
+            "LORIKEET_ADMIN_KEY": self.admin_key,
+        }
         command = "import sys; from lorikeet.cli import main; sys.exit(main())"
         done = subprocess.run(
             [sys.executable, "-c", command, *arguments],
-            env=os.environ | told,
+            env=os.environ | environment,
             capture_output=True,
             text=True,
             timeout=180,

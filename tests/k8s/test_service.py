@@ -205,14 +205,14 @@ def test_what_is_not_allowed_is_denied(overlay: str) -> None:
 @both
 def test_the_dashboard_answers_the_operator_and_the_cluster_alone(overlay: str) -> None:
     head = pods(overlay)["head"]["metadata"]["labels"]
-    doors = {
+    open_ports = {
         policy["metadata"]["name"]
         for policy in of_kind(overlay, "NetworkPolicy")
         if selects(policy["spec"]["podSelector"], head)
         for rule in policy["spec"].get("ingress", [])
         if 8265 in [port["port"] for port in rule.get("ports", [{"port": 8265}])]
     }
-    assert doors == {"ray-internal", "dashboard-from-kuberay"}
+    assert open_ports == {"ray-internal", "dashboard-from-kuberay"}
     assert all(
         port["port"] != 8265
         for service in of_kind(overlay, "Service")
@@ -240,7 +240,7 @@ def namespace(name: str) -> dict[str, Any]:
 
 
 @both
-def test_the_ingress_controller_reaches_the_tenants_door_and_no_other(overlay: str) -> None:
+def test_the_ingress_controller_reaches_the_public_listener_and_no_other(overlay: str) -> None:
     for group, pod in pods(overlay).items():
         for port in (port["containerPort"] for c in containers(pod) for port in c.get("ports", [])):
             expected = port == 8000 and group != "head"
@@ -249,7 +249,7 @@ def test_the_ingress_controller_reaches_the_tenants_door_and_no_other(overlay: s
 
 
 @both
-def test_the_admin_door_is_for_monitoring_and_for_pods_and_namespaces_with_the_label(
+def test_the_admin_listener_is_for_monitoring_and_for_pods_and_namespaces_with_the_label(
     overlay: str,
 ) -> None:
     label = {"matchLabels": {"lorikeet-admin": "true"}}
@@ -260,7 +260,7 @@ def test_the_admin_door_is_for_monitoring_and_for_pods_and_namespaces_with_the_l
 
 
 @both
-def test_the_admin_service_leads_to_the_gateways_admin_door(overlay: str) -> None:
+def test_the_admin_service_leads_to_the_gateways_admin_listener(overlay: str) -> None:
     (service,) = of_kind(overlay, "Service")
     (port,) = service["spec"]["ports"]
     assert service["spec"]["type"] == "ClusterIP"

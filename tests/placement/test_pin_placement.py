@@ -230,8 +230,8 @@ def test_a_replica_more_moves_no_more_than_its_share():
     promises = [promise(ref(f"a{n}"), replicas=1, created=n) for n in range(400)]
     before = place(*promises, reports=[report(name) for name in names])
     after = place(*promises, reports=[report(name) for name in [*names, "r8"]])
-    moved = [one for one in promises if homes(before, one) != homes(after, one)]
-    assert all(homes(after, one) == {"r8"} for one in moved)
+    moved = [one for one in promises if replicas_of(before, one) != replicas_of(after, one)]
+    assert all(replicas_of(after, one) == {"r8"} for one in moved)
     assert 20 <= len(moved) <= 80  # a ninth of 400 is 44
 
 
@@ -244,7 +244,7 @@ def test_ten_thousand_pins_on_64_replicas_are_planned_again_within_a_tick():
     assert time.process_time() - begun_s < 1.0
 
 
-def homes(placement: PlacementPlan, one: ResolvedPin) -> set[str]:
+def replicas_of(placement: PlacementPlan, one: ResolvedPin) -> set[str]:
     return holders(placement, one.versions[0].ref)
 
 

@@ -285,7 +285,7 @@ def test_orders_bring_adapters_nearer_and_the_autoscaler_hears_how_hard_it_works
         return quiet, await replica.record_autoscaling_stats()
 
     quiet, used = run(settings, scenario)
-    assert (quiet["working_bytes"], quiet["seats"]) == (0, 0)
+    assert (quiet["working_bytes"], quiet["running_share"]) == (0, 0)
     assert "sole_copies" not in quiet
     assert 0 < used["working_bytes"] < used["arena_bytes"]
     assert used["sole_copies"] == 0.25

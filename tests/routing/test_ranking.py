@@ -133,11 +133,11 @@ def test_while_nothing_can_be_fetched_who_has_the_adapter_comes_first():
 def test_a_hot_adapter_spreads_once_its_replica_is_busy_enough_and_no_sooner():
     elsewhere = option("elsewhere", status(waiting_tokens=0), tier=Residency.HOST)
     chosen = [
-        first(option("home", status(waiting_tokens=tokens), running=True), elsewhere)
+        first(option("holder", status(waiting_tokens=tokens), running=True), elsewhere)
         for tokens in range(0, 60_000, 500)
     ]
     assert chosen == sorted(chosen, reverse=True)  # once away, it does not come back
-    assert chosen[0] == "home"
+    assert chosen[0] == "holder"
     assert chosen[-1] == "elsewhere"
 
 

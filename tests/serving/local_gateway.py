@@ -19,8 +19,8 @@ class LocalGateway:
     async def listen(self):
         """Hear the answers, until cancelled."""
         responses = self._replica.responses(self._replica.name, self._name)
-        async with aclosing(responses) as heard:
-            async for some in heard:
+        async with aclosing(responses) as groups:
+            async for some in groups:
                 self._buffers.deliver(self._replica.name, some)
 
     async def generate(self, call):

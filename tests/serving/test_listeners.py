@@ -101,11 +101,11 @@ def test_a_path_below_a_prefix_is_judged_without_it(address: Address) -> None:
 
 
 def test_nobody_is_let_in_before_the_start_or_after_the_end(address: Address) -> None:
-    door = AdminListener(address)
+    listener = AdminListener(address)
     with pytest.raises(httpx.ConnectError):
         CLIENT.get(f"http://{address}/")
     app = application("a")
-    door.open_with(app)
+    listener.open_with(app)
     with listening(PublicListener(app)):
         assert CLIENT.get(f"http://{address}/").is_success
     with pytest.raises(httpx.ConnectError):

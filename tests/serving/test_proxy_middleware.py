@@ -32,11 +32,13 @@ def serve_says(status: int, text: str, *headers: tuple[bytes, bytes]) -> ASGIApp
     return say
 
 
-@pytest.mark.parametrize(("told", "said"), [([(b"retry-after", b"5")], "5"), ([], "1")])
-def test_serves_own_refusals_are_in_our_words(told: list[tuple[bytes, bytes]], said: str) -> None:
-    refused = answer(serve_says(503, "Request dropped …", *told, (b"x-request-id", b"theirs")))
+@pytest.mark.parametrize(("headers", "retry_after"), [([(b"retry-after", b"5")], "5"), ([], "1")])
+def test_serves_own_refusals_are_in_our_words(
+    headers: list[tuple[bytes, bytes]], retry_after: str
+) -> None:
+    refused = answer(serve_says(503, "Request dropped …", *headers, (b"x-request-id", b"theirs")))
     assert refused.status_code == 503
-    assert refused.headers["retry-after"] == said
+    assert refused.headers["retry-after"] == retry_after
     assert refused.headers["x-request-id"] == "theirs"
     error = refused.json()["error"]
     assert (error["type"], error["code"]) == ("server_error", "unavailable")

@@ -65,8 +65,8 @@ def test_what_is_pinned_is_always_found():
     assert with_pins.hits[asked].all()
     assert not all(run_hits(fleet_of(SMALL), asked))
     for adapter in rare:
-        homes = by_preference(str(adapter), map(str, range(4)))[:2]
-        assert {str(one.number) for one in with_pins.on_gpu[adapter]} >= set(homes)
+        preferred = by_preference(str(adapter), map(str, range(4)))[:2]
+        assert {str(one.number) for one in with_pins.on_gpu[adapter]} >= set(preferred)
     assert all(idle(replica) for replica in with_pins.replicas)
 
 

@@ -58,7 +58,7 @@ def live_stats(replica: SimulatedReplica, now_s: float) -> LiveStats:
 
 
 def gateways_fleet(fleet: SimulatedFleet, now_s: float) -> GatewaysFleet:
-    """That of a gateway which has sent all requests of this moment, and has just heard of them."""
+    """The fleet of a gateway that sent all current requests and has their latest status."""
     known = GatewaysFleet(lambda: now_s, Random(1), fleet.setup.costs)
     known.set_replicas([replica.name for replica in fleet.replicas])
     for replica in fleet.replicas:

@@ -9,18 +9,18 @@ import pytest
 from lorikeet.errors import Overloaded
 from lorikeet.tenancy.queue_time import QueueTimeEstimator
 
-SEATS = 32
+MAX_RUNNING = 32
 MAX_QUEUE_S = 60.0
 STEP_S = 0.1
 
 
 class Service:
-    """Engines with so many seats, where answers take so long on the average; tenants have turns."""
+    """Engines that run MAX_RUNNING requests at once, for answer_s on average, fair by tenant."""
 
     def __init__(self, answer_s: float, **weights: float) -> None:
         self.answer_s = answer_s
         self.now = 1000.0
-        self.line = QueueTimeEstimator(SEATS, MAX_QUEUE_S, self.now)
+        self.line = QueueTimeEstimator(MAX_RUNNING, MAX_QUEUE_S, self.now)
         self.weights = weights or {"acme": 1.0}
         self.waiting: list[tuple[str, float]] = []
         self.running: list[tuple[str, float]] = []
@@ -58,7 +58,7 @@ class Service:
         for tenant, until in [one for one in self.running if one[1] <= self.now]:
             self.running.remove((tenant, until))
             self.line.leave(tenant, self.now, begun=True)
-        while self.waiting and len(self.running) < SEATS:
+        while self.waiting and len(self.running) < MAX_RUNNING:
             turn = min(self.waiting, key=lambda one: self.served[one[0]] / self.weights[one[0]])
             tenant, came = turn
             self.waiting.remove(turn)
@@ -68,9 +68,9 @@ class Service:
             self.running.append((tenant, self.now + self._dice.uniform(0, 2) * self.answer_s))
 
 
-def test_what_there_are_seats_for_is_let_in_however_slow_they_are() -> None:
+def test_what_fits_into_running_capacity_is_let_in_however_slow_it_is() -> None:
     service = Service(answer_s=1e6)
-    for _ in range(SEATS):
+    for _ in range(MAX_RUNNING):
         assert service.ask() is None
         service.run(100)
 
@@ -109,7 +109,7 @@ def test_a_line_that_is_fast_enough_refuses_nobody() -> None:
     assert service.run(600, acme=3.9)["acme"] == []
 
 
-def test_seats_that_become_faster_are_soon_believed() -> None:
+def test_engines_that_become_faster_are_soon_believed() -> None:
     service = Service(answer_s=32)
     assert service.run(300, acme=20)["acme"]
     service.answer_s = 1

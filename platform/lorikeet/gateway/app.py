@@ -76,7 +76,7 @@ def _rate_limiter(services: Services, shares: LimitShares) -> RateLimiter:
         shares,
         MonthlyBudget(services.written, services.written_s),
         services.max_generations,
-        seats=services.seats,
+        max_running=services.max_running,
         max_queue_s=services.max_queue_s,
     )
 

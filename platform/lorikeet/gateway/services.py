@@ -67,16 +67,16 @@ class Services:
     """The parts behind the API. base_models: by the name that clients use.
 
     gateways: how many there are; each enforces its share of a tenant's limit. refresh_s: how old
-    the view of the catalog may be. first_item_timeout_s: how long a replica may take to answer
-    at all; how long it may take to generate is not limited here. max_generations: requests that
-    this gateway carries at once, of all tenants together; None: no bound. part_bytes: of large
-    uploads. adapter_memory: what the engines keep adapters in, as far as it is known here. name:
-    of this gateway. peers: the other gateways. written: what tenants have used, for their
-    budgets; what they used in the last written_s seconds may be missing in it.
-    max_queue_s: how long a request may wait for its turn on a replica; None: as long as it takes.
-    seats: requests that the replicas of each base model run at once, this gateway's part of them.
-    traces: where requests that are over are told; None: nowhere. metrics: this gateway's. pages:
-    what each replica and the controller measure, as parts of the page of metrics.
+    the view of the catalog may be. first_item_timeout_s: how long a replica may take to answer at
+    all; how long it may take to generate is not limited here. max_generations: requests that this
+    gateway carries at once, of all tenants together; None: no bound. part_bytes: of large uploads.
+    adapter_memory: what the engines keep adapters in, as far as it is known here. name: of this
+    gateway. peers: the other gateways. written: what tenants have used, for their budgets; what
+    they used in the last written_s seconds may be missing in it. max_queue_s: how long a request
+    may wait for its turn on a replica; None: as long as it takes. max_running: requests that the
+    replicas of each base model run at once, this gateway's part of them. traces: where requests
+    that are over are told; None: nowhere. metrics: this gateway's. pages: what each replica and the
+    controller measure, as parts of the page of metrics.
     """
 
     catalog: AdapterCatalog
@@ -94,7 +94,7 @@ class Services:
     written: RecordedUsage | None = None
     written_s: float = 30.0
     max_queue_s: float | None = None
-    seats: Mapping[str, int] = field(default_factory=dict)
+    max_running: Mapping[str, int] = field(default_factory=dict)
     traces: "TraceExporter | None" = None
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     pages: Callable[[], Awaitable[Sequence[bytes]]] = no_pages

@@ -192,8 +192,10 @@ class Replica:
         plan_s = self._plan_s
         is_fresh = plan_s is not None and time.monotonic() - plan_s < _PLAN_FRESH_S
         sole_copies = self._sole_copies if is_fresh else None
-        seats = self._engine.info.step_costs.max_running
-        return pressure.to_stats(pressure.measure_pressure(await self.report(), seats, sole_copies))
+        max_running = self._engine.info.step_costs.max_running
+        return pressure.to_stats(
+            pressure.measure_pressure(await self.report(), max_running, sole_copies)
+        )
 
     def check_health(self) -> None:
         """Raise RuntimeError if the engine's process ended or hangs, or step after step fails."""

@@ -174,7 +174,7 @@ class Gateway:
                 written=MonthTokens(store),
                 written_s=_WRITTEN_FLUSHES * settings.usage_flush_s,
                 max_queue_s=settings.max_queue_s,
-                seats=_seats(settings),
+                max_running=_max_running(settings),
                 traces=_traces(settings, name),
                 metrics=GatewayMetrics(settings.gateways),
                 pages=partial(broadcast_all, [*engines.values(), controller], "metrics"),
@@ -205,7 +205,7 @@ def _most_generations(settings: Settings) -> int:
     return max(1, settings.max_ongoing_requests * settings.most_engines // settings.gateways)
 
 
-def _seats(settings: Settings) -> dict[str, int]:
+def _max_running(settings: Settings) -> dict[str, int]:
     """A gateway's part of what the engines of each base model run at once."""
     return {
         name: max(1, settings.max_running * settings.most_replicas(name) // settings.gateways)

@@ -18,15 +18,15 @@ class QueueTimeEstimator:
     would wait (Little, Operations Research 9, 1961). Engines give tenants their turns by weight,
     so those of one tenant wait no longer than they would alone at its part of that rate: who floods
     the service lengthens nobody's wait but its own. The rate is counted while as many requests are
-    under way as there are seats. With fewer it tells what is asked and not what is possible, and
+    under way as max_running. With fewer it tells what is asked and not what is possible, and
     nobody is refused.
 
-    seats: requests that the engines may run at once, this gateway's part of them. max_queue_s: how
-    long one may wait. None: no bound.
+    max_running: requests that the engines may run at once, this gateway's part of them.
+    max_queue_s: how long one may wait. None: no bound.
     """
 
-    def __init__(self, seats: int | None, max_queue_s: float | None, now: float) -> None:
-        self._seats, self._max_queue_s = seats, max_queue_s
+    def __init__(self, max_running: int | None, max_queue_s: float | None, now: float) -> None:
+        self._max_running, self._max_queue_s = max_running, max_queue_s
         self._under_way = 0
         self._waiting: dict[str, int] = {}  # by tenant, who has one that waits
         self._weights: dict[str, float] = {}  # of the same
@@ -66,7 +66,7 @@ class QueueTimeEstimator:
 
     @property
     def _full(self) -> bool:
-        return self._seats is not None and self._under_way >= self._seats
+        return self._max_running is not None and self._under_way >= self._max_running
 
     def _wait_s(self, tenant: str, weight: float, now: float) -> float:
         """How long one more of this tenant would wait, as far as that is known."""

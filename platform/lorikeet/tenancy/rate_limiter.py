@@ -17,7 +17,7 @@ class RateLimiter:
     """The limits of one gateway. For one event loop.
 
     most: requests that it carries at once, whosever they are; None: no bound. clock: seconds,
-    wall: Unix seconds. seats, by base model, and max_queue_s: as a
+    wall: Unix seconds. max_running, by base model, and max_queue_s: as a
     QueueTimeEstimator takes them.
     """
 
@@ -29,7 +29,7 @@ class RateLimiter:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         *,
-        seats: Mapping[str, int] = {},
+        max_running: Mapping[str, int] = {},
         max_queue_s: float | None = None,
     ) -> None:
         self.clock, self.wall = clock, wall
@@ -38,7 +38,7 @@ class RateLimiter:
         self._shares = shares
         self._most = most
         self._allowances: dict[Subject, Allowance] = {}
-        self._seats, self._max_queue_s = seats, max_queue_s
+        self._max_running, self._max_queue_s = max_running, max_queue_s
         self._queue_times: dict[str, QueueTimeEstimator] = {}
 
     def check(self, tenant: TenantRecord, key: Principal) -> "RateLimitHold":
@@ -71,8 +71,8 @@ class RateLimiter:
         """How long requests for this base model wait."""
         estimator = self._queue_times.get(base_model)
         if estimator is None:
-            seats = self._seats.get(base_model)
-            estimator = QueueTimeEstimator(seats, self._max_queue_s, self.clock())
+            max_running = self._max_running.get(base_model)
+            estimator = QueueTimeEstimator(max_running, self._max_queue_s, self.clock())
             self._queue_times[base_model] = estimator
         return estimator
 
