@@ -69,16 +69,7 @@ class AdminClient:
         content: bytes | Iterable[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> httpx.Response:
-        if not self._key:
-            raise LorikeetError(
-                "no admin key: set LORIKEET_ADMIN_KEY or give --key before the command"
-                " (`lorikeet init` makes the first key)"
-            )
-        if not (self._key.isascii() and self._key.isprintable()):
-            raise LorikeetError(
-                "the admin key holds characters that no key has: copy it again, as it was shown,"
-                " into LORIKEET_ADMIN_KEY or --key"
-            )
+        key = self._checked_key()
         try:
             return httpx.request(
                 method,
@@ -86,7 +77,7 @@ class AdminClient:
                 params={name: value for name, value in (query or {}).items() if value is not None},
                 content=content,
                 headers={
-                    "authorization": f"Bearer {self._key}",
+                    "authorization": f"Bearer {key}",
                     "content-type": "application/json",
                     **(headers or {}),
                 },
@@ -101,6 +92,19 @@ class AdminClient:
             raise ServerUnavailable(f"cannot ask {self.address}: {error}") from error
         except (httpx.InvalidURL, UnicodeEncodeError) as error:
             raise LorikeetError(f"cannot ask {self.address}: {error}") from error
+
+    def _checked_key(self) -> str:
+        if not self._key:
+            raise LorikeetError(
+                "no admin key: set LORIKEET_ADMIN_KEY or give --key before the command"
+                " (`lorikeet init` makes the first key)"
+            )
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise LorikeetError(
+                "the admin key holds characters that no key has: copy it again, as it was shown,"
+                " into LORIKEET_ADMIN_KEY or --key"
+            )
+        return self._key
 
     def _parse(self, answer: httpx.Response) -> Json:
         try:

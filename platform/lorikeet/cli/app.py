@@ -7,15 +7,18 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from lorikeet.cli.adapters.commands import list_adapters, promote, retire, rollback, show
 from lorikeet.cli.adapters.convert import convert
+from lorikeet.cli.adapters.list_and_show import list_adapters, show
 from lorikeet.cli.adapters.pins import pin, pins, unpin
+from lorikeet.cli.adapters.promote import promote, rollback
 from lorikeet.cli.adapters.register import register
+from lorikeet.cli.adapters.retire import restore, retire
 from lorikeet.cli.adapters.smoke import smoke
 from lorikeet.cli.admin_client import DEFAULT_SERVER, AdminClient
 from lorikeet.cli.catalog.gc import gc
-from lorikeet.cli.catalog.init import init, snapshot
-from lorikeet.cli.catalog.log import log, restore
+from lorikeet.cli.catalog.init import init
+from lorikeet.cli.catalog.log import log
+from lorikeet.cli.catalog.snapshot import snapshot
 from lorikeet.cli.output import print_error
 from lorikeet.cli.planning import bench
 from lorikeet.cli.planning.capacity import capacity

@@ -68,14 +68,14 @@ def parse_name(text: str) -> AdapterName:
     )
 
 
-def parse_pinned(text: str) -> AdapterName:
+def parse_pin_target(text: str) -> AdapterName:
     """tenant, tenant/name or tenant/name@selector. Raises typer.BadParameter."""
     return parse_name(text) if "/" in text or "@" in text else AdapterName(parse_tenant(text))
 
 
-def parse_unpinned(text: str) -> AdapterName:
+def parse_unpin_target(text: str) -> AdapterName:
     """Tenant or tenant/name. Raises typer.BadParameter."""
-    return parse_adapter(text) if "/" in text else parse_pinned(text)
+    return parse_adapter(text) if "/" in text else parse_pin_target(text)
 
 
 def parse_adapter(text: str) -> AdapterName:
@@ -166,6 +166,27 @@ AsOf = Annotated[
         help="As it was after an entry of `lorikeet log`, at 2026-11-21T10:00 (UTC), or 2h ago.",
         show_default=False,
     ),
+]
+
+Adapter = Annotated[
+    AdapterName, typer.Argument(parser=parse_adapter, metavar="TENANT/NAME", show_default=False)
+]
+AdapterVersion = Annotated[
+    AdapterName,
+    typer.Argument(parser=parse_name, metavar="TENANT/NAME@VERSION", show_default=False),
+]
+AdapterOrVersion = Annotated[
+    AdapterName,
+    typer.Argument(parser=parse_name, metavar="TENANT/NAME[@VERSION]", show_default=False),
+]
+Alias = Annotated[
+    str,
+    typer.Option(
+        parser=parse_alias, metavar="ALIAS", help="Which alias; prod is what tenant/name means."
+    ),
+]
+Tenant = Annotated[
+    str | None, typer.Option(parser=parse_tenant, metavar="NAME", help="Of this tenant only.")
 ]
 
 

@@ -83,6 +83,11 @@ def moment(unix_s: float | None) -> str | None:
         return f"{unix_s:.1e} s"
 
 
+def percent(share: float) -> str:
+    """0.125 as 12.5%."""
+    return f"{100 * share:.4g}%"
+
+
 @contextmanager
 def spinner(text: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
     """Show where a person watches what goes on, and for how long; yields what changes the text."""

@@ -12,8 +12,8 @@ from lorikeet.cli.arguments import (
     parse_bound,
     parse_count,
     parse_duration,
-    parse_pinned,
-    parse_unpinned,
+    parse_pin_target,
+    parse_unpin_target,
 )
 from lorikeet.cli.output import AsJson, moment, print_answer, print_json, print_line, print_table
 from lorikeet.sizes import show_size
@@ -27,28 +27,32 @@ class Tier(Enum):
     DISK = "disk"
 
 
+PinTarget = Annotated[
+    AdapterName,
+    typer.Argument(
+        parser=parse_pin_target,
+        metavar="TENANT[/NAME[@VERSION|@ALIAS]]",
+        help="Without @, what the alias prod points at, now and later; a tenant alone, that of"
+        " every adapter it has or will have.",
+        show_default=False,
+    ),
+]
+Priority = Annotated[
+    int,
+    typer.Option(
+        min=-HIGHEST_PRIORITY,
+        max=HIGHEST_PRIORITY,
+        help="Where not all pins fit, higher ones are kept; then older ones.",
+    ),
+]
+
+
 def pin(
     ctx: typer.Context,
-    pinned: Annotated[
-        AdapterName,
-        typer.Argument(
-            parser=parse_pinned,
-            metavar="TENANT[/NAME[@VERSION|@ALIAS]]",
-            help="Without @, what the alias prod points at, now and later; a tenant alone, that of"
-            " every adapter it has or will have.",
-            show_default=False,
-        ),
-    ],
+    pinned: PinTarget,
     replicas: Annotated[str, typer.Option(metavar="N|all", help="On how many replicas.")] = "all",
     tier: Annotated[Tier, typer.Option(help="Keep it at least this near.")] = Tier.GPU,
-    priority: Annotated[
-        int,
-        typer.Option(
-            min=-HIGHEST_PRIORITY,
-            max=HIGHEST_PRIORITY,
-            help="Where not all pins fit, higher ones are kept; then older ones.",
-        ),
-    ] = 0,
+    priority: Priority = 0,
     reason: Annotated[str, typer.Option(help="Why, for whoever reads `lorikeet pins`.")] = "",
     expires: Annotated[
         str | None, typer.Option(metavar="DURATION", help="Until 90s, 15m, 2h or 7d from now.")
@@ -88,7 +92,7 @@ def unpin(
     ctx: typer.Context,
     pinned: Annotated[
         AdapterName,
-        typer.Argument(parser=parse_unpinned, metavar="TENANT[/NAME]", show_default=False),
+        typer.Argument(parser=parse_unpin_target, metavar="TENANT[/NAME]", show_default=False),
     ],
     as_json: AsJson = False,
 ) -> None:

@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
-from lorikeet.cli.adapters.commands import Adapter
 from lorikeet.cli.adapters.smoke import print_smoke
 from lorikeet.cli.adapters.sources import check_source, open_source
 from lorikeet.cli.adapters.upload import send_blob, with_retries
-from lorikeet.cli.admin_client import admin
+from lorikeet.cli.admin_client import AdminClient, admin
+from lorikeet.cli.arguments import Adapter
 from lorikeet.cli.output import AsJson, print_json, print_line
 from lorikeet.errors import InvalidInput, LorikeetError
 from lorikeet.sizes import show_size
@@ -26,31 +26,33 @@ Source = Annotated[
         show_default=False,
     ),
 ]
+Promote = Annotated[
+    bool, typer.Option("--promote", help="Point the alias prod at the new version.")
+]
+Shared = Annotated[
+    bool | None, typer.Option("--shared/--private", help="Whether every tenant may use it.")
+]
+ForBaseModel = Annotated[
+    str | None, typer.Option(help="The served base model it is for, if not the one it names.")
+]
+Smoke = Annotated[
+    bool,
+    typer.Option(
+        "--smoke", help="Generate with it on a replica first; if that fails, do not register."
+    ),
+]
+Revision = Annotated[str | None, typer.Option(help="The branch, tag or commit of an hf: source.")]
 
 
 def register(
     ctx: typer.Context,
     source: Source,
     adapter: Adapter,
-    promote: Annotated[
-        bool, typer.Option("--promote", help="Point the alias prod at the new version.")
-    ] = False,
-    shared: Annotated[
-        bool | None,
-        typer.Option("--shared/--private", help="Whether every tenant may use it."),
-    ] = None,
-    base_model: Annotated[
-        str | None, typer.Option(help="The served base model it is for, if not the one it names.")
-    ] = None,
-    smoke: Annotated[
-        bool,
-        typer.Option(
-            "--smoke", help="Generate with it on a replica first; if that fails, do not register."
-        ),
-    ] = False,
-    revision: Annotated[
-        str | None, typer.Option(help="The branch, tag or commit of an hf: source.")
-    ] = None,
+    promote: Promote = False,
+    shared: Shared = None,
+    base_model: ForBaseModel = None,
+    smoke: Smoke = False,
+    revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
     """Add an adapter, or a new version of one.
@@ -65,14 +67,9 @@ def register(
         check_source(source, revision)
     except InvalidInput as error:
         raise typer.BadParameter(error.message) from error
-    with tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch:
-        blob = Path(scratch) / "adapter.safetensors"
-        with open_source(source, revision, quiet=as_json) as folder:
-            digest = _pack(folder, blob)
-        about = {"tenant": adapter.tenant, "base_model": base_model}
-        send_blob(admin(ctx), blob, digest, about, quiet=as_json)
+    about = {"tenant": adapter.tenant, "base_model": base_model}
     wanted = {
-        "digest": digest,
+        "digest": _send(admin(ctx), source, revision, about, quiet=as_json),
         "promote": promote,
         "shared": shared,
         "base_model": base_model,
@@ -86,6 +83,23 @@ def register(
     _print_version(answer, is_new=is_new)
     if smoke:
         print_smoke(answer["smoke"])
+
+
+def _send(
+    server: AdminClient,
+    source: str,
+    revision: str | None,
+    about: dict[str, str | None],
+    *,
+    quiet: bool,
+) -> str:
+    """Pack a source into one file and upload it; return the file's digest."""
+    with tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch:
+        blob = Path(scratch) / "adapter.safetensors"
+        with open_source(source, revision, quiet=quiet) as folder:
+            digest = _pack(folder, blob)
+        send_blob(server, blob, digest, about, quiet=quiet)
+    return digest
 
 
 def _pack(folder: Path, blob: Path) -> str:

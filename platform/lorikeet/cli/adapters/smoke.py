@@ -1,22 +1,17 @@
-"""Trying an adapter beside its base model."""
+"""The command smoke: generates with an adapter and with its base model."""
 
 from typing import Annotated, Any
 
 import typer
 
 from lorikeet.cli.admin_client import Json, admin
-from lorikeet.cli.arguments import AdapterName, parse_name
+from lorikeet.cli.arguments import AdapterOrVersion
 from lorikeet.cli.output import AsJson, print_json, print_line, print_table, print_warning
-
-Tried = Annotated[
-    AdapterName,
-    typer.Argument(parser=parse_name, metavar="TENANT/NAME[@VERSION]", show_default=False),
-]
 
 
 def smoke(
     ctx: typer.Context,
-    adapter: Tried,
+    adapter: AdapterOrVersion,
     prompt: Annotated[
         list[str] | None, typer.Option(help="What to ask, again for more; default: small talk.")
     ] = None,

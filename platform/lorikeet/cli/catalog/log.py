@@ -1,35 +1,38 @@
-"""What was done by whom, and undoing a retirement."""
+"""The command log: what was changed by whom."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
-from lorikeet.cli.adapters.commands import AdapterPerhapsVersion, Tenant
 from lorikeet.cli.admin_client import admin
-from lorikeet.cli.arguments import AdapterName, parse_adapter, parse_since, parse_version
-from lorikeet.cli.output import AsJson, moment, print_answer, print_json, print_line, print_table
+from lorikeet.cli.arguments import AdapterName, Tenant, parse_adapter, parse_since
+from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
 
 _SHOWN_CHANGES = 3  # of an entry that holds many
 _SHOWN_DIGEST = 12
 
 
+OfAdapter = Annotated[
+    AdapterName | None,
+    typer.Option(parser=parse_adapter, metavar="TENANT/NAME", help="About this adapter only."),
+]
+Since = Annotated[
+    float | None,
+    typer.Option(
+        parser=parse_since, metavar="TIME|AGO", help="From 2026-11-21T10:00 (UTC) or 2h ago on."
+    ),
+]
+
+
 def log(
     ctx: typer.Context,
-    adapter: Annotated[
-        AdapterName | None,
-        typer.Option(parser=parse_adapter, metavar="TENANT/NAME", help="About this adapter only."),
-    ] = None,
+    adapter: OfAdapter = None,
     tenant: Tenant = None,
     actor: Annotated[
         str | None, typer.Option(metavar="KEY-ID", help="By this key only.", show_default=False)
     ] = None,
-    since: Annotated[
-        float | None,
-        typer.Option(
-            parser=parse_since, metavar="TIME|AGO", help="From 2026-11-21T10:00 (UTC) or 2h ago on."
-        ),
-    ] = None,
+    since: Since = None,
     before: Annotated[
         int | None, typer.Option(min=1, metavar="ENTRY", help="Older than this entry only.")
     ] = None,
@@ -61,20 +64,6 @@ def log(
     )
     if answer["before"] is not None:
         print_line(f"[dim]Older entries: --before {answer['before']}[/dim]")
-
-
-def restore(ctx: typer.Context, adapter: AdapterPerhapsVersion, as_json: AsJson = False) -> None:
-    """Bring back what was retired: one version, or the adapter.
-
-    An adapter comes back with its versions, aliases and pin as they were.
-
-    Example: `lorikeet restore acme/support`
-    """
-    version = None if adapter.selector is None else parse_version(adapter)
-    answer = admin(ctx).post(f"/adapters/{adapter.path}/restore", {"version": version})
-    which = "" if version is None else f"@{version}"
-    aliases = ", ".join(f"{alias} is version {at}" for alias, at in answer["aliases"].items())
-    print_answer(answer, f"Restored [cyan]{adapter.path}{which}[/cyan]; {aliases}.", as_json)
 
 
 def _row(entry: Mapping[str, Any]) -> list[Any]:

@@ -99,40 +99,45 @@ def _parse_growth(text: str) -> float:
     return float(match[1]) / 100
 
 
+Keys = Annotated[
+    Path,
+    typer.Option(
+        metavar="FILE",
+        help='JSON with each tenant\'s key: {"acme": "lk_…"}.',
+        exists=True,
+        dir_okay=False,
+        show_default=False,
+    ),
+]
+Rates = Annotated[
+    list[Any] | None,
+    typer.Option(
+        parser=_parse_rate,
+        metavar="[TENANT=]R",
+        help="Requests a second of each tenant, or of this one; can be repeated. Default: 1.",
+        show_default=False,
+    ),
+]
+MaxGrowth = Annotated[
+    Any,
+    typer.Option(
+        parser=_parse_growth,
+        metavar="SHARE",
+        help="Exit with 1 if a p99 grows by more than this, such as 25%.",
+        show_default=False,
+    ),
+]
+
+
 @app.command()
 def isolation(
-    keys: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE",
-            help='JSON with each tenant\'s key: {"acme": "lk_…"}.',
-            exists=True,
-            dir_okay=False,
-            show_default=False,
-        ),
-    ],
-    rate: Annotated[
-        list[Any] | None,
-        typer.Option(
-            parser=_parse_rate,
-            metavar="[TENANT=]R",
-            help="Requests a second of each tenant, or of this one; can be repeated. Default: 1.",
-            show_default=False,
-        ),
-    ] = None,
+    keys: Keys,
+    rate: Rates = None,
     url: Annotated[str, typer.Option(help="Where tenants reach the service.")] = PUBLIC_URL,
     seconds: Annotated[float, typer.Option(min=0.1, max=86_400, help="Of each run.")] = 15,
     tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 32,
     seed: Annotated[int, typer.Option(min=0, help="The same asks at the same times.")] = 0,
-    max_growth: Annotated[
-        Any,
-        typer.Option(
-            parser=_parse_growth,
-            metavar="SHARE",
-            help="Exit with 1 if a p99 grows by more than this, such as 25%.",
-            show_default=False,
-        ),
-    ] = None,
+    max_growth: MaxGrowth = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what tenants feel of one another.
@@ -201,7 +206,7 @@ def _run(url: str, rows: Sequence[TenantComparison], run: LoadRun, *, quiet: boo
 
 def _print(rows: Sequence[TenantComparison]) -> None:
     print_table(
-        ["MeasuredTenant", "Model", "#Requests alone", "#errors", "#shared", "#errors"],
+        ["Tenant", "Model", "#Requests alone", "#errors", "#shared", "#errors"],
         [_counts(row) for row in rows],
         empty="",
     )
@@ -212,7 +217,7 @@ def _print(rows: Sequence[TenantComparison]) -> None:
             for row in rows
         ]
         named = [[row.tenant.name, *each] for row, each in zip(rows, cells, strict=True)]
-        print_table(["MeasuredTenant", *_QUANTILES], named, empty="")
+        print_table(["Tenant", *_QUANTILES], named, empty="")
     for line in _remarks(rows):
         print_line(escape(line))
 

@@ -52,25 +52,31 @@ def capacity(
     Example: `lorikeet capacity --adapters 1000 --requests-per-s 60 --gpu-memory 16GiB
     --ttft-p99-ms 500`
     """
-    options = (adapters, requests_per_s, gpu_memory, ttft_p99_ms)
-    if question is not None:
-        if options != (None,) * 4:
-            raise typer.BadParameter("give a file or options, not both")
-        needs = read_needs(question)
-    elif None in options:
+    given = (adapters, requests_per_s, gpu_memory, ttft_p99_ms)
+    if question is not None and given != (None,) * 4:
+        raise typer.BadParameter("give a file or options, not both")
+    if question is None and None in given:
         raise typer.BadParameter(
             "give a file, or --adapters, --requests-per-s, --gpu-memory and --ttft-p99-ms"
         )
-    else:
-        tenant = {"name": "all", "adapters": adapters, "requests_per_s": requests_per_s}
-        goals = {"ttft_p99_ms": ttft_p99_ms}
-        given = {"tenants": [tenant], "memory": {"gpu": gpu_memory}, "goals": goals}
-        needs = parse_needs(given, "options")
+    needs = read_needs(question) if question else _needs(*given)
     answer = _plan(needs, quiet=as_json)
     if as_json:
         print_json(_json(needs, answer))
     else:
         _print(needs, answer)
+
+
+def _needs(
+    adapters: int | None,
+    requests_per_s: float | None,
+    gpu_memory: str | None,
+    ttft_p99_ms: float | None,
+) -> CapacityNeeds:
+    tenant = {"name": "all", "adapters": adapters, "requests_per_s": requests_per_s}
+    goals = {"ttft_p99_ms": ttft_p99_ms}
+    given = {"tenants": [tenant], "memory": {"gpu": gpu_memory}, "goals": goals}
+    return parse_needs(given, "options")
 
 
 def _plan(needs: CapacityNeeds, *, quiet: bool) -> Capacity:
@@ -102,7 +108,7 @@ def _forecast(found: Forecast) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """The same, with null for what is of no request: JSON has no NaN."""
+    """The value with null in place of NaN, which JSON has not."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,1 +1,5 @@
-"""Commands about tenants, their keys, limits and usage."""
+"""Commands about tenants, their API keys and their usage, a file each.
+
+limit_options.py gives `tenants create`, `tenants limit`, `keys create` and `keys limit` their
+options for limits.
+"""

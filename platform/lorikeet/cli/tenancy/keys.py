@@ -5,13 +5,21 @@ from typing import Annotated, Any
 
 import typer
 
-from lorikeet.cli.adapters.commands import Tenant
 from lorikeet.cli.admin_client import admin
-from lorikeet.cli.arguments import parse_duration, parse_key_id, parse_tenant
+from lorikeet.cli.arguments import Tenant, parse_duration, parse_key_id, parse_tenant
 from lorikeet.cli.output import AsJson, moment, print_answer, print_json, print_line, print_table
 from lorikeet.cli.tenancy.limit_options import KEY_LIMIT_OPTIONS, NONE, print_limits, takes_limits
 
 KeyId = Annotated[str, typer.Argument(parser=parse_key_id, metavar="ID", show_default=False)]
+ForTenant = Annotated[
+    str | None,
+    typer.Option(
+        parser=parse_tenant,
+        metavar="NAME",
+        help="A key for this tenant's requests.",
+        show_default=False,
+    ),
+]
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -29,15 +37,7 @@ def keys() -> None:
 def create(
     ctx: typer.Context,
     limits: dict[str, Any],
-    tenant: Annotated[
-        str | None,
-        typer.Option(
-            parser=parse_tenant,
-            metavar="NAME",
-            help="A key for this tenant's requests.",
-            show_default=False,
-        ),
-    ] = None,
+    tenant: ForTenant = None,
     for_admin: Annotated[
         bool, typer.Option("--admin", help="A key for administering, of no tenant.")
     ] = False,

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lorikeet.cli.adapters.commands import Tenant
 from lorikeet.cli.admin_client import admin
+from lorikeet.cli.arguments import Tenant
 from lorikeet.cli.output import AsJson, print_json, print_line, print_table
 from lorikeet.sizes import show_size
 from lorikeet.usage.summary import GroupBy
@@ -33,37 +33,42 @@ def _parse_day(text: str) -> str:
         raise typer.BadParameter(f"{text!r}: want a day such as 2026-11-21") from error
 
 
+FirstDay = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        parser=_parse_day,
+        metavar="DAY",
+        help="From this day on (UTC); without it, from the month's first.",
+        show_default=False,
+    ),
+]
+LastDay = Annotated[
+    str | None,
+    typer.Option(
+        "--to",
+        parser=_parse_day,
+        metavar="DAY",
+        help="To this day, included; without it, to today.",
+        show_default=False,
+    ),
+]
+By = Annotated[
+    list[GroupBy] | None,
+    typer.Option(
+        help="What has a row of its own; may be given several times. Without it, each adapter"
+        " of each tenant.",
+        show_default=False,
+    ),
+]
+
+
 def usage(
     ctx: typer.Context,
     tenant: Tenant = None,
-    first: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            parser=_parse_day,
-            metavar="DAY",
-            help="From this day on (UTC); without it, from the month's first.",
-            show_default=False,
-        ),
-    ] = None,
-    last: Annotated[
-        str | None,
-        typer.Option(
-            "--to",
-            parser=_parse_day,
-            metavar="DAY",
-            help="To this day, included; without it, to today.",
-            show_default=False,
-        ),
-    ] = None,
-    by: Annotated[
-        list[GroupBy] | None,
-        typer.Option(
-            help="What has a row of its own; may be given several times. Without it, each adapter"
-            " of each tenant.",
-            show_default=False,
-        ),
-    ] = None,
+    first: FirstDay = None,
+    last: LastDay = None,
+    by: By = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, and nothing else.")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -17,7 +17,6 @@ def fetch(repository: str, revision: str | None = None, *, quiet: bool = False) 
     """
     try:
         from huggingface_hub import HfApi, snapshot_download
-        from huggingface_hub import errors as hub
         from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError as error:
         raise LorikeetError(
@@ -33,25 +32,32 @@ def fetch(repository: str, revision: str | None = None, *, quiet: bool = False) 
         return Path(
             snapshot_download(repository, revision=info.sha, allow_patterns=list(ADAPTER_FILES))
         )
-    except hub.GatedRepoError as error:
-        raise LorikeetError(
-            f"{where} is gated: ask for access on its page, and log in with `hf auth login`"
-        ) from error
-    except hub.RevisionNotFoundError as error:
-        raise InvalidInput(f"{where}: there is no such revision", param="revision") from error
-    except hub.RepositoryNotFoundError as error:
-        raise InvalidInput(
-            f"{where}: there is no such repository, or it is private: check the name, or log in "
-            "with `hf auth login`",
-            param="source",
-        ) from error
-    except hub.HFValidationError as error:
-        raise InvalidInput(
-            f"{where}: want {PREFIX}organisation/name, for instance {PREFIX}acme/support-lora",
-            param="source",
-        ) from error
     except LorikeetError:
         raise
     except Exception as error:  # which HTTP library it has, and what that raises, is its own affair
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise LorikeetError(f"{where} could not be read: {reason}") from error
+        raise _explained(error, where) from error
+
+
+def _explained(error: Exception, where: str) -> LorikeetError:
+    """Return what a failure of the Hub's client means, and what to do."""
+    from huggingface_hub import errors as hub
+
+    if isinstance(error, hub.GatedRepoError):
+        return LorikeetError(
+            f"{where} is gated: ask for access on its page, and log in with `hf auth login`"
+        )
+    if isinstance(error, hub.RevisionNotFoundError):
+        return InvalidInput(f"{where}: there is no such revision", param="revision")
+    if isinstance(error, hub.RepositoryNotFoundError):
+        return InvalidInput(
+            f"{where}: there is no such repository, or it is private: check the name, or log in "
+            "with `hf auth login`",
+            param="source",
+        )
+    if isinstance(error, hub.HFValidationError):
+        return InvalidInput(
+            f"{where}: want {PREFIX}organisation/name, for instance {PREFIX}acme/support-lora",
+            param="source",
+        )
+    reason = str(error).partition("\n")[0] or type(error).__name__
+    return LorikeetError(f"{where} could not be read: {reason}")

@@ -1,0 +1,102 @@
+"""The commands list and show: adapters and their versions."""
+
+from typing import Any
+
+import typer
+
+from lorikeet.cli.admin_client import admin
+from lorikeet.cli.arguments import Adapter, AsOf, Tenant
+from lorikeet.cli.output import AsJson, moment, percent, print_json, print_line, print_table
+from lorikeet.sizes import show_size
+
+
+def list_adapters(
+    ctx: typer.Context,
+    tenant: Tenant = None,
+    as_of: AsOf = None,
+    as_json: AsJson = False,
+) -> None:
+    """List adapters.
+
+    Example: `lorikeet list --tenant acme`
+    """
+    query = {"tenant": tenant, **(as_of or {})}
+    page = admin(ctx).get("/adapters", query)
+    adapters = page["data"]
+    while page["next"] is not None:
+        page = admin(ctx).get("/adapters", {**query, "after": page["next"]})
+        adapters += page["data"]
+    if as_json:
+        print_json({"data": adapters})
+        return
+    print_table(
+        ["Adapter", "Aliases", "#Versions", "#Rank", "#Blob", "#On GPU", "Base model", "State"],
+        list(map(_summary, adapters)),
+        empty="No adapters yet: `lorikeet register FOLDER tenant/name` adds one.",
+    )
+
+
+def show(ctx: typer.Context, adapter: Adapter, as_of: AsOf = None, as_json: AsJson = False) -> None:
+    """Show one adapter and its versions.
+
+    Example: `lorikeet show acme/support`
+    """
+    answer = admin(ctx).get(f"/adapters/{adapter.path}", as_of)
+    if as_json:
+        print_json(answer)
+        return
+    print_line(f"[bold]{answer['adapter']}[/bold]{_state(answer, ' · ')}")
+    print_table(
+        [
+            "Version",
+            "Aliases",
+            "#Rank",
+            "#Blob",
+            "#On GPU",
+            "Base model",
+            "Registered (UTC)",
+            "Digest",
+        ],
+        [_version_row(version) for version in reversed(answer["versions"])],
+        empty="No versions.",
+    )
+
+
+def _summary(adapter: dict[str, Any]) -> list[Any]:
+    newest: dict[str, Any] = adapter["versions"][-1] if adapter["versions"] else {}
+    return [
+        adapter["adapter"],
+        ", ".join(_alias(adapter, alias) for alias in sorted(adapter["aliases"])),
+        len(adapter["versions"]),
+        newest.get("max_rank"),
+        show_size(newest.get("size_bytes")),
+        show_size(newest.get("gpu_bytes")),
+        newest.get("base_model"),
+        _state(adapter),
+    ]
+
+
+def _alias(adapter: dict[str, Any], alias: str) -> str:
+    """prod→3, or prod→3 (4: 10%)."""
+    share = adapter["shares"].get(alias)
+    second = f" ({share['version']}: {percent(share['share'])})" if share else ""
+    return f"{alias}→{adapter['aliases'][alias]}{second}"
+
+
+def _state(adapter: dict[str, Any], before: str = "") -> str:
+    words = [word for word in ("shared", "retired") if adapter[word]]
+    return "".join(before + word for word in words) if before else ", ".join(words)
+
+
+def _version_row(version: dict[str, Any]) -> list[Any]:
+    aliases = ", ".join(version["aliases"])
+    return [
+        version["version"],
+        "retired" if version["retired"] else aliases,
+        version["max_rank"],
+        show_size(version["size_bytes"]),
+        show_size(version["gpu_bytes"]),
+        version["base_model"],
+        moment(version["created"]),
+        version["digest"][:12],
+    ]
