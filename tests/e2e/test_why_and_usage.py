@@ -47,7 +47,7 @@ def test_a_request_is_explained_and_counted(service: Service, crowd: Crowd) -> N
     )
     assert explanation["residency"] == answer.headers["x-lorikeet-residency"] == "remote"
     stages = {stage["stage"]: stage["ms"] for stage in explanation["stages"]}
-    expected = "gateway replica way queue adapter prefill generation"
+    expected = "validate route overhead queue adapter prefill decode"
     assert list(stages) == expected.split()
     assert sum(stages.values()) == pytest.approx(explanation["total_ms"], abs=5)
     assert took_ms - 100 < explanation["total_ms"] < took_ms

@@ -31,8 +31,8 @@ class Work(NamedTuple):
 class RoutingRequest(NamedTuple):
     """A request as routing sees it.
 
-    prefix_hashes: of its prompt, see prefix_chain; empty where nothing is known of it. tenant: None
-    where it is nobody's.
+    prefix_hashes: of its prompt, by the function of that name; empty if unknown. tenant: None if it
+    has none.
     """
 
     work: Work
