@@ -165,8 +165,8 @@ def test_requests_go_by_their_tenants_weight_and_their_keys_priority(gateway: Ga
     gateway.admin("PATCH", f"/keys/{made['id']}", {"priority": -3}).raise_for_status()
     gateway.keys["acme"] = made["key"]
     assert gateway.post(CHAT, chat()).status_code == 200
-    terms = gateway.engines.last.terms
-    assert (terms.tenant, terms.weight, terms.priority) == ("acme", 2.5, -3)
+    scheduling = gateway.engines.last.scheduling
+    assert (scheduling.tenant, scheduling.weight, scheduling.priority) == ("acme", 2.5, -3)
 
 
 def test_an_admin_makes_another_and_takes_its_key_back(gateway: Gateway) -> None:

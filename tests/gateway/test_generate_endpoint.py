@@ -98,7 +98,7 @@ def test_every_kind_walks_the_same_way(walks: Walks, kind: type[GenerateRequest]
     assert "hello there" in str(answer["choices"])
     (base_model, call) = walks.engines.calls[-1]
     assert base_model == "tiny"
-    assert (call.tenant, call.terms.tenant) == ("acme", "acme")
+    assert (call.tenant, call.scheduling.tenant) == ("acme", "acme")
 
 
 def test_a_bad_key_is_refused_before_all_else(walks: Walks) -> None:

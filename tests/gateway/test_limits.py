@@ -172,14 +172,14 @@ def test_a_call_says_how_the_scheduler_should_treat_it(tmp_path: Path) -> None:
         waiting = headers | {"x-lorikeet-max-adapter-wait-ms": "1500"}
         assert httpx.post(path, json=BODY, headers=waiting).status_code == 200
         call = gateway.engines.last
-        terms = call.terms
-        assert (terms.tenant, terms.weight, terms.priority) == ("big", 3.0, 2)
-        assert (terms.max_queue_s, terms.max_load_s) == (7.0, 1.5)
+        scheduling = call.scheduling
+        assert (scheduling.tenant, scheduling.weight, scheduling.priority) == ("big", 3.0, 2)
+        assert (scheduling.max_queue_s, scheduling.max_load_s) == (7.0, 1.5)
         assert call.max_context == 50
         (key,) = gateway.catalog.refresh().keys("big")
         assert call.key_id == key.id
         httpx.post(path, json=BODY, headers=headers)
-        assert gateway.engines.last.terms.max_load_s is None
+        assert gateway.engines.last.scheduling.max_load_s is None
 
 
 @pytest.mark.parametrize("wait", ["-1", "0.5", "soon", "", "99999999999", "٣"])

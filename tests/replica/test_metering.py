@@ -34,7 +34,7 @@ CALL = Call(
     max_tokens=8,
     sampling=SamplingParams(temperature=0, ignore_eos=True),
     n=2,
-    terms=SchedulingParams(tenant=TASK.tenant),
+    scheduling=SchedulingParams(tenant=TASK.tenant),
 )
 PROMPTS = ((1, 2, 3), (4, 5))
 

@@ -147,7 +147,9 @@ def test_a_second_header_says_how_long_the_adapter_took_to_come(settings, ref):
 
 def test_who_will_not_wait_for_an_adapter_is_told_when_it_will_be_there(settings, ref):
     async def scenario(replica):
-        impatient = replace(CALL, adapter=ref, terms=SchedulingParams(TASK.tenant, max_load_s=0.0))
+        impatient = replace(
+            CALL, adapter=ref, scheduling=SchedulingParams(TASK.tenant, max_load_s=0.0)
+        )
         return (await items_of(replica, impatient))[-1]
 
     refusal = run(settings, scenario)

@@ -86,13 +86,13 @@ class GenerateEndpoint:
         caller = await self._authenticator.caller(request)
         trace.set_caller(caller.tenant.name, caller.key.key_id)
         hold = self._rate_limiter.check(caller.tenant, caller.key)
-        terms = self._terms(request, caller)  # what is wrong with a header costs no parse
+        scheduling = self._scheduling(request, caller)  # first: a bad header costs no parse
         body = await read_json(request, self._kind)
         trace.set_model(body.model)
         request_id = request_id_of(request)
         session = request.headers.get(SESSION_HEADER) or body.user or request_id
         model = await self._authenticator.resolve(body.model, caller.tenant.name, session)
-        call = body.to_call(request_id, int(time.time()), caller, terms, model)
+        call = body.to_call(request_id, int(time.time()), caller, scheduling, model)
         trace.set_call(call, model.base_model)
         return ReplicaResponse(
             call,
@@ -101,7 +101,7 @@ class GenerateEndpoint:
             self._services.first_item_timeout_s,
         )
 
-    def _terms(self, request: Request, caller: Caller) -> SchedulingParams:
+    def _scheduling(self, request: Request, caller: Caller) -> SchedulingParams:
         """What the engine's scheduler is to know. Raises InvalidInput."""
         tenant, max_queue_s = caller.tenant, self._services.max_queue_s
         max_load_s = _max_load_s(request.headers.get(LOAD_HEADER))

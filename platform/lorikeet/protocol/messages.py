@@ -52,7 +52,7 @@ class Call:
     (completions: texts or token ids) is set. max_tokens None means as many as the context allows;
     it, min_tokens and the grammar are left at their defaults in `sampling`: the replica adds them.
     stop: strings that end a choice. created: Unix time, seconds. work: for the router, and to tell
-    short prompts from long ones; what they take is an estimate. terms: for the engine's scheduler.
+    short prompts from long ones; what they take is an estimate. scheduling: for the engine.
     key_id: whose request it is. max_context: what a prompt and an answer to it may have together,
     beside the model's own limit. format, tools: None asks for neither. echo: each text
     begins with its prompt.
@@ -76,7 +76,7 @@ class Call:
     format: Format | None = None
     tools: ToolUse | None = None
     echo: bool = False
-    terms: SchedulingParams = field(default_factory=SchedulingParams)
+    scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     key_id: str = ""
     max_context: int | None = None
     work: Work = field(default_factory=lambda: Work(prompt_tokens=1))

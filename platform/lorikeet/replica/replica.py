@@ -232,7 +232,7 @@ class Replica:
             grammar=self._encoder.grammar(call),
         )
         return Request(
-            call.request_id, prompts, sampling, call.n, call.adapter, call.tenant, call.terms
+            call.request_id, prompts, sampling, call.n, call.adapter, call.tenant, call.scheduling
         )
 
     async def _submit(self, request: Request) -> Residency | None:

@@ -88,7 +88,7 @@ class GenerateRequest(Body):
         request_id: str,
         created: int,
         caller: Caller,
-        terms: SchedulingParams,
+        scheduling: SchedulingParams,
         model: ResolvedModel,
     ) -> Call:
         """The Call that a replica gets."""
@@ -97,7 +97,7 @@ class GenerateRequest(Body):
     def alternatives(self) -> int | None:
         """How many of the most likely tokens to tell of at each step; None: of none."""
 
-    def _common(self, caller: Caller, terms: SchedulingParams) -> dict[str, Any]:
+    def _common(self, caller: Caller, scheduling: SchedulingParams) -> dict[str, Any]:
         return {
             "model": self.model,
             "max_tokens": self.output_limit(),
@@ -118,7 +118,7 @@ class GenerateRequest(Body):
             "n": self.n,
             "stream": self.stream,
             "include_usage": self.stream_options.include_usage,
-            "terms": terms,
+            "scheduling": scheduling,
             "key_id": caller.key.key_id,
             "max_context": caller.max_context,
         }
@@ -174,7 +174,7 @@ class ChatRequest(GenerateRequest):
         request_id: str,
         created: int,
         caller: Caller,
-        terms: SchedulingParams,
+        scheduling: SchedulingParams,
         model: ResolvedModel,
     ) -> Call:
         """The Call that a replica gets."""
@@ -191,7 +191,7 @@ class ChatRequest(GenerateRequest):
             format=None if self.response_format is None else self.response_format.as_format(),
             tools=tools,
             work=Work(size, model.rank, model.image_bytes, self.n),
-            **self._common(caller, terms),
+            **self._common(caller, scheduling),
         )
 
 
@@ -231,7 +231,7 @@ class CompletionRequest(GenerateRequest):
         request_id: str,
         created: int,
         caller: Caller,
-        terms: SchedulingParams,
+        scheduling: SchedulingParams,
         model: ResolvedModel,
     ) -> Call:
         """The Call that a replica gets."""
@@ -249,7 +249,7 @@ class CompletionRequest(GenerateRequest):
                 model.image_bytes,
                 len(self.prompt) * self.n,
             ),
-            **self._common(caller, terms),
+            **self._common(caller, scheduling),
         )
 
 
