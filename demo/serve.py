@@ -18,7 +18,7 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from demo.fill import ADMIN_KEY, DemoKeys, fill_catalog
+from demo.fill_catalog import ADMIN_KEY, DemoKeys, fill_catalog
 from demo.tasks import TASKS
 from lorikeet.cli.admin_client import DEFAULT_SERVER
 from lorikeet.errors import LorikeetError

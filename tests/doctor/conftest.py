@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from demo.fill import fill_catalog
+from demo.fill_catalog import fill_catalog
 from lorikeet.doctor.checks import CHECKS, run_checks
 from lorikeet.doctor.cuda import Cuda, Gpu
 from lorikeet.doctor.finding import Finding, Severity

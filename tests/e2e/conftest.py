@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from demo.fill import ADAPTERS
+from demo.fill_catalog import ADAPTERS
 from lorikeet_engine.adapter_format import write_blob
 from tests.e2e import faulty_replica
 from tests.e2e.cuttable_store import StoreLink
@@ -112,7 +112,7 @@ def _run(root: Path) -> Iterator[Service]:
     from ray import serve
 
     import serve_app
-    from demo.fill import fill_catalog
+    from demo.fill_catalog import fill_catalog
     from lorikeet.settings import Settings
 
     settings = Settings.from_env()

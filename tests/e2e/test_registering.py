@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from demo.fill import ADAPTERS
+from demo.fill_catalog import ADAPTERS
 from demo.tasks import TASKS
 from lorikeet.cli import app
 from lorikeet_engine.adapter_format import write_blob

@@ -9,7 +9,7 @@ import openai
 import pytest
 import ray
 
-from demo.fill import ADAPTERS
+from demo.fill_catalog import ADAPTERS
 from demo.tasks import TASKS
 from lorikeet.catalog.catalog import blob_key
 from lorikeet.catalog.store.object_store import open_store

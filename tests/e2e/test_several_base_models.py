@@ -12,7 +12,7 @@ import torch
 import transformers
 from peft import PeftModel
 
-from demo.fill import ADAPTERS, fill_catalog
+from demo.fill_catalog import ADAPTERS, fill_catalog
 from demo.tasks import TASKS
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter_format import write_blob

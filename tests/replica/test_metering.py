@@ -7,7 +7,7 @@ from datetime import date, timedelta
 
 import pytest
 
-from demo.fill import fill_catalog
+from demo.fill_catalog import fill_catalog
 from demo.tasks import TASKS
 from lorikeet.answer_stream.token_meter import TokenMeter
 from lorikeet.catalog.catalog import AdapterCatalog

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from demo.fill import fill_catalog
+from demo.fill_catalog import fill_catalog
 from demo.tasks import TASKS
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store.object_store import open_store

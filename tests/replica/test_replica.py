@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from demo.fill import fill_catalog
+from demo.fill_catalog import fill_catalog
 from demo.tasks import TASKS
 from lorikeet.answer_stream import response_stream as response_stream_module
 from lorikeet.catalog.catalog import AdapterCatalog

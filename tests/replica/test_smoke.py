@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from demo.fill import ADAPTERS, fill_catalog
+from demo.fill_catalog import ADAPTERS, fill_catalog
 from demo.tasks import TASKS
 from lorikeet.catalog.catalog import AdapterCatalog, blob_key
 from lorikeet.catalog.store.object_store import open_store
