@@ -95,7 +95,7 @@ def read_trace(path: Path) -> list[Span]:
 
 
 def gpu_time(spans: list[Span], steps: int) -> GpuTime:
-    """Of one step, where the spans, in the order of begin, are those of `steps`.
+    """The GPU's time for one step, from the spans of `steps` steps in the order of begin.
 
     Raises ValueError without spans.
     """

@@ -29,7 +29,7 @@ import numpy as np
 
 from engine.benchmarks import harness, hosted
 from engine.benchmarks.offline import greedy
-from engine.benchmarks.tiered_engine import Places, tiered_engine, write_shelf
+from engine.benchmarks.tiered_engine import TierCounts, tiered_engine, write_random_blobs
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import Request
@@ -185,10 +185,10 @@ def main() -> None:
     options = harness.arguments(__doc__).parse_args()
     facts = harness.facts(options.commit)
     with tempfile.TemporaryDirectory() as name:
-        folder, places = Path(name), Places()
-        shelf = write_shelf(folder / "blobs", places)
-        build = partial(tiered_engine, folder, shelf, places)
-        adapters = {tier: itertools.cycle(refs) for tier, refs in places.refs(shelf).items()}
+        folder, counts = Path(name), TierCounts()
+        blobs = write_random_blobs(folder / "blobs", counts)
+        build = partial(tiered_engine, folder, blobs, counts)
+        adapters = {tier: itertools.cycle(refs) for tier, refs in counts.refs(blobs).items()}
         with Client(build) as client:
             firsts = [
                 row for streams in (0, STREAMS) for row in first_tokens(client, adapters, streams)

@@ -133,7 +133,7 @@ class Pass:
 
 
 def measure(row: Row, step: Pass, replays: int = REPLAYS) -> Measured:
-    """In turn, so that both see the GPU equally warm."""
+    """Time a pass with and without adapters in turn, so that both see the GPU equally warm."""
     base, lora = medians_ms([step.without.replay, step.with_lora.replay], replays)
     scale = SCALED_TO / LAYERS
     lora_ms = (lora - base) * scale

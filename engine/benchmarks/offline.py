@@ -35,7 +35,7 @@ class Work:
 
     @property
     def label(self) -> str:
-        """Its name with its lengths, as in 'base 256/128'."""
+        """The name with the lengths, as in 'base 256/128'."""
         return f"{self.name} {self.prompt_tokens}/{self.output_tokens}"
 
     def draw(self, vocab: int, run: int) -> list[Request]:

@@ -65,7 +65,7 @@ def measure_all(engine: Engine, works: Iterable[Work]) -> list[Row]:
 
 
 def flops(config: ModelConfig, sequences: int, tokens: int) -> int:
-    """Of one forward pass of whole prompts, two for each multiply and add."""
+    """Operations of one forward pass of whole prompts, two for each multiply and add."""
     c = config.shape
     width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
     linears = c.hidden * (2 * width + 2 * kv_width + 3 * c.intermediate)

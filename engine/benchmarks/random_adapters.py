@@ -27,7 +27,7 @@ _SIGMA = 0.02
 _LOADED_WITHIN_S = 60.0
 
 
-class Shelf:
+class RandomBlobs:
     """An AdapterSource: `count` adapters of one rank in a folder, with scalings of their own."""
 
     def __init__(self, folder: Path, shape: BaseShape, count: int, rank: int) -> None:
@@ -58,7 +58,7 @@ class Shelf:
         return AdapterRef(_TENANT, name, 1, digest)
 
 
-class Nowhere:
+class EmptySource:
     """The AdapterSource of an engine that never has to ask for one."""
 
     def fetch(self, ref: AdapterRef, _path: Path) -> None:
@@ -67,7 +67,7 @@ class Nowhere:
 
 
 def random_refs(count: int) -> list[AdapterRef]:
-    """Adapters without a blob, for stock_host and fill_device."""
+    """Adapters without a blob, for fill_host and fill_device."""
     names = [f"random-{index}" for index in range(count)]
     digests = [hashlib.sha256(name.encode()).hexdigest() for name in names]
     return [
@@ -75,11 +75,11 @@ def random_refs(count: int) -> list[AdapterRef]:
     ]
 
 
-def stock_host(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) -> None:
+def fill_host(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) -> None:
     """Put adapters, all of one layout, on the host, where a load would have put them.
 
     Nothing is read or packed: a thousand adapters are there in seconds. Each is the same numbers
-    turned by some places. What was on the host may leave it. Raises AssertionError when the
+    rotated by some elements. What was on the host may leave it. Raises AssertionError when the
     host's arena is too small.
     """
     image = _image(layout.elements, tiers.weights.arena.dtype)
@@ -100,7 +100,7 @@ def fill_device(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) 
     at_once = tiers._host.elements // layout.elements
     for first in range(0, len(refs), at_once):
         some = refs[first : first + at_once]
-        stock_host(tiers, layout, some)
+        fill_host(tiers, layout, some)
         began_s = time.perf_counter()
         for ref in some:
             tiers.request(ref)

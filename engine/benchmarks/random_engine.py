@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.benchmarks.random_adapters import Nowhere, random_layout, random_refs, stock_host
+from engine.benchmarks.random_adapters import EmptySource, fill_host, random_layout, random_refs
 from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
@@ -42,8 +42,8 @@ def random_engine(
     folder: for files that nobody needs afterwards. settings: all but folders and adapters.
     """
     settings = replace(settings, max_batch_adapters=max(1, min(room, settings.max_batch_adapters)))
-    engine, layout = roomy_engine(folder, Nowhere(), room, adapters, config, settings)
-    stock_host(engine._tiers, layout, random_refs(adapters))
+    engine, layout = roomy_engine(folder, EmptySource(), room, adapters, config, settings)
+    fill_host(engine._tiers, layout, random_refs(adapters))
     return engine
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.benchmarks import plain
 from engine.benchmarks.offline import Work, generate
-from engine.benchmarks.random_adapters import Shelf, fill_device, random_refs, stock_host
+from engine.benchmarks.random_adapters import RandomBlobs, fill_device, fill_host, random_refs
 from engine.benchmarks.random_engine import RANK, SETTINGS, roomy_engine
 from engine.benchmarks.random_model import LLAMA_3_1_8B
 from lorikeet_engine.adapter import AdapterRef, Residency
@@ -23,7 +23,7 @@ _WRITTEN_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class TierCounts:
     """How many adapters lie where, and for how many more there is room.
 
     Used in turn, those of the host and of the disk push one another out of the nearer tiers: they
@@ -36,39 +36,41 @@ class Places:
     gpu_spare: int = 8
     host_spare: int = 6
 
-    def refs(self, shelf: Shelf) -> dict[Residency, list[AdapterRef]]:
-        """The adapters by where a request finds them; `shelf` has those of the disk."""
+    def refs(self, blobs: RandomBlobs) -> dict[Residency, list[AdapterRef]]:
+        """The adapters by where a request finds them; `blobs` has those of the disk."""
         kept = random_refs(self.gpu + self.host)
         return {
             Residency.GPU: kept[: self.gpu],
             Residency.HOST: kept[self.gpu :],
-            Residency.DISK: shelf.refs,
+            Residency.DISK: blobs.refs,
         }
 
 
-def write_shelf(folder: Path, places: Places, config: Mapping[str, Any] = LLAMA_3_1_8B) -> Shelf:
+def write_random_blobs(
+    folder: Path, counts: TierCounts, config: Mapping[str, Any] = LLAMA_3_1_8B
+) -> RandomBlobs:
     """Blobs of the adapters that are to be on the engine's disk."""
-    return Shelf(folder, BaseShape.from_config(config), places.disk, RANK)
+    return RandomBlobs(folder, BaseShape.from_config(config), counts.disk, RANK)
 
 
 def tiered_engine(
     folder: Path,
-    shelf: Shelf,
-    places: Places,
+    blobs: RandomBlobs,
+    counts: TierCounts,
     config: Mapping[str, Any] = LLAMA_3_1_8B,
     settings: EngineSettings = SETTINGS,
 ) -> Engine:
-    """All adapters are in their places; those of host and disk have been used in their order.
+    """An engine with all adapters in their tiers, host's and disk's used in their order.
 
     Raises AssertionError where tokens made with them are wrong. folder: for the engine's files.
     settings: all but folders and the memory for adapters.
     """
-    on_gpu, on_host = places.gpu + places.gpu_spare, places.host + places.host_spare
-    engine, layout = roomy_engine(folder, shelf, on_gpu, on_host, config, settings)
+    on_gpu, on_host = counts.gpu + counts.gpu_spare, counts.host + counts.host_spare
+    engine, layout = roomy_engine(folder, blobs, on_gpu, on_host, config, settings)
     engine._tiers._residents._policy = LeastRecentlyUsed()
-    refs = places.refs(shelf)
+    refs = counts.refs(blobs)
     fill_device(engine._tiers, layout, refs[Residency.GPU])
-    stock_host(engine._tiers, layout, refs[Residency.HOST])
+    fill_host(engine._tiers, layout, refs[Residency.HOST])
     for tier in (Residency.GPU, Residency.HOST):
         for ref in refs[tier]:
             engine.pin(ref, tier)

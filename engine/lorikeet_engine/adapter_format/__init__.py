@@ -3,6 +3,11 @@
 A **blob** is one safetensors file: PEFT's tensors sorted by name, and under the header's
 `__metadata__` one key, `lorikeet`, the canonical JSON of what matters of PEFT's config. Its SHA-256
 is the adapter's digest.
+
+`blob` makes one of a PEFT folder: `config` reduces adapter_config.json, with `targets` and
+`expressions`; `trtllm` and `peft_folder` convert to such a folder. `spec` validates a blob by its
+`header` against a base model's `shape`, whose linears are its family's (`families`); `image` checks
+values and sizes. The gateway, the CLI and `residency` call it.
 """
 
 from lorikeet_engine.adapter_format.blob import WEIGHTS_FILE, blob_digest, write_blob

@@ -91,7 +91,7 @@ class LoraConfig:
 
     @classmethod
     def from_peft(cls, raw: Mapping[str, Any], modules: Iterable[str]) -> "LoraConfig":
-        """From what PEFT's file holds, for the modules that the weights touch.
+        """Parse what PEFT's file holds, for the modules that the weights touch.
 
         raw has passed refuse_unsupported. Raises AdapterRejected.
         """
@@ -111,7 +111,7 @@ class LoraConfig:
 
     @classmethod
     def from_json(cls, text: str) -> "LoraConfig":
-        """From a blob's metadata. Raises AdapterRejected."""
+        """Parse a blob's metadata. Raises AdapterRejected."""
         raw = parse_json_object(text, "__metadata__.lorikeet")
         names = {field.name for field in fields(cls)}
         if set(raw) != names:
@@ -122,7 +122,7 @@ class LoraConfig:
         return _checked(**raw)
 
     def to_json(self) -> str:
-        """Canonical: the same config always gives the same text."""
+        """The canonical text: equal configs give equal texts."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     def rank(self, module: str) -> int:

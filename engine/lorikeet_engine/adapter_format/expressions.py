@@ -23,7 +23,7 @@ class Expressions:
         self._end_s = time.thread_time() + BUDGET_S
 
     def compile(self, expression: str, field: str) -> "regex.Pattern[str]":
-        """Raises AdapterRejected."""
+        """Compile an expression. Raises AdapterRejected."""
         if len(expression) > MAX_EXPRESSION_CHARACTERS:
             raise bad_config(
                 f"an expression of {len(expression)} characters: the limit is "

@@ -46,17 +46,17 @@ class Linear:
 
     @property
     def name(self) -> str:
-        """The last part of its path, which people know it by."""
+        """The last part of the path, which people know the linear by."""
         return self.module.rpartition(".")[2]
 
     def path(self, layer: int) -> str:
-        """Its whole name, as in a checkpoint and in PEFT's files."""
+        """The linear's whole name, as in a checkpoint and in PEFT's files."""
         return f"model.layers.{layer}.{self.module}"
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """name: what people call the models. linears: of each decoder layer, in the table's order."""
+    """A family of models. linears: of each decoder layer, in the table's order."""
 
     name: str
     linears: tuple[Linear, ...]

@@ -52,7 +52,7 @@ class AdapterMemory:
 
 
 FLOAT32_MEMORY = AdapterMemory("float32")
-"""Of engines on a CPU, unless they are told otherwise, without a bound."""
+"""The memory of engines on a CPU, unless they are told otherwise, without a bound."""
 
 
 def check_values(blob: Path, spec: AdapterSpec, dtype: str) -> None:

@@ -48,7 +48,7 @@ class BaseShape:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Those of each layer that adapters can change. Others name them by their index here."""
+        """The linears of each layer that adapters can change; indices elsewhere count them."""
         return FAMILIES[self.family].linears
 
     @property
@@ -67,7 +67,7 @@ class BaseShape:
         return [linear.name for linear in self.linears].index(name)
 
     def pieces(self, width: Width) -> tuple[int, int]:
-        """(how many pieces, elements of each)."""
+        """(number of pieces, elements of each) of a width."""
         return {
             Width.HIDDEN: (self.hidden, 1),
             Width.QUERIES: (self.heads, self.head_dim),

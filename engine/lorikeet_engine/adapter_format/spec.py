@@ -21,13 +21,13 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """What an operator lets in. max_bytes bounds the blob."""
+    """The bounds of what an operator lets in. max_bytes: of the blob."""
 
     max_rank: int
     max_bytes: int
 
     def lowered_to(self, max_rank: int | None, max_bytes: int | None) -> "AdapterLimits":
-        """With a tenant's own limits, None for none, which can only be narrower."""
+        """These limits, narrowed to a tenant's own; None for no own limit."""
         return AdapterLimits(
             self.max_rank if max_rank is None else min(self.max_rank, max_rank),
             self.max_bytes if max_bytes is None else min(self.max_bytes, max_bytes),

@@ -14,7 +14,7 @@ Selects = Callable[[str], bool]
 
 
 def check_targets(raw: Mapping[str, Any], modules: Sequence[str], run: Expressions) -> None:
-    """The weights are for exactly the linears that the config targets.
+    """Check that the weights are for exactly the linears that the config targets.
 
     Layers after the last one with weights are not looked for: only the base model knows how many
     there are. Without target_modules nothing is said. Raises AdapterRejected.

@@ -62,7 +62,7 @@ class _Task:
 
 
 class Loader:
-    """One load at a time for each digest. on_result: called on the loading threads."""
+    """Runs one load at a time for each digest. on_result: called on the loading threads."""
 
     def __init__(
         self,

@@ -11,12 +11,12 @@ import pytest
 
 from engine.benchmarks import loading
 from engine.benchmarks.loading import Client
-from engine.benchmarks.tiered_engine import Places, tiered_engine, write_shelf
+from engine.benchmarks.tiered_engine import TierCounts, tiered_engine, write_random_blobs
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import EngineClosed
 from tests.engine.tiny_engine import CONFIG, SETTINGS
 
-PLACES = Places(gpu=4, host=9, disk=10, gpu_spare=7, host_spare=2)
+COUNTS = TierCounts(gpu=4, host=9, disk=10, gpu_spare=7, host_spare=2)
 TINY = replace(SETTINGS, max_batch_tokens=64)
 LONG = {**CONFIG, "max_position_embeddings": 4096}
 
@@ -30,20 +30,20 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return write_shelf(tmp_path_factory.mktemp("shelf"), PLACES, LONG)
+def blobs(tmp_path_factory):
+    return write_random_blobs(tmp_path_factory.mktemp("blobs"), COUNTS, LONG)
 
 
 @pytest.fixture(scope="module")
-def client(shelf, tmp_path_factory):
+def client(blobs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("engine")
-    with Client(partial(tiered_engine, folder, shelf, PLACES, LONG, TINY)) as client:
+    with Client(partial(tiered_engine, folder, blobs, COUNTS, LONG, TINY)) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def adapters(shelf):
-    return {tier: itertools.cycle(refs) for tier, refs in PLACES.refs(shelf).items()}
+def adapters(blobs):
+    return {tier: itertools.cycle(refs) for tier, refs in COUNTS.refs(blobs).items()}
 
 
 @pytest.fixture
@@ -108,17 +108,17 @@ def test_loads_are_asked_for_ten_times_a_second_and_all_come(client, adapters):
         time.sleep(0.01)
 
 
-def test_a_lost_engine_ends_the_run(shelf, tmp_path, adapters):
-    with Client(partial(tiered_engine, tmp_path, shelf, PLACES, LONG, TINY)) as client:
+def test_a_lost_engine_ends_the_run(blobs, tmp_path, adapters):
+    with Client(partial(tiered_engine, tmp_path, blobs, COUNTS, LONG, TINY)) as client:
         client._fail(EngineClosed("it ended"))
         with pytest.raises(EngineClosed):
             client.first_token_s(next(adapters[Residency.GPU]), Residency.GPU)
 
 
 def test_main_writes_what_it_measured(tmp_path, few, monkeypatch):
-    monkeypatch.setattr(loading, "Places", lambda: PLACES)
+    monkeypatch.setattr(loading, "TierCounts", lambda: COUNTS)
     monkeypatch.setattr(loading, "STREAMS", 3)
-    monkeypatch.setattr(loading, "write_shelf", partial(write_shelf, config=LONG))
+    monkeypatch.setattr(loading, "write_random_blobs", partial(write_random_blobs, config=LONG))
     tiny = partial(tiered_engine, config=LONG, settings=TINY)
     monkeypatch.setattr(loading, "tiered_engine", tiny)
     out = tmp_path / "out.json"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.benchmarks.random_adapters import Shelf
+from engine.benchmarks.random_adapters import RandomBlobs
 from engine.benchmarks.random_model import random_model, write_config
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
@@ -128,7 +128,7 @@ class Twice:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=on_gpu)])
 def engine(request, tmp_path, monkeypatch):
-    shelf = Shelf(tmp_path / "blobs", BaseShape.from_config(CONFIG), count=5, rank=12)
+    shelf = RandomBlobs(tmp_path / "blobs", BaseShape.from_config(CONFIG), count=5, rank=12)
     settings = EngineSettings(
         model=write_config(tmp_path / "model", CONFIG),
         cache_dir=tmp_path / "cache",

@@ -1,4 +1,8 @@
-"""Attention over paged keys and values: the protocol and its back ends."""
+"""Attention over paged keys and values: the protocol and its back ends.
+
+`flashinfer` serves CUDA, `paged_decode` is our Triton kernel for the small steps that CUDA graphs
+hold, `sdpa` is torch's, for CPUs and as the reference. `page_table` is a step's KV pages.
+"""
 
 from importlib import import_module
 

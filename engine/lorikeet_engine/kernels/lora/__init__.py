@@ -74,9 +74,9 @@ def linear_before_silu(
     layer: int,
     group: LoraGroup,
 ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
-    """As linear; but in a prefill on CUDA the gate, which reads y next, expands the shrunk.
+    """Do what linear does, but in a prefill on CUDA leave expanding to silu_and_mul, the reader.
 
-    A share of one linear that stores gate and up as one is expanded here: the kernel reads two.
+    The delta of one linear that stores gate and up as one is expanded here: the kernel reads two.
     """
     fits = step is not None and step.tiles is not None and step.tiles.silu_expands
     if not fits or len(group.linears) != 2:

@@ -35,7 +35,7 @@ def _gemv(
     rows: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Some of y's elements."""
+    """Compute some of y's elements."""
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     real = row < d_out
     line = weight + row[:, None].to(tl.int64) * d_in

@@ -83,7 +83,7 @@ def _lora_at(
 def _add_lora_delta(
     y: tl.tensor, lora: tl.tensor, adapted: tl.tensor, width: tl.constexpr, block: tl.constexpr
 ) -> None:
-    """Some columns of one token."""
+    """Compute some columns of one token."""
     token = tl.program_id(0).to(tl.int64)
     if token >= tl.load(adapted):
         return
@@ -106,7 +106,7 @@ def _add_rms_norm(
     width: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """One token."""
+    """Compute one token."""
     columns = tl.arange(0, block)
     inside = columns < width
     token = tl.program_id(0).to(tl.int64)
@@ -140,7 +140,7 @@ def _rotary_and_store_kv(
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
 ) -> None:
-    """Some heads of one token; layer_kv's values lie `plane` elements behind its keys."""
+    """Rotate and store some heads of one token; layer_kv's values lie `plane` behind its keys."""
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * block_heads + tl.arange(0, block_heads))[:, None]
     column = tl.arange(0, block_half)[None, :]
@@ -181,7 +181,7 @@ def _silu_and_mul(
     width: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Some columns of one token."""
+    """Compute some columns of one token."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < width
