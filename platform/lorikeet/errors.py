@@ -81,7 +81,7 @@ _ENGINE_CODES: Mapping[type, str] = {
     engine.AdapterNotReady: "adapter_not_ready",
     engine.AdapterTooLarge: "invalid_adapter",
 }
-"""Of the engine's errors and of those derived from them."""
+"""By class of the engine's errors; a derived class has its base's code."""
 
 
 def status_of(code: str) -> int:
@@ -215,10 +215,10 @@ class RateLimited(LorikeetError):
     code = "rate_limit_exceeded"
 
     def __init__(
-        self, message: str, *, retry_after_s: float, standings: Sequence[LimitStatus] = ()
+        self, message: str, *, retry_after_s: float, limits: Sequence[LimitStatus] = ()
     ) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
-        self.standings = standings
+        self.limits = limits
 
 
 class InsufficientQuota(RateLimited):

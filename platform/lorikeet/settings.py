@@ -255,7 +255,7 @@ class Settings(BaseModel):
 
     @property
     def most_engines(self) -> int:
-        """Of all base models, when each has as many as it may."""
+        """The replicas of all base models, when each has as many as it may."""
         return sum(map(self.most_replicas, self.base_models))
 
     @field_validator("max_replicas")

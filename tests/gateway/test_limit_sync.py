@@ -29,7 +29,7 @@ class Gateway:
         others.append(self)
 
     def share(self) -> float:
-        return self.shares.part(Subject("acme"), time.monotonic()).share
+        return self.shares.share_of(Subject("acme"), time.monotonic()).share
 
     def check(self, **limits: Any) -> None:
         self.rate_limiter.check(TenantRecord("acme", 0.0, Limits(**limits)), KEY)

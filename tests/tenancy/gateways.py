@@ -15,8 +15,8 @@ class Clock:
         return self.now
 
 
-class Door:
-    """One gateway's admission. A door that has settled is one that is not new."""
+class Gateway:
+    """One gateway's limiter. A gateway that has settled is one that is not new."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Door:
     ) -> None:
         self.clock = clock
         self.shares = LimitShares(name, gateways, clock())
-        self.admission = RateLimiter(
+        self.limiter = RateLimiter(
             self.shares, budget or MonthlyBudget(None), most, clock, clock, **line
         )
 
@@ -38,7 +38,7 @@ class Door:
     ) -> RateLimitHold:
         record = TenantRecord(tenant, 0.0, limits)
         principal = Principal(tenant, key_id, frozenset(), of_key or Limits())
-        return self.admission.check(record, principal)
+        return self.limiter.check(record, principal)
 
     def enter(self, limits: Limits, tokens: int = 1, **who: object) -> RateLimitHold:
         hold = self.check(limits, **who)  # type: ignore[arg-type]
@@ -46,20 +46,20 @@ class Door:
         return hold
 
 
-def settled(clock: Clock, **options: object) -> Door:
+def settled(clock: Clock, **options: object) -> Gateway:
     """A gateway without others, an hour after its start."""
-    door = Door(clock, **options)  # type: ignore[arg-type]
-    agree([door])
+    gateway = Gateway(clock, **options)  # type: ignore[arg-type]
+    agree([gateway])
     clock.now += 3600
-    return door
+    return gateway
 
 
-def agree(doors: Sequence[Door]) -> None:
+def agree(gateways: Sequence[Gateway]) -> None:
     """A round of every gateway, in which all answer."""
-    for door in doors:
-        now = door.clock()
-        statement = door.shares.claim(now)
-        others = [each for each in doors if each is not door]
+    for gateway in gateways:
+        now = gateway.clock()
+        statement = gateway.shares.claim(now)
+        others = [each for each in gateways if each is not gateway]
         answers = [other.shares.answer(statement, now) for other in others]
-        door.shares.agree(answers, complete=True, now=now)
-        door.admission.retune()
+        gateway.shares.agree(answers, complete=True, now=now)
+        gateway.limiter.apply_shares()

@@ -16,7 +16,7 @@ from lorikeet.tenancy.limit_shares import (
     LimitShares,
     Subject,
 )
-from tests.tenancy.gateways import Clock, Door, agree
+from tests.tenancy.gateways import Clock, Gateway, agree
 
 ACME = Subject("acme")
 EXACT = 1e-6
@@ -68,7 +68,7 @@ class Fleet:
 
     def ask(self, name: str, requests: int, subject: Subject = ACME) -> None:
         for _ in range(requests):
-            self.gateways[name].part(subject, self.now).asked(self.now)
+            self.gateways[name].share_of(subject, self.now).count_request(self.now)
 
     def begin(self, name: str) -> None:
         if name not in self.rounds:
@@ -86,7 +86,7 @@ class Fleet:
             self.now += 1
 
     def shares(self, subject: Subject = ACME) -> list[float]:
-        return [each.part(subject, self.now).share for each in self.gateways.values()]
+        return [each.share_of(subject, self.now).share for each in self.gateways.values()]
 
 
 steps = st.lists(
@@ -207,8 +207,8 @@ def test_a_dead_gateways_part_goes_to_the_others() -> None:
 def test_a_gateway_that_nobody_answers_takes_the_even_share_after_a_while() -> None:
     shares = LimitShares("new", 4, 0.0)
     for second in range(int(DOUBT_S) + 2):
-        part = shares.part(ACME, second)
-        assert part.share == (FLOOR / 4 if second <= DOUBT_S else 0.25)
+        own = shares.share_of(ACME, second)
+        assert own.share == (FLOOR / 4 if second <= DOUBT_S else 0.25)
         shares.claim(second)
         shares.agree([], complete=False, now=second + 0.5)
 
@@ -224,19 +224,21 @@ def test_what_nobody_asks_for_is_forgotten() -> None:
     assert fleet.shares() == pytest.approx([0.5, 0.5])
 
 
-def passed(doors: list[Door], clock: Clock, limits: Limits, seconds: int, seed: int) -> list[float]:
+def passed(
+    gateways: list[Gateway], clock: Clock, limits: Limits, seconds: int, seed: int
+) -> list[float]:
     """When requests were let in, of far too many, while demand wanders between the gateways."""
     chance = random.Random(seed)
     times = []
     for tick in range(seconds * 10):
         clock.now += 0.1
         if tick % 10 == 0:
-            agree(doors)
+            agree(gateways)
         if tick % 70 == 0:
-            busy = chance.choice(doors)
-        for door in [busy] * 8 + doors:
+            busy = chance.choice(gateways)
+        for gateway in [busy] * 8 + gateways:
             try:
-                door.enter(limits, 1).release()
+                gateway.enter(limits, 1).release()
             except RateLimited:
                 continue
             times.append(clock.now)
@@ -250,28 +252,28 @@ def most_in(times: list[float], window_s: float) -> int:
 @pytest.mark.parametrize("seed", range(2))
 def test_in_any_minute_all_gateways_together_let_through_what_one_would(seed: int) -> None:
     clock = Clock()
-    doors = [Door(clock, f"g{i}", 3) for i in range(3)]
-    agree(doors)
+    gateways = [Gateway(clock, f"g{i}", 3) for i in range(3)]
+    agree(gateways)
     clock.now += 600
     limits = Limits(requests_per_min=120, burst_s=30)
-    times = passed(doors, clock, limits, 150, seed)
+    times = passed(gateways, clock, limits, 150, seed)
     burst, a_minute = 60, 120
-    assert most_in(times, 60) <= burst + a_minute + len(doors)
-    assert len(times) <= burst + 2.5 * a_minute + len(doors)
+    assert most_in(times, 60) <= burst + a_minute + len(gateways)
+    assert len(times) <= burst + 2.5 * a_minute + len(gateways)
     assert len(times) >= 0.9 * 2.5 * a_minute  # nor is much lost while shares move
 
 
 def test_a_restart_gives_no_second_burst() -> None:
     clock = Clock()
-    doors = [Door(clock, f"g{i}", 2) for i in range(2)]
-    agree(doors)
+    gateways = [Gateway(clock, f"g{i}", 2) for i in range(2)]
+    agree(gateways)
     clock.now += 600
     limits = Limits(requests_per_min=600, burst_s=60)
-    times = passed(doors, clock, limits, 1, seed=1)
+    times = passed(gateways, clock, limits, 1, seed=1)
     restarts = 20
     for number in range(restarts):
-        doors[1] = Door(clock, f"again{number}", 2)
-        times += passed(doors, clock, limits, 3, seed=number)
+        gateways[1] = Gateway(clock, f"again{number}", 2)
+        times += passed(gateways, clock, limits, 3, seed=number)
     rate_per_s, burst, least = 10, 600, FLOOR / 2
     at_a_restart = burst * least + 1
     assert len(times) <= burst + rate_per_s * 61 + restarts * at_a_restart
@@ -279,18 +281,18 @@ def test_a_restart_gives_no_second_burst() -> None:
 
 def test_requests_at_once_are_bounded_over_all_gateways() -> None:
     clock = Clock()
-    doors = [Door(clock, f"g{i}", 2) for i in range(2)]
-    agree(doors)
+    gateways = [Gateway(clock, f"g{i}", 2) for i in range(2)]
+    agree(gateways)
     limits = Limits(max_concurrent=10)
     running = 0
     for busy in (0, 1, 0, 1):
         for _ in range(40):
             clock.now += 0.1
             try:
-                doors[busy].enter(limits)
+                gateways[busy].enter(limits)
                 running += 1
             except RateLimited:
                 pass
-            agree(doors)
+            agree(gateways)
         assert running <= 10
     assert running == 10

@@ -5,7 +5,7 @@ import pytest
 from lorikeet.catalog.records import Limits
 from lorikeet.errors import InsufficientQuota, Overloaded, RateLimited
 from lorikeet.tenancy import MonthlyBudget
-from tests.tenancy.gateways import Clock, Door, settled
+from tests.tenancy.gateways import Clock, Gateway, settled
 
 NONE = Limits()
 
@@ -16,38 +16,38 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def door(clock: Clock) -> Door:
+def gateway(clock: Clock) -> Gateway:
     return settled(clock)
 
 
-def wait_s(door: Door, limits: Limits, tokens: int = 1, **who: object) -> float:
+def wait_s(gateway: Gateway, limits: Limits, tokens: int = 1, **who: object) -> float:
     """How long a request is told to wait."""
     with pytest.raises(RateLimited) as raised:
-        door.enter(limits, tokens, **who)
+        gateway.enter(limits, tokens, **who)
     assert raised.value.retry_after_s is not None
     return raised.value.retry_after_s
 
 
-def test_requests_pass_up_to_the_burst_and_then_at_the_rate(door: Door, clock: Clock) -> None:
+def test_requests_pass_up_to_the_burst_and_then_at_the_rate(gateway: Gateway, clock: Clock) -> None:
     limits = Limits(requests_per_min=30, burst_s=20)
     for _ in range(10):
-        door.enter(limits).release()
-    assert wait_s(door, limits) == pytest.approx(2)
+        gateway.enter(limits).release()
+    assert wait_s(gateway, limits) == pytest.approx(2)
     clock.now += 1.9
-    assert wait_s(door, limits) == pytest.approx(0.1)
+    assert wait_s(gateway, limits) == pytest.approx(0.1)
     for _ in range(5):
         clock.now += 2
-        door.enter(limits).release()
-    assert wait_s(door, limits) <= 2
+        gateway.enter(limits).release()
+    assert wait_s(gateway, limits) <= 2
 
 
 @pytest.mark.parametrize("limits", [Limits(requests_per_min=7), Limits(tokens_per_min=1000)])
-def test_who_waits_as_long_as_told_passes(door: Door, clock: Clock, limits: Limits) -> None:
+def test_who_waits_as_long_as_told_passes(gateway: Gateway, clock: Clock, limits: Limits) -> None:
     waits = 0
     for tokens in (50, 400, 3, 170, 90) * 20:
         for _ in range(3):  # one wait for some tokens, one more for all once the body is read
             try:
-                door.enter(limits, tokens).release()
+                gateway.enter(limits, tokens).release()
                 break
             except RateLimited as refusal:
                 waits += 1
@@ -57,135 +57,137 @@ def test_who_waits_as_long_as_told_passes(door: Door, clock: Clock, limits: Limi
     assert waits > 50
 
 
-def test_tokens_are_reserved_and_settled_by_what_was_used(door: Door) -> None:
+def test_tokens_are_reserved_and_settled_by_what_was_used(gateway: Gateway) -> None:
     limits = Limits(tokens_per_min=600)
-    hold = door.enter(limits, 500)
-    assert wait_s(door, limits, 200) == pytest.approx(10)
+    hold = gateway.enter(limits, 500)
+    assert wait_s(gateway, limits, 200) == pytest.approx(10)
     hold.settle(100)
     hold.release()
-    door.enter(limits, 495).release()
-    assert wait_s(door, limits, 10) == pytest.approx(0.5)
+    gateway.enter(limits, 495).release()
+    assert wait_s(gateway, limits, 10) == pytest.approx(0.5)
 
 
-def test_an_answer_longer_than_reserved_is_paid_afterwards(door: Door, clock: Clock) -> None:
+def test_an_answer_longer_than_reserved_is_paid_afterwards(gateway: Gateway, clock: Clock) -> None:
     limits = Limits(tokens_per_min=600)
-    hold = door.enter(limits, 10)
+    hold = gateway.enter(limits, 10)
     hold.settle(900)
     hold.release()
-    assert wait_s(door, limits, 1) == pytest.approx(30.1)
+    assert wait_s(gateway, limits, 1) == pytest.approx(30.1)
 
 
 def test_a_request_larger_than_the_burst_passes_when_nothing_is_missing(
-    door: Door, clock: Clock
+    gateway: Gateway, clock: Clock
 ) -> None:
     limits = Limits(tokens_per_min=600, burst_s=10)
-    door.enter(limits, 400).release()
-    assert wait_s(door, limits, 1) == pytest.approx(30.1)
+    gateway.enter(limits, 400).release()
+    assert wait_s(gateway, limits, 1) == pytest.approx(30.1)
     clock.now += 31
-    assert wait_s(door, limits, 400) == pytest.approx(9)
+    assert wait_s(gateway, limits, 400) == pytest.approx(9)
 
 
-def test_what_was_reserved_counts_where_nothing_is_settled(door: Door) -> None:
+def test_what_was_reserved_counts_where_nothing_is_settled(gateway: Gateway) -> None:
     limits = Limits(tokens_per_min=600)
-    door.enter(limits, 590).release()
-    assert wait_s(door, limits, 20) == pytest.approx(1)
+    gateway.enter(limits, 590).release()
+    assert wait_s(gateway, limits, 20) == pytest.approx(1)
 
 
-def test_the_keys_limits_hold_beside_the_tenants(door: Door) -> None:
+def test_the_keys_limits_hold_beside_the_tenants(gateway: Gateway) -> None:
     tenant, key = Limits(requests_per_min=3), Limits(requests_per_min=2)
     for _ in range(2):
-        door.enter(tenant, of_key=key).release()
+        gateway.enter(tenant, of_key=key).release()
     with pytest.raises(RateLimited, match="2 requests per minute is this key's limit"):
-        door.enter(tenant, of_key=key)
-    door.enter(tenant, key_id="k2", of_key=key).release()
+        gateway.enter(tenant, of_key=key)
+    gateway.enter(tenant, key_id="k2", of_key=key).release()
     with pytest.raises(RateLimited, match="3 requests per minute is this tenant's limit"):
-        door.enter(tenant, key_id="k3")
+        gateway.enter(tenant, key_id="k3")
 
 
-def test_a_request_that_one_limit_refuses_takes_nothing_of_the_other(door: Door) -> None:
+def test_a_request_that_one_limit_refuses_takes_nothing_of_the_other(gateway: Gateway) -> None:
     tenant, key = Limits(requests_per_min=2), Limits(requests_per_min=1)
-    door.enter(tenant, of_key=key).release()
+    gateway.enter(tenant, of_key=key).release()
     for _ in range(5):
-        wait_s(door, tenant, of_key=key)
-    door.enter(tenant, key_id="k2").release()
+        wait_s(gateway, tenant, of_key=key)
+    gateway.enter(tenant, key_id="k2").release()
 
 
-def test_tenants_do_not_share_limits(door: Door) -> None:
+def test_tenants_do_not_share_limits(gateway: Gateway) -> None:
     limits = Limits(requests_per_min=1, tokens_per_min=10, max_concurrent=1)
-    door.enter(limits, 10, tenant="acme")
-    door.enter(limits, 10, tenant="globex")
-    wait_s(door, limits, tenant="acme")
+    gateway.enter(limits, 10, tenant="acme")
+    gateway.enter(limits, 10, tenant="globex")
+    wait_s(gateway, limits, tenant="acme")
 
 
-def test_requests_at_once_are_bounded_and_places_come_back(door: Door, clock: Clock) -> None:
+def test_requests_at_once_are_bounded_and_places_come_back(gateway: Gateway, clock: Clock) -> None:
     limits = Limits(max_concurrent=2)
     for _ in range(3):
-        holds = [door.enter(limits), door.enter(limits)]
-        assert wait_s(door, limits) > 0
+        holds = [gateway.enter(limits), gateway.enter(limits)]
+        assert wait_s(gateway, limits) > 0
         clock.now += 8
         for hold in holds:
             hold.release()
 
 
-def test_who_waits_for_a_place_is_told_by_how_long_requests_take(door: Door, clock: Clock) -> None:
+def test_who_waits_for_a_place_is_told_by_how_long_requests_take(
+    gateway: Gateway, clock: Clock
+) -> None:
     limits = Limits(max_concurrent=1)
     for _ in range(60):
-        hold = door.enter(limits)
+        hold = gateway.enter(limits)
         clock.now += 12
         hold.release()
-    door.enter(limits)
-    assert wait_s(door, limits) == pytest.approx(12, rel=0.01)
+    gateway.enter(limits)
+    assert wait_s(gateway, limits) == pytest.approx(12, rel=0.01)
 
 
-def test_a_place_is_taken_when_it_is_entered_and_not_before(door: Door) -> None:
+def test_a_place_is_taken_when_it_is_entered_and_not_before(gateway: Gateway) -> None:
     limits = Limits(max_concurrent=1)
-    first, second = door.check(limits), door.check(limits)
+    first, second = gateway.check(limits), gateway.check(limits)
     first.take(1, "base")
     with pytest.raises(RateLimited):
         second.take(1, "base")
 
 
-def test_without_limits_everything_passes(door: Door) -> None:
+def test_without_limits_everything_passes(gateway: Gateway) -> None:
     for _ in range(1000):
-        door.enter(NONE, 10**6)
+        gateway.enter(NONE, 10**6)
 
 
-def test_a_changed_limit_counts_for_the_next_request(door: Door) -> None:
+def test_a_changed_limit_counts_for_the_next_request(gateway: Gateway) -> None:
     for _ in range(5):
-        door.enter(Limits(requests_per_min=100, max_concurrent=9))
-    wait_s(door, Limits(max_concurrent=5))
-    door.enter(Limits(requests_per_min=1))
-    wait_s(door, Limits(requests_per_min=1))
+        gateway.enter(Limits(requests_per_min=100, max_concurrent=9))
+    wait_s(gateway, Limits(max_concurrent=5))
+    gateway.enter(Limits(requests_per_min=1))
+    wait_s(gateway, Limits(requests_per_min=1))
 
 
-def test_standings_are_those_of_the_tighter_limit(door: Door) -> None:
+def test_limit_statuses_are_those_of_the_tighter_limit(gateway: Gateway) -> None:
     tenant = Limits(requests_per_min=60, tokens_per_min=1200)
-    hold = door.enter(tenant, 300, of_key=Limits(requests_per_min=30))
-    standings = {each.kind: each for each in hold.standings()}
-    assert standings["requests"][1:] == pytest.approx((30, 29, 2.0))
-    assert standings["tokens"][1:] == pytest.approx((1200, 900, 15.0))
+    hold = gateway.enter(tenant, 300, of_key=Limits(requests_per_min=30))
+    statuses = {each.kind: each for each in hold.limit_statuses()}
+    assert statuses["requests"][1:] == pytest.approx((30, 29, 2.0))
+    assert statuses["tokens"][1:] == pytest.approx((1200, 900, 15.0))
 
 
-def test_a_refusal_says_how_the_limits_stand(door: Door) -> None:
+def test_a_refusal_says_how_the_limits_stand(gateway: Gateway) -> None:
     limits = Limits(requests_per_min=2, tokens_per_min=1200)
-    door.enter(limits, 600)
-    door.enter(limits, 400)
+    gateway.enter(limits, 600)
+    gateway.enter(limits, 400)
     with pytest.raises(RateLimited) as raised:
-        door.enter(limits, 100)
-    standings = {each.kind: each for each in raised.value.standings}
-    assert standings["requests"][1:3] == (2, 0)
-    assert standings["tokens"][1:3] == (1200, 200)
+        gateway.enter(limits, 100)
+    statuses = {each.kind: each for each in raised.value.limits}
+    assert statuses["requests"][1:3] == (2, 0)
+    assert statuses["tokens"][1:3] == (1200, 200)
 
 
 def test_all_tenants_together_stay_within_what_a_gateway_carries(clock: Clock) -> None:
-    door = settled(clock, most=2)
-    hold = door.enter(NONE, tenant="acme")
-    door.enter(NONE, tenant="globex")
+    gateway = settled(clock, most=2)
+    hold = gateway.enter(NONE, tenant="acme")
+    gateway.enter(NONE, tenant="globex")
     with pytest.raises(Overloaded) as raised:
-        door.enter(NONE, tenant="initech")
+        gateway.enter(NONE, tenant="initech")
     assert raised.value.retry_after_s
     hold.release()
-    door.enter(NONE, tenant="initech")
+    gateway.enter(NONE, tenant="initech")
 
 
 class Written:
@@ -203,24 +205,24 @@ class Written:
 def test_a_budget_is_what_was_written_and_what_was_settled_since(clock: Clock) -> None:
     written = Written()
     budget = MonthlyBudget(written, unseen_s=30)
-    door = settled(clock, budget=budget)
+    gateway = settled(clock, budget=budget)
     limits = Limits(tokens_per_month=1000)
     written.tokens = 700
-    hold = door.enter(limits, 50)
+    hold = gateway.enter(limits, 50)
     hold.settle(200)
     hold.release()
-    door.enter(limits, 100).release()
+    gateway.enter(limits, 100).release()
     with pytest.raises(InsufficientQuota):
-        door.enter(limits)
-    door.enter(limits, tenant="globex").release()
+        gateway.enter(limits)
+    gateway.enter(limits, tenant="globex").release()
     # what a reading may not hold yet is still counted; what it holds is not
     written.tokens = 900
     budget.was_read(clock())
     with pytest.raises(InsufficientQuota):
-        door.enter(limits)
+        gateway.enter(limits)
     clock.now += 60
     budget.was_read(clock())
-    door.enter(limits).release()
+    gateway.enter(limits).release()
 
 
 def test_who_has_used_up_the_budget_may_come_back_next_month(clock: Clock) -> None:

@@ -120,7 +120,7 @@ def test_a_day_that_is_over_becomes_one_object(store: ObjectStore) -> None:
     assert list(days_with_usage(store)) == [YESTERDAY, TODAY]
 
 
-def test_a_part_that_came_late_is_joined_too(store: ObjectStore) -> None:
+def test_an_object_that_came_late_is_compacted_too(store: ObjectStore) -> None:
     clock = Clock()
     dated = Dated(store, clock)
     late = Replica(dated, clock)
@@ -139,10 +139,10 @@ def test_a_part_that_came_late_is_joined_too(store: ObjectStore) -> None:
         assert all_used(store, clock) == used
         clock.now += SPARED_S + 1
     yesterdays = [key for key in objects(store) if str(YESTERDAY) in key]
-    assert [key.rpartition("/")[2] for key in yesterdays] == ["joined-000002.json"]
+    assert [key.rpartition("/")[2] for key in yesterdays] == ["compacted-000002.json"]
 
 
-def test_a_part_that_is_written_again_after_it_was_joined_counts_no_more(local) -> None:
+def test_an_object_that_is_written_again_after_compaction_counts_no_more(local) -> None:
     clock = Clock()
     dated = Dated(local, clock)
     use_two_days(dated, clock)
@@ -197,7 +197,7 @@ def test_of_two_that_join_at_once_one_does(local) -> None:
     assert all_used(local, clock) == USED
 
 
-def test_a_day_can_be_joined_again_and_again_while_it_lasts(store: ObjectStore) -> None:
+def test_a_day_can_be_compacted_again_and_again_while_it_lasts(store: ObjectStore) -> None:
     clock = Clock()
     replica = Replica(store, clock)
     for hour in range(1, 4):
@@ -206,7 +206,7 @@ def test_a_day_can_be_joined_again_and_again_while_it_lasts(store: ObjectStore) 
         compact_recent_days(store, clock.now)
         compact_recent_days(store, clock.now)  # with nothing new
         assert total(store, clock) == {SUPPORT: UsageCounts(output_tokens=hour)}
-        assert objects(store)[-1].endswith(f"joined-{hour:06d}.json")
+        assert objects(store)[-1].endswith(f"compacted-{hour:06d}.json")
         clock.now += 3600
 
 

@@ -1,4 +1,4 @@
-"""Readers count everything once, whatever they read before and whatever is joined meanwhile."""
+"""Readers count everything once, whatever they read before and whatever is compacted meanwhile."""
 
 from datetime import date
 
@@ -10,7 +10,13 @@ from lorikeet.usage.compaction import compact_day
 from lorikeet.usage.counts import UsageCounts
 from lorikeet.usage.day_reader import DayReader
 from lorikeet.usage.month_tokens import MonthTokens
-from lorikeet.usage.object_format import UsageContent, UsageObjectId, joined_key, part_key, to_json
+from lorikeet.usage.object_format import (
+    UsageContent,
+    UsageObjectId,
+    compacted_key,
+    object_key,
+    to_json,
+)
 from lorikeet.usage.reader import UsageReader
 from tests.usage.replicas import (
     BASE,
@@ -53,7 +59,9 @@ def tokens(day: DayReader[str]) -> dict[str, int]:
 
 def put(store: ObjectStore, writer: str, number: int, made: float, output_tokens: int) -> None:
     content = UsageContent({SUPPORT: UsageCounts(output_tokens=output_tokens)})
-    store.put_if_absent(part_key(TODAY, UsageObjectId(writer * 16, number), made), to_json(content))
+    store.put_if_absent(
+        object_key(TODAY, UsageObjectId(writer * 16, number), made), to_json(content)
+    )
 
 
 def test_a_period_is_read_by_day(store: ObjectStore) -> None:
@@ -111,7 +119,7 @@ def test_a_late_part_is_missed_only_until_the_next_of_its_writer(store: ObjectSt
     assert tokens_after(day, NOON + 3600) == {"acme": 7}
 
 
-def test_what_was_joined_meanwhile_counts_once(store: ObjectStore) -> None:
+def test_what_was_compacted_meanwhile_counts_once(store: ObjectStore) -> None:
     clock = Clock()
     replica, other = Replica(store, clock), Replica(store, clock)
     day = DayReader(store, TODAY, lambda account: account.tenant)
@@ -155,6 +163,6 @@ def test_a_month_begins_anew(store: ObjectStore) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"schema":2}', b'{"schema":1,"rows":[]}'])
 def test_damage_is_told_and_never_taken_for_nothing(data: bytes, store: ObjectStore) -> None:
-    store.put_if_absent(joined_key(TODAY, 1), data)
-    with pytest.raises(StoreError, match="joined-000001"):
+    store.put_if_absent(compacted_key(TODAY, 1), data)
+    with pytest.raises(StoreError, match="compacted-000001"):
         total(store, Clock())

@@ -18,7 +18,7 @@ class Scope(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of a tenant, or of one key beside its tenant's. None is no limit.
+    """The limits of a tenant, or of one key beside its tenant's. None is no limit.
 
     requests_per_min, tokens_per_min: on the average; burst_s: how many seconds' worth may come at
     once. A prompt's tokens and an answer's count alike. max_concurrent: requests at once.

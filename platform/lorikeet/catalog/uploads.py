@@ -1,4 +1,4 @@
-"""Blobs on their way in: bytes that nobody has looked at yet, and that nobody serves.
+"""Uploads in progress: blobs that are not validated yet, and that nobody serves.
 
 An upload is known by the digest that its sender names and by the admin's key that sends it: any
 gateway can go on with it, and no key can touch another's. All of it lies under
@@ -54,7 +54,7 @@ class Upload:
 
     @property
     def numbers(self) -> range:
-        """Of its parts."""
+        """The numbers of its parts."""
         return range(1, -(-self.size_bytes // self.part_bytes) + 1)
 
     def part_size(self, number: int) -> int:
@@ -70,7 +70,7 @@ class Uploads:
         self._part_bytes = part_bytes
 
     def begin(self, digest: str, size_bytes: int, owner: str) -> tuple[Upload, tuple[int, ...]]:
-        """The upload as it was left, or a new one, and the parts that have yet to arrive.
+        """Resume an upload or begin a new one; return it with the parts that are missing.
 
         Raises Conflict when this key began it with another size.
         """

@@ -49,7 +49,7 @@ def _is_pointer(file: Path) -> bool:
 
 
 def _check_dtype(check: str, folder: Path, served: str) -> Finding:
-    """Of weights that are there."""
+    """Compare the dtype of the stored weights with the one they are served in."""
     config = read_json(folder / "config.json")
     stored = config.get("dtype") or config.get("torch_dtype") or "unknown"
     found = f"{folder}: {config['model_type']}, its weights {stored}, served as {served}"

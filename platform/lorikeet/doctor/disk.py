@@ -33,7 +33,7 @@ def check_disk(site: PlannedStart) -> Iterator[Finding]:
 
 
 def _existing(folder: Path) -> Path:
-    """It, or the nearest folder above it that there is."""
+    """The folder, or the nearest one above it that exists."""
     return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
 
 

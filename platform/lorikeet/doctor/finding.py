@@ -23,15 +23,15 @@ class Finding:
 
 
 def ok(check: str, found: str) -> Finding:
-    """All is well."""
+    """A finding that nothing is wrong."""
     return Finding(check, Severity.OK, found)
 
 
 def warning(check: str, found: str, cure: str) -> Finding:
-    """It works, but worse than it could."""
+    """A finding that the service starts, but will work worse than it could."""
     return Finding(check, Severity.WARNING, found, cure)
 
 
 def problem(check: str, found: str, cure: str) -> Finding:
-    """It does not work so."""
+    """A finding that the service will not start, or not work."""
     return Finding(check, Severity.PROBLEM, found, cure)

@@ -48,12 +48,12 @@ class PlannedStart:
 
     @cached_property
     def cuda(self) -> Cuda:
-        """Of this machine."""
+        """The CUDA installation and GPUs of this machine."""
         return self.look()
 
     @cached_property
     def host(self) -> Host:
-        """Without its GPUs."""
+        """The machine without its GPUs."""
         return self.find_host()
 
     @property
@@ -65,7 +65,7 @@ class PlannedStart:
 
     @property
     def engines(self) -> int:
-        """Of all base models, at the start."""
+        """The engines of all base models, at the start."""
         return sum(self.settings.replicas.values())
 
     @property

@@ -52,16 +52,16 @@ def error_response(error: LorikeetError) -> Response:
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, RateLimited):
-        headers |= limit_headers(error.standings)
+        headers |= limit_headers(error.limits)
     if isinstance(error, InsufficientQuota):
         headers["x-should-retry"] = "false"  # OpenAI's clients heed it
     return JSONResponse(error_body(error.code, error.message, error.param), status, headers)
 
 
-def limit_headers(standings: Iterable[LimitStatus]) -> dict[str, str]:
+def limit_headers(limits: Iterable[LimitStatus]) -> dict[str, str]:
     """How limits per minute stand, as OpenAI says it."""
     headers = {}
-    for kind, limit, remaining, reset_s in standings:
+    for kind, limit, remaining, reset_s in limits:
         headers[f"x-ratelimit-limit-{kind}"] = str(limit)
         headers[f"x-ratelimit-remaining-{kind}"] = str(remaining)
         headers[f"x-ratelimit-reset-{kind}"] = _duration(reset_s)

@@ -36,7 +36,7 @@ class LimitSync:
             statement = self._shares.claim(time.monotonic())
             answers, silent = await self._ask(statement)
             self._shares.agree(answers, complete=not silent, now=time.monotonic())
-            self._rate_limiter.retune()
+            self._rate_limiter.apply_shares()
             await asyncio.sleep(ROUND_S)
 
     async def _ask(self, statement: GatewayClaims) -> Poll:

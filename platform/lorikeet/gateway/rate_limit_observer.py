@@ -52,7 +52,7 @@ class RateLimitObserver(RequestObserver):
         """How the limits stand."""
         self._answered = True
         self._hold.first_token()
-        headers = limit_headers(self._hold.standings())
+        headers = limit_headers(self._hold.limit_statuses())
         return [(name.encode(), value.encode()) for name, value in headers.items()]
 
 

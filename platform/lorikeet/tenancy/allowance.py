@@ -9,7 +9,7 @@ from lorikeet.tenancy.limit_shares import LimitShare, LimitShares, Subject
 from lorikeet.tenancy.minute_limit import MinuteLimit
 
 _USUAL_S = 1.0  # how long a request takes, until some have ended
-_NEWEST = 0.1  # what the last one to end counts in what is usual
+_NEWEST = 0.1  # weight of the last one to end in the average
 _EXACT = 1e-9
 
 
@@ -28,15 +28,15 @@ class Allowance:
         # as if it had been here from the gateway's start
         began = now - shares.settled_s(now)
         self._hold(limits, shares.least(), began)
-        self._hold(limits, self.part(now).share, began)
+        self._hold(limits, self.share(now).share, began)
 
-    def part(self, now: float) -> LimitShare:
+    def share(self, now: float) -> LimitShare:
         """The part of the limits that this gateway enforces."""
-        return self._shares.part(self._subject, now)
+        return self._shares.share_of(self._subject, now)
 
     def change(self, limits: Limits, now: float) -> None:
         """Go on under these limits and the share that this gateway has now."""
-        self._hold(limits, self.part(now).share, now)
+        self._hold(limits, self.share(now).share, now)
 
     def refusal(self, requests: int, tokens: int, now: float) -> RateLimited | None:
         """Why so much may not begin now, if it may not."""
@@ -52,39 +52,39 @@ class Allowance:
     def end(self, took_s: float, now: float) -> None:
         """One of those that run has ended."""
         self._usual_s += _NEWEST * (took_s - self._usual_s)
-        self.part(now).running -= 1
+        self.share(now).running -= 1
 
     def idle(self, now: float) -> bool:
         """Whether a new one would be the same."""
-        return not self.part(now).running and all(meter.full(now) for meter in self._meters())
+        return not self.share(now).running and all(limit.full(now) for limit in self._per_minute())
 
-    def standings(self, now: float) -> list[LimitStatus]:
+    def limit_statuses(self, now: float) -> list[LimitStatus]:
         """How each limit per minute stands."""
-        return [meter.standing(now) for meter in self._meters()]
+        return [limit.status(now) for limit in self._per_minute()]
 
     def _hold(self, limits: Limits, share: float, now: float) -> None:
         self.limits = limits
         burst_s = limits.burst_s
-        self._requests = _meter(
+        self._requests = _changed(
             self._requests, "requests", limits.requests_per_min, burst_s, share, now
         )
-        self._tokens = _meter(self._tokens, "tokens", limits.tokens_per_min, burst_s, share, now)
+        self._tokens = _changed(self._tokens, "tokens", limits.tokens_per_min, burst_s, share, now)
 
-    def _meters(self) -> list[MinuteLimit]:
-        return [meter for meter in (self._requests, self._tokens) if meter is not None]
+    def _per_minute(self) -> list[MinuteLimit]:
+        return [limit for limit in (self._requests, self._tokens) if limit is not None]
 
     def _over_minute(self, requests: int, tokens: int, now: float) -> RateLimited | None:
         even = self._shares.even()
         waits = [
-            (meter.wait_s(amount, even, now), meter)
-            for meter, amount in ((self._requests, requests), (self._tokens, tokens))
-            if meter is not None
+            (limit.wait_s(amount, even, now), limit)
+            for limit, amount in ((self._requests, requests), (self._tokens, tokens))
+            if limit is not None
         ]
-        wait_s, meter = max(waits, key=lambda each: each[0], default=(0.0, None))
-        if meter is None or not wait_s:
+        wait_s, limit = max(waits, key=lambda each: each[0], default=(0.0, None))
+        if limit is None or not wait_s:
             return None
         return RateLimited(
-            f"{meter.per_min} {meter.kind} per minute is this {self._who}'s limit: "
+            f"{limit.per_min} {limit.kind} per minute is this {self._who}'s limit: "
             f"send it again in {whole_seconds(wait_s)} s",
             retry_after_s=wait_s,
         )
@@ -93,28 +93,28 @@ class Allowance:
         limit = self.limits.max_concurrent
         if limit is None:
             return None
-        part = self.part(now)
-        share = max(1, math.floor(limit * part.share + _EXACT))
-        if part.running < min(share, limit - part.others_run):
+        own = self.share(now)
+        share = max(1, math.floor(limit * own.share + _EXACT))
+        if own.running < min(share, limit - own.others_run):
             return None
         return RateLimited(
             f"{limit} requests at once is this {self._who}'s limit: wait for one to end",
-            retry_after_s=until_one_ends(self._usual_s, part.running),
+            retry_after_s=until_one_ends(self._usual_s, own.running),
         )
 
 
-def _meter(
-    meter: MinuteLimit | None,
+def _changed(
+    limit: MinuteLimit | None,
     kind: str,
     per_min: int | None,
     burst_s: float,
     share: float,
     now: float,
 ) -> MinuteLimit | None:
-    """The same meter under this limit; a new one, or none, where the limit is new or gone."""
+    """Return the limit with these values; a new one, or None, where it is new or gone."""
     if per_min is None:
         return None
-    if meter is None:
+    if limit is None:
         return MinuteLimit(kind, per_min, burst_s, share, now)
-    meter.change(per_min, burst_s, share, now)
-    return meter
+    limit.change(per_min, burst_s, share, now)
+    return limit

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 FLOOR = 0.1
 """The least share, as a part of the even one."""
-_LATELY_S = 5.0  # a request counts as demand for about so long
+_RECENT_S = 5.0  # a request counts as demand for about so long
 _GRACE = 5.0  # requests that every gateway is taken to have: few requests do not move shares
 GONE_S = 5.0
 """A gateway that was not heard for so long, and is not among those asked, is gone."""
@@ -59,11 +59,11 @@ class LimitShare:
     at: float
     running: int = 0
     others_run: int = 0
-    _lately: float = 0.0
+    _recent: float = 0.0
 
-    def asked(self, now: float) -> None:
+    def count_request(self, now: float) -> None:
         """Count a request, whether it is let in or not."""
-        self._lately = self._left(now) + 1.0
+        self._recent = self._left(now) + 1.0
         self.at = now
 
     def demand(self, now: float) -> float:
@@ -75,12 +75,12 @@ class LimitShare:
         return not self.running and now - self.at > _IDLE_S
 
     def _left(self, now: float) -> float:
-        return self._lately * math.exp((self.at - now) / _LATELY_S)
+        return self._recent * math.exp((self.at - now) / _RECENT_S)
 
 
 @dataclass(slots=True)
 class _Peer:
-    heard: float
+    received_s: float
     claims: Mapping[Subject, ShareClaim] = field(default_factory=dict)
 
 
@@ -96,16 +96,16 @@ class LimitShares:
         self._gateways = gateways
         self._started = now
         self._agreed: float | None = None
-        self._parts: dict[Subject, LimitShare] = {}
+        self._own: dict[Subject, LimitShare] = {}
         self._peers: dict[str, _Peer] = {}
 
-    def part(self, subject: Subject, now: float) -> LimitShare:
+    def share_of(self, subject: Subject, now: float) -> LimitShare:
         """What this gateway has of a subject; at first the even share, in a new one the least."""
-        part = self._parts.get(subject)
-        if part is None:
+        own = self._own.get(subject)
+        if own is None:
             share = self.even() if self.settled_s(now) else self.least()
-            part = self._parts[subject] = LimitShare(share, share, now)
-        return part
+            own = self._own[subject] = LimitShare(share, share, now)
+        return own
 
     def even(self) -> float:
         """The share of each gateway where none asks for more than another."""
@@ -127,70 +127,70 @@ class LimitShares:
     def claim(self, now: float) -> GatewayClaims:
         """Begin a round: claim what this gateway should have."""
         self._forget(now)
-        for subject, part in self._parts.items():
-            part.claimed = max(part.share, self._target(subject, part, now))
-        return self._statement(now)
+        for subject, own in self._own.items():
+            own.claimed = max(own.share, self._target(subject, own, now))
+        return self._own_claims(now)
 
-    def answer(self, asked: GatewayClaims, now: float) -> GatewayClaims:
+    def answer(self, received: GatewayClaims, now: float) -> GatewayClaims:
         """What another gateway is told that begins a round with this statement."""
-        self._hear(asked, now)
-        return self._statement(now)
+        self._receive(received, now)
+        return self._own_claims(now)
 
     def agree(self, answers: Iterable[GatewayClaims], *, complete: bool, now: float) -> None:
         """End a round. complete: everyone answered who may be there; else all shares stay."""
         for answer in answers:
-            self._hear(answer, now)
+            self._receive(answer, now)
         if complete and self._agreed is None:
             self._agreed = now
-        for subject, part in self._parts.items():
+        for subject, own in self._own.items():
             if complete:
-                target = min(part.claimed, self._target(subject, part, now))
-                others = sum(claim.share for claim in self._said(subject))
-                part.share = min(target, max(part.share, 1 - others))
+                target = min(own.claimed, self._target(subject, own, now))
+                others = sum(claim.share for claim in self._claims_of_peers(subject))
+                own.share = min(target, max(own.share, 1 - others))
             elif self._agreed is None and self.settled_s(now):
-                part.share = max(part.share, self.even())
-            part.claimed = part.share
-            part.others_run = sum(claim.running for claim in self._said(subject))
+                own.share = max(own.share, self.even())
+            own.claimed = own.share
+            own.others_run = sum(claim.running for claim in self._claims_of_peers(subject))
 
-    def _target(self, subject: Subject, part: LimitShare, now: float) -> float:
+    def _target(self, subject: Subject, own: LimitShare, now: float) -> float:
         """What demand gives this gateway: never less than FLOOR of the even share."""
-        demand = part.demand(now)
-        total = demand + sum(claim.demand for claim in self._said(subject))
+        demand = own.demand(now)
+        total = demand + sum(claim.demand for claim in self._claims_of_peers(subject))
         count = 1 + len(self._peers)
         grace = _GRACE + total * FLOOR / (1 - FLOOR) / count
         return (demand + grace) / (total + count * grace)
 
-    def _said(self, subject: Subject) -> Iterable[ShareClaim]:
+    def _claims_of_peers(self, subject: Subject) -> Iterable[ShareClaim]:
         """What each peer said last; one that said nothing may have the even share."""
-        unsaid = ShareClaim(0.0, self.even(), 0)
-        return (peer.claims.get(subject, unsaid) for peer in self._peers.values())
+        default = ShareClaim(0.0, self.even(), 0)
+        return (peer.claims.get(subject, default) for peer in self._peers.values())
 
-    def _hear(self, said: GatewayClaims, now: float) -> None:
-        if said.gateway == self._name:
+    def _receive(self, claims: GatewayClaims, now: float) -> None:
+        if claims.gateway == self._name:
             return
-        self._peers[said.gateway] = _Peer(now, said.claims)
-        for subject in said.claims:
-            self.part(subject, now)
+        self._peers[claims.gateway] = _Peer(now, claims.claims)
+        for subject in claims.claims:
+            self.share_of(subject, now)
 
-    def _statement(self, now: float) -> GatewayClaims:
+    def _own_claims(self, now: float) -> GatewayClaims:
         claims = {
-            subject: ShareClaim(part.demand(now), part.claimed, part.running)
-            for subject, part in self._parts.items()
+            subject: ShareClaim(own.demand(now), own.claimed, own.running)
+            for subject, own in self._own.items()
         }
         return GatewayClaims(self._name, claims)
 
     def _forget(self, now: float) -> None:
         """Peers that are gone, and subjects that nobody asks for, whose shares are even."""
-        gone = [name for name, peer in self._peers.items() if now - peer.heard > GONE_S]
+        gone = [name for name, peer in self._peers.items() if now - peer.received_s > GONE_S]
         for name in gone:
             del self._peers[name]
         even = self.even()
         idle = [
             subject
-            for subject, part in self._parts.items()
-            if part.idle(now)
-            and part.share >= even - _EXACT
-            and all(claim.demand < _EXACT for claim in self._said(subject))
+            for subject, own in self._own.items()
+            if own.idle(now)
+            and own.share >= even - _EXACT
+            and all(claim.demand < _EXACT for claim in self._claims_of_peers(subject))
         ]
         for subject in idle:
-            del self._parts[subject]
+            del self._own[subject]

@@ -21,7 +21,7 @@ class MinuteLimit:
         self._bucket = TokenBucket(self._flow, now)
 
     def change(self, per_min: int, burst_s: float, share: float, now: float) -> None:
-        """From now on these hold."""
+        """Change the limit, its burst and this gateway's share from now on."""
         self._set(per_min, burst_s, share)
         self._bucket.change(self._flow, now)
 
@@ -38,11 +38,11 @@ class MinuteLimit:
         return missing / (self._rate * max(self._share, even))
 
     def full(self, now: float) -> bool:
-        """Whether nothing is missing."""
+        """Whether the bucket is full."""
         return self._bucket.full_in_s(now) <= 0
 
-    def standing(self, now: float) -> LimitStatus:
-        """How the whole limit stands, if the other gateways' shares are used as this one's is."""
+    def status(self, now: float) -> LimitStatus:
+        """The status of the whole limit, were all gateways' shares used as this one's is."""
         left = math.floor(max(0.0, self._bucket.level(now))) / self._share
         remaining = min(int(left), math.ceil(self._whole))
         return LimitStatus(self.kind, self.per_min, remaining, self._bucket.full_in_s(now))

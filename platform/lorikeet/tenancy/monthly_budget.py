@@ -7,7 +7,7 @@ from lorikeet.errors import InsufficientQuota
 from lorikeet.retry_after import until_next_month
 
 READ_S = 30.0
-"""So often what was written is read, while tenants with a budget send requests."""
+"""Seconds between two readings of recorded usage, while tenants with a budget send requests."""
 
 
 class RecordedUsage(Protocol):
@@ -23,10 +23,10 @@ class RecordedUsage(Protocol):
 
 
 class MonthlyBudget:
-    """Adds what this gateway has settled lately to what was written.
+    """The tokens used this month: what was recorded, and what this gateway has settled since.
 
-    unseen_s: what was used so long before a reading may be missing in it. What other gateways have
-    settled since then is not known here. `now` is in Unix seconds. For one event loop; only `read`
+    unseen_s: usage of the last seconds before a reading that it may lack. What other gateways
+    have settled since is not known here. `now` is in Unix seconds. For one event loop; only `read`
     is for a thread.
     """
 
@@ -56,8 +56,8 @@ class MonthlyBudget:
 
     def due(self, now: float) -> bool:
         """Whether to read again."""
-        lately = self._read_at is not None and now < self._read_at + READ_S
-        return self._written is not None and self._asked and not lately
+        recently = self._read_at is not None and now < self._read_at + READ_S
+        return self._written is not None and self._asked and not recently
 
     def read(self) -> None:
         """Read what was written. Raises StoreError."""

@@ -6,9 +6,9 @@ from lorikeet.errors import Overloaded
 from lorikeet.retry_after import until_queue_is_short, whole_seconds
 
 _SPAN_S = 30.0
-"""So far back first tokens count, with a weight that fades."""
+"""First tokens count with a weight that fades to 1/e after this time."""
 _ENOUGH_S = 5.0
-"""What was seen of a shorter time says nothing."""
+"""Seconds at full capacity below which there is no estimate."""
 
 
 class QueueTimeEstimator:

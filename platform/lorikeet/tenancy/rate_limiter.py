@@ -16,8 +16,8 @@ from lorikeet.tenancy.queue_time import QueueTimeEstimator
 class RateLimiter:
     """The limits of one gateway. For one event loop.
 
-    most: requests that it carries at once, whosever they are; None: no bound. clock: seconds,
-    wall: Unix seconds. max_running, by base model, and max_queue_s: as a
+    max_requests: most requests that the gateway carries at once, of all tenants; None: no bound.
+    clock: seconds, wall: Unix seconds. max_running, by base model, and max_queue_s: as a
     QueueTimeEstimator takes them.
     """
 
@@ -25,7 +25,7 @@ class RateLimiter:
         self,
         shares: LimitShares,
         budget: MonthlyBudget,
-        most: int | None = None,
+        max_requests: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         *,
@@ -36,7 +36,7 @@ class RateLimiter:
         self.budget = budget
         self.running = 0
         self._shares = shares
-        self._most = most
+        self._max_requests = max_requests
         self._allowances: dict[Subject, Allowance] = {}
         self._max_running, self._max_queue_s = max_running, max_queue_s
         self._queue_times: dict[str, QueueTimeEstimator] = {}
@@ -50,8 +50,8 @@ class RateLimiter:
         hold.check()
         return hold
 
-    def retune(self) -> None:
-        """Take over what the shares have become."""
+    def apply_shares(self) -> None:
+        """Apply this gateway's shares as they are now."""
         now = self.clock()
         for subject, allowance in list(self._allowances.items()):
             if allowance.idle(now):
@@ -78,9 +78,10 @@ class RateLimiter:
 
     def check_room(self) -> None:
         """Raises Overloaded when this gateway carries as much as it can."""
-        if self._most is not None and self.running >= self._most:
+        if self._max_requests is not None and self.running >= self._max_requests:
             raise Overloaded(
-                f"this gateway is full with {self._most} requests: send it again in a moment",
+                f"this gateway is full with {self._max_requests} requests: "
+                "send it again in a moment",
                 retry_after_s=FULL_GATEWAY_S,
             )
 
@@ -108,76 +109,76 @@ class RateLimitHold:
     gets known, what was reserved counts.
     """
 
-    def __init__(self, admission: RateLimiter, tenant: TenantRecord, key: Principal) -> None:
-        self._admission = admission
+    def __init__(self, limiter: RateLimiter, tenant: TenantRecord, key: Principal) -> None:
+        self._limiter = limiter
         self._tenant, self._key = tenant, key
-        self._allowances = admission.allowances(tenant, key)
+        self._allowances = limiter.allowances(tenant, key)
         self._tokens = 0
         self._taken_s = 0.0
         self._waits = True
 
     def check(self) -> None:
         """Count the request. Raises Overloaded, InsufficientQuota, RateLimited."""
-        self._admission.check_room()
-        now = self._admission.clock()
+        self._limiter.check_room()
+        now = self._limiter.clock()
         for allowance in self._allowances:
-            allowance.part(now).asked(now)
+            allowance.share(now).count_request(now)
         budget = self._tenant.limits.tokens_per_month
         if budget is not None:
-            self._admission.budget.check(self._tenant.name, budget, self._admission.wall())
+            self._limiter.budget.check(self._tenant.name, budget, self._limiter.wall())
         self._refuse_over_limits(1, 1)
         for allowance in self._allowances:
             allowance.take(1, 0, now)
 
     def take(self, tokens: int, base_model: str) -> None:
         """Begin to wait, and reserve so many tokens. Raises Overloaded, RateLimited."""
-        self._admission.check_room()
-        self._allowances = self._admission.allowances(self._tenant, self._key)
+        self._limiter.check_room()
+        self._allowances = self._limiter.allowances(self._tenant, self._key)
         self._refuse_over_limits(0, tokens)
-        self._taken_s = now = self._admission.clock()
-        self._queue_time = self._admission.queue_time(base_model)
+        self._taken_s = now = self._limiter.clock()
+        self._queue_time = self._limiter.queue_time(base_model)
         self._queue_time.check(self._tenant.name, self._tenant.weight, now)
         self._queue_time.enter(self._tenant.name, self._tenant.weight, now)
-        self._admission.running += 1
+        self._limiter.running += 1
         for allowance in self._allowances:
             allowance.take(0, tokens, now)
-            allowance.part(now).running += 1
+            allowance.share(now).running += 1
         self._tokens = tokens
 
     def first_token(self) -> None:
         """End the wait for a first token. A second time does nothing."""
         if self._waits:
             self._waits = False
-            self._queue_time.begin(self._tenant.name, self._admission.clock())
+            self._queue_time.begin(self._tenant.name, self._limiter.clock())
 
     def settle(self, tokens: int) -> None:
         """Count what the request took instead of what was reserved."""
         for allowance in self._allowances:
-            allowance.take(0, tokens - self._tokens, self._admission.clock())
+            allowance.take(0, tokens - self._tokens, self._limiter.clock())
         self._tokens = tokens
 
     def release(self) -> None:
         """End the request; what it took counts against the budget."""
-        now = self._admission.clock()
-        self._admission.running -= 1
+        now = self._limiter.clock()
+        self._limiter.running -= 1
         self._queue_time.leave(self._tenant.name, now, begun=not self._waits)
         for allowance in self._allowances:
             allowance.end(now - self._taken_s, now)
         if self._tenant.limits.tokens_per_month is not None:
-            self._admission.budget.settle(self._tenant.name, self._tokens, self._admission.wall())
+            self._limiter.budget.settle(self._tenant.name, self._tokens, self._limiter.wall())
 
-    def standings(self) -> list[LimitStatus]:
+    def limit_statuses(self) -> list[LimitStatus]:
         """How its limits per minute stand: of the tenant's and the key's the tighter ones."""
-        now = self._admission.clock()
+        now = self._limiter.clock()
         tightest: dict[str, LimitStatus] = {}
-        for standing in (each for one in self._allowances for each in one.standings(now)):
-            other = tightest.get(standing.kind, standing)
-            tightest[standing.kind] = min(standing, other, key=lambda each: each.remaining)
+        for status in (each for one in self._allowances for each in one.limit_statuses(now)):
+            other = tightest.get(status.kind, status)
+            tightest[status.kind] = min(status, other, key=lambda each: each.remaining)
         return list(tightest.values())
 
     def _refuse_over_limits(self, requests: int, tokens: int) -> None:
         """Raises the RateLimited that lasts longest where so much may not begin now."""
-        now = self._admission.clock()
+        now = self._limiter.clock()
         refusals = [
             refusal
             for allowance in self._allowances
@@ -185,7 +186,7 @@ class RateLimitHold:
         ]
         if refusals:
             longest = max(refusals, key=lambda refusal: refusal.retry_after_s or 0.0)
-            longest.standings = self.standings()
+            longest.limits = self.limit_statuses()
             raise longest
 
 

@@ -1,8 +1,8 @@
-"""Joins a day's many small objects into one, and finds what that has made superseded.
+"""Compacts a day's many small usage objects into one, and deletes those that it supersedes.
 
-Nothing is locked and a crash leaves nothing wrong: a joined object is written whole or not at all,
-and says which parts it holds, so that whoever reads both counts them once (files.py). What it has
-made superseded goes in a later run, when nobody can still be reading it.
+Nothing is locked and a crash leaves nothing wrong: a compacted object is written whole or not at
+all, and says which objects it holds, so that readers of both count them once (object_format.py).
+What it supersedes is deleted in a later run, when nobody can still be reading it.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,26 +16,26 @@ from lorikeet.usage.day_reader import DayReader
 from lorikeet.usage.object_format import (
     PREFIX,
     UsageContent,
+    compacted_key,
+    compacted_number,
     day_prefix,
     from_json,
-    joined_key,
-    joined_number,
-    part_of,
+    object_id,
     to_json,
 )
 
 _DAY_S = 86400.0
 SPARED_S = 3600.0
-"""So long after parts were joined they stay, for those who listed them before."""
+"""Seconds for which objects stay once compacted, for readers who listed them before."""
 
 
 def compact_day(store: ObjectStore, day: date) -> None:
     """Write one object with all of a day, unless there is one. Raises StoreError."""
     read = DayReader[UsageAccount](store, day, key=lambda account: account)
     use = read.read()
-    if not read.parts:
+    if not read.objects:
         return
-    key = joined_key(day, 1 if read.joined is None else read.joined + 1)
+    key = compacted_key(day, 1 if read.compacted is None else read.compacted + 1)
     with suppress(ObjectExists):  # somebody else joins them too
         store.put_if_absent(key, to_json(UsageContent(use, read.marks)))
 
@@ -47,17 +47,23 @@ def compact_recent_days(store: ObjectStore, now: float) -> None:
 
 
 def superseded(store: ObjectStore, day: date, before: float) -> Iterator[StoredObject]:
-    """What an object that was joined before then, in Unix seconds, holds too. Raises StoreError."""
+    """Yield the objects that one compacted before then (Unix seconds) holds. Raises StoreError."""
     found = list(store.scan(day_prefix(day)))
-    joined = {n: one for one in found if (n := joined_number(one.key)) and one.modified < before}
-    if not joined:
+    compacted = {
+        n: one for one in found if (n := compacted_number(one.key)) and one.modified < before
+    }
+    if not compacted:
         return
-    newest = joined[max(joined)]
+    newest = compacted[max(compacted)]
     marks = from_json(store.get(newest.key), newest.key).marks
     for one in found:
-        part, number = part_of(one.key), joined_number(one.key)
-        held = part is not None and part.writer in marks and part.number <= marks[part.writer]
-        if held or (number is not None and number < max(joined)):
+        written, number = object_id(one.key), compacted_number(one.key)
+        held = (
+            written is not None
+            and written.writer in marks
+            and written.number <= marks[written.writer]
+        )
+        if held or (number is not None and number < max(compacted)):
             yield one
 
 

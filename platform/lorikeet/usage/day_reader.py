@@ -11,24 +11,25 @@ from lorikeet.usage.counts import UsageAccount, UsageCounts, add_to
 from lorikeet.usage.object_format import (
     UsageContent,
     UsageObjectId,
+    compacted_number,
     day_prefix,
     from_json,
-    joined_number,
-    part_of,
-    parts_from,
+    object_id,
+    object_prefix,
 )
 
 K = TypeVar("K")
 
 _ATTEMPTS = 5
 _BACK_S = 120.0
-"""A part may be written so long after another whose name says that it was made later."""
+"""A object may be written so long after another whose name says that it was made later."""
 
 
 class DayReader(Generic[K]):
-    """Reads each part once, and sums by what `key` makes of an account. For one thread.
+    """Reads each object once, and sums by what `key` makes of an account. For one thread.
 
-    marks: the last part read of each writer. joined: the joined object begun with, if there is one.
+    marks: the number of the last object read of each writer. compacted: the number of the compacted
+    object that it began with, if there is one.
     """
 
     def __init__(self, store: ObjectStore, day: date, key: Callable[[UsageAccount], K]) -> None:
@@ -41,18 +42,18 @@ class DayReader(Generic[K]):
         return self._retry("")
 
     def read_new(self, now: float) -> dict[K, UsageCounts]:
-        """The same, but what was made some minutes before `now` is looked for only if missed.
+        """Read like `read`, but look for objects made minutes before `now` only if one is missed.
 
-        A part that was written much later than it was made is missed only until the next of its
-        writer's parts, or `read`. Raises StoreError.
+        An object that was written much later than it was made is missed only until the next one of
+        its writer, or `read`. Raises StoreError.
         """
-        return self._retry(parts_from(self.day, now - _BACK_S) if self._whole else "")
+        return self._retry(object_prefix(self.day, now - _BACK_S) if self._whole else "")
 
     def _restart(self) -> None:
         self.sums: dict[K, UsageCounts] = {}
         self.marks: dict[str, int] = {}
-        self.joined: int | None = None
-        self.parts = 0  # read beside the joined object
+        self.compacted: int | None = None
+        self.objects = 0  # read beside the compacted object
         self._whole = False
 
     def _retry(self, start_after: str) -> dict[K, UsageCounts]:
@@ -61,7 +62,7 @@ class DayReader(Generic[K]):
                 if self._read(start_after):
                     self._whole = True
                     return self.sums
-            except ObjectNotFound:  # it was joined and deleted since it was listed
+            except ObjectNotFound:  # it was compacted and deleted since it was listed
                 self._restart()
             start_after = ""
         raise StoreError(f"{self._store.url}: {day_prefix(self.day)} changes too fast to be read")
@@ -69,31 +70,31 @@ class DayReader(Generic[K]):
     def _read(self, start_after: str) -> bool:
         """Read what is new among these; False if others that could be listed are missing."""
         keys = list(self._store.list(day_prefix(self.day), start_after))
-        joined = {number: key for key in keys if (number := joined_number(key))}
-        newest = max(joined, default=None)
-        if newest is not None and (self.joined is None or newest > self.joined):
-            self._begin(newest, joined[newest])
+        compacted = {number: key for key in keys if (number := compacted_number(key))}
+        newest = max(compacted, default=None)
+        if newest is not None and (self.compacted is None or newest > self.compacted):
+            self._begin(newest, compacted[newest])
             if start_after:
                 return False
-        found = {part: key for key in keys if (part := part_of(key))}
+        found = {written: key for key in keys if (written := object_id(key))}
         following, missed = self._following(found)
-        for content in self._contents([found[part] for part in following]):
+        for content in self._contents([found[written] for written in following]):
             self._add(content)
         self.marks.update(following)  # in order, so that each writer's last one stays
-        self.parts += len(following)
+        self.objects += len(following)
         return not (missed and start_after)
 
     def _begin(self, number: int, key: str) -> None:
         content = from_json(self._store.get(key), key)
         self._restart()
         self._add(content)
-        self.marks, self.joined = dict(content.marks), number
+        self.marks, self.compacted = dict(content.marks), number
 
     def _following(self, found: Iterable[UsageObjectId]) -> tuple[list[UsageObjectId], bool]:
-        """Each writer's parts from the one after its mark on, and whether some are missing."""
+        """Each writer's objects from the one after its mark on, and whether some are missing."""
         numbers = defaultdict(set)
-        for part in found:
-            numbers[part.writer].add(part.number)
+        for written in found:
+            numbers[written.writer].add(written.number)
         following = []
         missed = False
         for writer, there in numbers.items():

@@ -17,7 +17,7 @@ class UsageLedger:
         self._days: dict[date, dict[UsageAccount, UsageCounts]] = {}
 
     def add(self, account: UsageAccount, counts: UsageCounts) -> None:
-        """It was used now."""
+        """Add what was used now."""
         day = day_of(self._clock())
         with self._lock:
             add_to(self._days.setdefault(day, {}), account, counts)

@@ -1,10 +1,10 @@
 """The objects that hold usage: their names and what is in them.
 
-A process writes one part after the other for each day: part n once part n − 1 is there, under a
+A process writes one object after the other for each day: number n once n − 1 is there, under a
 name that holds the process's own id, and if absent, so that a repeated write changes nothing. In
-the order of names come a day's parts by the time at which they were made, then the objects into
-which parts were joined. A joined object holds all that is in the one before it, and for each writer
-the number of the last part that it holds: what it holds counts no more where it still lies about.
+the order of names come a day's objects by the time at which they were made, then the compacted
+ones. A compacted object holds all that is in the one before it, and for each writer the number of
+the last object that it holds: what it holds counts no more where it still lies about.
 """
 
 import json
@@ -24,8 +24,8 @@ SCHEMA = 1
 _NUMBERS = tuple(each.name for each in fields(UsageCounts))
 _COLUMNS = (*UsageAccount._fields, *_NUMBERS)
 _numbers = attrgetter(*_NUMBERS)  # astuple copies deeply
-_PART = re.compile(r"usage/[0-9-]{10}/[0-9]{6}-([0-9a-f]{16})-([0-9]{6,})\.json")
-_JOINED = re.compile(r"usage/[0-9-]{10}/joined-([0-9]{6,})\.json")
+_OBJECT = re.compile(r"usage/[0-9-]{10}/[0-9]{6}-([0-9a-f]{16})-([0-9]{6,})\.json")
+_COMPACTED = re.compile(r"usage/[0-9-]{10}/compacted-([0-9]{6,})\.json")
 
 
 class UsageObjectId(NamedTuple):
@@ -36,12 +36,12 @@ class UsageObjectId(NamedTuple):
 
 
 Marks = Mapping[str, int]
-"""For each writer the number of the last part."""
+"""For each writer the number of the last object."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsageContent:
-    """What an object says. marks: of one into which parts were joined."""
+    """What an object holds. marks: a compacted object's."""
 
     use: UsageByAccount
     marks: Marks = field(default_factory=dict)
@@ -52,32 +52,32 @@ def day_prefix(day: date) -> str:
     return f"{PREFIX}{day.isoformat()}/"
 
 
-def part_key(day: date, part: UsageObjectId, made: float) -> str:
-    """made: Unix seconds. A day may be over when a part of it is made: it then comes last."""
-    return f"{parts_from(day, made)}{part.writer}-{part.number:06d}.json"
+def object_key(day: date, written: UsageObjectId, made: float) -> str:
+    """made: Unix seconds. A day may be over when a object of it is made: it then comes last."""
+    return f"{object_prefix(day, made)}{written.writer}-{written.number:06d}.json"
 
 
-def parts_from(day: date, made: float) -> str:
-    """With which the names of parts begin that were made at this second, Unix seconds."""
+def object_prefix(day: date, made: float) -> str:
+    """With which the names of objects begin that were made at this second, Unix seconds."""
     at = datetime.fromtimestamp(made, UTC)
     clock = at.strftime("%H%M%S") if at.date() == day else "240000"
     return f"{day_prefix(day)}{clock}-"
 
 
-def part_of(key: str) -> UsageObjectId | None:
-    """Which part an object is, if it is one."""
-    match = _PART.fullmatch(key)
+def object_id(key: str) -> UsageObjectId | None:
+    """Which object an object is, if it is one."""
+    match = _OBJECT.fullmatch(key)
     return UsageObjectId(match[1], int(match[2])) if match else None
 
 
-def joined_key(day: date, number: int) -> str:
+def compacted_key(day: date, number: int) -> str:
     """number: from 1; the highest one holds all that the others do."""
-    return f"{day_prefix(day)}joined-{number:06d}.json"
+    return f"{day_prefix(day)}compacted-{number:06d}.json"
 
 
-def joined_number(key: str) -> int | None:
-    """Which joined object it is, if it is one."""
-    match = _JOINED.fullmatch(key)
+def compacted_number(key: str) -> int | None:
+    """The number of a compacted object; None for other keys."""
+    match = _COMPACTED.fullmatch(key)
     return int(match[1]) if match else None
 
 

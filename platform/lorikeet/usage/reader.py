@@ -12,14 +12,14 @@ from lorikeet.usage.day_reader import DayReader
 
 MOST_DAYS = 400
 WHOLE_S = 900.0
-"""So often days that grow are looked at as a whole: parts may be late, above all where the store
-was away."""
+"""Seconds between two full readings of a day that grows: objects may be late, above all where the
+store was away."""
 _AT_ONCE = 8
 _DAY_S = 86400.0
 
 
 def days(first: date, last: date) -> list[date]:
-    """Both of these and those between. Raises InvalidInput where there are too many or none."""
+    """The days from first to last. Raises InvalidInput if there are too many or none."""
     count = (last - first).days + 1
     if not 1 <= count <= MOST_DAYS:
         raise InvalidInput(
@@ -32,7 +32,7 @@ def days(first: date, last: date) -> list[date]:
 class UsageReader:
     """Reads days from the store; of those that grow, what is new. For any thread.
 
-    A part that was written late is missed for WHOLE_S at most.
+    A object that was written late is missed for WHOLE_S at most.
     """
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:

@@ -13,7 +13,7 @@ from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import ObjectExists, StoreError
 from lorikeet.usage.counts import UsageByAccount
 from lorikeet.usage.ledger import UsageLedger
-from lorikeet.usage.object_format import UsageContent, UsageObjectId, part_key, to_json
+from lorikeet.usage.object_format import UsageContent, UsageObjectId, object_key, to_json
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class UsageWriter:
         self._store, self._ledger, self._gather, self._clock = store, ledger, gather, clock
         self._interval_s = interval_s
         self._writer = secrets.token_hex(8)
-        self._numbers: Counter[date] = Counter()  # of the next part
+        self._numbers: Counter[date] = Counter()  # of the next object
         self._unwritten: deque[tuple[str, bytes]] = deque()
         self._failing = False
         self._closing = threading.Event()
@@ -58,7 +58,7 @@ class UsageWriter:
         self._gather()
         try:
             self._write()  # what an earlier flush could not
-            self._unwritten += [self._part(*day_use) for day_use in self._ledger.take().items()]
+            self._unwritten += [self._encoded(*day_use) for day_use in self._ledger.take().items()]
             self._write()
         except StoreError as error:
             if not self._failing:
@@ -79,10 +79,10 @@ class UsageWriter:
         except Exception:
             log.exception("usage_flush_failed")
 
-    def _part(self, day: date, use: UsageByAccount) -> tuple[str, bytes]:
-        part = UsageObjectId(self._writer, self._numbers[day])
+    def _encoded(self, day: date, use: UsageByAccount) -> tuple[str, bytes]:
+        written = UsageObjectId(self._writer, self._numbers[day])
         self._numbers[day] += 1
-        return part_key(day, part, self._clock()), to_json(UsageContent(use))
+        return object_key(day, written, self._clock()), to_json(UsageContent(use))
 
     def _write(self) -> None:
         while self._unwritten:

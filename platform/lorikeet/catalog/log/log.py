@@ -20,7 +20,7 @@ BLOCK = 128
 
 _KEY = re.compile(r"log/([0-9]{12})\.json")
 _MOST_BYTES = 2**17
-"""Of an object that repeats anything."""
+"""The size above which an object repeats no earlier entries."""
 
 
 class Log:

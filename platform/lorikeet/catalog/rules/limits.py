@@ -14,10 +14,10 @@ from lorikeet.errors import InvalidInput
 
 LONGEST_BURST_S = 86400
 LONGEST_LIFE_S = 3650 * 86400
-"""Of a key or a pin that expires."""
+"""The longest life of a key or a pin that expires."""
 LONGEST_KEY_NAME = 64  # characters
 HIGHEST_PRIORITY = 1000
-"""Of a key or a pin. The lowest is as far below 0, which is the one that says nothing."""
+"""The highest priority of a key or a pin; the lowest is -1000, and 0 the default."""
 LIGHTEST, HEAVIEST = 0.001, 1000.0
 _LARGEST = 10**15  # exact as a float too, which some clients read
 

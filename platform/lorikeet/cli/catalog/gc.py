@@ -36,8 +36,8 @@ def gc(
     """
     catalog = AdapterCatalog(open_store(Settings.from_env().catalog))
     collector = GarbageCollector(catalog, grace_days * _DAY_S, dry_run=dry_run)
-    joined = clean_up(catalog.store, time.time, dry_run=dry_run)
-    found = [*collector.collect(), *joined]
+    superseded = clean_up(catalog.store, time.time, dry_run=dry_run)
+    found = [*collector.collect(), *superseded]
     total = sum(one.size_bytes for one in found)
     if as_json:
         objects = [

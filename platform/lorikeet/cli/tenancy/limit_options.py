@@ -110,7 +110,7 @@ LIMITS = (
     ),
     _amounts("max_context", "--context", "Context", "Tokens of a prompt with its answer."),
 )
-"""Of tenants, and of keys beside their tenants'."""
+"""Limits of tenants, and of keys beside their tenants'."""
 
 KEY_LIMIT_OPTIONS = (
     *LIMITS,
