@@ -23,7 +23,7 @@ from lorikeet_engine.sampling.sampler import Sampler
 from lorikeet_engine.scheduling.deadlines import Deadlines
 from lorikeet_engine.scheduling.input_processor import InputProcessor
 from lorikeet_engine.scheduling.kv_cache import KVCache
-from lorikeet_engine.scheduling.request_queue import RequestQueue, is_aborted
+from lorikeet_engine.scheduling.request_queue import RequestQueue
 from lorikeet_engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from lorikeet_engine.scheduling.sequence import Chunk, Sequence
 from lorikeet_engine.scheduling.step_counters import StepCounters, StepLaunch
@@ -133,7 +133,7 @@ class Engine:
         self._next_step_s = self._tiers.advance()
         outputs = self._fail(self._deadlines.take_missed())
         plan = self._scheduler.plan(self._step_budget)
-        outputs += self._fail({s.request.request_id: error for s, error in plan.failed})
+        outputs += self._fail({s.request.request_id: error for s, error in plan.failed.items()})
         previous, self._in_flight = self._in_flight, None
         if plan.chunks:
             outputs += self._launch(group_by_adapter(plan.chunks), previous)
@@ -220,11 +220,11 @@ class Engine:
         self._idle = True
 
     def _take_requests(self) -> None:
-        submitted, aborted = self._requests.take()
-        for sequence in submitted:
+        taken = self._requests.take()
+        for sequence in taken.submitted:
             self._scheduler.add(sequence)
-        if aborted:
-            for sequence in self._scheduler.drop(lambda s: is_aborted(s, aborted)):
+        if taken.aborts:
+            for sequence in self._scheduler.drop(taken.is_aborted):
                 self._requests.choice_ended(sequence.request.request_id)
 
     def _launch(self, chunks: list[Chunk], previous: _InFlightStep | None) -> list[Output]:

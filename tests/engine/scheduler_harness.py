@@ -147,7 +147,7 @@ class SchedulerHarness:
         self.steps += 1
         self.tiers.advance()
         plan = self.scheduler.plan(FixedBudget(self.ranks, self.limits.tokens))
-        self.failed += plan.failed
+        self.failed += plan.failed.items()
         self.check(plan.chunks)
         self.count(plan.chunks)
         self.scheduler.launched(plan.chunks)

@@ -14,6 +14,18 @@ class Abort(NamedTuple):
     choice: int | None
 
 
+class TakenRequests(NamedTuple):
+    """What the engine takes from the queue: new choices, and what to abort once they are added."""
+
+    submitted: list[Sequence]
+    aborts: set[Abort]
+
+    def is_aborted(self, sequence: Sequence) -> bool:
+        """Whether a sequence is to be aborted."""
+        request_id = sequence.request.request_id
+        return (request_id, None) in self.aborts or (request_id, sequence.choice) in self.aborts
+
+
 class RequestQueue:
     """Hands requests from the threads that call an engine to the one that steps it. Thread-safe.
 
@@ -25,7 +37,7 @@ class RequestQueue:
         self._lock = threading.Lock()
         self._closed = False
         self._submitted: list[Sequence] = []
-        self._aborted: list[Abort] = []
+        self._aborts: list[Abort] = []
 
     @property
     def submitted(self) -> list[Sequence]:
@@ -43,21 +55,21 @@ class RequestQueue:
                 )
             self.open_choices[request_id] = len(sequences)
             # an abort that came too late was for the last request of this id
-            self._aborted = [abort for abort in self._aborted if abort.request_id != request_id]
+            self._aborts = [abort for abort in self._aborts if abort.request_id != request_id]
             self._submitted += sequences
 
     def abort(self, request_id: str, choice: int | None) -> None:
         """Ask for a request to be aborted; nothing happens if it has ended."""
         with self._lock:
             if request_id in self.open_choices:
-                self._aborted.append(Abort(request_id, choice))
+                self._aborts.append(Abort(request_id, choice))
 
-    def take(self) -> tuple[list[Sequence], set[Abort]]:
-        """The choices submitted since the last call, and what to abort after adding them."""
+    def take(self) -> TakenRequests:
+        """The choices submitted and the aborts asked for since the last call."""
         with self._lock:
             submitted, self._submitted = self._submitted, []
-            aborted, self._aborted = self._aborted, []
-        return submitted, set(aborted)
+            aborts, self._aborts = self._aborts, []
+        return TakenRequests(submitted, set(aborts))
 
     def choice_ended(self, request_id: str) -> None:
         """Note that one choice of a request has ended."""
@@ -84,9 +96,3 @@ class RequestQueue:
         with self._lock:
             was_closed, self._closed = self._closed, True
         return not was_closed
-
-
-def is_aborted(sequence: Sequence, aborts: set[Abort]) -> bool:
-    """Whether a sequence is one of the choices to abort."""
-    request_id = sequence.request.request_id
-    return Abort(request_id, None) in aborts or Abort(request_id, sequence.choice) in aborts

@@ -40,7 +40,7 @@ class StepPlan:
     """One step. failed: the sequences whose adapter could not be loaded, no longer scheduled."""
 
     chunks: list[Chunk]
-    failed: list[tuple[Sequence, AdapterError]]
+    failed: dict[Sequence, AdapterError]
 
 
 class Scheduler:
@@ -257,11 +257,11 @@ class Scheduler:
         self._throughput.add(sequence.cost.charge_prompt(chunk.start, end))
         return chunk
 
-    def _drop_failed(self, errors: dict[str, AdapterError]) -> list[tuple[Sequence, AdapterError]]:
+    def _drop_failed(self, errors: dict[str, AdapterError]) -> dict[Sequence, AdapterError]:
         if not errors:
-            return []
+            return {}
         dropped = self.drop(lambda s: s.adapter is not None and s.adapter.digest in errors)
-        return [(s, errors[s.adapter.digest]) for s in dropped if s.adapter is not None]
+        return {s: errors[s.adapter.digest] for s in dropped if s.adapter is not None}
 
     def _end(self, sequence: Sequence) -> None:
         sequence.ended = True
