@@ -1,7 +1,7 @@
 """PEFT's adapter_config.json, reduced to what changes the numbers.
 
 PEFT's patterns are regular expressions. They are resolved to module names once, where the adapter
-is packed: whoever reads a blob later looks names up and never runs a stranger's expression.
+is packed: the reader of a blob looks names up and never runs a stranger's expression.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Which pins a tier can keep: never so many that another adapter has no room."""
+"""Memory that a tier reserves for pins: never so much that another adapter has no room."""
 
 
 class MemoryReservations:

@@ -191,7 +191,7 @@ class Churn(Answers):
     def at(self, name):
         return self.engine.residency(self._refs[name])
 
-    def bring(self, name, tier):
+    def load(self, name, tier):
         self.engine.pin(self._refs[name], tier)
         self.until(lambda: self.at(name) is tier)
 
@@ -240,10 +240,10 @@ def churn(reference, engine, tolerance):
 
 def make_teeth_move(run):
     for name in (SMALL, BIG):
-        run.bring(name, Residency.HOST)
+        run.load(name, Residency.HOST)
     teeth, gaps = iter(TEETH), iter(GAPS)
     for names in (teeth, gaps, teeth, gaps, teeth, gaps, teeth):
-        run.bring(next(names), Residency.GPU)
+        run.load(next(names), Residency.GPU)
     run.unpin(*GAPS)
     run.ask(None, 17, 60)
     run.ask(CUT, 9, 5)

@@ -33,7 +33,7 @@ def reference(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(reference, tmp_path_factory):
-    """Of 20 KV pages, which are 320 tokens."""
+    """An engine of 20 KV pages, which are 320 tokens."""
     sizes = {"kv_pages": 10, "max_context": 208, "max_running": 8, "max_batch_tokens": 64}
     engine = build(reference, tmp_path_factory.mktemp("cache"), **sizes)
     assert engine.status().live.kv_pages_total == 20

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.engine.blobs import Shelf
-from tests.engine.residency.bench import Bench
+from tests.engine.residency.tiers_driver import TiersDriver
 
 
 @pytest.fixture
@@ -15,11 +15,11 @@ def shelf(tmp_path) -> Shelf:
 
 
 @pytest.fixture
-def bench(shelf, tmp_path) -> Iterator[Callable[..., Bench]]:
+def bench(shelf, tmp_path) -> Iterator[Callable[..., TiersDriver]]:
     made = []
 
-    def make(gpu: float = 4, host: float = 8, slots: int = 8, **others: Any) -> Bench:
-        made.append(Bench(shelf, tmp_path / "cache", gpu, host, slots, **others))
+    def make(gpu: float = 4, host: float = 8, slots: int = 8, **others: Any) -> TiersDriver:
+        made.append(TiersDriver(shelf, tmp_path / "cache", gpu, host, slots, **others))
         return made[-1]
 
     yield make

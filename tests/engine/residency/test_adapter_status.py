@@ -17,18 +17,18 @@ from lorikeet_engine.residency.gpu.slots import PlacedImage
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.telemetry.status import AdapterStatus
 from tests.engine.blobs import SHAPE, elements, everywhere
-from tests.engine.residency.bench import Bench
 from tests.engine.residency.test_slots import TOTAL, Pool, fill, pool_of, whole
+from tests.engine.residency.tiers_driver import TiersDriver
 
 ITEMSIZE = torch.float32.itemsize
 Span = tuple[int, int]
 
 
-def blocks(b: Bench) -> dict[str, AdapterStatus]:
+def blocks(b: TiersDriver) -> dict[str, AdapterStatus]:
     return {each.name: each for each in b.tiers.adapters(Residency.GPU)}
 
 
-def begin_of(b: Bench, slot: int) -> int:
+def begin_of(b: TiersDriver, slot: int) -> int:
     """Where the table finds the first matrix of an image, bytes."""
     rows = b.tiers.weights.table[slot].view(-1, 3)
     return int(rows[rows[:, 2] > 0, :2].min()) * ITEMSIZE

@@ -5,7 +5,7 @@ import pytest
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import LoadCosts
 from lorikeet_engine.residency.load_times import Hop, LoadTimes
-from tests.engine.residency.bench import SIZE, make
+from tests.engine.residency.tiers_driver import SIZE, make
 
 
 def test_costs_are_those_given_until_something_is_measured():

@@ -5,7 +5,7 @@ import pytest
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency import pins
 from tests.engine.blobs import everywhere
-from tests.engine.residency.bench import SIZE, make
+from tests.engine.residency.tiers_driver import SIZE, make
 
 
 @pytest.mark.parametrize("tier", [Residency.DISK, Residency.HOST, Residency.GPU])

@@ -9,7 +9,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency import prefetches
 from lorikeet_engine.residency.gpu import residents
 from tests.engine.blobs import everywhere
-from tests.engine.residency.bench import SIZE, make
+from tests.engine.residency.tiers_driver import SIZE, make
 
 
 def use(b, ref, times=1):
@@ -44,7 +44,7 @@ def test_it_goes_as_far_as_was_asked(tier, shelf, bench):
 def test_it_goes_on_from_where_the_adapter_is(shelf, bench):
     a, b_ = make(shelf, "ab")
     b = bench()
-    b.bring(b_)
+    b.load(b_)
     for ref, tier in ((a, Residency.HOST), (a, Residency.GPU), (b_, Residency.GPU)):
         b.tiers.prefetch(ref, tier)
         settled(b, ref, at=tier)
@@ -96,7 +96,7 @@ def test_what_is_held_stays_whatever_its_score(held, shelf, bench, monkeypatch):
     often, holder = make(shelf, "ab")
     b = bench(gpu=1)
     use(b, often, times=9)
-    b.bring(holder)
+    b.load(holder)
     lease = b.tiers.lease(holder) if held == "lease" else None
     b.tiers.prefetch(often)
     settled(b, often)
@@ -123,7 +123,7 @@ def test_it_takes_no_room_while_a_request_waits_for_some_and_is_not_tried_again(
     large = shelf.make("large", everywhere(8))
     b = bench(gpu=2)
     lease = b.lease(leased)
-    b.bring(large, to=Residency.HOST)
+    b.load(large, to=Residency.HOST)
     b.tiers.advance()
     b.tiers.prefetch(a)
     settled(b, a)
@@ -154,7 +154,7 @@ def test_it_leaves_the_threads_to_requests(shelf, bench):
     b = bench(gpu=16, host=16, slots=16)
     for ref in refs:
         b.tiers.prefetch(ref)
-    b.bring(wanted)
+    b.load(wanted)
     assert set(shelf.fetched) <= {"a", "b", "w"}
     for gate in shelf.gates.values():
         gate.set()
@@ -165,8 +165,8 @@ def test_it_is_not_loaded_while_a_request_waits_for_room_on_the_host(shelf, benc
     leased, first, second, a = make(shelf, "lfsa")
     b = bench(gpu=1, host=1)
     lease = b.lease(leased)
-    b.bring(first, to=Residency.HOST)
-    b.bring(second, to=Residency.DISK)
+    b.load(first, to=Residency.HOST)
+    b.load(second, to=Residency.DISK)
     b.tiers.prefetch(a)
     for _ in range(20):
         b.tiers.advance()

@@ -7,7 +7,7 @@ import pytest
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.residency.gpu.slot_usage import SlotUsage, SlotUser
-from tests.engine.residency.bench import make
+from tests.engine.residency.tiers_driver import make
 
 A = AdapterRef("acme", "support", 1, "a" * 64)
 B = AdapterRef("acme", "sales", 1, "b" * 64)

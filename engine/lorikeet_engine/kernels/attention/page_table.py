@@ -26,7 +26,7 @@ class PageTable:
         kv_lengths: npt.NDArray[np.integer[Any]],
         page_size: int,
     ) -> "PageTable":
-        """The first of each sequence's pages, arrays of typecode i, for so many tokens."""
+        """The first pages of each sequence, arrays of typecode i, as many as its tokens need."""
         counts = -(-kv_lengths // page_size)
         starts = np.zeros(len(counts) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])

@@ -13,7 +13,7 @@ go on another stream than the one that computes:
 What steps read and what copies write meet in the arena alone. Steps (a replayed graph like any
 other: what it does on side streams it joins before it ends), the table's rows and images that
 move are on the computing stream and so in order among themselves: a step in flight reads the rows
-as they were when it was launched, whoever has its slots by now. That leaves three things to see to.
+as they were when it was launched, whatever has its slots by now. Three things remain to be seen to.
 
 A copy overwrites what was evicted. Only steps launched while that was leased can read it, so the
 end of its last lease leaves an event behind (`reads`), and `wait_for` it is called when it is
@@ -123,7 +123,7 @@ class DeviceArena:
     def copy(self, image: torch.Tensor, pieces: Sequence[Piece]) -> torch.cuda.Event | None:
         """Copy the image from the host to where its pieces lie, in turn.
 
-        The event, if any, is over when that is done. Whoever waits for it sleeps meanwhile.
+        The event, if any, is over when that is done. A thread that waits for it sleeps.
         """
         blocks, most = self.blocks(pieces), _PART_BYTES // image.itemsize
         sources = torch.split(image, [block.numel() for block in blocks])

@@ -53,13 +53,13 @@ class Residents:
     @property
     def room_elements(self) -> int:
         """Elements of the arena that are free or could be evicted now."""
-        now_s, pledges = self._clock(), self._reservations
+        now_s, pinned = self._clock(), self._reservations
         held = sum(
             resident.layout.elements
             for digest, resident in list(self._held.items())
-            if digest not in pledges and resident.held_at(now_s)
+            if digest not in pinned and resident.held_at(now_s)
         )
-        return self._pool.elements - pledges.granted - held
+        return self._pool.elements - pinned.granted - held
 
     def status(self, itemsize: int) -> TierStatus:
         """What is here or being copied here, and what was evicted. itemsize: bytes per element.

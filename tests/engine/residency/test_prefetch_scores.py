@@ -1,8 +1,8 @@
 """A prefetch counts for what the adapter is used elsewhere."""
 
 from lorikeet_engine.adapter import Residency
-from tests.engine.residency.bench import make
 from tests.engine.residency.test_prefetches import settled, use
+from tests.engine.residency.tiers_driver import make
 
 
 def test_what_is_used_more_elsewhere_takes_the_place_of_what_is_used_less_here(shelf, bench):

@@ -1,7 +1,7 @@
 """What tiers count: loads by where they were from, failures, evictions, what each tier holds."""
 
 from lorikeet_engine.adapter import Residency
-from tests.engine.residency.bench import SIZE, make
+from tests.engine.residency.tiers_driver import SIZE, make
 
 IMAGE = 4 * SIZE  # bytes
 DISK, HOST, GPU = Residency.DISK, Residency.HOST, Residency.GPU
@@ -14,10 +14,10 @@ def loads(bench):
 def test_a_cold_adapter_makes_three_loads_and_one_from_the_host_makes_one(bench, shelf):
     here = bench(gpu=1, host=4)
     a, b = make(shelf, "ab")
-    here.bring(a)
+    here.load(a)
     assert loads(here) == {"remote": 1, "disk": 1, "host": 1}
-    here.bring(b)
-    here.bring(a)
+    here.load(b)
+    here.load(a)
     assert loads(here) == {"remote": 2, "disk": 2, "host": 3}
     assert all(seconds.total > 0 for seconds in here.tiers.loads().values())
 
@@ -35,7 +35,7 @@ def test_a_load_that_fails_is_counted_as_that_and_as_nothing_else(bench, shelf):
     a, b = make(shelf, "ab")
     shelf.errors["a"] = OSError("the connection was reset")
     here.failure(a)
-    here.bring(b)
+    here.load(b)
     assert here.tiers.load_failures == 1
     assert loads(here) == {"remote": 1, "disk": 1, "host": 1}
 
@@ -44,7 +44,7 @@ def test_each_tier_says_what_it_holds_has_room_for_and_has_evicted(bench, shelf)
     here = bench(gpu=2, host=3)
     refs = make(shelf, "abcd")
     for ref in refs:
-        here.bring(ref)
+        here.load(ref)
     counts = here.tiers.status()
     gpu, host = counts[GPU], counts[HOST]
     assert (gpu.adapters, gpu.used_bytes, gpu.capacity_bytes) == (2, 2 * IMAGE, 2 * IMAGE)
@@ -56,7 +56,7 @@ def test_the_disk_counts_adapters_once_and_every_files_bytes(bench, shelf):
     here = bench()
     refs = make(shelf, "abc")
     for ref in refs:
-        here.bring(ref)
+        here.load(ref)
         here.image(ref)
     for name in ("notes.txt", f"{'e' * 64}.part"):
         (here.folder / name).write_text("neither")
@@ -80,8 +80,8 @@ def test_an_adapter_leaves_the_disk_with_its_last_file(bench, shelf):
     blob = shelf.blob("a").stat().st_size
     here = bench(disk_bytes=int(2.5 * blob))
     for ref in refs:
-        here.bring(ref, to=DISK)
-        here.bring(ref)
+        here.load(ref, to=DISK)
+        here.load(ref)
         here.image(ref)
     gone = sum(not here.tiers._disk.holds(ref.digest) for ref in refs)
     assert gone

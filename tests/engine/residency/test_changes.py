@@ -16,7 +16,7 @@ from lorikeet_engine.residency.gpu import residents
 from lorikeet_engine.residency.gpu.arena import DeviceArena
 from lorikeet_engine.residency.packing import PackedLayout
 from tests.engine.blobs import SHAPE, Shelf, everywhere
-from tests.engine.residency.bench import SIZE, Bench, make
+from tests.engine.residency.tiers_driver import SIZE, TiersDriver, make
 
 ACTIONS = ["want", "want", "lease", "release", "pin", "unpin", "prefetch", "remove", "read"]
 STEPS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 7)), min_size=10, max_size=60)
@@ -25,7 +25,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 7)), min_siz
 class Mirror:
     """What follows from all moves so far."""
 
-    def __init__(self, b: Bench) -> None:
+    def __init__(self, b: TiersDriver) -> None:
         self._bench = b
         self.tiers: dict[str, Residency] = {}
 
@@ -56,7 +56,7 @@ def test_after_any_moves_the_mirror_is_the_truth(steps, gpu, host, stocked, tmp_
     shelf, refs = stocked
     folder = tmp_path_factory.getbasetemp() / "moves"
     blobs = [shelf.blob(ref.name).stat().st_size for ref in refs]
-    b = Bench(shelf, folder, gpu, host, slots=4, disk_bytes=sum(blobs) // 2)
+    b = TiersDriver(shelf, folder, gpu, host, slots=4, disk_bytes=sum(blobs) // 2)
     mirror, leases = Mirror(b), []
     patch = pytest.MonkeyPatch()
     patch.setattr(residents, "GUARD_S", 0.01)
@@ -75,7 +75,7 @@ def test_after_any_moves_the_mirror_is_the_truth(steps, gpu, host, stocked, tmp_
     assert mirror.read() == {}
 
 
-def apply(b: Bench, action: str, ref: AdapterRef, leases: list, mirror: Mirror) -> None:
+def apply(b: TiersDriver, action: str, ref: AdapterRef, leases: list, mirror: Mirror) -> None:
     match action:
         case "want":
             b.tiers.request(ref)
@@ -98,7 +98,7 @@ def apply(b: Bench, action: str, ref: AdapterRef, leases: list, mirror: Mirror) 
             mirror.read()
 
 
-def step_until_it_is_there(b: Bench, ref: AdapterRef) -> None:
+def step_until_it_is_there(b: TiersDriver, ref: AdapterRef) -> None:
     """Or for 20 ms: others may have all the room."""
     for _ in range(10):
         if b.tiers.residency(ref) is Residency.GPU:
@@ -133,7 +133,7 @@ def test_one_who_reads_meanwhile_misses_nothing(shelf, bench):
 def test_the_first_moves_name_what_the_disk_holds_at_start(shelf, bench):
     a, b_, c = make(shelf, "abc")
     before = bench()
-    before.bring(a, b_, to=Residency.HOST)
+    before.load(a, b_, to=Residency.HOST)
     before.image(b_)
     (before.folder / f"{c.digest}.fedcba9876543210").write_bytes(b"of another model")
     (before.folder / f"{c.digest}.part").write_bytes(b"half")

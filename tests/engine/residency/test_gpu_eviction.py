@@ -3,7 +3,7 @@
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.gpu import residents
 from tests.engine.blobs import everywhere
-from tests.engine.residency.bench import make
+from tests.engine.residency.tiers_driver import make
 
 # Room on the GPU.
 
@@ -12,7 +12,7 @@ def test_a_leased_adapter_is_never_evicted_and_others_wait_on_the_host(shelf, be
     a, b_, c = make(shelf, "abc")
     b = bench(gpu=2)
     one, two = b.lease(a), b.lease(b_)
-    b.bring(c, to=Residency.HOST)
+    b.load(c, to=Residency.HOST)
     for _ in range(5):
         b.tiers.advance()
         assert b.tiers.lease(c) is None
@@ -38,7 +38,7 @@ def test_a_small_adapter_passes_a_large_one_that_does_not_fit(shelf, bench):
     large, small = shelf.make("large", everywhere(12)), shelf.make("small", everywhere(2))
     b = bench(gpu=3)
     leases = [b.lease(a), b.lease(b_)]
-    b.bring(large, to=Residency.HOST)
+    b.load(large, to=Residency.HOST)
     b.lease(small).release()
     assert b.tiers.residency(large) is Residency.HOST
     for lease in leases:
@@ -50,8 +50,8 @@ def test_an_admitted_adapter_stays_until_it_was_leased_once(shelf, bench, monkey
     monkeypatch.setattr(residents, "GUARD_S", 60.0)
     a, b_ = make(shelf, "ab")
     b = bench(gpu=1)
-    b.bring(a)
-    b.bring(b_, to=Residency.HOST)
+    b.load(a)
+    b.load(b_, to=Residency.HOST)
     for _ in range(5):
         b.tiers.advance()
         assert b.tiers.residency(a) is Residency.GPU
@@ -88,7 +88,7 @@ def test_an_adapter_that_nobody_leases_gives_its_place_up_after_a_while(shelf, b
     monkeypatch.setattr(residents, "GUARD_S", 0.2)
     a, b_ = make(shelf, "ab")
     b = bench(gpu=1)
-    b.bring(a)
+    b.load(a)
     b.lease(b_).release()  # nothing but the passing of time wakes this engine
     assert b.tiers.residency(a) is Residency.HOST
 
@@ -97,7 +97,7 @@ def test_requesting_it_again_does_not_keep_its_place_longer(shelf, bench, monkey
     monkeypatch.setattr(residents, "GUARD_S", 0.1)
     a, b_ = make(shelf, "ab")
     b = bench(gpu=1)
-    b.bring(a)
+    b.load(a)
     b.tiers.request(b_)
 
     def other_arrived() -> bool:

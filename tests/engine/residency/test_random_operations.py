@@ -11,7 +11,7 @@ from lorikeet_engine.residency.gpu import residents
 from lorikeet_engine.residency.gpu.resident import Lease
 from lorikeet_engine.residency.gpu.residents import Residents
 from tests.engine.blobs import Shelf, everywhere
-from tests.engine.residency.bench import Bench
+from tests.engine.residency.tiers_driver import TiersDriver
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(["want", "want", "lease", "lease", "release", "pin", "unpin"]),
@@ -37,7 +37,7 @@ def test_a_lease_always_sees_its_adapter_and_everybody_gets_one(
     steps, gpu, host, stocked, tmp_path_factory
 ):
     shelf, refs = stocked
-    b = Bench(shelf, tmp_path_factory.getbasetemp() / "anything", gpu, host, slots=4)
+    b = TiersDriver(shelf, tmp_path_factory.getbasetemp() / "anything", gpu, host, slots=4)
     leases: list[tuple[AdapterRef, Lease]] = []
     patch = pytest.MonkeyPatch()
     patch.setattr(residents, "GUARD_S", 0.01)
@@ -56,7 +56,9 @@ def test_a_lease_always_sees_its_adapter_and_everybody_gets_one(
         b.tiers.close()
 
 
-def apply(b: Bench, action: str, ref: AdapterRef, leases: list[tuple[AdapterRef, Lease]]) -> None:
+def apply(
+    b: TiersDriver, action: str, ref: AdapterRef, leases: list[tuple[AdapterRef, Lease]]
+) -> None:
     if action == "want":
         b.tiers.request(ref)
         b.woken.wait(0.002)
@@ -70,7 +72,7 @@ def apply(b: Bench, action: str, ref: AdapterRef, leases: list[tuple[AdapterRef,
         b.tiers.unpin(ref.digest)
 
 
-def check_all(b: Bench, leases: list[tuple[AdapterRef, Lease]]) -> None:
+def check_all(b: TiersDriver, leases: list[tuple[AdapterRef, Lease]]) -> None:
     for ref, lease in leases:
         b.shelf.check(ref, b.tiers.weights, lease.slot)
         assert b.tiers.residency(ref) is Residency.GPU

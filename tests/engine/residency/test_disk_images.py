@@ -12,13 +12,13 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import AdapterTooLarge
 from lorikeet_engine.residency import loader
 from lorikeet_engine.residency.disk.image_file import ImageFile
-from tests.engine.residency.bench import LIMITS, make
+from tests.engine.residency.tiers_driver import LIMITS, make
 
 
 def test_the_second_load_reads_the_image_and_needs_no_blob_and_no_source(shelf, bench, caplog):
     (a,) = make(shelf, "a")
     b = bench()
-    b.bring(a)
+    b.load(a)
     b.image(a)
     (b.folder / a.digest).unlink()
     other = bench()
@@ -34,7 +34,7 @@ def test_the_second_load_reads_the_image_and_needs_no_blob_and_no_source(shelf, 
 def test_a_damaged_image_is_made_anew(damage, blob, shelf, bench, caplog):
     a, c = make(shelf, "ac")
     b = bench()
-    b.bring(a, c)
+    b.load(a, c)
     image, others, good = b.image(a), b.image(c).read_bytes(), b.image(a).read_bytes()
     bad = {"cut off": good[:-4], "random": b"\xa5" * len(good), "of another": others, "empty": b""}
     image.write_bytes(bad[damage])
@@ -50,7 +50,7 @@ def test_a_damaged_image_is_made_anew(damage, blob, shelf, bench, caplog):
 def test_an_image_that_the_disk_cannot_read_is_made_anew(shelf, bench, monkeypatch, caplog):
     (a,) = make(shelf, "a")
     b = bench()
-    b.bring(a)
+    b.load(a)
     good = b.image(a).read_bytes()
     other = bench()
 
@@ -66,7 +66,7 @@ def test_an_image_that_the_disk_cannot_read_is_made_anew(shelf, bench, monkeypat
 def test_an_engine_of_another_dtype_packs_for_itself(shelf, bench):
     (a,) = make(shelf, "a")
     b, half = bench(), bench(dtype=torch.float16)
-    b.bring(a)
+    b.load(a)
     image = b.image(a)
     half.lease(a).release()
     assert half.image(a).name != image.name
@@ -78,7 +78,7 @@ def test_an_engine_of_another_dtype_packs_for_itself(shelf, bench):
 def test_an_image_from_before_the_limits_were_lowered_is_not_used(shelf, bench):
     (a,) = make(shelf, "a")
     b = bench()
-    b.bring(a)
+    b.load(a)
     b.image(a)
     strict = bench(limits=replace(LIMITS, max_rank=2))
     assert isinstance(strict.failure(a), AdapterTooLarge)
@@ -112,20 +112,20 @@ def test_who_waits_for_room_is_woken_when_an_image_was_written(shelf, bench, mon
         gate.wait(10)
 
     monkeypatch.setattr(loader, "write_image", slow)
-    b.bring(a)
+    b.load(a)
     assert written.wait(10)
-    b.bring(c, to=Residency.DISK)
+    b.load(c, to=Residency.DISK)
     for _ in range(5):
         b.tiers.advance()
         assert b.tiers.residency(c) is Residency.DISK
     gate.set()
-    b.bring(c)
+    b.load(c)
 
 
 def test_a_pin_to_disk_is_content_with_an_image(shelf, bench):
     (a,) = make(shelf, "a")
     b = bench()
-    b.bring(a)
+    b.load(a)
     b.image(a)
     (b.folder / a.digest).unlink()
     other = bench()

@@ -9,7 +9,7 @@ import pytest
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import AdapterLoadFailed, AdapterTooLarge
 from tests.engine.blobs import SHAPE, everywhere, until
-from tests.engine.residency.bench import ONE, SIZE, make
+from tests.engine.residency.tiers_driver import ONE, SIZE, make
 
 # The way to the GPU.
 
@@ -44,7 +44,7 @@ def test_the_weights_are_the_same_tensors_for_life(shelf, bench):
 
 def test_a_second_engine_finds_the_blob_on_disk(shelf, bench):
     (a,) = make(shelf, "a")
-    bench().bring(a)
+    bench().load(a)
     other = bench()
     assert other.tiers.residency(a) is Residency.DISK
     other.lease(a).release()
@@ -60,7 +60,7 @@ def test_a_load_in_flight_is_not_begun_again(shelf, bench):
         b.tiers.pin(a)
         b.tiers.advance()
     shelf.gates["a"].set()
-    b.bring(a)
+    b.load(a)
     assert shelf.fetched == ["a"]
 
 
@@ -89,7 +89,7 @@ def test_two_versions_of_one_adapter_live_side_by_side(shelf, bench):
 def test_a_source_that_hangs_stops_only_its_own_adapters(shelf, bench):
     slow, warm, quick = make(shelf, "ABCDEFGHIJ"), make(shelf, "ab"), make(shelf, "cd")
     b = bench(gpu=12)
-    b.bring(*warm)
+    b.load(*warm)
     b = bench(gpu=12)  # has them on disk
     for ref in slow[:6]:  # two download threads are left
         shelf.gates[ref.name] = threading.Event()
@@ -119,7 +119,7 @@ def test_a_source_that_hangs_stops_only_its_own_adapters(shelf, bench):
 
 def test_with_every_download_thread_stuck_adapters_on_disk_still_load(shelf, bench):
     slow, warm = make(shelf, "ABCDEFGHIJKLMNOP"), make(shelf, "a")
-    bench().bring(*warm)
+    bench().load(*warm)
     b = bench()
     for ref in slow:
         shelf.gates[ref.name] = threading.Event()

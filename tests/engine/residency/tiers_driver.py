@@ -20,7 +20,7 @@ ONE = everywhere(4)
 SIZE = elements(ONE)  # of an adapter of rank 4, elements
 
 
-class Bench:
+class TiersDriver:
     """Tiers of a few adapters' size, stepped by hand as an engine would."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Bench:
             self.woken.wait(left_s if again_s is None else min(left_s, again_s))
             self.woken.clear()
 
-    def bring(self, *refs: AdapterRef, to: Residency = Residency.GPU) -> None:
+    def load(self, *refs: AdapterRef, to: Residency = Residency.GPU) -> None:
         def there() -> bool:
             for ref in refs:  # every time, as an engine does: it may have been evicted again
                 self.tiers.request(ref)
@@ -70,7 +70,7 @@ class Bench:
         self.until(there)
 
     def lease(self, ref: AdapterRef) -> Lease:
-        self.bring(ref)
+        self.load(ref)
         lease = self.tiers.lease(ref)
         assert lease is not None
         self.shelf.check(ref, self.tiers.weights, lease.slot)
