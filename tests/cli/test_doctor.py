@@ -1,4 +1,4 @@
-"""doctor says what it found, for people and for programs, and its exit status is the verdict."""
+"""doctor says what it found, for people and for programs, and its exit status is the severity."""
 
 import json
 from pathlib import Path
@@ -24,9 +24,9 @@ def test_with_a_problem_it_cannot_start(tmp_path: Path) -> None:
     assert answer["can_start"] is False
     assert {
         "check": "catalog",
-        "verdict": "problem",
-        "found": f"there is no catalog at {tmp_path}/catalog",
-        "cure": "lorikeet init",
+        "severity": "problem",
+        "message": f"there is no catalog at {tmp_path}/catalog",
+        "fix": "lorikeet init",
     } in answer["findings"]
 
 

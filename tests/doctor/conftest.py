@@ -1,4 +1,4 @@
-"""A site where all is well: the demo's model, a catalog on S3, and machines as one likes them."""
+"""A planned start where all is well: the demo's model, a catalog on S3, and good machines."""
 
 import os
 import shutil
@@ -47,7 +47,7 @@ class Patient:
     def examined(self, *names: str, **changes: object) -> list[Finding]:
         """names: of the checks; none: all. changes: fields of this."""
         it = replace(self, **changes)  # type: ignore[arg-type]
-        site = PlannedStart(
+        planned = PlannedStart(
             {name: value for name, value in {**it.environ, **it.more}.items() if value},
             it.gpu_memory,
             it.http_port,
@@ -55,11 +55,11 @@ class Patient:
             find_host=lambda: it.host,
         )
         checks = [check for check in CHECKS if not names or check.name in names]
-        return run_checks(site, [replace(check, within_s=it.wait_s) for check in checks])
+        return run_checks(planned, [replace(check, within_s=it.wait_s) for check in checks])
 
 
 def faults(findings: list[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.verdict is not Severity.OK]
+    return [finding for finding in findings if finding.severity is not Severity.OK]
 
 
 def free_port() -> int:

@@ -1,4 +1,4 @@
-"""Each planted fault is found, alone, and its cure is named; without one there is no problem."""
+"""Each planted fault is found, alone, and its fix is named; without one there is no problem."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def keys_of(url: str) -> set[str]:
 def test_where_all_is_well_nothing_is_wrong_and_nothing_is_left(patient: Patient) -> None:
     before = keys_of(patient.environ["LORIKEET_CATALOG"])
     findings = patient.examined()
-    assert [finding for finding in findings if finding.verdict is PROBLEM] == []
+    assert [finding for finding in findings if finding.severity is PROBLEM] == []
     # a developer's machine may have a Ray of its own running
     assert [finding for finding in faults(findings) if finding.check != "ports"] == []
     assert len({finding.check for finding in findings}) >= 14
@@ -50,9 +50,9 @@ class Fault(NamedTuple):
 
     checks: str
     change: Mapping[str, object]
-    verdict: Severity
-    found: str
-    cure: str
+    severity: Severity
+    message: str
+    fix: str
 
 
 def variable(name: str, value: str) -> dict[str, object]:
@@ -224,12 +224,12 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_it_is_found_and_its_cure_named(patient: Patient, name: str) -> None:
+def test_it_is_found_and_its_fix_named(patient: Patient, name: str) -> None:
     planted = PLANTED[name]
     (fault,) = faults(patient.examined(planted.checks, **planted.change))
-    assert fault.verdict is planted.verdict
-    assert re.search(planted.found, fault.found), fault
-    assert re.search(planted.cure, f"{fault.found} {fault.cure}"), fault
+    assert fault.severity is planted.severity
+    assert re.search(planted.message, fault.message), fault
+    assert re.search(planted.fix, f"{fault.message} {fault.fix}"), fault
 
 
 def cut(file: Path) -> None:
@@ -246,7 +246,7 @@ def another_family(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "plant", "verdict", "found", "cure"),
+    ("file", "plant", "severity", "found", "fix"),
     [
         ("model.safetensors", Path.unlink, PROBLEM, "does not exist", "not whole: `hf download"),
         ("model.safetensors", cut, PROBLEM, "no whole safetensors", "not whole: `hf download"),
@@ -260,15 +260,15 @@ def test_a_folder_that_is_not_whole(
     patient: Patient,
     file: str,
     plant: Callable[[Path], None],
-    verdict: Severity,
+    severity: Severity,
     found: str,
-    cure: str,
+    fix: str,
 ) -> None:
     plant(patient.model / file)
     (fault,) = faults(patient.examined("base models"))
-    assert fault.verdict is verdict
-    assert found in fault.found
-    assert re.search(cure, fault.cure), fault
+    assert fault.severity is severity
+    assert found in fault.message
+    assert re.search(fix, fault.fix), fault
 
 
 def test_packages_that_are_too_old_or_not_there(
@@ -278,10 +278,10 @@ def test_packages_that_are_too_old_or_not_there(
     known = versions._version
     monkeypatch.setattr(versions, "_version", lambda name: installed.get(name, known(name)))
     (fault,) = faults(patient.examined("versions"))
-    assert fault.verdict is PROBLEM
-    assert "ray is 2.59.0: want ==2.60.*" in fault.found
-    assert "torch is not installed" in fault.found
-    assert "pip install" in fault.cure
+    assert fault.severity is PROBLEM
+    assert "ray is 2.59.0: want ==2.60.*" in fault.message
+    assert "torch is not installed" in fault.message
+    assert "pip install" in fault.fix
 
 
 def test_nothing_to_compile_kernels_with(
@@ -291,14 +291,14 @@ def test_nothing_to_compile_kernels_with(
     bare = {"PATH": str(tmp_path), "HOME": str(tmp_path), "CC": "", "CXX": ""}
     on_gpus = gpus(2) | {"more": bare}
     (fault,) = faults(patient.examined("kernels", **on_gpus))
-    assert fault.verdict is PROBLEM
-    assert "no C compiler, no C++ compiler" in fault.found
-    assert "g++" in fault.cure
+    assert fault.severity is PROBLEM
+    assert "no C compiler, no C++ compiler" in fault.message
+    assert "g++" in fault.fix
     kernel = tmp_path / ".cache" / "flashinfer" / "0.6" / "90a" / "cached_ops" / "k" / "k.so"
     kernel.parent.mkdir(parents=True)
     kernel.touch()
     (fault,) = faults(patient.examined("kernels", **on_gpus))
-    assert fault.found.endswith("no C compiler")
+    assert fault.message.endswith("no C compiler")
 
 
 @pytest.mark.parametrize("taken", ["public listener", "admin listener"])
@@ -309,11 +309,11 @@ def test_a_port_that_is_taken(patient: Patient, taken: str) -> None:
             change = variable("ADMIN_ADDRESS", f"127.0.0.1:{port}")
         else:
             change = {"http_port": port}
-        found = [f for f in faults(patient.examined("ports", **change)) if f.verdict is PROBLEM]
+        found = [f for f in faults(patient.examined("ports", **change)) if f.severity is PROBLEM]
     (fault,) = found
-    assert f"{port}, for the {taken}" in fault.found
-    assert ("LORIKEET_ADMIN_ADDRESS" in fault.cure) is (taken == "admin listener")
-    assert f":{port}" in fault.cure
+    assert f"{port}, for the {taken}" in fault.message
+    assert ("LORIKEET_ADMIN_ADDRESS" in fault.fix) is (taken == "admin listener")
+    assert f":{port}" in fault.fix
 
 
 @pytest.fixture
@@ -323,15 +323,15 @@ def new_url(s3_bucket: str) -> str:
 
 def test_a_bucket_without_a_catalog(patient: Patient, new_url: str) -> None:
     (fault,) = faults(patient.examined("catalog", **variable("CATALOG", new_url)))
-    assert (fault.verdict, fault.cure) == (PROBLEM, "lorikeet init")
+    assert (fault.severity, fault.fix) == (PROBLEM, "lorikeet init")
 
 
 def test_a_catalog_without_an_admin(patient: Patient, new_url: str) -> None:
     AdapterCatalog.init(open_store(new_url))
     (fault,) = faults(patient.examined("catalog", **variable("CATALOG", new_url)))
-    assert fault.verdict is PROBLEM
-    assert "no admin's key" in fault.found
-    assert "lorikeet init" in fault.cure
+    assert fault.severity is PROBLEM
+    assert "no admin's key" in fault.message
+    assert "lorikeet init" in fault.fix
 
 
 def forget_the_condition(request: BaseHTTPRequestHandler) -> bool:
@@ -363,7 +363,7 @@ def _answer(request: BaseHTTPRequestHandler, status: int, code: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "check", "found", "cure"),
+    ("trouble", "check", "found", "fix"),
     [
         (forget_the_condition, "conditional writes", "ignores If-None-Match", "radosgw"),
         (forbid_writing, "store", "PutObject is not allowed: .*s3:PutObject", "credentials"),
@@ -375,14 +375,14 @@ def test_a_store_that_cannot_be_relied_on(
     trouble: Callable[[BaseHTTPRequestHandler], bool],
     check: str,
     found: str,
-    cure: str,
+    fix: str,
 ) -> None:
     before = keys_of(patient.environ["LORIKEET_CATALOG"])
     with proxied(trouble):
         (fault,) = faults(patient.examined("catalog"))
-    assert (fault.check, fault.verdict) == (check, PROBLEM)
-    assert re.search(found, fault.found), fault
-    assert cure in fault.cure
+    assert (fault.check, fault.severity) == (check, PROBLEM)
+    assert re.search(found, fault.message), fault
+    assert fix in fault.fix
     assert keys_of(patient.environ["LORIKEET_CATALOG"]) == before
 
 
@@ -392,16 +392,16 @@ def test_a_dead_endpoint_holds_up_nothing(
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, answers nothing
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{silent.getsockname()[1]}")
         fault, *others = faults(patient.examined("catalog", "limits", "disk cache", wait_s=1.0))
-    assert fault.verdict is PROBLEM
-    assert "no answer within 1 s" in fault.found
-    assert "AWS_ENDPOINT_URL_S3" in fault.cure
+    assert fault.severity is PROBLEM
+    assert "no answer within 1 s" in fault.message
+    assert "AWS_ENDPOINT_URL_S3" in fault.fix
     assert others == []
 
 
 def test_a_check_that_breaks_stops_no_other(patient: Patient) -> None:
     findings = patient.examined("host memory", "limits", "versions", host=None)
-    assert [finding.verdict for finding in findings] == [OK, PROBLEM, PROBLEM]
-    assert "could not be looked at" in findings[1].found
+    assert [finding.severity for finding in findings] == [OK, PROBLEM, PROBLEM]
+    assert "could not be looked at" in findings[1].message
 
 
 def test_settings_that_contradict_are_told_once(patient: Patient) -> None:

@@ -33,9 +33,11 @@ def table(model: Path) -> Iterator[str]:
                 "LORIKEET_BASE_MODELS": f"llama={model}",
                 "LORIKEET_ADAPTER_GPU_MEMORY": share,
             }
-            site = PlannedStart(environ, int(size * GIB), look=Cuda)
-            assert site.device_free is not None
-            plan = plan_memory(config, WEIGHTS, site.engine_settings("llama"), site.device_free)
+            planned = PlannedStart(environ, int(size * GIB), look=Cuda)
+            assert planned.device_free is not None
+            plan = plan_memory(
+                config, WEIGHTS, planned.engine_settings("llama"), planned.device_free
+            )
             yield (
                 f"| {gpu} | {share} | {plan.weights / GIB:.1f} GiB | {plan.slot_pool // rank_16} "
                 f"in {plan.slot_pool / GIB:.1f} GiB | {plan.steps / GIB:.1f} GiB "

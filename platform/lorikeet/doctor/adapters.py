@@ -11,10 +11,10 @@ from lorikeet.sizes import show_size
 from lorikeet_engine.errors import EngineError
 
 
-def check_adapters(site: PlannedStart, catalog: AdapterCatalog) -> Iterator[Finding]:
+def check_adapters(planned: PlannedStart, catalog: AdapterCatalog) -> Iterator[Finding]:
     """Whether arenas hold the largest, and all base models are served."""
     versions = catalog.ask(_usable)
-    served = site.settings.base_models
+    served = planned.settings.base_models
     strangers = {v.base_model for v in versions if v.base_model not in served}
     if strangers:
         yield warning(
@@ -24,7 +24,7 @@ def check_adapters(site: PlannedStart, catalog: AdapterCatalog) -> Iterator[Find
             "add to LORIKEET_BASE_MODELS, under that name",
         )
     mine = [version for version in versions if version.base_model in served]
-    faults = [*_check_sizes(site, mine), *_check_ranks(site, mine)]
+    faults = [*_check_sizes(planned, mine), *_check_ranks(planned, mine)]
     yield from faults or [ok("adapters", f"{len(mine):,} versions, all fit arena and slot pool")]
 
 
@@ -37,28 +37,28 @@ def _usable(state: CatalogState) -> list[VersionRecord]:
     ]
 
 
-def _check_sizes(site: PlannedStart, versions: list[VersionRecord]) -> Iterator[Finding]:
+def _check_sizes(planned: PlannedStart, versions: list[VersionRecord]) -> Iterator[Finding]:
     largest: dict[str, int] = {}
     for version in versions:
         name = version.base_model
         largest[name] = max(largest.get(name, 0), version.gpu_bytes)
     for name, size in largest.items():
-        plan, arena = site.plans.get(name), site.settings.adapter_host_memory
+        plan, arena = planned.plans.get(name), planned.settings.adapter_host_memory
         found, wanted = f"the largest adapter of {name} takes {show_size(size)}", (size >> 18) + 1
         if size > arena:
-            cure = f"LORIKEET_ADAPTER_HOST_MEMORY={wanted}MiB holds four such"
-            yield problem("adapters", f"{found}, the host arena has {show_size(arena)}", cure)
+            fix = f"LORIKEET_ADAPTER_HOST_MEMORY={wanted}MiB holds four such"
+            yield problem("adapters", f"{found}, the host arena has {show_size(arena)}", fix)
         if plan and not isinstance(plan, EngineError) and size > plan.slot_pool:
-            cure = f"LORIKEET_ADAPTER_GPU_MEMORY={wanted}MiB holds four such"
+            fix = f"LORIKEET_ADAPTER_GPU_MEMORY={wanted}MiB holds four such"
             pool = show_size(plan.slot_pool)
-            yield problem("adapters", f"{found}, the slot pool has {pool}", cure)
+            yield problem("adapters", f"{found}, the slot pool has {pool}", fix)
 
 
-def _check_ranks(site: PlannedStart, versions: list[VersionRecord]) -> Iterator[Finding]:
+def _check_ranks(planned: PlannedStart, versions: list[VersionRecord]) -> Iterator[Finding]:
     highest = max((version.max_rank for version in versions), default=0)
-    if highest > site.settings.max_rank:
+    if highest > planned.settings.max_rank:
         yield problem(
             "adapters",
-            f"one has rank {highest}, and LORIKEET_MAX_RANK is {site.settings.max_rank}",
+            f"one has rank {highest}, and LORIKEET_MAX_RANK is {planned.settings.max_rank}",
             f"LORIKEET_MAX_RANK={highest}",
         )

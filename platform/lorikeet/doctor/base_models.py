@@ -13,19 +13,19 @@ from lorikeet_engine.errors import ModelError
 _POINTER = b"version https://git-lfs"
 
 
-def check_base_models(site: PlannedStart) -> Iterator[Finding]:
+def check_base_models(planned: PlannedStart) -> Iterator[Finding]:
     """Each folder: config, weights, tokenizer, chat template."""
-    for name, folder in site.settings.base_models.items():
-        check, plan = f"base model {name}", site.plans.get(name)
+    for name, folder in planned.settings.base_models.items():
+        check, plan = f"base model {name}", planned.plans.get(name)
         if isinstance(plan, ModelError):
-            yield problem(check, plan.message, _cure(folder, str(plan.fields.get("field"))))
+            yield problem(check, plan.message, _fix(folder, str(plan.fields.get("field"))))
         elif plan is not None:
-            yield _check_dtype(check, folder, site.engine_settings(name).dtype)
+            yield _check_dtype(check, folder, planned.engine_settings(name).dtype)
         if folder.is_dir():
             yield _check_text(check, folder)
 
 
-def _cure(folder: Path, fault: str) -> str:
+def _fix(folder: Path, fault: str) -> str:
     """fault: the config key, file or tensor."""
     download = f"`hf download ORGANISATION/NAME --local-dir {folder}`"
     if not folder.is_dir():
@@ -71,8 +71,8 @@ def _check_text(check: str, folder: Path) -> Finding:
     try:
         (ids,) = encoder.encode(call)
     except InvalidInput as error:
-        cure = f"put the model's chat_template.jinja into {folder}"
-        return warning(check, error.message, cure)
+        fix = f"put the model's chat_template.jinja into {folder}"
+        return warning(check, error.message, fix)
     vocabulary = read_json(folder / "config.json").get("vocab_size", 0)
     tokens = encoder.backend.get_vocab_size()
     if tokens > vocabulary:

@@ -16,9 +16,9 @@ from lorikeet.errors import InvalidSetting, LorikeetError, StoreError
 from lorikeet.tenancy import authenticate
 
 
-def check_catalog(site: PlannedStart) -> Iterator[Finding]:
+def check_catalog(planned: PlannedStart) -> Iterator[Finding]:
     """From its store to its adapters, as far as the way is open."""
-    url = site.settings.catalog
+    url = planned.settings.catalog
     missing = problem("catalog", f"there is no catalog at {url}", "lorikeet init")
     if "://" not in url and not Path(url).exists():
         yield missing
@@ -39,10 +39,10 @@ def check_catalog(site: PlannedStart) -> Iterator[Finding]:
     catalog = AdapterCatalog(store)
     yield ok("catalog", f"at entry {catalog.refresh().seq}")
     yield catalog.ask(lambda state: _check_keys(state, url))
-    secret = site.environ.get("LORIKEET_ADMIN_KEY")
+    secret = planned.environ.get("LORIKEET_ADMIN_KEY")
     if secret:
         yield catalog.ask(lambda state: _check_secret(state, secret))
-    yield from check_adapters(site, catalog)
+    yield from check_adapters(planned, catalog)
 
 
 def _check_keys(state: CatalogState, url: str) -> Finding:

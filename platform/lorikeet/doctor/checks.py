@@ -23,17 +23,17 @@ _ALL_S = 120.0
 _LEAST_S = 2.0  # what each check has, however long others took
 _SLOW_S = 60.0  # torch and transformers may have to come from a cold disk
 _REMOTE_S = 15.0
-_REMOTE_CURE = "check the network and AWS_ENDPOINT_URL_S3: nothing answers"
+_REMOTE_FIX = "check the network and AWS_ENDPOINT_URL_S3: nothing answers"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """needs_settings: not run where they do not parse. cure: where it is not done in time."""
+    """needs_settings: not run where they do not parse. fix: where it is not done in time."""
 
     name: str
     run: Callable[[PlannedStart], Iterable[Finding]]
     within_s: float = _SLOW_S
-    cure: str = "see what this machine is busy with, and run it again"
+    fix: str = "see what this machine is busy with, and run it again"
     needs_settings: bool = True
 
 
@@ -49,34 +49,34 @@ CHECKS: Sequence[Check] = (
     Check("kernels", gpus.check_kernels),
     Check("ports", ports.check_ports),
     Check("limits", system_limits.check_system_limits),
-    Check("catalog", catalog.check_catalog, _REMOTE_S, _REMOTE_CURE),
+    Check("catalog", catalog.check_catalog, _REMOTE_S, _REMOTE_FIX),
 )
 
 
-def run_checks(site: PlannedStart, checks: Iterable[Check] = CHECKS) -> list[Finding]:
+def run_checks(planned: PlannedStart, checks: Iterable[Check] = CHECKS) -> list[Finding]:
     """What all checks find, in their order."""
     until = time.monotonic() + _ALL_S
     findings: list[Finding] = []
     for check in checks:
         left_s = max(_LEAST_S, until - time.monotonic())
-        findings += _findings(check, site, min(check.within_s, left_s))
+        findings += _findings(check, planned, min(check.within_s, left_s))
     return findings
 
 
 def can_start(findings: Iterable[Finding]) -> bool:
     """Whether nothing was found that would keep the service from working."""
-    return all(finding.verdict is not Severity.PROBLEM for finding in findings)
+    return all(finding.severity is not Severity.PROBLEM for finding in findings)
 
 
-def _findings(check: Check, site: PlannedStart, within_s: float) -> list[Finding]:
+def _findings(check: Check, planned: PlannedStart, within_s: float) -> list[Finding]:
     """In a thread that is left alone when it takes too long."""
     found: list[Finding] = []
-    if check.needs_settings and not site.readable:
+    if check.needs_settings and not planned.readable:
         return found
 
     def run() -> None:
         try:
-            for finding in check.run(site):
+            for finding in check.run(planned):
                 found.append(finding)
         except Exception as error:
             what = f"this could not be looked at: {type(error).__name__}: {error}"
@@ -86,5 +86,5 @@ def _findings(check: Check, site: PlannedStart, within_s: float) -> list[Finding
     thread.start()
     thread.join(within_s)
     if thread.is_alive():
-        found.append(problem(check.name, f"no answer within {within_s:.0f} s", check.cure))
+        found.append(problem(check.name, f"no answer within {within_s:.0f} s", check.fix))
     return found

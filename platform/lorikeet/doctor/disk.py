@@ -10,9 +10,9 @@ from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.sizes import show_size
 
 
-def check_disk(site: PlannedStart) -> Iterator[Finding]:
+def check_disk(planned: PlannedStart) -> Iterator[Finding]:
     """Whether it can be written to, and has room for what the cache may take."""
-    folder, wanted = site.settings.cache_dir, site.settings.adapter_disk
+    folder, wanted = planned.settings.cache_dir, planned.settings.adapter_disk
     there = _existing(folder)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         yield problem(
@@ -26,8 +26,8 @@ def check_disk(site: PlannedStart) -> Iterator[Finding]:
     found += f"{show_size(used)} used and {show_size(free)} free"
     if free + used < wanted:
         most = (free + used) * 9 // 10 >> 20
-        cure = f"LORIKEET_ADAPTER_DISK={most}MiB, or LORIKEET_CACHE_DIR on a larger disk"
-        yield problem("disk cache", found, cure)
+        fix = f"LORIKEET_ADAPTER_DISK={most}MiB, or LORIKEET_CACHE_DIR on a larger disk"
+        yield problem("disk cache", found, fix)
     else:
         yield ok("disk cache", found)
 

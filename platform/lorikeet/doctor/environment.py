@@ -34,15 +34,15 @@ _RAY_VARIABLES = (
 )
 
 
-def check_settings(site: PlannedStart) -> Iterator[Finding]:
+def check_settings(planned: PlannedStart) -> Iterator[Finding]:
     """Whether they parse, and do not contradict one another."""
     try:
-        settings = site.settings
+        settings = planned.settings
         for base_model in settings.base_models:
-            site.engine_settings(base_model)
+            planned.engine_settings(base_model)
     except InvalidSetting as error:
-        cure = "correct it; `lorikeet settings` lists them all. What needs them was not looked at"
-        yield problem("settings", error.message, cure)
+        fix = "correct it; `lorikeet settings` lists them all. What needs them was not looked at"
+        yield problem("settings", error.message, fix)
     except SettingsError as error:
         yield problem("settings", error.message, "correct the LORIKEET_ variable of that name")
     else:
@@ -50,16 +50,16 @@ def check_settings(site: PlannedStart) -> Iterator[Finding]:
         yield ok("settings", f"{given} of {all_of_them} are given, the others have their defaults")
 
 
-def check_ray_variables(site: PlannedStart) -> Iterator[Finding]:
+def check_ray_variables(planned: PlannedStart) -> Iterator[Finding]:
     """Whether they are set outside of serve_app, where it would be too late."""
     missing = [
-        each for each in _RAY_VARIABLES if not _does(site.environ.get(each.name), each.value)
+        each for each in _RAY_VARIABLES if not _does(planned.environ.get(each.name), each.value)
     ]
     for name, value, harm in missing:
-        there = site.environ.get(name)
+        there = planned.environ.get(name)
         found = f"{name} is {'not set' if there is None else f'{there!r}'}: {harm}"
         yield warning("ray variables", found, f"export {name}={value}")
-    if site.environ.get("RAY_AUTH_MODE") == "disabled":
+    if planned.environ.get("RAY_AUTH_MODE") == "disabled":
         found = "RAY_AUTH_MODE is disabled: whoever reaches Ray's ports can run code here"
         yield warning("ray variables", found, "export RAY_AUTH_MODE=token")
     elif not missing:

@@ -14,24 +14,24 @@ class Severity(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """check: what was looked at. cure: a command or a setting; None: nothing is to be done."""
+    """check: what was looked at. fix: a command or a setting; None: nothing is to be done."""
 
     check: str
-    verdict: Severity
-    found: str
-    cure: str | None = None
+    severity: Severity
+    message: str
+    fix: str | None = None
 
 
-def ok(check: str, found: str) -> Finding:
+def ok(check: str, message: str) -> Finding:
     """A finding that nothing is wrong."""
-    return Finding(check, Severity.OK, found)
+    return Finding(check, Severity.OK, message)
 
 
-def warning(check: str, found: str, cure: str) -> Finding:
+def warning(check: str, message: str, fix: str) -> Finding:
     """A finding that the service starts, but will work worse than it could."""
-    return Finding(check, Severity.WARNING, found, cure)
+    return Finding(check, Severity.WARNING, message, fix)
 
 
-def problem(check: str, found: str, cure: str) -> Finding:
+def problem(check: str, message: str, fix: str) -> Finding:
     """A finding that the service will not start, or not work."""
-    return Finding(check, Severity.PROBLEM, found, cure)
+    return Finding(check, Severity.PROBLEM, message, fix)

@@ -14,20 +14,20 @@ _FLASHINFER = "flashinfer-python"
 _PREBUILT = "flashinfer_jit_cache"
 
 
-def check_gpus(site: PlannedStart) -> Iterator[Finding]:
+def check_gpus(planned: PlannedStart) -> Iterator[Finding]:
     """As many as engines, and a driver that knows torch's CUDA."""
-    if site.gpu_memory:
+    if planned.gpu_memory:
         yield ok("gpus", "not looked at: --gpu-memory plans for others")
         return
-    if site.device == "cpu":
-        yield from _check_unused(site.cuda, asked=site.settings.device == "cpu")
+    if planned.device == "cpu":
+        yield from _check_unused(planned.cuda, asked=planned.settings.device == "cpu")
         return
-    fault = _fault_of_driver(site.cuda)
+    fault = _fault_of_driver(planned.cuda)
     if fault is not None:
         yield fault
         return
-    yield from _check_count(site)
-    old = [gpu.name for gpu in site.cuda.gpus if gpu.capability < (8, 0)]
+    yield from _check_count(planned)
+    old = [gpu.name for gpu in planned.cuda.gpus if gpu.capability < (8, 0)]
     if old:
         yield warning(
             "gpus",
@@ -36,16 +36,16 @@ def check_gpus(site: PlannedStart) -> Iterator[Finding]:
         )
 
 
-def check_kernels(site: PlannedStart) -> Iterator[Finding]:
+def check_kernels(planned: PlannedStart) -> Iterator[Finding]:
     """FlashInfer, and what it and Triton compile with, where engines run on CUDA here."""
-    if site.device == "cpu" or site.gpu_memory:
+    if planned.device == "cpu" or planned.gpu_memory:
         return
     wanted = requirement_of_extra(_FLASHINFER, "cuda")
     lack = lacks(wanted) if wanted else None
     if lack is not None:
         yield problem("kernels", lack, "pip install --editable '.[cuda]'")
         return
-    missing = list(_missing_tools(site))
+    missing = list(_missing_tools(planned))
     if missing:
         yield problem(
             "kernels",
@@ -88,16 +88,18 @@ def _fault_of_driver(cuda: Cuda) -> Finding | None:
     return None
 
 
-def _check_count(site: PlannedStart) -> Iterator[Finding]:
-    settings, there = site.settings, len(site.cuda.gpus)
+def _check_count(planned: PlannedStart) -> Iterator[Finding]:
+    settings, there = planned.settings, len(planned.cuda.gpus)
     most = sum(map(settings.most_replicas, settings.base_models))
-    names = ", ".join(sorted({gpu.name for gpu in site.cuda.gpus})) or "none"
-    found = f"{there} ({names}), and {site.engines} are wanted: one for each replica of each model"
-    if there < site.engines:
-        if "RAY_ADDRESS" in site.environ:
+    names = ", ".join(sorted({gpu.name for gpu in planned.cuda.gpus})) or "none"
+    found = (
+        f"{there} ({names}), and {planned.engines} are wanted: one for each replica of each model"
+    )
+    if there < planned.engines:
+        if "RAY_ADDRESS" in planned.environ:
             yield warning("gpus", found, "count those of the other nodes: `ray status`")
         else:
-            yield problem("gpus", found, _cure(there, len(settings.base_models)))
+            yield problem("gpus", found, _fix(there, len(settings.base_models)))
     elif there < most:
         found += f", of which there may be {most}"
         yield warning("gpus", found, f"LORIKEET_MAX_REPLICAS={there}, or more GPUs")
@@ -105,7 +107,7 @@ def _check_count(site: PlannedStart) -> Iterator[Finding]:
         yield ok("gpus", found)
 
 
-def _cure(gpus: int, models: int) -> str:
+def _fix(gpus: int, models: int) -> str:
     if not gpus:
         return "check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or set LORIKEET_DEVICE=cpu"
     if gpus < models:
@@ -113,28 +115,28 @@ def _cure(gpus: int, models: int) -> str:
     return f"LORIKEET_REPLICAS={gpus // models}, or more GPUs: engines without one wait for ever"
 
 
-def _missing_tools(site: PlannedStart) -> Iterator[str]:
+def _missing_tools(planned: PlannedStart) -> Iterator[str]:
     """Triton needs a C compiler; FlashInfer more, unless its kernels are there."""
-    if not _finds(site, site.environ.get("CC", ""), "cc", "gcc", "clang"):
+    if not _finds(planned, planned.environ.get("CC", ""), "cc", "gcc", "clang"):
         yield "C compiler"
-    if _prebuilt(site):
+    if _prebuilt(planned):
         return
-    if not _finds(site, site.environ.get("CXX", ""), "c++", "g++", "clang++"):
+    if not _finds(planned, planned.environ.get("CXX", ""), "c++", "g++", "clang++"):
         yield "C++ compiler"
-    homes = [site.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
+    homes = [planned.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
     folders = (Path(home) for home in (*homes, "/usr/local/cuda") if home)
-    if not _finds(site, "nvcc", *(str(folder / "bin" / "nvcc") for folder in folders)):
+    if not _finds(planned, "nvcc", *(str(folder / "bin" / "nvcc") for folder in folders)):
         yield "nvcc"
 
 
-def _finds(site: PlannedStart, *programs: str) -> bool:
-    path = site.environ.get("PATH")
+def _finds(planned: PlannedStart, *programs: str) -> bool:
+    path = planned.environ.get("PATH")
     return any(shutil.which(program, path=path) for program in programs if program)
 
 
-def _prebuilt(site: PlannedStart) -> bool:
+def _prebuilt(planned: PlannedStart) -> bool:
     """Whether FlashInfer's kernels are there, from a package or from an earlier start."""
-    home = site.environ.get("FLASHINFER_WORKSPACE_BASE") or site.environ.get("HOME", "/")
+    home = planned.environ.get("FLASHINFER_WORKSPACE_BASE") or planned.environ.get("HOME", "/")
     built = (Path(home) / ".cache" / "flashinfer").rglob("*.so")
     return importlib.util.find_spec(_PREBUILT) is not None or any(built)
 

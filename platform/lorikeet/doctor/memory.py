@@ -16,21 +16,21 @@ _GATEWAY_BYTES = 1 << 29
 _TIGHT = 0.9
 
 
-def check_device_memory(site: PlannedStart) -> Iterator[Finding]:
+def check_device_memory(planned: PlannedStart) -> Iterator[Finding]:
     """Weights, slot pool, steps and KV pages on the device of one engine."""
-    if site.device_free is None:
+    if planned.device_free is None:
         yield warning(
             "memory",
             "there is no GPU here, so whether the models fit is not known",
             "say what the GPUs have: lorikeet doctor --gpu-memory 80GiB",
         )
         return
-    for name, plan in site.plans.items():
+    for name, plan in planned.plans.items():
         check = f"memory of {name}"
         if not isinstance(plan, EngineError):
-            yield _judge(check, plan, site.device)
+            yield _judge(check, plan, planned.device)
         elif not isinstance(plan, ModelError):  # which the base models' check tells
-            yield problem(check, plan.message, _cure(site.device))
+            yield problem(check, plan.message, _fix(planned.device))
 
 
 def _judge(check: str, plan: "MemoryPlan", device: str) -> Finding:
@@ -47,12 +47,12 @@ def _judge(check: str, plan: "MemoryPlan", device: str) -> Finding:
             if device == "cpu"
             else "give adapters less (LORIKEET_ADAPTER_GPU_MEMORY)"
         )
-        cure = f"LORIKEET_MAX_CONTEXT={plan.kv_tokens} says what can be asked for; or {more}"
-        return warning(check, found, cure)
+        fix = f"LORIKEET_MAX_CONTEXT={plan.kv_tokens} says what can be asked for; or {more}"
+        return warning(check, found, fix)
     return ok(check, found)
 
 
-def _cure(device: str) -> str:
+def _fix(device: str) -> str:
     larger = "a GPU with more memory" if device == "cuda" else "a machine with more memory"
     return (
         "give adapters and KV shares (LORIKEET_ADAPTER_GPU_MEMORY=10%, "
@@ -61,16 +61,16 @@ def _cure(device: str) -> str:
     )
 
 
-def check_host_memory(site: PlannedStart) -> Iterator[Finding]:
+def check_host_memory(planned: PlannedStart) -> Iterator[Finding]:
     """Host arenas and processes of all engines, and on CPU the models too."""
-    settings, host, engines = site.settings, site.host, site.engines
+    settings, host, engines = planned.settings, planned.host, planned.engines
     arenas = engines * settings.adapter_host_memory
-    processes = engines * _PROCESS_BYTES[site.device] + settings.gateways * _GATEWAY_BYTES
+    processes = engines * _PROCESS_BYTES[planned.device] + settings.gateways * _GATEWAY_BYTES
     needed, models = arenas + processes, 0
-    if site.device == "cpu":
+    if planned.device == "cpu":
         models = sum(
             settings.replicas[name] * plan.total
-            for name, plan in site.plans.items()
+            for name, plan in planned.plans.items()
             if not isinstance(plan, EngineError)
         )
         needed += models
@@ -82,10 +82,10 @@ def check_host_memory(site: PlannedStart) -> Iterator[Finding]:
     )
     room = (host.available - needed + arenas) // engines
     lower = f"LORIKEET_ADAPTER_HOST_MEMORY={room >> 20}MiB" if room > 2**26 else "fewer replicas"
-    cure = f"{lower}, or a machine with more memory"
+    fix = f"{lower}, or a machine with more memory"
     if needed > host.available:
-        yield problem("host memory", found, cure)
+        yield problem("host memory", found, fix)
     elif needed > _TIGHT * host.available:
-        yield warning("host memory", found, cure)
+        yield warning("host memory", found, fix)
     else:
         yield ok("host memory", found)

@@ -9,16 +9,16 @@ from lorikeet.doctor.planned_start import PlannedStart
 _RAY = {6379: "ray start", 8265: "Ray's dashboard"}
 
 
-def check_ports(site: PlannedStart) -> Iterator[Finding]:
+def check_ports(planned: PlannedStart) -> Iterator[Finding]:
     """Whether they are free."""
-    admin = site.settings.admin_address
-    wanted = {site.http_port: "the public listener", admin.port: "the admin listener"}
+    admin = planned.settings.admin_address
+    wanted = {planned.http_port: "the public listener", admin.port: "the admin listener"}
     taken = {port: what for port, what in wanted.items() if not _free(port)}
     for port, what in taken.items():
-        cure = f"stop what listens there: `ss -ltnp 'sport = :{port}'`"
+        fix = f"stop what listens there: `ss -ltnp 'sport = :{port}'`"
         if port == admin.port:
-            cure += ", or set LORIKEET_ADMIN_ADDRESS to another port"
-        yield problem("ports", f"{port}, for {what}, is taken: does the service run already?", cure)
+            fix += ", or set LORIKEET_ADMIN_ADDRESS to another port"
+        yield problem("ports", f"{port}, for {what}, is taken: does the service run already?", fix)
     ray = [port for port in _RAY if not _free(port)]
     for port in ray:
         yield warning(

@@ -29,13 +29,13 @@ def check_writes(store: ObjectStore) -> Iterator[Finding]:
 
 def unusable(url: str, error: StoreError) -> Finding:
     """A store that does not let itself be read or written."""
-    cure = (
+    fix = (
         "check LORIKEET_CATALOG, AWS_ENDPOINT_URL_S3, AWS_REGION, the network, and that these "
         "credentials may list, get, put and delete: `aws s3 ls BUCKET`"
         if "://" in url
         else f"check the folder's owner, mode and space; you are user {os.getuid()}"
     )
-    return problem("store", error.message, cure)
+    return problem("store", error.message, fix)
 
 
 def _write(store: ObjectStore, key: str) -> Iterator[Finding]:
@@ -77,10 +77,10 @@ def _skew_s(stored: float, before: float, after: float) -> float:
 
 def _check_clock(skew_s: float) -> Finding:
     found = f"this machine's clock and the store's differ by {abs(skew_s):.0f} s"
-    cure = "set the clock by NTP: `timedatectl set-ntp true`, or chrony"
+    fix = "set the clock by NTP: `timedatectl set-ntp true`, or chrony"
     if abs(skew_s) > _MOST_SKEW_S:
-        return problem("clock", found, cure)
-    return warning("clock", found, cure) if abs(skew_s) > _SKEW_S else ok("clock", found)
+        return problem("clock", found, fix)
+    return warning("clock", found, fix) if abs(skew_s) > _SKEW_S else ok("clock", found)
 
 
 def _remove(store: ObjectStore, key: str) -> Iterator[Finding]:

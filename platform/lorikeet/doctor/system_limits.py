@@ -12,9 +12,9 @@ _FILES = 1024  # of a proxy or a gateway, without requests
 _FILES_OF_REQUEST = 2
 
 
-def check_system_limits(site: PlannedStart) -> Iterator[Finding]:
+def check_system_limits(planned: PlannedStart) -> Iterator[Finding]:
     """/dev/shm for Ray, and files for as many requests as may be open."""
-    host, settings = site.host, site.settings
+    host, settings = planned.host, planned.settings
     shm = min(_RAY_MOST, int(_RAY_SHARE * host.memory))
     if host.shm is not None and host.shm < shm:
         yield warning(
@@ -25,7 +25,7 @@ def check_system_limits(site: PlannedStart) -> Iterator[Finding]:
         )
     else:
         yield ok("shared memory", "/dev/shm is large enough")
-    requests = settings.max_ongoing_requests * site.engines
+    requests = settings.max_ongoing_requests * planned.engines
     files = _FILES + _FILES_OF_REQUEST * requests
     if host.open_files < files:
         yield warning(

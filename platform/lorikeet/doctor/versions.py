@@ -12,7 +12,7 @@ from lorikeet.doctor.planned_start import PlannedStart
 
 _PACKAGE = "lorikeet-serve"
 _SHOWN = ("ray", "torch", "triton", "transformers")
-_CURE = "pip install --constraint constraints.txt --editable ."
+_FIX = "pip install --constraint constraints.txt --editable ."
 
 
 def check_versions(_: PlannedStart) -> Iterator[Finding]:
@@ -25,7 +25,7 @@ def check_versions(_: PlannedStart) -> Iterator[Finding]:
         )
     lacking = list(_lacking(metadata.requires(_PACKAGE) or []))
     if lacking:
-        yield problem("versions", "; ".join(lacking), _CURE)
+        yield problem("versions", "; ".join(lacking), _FIX)
     else:
         found = (f"{name} {metadata.version(name)}" for name in _SHOWN if _version(name))
         yield ok("versions", f"Python {python}, {', '.join(found)}")

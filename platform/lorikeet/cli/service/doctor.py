@@ -47,23 +47,23 @@ def doctor(
 def _json(finding: Finding) -> dict[str, str | None]:
     return {
         "check": finding.check,
-        "verdict": finding.verdict.value,
-        "found": finding.found,
-        "cure": finding.cure,
+        "severity": finding.severity.value,
+        "message": finding.message,
+        "fix": finding.fix,
     }
 
 
 def _print(finding: Finding) -> None:
-    colour, verdict = _COLOURS[finding.verdict], finding.verdict.value
-    print_line(f"[{colour}]{verdict:<8}[/] [bold]{finding.check}[/]: {escape(finding.found)}")
-    if finding.cure is not None:
-        print_line(f"         → {escape(finding.cure)}")
+    colour, severity = _COLOURS[finding.severity], finding.severity.value
+    print_line(f"[{colour}]{severity:<8}[/] [bold]{finding.check}[/]: {escape(finding.message)}")
+    if finding.fix is not None:
+        print_line(f"         → {escape(finding.fix)}")
 
 
 def _summary(findings: Sequence[Finding]) -> str:
     problems, warnings = (
-        sum(finding.verdict is verdict for finding in findings)
-        for verdict in (Severity.PROBLEM, Severity.WARNING)
+        sum(finding.severity is severity for finding in findings)
+        for severity in (Severity.PROBLEM, Severity.WARNING)
     )
     start = "It can start" if can_start(findings) else "It cannot start so"
     return f"\n{start}. Problems: {problems}, warnings: {warnings}."
