@@ -1,4 +1,4 @@
-"""What was: entries of the log, and the catalog as of one of them."""
+"""The catalog's history: entries of the log, and the catalog as of one of them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,15 +19,15 @@ _CLOCKS_DIFFER_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryQuery:
-    """Which changes: None is any. since: Unix seconds. name: with its tenant alone."""
+    """Which changes to find: None is any. since: Unix seconds. name: only with its tenant."""
 
     tenant: str | None = None
     name: str | None = None
     actor: str | None = None
     since: float | None = None
 
-    def of(self, entry: Entry) -> Entry | None:
-        """The entry with those of its changes that are wanted, if there are any."""
+    def matching(self, entry: Entry) -> Entry | None:
+        """The entry with those of its changes that match; None if none does."""
         if self.actor not in (None, entry.actor):
             return None
         if self.since is not None and entry.time < self.since:
@@ -47,7 +47,7 @@ class HistoryQuery:
 
 @dataclass(frozen=True, slots=True)
 class HistoryPage:
-    """Entries, newest first. before: where to go on; None when there is nothing older."""
+    """Found entries, newest first. before: where to go on; None if nothing is older."""
 
     entries: tuple[Entry, ...]
     before: int | None
@@ -62,7 +62,7 @@ class History:
         self._newest = newest
 
     def find(self, wanted: HistoryQuery, limit: int, before: int | None = None) -> HistoryPage:
-        """The newest `limit` entries that are wanted, of those before entry `before`."""
+        """Find the newest `limit` entries that match, of those before entry `before`."""
         found: list[Entry] = []
         start = min(before or self._newest + 1, self._newest + 1)
         seq = start
@@ -70,7 +70,7 @@ class History:
             if wanted.since is not None and entry.time < wanted.since - _CLOCKS_DIFFER_S:
                 return HistoryPage(tuple(found), None)
             seq = entry.seq
-            if (kept := wanted.of(entry)) is not None:
+            if (kept := wanted.matching(entry)) is not None:
                 found.append(kept)
             if len(found) == limit or start - seq >= _MOST_READ:
                 break

@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 
 class ServerUnavailable(LorikeetError):
-    """Nobody answered, or not to the end. What may be asked twice may be asked again."""
+    """The server gave no whole answer: what may be asked twice may be asked again."""
 
 
 class AdminClient:
@@ -31,32 +31,32 @@ class AdminClient:
         self._key = key
 
     def get(self, path: str, query: Mapping[str, str | None] | None = None) -> Json:
-        """Read."""
+        """GET a path, and return the JSON."""
         return self._parse(self._ask("GET", path, query=query))
 
     def post(self, path: str, body: Json) -> Json:
-        """Do something."""
+        """POST a body, and return the JSON."""
         return self._parse(self._ask("POST", path, content=json.dumps(body).encode()))
 
     def post_new(self, path: str, body: Json) -> tuple[Json, bool]:
-        """Make something. The answer, and whether it was not there before."""
+        """POST a body; return the JSON, and whether something was created."""
         answer = self._ask("POST", path, content=json.dumps(body).encode())
         return self._parse(answer), answer.status_code == httpx.codes.CREATED
 
     def put(self, path: str, body: Json) -> Json:
-        """Make it so."""
+        """PUT a body, and return the JSON."""
         return self._parse(self._ask("PUT", path, content=json.dumps(body).encode()))
 
     def patch(self, path: str, body: Json) -> Json:
-        """Change what the body names."""
+        """PATCH with a body, and return the JSON."""
         return self._parse(self._ask("PATCH", path, content=json.dumps(body).encode()))
 
     def delete(self, path: str) -> Json:
-        """Remove."""
+        """DELETE a path, and return the JSON."""
         return self._parse(self._ask("DELETE", path))
 
     def send(self, path: str, chunks: Iterable[bytes], headers: Mapping[str, str]) -> Json:
-        """PUT bytes as they come; the headers tell how many."""
+        """PUT bytes as they come; the headers say how many. Return the JSON."""
         binary = {"content-type": "application/octet-stream", **headers}
         return self._parse(self._ask("PUT", path, content=chunks, headers=binary))
 

@@ -23,7 +23,7 @@ class MonthTokens:
         self._tokens: Mapping[str, int] = {}
 
     def of(self, tenant: str) -> int:
-        """As of the last refresh; 0 before the first."""
+        """A tenant's tokens as of the last refresh; 0 before the first."""
         return self._tokens.get(tenant, 0)
 
     def refresh(self) -> None:

@@ -18,7 +18,7 @@ class QuotaUsage:
 
 
 def quota_usage(state: CatalogState, tenant: str) -> QuotaUsage:
-    """What a tenant takes now."""
+    """Return the adapters and bytes that a tenant uses of its quota."""
     usable = [record for record in state.adapters(tenant) if not record.retired]
     blobs = {
         version.digest: version.size_bytes
@@ -30,9 +30,9 @@ def quota_usage(state: CatalogState, tenant: str) -> QuotaUsage:
 
 
 def check_quota(state: CatalogState, tenant: str, changes: Sequence[Change]) -> None:
-    """Whether a tenant stays within its limits with these changes of its adapters.
+    """Raise Conflict if these changes of a tenant's adapters go beyond its limits.
 
-    What adds nothing is always fine. Raises Conflict, UnknownTenant.
+    Changes that add nothing are always allowed. Raises UnknownTenant too.
     """
     record = state.tenant(tenant)
     if record.max_adapters is None and record.max_total_bytes is None:

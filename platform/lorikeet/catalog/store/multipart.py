@@ -8,7 +8,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedUpload:
-    """Parts that were neither joined nor deleted. begun: Unix seconds."""
+    """An upload whose parts were neither joined nor deleted. begun: Unix seconds."""
 
     key: str
     token: str

@@ -57,7 +57,7 @@ class _Written:
     def __init__(self, starts: range, size_bytes: int) -> None:
         self._ends = list(starts)  # of what is written, in each range
         self._size_bytes = size_bytes
-        self._awaited = 0  # the range that is hashed: news of others wake nobody
+        self._awaited = 0  # the range that is hashed: progress of others wakes nobody
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
 

@@ -38,30 +38,30 @@ class ProgressBar:
         self._bar = self._progress.add_task("upload", total=total)
 
     @property
-    def place(self) -> str:
-        """Arrived of total, for people."""
+    def shown(self) -> str:
+        """How many bytes have arrived of how many, for people."""
         return f"{show_size(self.arrived)} of {show_size(self._total)}"
 
     def restart(self, missing: int) -> None:
-        """Nothing is on its way, and so many bytes are missing."""
+        """Begin again with this many bytes missing and nothing on its way."""
         with self._lock:
             self._sent.clear()
             self.arrived = self._total - missing
             self._draw()
 
     def sent(self, number: int, count: int) -> None:
-        """Some more bytes of a part are on their way."""
+        """Count more bytes of a part as on their way."""
         with self._lock:
             self._sent[number] = self._sent.get(number, 0) + count
             self._draw()
 
     def has_arrived(self, number: int) -> None:
-        """All that was sent of a part has arrived."""
+        """Count all that was sent of a part as arrived."""
         with self._lock:
             self.arrived += self._sent.pop(number, 0)
 
     def lost(self, number: int) -> None:
-        """Nothing of what was sent of a part has arrived."""
+        """Forget what was sent of a part: nothing of it has arrived."""
         with self._lock:
             self._sent.pop(number, None)
             self._draw()

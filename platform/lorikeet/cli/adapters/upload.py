@@ -27,7 +27,7 @@ _TIMEOUT = httpx.Timeout(60.0, connect=5.0)
 _TRIES = 7  # in a row without a part that arrives: 45 s, in which a gateway restarts
 _PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 15.0
-_MOST_REFUSALS = 2  # of the store's own addresses, before the parts go through the server
+_MAX_REFUSALS = 2  # of the store's own addresses, before the parts go through the server
 # not_found: another register of the same blob has just ended the upload that both were sending
 _PASSING = (LorikeetError.code, NotFound.code, StoreError.code, Unavailable.code)
 _INTERRUPTED = 130  # what shells expect after Ctrl-C
@@ -44,12 +44,12 @@ def send_blob(
     stderr where a person watches. Raises LorikeetError; Ctrl-C ends the command and says how to
     go on.
     """
-    with ProgressBar(blob.stat().st_size, quiet=quiet) as meter:
+    with ProgressBar(blob.stat().st_size, quiet=quiet) as progress:
         try:
-            _Transfer(server, blob, digest, about, meter).run()
+            _BlobUpload(server, blob, digest, about, progress).run()
         except KeyboardInterrupt:
-            meter.stop()
-            print_error(f"interrupted at {meter.place}: the same command goes on from there")
+            progress.stop()
+            print_error(f"interrupted at {progress.shown}: the same command goes on from there")
             raise typer.Exit(_INTERRUPTED) from None
 
 
@@ -63,20 +63,20 @@ def with_retries(call: Callable[[], T]) -> T:
     return call()
 
 
-class _Transfer:
+class _BlobUpload:
     def __init__(
         self,
         server: AdminClient,
         blob: Path,
         digest: str,
         about: Mapping[str, Any],
-        meter: ProgressBar,
+        progress: ProgressBar,
     ) -> None:
         self._server = server
         self._blob = blob
         self._digest = digest
         self._order = {"digest": digest, "size_bytes": blob.stat().st_size, **about}
-        self._meter = meter
+        self._progress = progress
         self._part_bytes = 0
         self._refusals = 0
         self._stop = threading.Event()
@@ -85,14 +85,14 @@ class _Transfer:
         """Send until nothing is missing. Raises LorikeetError."""
         missing, failures = self._missing(), 0
         while missing:
-            before = self._meter.arrived
+            before = self._progress.arrived
             problem = self._round(missing)
             if problem is None:
                 return
-            failures = 1 if self._meter.arrived > before else failures + 1
+            failures = 1 if self._progress.arrived > before else failures + 1
             if failures == _TRIES:
                 raise LorikeetError(
-                    f"the upload is stuck at {self._meter.place}: {problem}. The same command "
+                    f"the upload is stuck at {self._progress.shown}: {problem}. The same command "
                     "goes on from there"
                 ) from problem
             _pause(failures)
@@ -102,7 +102,7 @@ class _Transfer:
         answer = self._server.post("/uploads", self._order)
         missing: list[Json] = answer["missing"]
         self._part_bytes = answer["part_bytes"]
-        self._meter.restart(sum(part["size_bytes"] for part in missing))
+        self._progress.restart(sum(part["size_bytes"] for part in missing))
         return missing
 
     def _round(self, parts: list[Json]) -> Exception | None:
@@ -135,16 +135,16 @@ class _Transfer:
         }
         chunks = self._chunks(number, data)
         try:
-            if part["url"] is None or self._refusals >= _MOST_REFUSALS:
+            if part["url"] is None or self._refusals >= _MAX_REFUSALS:
                 self._server.send(f"/uploads/{self._digest}/parts/{number}", chunks, headers)
             else:
                 self._send_to_store(part["url"], number, chunks, headers)
         except LorikeetError as error:
-            self._meter.lost(number)
+            self._progress.lost(number)
             if not _may_pass(error):
                 self._stop.set()  # the other parts need not be tried
             raise
-        self._meter.has_arrived(number)
+        self._progress.has_arrived(number)
 
     def _send_to_store(
         self, url: str, number: int, chunks: Iterator[bytes], headers: Mapping[str, str]
@@ -169,7 +169,7 @@ class _Transfer:
                 raise _Stopped
             chunk = data[begin : begin + _CHUNK_BYTES]
             yield chunk
-            self._meter.sent(number, len(chunk))
+            self._progress.sent(number, len(chunk))
 
 
 class _Stopped(Exception):

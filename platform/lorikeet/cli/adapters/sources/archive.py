@@ -48,11 +48,11 @@ def _opened(archive: str) -> Iterator[tarfile.TarFile]:
         packed = file.read(len(_GZIP)) == _GZIP
         file.seek(0)
         stream: IO[bytes] = gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[assignment]
-        with tarfile.open(fileobj=cast("IO[bytes]", _Sips(stream)), mode="r:") as tar:
+        with tarfile.open(fileobj=cast("IO[bytes]", _BoundedReads(stream)), mode="r:") as tar:
             yield tar
 
 
-class _Sips:
+class _BoundedReads:
     """A file that is read a little at a time: tarfile reads a header as long as it claims to be."""
 
     def __init__(self, file: IO[bytes]) -> None:
