@@ -137,9 +137,9 @@ def measure_real(
     fleet.served_by[:] = [replicas.index(answer.replica) for answer in answers]
     prefetches = 0
     for line in (notes / "loads").read_text().splitlines():
-        unix_s, model, wanted = line.split()
+        unix_s, model, requested = line.split()
         at_s = float(unix_s) - began_s
-        if wanted == "True":
+        if requested == "True":
             fleet.loads.append((at_s, fleet.sizes[number_of(model)]))
         else:
             prefetches += at_s >= scenario.warm_up_s

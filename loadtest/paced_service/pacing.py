@@ -179,7 +179,7 @@ class _LoadsFile(logging.FileHandler):
     def format(self, record: logging.LogRecord) -> str:
         """Handle a record, as logging.Handler does."""
         facts = record.__dict__
-        return f"{record.created} {facts['adapter']} {facts['wanted']}"
+        return f"{record.created} {facts['adapter']} {facts['requested']}"
 
 
 def _fill_disk(cache: Path, catalog: Path, pace: Pace) -> None:

@@ -15,7 +15,7 @@ class Held:
         self._name = serve.get_replica_context().replica_id.unique_id
         self._feed = StatusFeed(EngineStatus())
         self._response_streams = ResponseStreams()
-        self._wanted = {}
+        self._prefetches = {}
 
     async def generate(self, call, gateway):
         stream = await self._response_streams.to(gateway)
@@ -31,14 +31,14 @@ class Held:
                 yield await stream.take()
 
     async def status_updates(self, replica):
-        async for update in self._feed.follow():
+        async for update in self._feed.subscribe():
             yield update
 
     async def prefetch(self, wanted):
-        self._wanted |= wanted.get(self._name, {})
+        self._prefetches |= wanted.get(self._name, {})
 
     async def prefetched(self):
-        return self._wanted
+        return self._prefetches
 
 
 def held_deployment(places):

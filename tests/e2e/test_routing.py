@@ -128,7 +128,7 @@ def test_after_the_first_request_every_one_finds_its_adapter(second, ref):
     assert second.fleet.rank(routing_request_of(a_call("more", ref)))[0].replica in second.holders(
         ref.digest
     )
-    assert not second.fleet._sent
+    assert not second.fleet._in_flight
 
 
 def test_an_adapter_may_come_before_its_request_and_no_stream_delays_a_shutdown(service, ref):
@@ -143,7 +143,7 @@ def test_an_adapter_may_come_before_its_request_and_no_stream_delays_a_shutdown(
         )
         waiting = asyncio.create_task(gateway.ask(a_call("waiting", ref)))
         await asyncio.sleep(1.0)
-        assert not waiting.done()  # watch and response stream have the other places
+        assert not waiting.done()  # status feed and response stream have the other places
         holding[0].cancel()
         await waiting
         assert await gateway.handle.prefetched.remote() == {ref: 1}
