@@ -237,7 +237,7 @@ def test_a_tenant_over_its_limit_is_told_when_to_come_back(gateway: Gateway) -> 
 
 def test_a_full_gateway_refuses_every_tenant_until_a_place_is_free(tmp_path: Path) -> None:
     body = chat("tiny", stream=True)
-    with serving(tmp_path, max_generations=1) as gateway:
+    with serving(tmp_path, max_open_requests=1) as gateway:
         gateway.engines.replay = endless
         with gateway.openai("acme").chat.completions.create(**body) as stream:
             next(iter(stream))

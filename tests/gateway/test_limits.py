@@ -149,7 +149,7 @@ class Written:
 
 
 def test_who_has_used_up_the_budget_is_out_of_quota(tmp_path: Path) -> None:
-    with serving(tmp_path, written=Written(1000)) as gateway:
+    with serving(tmp_path, recorded_usage=Written(1000)) as gateway:
         add(gateway, "small", tokens_per_month=1001)
         assert gateway.post(CHAT, BODY, tenant="small").status_code == 200
         refused = gateway.post(CHAT, BODY, tenant="small")

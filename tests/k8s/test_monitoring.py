@@ -164,7 +164,7 @@ def _scraped(folder: Path) -> str:
     async def overloaded(call: Call) -> Items:
         yield Refusal("overloaded", "later")
 
-    with serving(folder, pages=pages) as gateway:
+    with serving(folder, metrics_pages=pages) as gateway:
         for replay in (told, overloaded):
             gateway.engines.replay = replay
             gateway.post("/v1/chat/completions", chat())

@@ -212,7 +212,7 @@ def test_the_page_is_the_whole_services_and_kept_for_a_second(tmp_path: Path) ->
     async def pages() -> Sequence[bytes]:
         return [replica]
 
-    with serving(tmp_path, peers=others, pages=pages) as gateway:
+    with serving(tmp_path, peers=others, metrics_pages=pages) as gateway:
         page = Scraped(read(gateway, gateway.admin_key).decode())
         assert page.labels("lorikeet_requests_total", "gateway") == {"gateway", "another"}
         assert page.total("lorikeet_preemptions_total") == 3

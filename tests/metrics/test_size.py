@@ -79,7 +79,9 @@ def test_a_scrape_of_a_large_service_is_small_and_quick(tmp_path: Path) -> None:
 
     metrics = filled()
     second = Second(render(metrics.collect(), {"gateway": "second00"}))
-    with serving(tmp_path, peers=second, pages=pages, metrics=metrics, name="first000") as gateway:
+    with serving(
+        tmp_path, peers=second, metrics_pages=pages, metrics=metrics, name="first000"
+    ) as gateway:
         first = timed(gateway)
         time.sleep(FRESH_S)  # until the first page is no longer good
         took_s, page = min(first, timed(gateway))

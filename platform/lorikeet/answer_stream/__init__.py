@@ -12,17 +12,17 @@
        │   tool_calls     text → calls                             │ the gateway can pass it on
        │   logprobs                                                │
        └ openai_format  → the client's bytes                    ResponseBuffers
-       │                                                           ▲ sorts by request
+       │                                                           ▲ delivers by request
        ▼            one message: a DeltaGroup of each answer       │
     ResponseStream ════════════════════════════════════════════════╛
      one a gateway      kept open by serving/replica_streams.py
 
-The call itself (`Replica.generate`) comes on another way, and says only who has taken it and that
-it is over. A step of the engine adds a piece to every answer; a call of Ray Serve for each piece
+The call itself (`Replica.generate`) goes another way, and says only who has taken it and that it
+has ended. A step of the engine adds a delta to every answer; a call of Ray Serve for each delta
 would cost a replica's event loop 70 us, more than all the rest, so all that is new for one gateway
 goes there together.
 
-An answer's items are a Header, a second one before its first bytes, bytes, and before the last of
-them a FinalUsage; or a Refusal in place of what would follow. Answer knows when it has ended; that
-goes along as `ended` of its last DeltaGroup. What has not ended when its call has is lost.
+An answer's items are an AnswerHeader, a second one before the first bytes, bytes, and before the
+last of them a FinalUsage; or a Refusal in place of what would follow. Answer knows when it has
+ended; that goes along in its last DeltaGroup. What has not ended when its call has is lost.
 """

@@ -74,8 +74,8 @@ async def healthz() -> dict[str, str]:
 def _rate_limiter(services: Services, shares: LimitShares) -> RateLimiter:
     return RateLimiter(
         shares,
-        MonthlyBudget(services.written, services.written_s),
-        services.max_generations,
+        MonthlyBudget(services.recorded_usage, services.recorded_usage_delay_s),
+        services.max_open_requests,
         max_running=services.max_running,
         max_queue_s=services.max_queue_s,
     )

@@ -1,4 +1,4 @@
-"""The way in: whose request is it, and which model does it mean?"""
+"""Authentication: whose a request is, and which model it means."""
 
 import time
 from typing import Annotated, NamedTuple
@@ -16,9 +16,9 @@ from lorikeet_engine.adapter import AdapterRef
 
 
 class ResolvedModel(NamedTuple):
-    """What the `model` of a request means.
+    """The base model and adapter that a request's `model` means.
 
-    rank, image_bytes: the adapter's largest, and what it takes on a GPU; 0 for a base model.
+    rank: the adapter's largest; image_bytes: its size on a GPU; both 0 for a base model.
     """
 
     base_model: str
@@ -35,40 +35,40 @@ class Caller(NamedTuple):
 
     @property
     def max_context(self) -> int | None:
-        """The tighter one of the tenant's limit and the key's."""
+        """The tighter of the tenant's limit and the key's."""
         both = (self.tenant.limits.max_context, self.key.limits.max_context)
         return min((limit for limit in both if limit is not None), default=None)
 
 
 class RequestAuthenticator:
-    """Answers from the catalog's last view, and looks once more before it refuses."""
+    """Answers from the catalog view, and refreshes it once before refusing."""
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
         self._base_models = services.base_models
         self._catalog_view = catalog_view
 
     async def caller(self, request: Request) -> Caller:
-        """Who asks for an answer. Raises InvalidKey, Forbidden, Unavailable."""
+        """Return who sends a generate request. Raises InvalidKey, Forbidden, Unavailable."""
         key = await self._authenticate(request, Scope.INFER)
         tenant = key.tenant
         assert tenant is not None
         return Caller(await self._catalog_view.ask(lambda state: state.tenant(tenant)), key)
 
     async def tenant(self, request: Request) -> TenantRecord:
-        """The tenant whose key this is. Raises InvalidKey, Forbidden, Unavailable."""
+        """Return the tenant whose key a request has. Raises InvalidKey, Forbidden, Unavailable."""
         return (await self.caller(request)).tenant
 
     async def admin(self, request: Request) -> None:
-        """A dependency of every admin route. Raises InvalidKey, Forbidden, Unavailable."""
+        """Check an admin's key: all admin routes do. Raises InvalidKey, Forbidden, Unavailable."""
         request.state.principal = await self._authenticate(request, Scope.ADMIN)
 
     async def resolve(self, model: str, tenant: str, session: str | None = None) -> ResolvedModel:
-        """What `model` means to a tenant.
+        """Return what `model` means to a tenant.
 
-        session: what decides between two versions that share an alias; None: the first.
+        session: decides between two versions that share an alias; None: the first.
 
-        Raises UnknownModel, alike for what is absent and for what is another's; Unavailable when
-        nothing here serves its base model, or the catalog cannot be asked about an unknown name.
+        Raises UnknownModel, alike for missing models and for other tenants'; Unavailable when
+        its base model is not served here, or the catalog cannot be asked about an unknown name.
         """
         if model in self._base_models:
             return ResolvedModel(model)
@@ -78,13 +78,13 @@ class RequestAuthenticator:
             version = state.version_of(ref)
             return ResolvedModel(version.base_model, ref, version.max_rank, version.gpu_bytes)
 
-        meant = await self._catalog_view.find(find, (tenant, model))
-        if meant.base_model not in self._base_models:
+        found = await self._catalog_view.find(find, (tenant, model))
+        if found.base_model not in self._base_models:
             raise Unavailable(
-                f"{meant.adapter} needs the base model {meant.base_model!r}, "
+                f"{found.adapter} needs the base model {found.base_model!r}, "
                 "which is not served now"
             )
-        return meant
+        return found
 
     async def _authenticate(self, request: Request, scope: Scope) -> Principal:
         authorization = request.headers.get("authorization")
@@ -99,7 +99,7 @@ class RequestAuthenticator:
 
 
 async def actor_of(request: Request) -> str:
-    """Who an admin's change is written down to."""
+    """Return the id of the admin's key, which the log records with a change."""
     principal: Principal = request.state.principal
     return principal.key_id
 

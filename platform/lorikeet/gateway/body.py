@@ -1,4 +1,4 @@
-"""Reads a request's body: within a size, and into a schema."""
+"""Request bodies: read within a size, and into a schema."""
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -24,7 +24,7 @@ Clients send such defaults unasked. They are taken as absent; any other value is
 class Body(BaseModel):
     """A JSON object: null means absent, unknown fields are refused, types are not converted.
 
-    nulls: fields of which null says more. no_ops: unknown fields' values that mean absent too.
+    nulls: fields of which null has a meaning. no_ops: unknown fields' values that mean absent too.
     hints: what to do about unknown fields.
     """
 
@@ -70,7 +70,7 @@ async def read_json(request: Request, schema: type[B]) -> B:
 
 
 def json_body(schema: type[B]) -> Any:
-    """A route's dependency that is its parsed body, for routes that run in a thread."""
+    """Return a route's dependency that is its parsed body, for routes that run in a thread."""
 
     async def read(request: Request) -> B:
         return await read_json(request, schema)
@@ -79,7 +79,7 @@ def json_body(schema: type[B]) -> Any:
 
 
 async def limited(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
-    """The body's parts as they come. Raises RequestTooLarge before passing on too much."""
+    """Yield the body's parts as they come. Raises RequestTooLarge before passing on too much."""
     too_large = RequestTooLarge(f"the body is larger than {max_bytes} bytes, the limit here")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
@@ -93,7 +93,7 @@ async def limited(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
 
 
 def describe(problems: Sequence[Any]) -> InvalidInput:
-    """The first thing that pydantic found wrong. Quotes the names of fields, never values."""
+    """Return the first of pydantic's problems. Quotes names of fields, never values."""
     problem = problems[0]
     if problem["type"] == "json_invalid":
         return InvalidInput("the body is not JSON: " + problem["msg"].partition(": ")[2])
@@ -109,13 +109,13 @@ def describe(problems: Sequence[Any]) -> InvalidInput:
 
 
 def unsupported(*names: str, hint: str = "") -> PydanticCustomError:
-    """What a schema raises for fields of it, or without names a field's parser for its value."""
+    """Return what a schema raises for its fields, or a field's parser for its value (no names)."""
     context = {"names": list(names), "hint": hint}
     return PydanticCustomError("unsupported", "not supported here", context)
 
 
 def misfit(param: str, message: str) -> PydanticCustomError:
-    """What a schema raises when `param` does not fit its other fields."""
+    """Return what a schema raises when `param` does not fit its other fields."""
     return PydanticCustomError("misfit", message, {"param": param})
 
 

@@ -1,4 +1,4 @@
-"""Keeps the gateway's view of the catalog fresh without asking the store too often."""
+"""The gateway's view of the catalog, kept fresh without asking the store too often."""
 
 import asyncio
 import logging
@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 MIN_GAP_S = 0.1
 """Refreshes begin at most this often, however many unknown names clients ask for."""
 LONGEST_WAIT_S = 2.0
-"""A store that hangs delays the answer to an unknown name by this much and nothing else."""
+"""A store that hangs delays the response to an unknown name by this much, and nothing else."""
 MISSING_S = 1.0
-"""For so long a name that was just looked up in vain is refused without looking again."""
+"""How long a missing name is refused without looking it up again."""
 _MOST_MISSING = 4096
 _READERS = 8
 
@@ -60,7 +60,7 @@ class GatewayCatalogView:
         return time.monotonic() - self._answered_s
 
     async def ask(self, question: Callable[[CatalogState], T]) -> T:
-        """The last view's answer; partitions that it needs are read first, off the event loop.
+        """Ask the last view; partitions that the question needs are read first, off the event loop.
 
         Raises Unavailable if the store does not answer.
         """
@@ -71,11 +71,11 @@ class GatewayCatalogView:
                 await self._read_partitions(missing.numbers)
 
     async def find(self, question: Callable[[CatalogState], T], name: Name | None = None) -> T:
-        """The last view's answer; where it knows no such key or model, that of a newer view.
+        """Ask the last view; where it knows no such key or model, ask a newer view.
 
         name: a model that the newer view lacks too is taken to be missing for MISSING_S. Raises
-        InvalidKey and UnknownModel, and Unavailable where there may be something newer that cannot
-        be read.
+        InvalidKey and UnknownModel, and Unavailable if there may be a newer view that cannot be
+        read.
         """
         try:
             return await self.ask(question)
@@ -91,7 +91,7 @@ class GatewayCatalogView:
             raise
 
     async def ask_in_thread(self, question: Callable[[CatalogState], T]) -> T:
-        """The answer of a view as from `refreshed`, worked out in a thread: for long lists.
+        """Ask a view as from `refresh`, in a thread: for long lists.
 
         Raises StoreError if partitions that it needs cannot be read.
         """
@@ -99,7 +99,7 @@ class GatewayCatalogView:
         return await self.in_thread(self._catalog.ask, question)
 
     async def in_thread(self, work: Callable[[A], T], argument: A) -> T:
-        """What takes long, in one of the threads for that."""
+        """Do work that takes long in one of the threads for it."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, argument)
 
     async def follow(self) -> None:
@@ -109,12 +109,12 @@ class GatewayCatalogView:
             await self.refresh()
 
     async def refresh(self) -> CatalogState:
-        """A view that was read after this call, or the last one if the store does not answer."""
+        """Return a view read after this call, or the last one if the store does not answer."""
         await self._read()
         return self.state
 
     async def refresh_or_raise(self) -> CatalogState:
-        """A view that was read after this call. Raises Unavailable if the store does not answer."""
+        """Return a view read after this call. Raises Unavailable if the store does not answer."""
         if not await self._read():
             raise Unavailable(
                 "what this request names is not known here, and the catalog cannot be read now: "
@@ -146,7 +146,7 @@ class GatewayCatalogView:
                 del self._partitions[number]
 
     async def _read(self) -> bool:
-        """Whether it worked in time. All who call before the read begins share it."""
+        """Refresh; return whether that worked in time. All who call before it begins share it."""
         if self._next is None:
             self._next = asyncio.create_task(self._refresh())
         done, _ = await asyncio.wait([self._next], timeout=LONGEST_WAIT_S)
@@ -156,7 +156,7 @@ class GatewayCatalogView:
         async with self._refreshing:
             await asyncio.sleep(self._begun_s + MIN_GAP_S - time.monotonic())
             self._begun_s = time.monotonic()
-            self._next = None  # who asks from here on wants a later read
+            self._next = None  # callers from here on want a later read
             try:
                 await asyncio.to_thread(self._catalog.refresh)
             except Exception as error:  # whatever it is, the last view serves on
@@ -172,7 +172,7 @@ class GatewayCatalogView:
 
 
 class _NegativeCache:
-    """Names that were looked up in vain, for MISSING_S, and few of them."""
+    """Names that were not found, for MISSING_S, and few of them."""
 
     def __init__(self) -> None:
         self._until: dict[Name, float] = {}

@@ -1,4 +1,4 @@
-"""Errors as HTTP answers."""
+"""Errors as HTTP responses."""
 
 import math
 from collections.abc import Iterable
@@ -37,14 +37,14 @@ class Refused(LorikeetError):
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every error in OpenAI's shape."""
-    app.add_exception_handler(LorikeetError, _answer_ours)
-    app.add_exception_handler(RequestValidationError, _answer_validation)
-    app.add_exception_handler(HTTPException, _answer_http)
+    """Respond to every error in OpenAI's shape."""
+    app.add_exception_handler(LorikeetError, _on_lorikeet_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
 
 
 def error_response(error: LorikeetError) -> Response:
-    """One of our errors as an answer, with Retry-After where trying again makes sense."""
+    """Return a LorikeetError as a response, with Retry-After where a retry makes sense."""
     status = status_of(error.code)
     headers = {}
     if status in (429, 503):
@@ -59,7 +59,7 @@ def error_response(error: LorikeetError) -> Response:
 
 
 def limit_headers(limits: Iterable[LimitStatus]) -> dict[str, str]:
-    """How limits per minute stand, as OpenAI says it."""
+    """Return the status of limits per minute as OpenAI's headers."""
     headers = {}
     for kind, limit, remaining, reset_s in limits:
         headers[f"x-ratelimit-limit-{kind}"] = str(limit)
@@ -69,22 +69,22 @@ def limit_headers(limits: Iterable[LimitStatus]) -> dict[str, str]:
 
 
 def internal_error_response() -> Response:
-    """The answer to an exception nobody expected; it says nothing of its insides."""
+    """Return the response to an unexpected exception; it says nothing of the exception."""
     return JSONResponse(error_body(LorikeetError.code, _INTERNAL), 500)
 
 
-async def _answer_ours(_: Request, error: Exception) -> Response:
+async def _on_lorikeet_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, LorikeetError)
     return error_response(error)
 
 
-async def _answer_validation(_: Request, error: Exception) -> Response:
-    """FastAPI's own checks of paths and queries, whose locations begin with where they were."""
+async def _on_validation_error(_: Request, error: Exception) -> Response:
+    """Respond to FastAPI's own checks of paths and queries; `loc` begins with which it was."""
     assert isinstance(error, RequestValidationError)
     return error_response(describe([{**p, "loc": p["loc"][1:]} for p in error.errors()]))
 
 
-async def _answer_http(request: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         body = error_body("not_found", f"there is no {request.url.path} here")
@@ -96,7 +96,7 @@ async def _answer_http(request: Request, error: Exception) -> Response:
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes it: 120ms, 1s, 6m0s, 1h0m0s; rounded up."""
+    """Return a duration as OpenAI writes it: 120ms, 1s, 6m0s, 1h0m0s; rounded up."""
     milliseconds = math.ceil(1000 * seconds - _ROUNDING)
     if milliseconds < 1000:
         return f"{max(0, milliseconds)}ms"

@@ -20,17 +20,17 @@ from lorikeet.request_log.trace import RequestTrace
 from lorikeet.tenancy import RateLimiter
 from lorikeet_engine.request import SchedulingParams
 
-KINDS: Mapping[str, type[GenerateRequest]] = {
+SCHEMAS: Mapping[str, type[GenerateRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
 }
-"""What is asked for at which path. A kind is a schema that becomes a Call."""
+"""The request schema of each path; every one of them becomes a Call."""
 
 SESSION_HEADER = "x-lorikeet-session"
-"""Whose request this is, where an alias shares its requests between two versions; else the body's
-`user`; a request without either may get either version."""
+"""Names a session, which keeps to one version where an alias shares its requests between two; else
+the body's `user` does; a request without either may get either version."""
 LOAD_HEADER = "x-lorikeet-max-adapter-wait-ms"
-"""How long the caller waits for an adapter that is not there."""
+"""How long the caller waits for an adapter that has to be loaded."""
 _LONGEST_LOAD_MS = 3_600_000
 
 
@@ -40,32 +40,32 @@ def generate_routes(
     rate_limiter: RateLimiter,
     request_log: RequestLog,
 ) -> list[Route]:
-    """One for each kind, without FastAPI's dependencies.
+    """Return a route for each path, without FastAPI's dependencies.
 
-    These have none, and to find that out at each request takes a quarter of the gateway's own time.
+    These routes have none, and finding that out takes a quarter of the gateway's time on a request.
     """
     return [
         Route(
             path,
-            GenerateEndpoint(kind, services, authenticator, rate_limiter, request_log).answer,
+            GenerateEndpoint(schema, services, authenticator, rate_limiter, request_log).answer,
             methods=["POST"],
         )
-        for path, kind in KINDS.items()
+        for path, schema in SCHEMAS.items()
     ]
 
 
 class GenerateEndpoint:
-    """Answers generate requests of one kind."""
+    """Answers generate requests of one schema: the request's walk through its gateway."""
 
     def __init__(
         self,
-        kind: type[GenerateRequest],
+        schema: type[GenerateRequest],
         services: Services,
         authenticator: RequestAuthenticator,
         rate_limiter: RateLimiter,
         request_log: RequestLog,
     ) -> None:
-        self._kind, self._services = kind, services
+        self._schema, self._services = schema, services
         self._authenticator, self._rate_limiter, self._request_log = (
             authenticator,
             rate_limiter,
@@ -80,14 +80,14 @@ class GenerateEndpoint:
         traceparent = request.headers.get("traceparent")
         trace = self._request_log.trace(request_id_of(request), request.scope["path"], traceparent)
         with trace.validating():
-            return await self._walk(request, trace)
+            return await self._begin_call(request, trace)
 
-    async def _walk(self, request: Request, trace: RequestTrace) -> ReplicaResponse:
+    async def _begin_call(self, request: Request, trace: RequestTrace) -> ReplicaResponse:
         caller = await self._authenticator.caller(request)
         trace.set_caller(caller.tenant.name, caller.key.key_id)
         hold = self._rate_limiter.check(caller.tenant, caller.key)
         scheduling = self._scheduling(request, caller)  # first: a bad header costs no parse
-        body = await read_json(request, self._kind)
+        body = await read_json(request, self._schema)
         trace.set_model(body.model)
         request_id = request_id_of(request)
         session = request.headers.get(SESSION_HEADER) or body.user or request_id
@@ -102,7 +102,7 @@ class GenerateEndpoint:
         )
 
     def _scheduling(self, request: Request, caller: Caller) -> SchedulingParams:
-        """What the engine's scheduler is to know. Raises InvalidInput."""
+        """Return what the engine's scheduler is to know. Raises InvalidInput."""
         tenant, max_queue_s = caller.tenant, self._services.max_queue_s
         max_load_s = _max_load_s(request.headers.get(LOAD_HEADER))
         return SchedulingParams(
@@ -111,7 +111,7 @@ class GenerateEndpoint:
 
 
 def _max_load_s(header: str | None) -> float | None:
-    """Raises InvalidInput."""
+    """Parse LOAD_HEADER. Raises InvalidInput."""
     if header is None:
         return None
     if not re.fullmatch("[0-9]{1,9}", header) or int(header) > _LONGEST_LOAD_MS:

@@ -18,7 +18,7 @@ _QUESTION = "shares"
 
 
 class LimitSync:
-    """Two loops beside the requests. Where one fails, what was known before holds."""
+    """Two loops beside the requests. When one fails, what was known before holds."""
 
     def __init__(self, peers: Peers, shares: LimitShares, rate_limiter: RateLimiter) -> None:
         self._peers, self._shares, self._rate_limiter = peers, shares, rate_limiter

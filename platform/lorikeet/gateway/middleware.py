@@ -1,4 +1,4 @@
-"""What every request gets, whatever it asks: an id, and an answer even when the code breaks."""
+"""Middleware for every request: an id, and a 500 when the code breaks."""
 
 import uuid
 
@@ -13,16 +13,16 @@ REQUEST_ID_HEADER = "x-request-id"
 
 
 class RequestMiddleware:
-    """Middleware: makes the request's id, and turns an unexpected exception into a plain 500.
+    """Makes the request's id, and turns an unexpected exception into a plain 500.
 
-    The id is always made here: one that a client chose could collide with another's.
+    Clients cannot choose the id: theirs could collide with another's.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
+        """Pass a request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -39,7 +39,7 @@ class RequestMiddleware:
         try:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
-            return  # it left while sending its body: nobody reads an answer
+            return  # while sending its body: nobody reads a response
         except Exception as error:
             log_unexpected("request_failed", request_id, error)
             if started:
@@ -48,5 +48,5 @@ class RequestMiddleware:
 
 
 def request_id_of(request: Request) -> str:
-    """The id of this request, 32 hex digits."""
+    """Return the request's id, 32 hex digits."""
     return str(request.state.request_id)

@@ -1,4 +1,4 @@
-"""A call under the limits of its tenant and its key."""
+"""Holds a call to the limits of its tenant and its key while it runs."""
 
 from types import TracebackType
 
@@ -8,15 +8,15 @@ from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, StreamIte
 from lorikeet.tenancy import RateLimitHold
 
 TYPICAL_ANSWER_TOKENS = 256
-"""Reserved for a choice that may fill the context."""
+"""Tokens reserved for a choice that may fill the context."""
 
 
 class RateLimitObserver(RequestObserver):
-    """Reserves what a call may take while it runs, and settles what it took.
+    """Reserves the tokens that a call may take, and settles what it took.
 
-    A call that was made to its end says so. One that failed before its first bytes took nothing.
-    Of any other, whose client left or whose replica was lost in mid stream, nobody here knows what
-    it took: what was reserved counts.
+    A complete answer's FinalUsage says what it took. A call that failed before its first bytes took
+    nothing. Of any other, whose client left or whose replica was lost in mid stream, that is not
+    known: what was reserved counts.
     """
 
     def __init__(self, hold: RateLimitHold, call: Call, base_model: str) -> None:
@@ -26,7 +26,7 @@ class RateLimitObserver(RequestObserver):
         self._answered = False
 
     def __enter__(self) -> None:
-        """Reserve. Raises RateLimited, Overloaded."""
+        """Reserve tokens. Raises RateLimited, Overloaded."""
         self._hold.take(self._tokens, self._base_model)
 
     def __exit__(
@@ -35,13 +35,13 @@ class RateLimitObserver(RequestObserver):
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        """Give back what was not taken."""
+        """Give back tokens that were not taken."""
         if isinstance(error, Exception) and not self._answered:
             self._hold.settle(0)
         self._hold.release()
 
     def on_item(self, item: StreamItem) -> None:
-        """The replica says that the call has its first token, or what it took."""
+        """Note the first token, and settle the final usage."""
         match item:
             case AnswerHeader() if item.load_s is not None:
                 self._hold.first_token()
@@ -49,7 +49,7 @@ class RateLimitObserver(RequestObserver):
                 self._hold.settle(item.prompt_tokens + item.completion_tokens)
 
     def on_first_bytes(self) -> Headers:
-        """How the limits stand."""
+        """Return the limits' status as headers."""
         self._answered = True
         self._hold.first_token()
         headers = limit_headers(self._hold.limit_statuses())
@@ -57,7 +57,7 @@ class RateLimitObserver(RequestObserver):
 
 
 def expected_tokens(call: Call) -> int:
-    """What a call takes at most, or where that is not said, about."""
+    """Return the tokens that a call takes at most, or about, if it sets no limit."""
     answer = call.max_tokens or TYPICAL_ANSWER_TOKENS
     if call.max_context is not None:
         answer = min(answer, call.max_context)

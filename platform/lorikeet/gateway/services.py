@@ -1,4 +1,4 @@
-"""What the API is built from."""
+"""The parts that the gateway's application is built from."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,9 +31,9 @@ class EngineClient(Protocol):
     """The way to the replicas."""
 
     def generate(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
-        """A replica's answer: a Header, then bytes, or a Refusal before the first bytes.
+        """Stream a replica's answer: an AnswerHeader, then bytes, or a Refusal before the first.
 
-        Closing or cancelling it frees at once what the request holds. Raises LorikeetError.
+        Closing or cancelling the stream frees at once what the request holds. Raises LorikeetError.
         """
         ...
 
@@ -42,15 +42,15 @@ class EngineClient(Protocol):
         ...
 
     async def reports(self, tier: Residency = Residency.DISK) -> Sequence[ReplicaReport]:
-        """What every replica of every base model holds and does.
+        """Ask every replica of every base model what it holds and does.
 
-        tier: adapters are named that are there or nearer; those in the GPU's arena always are.
+        tier: adapters there or nearer are listed; those in the GPU's arena always are.
         """
         ...
 
 
 async def no_pages() -> Sequence[bytes]:
-    """Where this gateway is the whole service."""
+    """Return no pages: the default where this gateway is the whole service."""
     return ()
 
 
@@ -67,16 +67,16 @@ class Services:
     """The parts behind the API. base_models: by the name that clients use.
 
     gateways: how many there are; each enforces its share of a tenant's limit. refresh_s: how old
-    the view of the catalog may be. first_item_timeout_s: how long a replica may take to answer at
-    all; how long it may take to generate is not limited here. max_generations: requests that this
-    gateway carries at once, of all tenants together; None: no bound. part_bytes: of large uploads.
-    adapter_memory: what the engines keep adapters in, as far as it is known here. name: of this
-    gateway. peers: the other gateways. written: what tenants have used, for their budgets; what
-    they used in the last written_s seconds may be missing in it. max_queue_s: how long a request
-    may wait for its turn on a replica; None: as long as it takes. max_running: requests that the
-    replicas of each base model run at once, this gateway's part of them. traces: where requests
-    that are over are told; None: nowhere. metrics: this gateway's. pages: what each replica and the
-    controller measure, as parts of the page of metrics.
+    the view of the catalog may be. first_item_timeout_s: how long a replica may take to answer
+    at all; how long it may take to generate is not limited here. max_open_requests: what this
+    gateway carries at once, of all tenants together; None: no bound. part_bytes: the size of a
+    large upload's parts. adapter_memory: what the engines keep adapters in, as far as it is known
+    here. name: this gateway's. peers: the other gateways. recorded_usage: what tenants have used,
+    for their budgets; the last recorded_usage_delay_s seconds may be missing in it. max_queue_s:
+    how long a request may wait for its turn on a replica; None: as long as it takes. max_running:
+    this gateway's part of the requests that the replicas of each base model run at once. traces:
+    where traces of ended requests go, if anywhere. metrics: this gateway's. metrics_pages: asks
+    each replica and the controller for its part of the metrics page.
     """
 
     catalog: AdapterCatalog
@@ -86,18 +86,18 @@ class Services:
     gateways: int = 1
     refresh_s: float = 1.0
     first_item_timeout_s: float = 60.0
-    max_generations: int | None = None
+    max_open_requests: int | None = None
     part_bytes: int = PART_BYTES
     adapter_memory: AdapterMemory = FLOAT32_MEMORY
     name: str = "gateway"
     peers: Peers = field(default_factory=Peers)
-    written: RecordedUsage | None = None
-    written_s: float = 30.0
+    recorded_usage: RecordedUsage | None = None
+    recorded_usage_delay_s: float = 30.0
     max_queue_s: float | None = None
     max_running: Mapping[str, int] = field(default_factory=dict)
     traces: "TraceExporter | None" = None
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
-    pages: Callable[[], Awaitable[Sequence[bytes]]] = no_pages
+    metrics_pages: Callable[[], Awaitable[Sequence[bytes]]] = no_pages
 
 
 def read_base_models(folders: Mapping[str, Path]) -> dict[str, ServedModel]:

@@ -1,1 +1,12 @@
-"""One engine and the text around it: prompts in, the client's bytes out. No Ray."""
+"""A replica: one engine and the text around it. Prompts in, the client's bytes out. No Ray.
+
+replica.py            Replica: a call's walk, and all that gateways and the controller may ask
+prompts.py            chat templates and tokenizing
+grammar.py, tool_grammar.py, grammar_sandbox.py   what an answer is held to
+output_dispatcher.py  the engine's outputs, to each call's AnswerSender (answer_stream/)
+metering.py           what is billed
+status_feed.py        status updates for gateways
+engine_process.py, engine_settings.py, adapter_source.py   what the engine is built from
+
+serving/deployments.py makes it a deployment.
+"""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lorikeet.protocol.messages import FinalUsage
 from lorikeet.request_log.record import AttemptRecord, RequestRecord, engine_s
 from lorikeet_engine.adapter import Residency
 
@@ -41,16 +42,20 @@ def explain(record: RequestRecord, *, for_admin: bool) -> Json:
         "retries": record.retries,
     }
     if (usage := record.usage) is not None:
-        explanation["tokens"] = {
-            "prompt": usage.prompt_tokens,
-            "cached": usage.cached_tokens,
-            "output": usage.completion_tokens,
-        }
+        explanation["tokens"] = _tokens(usage)
         explanation["preemptions"] = sum(course.preemptions for course in record.courses)
     if for_admin:
         explanation["replica_status"] = {"running": record.running, "waiting": record.waiting}
         explanation["attempts"] = [_attempt(record, attempt) for attempt in record.attempts]
     return explanation
+
+
+def _tokens(usage: FinalUsage) -> Json:
+    return {
+        "prompt": usage.prompt_tokens,
+        "cached": usage.cached_tokens,
+        "output": usage.completion_tokens,
+    }
 
 
 def _stages(record: RequestRecord) -> list[tuple[str, float]]:

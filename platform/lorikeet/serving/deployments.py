@@ -167,17 +167,17 @@ class Gateway:
                 limits=AdapterLimits(settings.max_rank, settings.max_adapter_bytes),
                 engines=ServeEngineClient(engines, name),
                 gateways=settings.gateways,
-                max_generations=_most_generations(settings),
+                max_open_requests=_most_generations(settings),
                 adapter_memory=adapter_memory,
                 name=name,
                 peers=self._peers,
-                written=MonthTokens(store),
-                written_s=_WRITTEN_FLUSHES * settings.usage_flush_s,
+                recorded_usage=MonthTokens(store),
+                recorded_usage_delay_s=_WRITTEN_FLUSHES * settings.usage_flush_s,
                 max_queue_s=settings.max_queue_s,
                 max_running=_max_running(settings),
                 traces=_traces(settings, name),
                 metrics=GatewayMetrics(settings.gateways),
-                pages=partial(broadcast_all, [*engines.values(), controller], "metrics"),
+                metrics_pages=partial(broadcast_all, [*engines.values(), controller], "metrics"),
             )
             self._trim = asyncio.create_task(trim_freed_memory())
             self._admin_listener = AdminListener(settings.admin_address)

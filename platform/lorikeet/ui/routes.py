@@ -39,18 +39,18 @@ class _File(NamedTuple):
 
 
 def ui_routes() -> APIRouter:
-    """The page and its files, read once. No key: they tell nothing of this service."""
+    """Routes of the page and its files, read once. No key: they show nothing of this service."""
     router, files = APIRouter(), _read()
 
     @router.get("/ui")
     async def page(request: Request) -> Response:
-        return _answer(request, files[_PAGE])
+        return _respond(request, files[_PAGE])
 
     @router.get("/ui/{name}")
     async def file(request: Request, name: str) -> Response:
         if name not in files:
             raise HTTPException(404)
-        return _answer(request, files[name])
+        return _respond(request, files[name])
 
     return router
 
@@ -63,7 +63,7 @@ def _read() -> dict[str, _File]:
     return files
 
 
-def _answer(request: Request, file: _File) -> Response:
+def _respond(request: Request, file: _File) -> Response:
     headers = _HEADERS | {"etag": file.etag}
     if request.headers.get("if-none-match") == file.etag:
         return Response(status_code=304, headers=headers)

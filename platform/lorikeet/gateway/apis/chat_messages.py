@@ -16,19 +16,19 @@ _CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class TextPart(TypedDict):
-    """A piece of a message's content."""
+    """A part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
 def _parse_role(value: object) -> object:
-    """`developer` is what newer clients call `system`."""
+    """Parse a role; `developer` is what newer clients call `system`."""
     return "system" if value == "developer" else value
 
 
 def _parse_text(value: object) -> object:
-    """A message's content: a string, or a list of text parts to be joined."""
+    """Parse a message's content: a string, or a list of text parts to be joined."""
     if not isinstance(value, list):
         return value
     for part in value:
@@ -40,7 +40,7 @@ def _parse_text(value: object) -> object:
 
 
 def _parse_arguments(value: object) -> dict[str, Any]:
-    """What a tool was called with: templates want the object, clients send its JSON text."""
+    """Parse a call's arguments: templates want the object, clients send its JSON text."""
     try:
         arguments = from_json(value, allow_inf_nan=False) if isinstance(value, str) else None
     except ValueError:  # also where it is nested more deeply than a body may be
@@ -100,7 +100,7 @@ class Message(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it; content is always a string."""
+        """Return the message as chat templates read it; content is always a string."""
         message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
         if self.name is not None:
             message["name"] = self.name
@@ -112,7 +112,7 @@ class Message(Body):
 
 
 def check_answered(messages: Sequence[Message]) -> None:
-    """Every tool's message answers a call of an earlier turn, else it is a misfit."""
+    """Check that every tool's message answers a call of an earlier turn. Raises a misfit."""
     called: set[str] = set()
     for index, message in enumerate(messages):
         called.update(call.id for call in message.tool_calls or ())

@@ -79,7 +79,7 @@ class GenerateRequest(Body):
         return self
 
     def output_limit(self) -> int | None:
-        """Most tokens of one choice; None: as many as the context allows."""
+        """Return the most tokens of one choice; None for as many as the context allows."""
         return self.max_tokens
 
     @abstractmethod
@@ -91,11 +91,11 @@ class GenerateRequest(Body):
         scheduling: SchedulingParams,
         model: ResolvedModel,
     ) -> Call:
-        """The Call that a replica gets."""
+        """Return the Call that a replica gets."""
 
     @abstractmethod
     def alternatives(self) -> int | None:
-        """How many of the most likely tokens to tell of at each step; None: of none."""
+        """Return how many of the most likely tokens to report at each step; None: no logprobs."""
 
     def _common(self, caller: Caller, scheduling: SchedulingParams) -> dict[str, Any]:
         return {
@@ -162,11 +162,11 @@ class ChatRequest(GenerateRequest):
         return self
 
     def output_limit(self) -> int | None:
-        """max_completion_tokens, or max_tokens, its older name."""
+        """Return max_completion_tokens, or max_tokens, its older name."""
         return self.max_completion_tokens or self.max_tokens
 
     def alternatives(self) -> int | None:
-        """top_logprobs, if logprobs are asked for."""
+        """Return top_logprobs, if logprobs are asked for."""
         return self.top_logprobs if self.logprobs else None
 
     def to_call(
@@ -177,7 +177,7 @@ class ChatRequest(GenerateRequest):
         scheduling: SchedulingParams,
         model: ResolvedModel,
     ) -> Call:
-        """The Call that a replica gets."""
+        """Return the Call that a replica gets."""
         messages = tuple(message.for_template() for message in self.messages)
         tools = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         size = chat_tokens(messages, tools.tools if tools else ())
@@ -223,7 +223,7 @@ class CompletionRequest(GenerateRequest):
         return self
 
     def alternatives(self) -> int | None:
-        """As many as logprobs says."""
+        """Return logprobs, which is their number."""
         return self.logprobs
 
     def to_call(
@@ -234,7 +234,7 @@ class CompletionRequest(GenerateRequest):
         scheduling: SchedulingParams,
         model: ResolvedModel,
     ) -> Call:
-        """The Call that a replica gets."""
+        """Return the Call that a replica gets."""
         return Call(
             request_id,
             Endpoint.COMPLETIONS,
@@ -254,7 +254,7 @@ class CompletionRequest(GenerateRequest):
 
 
 def prompt_tokens(prompt: str | Sequence[int]) -> int:
-    """How long a prompt is: token ids exactly, a text about, for a gateway has no tokenizer."""
+    """Estimate a prompt's tokens; token ids are exact, but a gateway has no tokenizer for text."""
     if isinstance(prompt, str):
         return 1 + len(prompt) // CHARACTERS_PER_TOKEN
     return len(prompt)
@@ -263,7 +263,7 @@ def prompt_tokens(prompt: str | Sequence[int]) -> int:
 def chat_tokens(
     messages: Iterable[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
 ) -> int:
-    """How long a conversation is, about."""
+    """Estimate a conversation's tokens."""
     size = prompt_tokens(json.dumps(tools)) if tools else 0
     for message in messages:
         size += _TEMPLATE_TOKENS + prompt_tokens(message["content"])

@@ -48,7 +48,7 @@ _OBJECT = {"application/json": {"schema": {"type": "object"}}}
 
 
 def openapi_routes(authenticator: RequestAuthenticator) -> APIRouter:
-    """The document, for whoever has a key."""
+    """The route of the document, for callers with a key."""
     router = APIRouter(prefix="/v1")
 
     @router.get("/openapi.json")
@@ -61,7 +61,7 @@ def openapi_routes(authenticator: RequestAuthenticator) -> APIRouter:
 
 @cache
 def document() -> dict[str, Any]:
-    """The OpenAPI 3.1 document. Not to be changed."""
+    """Return the OpenAPI 3.1 document. Callers must not change it."""
     return {
         "openapi": "3.1.0",
         "info": {"title": "Lorikeet", "version": version("lorikeet-serve")},

@@ -1,4 +1,4 @@
-"""What the routes for tenants answer, as types: the OpenAPI document is made of them.
+"""The responses of tenants' routes, as types: the OpenAPI document is made of them.
 
 The bytes are formed in answer_stream/openai_format.py and logprobs.py, models.py and
 lorikeet/errors.py.
@@ -39,14 +39,14 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(TypedDict):
-    """Of the tokens of the content."""
+    """Log probabilities of the content's tokens."""
 
     content: list[TokenLogprob]
     refusal: None
 
 
 class CompletionLogprobs(TypedDict):
-    """Of the tokens of the text. text_offset: where in it each begins, in characters."""
+    """Log probabilities of the text's tokens. text_offset: the character at which each begins."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -70,7 +70,7 @@ class ToolCall(TypedDict):
 
 
 class AssistantMessage(TypedDict):
-    """What the model said. content is null where it only called tools."""
+    """The model's message. content is null where it only calls tools."""
 
     role: Literal["assistant"]
     content: str | None
@@ -100,14 +100,14 @@ class ChatCompletion(TypedDict):
 
 
 class FunctionDelta(TypedDict):
-    """More of a call; its first piece has the name."""
+    """More of a call; its first delta has the name."""
 
     name: NotRequired[str]
     arguments: str
 
 
 class ToolCallDelta(TypedDict):
-    """More of the call with this index; its first piece has id and type."""
+    """More of the call with this index; its first delta has id and type."""
 
     index: int
     id: NotRequired[str]

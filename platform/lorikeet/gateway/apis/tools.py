@@ -1,4 +1,4 @@
-"""What an answer must be: calls of the client's tools, or JSON."""
+"""Tools and response formats: what an answer may call, and what JSON it must be."""
 
 import json
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Tool(Body):
     function: Function
 
 
-class Named(TypedDict):
+class NamedFunction(TypedDict):
     """The name of a function."""
 
     name: str
@@ -42,7 +42,7 @@ class NamedTool(TypedDict):
     """A choice of one function, which must be called."""
 
     type: Literal["function"]
-    function: Named
+    function: NamedFunction
 
 
 def _parse_choice(value: object) -> str | NamedTool:
@@ -50,7 +50,7 @@ def _parse_choice(value: object) -> str | NamedTool:
         return str(value)
     match value:
         case {"type": "function", "function": {"name": str(name)}}:
-            return NamedTool(type="function", function=Named(name=name))
+            return NamedTool(type="function", function=NamedFunction(name=name))
         case {"type": "allowed_tools" | "custom"}:
             raise unsupported()
     raise ValueError(
@@ -67,7 +67,7 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 def tool_use(
     tools: Sequence[Tool], choice: str | NamedTool | None, parallel: bool | None
 ) -> ToolUse | None:
-    """What a chat may call; None: nothing. Raises a misfit."""
+    """Return what a chat may call; None if nothing. Raises a misfit."""
     if not tools:
         if choice == "required" or isinstance(choice, dict):
             raise misfit("tool_choice", "want tools with it")
@@ -110,7 +110,7 @@ class ResponseFormat(Body):
         return self
 
     def as_format(self) -> Format | None:
-        """None for text."""
+        """Return what the answer must be; None for text."""
         if self.type == "text":
             return None
         schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_

@@ -93,7 +93,9 @@ class Scrape:
 
     async def _make(self) -> bytes:
         services = self._services
-        gateways, others = await asyncio.gather(services.peers.ask(_QUESTION), services.pages())
+        gateways, others = await asyncio.gather(
+            services.peers.ask(_QUESTION), services.metrics_pages()
+        )
         page = await asyncio.to_thread(join, [*gateways.answers, *others])
         self._good_until_s = time.monotonic() + FRESH_S
         return page

@@ -19,7 +19,7 @@ _OWNER = "lorikeet"
 def model_routes(
     services: Services, authenticator: RequestAuthenticator, catalog_view: GatewayCatalogView
 ) -> APIRouter:
-    """The list and its single entries."""
+    """Routes of the list of models and of one model."""
     router = APIRouter(prefix="/v1/models")
 
     @router.get("")
@@ -42,7 +42,7 @@ def model_routes(
 
 
 def _adapter_entries(record: AdapterRecord) -> list[dict[str, Any]]:
-    """One entry for each alias, under the name that a request would use."""
+    """Return an entry for each alias, under the name that a request would use."""
     return [
         _entry(
             record.label if alias == DEFAULT_ALIAS else f"{record.label}@{alias}",

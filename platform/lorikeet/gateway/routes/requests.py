@@ -9,7 +9,7 @@ from lorikeet.request_log.request_log import RequestLog
 
 
 def request_routes(authenticator: RequestAuthenticator, request_log: RequestLog) -> APIRouter:
-    """A tenant asks about its own requests."""
+    """The route on which a tenant asks about its own requests."""
     router = APIRouter(prefix="/v1/requests")
 
     @router.get("/{request_id}")
@@ -21,7 +21,7 @@ def request_routes(authenticator: RequestAuthenticator, request_log: RequestLog)
 
 
 def admin_request_routes(request_log: RequestLog) -> APIRouter:
-    """An admin asks about any."""
+    """The route on which an admin asks about any request."""
     router = APIRouter(prefix="/requests")
 
     @router.get("/{request_id}")

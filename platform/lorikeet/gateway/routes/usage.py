@@ -1,4 +1,4 @@
-"""What tenants used: GET /v1/usage for one's own, GET /admin/v1/usage for all."""
+"""Usage: GET /v1/usage for a tenant's own, GET /admin/v1/usage for all."""
 
 import asyncio
 import time
@@ -37,9 +37,9 @@ class UsageReports:
         by: Sequence[GroupBy],
         tenant: str | None = None,
     ) -> Json:
-        """The rows of some days, both included; without them, of this month until today.
+        """Return the rows of some days, both included; by default of this month until today.
 
-        tenant: only this one's. Raises InvalidInput, StoreError.
+        tenant: only this tenant's. Raises InvalidInput, StoreError.
         """
         today = day_of(time.time())
         first, last = first or today.replace(day=1), last or today
@@ -52,7 +52,7 @@ class UsageReports:
 
 
 def parse_by(text: str, allowed: Sequence[GroupBy]) -> list[GroupBy]:
-    """day,adapter as what has a row. Raises InvalidInput."""
+    """Parse `by`: what has a row of its own, e.g. day,adapter. Raises InvalidInput."""
     try:
         by = [GroupBy(each) for each in text.split(",")]
     except ValueError:
@@ -65,7 +65,7 @@ def parse_by(text: str, allowed: Sequence[GroupBy]) -> list[GroupBy]:
 
 
 def usage_routes(authenticator: RequestAuthenticator, reports: UsageReports) -> APIRouter:
-    """A tenant's own."""
+    """The route of a tenant's own usage."""
     router = APIRouter(prefix="/v1")
 
     @router.get("/usage")
@@ -81,7 +81,7 @@ def usage_routes(authenticator: RequestAuthenticator, reports: UsageReports) -> 
 
 
 def admin_usage_routes(reports: UsageReports) -> APIRouter:
-    """Any tenant's, and all."""
+    """The admin route of one tenant's usage, and of all."""
     router = APIRouter()
 
     @router.get("/usage")
