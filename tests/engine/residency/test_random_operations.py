@@ -14,7 +14,7 @@ from tests.engine.blobs import Shelf, everywhere
 from tests.engine.residency.tiers_driver import TiersDriver
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["want", "want", "lease", "lease", "release", "pin", "unpin"]),
+    st.tuples(st.sampled_from(["request", "request", "lease", "lease", "release", "pin", "unpin"]),
               st.integers(0, 9)),
     max_size=40,
 )  # fmt: skip
@@ -59,7 +59,7 @@ def test_a_lease_always_sees_its_adapter_and_everybody_gets_one(
 def apply(
     b: TiersDriver, action: str, ref: AdapterRef, leases: list[tuple[AdapterRef, Lease]]
 ) -> None:
-    if action == "want":
+    if action == "request":
         b.tiers.request(ref)
         b.woken.wait(0.002)
     elif action == "lease" and (lease := b.tiers.lease(ref)) is not None:
