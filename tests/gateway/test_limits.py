@@ -152,6 +152,8 @@ def test_who_has_used_up_the_budget_is_out_of_quota(tmp_path: Path) -> None:
     with serving(tmp_path, recorded_usage=Written(1000)) as gateway:
         add(gateway, "small", tokens_per_month=1001)
         assert gateway.post(CHAT, BODY, tenant="small").status_code == 200
+        # settled a moment after the answer has ended
+        eventually(lambda: gateway.post(CHAT, BODY, tenant="small").status_code == 429)
         refused = gateway.post(CHAT, BODY, tenant="small")
         error = error_of(refused, 429)
         assert (error["code"], error["type"]) == ("insufficient_quota", "insufficient_quota")
