@@ -18,7 +18,10 @@ MODULES = [
     for package in PACKAGES
     for path in sorted(package.rglob("*.py"))
 ]
-MOST_FILES = 20
+MOST_FILES, MOST_LINES = 20, 300
+MOST_FUNCTION_LINES, MOST_KERNEL_LINES = 40, 120
+# What is longer, and why it is better so; ten at most.
+LONG = {"lora/shrink.py:shrink": "one launch: its checks, and the arguments of the kernel"}
 
 
 def test_platform_is_no_package_or_it_would_shadow_the_standard_librarys():
@@ -84,6 +87,22 @@ def test_no_folder_of_the_packages_has_too_many_files():
     assert [folder for folder, files in folders.items() if files > MOST_FILES] == []
 
 
+def test_no_file_or_function_of_the_packages_is_long_without_a_reason():
+    long = set()
+    for path, module in MODULES:
+        name = f"{path.parent.name}/{path.name}"
+        if len(path.read_text().splitlines()) > MOST_LINES:
+            long.add(name)
+        for node in ast.walk(module):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                kernel = any("triton.jit" in ast.unparse(d) for d in node.decorator_list)
+                most = MOST_KERNEL_LINES if kernel else MOST_FUNCTION_LINES
+                if node.end_lineno - node.lineno + 1 > most:
+                    long.add(f"{name}:{node.name}")
+    assert long == set(LONG)
+    assert len(LONG) <= 10
+
+
 def test_no_public_class_of_the_packages_has_anothers_name():
     names = Counter(
         node.name
@@ -92,3 +111,11 @@ def test_no_public_class_of_the_packages_has_anothers_name():
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, classes in names.items() if classes > 1] == []
+
+
+def test_no_docstring_of_the_packages_begins_as_if_another_went_before():
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for path, module in MODULES:
+        for node in ast.walk(module):
+            text = isinstance(node, documented) and ast.get_docstring(node)
+            assert not text or not re.match(r"(Of|The same|It|So)\b", text), f"{path}: {text}"
