@@ -114,7 +114,7 @@ def fill_device(tiers: Tiers, layout: PackedLayout, refs: Sequence[AdapterRef]) 
 
 def empty_device(tiers: Tiers) -> None:
     """Evict every adapter from the device; the host keeps them. No request runs."""
-    evicted = tiers._residents.make_room(tiers._pool.elements, for_request=False)
+    evicted = tiers._gpu.make_room(tiers._pool.elements, for_request=False)
     assert evicted, "some adapter is still in use"
 
 

@@ -67,7 +67,7 @@ def tiered_engine(
     """
     on_gpu, on_host = counts.gpu + counts.gpu_spare, counts.host + counts.host_spare
     engine, layout = roomy_engine(folder, blobs, on_gpu, on_host, config, settings)
-    engine._tiers._residents._policy = LeastRecentlyUsed()
+    engine._tiers._gpu._policy = LeastRecentlyUsed()
     refs = counts.refs(blobs)
     fill_device(engine._tiers, layout, refs[Residency.GPU])
     fill_host(engine._tiers, layout, refs[Residency.HOST])

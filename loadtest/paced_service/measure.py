@@ -16,7 +16,7 @@ from loadtest.report import all_whole, lateness_s, ttfts_s
 from loadtest.simulator.baselines import PowerOfTwo
 from loadtest.simulator.trials import measure
 from loadtest.streamed_answer import LoadRequest, StreamedAnswer
-from lorikeet.routing.cost_model import H200_LLAMA_8B
+from lorikeet.routing.cost_coefficients import H200_LLAMA_8B
 from lorikeet.settings import Address, Settings
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.outcome import Outcome, summarize

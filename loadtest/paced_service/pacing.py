@@ -160,7 +160,7 @@ def paced_engine(pace: Pace, settings: Settings, base_model: str) -> "Engine":
     engine.info = replace(engine.info, step_costs=pace.steps)
     if pace.lru:
         engine._tiers._residents._policy = LeastRecentlyUsed()
-    logger = logging.getLogger("lorikeet_engine.residency.gpu.residents")
+    logger = logging.getLogger("lorikeet_engine.residency.gpu.adapters")
     logger.addHandler(_LoadsFile(pace.notes / "loads"))
     return engine
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 from loadtest.paced_service.adapters import BYTES_PER_RANK
 from loadtest.simulator.goals import HOT
-from lorikeet.routing.cost_model import CostModel
+from lorikeet.routing.cost_coefficients import CostCoefficients
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.costs import LoadCosts, StepCosts
 from lorikeet_engine.traffic import AZURE_CONV, LengthModel
@@ -35,7 +35,9 @@ _LOADS = LoadCosts(
     remote_latency_s=0.3,
     remote_bytes_per_s=1e6,
 )
-COSTS = CostModel(_STEPS, _LOADS, answer_tokens=220.0 / _SHORTER, copy_s=0.5, evicted_use_s=0.08)
+COSTS = CostCoefficients(
+    _STEPS, _LOADS, answer_tokens=220.0 / _SHORTER, copy_s=0.5, evicted_use_s=0.08
+)
 """Prices in seconds are as many times higher as seconds are cheaper."""
 
 USUAL = Scenario(

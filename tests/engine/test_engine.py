@@ -17,7 +17,7 @@ from lorikeet_engine.errors import (
     StepFailed,
 )
 from lorikeet_engine.request import FinishReason
-from lorikeet_engine.residency.gpu.residents import GUARD_S
+from lorikeet_engine.residency.gpu.adapters import GUARD_S
 from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 

@@ -172,7 +172,7 @@ def test_a_stream_tells_its_first_bytes(traced: Traced) -> None:
 
 
 def test_the_engines_stages_end_before_what_they_made_is_there(tmp_path: Path) -> None:
-    course = EngineTimings(queued_s=0.01, load_s=0.004, prefill_s=0.02, decode_s=0.005)
+    timings = EngineTimings(queued_s=0.01, load_s=0.004, prefill_s=0.02, decode_s=0.005)
 
     async def heard_late(call: Call) -> Items:
         yield Attempt(call.request_id, "replica-7", 0.001)
@@ -182,7 +182,7 @@ def test_the_engines_stages_end_before_what_they_made_is_there(tmp_path: Path) -
             if isinstance(item, bytes):
                 yield item
         await asyncio.sleep(0.02)
-        yield FinalUsage(12, 8, 34, (course,))
+        yield FinalUsage(12, 8, 34, (timings,))
 
     with collecting() as collector, _tracing(tmp_path, collector.url) as gateway:
         gateway.engines.replay = heard_late

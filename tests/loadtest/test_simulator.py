@@ -8,7 +8,7 @@ import pytest
 
 from loadtest.simulator.baselines import ROUTERS
 from loadtest.simulator.oracle import oracle
-from lorikeet.routing.cost_model import H200_LLAMA_8B
+from lorikeet.routing.cost_coefficients import H200_LLAMA_8B
 from lorikeet.routing.ranking import RoutingStatus
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.memory import Arena, Link

@@ -8,7 +8,7 @@ from lorikeet.placement.prefetcher import Prefetcher
 from lorikeet.protocol.placement_decision import PinTarget, PrefetchTarget
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.residency.eviction import LeastUsedForItsSize, UsageRecord, Uses
+from lorikeet_engine.residency.eviction import LeastUsedForItsSize, RecentUses, UsageRecord
 from lorikeet_engine.telemetry.status import AdapterStatus
 from tests.placement.builders import held, ref, report
 
@@ -82,23 +82,25 @@ class Engine:
 
     def __init__(self, name: str, room: int) -> None:
         self.name, self._room = name, room
-        self._worth: dict[str, float] = {}
-        self._uses, self._policy = Uses(), LeastUsedForItsSize()
+        self._scores: dict[str, float] = {}
+        self._uses, self._policy = RecentUses(), LeastUsedForItsSize()
         self._seen: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._worth
+        return name in self._scores
 
     def use(self, name: str, now_s: float) -> None:
         self._uses.add(name, now_s)
         self._seen.add(name)
-        if name not in self and len(self._worth) == self._room:
-            del self._worth[min(self._worth, key=self._worth.__getitem__)]
-        self._worth[name] = self._policy.worth(UsageRecord(10, self._uses.at(name, now_s), now_s))
+        if name not in self and len(self._scores) == self._room:
+            del self._scores[min(self._scores, key=self._scores.__getitem__)]
+        self._scores[name] = self._policy.score(
+            UsageRecord(10, self._uses.count(name, now_s), now_s)
+        )
 
     def report(self, now_s: float) -> ReplicaReport:
         adapters = (
-            adapter(ref(name), GPU if name in self else DISK, self._uses.at(name, now_s))
+            adapter(ref(name), GPU if name in self else DISK, self._uses.count(name, now_s))
             for name in self._seen
         )
         return replica(self.name, *adapters, gpu=10 * self._room)

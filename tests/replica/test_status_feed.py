@@ -11,9 +11,9 @@ from lorikeet.routing.fleet import Fleet
 from lorikeet.routing.status_update import from_stats, to_stats
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import LoadCosts, MeasuredCosts, StepCosts
-from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, Victim
+from lorikeet_engine.telemetry.status import EngineStatus, EvictionCandidate, LiveStats
 
-BUSY = LiveStats(decoding=7, waiting=2, victim=Victim(10, 0.5))
+BUSY = LiveStats(decoding=7, waiting=2, victim=EvictionCandidate(10, 0.5))
 COSTS = MeasuredCosts(StepCosts(base_s=0.007), LoadCosts(disk_latency_s=0.5))
 
 

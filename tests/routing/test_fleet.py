@@ -10,7 +10,7 @@ from time import thread_time
 import pytest
 
 from lorikeet.rendezvous import by_preference
-from lorikeet.routing.cost_model import H200_LLAMA_8B
+from lorikeet.routing.cost_coefficients import H200_LLAMA_8B
 from lorikeet.routing.fleet import FETCH_PAUSE_S, LOST_S, Fleet
 from lorikeet.routing.prefix_index import prefix_hashes
 from lorikeet.routing.ranking import RoutingRequest, Work
@@ -18,7 +18,7 @@ from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.routing.tracked_replica import STALE_S, TrackedReplica
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import LoadCosts, MeasuredCosts, StepCosts
-from lorikeet_engine.telemetry.status import LiveStats, Victim
+from lorikeet_engine.telemetry.status import EvictionCandidate, LiveStats
 
 MB = 1 << 20
 REF = AdapterRef("acme", "support", 1, "d" * 64)
@@ -188,10 +188,14 @@ def test_evicting_what_is_in_use_is_avoided(gateway):
     full = replace(IDLE, free_bytes=0)
     gateway.fleet.set_replicas(("r0", "r1"))
     gateway.receive(
-        "r0", replace(full, victim=Victim(80 * MB, 9.0)), moved={REF.digest: Residency.HOST}
+        "r0",
+        replace(full, victim=EvictionCandidate(80 * MB, 9.0)),
+        moved={REF.digest: Residency.HOST},
     )
     gateway.receive(
-        "r1", replace(full, victim=Victim(80 * MB, 0.5)), moved={REF.digest: Residency.HOST}
+        "r1",
+        replace(full, victim=EvictionCandidate(80 * MB, 0.5)),
+        moved={REF.digest: Residency.HOST},
     )
     assert gateway.firsts() == {"r1"}
 

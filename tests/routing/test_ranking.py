@@ -8,7 +8,7 @@ from time import thread_time
 import pytest
 
 from lorikeet.rendezvous import CANDIDATES, by_preference, rendezvous_candidates
-from lorikeet.routing.cost_model import H200_LLAMA_8B as COSTS
+from lorikeet.routing.cost_coefficients import H200_LLAMA_8B as COSTS
 from lorikeet.routing.ranking import (
     MOST_OFF_GPU,
     MOST_ON_GPU,

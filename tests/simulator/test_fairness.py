@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lorikeet.routing.cost_model import H200_LLAMA_8B, capacity_per_s
+from lorikeet.routing.cost_coefficients import H200_LLAMA_8B, capacity_per_s
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import FleetSetup, Requests

@@ -14,7 +14,7 @@ from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
-from lorikeet_engine.telemetry.status import LiveStats, Victim
+from lorikeet_engine.telemetry.status import EvictionCandidate, LiveStats
 
 SCENARIO = Scenario(
     adapters=200,
@@ -44,7 +44,7 @@ def live_stats(replica: SimulatedReplica, now_s: float) -> LiveStats:
     arena, status, victim = replica.arena, replica.status, None
     if arena._front():
         _, adapter = arena._by_score[0]
-        victim = Victim(arena._sizes[adapter], arena.uses(adapter, now_s))
+        victim = EvictionCandidate(arena._sizes[adapter], arena.uses(adapter, now_s))
     return LiveStats(
         decoding=status.running,
         waiting=status.waiting,

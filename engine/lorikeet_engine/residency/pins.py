@@ -9,7 +9,7 @@ import torch
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.residency.disk.cache import DiskCache
-from lorikeet_engine.residency.gpu.residents import Residents
+from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.host_arena import HostArena
 from lorikeet_engine.residency.loader import Loader, LoadResult
 from lorikeet_engine.residency.packing import PackedLayout
@@ -33,9 +33,14 @@ class Pins:
     """Belongs to the engine's thread; add, remove and `in` may be used from any."""
 
     def __init__(
-        self, residents: Residents, host: HostArena, disk: DiskCache, loader: Loader, place: Place
+        self,
+        gpu: GpuAdapters,
+        host: HostArena,
+        disk: DiskCache,
+        loader: Loader,
+        place: Place,
     ) -> None:
-        self._residents, self._host, self._disk = residents, host, disk
+        self._gpu, self._host, self._disk = gpu, host, disk
         self._loader, self._place = loader, place
         self._updates: deque[tuple[str, _Pin | None]] = deque()
         self._pins: dict[str, _Pin] = {}
@@ -88,7 +93,7 @@ class Pins:
 
     def _apply(self, digest: str, pin: _Pin | None) -> None:
         self._due_s = 0.0
-        for tier in (self._residents, self._host, self._disk):
+        for tier in (self._gpu, self._host, self._disk):
             tier.unpin(digest)
         if pin is None:
             self._pins.pop(digest, None)
@@ -98,7 +103,7 @@ class Pins:
     def _is_met(self, pin: _Pin) -> bool:
         match pin.tier:
             case Residency.GPU:
-                return self._residents.is_pinned(pin.ref.digest)
+                return self._gpu.is_pinned(pin.ref.digest)
             case Residency.HOST:
                 return self._host.pin(pin.ref.digest)
             case Residency.DISK:
@@ -109,8 +114,8 @@ class Pins:
     def _promote(self, pin: _Pin, may_place: bool) -> bool:
         """Load or place an adapter towards its pin's tier; False when that is refused for now."""
         digest = pin.ref.digest
-        if pin.tier is Residency.GPU and self._residents.placed(digest):
-            return self._residents.pin(digest)
+        if pin.tier is Residency.GPU and self._gpu.placed(digest):
+            return self._gpu.pin(digest)
         held = self._host.hold(digest)
         if held is None:
             if pin.tier is Residency.DISK and self._disk.holds(digest):
@@ -129,6 +134,6 @@ class Pins:
 
     def _to_gpu(self, ref: AdapterRef, layout: PackedLayout, image: torch.Tensor) -> bool:
         # Asked before anything is evicted for it.
-        if not self._residents.may_pin(layout.elements):
+        if not self._gpu.may_pin(layout.elements):
             return False
-        return self._place(ref, layout, image) and self._residents.pin(ref.digest)
+        return self._place(ref, layout, image) and self._gpu.pin(ref.digest)

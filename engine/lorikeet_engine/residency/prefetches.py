@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.residency.gpu.residents import Residents
+from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.host_arena import HostArena
 from lorikeet_engine.residency.loader import Loader, LoadResult
 from lorikeet_engine.residency.packing import PackedLayout
@@ -35,8 +35,8 @@ class Prefetches:
     Belongs to the engine's thread; add may be called from any.
     """
 
-    def __init__(self, residents: Residents, host: HostArena, loader: Loader, place: Place) -> None:
-        self._residents, self._host = residents, host
+    def __init__(self, gpu: GpuAdapters, host: HostArena, loader: Loader, place: Place) -> None:
+        self._gpu, self._host = gpu, host
         self._loader, self._place = loader, place
         self._waiting: deque[_Prefetch] = deque(maxlen=_MAX_WAITING)
         self._loading: dict[str, _Prefetch] = {}
@@ -69,7 +69,7 @@ class Prefetches:
     def _promote(self, prefetch: _Prefetch, may_place: bool) -> bool:
         """Place an adapter on the GPU if that was asked for; False if it is on neither."""
         digest = prefetch.ref.digest
-        if self._residents.placed(digest):
+        if self._gpu.placed(digest):
             return True
         held = self._host.hold(digest)
         if held is None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import AdapterError
-from lorikeet_engine.residency.gpu.residents import Residents
+from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.gpu.slot_usage import SlotUser
 from lorikeet_engine.residency.host_arena import HostArena
 from lorikeet_engine.residency.loader import Loader, LoadResult
@@ -40,7 +40,7 @@ class RequestedAdapters:
 
     def __init__(
         self,
-        residents: Residents,
+        gpu: GpuAdapters,
         host: HostArena,
         loader: Loader,
         stats: ResidencyStats,
@@ -48,7 +48,7 @@ class RequestedAdapters:
         wake: Callable[[], None],
     ) -> None:
         """place: moves an image to the GPU, False without room. wake: called for advance."""
-        self._residents, self._host, self._loader = residents, host, loader
+        self._gpu, self._host, self._loader = gpu, host, loader
         self._stats, self._place, self._wake = stats, place, wake
         self._waiting: dict[str, SlotUser] = {}  # not on the GPU yet, and who asked first
         self._ready: dict[str, AdapterRef] = {}  # of these, held on the host
@@ -75,7 +75,7 @@ class RequestedAdapters:
     def request(self, ref: AdapterRef, tenant: str) -> None:
         """Begin to load an adapter to the GPU; doing so again changes nothing."""
         digest = ref.digest
-        if self._residents.guard(digest) or digest in self._waiting:
+        if self._gpu.guard(digest) or digest in self._waiting:
             return
         failure = self._failures.get(digest)
         if failure is not None:

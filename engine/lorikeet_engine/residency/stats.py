@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import LoadCosts
-from lorikeet_engine.residency.gpu.resident import Resident
-from lorikeet_engine.residency.gpu.residents import Residents
+from lorikeet_engine.residency.gpu.adapter import GpuAdapter
+from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.gpu.slots import PlacedImage, SlotPool
 from lorikeet_engine.residency.gpu.transfers import FinishedCopy, Transfers
 from lorikeet_engine.residency.load_times import LoadTimes
@@ -23,13 +23,13 @@ class ResidencyStats:
         self,
         pool: SlotPool,
         itemsize: int,
-        residents: Residents,
+        gpu: GpuAdapters,
         copies: Transfers,
         pins: Pins,
         residency: Callable[[str], Residency],
     ) -> None:
         """itemsize: bytes per element of an image. residency: where an adapter is, by digest."""
-        self._pool, self._residents, self._copies, self._pins = pool, residents, copies, pins
+        self._pool, self._gpu, self._copies, self._pins = pool, gpu, copies, pins
         self._residency = residency
         self._itemsize = itemsize
         self._seen = SeenAdapters()
@@ -90,12 +90,12 @@ class ResidencyStats:
         For any thread; holds up none.
         """
         # In this order: what is evicted meanwhile has no place any more, or another has it.
-        residents = {r.ref.digest: r for r in self._residents.snapshot()}
+        on_gpu = {r.ref.digest: r for r in self._gpu.snapshot()}
         placed = self._pool.placed()
-        refs = {digest: resident.ref for digest, resident in residents.items()}
+        refs = {digest: gpu_adapter.ref for digest, gpu_adapter in on_gpu.items()}
         if tier is not Residency.GPU:
             refs = self._seen.refs() | refs
-        found = [self._adapter(ref, residents.get(digest), placed) for digest, ref in refs.items()]
+        found = [self._adapter(ref, on_gpu.get(digest), placed) for digest, ref in refs.items()]
         return [each for each in found if each.pieces or each.residency >= tier]
 
     @property
@@ -108,24 +108,24 @@ class ResidencyStats:
         return None if elements is None else elements * self._itemsize
 
     def _adapter(
-        self, ref: AdapterRef, resident: Resident | None, placed: Mapping[int, PlacedImage]
+        self, ref: AdapterRef, gpu_adapter: GpuAdapter | None, placed: Mapping[int, PlacedImage]
     ) -> AdapterStatus:
         digest, size = ref.digest, self._itemsize
         common = (
             *(ref.tenant, ref.name, ref.version, digest),
             self._residency(digest),
-            resident.layout.elements * size if resident else self._image_bytes(digest),
-            self._residents.uses(digest),
+            gpu_adapter.layout.elements * size if gpu_adapter else self._image_bytes(digest),
+            self._gpu.uses(digest),
             digest in self._pins,
         )
-        image = placed.get(resident.slot) if resident else None
-        if resident is None or image is None or image.layout is not resident.layout:
+        image = placed.get(gpu_adapter.slot) if gpu_adapter else None
+        if gpu_adapter is None or image is None or image.layout is not gpu_adapter.layout:
             return AdapterStatus(*common)
         return AdapterStatus(
             *common,
             rank=image.layout.max_rank,
-            leases=resident.leases,
-            kept=self._residents.is_pinned(digest),
-            arriving=resident.copying,
+            leases=gpu_adapter.leases,
+            kept=self._gpu.is_pinned(digest),
+            arriving=gpu_adapter.copying,
             pieces=tuple((p.offset * size, (p.end - p.begin) * size) for p in image.pieces),
         )

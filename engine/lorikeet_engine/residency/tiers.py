@@ -22,9 +22,9 @@ from lorikeet_engine.residency.disk.cache import AdapterSource, DiskCache
 from lorikeet_engine.residency.disk.image_file import fingerprint
 from lorikeet_engine.residency.disk.watcher import DiskWatcher
 from lorikeet_engine.residency.eviction import LeastUsedForItsSize
+from lorikeet_engine.residency.gpu.adapter import Lease
+from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.gpu.arena import DeviceArena
-from lorikeet_engine.residency.gpu.resident import Lease
-from lorikeet_engine.residency.gpu.residents import Residents
 from lorikeet_engine.residency.gpu.slot_usage import SlotUsage, SlotUser
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.gpu.transfers import FinishedCopy, Transfers
@@ -38,9 +38,9 @@ from lorikeet_engine.residency.stats import ResidencyStats
 from lorikeet_engine.telemetry.status import (
     AdapterStatus,
     Distribution,
+    EvictionCandidate,
     SlotUse,
     TierStatus,
-    Victim,
 )
 
 
@@ -75,7 +75,7 @@ class Tiers:
         self.changed, note = self._changes.changed, self._changes.note
         self._pool = SlotPool(self.weights.arena.numel(), max_slots)
         self._arena = DeviceArena(self.weights, device)
-        self._residents = Residents(
+        self._gpu = GpuAdapters(
             self._pool, self._arena, LeastUsedForItsSize(), time.monotonic, note
         )
         self._host = HostArena(host_bytes, dtype, device.type == "cuda", note)
@@ -83,15 +83,15 @@ class Tiers:
         self._disk = DiskCache(cache_dir, disk_bytes, source, kind, note)
         self._loader = Loader(shape, limits, self._disk, self._host, self._pool.elements, wake)
         self._copies = Transfers(wake)
-        self._pins = Pins(self._residents, self._host, self._disk, self._loader, self._place)
+        self._pins = Pins(self._gpu, self._host, self._disk, self._loader, self._place)
         self._stats = ResidencyStats(
-            self._pool, dtype.itemsize, self._residents, self._copies, self._pins, self.residency_of
+            self._pool, dtype.itemsize, self._gpu, self._copies, self._pins, self.residency_of
         )
         place = partial(self._place, requested=True)
         self._requests = RequestedAdapters(
-            self._residents, self._host, self._loader, self._stats, place, wake
+            self._gpu, self._host, self._loader, self._stats, place, wake
         )
-        self._prefetches = Prefetches(self._residents, self._host, self._loader, self._place_spare)
+        self._prefetches = Prefetches(self._gpu, self._host, self._loader, self._place_spare)
         self._disk_watcher = DiskWatcher(self._disk, self._changes)
 
     @property
@@ -102,12 +102,12 @@ class Tiers:
     @property
     def room_bytes(self) -> int:
         """Bytes of the device's arena that are free or could be evicted now."""
-        return self._residents.room_elements * self.weights.arena.itemsize
+        return self._gpu.room_elements * self.weights.arena.itemsize
 
     @property
-    def victim(self) -> Victim | None:
+    def victim(self) -> EvictionCandidate | None:
         """What would be evicted first, its uses to a tenth: they fade all the time."""
-        return self._residents.victim(self.weights.arena.itemsize)
+        return self._gpu.victim(self.weights.arena.itemsize)
 
     def residency(self, ref: AdapterRef) -> Residency:
         """The fastest place that holds an adapter now."""
@@ -115,7 +115,7 @@ class Tiers:
 
     def residency_of(self, digest: str) -> Residency:
         """The fastest place that holds the adapter with this digest now."""
-        if self._residents.holds(digest):
+        if self._gpu.holds(digest):
             return Residency.GPU
         if self._host.holds(digest):
             return Residency.HOST
@@ -135,17 +135,17 @@ class Tiers:
 
     def copy_s(self, ref: AdapterRef) -> float:
         """How long an adapter's copy to the GPU takes if nobody has requested it so far, else 0."""
-        if ref.digest in self._requests or self._residents.placed(ref.digest):
+        if ref.digest in self._requests or self._gpu.placed(ref.digest):
             return 0.0
         return self._stats.copy_s(ref.digest)
 
     def loaded_at_s(self, ref: AdapterRef) -> float:
         """When an adapter that is on the GPU came there."""
-        return self._residents.loaded_at_s(ref.digest)
+        return self._gpu.loaded_at_s(ref.digest)
 
     def rank(self, ref: AdapterRef) -> int | None:
         """The largest rank of an adapter that is on the GPU, else None."""
-        return self._residents.rank(ref.digest)
+        return self._gpu.rank(ref.digest)
 
     def request(self, ref: AdapterRef, tenant: str = "") -> None:
         """Begin to load an adapter to the GPU for a tenant's request; again changes nothing."""
@@ -161,7 +161,7 @@ class Tiers:
         if error is not None:
             raise error
         user = SlotUser(tenant, ref)
-        lease = self._residents.lease(ref.digest, partial(self._usage.ended, user))
+        lease = self._gpu.lease(ref.digest, partial(self._usage.ended, user))
         if lease is not None:
             self._usage.leased(user)
         return lease
@@ -173,7 +173,7 @@ class Tiers:
         """
         for copy in self._copies.finished():
             self._stats.add_copy(copy)
-            self._residents.copy_finished(copy.digest)
+            self._gpu.copy_finished(copy.digest)
             self._host.release(copy.digest)
         for result in self._loader.results():
             for part in (self._pins, self._prefetches, self._stats, self._requests):
@@ -184,7 +184,7 @@ class Tiers:
         retry_s = self._pins.maintain(may_place=may_place)
         may_load = not self._pins.loading and not self._requests.loading
         self._prefetches.advance(may_load=may_load, may_place=may_place)
-        guard_s = None if may_place else self._residents.next_guard_end_s(began_s)
+        guard_s = None if may_place else self._gpu.next_guard_end_s(began_s)
         return min((s for s in (retry_s, guard_s) if s is not None), default=None)
 
     def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU) -> None:
@@ -211,7 +211,7 @@ class Tiers:
     def status(self) -> dict[Residency, TierStatus]:
         """What each tier holds, has room for, and evicted."""
         return {
-            Residency.GPU: self._residents.status(self.weights.arena.itemsize),
+            Residency.GPU: self._gpu.status(self.weights.arena.itemsize),
             Residency.HOST: self._host.status(),
             Residency.DISK: self._disk.status(),
         }
@@ -254,10 +254,10 @@ class Tiers:
     ) -> bool:
         """Copy an image to the GPU, evicting for it; False when there is no room."""
         below = math.inf if score is None else score
-        if not self._residents.make_room(layout.elements, for_request=requested, below=below):
+        if not self._gpu.make_room(layout.elements, for_request=requested, below=below):
             return False
         digest, began_s = ref.digest, time.perf_counter()
-        event = self._residents.place(ref, layout, image, requested=requested, score=score)
+        event = self._gpu.place(ref, layout, image, requested=requested, score=score)
         if event is None:
             took_s = time.perf_counter() - began_s
             self._stats.add_copy(FinishedCopy(digest, layout.elements, took_s))
@@ -272,7 +272,7 @@ class Tiers:
         self, ref: AdapterRef, layout: PackedLayout, image: torch.Tensor, uses: float
     ) -> bool:
         """Copy a prefetched image to the GPU, evicting only what has a lower score."""
-        score = self._residents.prefetch_score(ref.digest, layout, uses)
+        score = self._gpu.prefetch_score(ref.digest, layout, uses)
         return self._place(ref, layout, image, score=score)
 
 

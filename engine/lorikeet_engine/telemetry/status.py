@@ -49,7 +49,7 @@ class TierStatus:
     evictions: int
 
 
-class Victim(NamedTuple):
+class EvictionCandidate(NamedTuple):
     """The adapter that the GPU would evict first. uses: as the eviction policy counts them."""
 
     image_bytes: int
@@ -80,7 +80,7 @@ class LiveStats:
     loading_bytes: int = 0
     free_bytes: int = 0
     room_bytes: int = 0
-    victim: Victim | None = None
+    victim: EvictionCandidate | None = None
 
     @property
     def pending(self) -> int:

@@ -129,7 +129,7 @@ class Answer:
         self._deltas: list[list[OutputDelta]] = [[] for _ in self._choices]
         self._unfinished = len(self._choices)
         self._cached: dict[int, int] = {}
-        self._courses: dict[int, EngineTimings] = {}
+        self._timings: dict[int, EngineTimings] = {}
         self.stopped: list[int] = []
         self.ended = False
 
@@ -153,7 +153,7 @@ class Answer:
         choice = self._choices[index]
         if output.timings is not None:
             self._cached.setdefault(index, output.timings.cached_tokens)
-            self._courses[index] = output.timings
+            self._timings[index] = output.timings
         if choice.finish is not None:
             return b""  # made before the engine heard of the abort
         delta = choice.take(output)
@@ -175,8 +175,8 @@ class Answer:
         cached = sum(
             min(self._cached.get(index + i, 0) for i in range(self._call.n)) for index in prompts
         )
-        courses = tuple(self._courses.get(i, EngineTimings()) for i in range(len(self._choices)))
-        return FinalUsage(self._prompt_tokens, cached, made, courses)
+        timings = tuple(self._timings.get(i, EngineTimings()) for i in range(len(self._choices)))
+        return FinalUsage(self._prompt_tokens, cached, made, timings)
 
     def _end(self, usage: FinalUsage) -> bytes:
         if self._call.stream:

@@ -103,13 +103,13 @@ class FinalUsage:
 
     It comes just before the last bytes: clients go away once they have those. Each prompt is
     counted once, the output of all choices is summed; cached_tokens are those of the prompts that
-    were found computed. courses: of each choice.
+    were found computed. timings: of each choice.
     """
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    courses: tuple[EngineTimings, ...] = ()
+    timings: tuple[EngineTimings, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,14 +77,14 @@ class RequestRecord:
         return "cancelled" if self.usage is None else "finished"
 
     @property
-    def courses(self) -> tuple[EngineTimings, ...]:
+    def timings(self) -> tuple[EngineTimings, ...]:
         """The timings of each choice, of a complete answer."""
-        return self.usage.courses if self.usage else ()
+        return self.usage.timings if self.usage else ()
 
     @property
     def slowest(self) -> EngineTimings | None:
         """The timings of the choice that took longest."""
-        return max(self.courses, key=engine_s, default=None)
+        return max(self.timings, key=engine_s, default=None)
 
     @property
     def first_token_s(self) -> float | None:
@@ -100,6 +100,6 @@ class RequestRecord:
         return sum(attempt.failure is not None for attempt in self.attempts)
 
 
-def engine_s(course: EngineTimings) -> float:
+def engine_s(timings: EngineTimings) -> float:
     """Return the seconds in the engine."""
-    return course.queued_s + course.prefill_s + course.decode_s
+    return timings.queued_s + timings.prefill_s + timings.decode_s

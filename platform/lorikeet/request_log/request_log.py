@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from lorikeet.errors import NotFound, Unavailable
 from lorikeet.protocol.peers import Peers
-from lorikeet.request_log.archive import Archive
+from lorikeet.request_log.ended_requests import EndedRequests
 from lorikeet.request_log.record import RequestRecord
 from lorikeet.request_log.trace import RequestTrace
 from lorikeet.request_log.why import Json, explain
@@ -34,7 +34,7 @@ class RequestLog:
         self._peers, self._clock = peers, clock
         self._subscribers: list[Subscriber] = []
         self._running: dict[str, RequestTrace] = {}
-        self._ended = Archive(kept_bytes)
+        self._ended = EndedRequests(kept_bytes)
         peers.register(_QUESTION, self._answer)
 
     def subscribe(self, subscriber: Subscriber) -> None:

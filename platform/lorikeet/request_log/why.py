@@ -43,7 +43,7 @@ def explain(record: RequestRecord, *, for_admin: bool) -> Json:
     }
     if (usage := record.usage) is not None:
         explanation["tokens"] = _tokens(usage)
-        explanation["preemptions"] = sum(course.preemptions for course in record.courses)
+        explanation["preemptions"] = sum(timings.preemptions for timings in record.timings)
     if for_admin:
         explanation["replica_status"] = {"running": record.running, "waiting": record.waiting}
         explanation["attempts"] = [_attempt(record, attempt) for attempt in record.attempts]

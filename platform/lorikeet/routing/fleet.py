@@ -8,7 +8,7 @@ from random import Random
 from threading import Lock
 
 from lorikeet.rendezvous import rendezvous_candidates
-from lorikeet.routing.cost_model import H200_LLAMA_8B, CostModel
+from lorikeet.routing.cost_coefficients import H200_LLAMA_8B, CostCoefficients
 from lorikeet.routing.locations import AdapterLocations
 from lorikeet.routing.median_costs import median_costs
 from lorikeet.routing.prefix_index import PrefixIndex
@@ -46,7 +46,7 @@ class Fleet:
         self,
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
-        costs: CostModel = H200_LLAMA_8B,
+        costs: CostCoefficients = H200_LLAMA_8B,
     ) -> None:
         self._clock, self._costs = clock, costs
         self._rng = rng or Random()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from lorikeet.routing.cost_model import CostModel
+from lorikeet.routing.cost_coefficients import CostCoefficients
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import LoadCosts, MeasuredCosts, StepCosts
 
@@ -15,7 +15,9 @@ _ADAPTER_BYTES = 84_000_000
 T = TypeVar("T")
 
 
-def median_costs(measured: Mapping[str, MeasuredCosts], usual: CostModel) -> dict[str, CostModel]:
+def median_costs(
+    measured: Mapping[str, MeasuredCosts], usual: CostCoefficients
+) -> dict[str, CostCoefficients]:
     """The median replica's costs for all that are like it, their own for the others.
 
     No two measurements are equal: if each replica had its own, the one that seems fastest by a

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Generic, NamedTuple, TypeVar
 
-from lorikeet.routing.cost_model import CostModel
+from lorikeet.routing.cost_coefficients import CostCoefficients
 from lorikeet.routing.prefix_index import PrefixHashes
 from lorikeet_engine.adapter import AdapterRef, Residency
 
@@ -76,7 +76,7 @@ class ReplicaOption(NamedTuple, Generic[R]):
 
     replica: R
     status: RoutingStatus
-    costs: CostModel
+    costs: CostCoefficients
     tier: Residency = Residency.GPU
     running: bool = False
     evicted_uses: float = 0.0

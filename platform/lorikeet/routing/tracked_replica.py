@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lorikeet.routing.cost_model import CostModel
+from lorikeet.routing.cost_coefficients import CostCoefficients
 from lorikeet.routing.locations import AdapterLocations, decrement
 from lorikeet.routing.ranking import (
     Candidate,
@@ -64,7 +64,7 @@ class TrackedReplica:
     requests that decode with each adapter.
     """
 
-    def __init__(self, name: str, costs: CostModel) -> None:
+    def __init__(self, name: str, costs: CostCoefficients) -> None:
         self.name, self.costs = name, costs
         self.measured: MeasuredCosts | None = None
         self.decoding: Counter[str] = Counter()

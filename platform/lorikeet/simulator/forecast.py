@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lorikeet.routing.cost_model import H200_LLAMA_8B, CostModel
+from lorikeet.routing.cost_coefficients import H200_LLAMA_8B, CostCoefficients
 from lorikeet.simulator.demand import SimulatedDemand
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.router import LeastCostRouter
@@ -54,7 +54,7 @@ class CapacityNeeds:
     demand: SimulatedDemand
     memory: ReplicaMemory
     goals: CapacityGoals
-    costs: CostModel = H200_LLAMA_8B
+    costs: CostCoefficients = H200_LLAMA_8B
 
     @property
     def counted_s(self) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lorikeet.routing.cost_model import H200_LLAMA_8B, CostModel, capacity_per_s
+from lorikeet.routing.cost_coefficients import H200_LLAMA_8B, CostCoefficients, capacity_per_s
 from lorikeet_engine.traffic import (
     AZURE_CODE,
     AZURE_CONV,
@@ -65,7 +65,7 @@ class FleetSetup:
     status_age_s: float = 0.15
     warm_up_s: float = 0.0
     seed: int = 1
-    costs: CostModel = H200_LLAMA_8B
+    costs: CostCoefficients = H200_LLAMA_8B
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Scenario:
     status_age_s: float = 0.15
     seed: int = 1
     bytes_per_rank: int = BYTES_PER_RANK
-    costs: CostModel = H200_LLAMA_8B
+    costs: CostCoefficients = H200_LLAMA_8B
 
     @cached_property
     def ranks(self) -> Ints:

@@ -167,36 +167,36 @@ def _add_replica(
     there: Resource,
 ) -> None:
     taken_s, end_s = during
-    course = record.slowest if end_s == record.until_s else None  # none if it failed
+    timings = record.slowest if end_s == record.until_s else None  # none if it failed
     replica = spans.add(
         operation,
         attempt,
         during,
         there,
         kind=SpanKind.SERVER,
-        attributes=_answer(record) if course else None,
+        attributes=_answer(record) if timings else None,
     )
-    if course is None:
+    if timings is None:
         return
-    at_s = _begun_s(record, course, taken_s, end_s)
+    at_s = _begun_s(record, timings, taken_s, end_s)
     for stage, took_s in (
-        ("adapter", course.load_s),
-        ("queue", course.queued_s - course.load_s),
-        ("prefill", course.prefill_s),
-        ("decode", course.decode_s),
+        ("adapter", timings.load_s),
+        ("queue", timings.queued_s - timings.load_s),
+        ("prefill", timings.prefill_s),
+        ("decode", timings.decode_s),
     ):
         then_s = min(at_s + took_s, end_s)
         spans.add(stage, replica, (at_s, then_s), there)
         at_s = then_s
 
 
-def _begun_s(record: RequestRecord, course: EngineTimings, taken_s: float, end_s: float) -> float:
+def _begun_s(record: RequestRecord, timings: EngineTimings, taken_s: float, end_s: float) -> float:
     """Return the latest time when the engine can have begun, by all that the gateway saw."""
-    latest = [end_s - engine_s(course)]
+    latest = [end_s - engine_s(timings)]
     if record.accepted_s is not None:
         latest.append(record.accepted_s)
-    if record.stream and record.first_byte_s is not None and len(record.courses) == 1:
-        latest.append(record.first_byte_s - course.queued_s - course.prefill_s)
+    if record.stream and record.first_byte_s is not None and len(record.timings) == 1:
+        latest.append(record.first_byte_s - timings.queued_s - timings.prefill_s)
     return max(taken_s, min(latest))
 
 
@@ -235,7 +235,7 @@ def _answer(record: RequestRecord) -> Attributes:
         "lorikeet.digest": adapter.digest if adapter else None,
         "lorikeet.residency": None if record.residency is None else str(record.residency),
         "lorikeet.replica": record.replica,
-        "lorikeet.choices": len(record.courses) or None,
+        "lorikeet.choices": len(record.timings) or None,
     }
 
 

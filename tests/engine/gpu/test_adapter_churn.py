@@ -133,7 +133,7 @@ def watch_streams(engine, monkeypatch):
     advance, forward = tiers.advance, runner.forward
     streams = Streams(tiers.weights.arena, copy_s=0.01)
     streams.stand_in(monkeypatch)
-    tiers._residents._arena = DeviceArena(tiers.weights, torch.device("cuda"))
+    tiers._gpu._arena = DeviceArena(tiers.weights, torch.device("cuda"))
 
     def copy_and_move():
         with streams:
@@ -222,7 +222,7 @@ class Churn(Answers):
         placed = tiers._pool.placed()
         return {
             one.ref.name: (one.leases, [piece.offset for piece in placed[one.slot].pieces])
-            for one in tiers._residents.snapshot()
+            for one in tiers._gpu.snapshot()
         }
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.residency import tiers
 from lorikeet_engine.residency.disk import watcher
-from lorikeet_engine.residency.gpu import residents
 from lorikeet_engine.residency.gpu.arena import DeviceArena
 from lorikeet_engine.residency.packing import PackedLayout
 from tests.engine.blobs import SHAPE, Shelf, everywhere
@@ -59,7 +58,7 @@ def test_after_any_moves_the_mirror_is_the_truth(steps, gpu, host, stocked, tmp_
     b = TiersDriver(shelf, folder, gpu, host, slots=4, disk_bytes=sum(blobs) // 2)
     mirror, leases = Mirror(b), []
     patch = pytest.MonkeyPatch()
-    patch.setattr(residents, "GUARD_S", 0.01)
+    patch.setattr("lorikeet_engine.residency.gpu.adapters.GUARD_S", 0.01)
     try:
         for action, number in steps:
             apply(b, action, refs[number], leases, mirror)
@@ -205,12 +204,12 @@ def test_a_file_that_came_and_went_between_two_looks_is_not_believed_to_be_there
     assert mirror.of(a) is Residency.REMOTE
 
 
-def test_moves_among_thousands_of_residents_are_told_in_microseconds(bench):
+def test_moves_among_thousands_of_adapters_are_told_in_microseconds(bench):
     layout = PackedLayout.of_ranks([[1] + [0] * 6, [0] * 7], SHAPE)
     refs = [AdapterRef("acme", f"x{n}", 1, f"{n:064x}") for n in range(2303)]
     gpu = 2300.5 * layout.elements / SIZE
     b = bench(gpu=gpu, host=0, slots=2400)
-    here, image = b.tiers._residents, torch.zeros(layout.elements)
+    here, image = b.tiers._gpu, torch.zeros(layout.elements)
 
     def place(ref: AdapterRef) -> None:
         assert here.make_room(layout.elements, for_request=True)

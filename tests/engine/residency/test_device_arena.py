@@ -8,8 +8,8 @@ import torch
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.kernels.lora import LoraWeights
 from lorikeet_engine.residency.eviction import LeastRecentlyUsed
+from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.gpu.arena import DeviceArena, Piece
-from lorikeet_engine.residency.gpu.residents import Residents
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from tests.engine.fake_streams import Event, Streams
 from tests.engine.residency.test_slots import layout_of
@@ -18,7 +18,7 @@ ARENA, LAYERS, SIZES = 640, 4, (16, 32, 48, 64)
 
 
 class Engine:
-    """Residents under steps that nobody waits for; each reads what is leased when it is launched.
+    """GpuAdapters under steps that nobody waits for; each reads what is leased when it is launched.
 
     Loads arrive when the host has waited for their events: only the host's waiting and launching
     order the streams, as on a device.
@@ -31,7 +31,7 @@ class Engine:
         self.streams = streams = Streams(self.weights.arena)
         streams.stand_in(monkeypatch)
         self.arena = DeviceArena(self.weights, torch.device("cuda"))
-        self.residents = Residents(
+        self.adapters = GpuAdapters(
             self.pool, self.arena, LeastRecentlyUsed(), lambda: float(self.now)
         )
         self.now = self.loads = 0
@@ -40,17 +40,17 @@ class Engine:
 
     def load(self, chance: random.Random) -> None:
         layout = layout_of(*[chance.choice(SIZES) for _ in range(LAYERS)])
-        if self.residents.make_room(layout.elements, for_request=True):
+        if self.adapters.make_room(layout.elements, for_request=True):
             self.loads += 1
             ref = AdapterRef("acme", "a", 1, str(self.loads))
             image = torch.full((layout.elements,), float(self.loads))
-            event = self.residents.place(ref, layout, image, requested=False)
+            event = self.adapters.place(ref, layout, image, requested=False)
             assert event is not None
             self.copies[ref.digest] = event
 
     def arrive(self, digest: str) -> None:
         self.copies.pop(digest).synchronize()
-        self.residents.copy_finished(digest)
+        self.adapters.copy_finished(digest)
 
     def step(self) -> None:
         for digest, lease in self.leases.items():
@@ -71,7 +71,7 @@ def test_no_copy_meets_a_step_or_a_move(seed, monkeypatch):
                     engine.arrive(next(iter(engine.copies)))
                 case "lease":
                     digest = str(chance.randint(1, engine.loads + 1))
-                    lease = digest not in engine.leases and engine.residents.lease(digest)
+                    lease = digest not in engine.leases and engine.adapters.lease(digest)
                     if lease:
                         engine.leases[digest] = lease
                 case "release" if engine.leases:
@@ -89,7 +89,7 @@ def test_a_copy_waits_for_no_step_that_cannot_read_what_it_overwrites(monkeypatc
     with streams:
         engine.load(chance)
         engine.arrive("1")
-        engine.leases["1"] = engine.residents.lease("1")
+        engine.leases["1"] = engine.adapters.lease("1")
         launched = []
         for digest in map(str, range(2, 12)):
             engine.step()
@@ -98,10 +98,10 @@ def test_a_copy_waits_for_no_step_that_cannot_read_what_it_overwrites(monkeypatc
             waited = streams.copying.clock["computing"]
             assert waited < launched[-1]
             engine.arrive(digest)
-            engine.leases[digest] = engine.residents.lease(digest)
+            engine.leases[digest] = engine.adapters.lease(digest)
             engine.step()
             engine.leases.pop(digest).release()
-    assert len(engine.residents.snapshot()) < 11, "some were evicted"
+    assert len(engine.adapters.snapshot()) < 11, "some were evicted"
     assert waited >= launched[0], "and with them those of the steps were waited for"
 
 
@@ -111,10 +111,10 @@ def test_a_copy_waits_for_the_last_of_an_adapters_leases(monkeypatch):
         engine.load(chance)
         engine.arrive("1")
         for _ in range(2):
-            engine.leases["1"] = engine.residents.lease("1")
+            engine.leases["1"] = engine.adapters.lease("1")
             engine.step()
             engine.leases.pop("1").release()
-        while engine.residents.placed("1"):
+        while engine.adapters.placed("1"):
             engine.load(chance)
 
 

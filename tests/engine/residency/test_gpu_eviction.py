@@ -1,7 +1,6 @@
 """Who may stay when the GPU or the host is full."""
 
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.residency.gpu import residents
 from tests.engine.blobs import everywhere
 from tests.engine.residency.tiers_driver import make
 
@@ -47,7 +46,7 @@ def test_a_small_adapter_passes_a_large_one_that_does_not_fit(shelf, bench):
 
 
 def test_an_admitted_adapter_stays_until_it_was_leased_once(shelf, bench, monkeypatch):
-    monkeypatch.setattr(residents, "GUARD_S", 60.0)
+    monkeypatch.setattr("lorikeet_engine.residency.gpu.adapters.GUARD_S", 60.0)
     a, b_ = make(shelf, "ab")
     b = bench(gpu=1)
     b.load(a)
@@ -85,7 +84,7 @@ def test_what_comes_back_is_as_often_used_as_before(shelf, bench):
 
 
 def test_an_adapter_that_nobody_leases_gives_its_place_up_after_a_while(shelf, bench, monkeypatch):
-    monkeypatch.setattr(residents, "GUARD_S", 0.2)
+    monkeypatch.setattr("lorikeet_engine.residency.gpu.adapters.GUARD_S", 0.2)
     a, b_ = make(shelf, "ab")
     b = bench(gpu=1)
     b.load(a)
@@ -94,7 +93,7 @@ def test_an_adapter_that_nobody_leases_gives_its_place_up_after_a_while(shelf, b
 
 
 def test_requesting_it_again_does_not_keep_its_place_longer(shelf, bench, monkeypatch):
-    monkeypatch.setattr(residents, "GUARD_S", 0.1)
+    monkeypatch.setattr("lorikeet_engine.residency.gpu.adapters.GUARD_S", 0.1)
     a, b_ = make(shelf, "ab")
     b = bench(gpu=1)
     b.load(a)

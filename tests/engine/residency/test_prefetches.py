@@ -7,7 +7,6 @@ import pytest
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency import prefetches
-from lorikeet_engine.residency.gpu import residents
 from tests.engine.blobs import everywhere
 from tests.engine.residency.tiers_driver import SIZE, make
 
@@ -92,7 +91,9 @@ def test_every_one_that_would_have_to_go_must_score_lower(shelf, bench):
 
 @pytest.mark.parametrize("held", ["lease", "guard"])
 def test_what_is_held_stays_whatever_its_score(held, shelf, bench, monkeypatch):
-    monkeypatch.setattr(residents, "GUARD_S", 60.0 if held == "guard" else 0.01)
+    monkeypatch.setattr(
+        "lorikeet_engine.residency.gpu.adapters.GUARD_S", 60.0 if held == "guard" else 0.01
+    )
     often, holder = make(shelf, "ab")
     b = bench(gpu=1)
     use(b, often, times=9)

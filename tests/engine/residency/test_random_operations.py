@@ -7,9 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.residency.gpu import residents
-from lorikeet_engine.residency.gpu.resident import Lease
-from lorikeet_engine.residency.gpu.residents import Residents
+from lorikeet_engine.residency.gpu.adapter import Lease
+from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from tests.engine.blobs import Shelf, everywhere
 from tests.engine.residency.tiers_driver import TiersDriver
 
@@ -40,7 +39,7 @@ def test_a_lease_always_sees_its_adapter_and_everybody_gets_one(
     b = TiersDriver(shelf, tmp_path_factory.getbasetemp() / "anything", gpu, host, slots=4)
     leases: list[tuple[AdapterRef, Lease]] = []
     patch = pytest.MonkeyPatch()
-    patch.setattr(residents, "GUARD_S", 0.01)
+    patch.setattr("lorikeet_engine.residency.gpu.adapters.GUARD_S", 0.01)
     try:
         for action, number in steps:
             apply(b, action, refs[number], leases)
@@ -80,12 +79,12 @@ def check_all(b: TiersDriver, leases: list[tuple[AdapterRef, Lease]]) -> None:
     assert sum(r.leases for r in reports) == len(leases)
     assert sum(r.gpu_bytes for r in reports) == b.gpu.used_bytes
     assert b.gpu.used_bytes <= b.gpu.capacity_bytes
-    check_room(b.tiers._residents)
+    check_room(b.tiers._gpu)
     rows = b.tiers.weights.table[..., 2].flatten(1).any(dim=1)
     assert rows.sum() == sum(r.residency is Residency.GPU for r in reports)
 
 
-def check_room(adapters: Residents) -> None:
+def check_room(adapters: GpuAdapters) -> None:
     """There is room where nobody uses, has pinned or is about to use what is there."""
     now_s = time.monotonic()
     held = [

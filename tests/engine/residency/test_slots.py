@@ -15,8 +15,8 @@ from lorikeet_engine.kernels.lora import LoraWeights
 from lorikeet_engine.residency.eviction import LeastRecentlyUsed
 from lorikeet_engine.residency.free_list import FreeList
 from lorikeet_engine.residency.gpu import arena
+from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.gpu.arena import ClearRow, Compact, DeviceArena, Move, WriteRow
-from lorikeet_engine.residency.gpu.residents import Residents
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.packing import PackedLayout
 
@@ -271,7 +271,7 @@ def test_an_arena_that_is_told_the_same_lies_the_same():
 )
 def test_what_may_go_goes_rather_than_that_others_move(leased, left, moved):
     pool, clock = pool_of(), itertools.count()
-    adapters = Residents(pool, pool.arena, LeastRecentlyUsed(), lambda: float(next(clock)))
+    adapters = GpuAdapters(pool, pool.arena, LeastRecentlyUsed(), lambda: float(next(clock)))
 
     def place(name: str, elements: int) -> None:
         assert adapters.make_room(elements, for_request=True)
@@ -296,7 +296,7 @@ def test_nothing_moves_in_an_arena_of_many_sizes_and_little_of_it_is_empty():
 
     layers, per_rank, chance, used = 8, {True: 2, False: 12}, random.Random(5), []
     pool = pool_of(elements=200_000, count=400, layers=layers)
-    adapters = Residents(pool, pool.arena, Chance(), lambda: 0.0)
+    adapters = GpuAdapters(pool, pool.arena, Chance(), lambda: 0.0)
     for load in range(600):
         size = chance.choice([4, 8, 16, 32, 64, 128, 256]) * per_rank[chance.random() < 0.25]
         layout = layout_of(*[size] * layers)

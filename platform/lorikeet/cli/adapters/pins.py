@@ -118,7 +118,7 @@ def pins(ctx: typer.Context, as_json: AsJson = False) -> None:
         print_json(answer)
         return
     print_table(
-        ["Pin", "Tier", "Replicas", "#Priority", "#Bytes", "Expires (UTC)", "Standing", "Reason"],
+        ["Pin", "Tier", "Replicas", "#Priority", "#Bytes", "Expires (UTC)", "State", "Reason"],
         [_row(pin) for pin in answer["data"]],
         empty="Nothing is pinned.",
     )

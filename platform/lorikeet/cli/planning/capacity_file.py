@@ -15,7 +15,7 @@ from pydantic.functional_validators import AfterValidator
 
 from lorikeet.catalog.names import check_name
 from lorikeet.errors import InvalidInput
-from lorikeet.routing.cost_model import CostModel
+from lorikeet.routing.cost_coefficients import CostCoefficients
 from lorikeet.settings import Bytes
 from lorikeet.simulator.demand import SimulatedDemand, SimulatedTenant
 from lorikeet.simulator.forecast import CapacityGoals, CapacityNeeds, ReplicaMemory
@@ -169,7 +169,7 @@ def _needs(asked: _Question) -> CapacityNeeds:
             _seconds(goals.inter_token_p99_ms),
             goals.hit_rate,
         ),
-        CostModel(asked.costs.steps, asked.costs.loads),
+        CostCoefficients(asked.costs.steps, asked.costs.loads),
     )
 
 

@@ -6,7 +6,7 @@ from lorikeet_engine.costs import LoadCosts, StepCosts
 
 
 @dataclass(frozen=True, slots=True)
-class CostModel:
+class CostCoefficients:
     """All coefficients of a replica's expected cost.
 
     others_weight: what a second costs by which a request delays another's answer, in seconds of its
@@ -23,11 +23,11 @@ class CostModel:
     evicted_use_s: float = 0.03
 
 
-H200_LLAMA_8B = CostModel()
+H200_LLAMA_8B = CostCoefficients()
 
 
 def capacity_per_s(
-    costs: CostModel, prompt_tokens: float, answer_tokens: float, ranks: int
+    costs: CostCoefficients, prompt_tokens: float, answer_tokens: float, ranks: int
 ) -> float:
     """Requests that one replica could answer each second with its batch always full.
 

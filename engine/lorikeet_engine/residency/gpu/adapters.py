@@ -10,12 +10,12 @@ import torch
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.residency.changes import OnChange, ignore_change
 from lorikeet_engine.residency.eviction import EvictionPolicy, RecentUses, UsageRecord
+from lorikeet_engine.residency.gpu.adapter import GpuAdapter, Lease
 from lorikeet_engine.residency.gpu.arena import DeviceArena
-from lorikeet_engine.residency.gpu.resident import Lease, Resident
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.reservations import MemoryReservations
-from lorikeet_engine.telemetry.status import TierStatus, Victim
+from lorikeet_engine.telemetry.status import EvictionCandidate, TierStatus
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ GUARD_S = 0.5
 _EVICT_BEFORE_MOVING = 2
 
 
-class Residents:
+class GpuAdapters:
     """Belongs to the engine's thread; holds, snapshot, room_elements and victim are for any."""
 
     def __init__(
@@ -41,10 +41,10 @@ class Residents:
     ) -> None:
         """on_change: called with the digest of what can be used from now on, or no longer."""
         self._pool, self._arena, self._policy, self._clock = pool, arena, policy, clock
-        self._residents: dict[str, Resident] = {}
+        self._adapters: dict[str, GpuAdapter] = {}
         self._by_score: list[tuple[float, str]] = []  # all of them, what to evict first in front
         # Those that perhaps may not be evicted, pinned ones aside: a few even of thousands.
-        self._held: dict[str, Resident] = {}
+        self._held: dict[str, GpuAdapter] = {}
         self._uses = RecentUses()
         self._reservations = MemoryReservations(pool.elements)
         self._on_change = on_change
@@ -55,9 +55,9 @@ class Residents:
         """Elements of the arena that are free or could be evicted now."""
         now_s, pinned = self._clock(), self._reservations
         held = sum(
-            resident.layout.elements
-            for digest, resident in list(self._held.items())
-            if digest not in pinned and resident.held_at(now_s)
+            adapter.layout.elements
+            for digest, adapter in list(self._held.items())
+            if digest not in pinned and adapter.held_at(now_s)
         )
         return self._pool.elements - pinned.granted - held
 
@@ -68,15 +68,15 @@ class Residents:
         """
         elements = self._pool.used_elements, self._pool.elements, self._reservations.capacity
         used, capacity, pinnable = (each * itemsize for each in elements)
-        return TierStatus(len(self._residents), used, capacity, pinnable, self._evictions)
+        return TierStatus(len(self._adapters), used, capacity, pinnable, self._evictions)
 
-    def victim(self, itemsize: int) -> Victim | None:
+    def victim(self, itemsize: int) -> EvictionCandidate | None:
         """The adapter to be evicted first, its uses to a tenth: they fade all the time."""
-        resident = next(self._evictable(), None)
-        if resident is None:
+        adapter = next(self._evictable(), None)
+        if adapter is None:
             return None
-        uses = round(self.uses(resident.ref.digest), 1)
-        return Victim(resident.layout.elements * itemsize, uses)
+        uses = round(self.uses(adapter.ref.digest), 1)
+        return EvictionCandidate(adapter.layout.elements * itemsize, uses)
 
     def uses(self, digest: str) -> float:
         """How often an adapter was used recently, wherever it is; halved every HALF_LIFE_S."""
@@ -84,50 +84,50 @@ class Residents:
 
     def holds(self, digest: str) -> bool:
         """Whether all of an adapter's weights are on the GPU."""
-        resident = self._residents.get(digest)
-        return resident is not None and not resident.copying
+        adapter = self._adapters.get(digest)
+        return adapter is not None and not adapter.copying
 
     def placed(self, digest: str) -> bool:
         """Whether an adapter is on the GPU or being copied there."""
-        return digest in self._residents
+        return digest in self._adapters
 
     def rank(self, digest: str) -> int | None:
         """The largest rank of an adapter that is here, else None."""
-        resident = self._residents.get(digest)
-        return resident.layout.max_rank if resident is not None else None
+        adapter = self._adapters.get(digest)
+        return adapter.layout.max_rank if adapter is not None else None
 
     def loaded_at_s(self, digest: str) -> float:
         """When an adapter that is here came."""
-        return self._residents[digest].loaded_at_s
+        return self._adapters[digest].loaded_at_s
 
-    def snapshot(self) -> list[Resident]:
-        """All residents at this moment."""
-        return list(self._residents.values())
+    def snapshot(self) -> list[GpuAdapter]:
+        """All adapters that are here."""
+        return list(self._adapters.values())
 
     def guard(self, digest: str) -> bool:
         """Spare an adapter until it is leased, for GUARD_S at most; False if it is not here."""
-        resident = self._residents.get(digest)
-        if resident is None:
+        adapter = self._adapters.get(digest)
+        if adapter is None:
             return False
         # Never prolonged: a request that waits for something else must not hold memory as well.
-        if resident.guarded_until_s is None:
-            resident.guarded_until_s = self._clock() + GUARD_S
-            self._held[digest] = resident
+        if adapter.guarded_until_s is None:
+            adapter.guarded_until_s = self._clock() + GUARD_S
+            self._held[digest] = adapter
         return True
 
     def lease(self, digest: str, on_release: Callable[[], None] = lambda: None) -> Lease | None:
         """Lease an adapter; None while it is not here. on_release: called at the lease's end."""
         if not self.holds(digest):
             return None
-        resident, now_s = self._residents[digest], self._clock()
-        self._unrank(resident)
-        resident.score = self._score(digest, resident.layout, now_s)
-        self._rank(resident)
+        adapter, now_s = self._adapters[digest], self._clock()
+        self._unrank(adapter)
+        adapter.score = self._score(digest, adapter.layout, now_s)
+        self._rank(adapter)
         self._uses.add(digest, now_s)
-        resident.last_used_s = now_s
-        resident.guarded_until_s = None
-        self._held[digest] = resident
-        return Lease(resident, self._lease_ended, on_release)
+        adapter.last_used_s = now_s
+        adapter.guarded_until_s = None
+        self._held[digest] = adapter
+        return Lease(adapter, self._lease_ended, on_release)
 
     def prefetch_score(self, digest: str, layout: PackedLayout, elsewhere: float) -> float:
         """The score of an adapter that nobody asks for here, −∞ if it was never used.
@@ -147,16 +147,16 @@ class Residents:
             self._reservations.make_way_for(elements)
         if self._pool.has_room(elements):
             return True
-        victims, free = list[Resident](), self._pool.elements - self._pool.used_elements
-        for resident in self._evictable(below):
-            victims.append(resident)
-            free += resident.layout.elements
+        victims, free = list[GpuAdapter](), self._pool.elements - self._pool.used_elements
+        for adapter in self._evictable(below):
+            victims.append(adapter)
+            free += adapter.layout.elements
             if free >= elements:
                 break
         if not victims or free < elements:
             return False
-        for resident in victims:
-            self._evict(resident)
+        for adapter in victims:
+            self._evict(adapter)
         return True
 
     def place(
@@ -173,7 +173,7 @@ class Residents:
         With an event, nobody can lease it before `copy_finished`. score: if not that of a use now.
         """
         digest, now_s = ref.digest, self._clock()
-        assert digest not in self._residents
+        assert digest not in self._adapters
         self._evict_rather_than_move(layout, math.inf if score is None else score)
         placement = self._pool.place(layout)
         self._arena.run(*placement.commands)
@@ -181,11 +181,11 @@ class Residents:
         if score is None:
             score = self._score(digest, layout, now_s)
         slot, copying = placement.slot, event is not None
-        resident = Resident(ref, slot, layout, now_s, score, copying=copying, loaded_at_s=now_s)
-        self._residents[digest] = resident
-        self._rank(resident)
-        if resident.copying:
-            self._held[digest] = resident
+        adapter = GpuAdapter(ref, slot, layout, now_s, score, copying=copying, loaded_at_s=now_s)
+        self._adapters[digest] = adapter
+        self._rank(adapter)
+        if adapter.copying:
+            self._held[digest] = adapter
         else:
             self._on_change(digest)
         if requested:
@@ -197,14 +197,14 @@ class Residents:
 
     def copy_finished(self, digest: str) -> None:
         """Let an adapter be leased: its copy is over."""
-        resident = self._residents[digest]
-        resident.copying, resident.loaded_at_s = False, self._clock()
-        self._unhold(resident)
+        adapter = self._adapters[digest]
+        adapter.copying, adapter.loaded_at_s = False, self._clock()
+        self._unhold(adapter)
         self._on_change(digest)
 
     def is_pinned(self, digest: str) -> bool:
         """Whether an adapter is here and pinned."""
-        return digest in self._reservations and digest in self._residents
+        return digest in self._reservations and digest in self._adapters
 
     def may_pin(self, elements: int) -> bool:
         """Whether one more adapter of this size could be pinned."""
@@ -214,7 +214,7 @@ class Residents:
 
     def pin(self, digest: str) -> bool:
         """Keep an adapter that is here from now on; False when too much is pinned."""
-        elements = self._residents[digest].layout.elements
+        elements = self._adapters[digest].layout.elements
         if digest not in self._reservations and not self.may_pin(elements):
             return False
         return self._reservations.grant(digest, elements)
@@ -225,23 +225,23 @@ class Residents:
 
     def next_guard_end_s(self, after_s: float) -> float | None:
         """Seconds until the next guard ends of those that stood at after_s; None without one."""
-        guards = (resident.guarded_until_s for resident in self._residents.values())
+        guards = (adapter.guarded_until_s for adapter in self._adapters.values())
         ends = [end_s for end_s in guards if end_s is not None and end_s > after_s]
         return max(0.0, min(ends) - self._clock()) if ends else None
 
-    def _lease_ended(self, resident: Resident) -> None:
-        resident.leases -= 1
-        resident.last_used_s = self._clock()
-        if not resident.leases:
-            resident.reads = self._arena.reads()
-            self._unhold(resident)
+    def _lease_ended(self, adapter: GpuAdapter) -> None:
+        adapter.leases -= 1
+        adapter.last_used_s = self._clock()
+        if not adapter.leases:
+            adapter.reads = self._arena.reads()
+            self._unhold(adapter)
 
-    def _unhold(self, resident: Resident) -> None:
-        if not resident.leases and resident.guarded_until_s is None:
-            self._held.pop(resident.ref.digest, None)
+    def _unhold(self, adapter: GpuAdapter) -> None:
+        if not adapter.leases and adapter.guarded_until_s is None:
+            self._held.pop(adapter.ref.digest, None)
 
-    def _evictable(self, below: float = math.inf) -> Iterator[Resident]:
-        """Residents of a lower score that may go, the lowest first; evict none meanwhile.
+    def _evictable(self, below: float = math.inf) -> Iterator[GpuAdapter]:
+        """GpuAdapters of a lower score that may go, the lowest first; evict none meanwhile.
 
         On another thread than the engine's, the first may just have become another.
         """
@@ -249,39 +249,39 @@ class Residents:
         for score, digest in self._by_score:
             if score >= below:
                 return
-            resident = self._residents.get(digest)
-            if resident and digest not in self._reservations and not resident.held_at(now_s):
-                yield resident
+            adapter = self._adapters.get(digest)
+            if adapter and digest not in self._reservations and not adapter.held_at(now_s):
+                yield adapter
 
     def _evict_rather_than_move(self, layout: PackedLayout, below: float) -> None:
         """Evict low scores rather than move images, for which every step waits."""
         left = _EVICT_BEFORE_MOVING * layout.elements
         while left > 0 and not self._pool.fits(layout):
-            resident = next(self._evictable(below), None)
-            if resident is None:
+            adapter = next(self._evictable(below), None)
+            if adapter is None:
                 return
-            left -= resident.layout.elements
-            self._evict(resident)
+            left -= adapter.layout.elements
+            self._evict(adapter)
 
     def _score(self, digest: str, layout: PackedLayout, now_s: float) -> float:
         """The score of an adapter that is used now, or was loaded to be."""
         uses = self._uses.count(digest, now_s) + 1.0
         return self._policy.score(UsageRecord(layout.elements, uses, now_s))
 
-    def _rank(self, resident: Resident) -> None:
-        insort(self._by_score, (resident.score, resident.ref.digest))
+    def _rank(self, adapter: GpuAdapter) -> None:
+        insort(self._by_score, (adapter.score, adapter.ref.digest))
 
-    def _unrank(self, resident: Resident) -> None:
-        del self._by_score[bisect_left(self._by_score, (resident.score, resident.ref.digest))]
+    def _unrank(self, adapter: GpuAdapter) -> None:
+        del self._by_score[bisect_left(self._by_score, (adapter.score, adapter.ref.digest))]
 
-    def _evict(self, resident: Resident) -> None:
-        digest = resident.ref.digest
+    def _evict(self, adapter: GpuAdapter) -> None:
+        digest = adapter.ref.digest
         self._evictions += 1
-        del self._residents[digest]
+        del self._adapters[digest]
         self._held.pop(digest, None)
-        self._unrank(resident)
+        self._unrank(adapter)
         self._on_change(digest)
-        self._arena.wait_for(resident.reads)
-        self._arena.run(self._pool.evict(resident.slot))
-        idle_s = self._clock() - resident.last_used_s
-        log.info("adapter_evicted", extra={"adapter": str(resident.ref), "idle_s": idle_s})
+        self._arena.wait_for(adapter.reads)
+        self._arena.run(self._pool.evict(adapter.slot))
+        idle_s = self._clock() - adapter.last_used_s
+        log.info("adapter_evicted", extra={"adapter": str(adapter.ref), "idle_s": idle_s})

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from lorikeet.protocol.messages import FinalUsage
-from lorikeet.request_log.archive import Archive
+from lorikeet.request_log.ended_requests import EndedRequests
 from lorikeet.request_log.record import AttemptRecord, RequestRecord
 from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet_engine.adapter import AdapterRef, Residency
@@ -49,7 +49,7 @@ def story(request_id: str) -> RequestRecord:
 
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 133])
 def test_what_is_kept_is_found_whole(count: int) -> None:
-    archive = Archive(ROOMY)
+    archive = EndedRequests(ROOMY)
     kept = {request_id: story(request_id) for request_id in ids(count)}
     for one in kept.values():
         archive.keep(one, 0.0)
@@ -58,7 +58,7 @@ def test_what_is_kept_is_found_whole(count: int) -> None:
 
 
 def test_the_oldest_make_room() -> None:
-    archive, many = Archive(100_000), ids(1000)
+    archive, many = EndedRequests(100_000), ids(1000)
     for request_id in many:
         archive.keep(story(request_id), 0.0)
     found = [request_id for request_id in many if archive.find(request_id, 0.0)]
@@ -67,7 +67,7 @@ def test_the_oldest_make_room() -> None:
 
 
 def test_what_was_over_too_long_ago_is_not_found() -> None:
-    archive, many = Archive(ROOMY), ids(50)
+    archive, many = EndedRequests(ROOMY), ids(50)
     for now_s, request_id in enumerate(many):
         archive.keep(story(request_id), float(now_s))
     assert [archive.find(request_id, 20.0) is None for request_id in many] == [
@@ -76,7 +76,7 @@ def test_what_was_over_too_long_ago_is_not_found() -> None:
 
 
 def test_what_is_too_old_is_dropped() -> None:
-    archive, many = Archive(ROOMY), ids(96)
+    archive, many = EndedRequests(ROOMY), ids(96)
     for now_s, request_id in enumerate(many):
         archive.keep(story(request_id), float(now_s))
     archive.forget(60.0)
@@ -86,7 +86,7 @@ def test_what_is_too_old_is_dropped() -> None:
 
 
 def test_the_end_of_one_id_and_the_beginning_of_the_next_are_none() -> None:
-    archive, many = Archive(ROOMY), ids(32)
+    archive, many = EndedRequests(ROOMY), ids(32)
     for request_id in many:
         archive.keep(story(request_id), 0.0)
     assert archive.find(many[3][16:] + many[4][:16], 0.0) is None

@@ -34,7 +34,7 @@ class _Block(NamedTuple):
         return len(self.ids) + len(self.packed) + _OVERHEAD_BYTES
 
 
-class Archive:
+class EndedRequests:
     """Keeps records within most_bytes, dropping the oldest. Not for several threads.
 
     Few objects live as long as the archive's: if each request had some, they would keep the free

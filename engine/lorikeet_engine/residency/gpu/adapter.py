@@ -11,7 +11,7 @@ from lorikeet_engine.residency.packing import PackedLayout
 
 
 @dataclass(slots=True, eq=False)
-class Resident:
+class GpuAdapter:
     """One adapter on the GPU.
 
     guarded_until_s: while a request waits to lease it. copying: nobody can lease it yet.
@@ -41,23 +41,26 @@ class Lease:
     rank: the adapter's largest. Use as a context manager, or release once done.
     """
 
-    __slots__ = ("_ended", "_on_release", "_resident", "rank", "slot")
+    __slots__ = ("_adapter", "_ended", "_on_release", "rank", "slot")
 
     def __init__(
-        self, resident: Resident, ended: Callable[[Resident], None], on_release: Callable[[], None]
+        self,
+        adapter: GpuAdapter,
+        ended: Callable[[GpuAdapter], None],
+        on_release: Callable[[], None],
     ) -> None:
         """ended, on_release: called, in this order, when the lease is released."""
-        resident.leases += 1
-        self._resident: Resident | None = resident
+        adapter.leases += 1
+        self._adapter: GpuAdapter | None = adapter
         self._ended, self._on_release = ended, on_release
-        self.slot = resident.slot
-        self.rank = resident.layout.max_rank
+        self.slot = adapter.slot
+        self.rank = adapter.layout.max_rank
 
     def release(self) -> None:
         """End the lease; doing so again changes nothing."""
-        resident, self._resident = self._resident, None
-        if resident is not None:
-            self._ended(resident)
+        adapter, self._adapter = self._adapter, None
+        if adapter is not None:
+            self._ended(adapter)
             self._on_release()
 
     def __enter__(self) -> "Lease":
