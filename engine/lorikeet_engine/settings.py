@@ -17,8 +17,8 @@ class EngineSettings:
     """An engine's settings; sizes are in bytes. Raises SettingsError when built.
 
     model: a Hugging Face checkpoint's folder. dtype: of the base model and its KV cache.
-    kv_bytes, adapter_gpu_bytes: bytes, or a Share of what is free on the device: for the slot pool
-    beside the base model's weights, for the KV cache beside all else that serving needs.
+    kv_bytes, adapter_gpu_bytes: bytes, or a MemoryShare of what is free on the device: for the slot
+    pool beside the base model's weights, for the KV cache beside all else that serving needs.
     page_size: tokens of a KV page. max_context: prompt plus output in tokens; None for as many as
     the model and the KV cache allow. max_batch_tokens, max_running, max_batch_adapters: tokens,
     sequences and distinct adapters of one step. cache_dir: the adapters' disk cache.

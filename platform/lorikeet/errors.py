@@ -28,12 +28,14 @@ A client sees a code, which ERRORS gives its HTTP status and OpenAI's `type`; do
 them. Three codes have no class: a replica's Refusal names two, and Starlette raises the third.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lorikeet_engine import errors as engine
 
 _REQUEST, _SERVER = "invalid_request_error", "server_error"
+_ROUNDING = 1e-6
 
 
 class ErrorKind(NamedTuple):
@@ -208,6 +210,14 @@ class LimitStatus(NamedTuple):
     remaining: int
     reset_s: float
 
+    def headers(self) -> dict[str, str]:
+        """The status as OpenAI's headers, of an answer as of a refusal."""
+        return {
+            f"x-ratelimit-limit-{self.kind}": str(self.limit),
+            f"x-ratelimit-remaining-{self.kind}": str(self.remaining),
+            f"x-ratelimit-reset-{self.kind}": _duration(self.reset_s),
+        }
+
 
 class RateLimited(LorikeetError):
     """A limit of the tenant or the key is reached."""
@@ -257,3 +267,15 @@ class ObjectNotFound(StoreError):
 
 class ObjectExists(StoreError):
     """An if-absent write found the object there."""
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration as OpenAI writes it: 120ms, 1s, 6m0s, 1h0m0s; rounded up."""
+    milliseconds = math.ceil(1000 * seconds - _ROUNDING)
+    if milliseconds < 1000:
+        return f"{max(0, milliseconds)}ms"
+    minutes, rest_s = divmod(math.ceil(seconds - _ROUNDING), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes_left}m{rest_s}s"
+    return f"{minutes}m{rest_s}s" if minutes else f"{rest_s}s"

@@ -11,7 +11,6 @@ import pytest
 
 from lorikeet.catalog.records import Scope
 from lorikeet.errors import LimitStatus, Unavailable
-from lorikeet.gateway.error_responses import limit_headers
 from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, Refusal
 from tests.gateway.conftest import (
     Gateway,
@@ -237,7 +236,7 @@ def test_a_replicas_refusal_says_when_to_come_back(unchanged: Gateway, code: str
     ],
 )
 def test_times_are_written_as_openai_writes_them(seconds: float, said: str) -> None:
-    headers = limit_headers([LimitStatus("requests", 60, 1, seconds)])
+    headers = LimitStatus("requests", 60, 1, seconds).headers()
     assert headers["x-ratelimit-reset-requests"] == said
 
 

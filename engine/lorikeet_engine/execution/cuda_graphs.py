@@ -1,10 +1,13 @@
 """CUDA graphs of steps: a few launches for a forward pass instead of some hundreds.
 
+Graphs are captured at start: that is when the Python of the model's layers and of their operators
+runs (LlamaModel.forward, called by `_run`). A step runs none of it, but for attention's where it is
+large: `CudaGraphs.forward` copies the batch to the static tensors and replays what was recorded.
+
 Without graphs the host needs 10 ms to launch a pass of 32 layers, with adapters some 40: far more
 than the GPU needs for a few hundred tokens, and as much as for 2,000. Passes are captured for a
-ladder of sizes: tokens × segments of adapters. A step uses the smallest that holds it; its tensors
-are copied to the graph's buffers, and what is left over of them is padding that writes no key and
-uses no adapter.
+ladder of sizes: tokens × segments of adapters. A step uses the smallest that holds it; what is
+left over of the static tensors is padding that writes no key and uses no adapter.
 
 A small step, whether it decodes, begins short prompts or both, is one graph, since attention takes
 each token by itself. A larger one is graphs of what is between attentions (piecewise_graphs.py).
@@ -44,10 +47,10 @@ class StepLimits:
 
 
 class _Pass(Protocol):
-    """A captured forward pass over the static buffers."""
+    """A captured forward pass over the static tensors."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The hidden states for this batch, which the buffers hold already."""
+        """The hidden states for this batch, which the static tensors hold already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ class CudaGraphs:
         return len(batch.token_ids) <= max(self._piecewise) or self._is_small(batch)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The hidden states of batch.logit_rows, for a batch that fits.
+        """The hidden states of batch.logit_rows, for a batch that fits: replays a captured pass.
 
         The next forward may overwrite them.
         """
@@ -162,7 +165,7 @@ class CudaGraphs:
         return dict(reversed(ladder.items()))
 
     def _static_batch(self, size: int, count: int) -> Batch:
-        """A batch whose tensors are the static buffers."""
+        """A batch whose tensors are the static ones, for capturing."""
         segments = None
         if count:
             slots, starts, lengths = self._segments[:, :count].unbind()
@@ -202,6 +205,7 @@ class CudaGraphs:
         )
 
     def _run(self, batch: Batch, attention: AttentionBackend) -> torch.Tensor:
+        """Run the model's Python, at start alone: once to compile its kernels, then to record."""
         return self._model.forward(batch, self._kv, self._weights, attention)
 
 

@@ -57,6 +57,9 @@ class LlamaModel:
 
         kv [layers, 2, pages, page_size, kv_heads, head_dim] receives the batch's keys and values.
         lora may be None when batch.segments is.
+
+        On CUDA this Python and the layers' run when graphs are captured at start; a step replays
+        the graphs (execution/cuda_graphs.py). Only a step that is too large for them runs it.
         """
         cos, sin = self._rotary.at(batch.positions)
         step = _Step(batch, _lora_step(lora, batch), attention, cos, sin)

@@ -1,8 +1,5 @@
 """Errors as HTTP responses."""
 
-import math
-from collections.abc import Iterable
-
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -11,7 +8,6 @@ from starlette.responses import JSONResponse, Response
 
 from lorikeet.errors import (
     InsufficientQuota,
-    LimitStatus,
     LorikeetError,
     RateLimited,
     error_body,
@@ -25,7 +21,6 @@ OK = 200
 CREATED = 201
 
 _INTERNAL = "the service failed, not this request: send it again, or give your admin x-request-id"
-_ROUNDING = 1e-6
 
 
 class Refused(LorikeetError):
@@ -52,20 +47,11 @@ def error_response(error: LorikeetError) -> Response:
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, RateLimited):
-        headers |= limit_headers(error.limits)
+        for limit in error.limits:
+            headers |= limit.headers()
     if isinstance(error, InsufficientQuota):
         headers["x-should-retry"] = "false"  # OpenAI's clients heed it
     return JSONResponse(error_body(error.code, error.message, error.param), status, headers)
-
-
-def limit_headers(limits: Iterable[LimitStatus]) -> dict[str, str]:
-    """Return the status of limits per minute as OpenAI's headers."""
-    headers = {}
-    for kind, limit, remaining, reset_s in limits:
-        headers[f"x-ratelimit-limit-{kind}"] = str(limit)
-        headers[f"x-ratelimit-remaining-{kind}"] = str(remaining)
-        headers[f"x-ratelimit-reset-{kind}"] = _duration(reset_s)
-    return headers
 
 
 def internal_error_response() -> Response:
@@ -93,15 +79,3 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     else:
         body = error_body(LorikeetError.code, _INTERNAL)
     return JSONResponse(body, error.status_code, error.headers)
-
-
-def _duration(seconds: float) -> str:
-    """Return a duration as OpenAI writes it: 120ms, 1s, 6m0s, 1h0m0s; rounded up."""
-    milliseconds = math.ceil(1000 * seconds - _ROUNDING)
-    if milliseconds < 1000:
-        return f"{max(0, milliseconds)}ms"
-    minutes, rest_s = divmod(math.ceil(seconds - _ROUNDING), 60)
-    hours, minutes_left = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes_left}m{rest_s}s"
-    return f"{minutes}m{rest_s}s" if minutes else f"{rest_s}s"

@@ -2,7 +2,6 @@
 
 from types import TracebackType
 
-from lorikeet.gateway.error_responses import limit_headers
 from lorikeet.gateway.replica_response import Headers, RequestObserver
 from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, StreamItem
 from lorikeet.tenancy import RateLimitHold
@@ -43,7 +42,7 @@ class RateLimitObserver(RequestObserver):
     def on_item(self, item: StreamItem) -> None:
         """Note the first token, and settle the final usage."""
         match item:
-            case AnswerHeader() if item.load_s is not None:
+            case AnswerHeader() if not item.is_first:
                 self._hold.first_token()
             case FinalUsage():
                 self._hold.settle(item.prompt_tokens + item.completion_tokens)
@@ -52,8 +51,11 @@ class RateLimitObserver(RequestObserver):
         """Return the limits' status as headers."""
         self._answered = True
         self._hold.first_token()
-        headers = limit_headers(self._hold.limit_statuses())
-        return [(name.encode(), value.encode()) for name, value in headers.items()]
+        return [
+            (name.encode(), value.encode())
+            for limit in self._hold.limit_statuses()
+            for name, value in limit.headers().items()
+        ]
 
 
 def expected_tokens(call: Call) -> int:

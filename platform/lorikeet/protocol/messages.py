@@ -84,10 +84,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class AnswerHeader:
-    """The first item of every answer: where it runs, and where its adapter was found.
+    """Where an answer runs, and where its adapter was found. An answer has two of them.
 
-    Before the first bytes comes a second one, with load_s: how long the adapter took to come.
-    status: the replica's as it took the call.
+    The first is the answer's first item: the replica has taken the call, and status is its own as
+    it did. The second comes with the first token, before the first bytes: load_s is how long the
+    adapter took to load, 0.0 if it was on the GPU. Only the first has no load_s.
     """
 
     replica: str
@@ -95,6 +96,11 @@ class AnswerHeader:
     residency: Residency | None
     status: StatusUpdate | None = None
     load_s: float | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the replica has just taken the call; if not, the first token is there."""
+        return self.load_s is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lorikeet.answer_stream.answer import Answer, refusal_of
+from lorikeet.answer_stream.answer import Answer, AnswerSender, refusal_of
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStreams
-from lorikeet.answer_stream.sender import AnswerSender
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import GenerationFailed, InvalidInput
 from lorikeet.logs import log_unexpected

@@ -83,7 +83,7 @@ class RequestTrace:
             case Attempt():
                 self._on_attempt(item)
             case AnswerHeader():
-                if item.load_s is None:
+                if item.is_first:
                     record.accepted_s = self._now_s()
                 record.replica, record.load_s = item.replica, item.load_s
                 record.residency = item.residency

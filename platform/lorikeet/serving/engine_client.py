@@ -47,9 +47,9 @@ _LATE_S = 10.0
 
 
 class ServeEngineClient:
-    """Implements api's EngineClient: one handle for each base model. Build it on the event loop.
+    """The gateway's EngineClient over Ray Serve, with one handle for each base model.
 
-    gateway: this one's name, by which replicas know where answers go.
+    Build it on the event loop. gateway: this one's name, by which replicas know where answers go.
     """
 
     def __init__(self, handles: Mapping[str, DeploymentHandle[Any]], gateway: str) -> None:
@@ -78,7 +78,7 @@ class ServeEngineClient:
             try:
                 async with aclosing(self._answer(generate, fleet, again)) as items:
                     async for item in items:
-                        if isinstance(item, AnswerHeader) and item.load_s is None:
+                        if isinstance(item, AnswerHeader) and item.is_first:
                             yield _attempt(fleet, again.request_id, sent_s)
                         if attempt + 1 < _ATTEMPTS and _another_has_adapter(fleet, call, item):
                             raise Unavailable("the replica could not load the adapter")
@@ -124,7 +124,7 @@ class ServeEngineClient:
                     for item in items:
                         if isinstance(item, Refusal) and item.code == Unavailable.code:
                             raise Unavailable(item.message)
-                        if isinstance(item, AnswerHeader) and item.load_s is None:
+                        if isinstance(item, AnswerHeader) and item.is_first:
                             _update_fleet(fleet, request_id, item)
                         yield item
             except RayTaskError as error:

@@ -6,7 +6,7 @@ from lorikeet.catalog.records import Limits
 from lorikeet.errors import LimitStatus, RateLimited
 from lorikeet.retry_after import until_one_ends, whole_seconds
 from lorikeet.tenancy.limit_shares import LimitShare, LimitShares, Subject
-from lorikeet.tenancy.minute_limit import MinuteLimit
+from lorikeet.tenancy.token_bucket import MinuteLimit
 
 _USUAL_S = 1.0  # how long a request takes, until some have ended
 _NEWEST = 0.1  # weight of the last one to end in the average

@@ -11,7 +11,7 @@ READ_S = 30.0
 
 
 class RecordedUsage(Protocol):
-    """The usage of this month, by UTC's calendar, as far as it was written down."""
+    """The usage of this month, by UTC's calendar, as far as it is recorded."""
 
     def of(self, tenant: str) -> int:
         """Tokens, as of the last refresh."""
@@ -30,8 +30,8 @@ class MonthlyBudget:
     is for a thread.
     """
 
-    def __init__(self, written: RecordedUsage | None, unseen_s: float = 30.0) -> None:
-        self._written = written
+    def __init__(self, recorded: RecordedUsage | None, unseen_s: float = 30.0) -> None:
+        self._recorded = recorded
         self._unseen_s = unseen_s
         self._asked = False
         self._read_at: float | None = None
@@ -41,8 +41,8 @@ class MonthlyBudget:
         """Raises InsufficientQuota when the tenant has used that much."""
         self._asked = True
         used = self._settled[tenant].total() if tenant in self._settled else 0
-        if self._written is not None:
-            used += self._written.of(tenant)
+        if self._recorded is not None:
+            used += self._recorded.of(tenant)
         if used >= tokens_per_month:
             raise InsufficientQuota(
                 f"this tenant's budget of {tokens_per_month} tokens a month is used up: "
@@ -57,12 +57,12 @@ class MonthlyBudget:
     def due(self, now: float) -> bool:
         """Whether to read again."""
         recently = self._read_at is not None and now < self._read_at + READ_S
-        return self._written is not None and self._asked and not recently
+        return self._recorded is not None and self._asked and not recently
 
     def read(self) -> None:
-        """Read what was written. Raises StoreError."""
-        assert self._written is not None
-        self._written.refresh()
+        """Read what was recorded. Raises StoreError."""
+        assert self._recorded is not None
+        self._recorded.refresh()
 
     def was_read(self, began: float) -> None:
         """A reading that began then is over: it holds what was settled long before."""

@@ -1,7 +1,7 @@
 """Attention over paged keys and values: the protocol and its back ends.
 
 `flashinfer` serves CUDA, `paged_decode` is our Triton kernel for the small steps that CUDA graphs
-hold, `sdpa` is torch's, for CPUs and as the reference. `page_table` is a step's KV pages.
+hold, `sdpa` is torch's, for CPUs and as the reference. `protocol` also has a step's PageTable.
 """
 
 from importlib import import_module
@@ -9,12 +9,12 @@ from importlib import import_module
 import torch
 
 from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.kernels.attention.page_table import PageTable
 from lorikeet_engine.kernels.attention.protocol import (
     AttentionBackend,
     AttentionShape,
     CapturableAttention,
     PagedSequences,
+    PageTable,
 )
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 

@@ -1,4 +1,8 @@
-"""Attention by FlashInfer's paged kernels: CUDA's back end, for prefill and decode in one batch."""
+"""Attention by FlashInfer's paged kernels: CUDA's back end, for prefill and decode in one batch.
+
+A small step does not come here: it is one captured CUDA graph, whose attention is PagedDecode
+(paged_decode.py). FlashInfer's kernels run in larger steps, between graphs or without any.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -8,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorikeet_engine.kernels.attention.page_table import PageTable
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
-from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequences
+from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequences, PageTable
 
 # Partial results of sequences that are split over several blocks of the GPU.
 _WORKSPACE_BYTES = 128 << 20
@@ -29,7 +32,8 @@ class _Sequences:
 class FlashInferAttention:
     """AttentionBackend for CUDA in float16 and bfloat16. A step is planned once for all layers.
 
-    Small steps, which graphs hold, go to PagedDecode.
+    Small steps, each captured in one CUDA graph, use neither plan nor attend of this class:
+    `captured` gives their graphs a PagedDecode.
     """
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
@@ -82,7 +86,7 @@ class FlashInferAttention:
         return out
 
     def captured(self, tokens: int, pages: torch.Tensor) -> PagedDecode:
-        """See CapturableAttention.captured."""
+        """Give a graph of a small step its PagedDecode. See CapturableAttention.captured."""
         needed = workspace_bytes(self._shape, tokens)
         if needed > len(self._workspace):
             self._workspace = self._workspace.new_empty(needed)

@@ -32,7 +32,11 @@ Int32s = npt.NDArray[np.int32]
 
 
 class PagedDecode:
-    """AttentionBackend for steps of up to `tokens` query tokens."""
+    """AttentionBackend for steps of up to `tokens` query tokens: decodes, and short prompts too.
+
+    CUDA graphs of small steps hold its kernel: `attend` runs while they are captured, `plan` before
+    every replay.
+    """
 
     def __init__(
         self, shape: AttentionShape, tokens: int, pages: torch.Tensor, workspace: torch.Tensor

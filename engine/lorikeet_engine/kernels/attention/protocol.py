@@ -1,13 +1,13 @@
-"""What a model asks of an attention back end."""
+"""What a model asks of an attention back end, and the KV pages that it gives to it."""
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from lorikeet_engine.kernels.attention.page_table import PageTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,34 @@ class AttentionShape:
     head_dim: int
     page_size: int
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class PageTable:
+    """KV pages of a step's sequences end to end: i's are pages[starts[i] : starts[i + 1]]; int32.
+
+    On the host. A sequence has as many as hold the tokens in its cache.
+    """
+
+    starts: npt.NDArray[np.int32]
+    pages: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(
+        cls,
+        tables: "Iterable[array[int]]",
+        kv_lengths: npt.NDArray[np.integer[Any]],
+        page_size: int,
+    ) -> "PageTable":
+        """The first pages of each sequence, arrays of typecode i, as many as its tokens need."""
+        counts = -(-kv_lengths // page_size)
+        starts = np.zeros(len(counts) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        # joined as bytes: 20 times as fast as an array of numpy's for each sequence
+        used = [pages[:count] for pages, count in zip(tables, counts.tolist(), strict=True)]
+        pages = np.frombuffer(bytearray().join(used), np.int32)
+        assert len(pages) == starts[-1], "a sequence has too few KV pages"
+        return cls(starts, pages)
 
 
 class PagedSequences(Protocol):

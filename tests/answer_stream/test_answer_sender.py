@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer
 
-from lorikeet.answer_stream.answer import Answer
+from lorikeet.answer_stream.answer import Answer, AnswerSender
 from lorikeet.answer_stream.response_stream import ResponseStream
-from lorikeet.answer_stream.sender import AnswerSender
 from lorikeet.answer_stream.token_meter import TokenMeter
 from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, Refusal
