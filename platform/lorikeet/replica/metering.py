@@ -7,8 +7,7 @@ from contextlib import contextmanager, suppress
 from lorikeet.answer_stream.token_meter import TokenMeter
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.protocol.messages import Call
-from lorikeet.usage.counts import UsageAccount, UsageCounts
-from lorikeet.usage.ledger import UsageLedger
+from lorikeet.usage.counts import UsageAccount, UsageCounts, UsageLedger
 from lorikeet.usage.writer import UsageWriter
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.errors import EngineError

@@ -1,8 +1,10 @@
-"""What is counted, and for whom."""
+"""What is counted, for whom, and what of it a process has not written yet."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
+from threading import Lock
 from typing import NamedTuple, TypeVar
 
 K = TypeVar("K")
@@ -59,6 +61,30 @@ NOTHING = UsageCounts()
 
 UsageByAccount = Mapping[UsageAccount, UsageCounts]
 """What was used, by account."""
+
+
+class UsageLedger:
+    """What one process has counted and not written yet: sums by day and account.
+
+    For any thread. clock: Unix seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = Lock()
+        self._days: dict[date, dict[UsageAccount, UsageCounts]] = {}
+
+    def add(self, account: UsageAccount, counts: UsageCounts) -> None:
+        """Add what was used now."""
+        day = day_of(self._clock())
+        with self._lock:
+            add_to(self._days.setdefault(day, {}), account, counts)
+
+    def take(self) -> dict[date, UsageByAccount]:
+        """Everything since the call before."""
+        with self._lock:
+            taken, self._days = self._days, {}
+        return dict(taken)
 
 
 def add_to(sums: dict[K, UsageCounts], key: K, counts: UsageCounts) -> None:

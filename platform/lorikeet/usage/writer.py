@@ -11,8 +11,7 @@ from datetime import date
 
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import ObjectExists, StoreError
-from lorikeet.usage.counts import UsageByAccount
-from lorikeet.usage.ledger import UsageLedger
+from lorikeet.usage.counts import UsageByAccount, UsageLedger
 from lorikeet.usage.object_format import UsageContent, UsageObjectId, object_key, to_json
 
 log = logging.getLogger(__name__)
