@@ -5,9 +5,12 @@ INSTALLED := .venv/.installed
 TEST := $(BIN)/pytest -m "not soak and not gpu"
 # These start the whole service, and mostly wait.
 SERVICE_TESTS := tests/e2e tests/demo/test_make_serve.py tests/loadtest/test_loadtest.py
+# These need torch and PEFT; tests of the platform mostly do not.
+ENGINE_TESTS := tests/engine tests/demo tests/cli/test_convert.py
 # These hold times to bounds, and run alone.
 TIMED_TESTS := tests/engine/execution/test_calibration.py tests/loadtest/test_client.py \
 	tests/metrics/test_size.py tests/routing/test_fleet.py
+UNITS := nice -n 19 $(TEST) --numprocesses 2 --dist loadfile
 # Where benchmarks on GPUs keep models and adapters, some 100 GB: in memory if there is as much.
 MODELS ?= /tmp/lorikeet-models
 
@@ -23,7 +26,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Else each of the 200 processes that tests start compiles what it imports, where this is set.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install serve test test-service test-units check soak test-gpu test-ceph bench-catalog bench-download bench-router bench-gateway bench-routing bench-fleet bench-http bench-goodput loadtest clean
+.PHONY: help install serve test test-service test-engine test-platform check soak test-gpu test-ceph bench-catalog bench-download bench-router bench-gateway bench-routing bench-fleet bench-http bench-goodput loadtest clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,16 +52,19 @@ check: $(INSTALLED)  ## lint, types, import directions
 	$(BIN)/lint-imports
 
 test: $(INSTALLED)  ## everything that must hold, on CPU
-	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-service test-units check
+	@$(MAKE) --no-print-directory --jobs 4 --output-sync=target test-service test-engine test-platform check
 	$(TEST) $(TIMED_TESTS)
 
 # Each prints when it ends. Ray would give way to the other tests if it were as nice as it is by itself.
 test-service: $(INSTALLED)
 	RAY_worker_niceness=0 $(TEST) $(SERVICE_TESTS)
 
-# What the service's tests leave of the machine's cores is theirs.
-test-units: $(INSTALLED)
-	nice -n 19 $(TEST) --numprocesses 3 --dist loadfile tests $(addprefix --ignore=,$(SERVICE_TESTS) $(TIMED_TESTS))
+# What the service's tests leave of the machine's cores is theirs. Each process imports what its half needs.
+test-engine: $(INSTALLED)
+	$(UNITS) $(ENGINE_TESTS) $(addprefix --ignore=,$(SERVICE_TESTS) $(TIMED_TESTS))
+
+test-platform: $(INSTALLED)
+	$(UNITS) tests $(addprefix --ignore=,$(ENGINE_TESTS) $(SERVICE_TESTS) $(TIMED_TESTS))
 
 soak: $(INSTALLED)  ## the long versions of the tests
 	$(BIN)/pytest -m soak --timeout 3600

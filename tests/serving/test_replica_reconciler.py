@@ -7,7 +7,7 @@ import pytest
 
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision, PrefetchTarget
 from lorikeet.serving import replica_reconciler as deployment_module
-from lorikeet.serving.replica_reconciler import Liveness, ReplicaReconciler
+from lorikeet.serving.replica_reconciler import ReplicaReconciler, RespondingReplicas
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import Residency
 from tests.placement.builders import held, ref, report
@@ -134,10 +134,10 @@ def test_while_one_replica_could_go_spares_are_brought_and_counted(replicas: Rep
 
 def test_a_replica_that_misses_an_answer_is_there_until_it_was_silent_for_too_long() -> None:
     now_s = [0.0]
-    liveness = Liveness(5.0, lambda: now_s[0])
-    assert liveness.update([report("r1"), report("r0")]) == [report("r0"), report("r1")]
+    responding = RespondingReplicas(5.0, lambda: now_s[0])
+    assert responding.update([report("r1"), report("r0")]) == [report("r0"), report("r1")]
     now_s[0] = 5.0
-    assert liveness.update([report("r1", gpu=7)]) == [report("r0"), report("r1", gpu=7)]
+    assert responding.update([report("r1", gpu=7)]) == [report("r0"), report("r1", gpu=7)]
     now_s[0] = 6.0
-    assert liveness.update([]) == [report("r1", gpu=7)]
-    assert liveness.update([report("r0")]) == [report("r0"), report("r1", gpu=7)]
+    assert responding.update([]) == [report("r1", gpu=7)]
+    assert responding.update([report("r0")]) == [report("r0"), report("r1", gpu=7)]

@@ -36,7 +36,7 @@ class ReplicaReconciler:
         self._engine = engine
         self._least = settings.replicas[base_model]
         self._scales = settings.most_replicas(base_model) > self._least
-        self._liveness = Liveness(_PATIENCE_S)
+        self._responding = RespondingReplicas(_PATIENCE_S)
         self._prefetcher = Prefetcher()
         self._spares = False
         self._sole_copies: Mapping[str, float] = {}
@@ -50,7 +50,7 @@ class ReplicaReconciler:
 
     async def survey(self) -> None:
         """Ask all replicas what they hold, and their pressure if the fleet may shrink."""
-        self.reports = self._liveness.update(await broadcast(self._engine, "report"))
+        self.reports = self._responding.update(await broadcast(self._engine, "report"))
         self._spares = False
         if self._scales and len(self.reports) > self._least:
             stats = await broadcast(self._engine, "record_autoscaling_stats")
@@ -98,7 +98,7 @@ class ReplicaReconciler:
         return self._decisions[name] != decision or now_s - sent_s >= _RESEND_S
 
 
-class Liveness:
+class RespondingReplicas:
     """The last report of every replica that answered within `patience_s`.
 
     Without patience, one late answer would move a replica's pins to others and back again.

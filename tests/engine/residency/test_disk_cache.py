@@ -349,6 +349,8 @@ class Copy:
         path.write_bytes((Path(remote) / ref.name).read_bytes())
 
 cache = DiskCache(Path(folder), int(budget), Copy(), fingerprint)
+print("ready", flush=True)
+sys.stdin.readline()  # until the other is ready too
 refs = [AdapterRef("acme", pair.split(":")[0], 1, pair.split(":")[1]) for pair in adapters]
 blobs = images = 0
 for n in range(300):
@@ -388,10 +390,19 @@ def test_two_processes_share_a_folder(other, shelf, refs, tmp_path):
     running = [
         subprocess.Popen(
             [sys.executable, "-c", SHARING, *arguments, fingerprint, *adapters],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
         for fingerprint in (KIND, other)
     ]
+    for process in running:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+    for process in running:
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
     for process in running:
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors.decode()
