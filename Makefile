@@ -10,7 +10,7 @@ ENGINE_TESTS := tests/engine tests/demo tests/cli/test_convert.py
 # These hold times to bounds, and run alone.
 TIMED_TESTS := tests/engine/execution/test_calibration.py tests/loadtest/test_client.py \
 	tests/metrics/test_size.py tests/routing/test_fleet.py
-UNITS := nice -n 19 $(TEST) --numprocesses 2 --dist loadfile
+UNITS := nice -n 19 $(TEST) --dist loadfile
 # Where benchmarks on GPUs keep models and adapters, some 100 GB: in memory if there is as much.
 MODELS ?= /tmp/lorikeet-models
 
@@ -61,10 +61,10 @@ test-service: $(INSTALLED)
 
 # What the service's tests leave of the machine's cores is theirs. Each process imports what its half needs.
 test-engine: $(INSTALLED)
-	$(UNITS) $(ENGINE_TESTS) $(addprefix --ignore=,$(SERVICE_TESTS) $(TIMED_TESTS))
+	$(UNITS) --numprocesses 2 $(ENGINE_TESTS) $(addprefix --ignore=,$(SERVICE_TESTS) $(TIMED_TESTS))
 
 test-platform: $(INSTALLED)
-	$(UNITS) tests $(addprefix --ignore=,$(ENGINE_TESTS) $(SERVICE_TESTS) $(TIMED_TESTS))
+	$(UNITS) --numprocesses 3 tests $(addprefix --ignore=,$(ENGINE_TESTS) $(SERVICE_TESTS) $(TIMED_TESTS))
 
 soak: $(INSTALLED)  ## the long versions of the tests
 	$(BIN)/pytest -m soak --timeout 3600

@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from lorikeet.answer_stream.answer import Answer, AnswerSender
+from lorikeet.answer_stream.billed_tokens import BilledTokens
 from lorikeet.answer_stream.response_stream import ResponseStream
-from lorikeet.answer_stream.token_meter import TokenMeter
 from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, Refusal
 from lorikeet.usage.counts import UsageCounts
@@ -25,7 +25,7 @@ class Started:
 
     def __init__(self, tokenizer: Tokenizer, call: Call = CALL) -> None:
         self.stream, self.aborted = ResponseStream(), list[tuple[str, int]]()
-        self.meter = TokenMeter(call, [[1]])
+        self.meter = BilledTokens(call, [[1]])
         answer = Answer(call, [[1]], Vocabulary(tokenizer))
         self.sender = AnswerSender(
             call, answer, self.meter, self.stream, lambda *what: self.aborted.append(what)

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from lorikeet.logs import log_to_stderr
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine
@@ -77,8 +79,7 @@ def _stepping(step: Callable[[], Any], checkpoint: Path, folder: Path) -> Engine
 
 def processes() -> set[int]:
     """The engines' processes that this one has started and that have not ended."""
-    tasks = Path("/proc/self/task").iterdir()
-    pids = {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+    pids = {child.pid for child in psutil.Process().children()}
     return {pid for pid in pids if b"lorikeet_engine.process.server" in _command(pid)}
 
 

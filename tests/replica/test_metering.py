@@ -9,7 +9,7 @@ import pytest
 
 from demo.fill_catalog import fill_catalog
 from demo.tasks import TASKS
-from lorikeet.answer_stream.token_meter import TokenMeter
+from lorikeet.answer_stream.billed_tokens import BilledTokens
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal
@@ -45,14 +45,14 @@ def tokens(choice: int, *token_ids: int, cached: int | None = None) -> Tokens:
 
 
 def test_an_answer_made_to_its_end_counts_as_it_says_itself():
-    meter = TokenMeter(CALL, PROMPTS)
+    meter = BilledTokens(CALL, PROMPTS)
     meter.on_outputs([tokens(0, 7, cached=0), tokens(1, 7, 8, 9)])  # some after a stop string
     meter.on_item(FinalUsage(5, 2, 3))
     assert meter.counts() == UsageCounts(1, 5, 2, 3)
 
 
 def test_a_client_that_left_pays_for_what_was_computed_until_then():
-    meter = TokenMeter(CALL, PROMPTS)
+    meter = BilledTokens(CALL, PROMPTS)
     assert meter.counts() == UsageCounts(requests=1)
     meter.on_outputs([tokens(0, 7, cached=2), tokens(1, 7, cached=3)])
     meter.on_outputs([tokens(0, 8), tokens(1, 8)])
@@ -62,14 +62,14 @@ def test_a_client_that_left_pays_for_what_was_computed_until_then():
 
 
 def test_what_failed_before_the_client_had_anything_counts_nothing():
-    meter = TokenMeter(CALL, PROMPTS)
+    meter = BilledTokens(CALL, PROMPTS)
     meter.on_outputs([tokens(0, 7, cached=0), Failed("r", StepFailed("it broke"))])
     meter.on_item(Refusal("generation_failed", "it broke"))
     assert meter.counts() is None
 
 
 def test_what_failed_in_its_midst_counts_what_the_client_has():
-    meter = TokenMeter(CALL, PROMPTS)
+    meter = BilledTokens(CALL, PROMPTS)
     meter.on_outputs([tokens(0, 7, cached=0)])
     meter.on_item(b"data: ...")
     meter.failed()

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from lorikeet.answer_stream.billed_tokens import BilledTokens
 from lorikeet.answer_stream.detokenizer import Detokenizer
 from lorikeet.answer_stream.logprobs import LikelyToken, SampledToken
 from lorikeet.answer_stream.openai_format import CallDelta, Choice, EventStream, json_body
 from lorikeet.answer_stream.response_stream import ResponseStream
-from lorikeet.answer_stream.token_meter import TokenMeter
 from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser, ToolSyntax
 from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.errors import engine_code
@@ -211,7 +211,7 @@ class AnswerSender:
     """
 
     def __init__(
-        self, call: Call, answer: Answer, meter: TokenMeter, stream: ResponseStream, abort: Abort
+        self, call: Call, answer: Answer, meter: BilledTokens, stream: ResponseStream, abort: Abort
     ) -> None:
         self._request_id = call.request_id
         self._answer, self._meter, self._stream, self._abort = answer, meter, stream, abort

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
-from lorikeet.answer_stream.token_meter import TokenMeter
+from lorikeet.answer_stream.billed_tokens import BilledTokens
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.protocol.messages import Call
 from lorikeet.usage.counts import UsageAccount, UsageCounts, UsageLedger
@@ -30,9 +30,9 @@ class Metering:
         self._writer.start()
 
     @contextmanager
-    def metered(self, call: Call, prompts: Sequence[Sequence[int]]) -> Iterator[TokenMeter]:
+    def metered(self, call: Call, prompts: Sequence[Sequence[int]]) -> Iterator[BilledTokens]:
         """Meter a call, and count it however it ends."""
-        meter = TokenMeter(call, prompts)
+        meter = BilledTokens(call, prompts)
         try:
             yield meter
         except EngineError:
@@ -45,7 +45,7 @@ class Metering:
         """Write all that is counted. The engine must still answer."""
         self._writer.close(_LAST_FLUSH_S)
 
-    def _count(self, call: Call, meter: TokenMeter) -> None:
+    def _count(self, call: Call, meter: BilledTokens) -> None:
         counts = meter.counts()
         if counts is not None:
             self._ledger.add(self._account(call.tenant, call.adapter), counts)

@@ -10,6 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lorikeet_engine.adapter import Residency
@@ -285,11 +286,10 @@ def test_an_engine_dies_with_its_client_even_in_a_step_that_hangs(tiny_checkpoin
         stdout=subprocess.PIPE,
     )
     assert client.stdout.readline() == b"steps\n"
-    tasks = Path(f"/proc/{client.pid}/task").iterdir()
-    (pid,) = [pid for task in tasks for pid in (task / "children").read_text().split()]
+    (child,) = psutil.Process(client.pid).children()
     client.kill()
     client.wait()
-    eventually(lambda: gone(pid), within_s=2)
+    eventually(lambda: gone(child.pid), within_s=2)
 
 
 def test_the_client_loads_no_torch():

@@ -7,7 +7,7 @@ from lorikeet.usage.counts import UsageCounts
 from lorikeet_engine.request import Output, Tokens
 
 
-class TokenMeter:
+class BilledTokens:
     """One call's tokens as they are made.
 
     A finished answer counts by its FinalUsage. One that a client left, or that failed halfway,
