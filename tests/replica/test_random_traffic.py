@@ -68,7 +68,7 @@ async def answered(gateway, call, leave_after):
 
 
 @pytest.mark.parametrize(
-    "seconds", [6, pytest.param(300, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
+    "seconds", [4, pytest.param(300, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
 )
 def test_every_call_ends_and_everything_comes_back(settings, seconds):
     async def scenario():

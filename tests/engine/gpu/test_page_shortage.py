@@ -1,6 +1,5 @@
 """On a GPU: too few KV pages, requests that end and leave at any moment, steps that fail."""
 
-import gc
 import random
 import subprocess
 import sys
@@ -169,8 +168,6 @@ for _ in range(3):
 
 def test_an_error_that_the_device_keeps_is_raised_as_device_lost(tmp_path):
     """In a process of its own, which can use the device no more."""
-    gc.collect()
-    torch.cuda.empty_cache()  # what the tests before took; that process needs some
     run = subprocess.run(
         [sys.executable, "-c", LOSE_THE_DEVICE, tmp_path],
         capture_output=True,

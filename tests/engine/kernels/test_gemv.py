@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from lorikeet_engine.kernels.matmul.gemv import gemv
-from tests.engine.interpreter import INTERPRETED, run_in_interpreter
+from tests.engine.interpreter import INTERPRETED
 
 on_gpu = [
     pytest.mark.gpu,
@@ -33,7 +33,3 @@ def test_one_row(kind, biased, d_out, d_in):
     assert got.shape == (1, d_out)
     atol = 2 * torch.finfo(dtype).eps * want.abs().max().item()
     torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
-
-
-def test_in_the_interpreter():
-    run_in_interpreter(__file__)

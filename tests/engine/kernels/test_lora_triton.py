@@ -1,8 +1,7 @@
 """The Triton LoRA kernels against float32 sums written out here.
 
 On CUDA the tests marked `gpu` run the compiled kernels in bfloat16. Without a GPU the same tests
-run in Triton's interpreter; it must be chosen before Triton is first imported, so one test starts
-this file again in a process of its own.
+run in Triton's interpreter, in a process that test_in_interpreter.py starts.
 """
 
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ from lorikeet_engine.kernels.lora.tuning import (
     Regime,
     launch_config,
 )
-from tests.engine.interpreter import INTERPRETED, run_in_interpreter
+from tests.engine.interpreter import INTERPRETED
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 on_gpu = [pytest.mark.gpu, needs_cuda]
@@ -63,11 +62,6 @@ SMALL = LoraGroup((4, 5), d_in=40, d_outs=(36, 20))
 LONG = LoraGroup((6,), d_in=1300, d_outs=(24,))
 MIXED_RANKS = [4, 64, 12, 1, 16]
 MIXED_RUNS = [(3, 2), (0, 40), (4, 17), (1, 1), (2, 63)]
-
-
-@pytest.mark.parametrize("marks", ["not soak", pytest.param("soak", marks=pytest.mark.soak)])
-def test_every_case_holds_in_tritons_interpreter(marks: str) -> None:
-    run_in_interpreter(__file__, marks)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from lorikeet_engine.kernels.attention.paged_decode import (
     workspace_bytes,
 )
 from lorikeet_engine.models.batch import Batch
-from tests.engine.interpreter import INTERPRETED, run_in_interpreter
+from tests.engine.interpreter import INTERPRETED
 
 on_gpu = [
     pytest.mark.gpu,
@@ -131,7 +131,3 @@ def test_the_pieces_of_a_step_hold_every_token_once_and_fit(capacity):
     sizes = used[:, 3] - used[:, 2]
     assert sizes.min() >= 1
     assert sizes.max() <= max(2 * SHORTEST_ITEM, 2 * -(-lengths.sum() // max(1, capacity - 3)))
-
-
-def test_in_the_interpreter():
-    run_in_interpreter(__file__)

@@ -1,0 +1,23 @@
+"""Triton's kernels on a machine without a GPU: their tests run again in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FILES = ("test_gemv.py", "test_lora_triton.py", "test_paged_decode.py", "test_pointwise.py")
+
+
+@pytest.mark.parametrize("marks", ["not soak", pytest.param("soak", marks=pytest.mark.soak)])
+def test_every_case_of_the_kernels_holds_in_tritons_interpreter(marks: str) -> None:
+    files = [Path(__file__).with_name(name) for name in FILES]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", "-m", marks, *files],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
