@@ -10,7 +10,7 @@ ENGINE_TESTS := tests/engine tests/demo tests/cli/test_convert.py
 # These hold times to bounds, and run alone.
 TIMED_TESTS := tests/engine/execution/test_calibration.py tests/loadtest/test_client.py \
 	tests/metrics/test_size.py tests/routing/test_fleet.py
-UNITS := nice -n 19 $(TEST) --dist loadfile
+UNITS := nice -n 10 $(TEST) --dist loadfile
 # Where benchmarks on GPUs keep models and adapters, some 100 GB: in memory if there is as much.
 MODELS ?= /tmp/lorikeet-models
 

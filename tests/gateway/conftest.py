@@ -137,7 +137,7 @@ class Gateway:
 
     def request(self, method: str, path: str, key: str | None, **rest: Any) -> httpx.Response:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        return httpx.request(method, self.url + path, headers=headers, timeout=20, **rest)
+        return httpx.request(method, self.url + path, headers=headers, timeout=60, **rest)
 
     def openai(self, tenant: str = "acme") -> openai.OpenAI:
         return openai.OpenAI(
