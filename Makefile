@@ -8,9 +8,10 @@ SERVICE_TESTS := tests/e2e tests/demo/test_make_serve.py tests/loadtest/test_loa
 # These need torch and PEFT; tests of the platform mostly do not.
 ENGINE_TESTS := tests/engine tests/demo tests/cli/test_convert.py
 # These hold times to bounds, and run alone.
-TIMED_TESTS := tests/engine/execution/test_calibration.py tests/loadtest/test_client.py \
+TIMED_TESTS := tests/engine/execution/test_calibration.py tests/engine/scheduling/test_deadlines.py \
+	tests/loadtest/test_client.py \
 	tests/metrics/test_size.py tests/routing/test_fleet.py
-UNITS := nice -n 10 $(TEST) --dist loadfile
+UNITS := nice -n 19 $(TEST) --dist loadfile
 # Where benchmarks on GPUs keep models and adapters, some 100 GB: in memory if there is as much.
 MODELS ?= /tmp/lorikeet-models
 
@@ -61,10 +62,10 @@ test-service: $(INSTALLED)
 
 # What the service's tests leave of the machine's cores is theirs. Each process imports what its half needs.
 test-engine: $(INSTALLED)
-	$(UNITS) --numprocesses 2 $(ENGINE_TESTS) $(addprefix --ignore=,$(SERVICE_TESTS) $(TIMED_TESTS))
+	$(UNITS) --numprocesses 1 $(ENGINE_TESTS) $(addprefix --ignore=,$(SERVICE_TESTS) $(TIMED_TESTS))
 
 test-platform: $(INSTALLED)
-	$(UNITS) --numprocesses 3 tests $(addprefix --ignore=,$(ENGINE_TESTS) $(SERVICE_TESTS) $(TIMED_TESTS))
+	$(UNITS) --numprocesses 2 tests $(addprefix --ignore=,$(ENGINE_TESTS) $(SERVICE_TESTS) $(TIMED_TESTS))
 
 soak: $(INSTALLED)  ## the long versions of the tests
 	$(BIN)/pytest -m soak --timeout 3600
