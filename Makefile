@@ -2,15 +2,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-TEST := $(BIN)/pytest -m "not soak and not gpu"
+TEST := $(BIN)/pytest -m "not soak and not gpu and not attack"
 # These start the whole service, and mostly wait.
 SERVICE_TESTS := tests/e2e tests/demo/test_make_serve.py tests/loadtest/test_loadtest.py
-# These need torch and PEFT; tests of the platform mostly do not.
-ENGINE_TESTS := tests/engine tests/demo tests/cli/test_convert.py
+# These import torch and mostly PEFT, 8 s of processor time. Two of the others import torch, so that
+# their halves take about as long.
+ENGINE_TESTS := tests/engine tests/demo tests/gpu tests/cli/test_convert.py \
+	tests/doctor/test_cuda.py tests/doctor/test_own_model_page.py \
+	tests/loadtest/test_goodput.py tests/loadtest/test_paced_service.py \
+	tests/loadtest/test_real_service.py tests/replica/test_engine_settings.py
 # These hold times to bounds, and run alone.
 TIMED_TESTS := tests/engine/execution/test_calibration.py tests/engine/scheduling/test_deadlines.py \
 	tests/loadtest/test_client.py \
-	tests/metrics/test_size.py tests/routing/test_fleet.py
+	tests/metrics/test_size.py tests/routing/test_choice_time.py
 UNITS := nice -n 19 $(TEST) --dist loadfile
 # Where benchmarks on GPUs keep models and adapters, some 100 GB: in memory if there is as much.
 MODELS ?= /tmp/lorikeet-models
@@ -19,15 +23,15 @@ MODELS ?= /tmp/lorikeet-models
 export RAY_SERVE_THROUGHPUT_OPTIMIZED ?= 1
 # That makes every call through Serve a gRPC call but the HTTP proxy's.
 export RAY_SERVE_PROXY_USE_GRPC ?= 1
-# Calls above 4 MiB would fail otherwise; the gateway takes bodies of up to 8 MiB.
-export RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH ?= 16777216
+# Above 4 MiB calls and answers would fail otherwise; see k8s/base/settings.env.
+export RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH ?= 134217728
 export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH ?= lorikeet.serving.proxy_middleware:middlewares
 export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 # Else each of the 200 processes that tests start compiles what it imports, where this is set.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install serve test test-service test-engine test-platform check soak test-gpu test-ceph bench-catalog bench-download bench-router bench-gateway bench-routing bench-fleet bench-http bench-goodput loadtest clean
+.PHONY: help install serve stop test test-service test-engine test-platform check soak attack test-gpu test-ceph bench-catalog bench-download bench-router bench-gateway bench-routing bench-fleet bench-http bench-goodput loadtest clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,18 +43,22 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing into .venv: a minute or two, and about 1 GB (torch, Ray, transformers)…"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/pip install --quiet --upgrade "pip>=25.1"
-	@$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/pip install --quiet --constraint constraints.txt torch
 	@$(BIN)/pip install --quiet --constraint constraints.txt --editable . --group dev
 	@touch $@
 
 serve: $(INSTALLED)  ## start the service with the demo model and its adapters
 	@$(BIN)/python -m demo.serve
 
-check: $(INSTALLED)  ## lint, types, import directions
+stop: $(INSTALLED)  ## stop the service that make serve started here
+	@$(BIN)/python -m demo.running
+
+check: $(INSTALLED)  ## lint, types, import directions, pinned packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.constraints
 
 test: $(INSTALLED)  ## everything that must hold, on CPU
 	@$(MAKE) --no-print-directory --jobs 4 --output-sync=target test-service test-engine test-platform check
@@ -69,6 +77,9 @@ test-platform: $(INSTALLED)
 
 soak: $(INSTALLED)  ## the long versions of the tests
 	$(BIN)/pytest -m soak --timeout 3600
+
+attack: $(INSTALLED)  ## one tenant does its worst, another looks on: ATTACK_S=600 for each attack
+	$(BIN)/pytest -m attack tests/attack
 
 test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu

@@ -4,65 +4,74 @@ Fills the catalog with the demo's tenants and adapters when there is none yet, r
 `serve run serve_app:app`, says what to type once it answers, and stops it on Ctrl-C.
 """
 
+import contextlib
 import json
 import os
 import shlex
 import shutil
-import signal
 import socket
-import subprocess
+import stat
 import sys
 import time
-import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from demo.fill_catalog import ADMIN_KEY, DemoKeys, fill_catalog
+from demo.running import KEYS, hold_pid_file
+from demo.service_process import ServiceProcess, Terminated, raise_when_terminated
 from demo.tasks import TASKS
 from lorikeet.cli.admin_client import DEFAULT_SERVER
-from lorikeet.errors import LorikeetError
+from lorikeet.errors import InvalidSetting, LorikeetError
 from lorikeet.settings import Settings
 
-KEYS = Path(".lorikeet")
 ADDRESS = "http://127.0.0.1:8000"
 _READY_TIMEOUT_S = 300
-_STOP_TIMEOUT_S = 60
+_STOP_S = 60  # requests in flight may take half of it
+_TERMINATE_S = 10  # what sends SIGTERM or closes a terminal may kill soon after
 
 
 def main() -> int:
     """Run the demo until Ctrl-C; the exit status is for the shell."""
+    os.umask(0o077)  # keys, the catalog, Ray's token and its logs are nobody else's
     try:
         settings = Settings.from_env()
         admin = f"http://{settings.admin_address}"
         if taken := next(filter(_answers, (ADDRESS, admin)), None):
             print(
                 f"Something already answers on {taken}: stop it first (Ctrl-C where it runs, or "
-                "`.venv/bin/ray stop`).",
+                "`make stop`; `ray stop` for what a killed one left: it ends all your Ray).",
                 file=sys.stderr,
             )
             return 1
         keys = fill_catalog(settings, KEYS)
+        environ = _environment()
+        with hold_pid_file():
+            return _run(environ, keys, admin)
     except LorikeetError as error:
         print(error, file=sys.stderr)
         return 1
+
+
+def _run(environ: Mapping[str, str], keys: DemoKeys, admin: str) -> int:
     serve = shutil.which("serve", path=str(Path(sys.executable).parent)) or "serve"
-    process = subprocess.Popen(
-        [serve, "run", "serve_app:app"],
-        start_new_session=True,  # Ctrl-C reaches it once, from here, and not Ray's workers directly
-        umask=0o077,  # Ray's token and its logs are nobody else's
-        env=_environment(),
-    )
-    for ending in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal ends it as Ctrl-C does
-        signal.signal(ending, lambda *_: _interrupt())
+    raise_when_terminated()
+    service = ServiceProcess([serve, "run", "serve_app:app"], environ)
     try:
-        if _wait_until_ready(process):
+        if _wait_until_ready(service):
             _greet(keys, admin)
-            return process.wait()
-        print("The service did not start: look for start_failed above.", file=sys.stderr)
-        return _stop(process) or 1
+            while not service.ends_within(1):
+                pass
+            print("The service has ended by itself: look above for why.", file=sys.stderr)
+        else:
+            print("The service did not start: look for start_failed above.", file=sys.stderr)
+        service.stop(_TERMINATE_S)
+        return 1  # `serve run` itself says 0 of most failures
     except KeyboardInterrupt:
-        return _stop(process)
+        return service.stop(_STOP_S)
+    except (Terminated, OSError):  # OSError: what is printed reaches nobody
+        return service.stop(_TERMINATE_S)
 
 
 def _environment() -> dict[str, str]:
@@ -72,14 +81,30 @@ def _environment() -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # or any: Ray's own ports on localhost, no others
         "RAY_SERVE_DEFAULT_HTTP_HOST": "127.0.0.1",
+        "RAY_TMPDIR": os.environ.get("RAY_TMPDIR") or str(_ray_folder()),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # nobody waits behind a balancer
         **os.environ,
         "PYTHONPATH": path,
     }
 
 
-def _interrupt() -> None:
-    raise KeyboardInterrupt
+def _ray_folder() -> Path:
+    """A folder for RAY_TMPDIR that is nobody else's: Ray opens to everybody what it makes there.
+
+    Its path is short, as those of Ray's sockets below it may have 107 characters. Raises
+    InvalidSetting when another user has made it, or it is no folder.
+    """
+    folder = Path(f"/tmp/lorikeet-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):  # a folder, or something else
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    others = stat.S_IMODE(found.st_mode) & 0o077
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or others:
+        raise InvalidSetting(
+            f"{folder} is not a folder of yours alone: remove it, or set RAY_TMPDIR to a folder "
+            "of mode 700 whose path has at most 40 characters"
+        )
+    return folder
 
 
 def _answers(address: str) -> bool:
@@ -91,31 +116,12 @@ def _answers(address: str) -> bool:
     return True
 
 
-def _wait_until_ready(process: "subprocess.Popen[bytes]") -> bool:
+def _wait_until_ready(service: ServiceProcess) -> bool:
     deadline = time.monotonic() + _READY_TIMEOUT_S
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(f"{ADDRESS}/healthz", timeout=1) as answer:
-                if answer.status == 200:
-                    return True
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.25)
+    while not service.ends_within(0.25) and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{ADDRESS}/readyz", timeout=1):
+            return True
     return False
-
-
-def _stop(process: "subprocess.Popen[bytes]") -> int:
-    if process.poll() is None:
-        print("\nStopping… (Ctrl-C again kills it)", flush=True)
-        process.send_signal(signal.SIGINT)
-    try:
-        process.wait(_STOP_TIMEOUT_S)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        print("Killed.")
-        return 1
-    print("Stopped.")
-    return 0
 
 
 def _greet(keys: DemoKeys, admin: str) -> None:

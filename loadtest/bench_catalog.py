@@ -27,11 +27,11 @@ from typing import Any
 from lorikeet.catalog import AdapterCatalog, BlobFacts, CatalogState, open_store
 from lorikeet.catalog.log.apply import apply_entries
 from lorikeet.catalog.log.log import Log
-from lorikeet.catalog.reader import SNAPSHOT_EVERY
 from lorikeet.catalog.records import AdapterRecord, Limits, TenantRecord, TenantState, VersionRecord
 from lorikeet.catalog.snapshots.partition_format import encode_tenant
 from lorikeet.catalog.snapshots.partitions import PARTITIONS, Partition, partition_of
 from lorikeet.catalog.snapshots.snapshots import Snapshots
+from lorikeet.catalog.view import SNAPSHOT_EVERY
 
 TAIL = SNAPSHOT_EVERY // 2
 REPEATS = 5

@@ -93,7 +93,7 @@ class Gateway:
         adapters = Zipf(1.0).draw(rng, ADAPTERS, CALLS + WARM_UP)
         for turn, adapter in enumerate(adapters.tolist()):
             call = _call(f"{seed} {turn}", adapter)
-            fleet.track(call.request_id)
+            fleet.on_begun(call.request_id)
             ours_s = await _first_item_s(self._handles["ours"], call)
             fleet.on_ended(call.request_id)
             serves_s = await _first_item_s(self._handles["serves"], call)

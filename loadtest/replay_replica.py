@@ -54,7 +54,7 @@ class ReplayReplica:
         self._streams: dict[str, _Stream] = {}
         self._stepping = asyncio.get_running_loop().create_task(self._step(1 / pace))
 
-    async def generate(self, call: Call, gateway: str) -> AsyncIterator[Refusal | None]:
+    async def run_call(self, call: Call, gateway: str) -> AsyncIterator[Refusal | None]:
         """max_tokens tokens, the first at once."""
         responses = await self._response_streams.to(gateway)
         digest = call.adapter.digest if call.adapter else None
@@ -77,7 +77,7 @@ class ReplayReplica:
         finally:
             del self._streams[call.request_id]
 
-    async def responses(self, replica: str, gateway: str) -> AsyncIterator[list[DeltaGroup]]:
+    async def response_stream(self, replica: str, gateway: str) -> AsyncIterator[list[DeltaGroup]]:
         """Deltas for a gateway, as a replica streams them."""
         assert replica == self._name
         with self._response_streams.opened(gateway) as responses:

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from lorikeet import errors
-from lorikeet.errors import ERRORS, ErrorKind, LorikeetError, engine_code, error_body, status_of
+from lorikeet.dialects import (
+    Dialect,
+    anthropic_error_body,
+    dialect_of_path,
+    error_body,
+    error_status,
+)
+from lorikeet.errors import ERRORS, ErrorKind, LorikeetError, engine_code, status_of
 from lorikeet.gateway.apis.openapi import document
 from lorikeet.retry_after import (
     until_next_month,
@@ -20,7 +27,7 @@ from lorikeet_engine import errors as engine
 DOCUMENT = Path(__file__).parents[1] / "docs" / "openai.md"
 OF_NO_CLASS = {"method_not_allowed", "adapter_not_ready", "adapter_load_failed"}
 ONLY_ADMINS = {"405", "409"}  # no route of the tenants' answers with these
-ROW = re.compile(r"\| (\d{3}) \| `(\w+)` \| ([^|]+) \|")
+ROW = re.compile(r"\| (\d{3}) \| `(\w+)` \| `(\w+)` \| ([^|]+) \|")
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type)]
 OURS = [kind for kind in KINDS if issubclass(kind, LorikeetError)]
 ENGINES = [kind for kind in vars(engine).values() if isinstance(kind, type)]
@@ -56,16 +63,17 @@ def test_an_error_of_the_engines_has_the_code_of_its_kind(error, code):
 
 
 def test_the_openapi_document_lists_the_statuses_of_the_table():
-    statuses = {str(row.status) for row in ERRORS.values()} - ONLY_ADMINS
-    for path in document()["paths"].values():
-        for operation in path.values():
+    for path, operations in document()["paths"].items():
+        dialect = dialect_of_path(path)
+        statuses = {str(error_status(code, dialect)) for code in ERRORS} - ONLY_ADMINS
+        for operation in operations.values():
             assert set(operation["responses"]) == statuses | {"200"}
 
 
 def test_the_documentation_lists_the_table():
     listed = {
-        code: ErrorKind(int(status), kind)
-        for status, kind, codes in ROW.findall(DOCUMENT.read_text())
+        code: ErrorKind(int(status), kind, anthropic_kind)
+        for status, kind, anthropic_kind, codes in ROW.findall(DOCUMENT.read_text())
         for code in re.findall(r"`(\w+)`", codes)
     }
     assert listed == ERRORS
@@ -74,6 +82,22 @@ def test_the_documentation_lists_the_table():
 def test_a_code_of_no_row_is_the_services_own_fault():
     assert status_of("never_heard_of") == 500
     assert error_body("never_heard_of", "why")["error"]["type"] == "server_error"
+
+
+def test_anthropics_clients_know_an_overload_by_its_status_and_a_code_by_its_details():
+    assert error_status("overloaded", Dialect.ANTHROPIC) == 529
+    others = [code for code in ERRORS if code != "overloaded"]
+    assert all(error_status(code, Dialect.ANTHROPIC) == status_of(code) for code in others)
+    body = anthropic_error_body("context_length_exceeded", "shorten it", "r1")
+    assert body == {
+        "type": "error",
+        "error": {
+            "type": "invalid_request_error",
+            "message": "prompt is too long: shorten it",
+            "details": {"error_code": "context_length_exceeded"},
+        },
+        "request_id": "r1",
+    }
 
 
 @pytest.mark.parametrize(

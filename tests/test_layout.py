@@ -36,7 +36,7 @@ def test_platform_is_no_package_or_it_would_shadow_the_standard_librarys():
         "lorikeet_engine.adapter_format",
         "lorikeet_engine.traffic",
         "lorikeet_engine.request",
-        "lorikeet_engine.residency.eviction",
+        "lorikeet_engine.residency.eviction_score",
         "lorikeet.gateway.app",
         "lorikeet.cli",
         "lorikeet.placement.pin_placement",

@@ -32,8 +32,8 @@ from lorikeet_engine.kernels.lora import (
     Segments,
     add_lora,
     begin_step,
-    linear,
-    linear_before_silu,
+    linear_with_lora,
+    linear_with_lora_before_silu,
 )
 from lorikeet_engine.kernels.pointwise import silu_and_mul
 from lorikeet_engine.models import LlamaModel
@@ -200,14 +200,14 @@ def _check(weights: LoraWeights, segments: Segments, row: Row, device: torch.dev
         group = LoraGroup(members, d_in, tuple(SHAPE.dims(i)[1] for i in members))
         x = torch.randn(row.tokens, d_in, device=device).bfloat16()
         weight = torch.zeros(sum(group.d_outs), d_in, dtype=x.dtype, device=device)
-        _, delta = linear(x, weight, None, step, layer, group)
+        _, delta = linear_with_lora(x, weight, None, step, layer, group)
         assert delta is not None
         want = torch.zeros(row.tokens, len(weight), device=device)
         add_lora(want, x, weights, segments, layer, group)
         _assert_close(delta.rows, want, f"{row}, {group}: the delta")
         if name == "gate_up":
             gates, values = want.chunk(2, dim=1)
-            got = silu_and_mul(*linear_before_silu(x, weight, None, step, layer, group))
+            got = silu_and_mul(*linear_with_lora_before_silu(x, weight, None, step, layer, group))
             _assert_close(got, torch.nn.functional.silu(gates) * values, f"{row}: the gate")
     torch.use_deterministic_algorithms(False)
 

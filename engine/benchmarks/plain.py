@@ -21,6 +21,7 @@ from lorikeet_engine.kernels.attention import SdpaAttention
 from lorikeet_engine.models import LlamaModel
 from lorikeet_engine.request import Request
 from lorikeet_engine.residency.tiers import Tiers
+from lorikeet_engine.scheduling.kv_cache import PageKeys
 from lorikeet_engine.scheduling.sequence import AdapterLease, Chunk, Sequence
 
 PAGE = 16
@@ -147,7 +148,7 @@ def _sequences(answers: Series[Answer]) -> list[Sequence]:
             max_tokens=len(answer.tokens),
             stop_ids=frozenset(),
             seed=0,
-            page_size=PAGE,
+            prompt_keys=PageKeys((), PAGE),
         )
         for token in answer.tokens[:-1]:
             sequence.add_pending(row=0)

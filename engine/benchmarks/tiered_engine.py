@@ -16,7 +16,7 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.residency.disk.cache import DiskCache
-from lorikeet_engine.residency.eviction import LeastRecentlyUsed
+from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed
 
 _CHECKED = 4  # adapters of the GPU, and of the disk
 _WRITTEN_WITHIN_S = 30.0

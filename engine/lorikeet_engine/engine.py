@@ -3,30 +3,27 @@
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.errors import EngineClosed, EngineError, StepFailed
+from lorikeet_engine.errors import EngineClosed, EngineError, NotFinite, StepFailed
+from lorikeet_engine.execution import steps
 from lorikeet_engine.execution.assembly import LoadModel, assemble
-from lorikeet_engine.execution.batch_builder import build_step_input, group_by_adapter
 from lorikeet_engine.execution.model_runner import raise_if_lost
-from lorikeet_engine.execution.sampling_step import PendingSample, SampledTokens, sample_sequences
 from lorikeet_engine.models import load_model
-from lorikeet_engine.request import Failed, Output, Request, Tokens
+from lorikeet_engine.request import Output, Request, Tokens
 from lorikeet_engine.residency.disk.cache import AdapterSource
-from lorikeet_engine.sampling.grammar import Grammars
+from lorikeet_engine.sampling.grammar import Grammars, grammar_error
 from lorikeet_engine.sampling.sampler import Sampler
 from lorikeet_engine.scheduling.deadlines import Deadlines
-from lorikeet_engine.scheduling.input_processor import InputProcessor
 from lorikeet_engine.scheduling.kv_cache import KVCache
-from lorikeet_engine.scheduling.request_queue import RequestQueue
+from lorikeet_engine.scheduling.request_queue import InputProcessor, RequestQueue
 from lorikeet_engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from lorikeet_engine.scheduling.sequence import Chunk, Sequence
-from lorikeet_engine.scheduling.step_counters import StepCounters, StepLaunch
+from lorikeet_engine.scheduling.sequence import Chunk
+from lorikeet_engine.scheduling.step_counters import StepCounters
 from lorikeet_engine.settings import EngineSettings
 from lorikeet_engine.status_reader import read_status
 from lorikeet_engine.telemetry.status import AdapterStatus, EngineInfo, EngineStatus, SlotUse
@@ -34,15 +31,6 @@ from lorikeet_engine.telemetry.status import AdapterStatus, EngineInfo, EngineSt
 __all__ = ["Engine", "EngineInfo", "EngineSettings"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlightStep:
-    """A step that was launched and not read: its chunks as laid out, and the tokens it samples."""
-
-    chunks: list[Chunk]
-    sample: PendingSample
-    launch: StepLaunch
 
 
 class Engine:
@@ -78,7 +66,7 @@ class Engine:
         self._grammars = grammars
         self._input_processor = InputProcessor(self.info, settings.page_size, grammars)
         self._sampler = Sampler()
-        self._in_flight: _InFlightStep | None = None
+        self._in_flight: steps.InFlightStep | None = None
         self._step_budget = parts.step_budget
         self._counters = StepCounters()
         self._reset()
@@ -91,10 +79,10 @@ class Engine:
 
         Returns where its adapter is now, if it has one. max_tokens is cut to what the context
         leaves after each prompt. The context always fits into the KV cache, so every accepted
-        request can run. A grammar is compiled here, which may take a second; no step waits for it.
+        request can run. A bad grammar fails it later; nobody else waits for a grammar to compile.
 
         Raises InvalidRequest, EngineClosed, and EngineOverloaded where the request could not
-        begin in nearly the time that it may wait.
+        begin in nearly the time that it may wait, or has too many grammars before it.
         """
         self._deadlines.check(request.scheduling)
         choices = self._input_processor.process(request)
@@ -105,6 +93,8 @@ class Engine:
         if residency is not None:
             self._counters.lookups.add(residency)
         self._deadlines.add(choices)
+        if (compiled := choices[0].compiled) is not None:
+            compiled.add_done_callback(lambda _: self.wake())
         self.wake()
         return residency
 
@@ -131,28 +121,35 @@ class Engine:
         """
         self._take_requests()
         self._next_step_s = self._tiers.advance()
-        outputs = self._fail(self._deadlines.take_missed())
+        self._fail(self._deadlines.take_missed())
         plan = self._scheduler.plan(self._step_budget)
-        outputs += self._fail({s.request.request_id: error for s, error in plan.failed.items()})
+        self._fail({s.request.request_id: error for s, error in plan.failed.items()})
         previous, self._in_flight = self._in_flight, None
-        if plan.chunks:
-            outputs += self._launch(group_by_adapter(plan.chunks), previous)
+        forward = self._compute(plan.chunks, previous) if plan.chunks else None
+        if forward is not None and not forward.has_grammar:
+            self._sample(forward, previous)
         if previous is not None:
-            outputs += self._read(previous)
+            self._read(previous)
+        if forward is not None and forward.has_grammar:  # they know the tokens before by now
+            self._sample(forward, previous)
         if self._in_flight is not None and not self._settings.overlap:
             step, self._in_flight = self._in_flight, None
-            outputs += self._read(step)
+            self._read(step)
         self._idle = not plan.chunks and previous is None
         self.changed.set()
-        return outputs
+        return self._requests.take_outputs()
 
     def fail_all(self, error: EngineError) -> list[Output]:
-        """End every request with `error` and begin anew, whatever state the scheduler was in."""
+        """End every request with `error` and begin anew, whatever state the scheduler was in.
+
+        What a step had brought before an error ended it is returned, too.
+        """
         for sequence in (*self._scheduler.waiting, *self._scheduler.running):
             if sequence.lease is not None:
                 sequence.lease.release()
         self._reset()
-        return [Failed(request_id, error) for request_id in self._requests.clear()]
+        self._requests.fail_all(error)
+        return self._requests.take_outputs()
 
     def residency(self, ref: AdapterRef) -> Residency:
         """The fastest place that holds an adapter now."""
@@ -206,6 +203,7 @@ class Engine:
         if not self._requests.close():
             return []
         outputs = self.fail_all(EngineClosed("the engine was closed: send the request again"))
+        self._input_processor.close()
         self._tiers.close()
         return outputs
 
@@ -216,82 +214,85 @@ class Engine:
         self._scheduler = Scheduler(
             limits, self._cache, self._tiers, self.info.step_costs, self._counters
         )
-        self._in_flight = None
-        self._idle = True
+        self._in_flight, self._idle = None, True
 
     def _take_requests(self) -> None:
         taken = self._requests.take()
         for sequence in taken.submitted:
             self._scheduler.add(sequence)
+        for sequence in taken.compiling:
+            self._scheduler.request_adapter(sequence)
         if taken.aborts:
             for sequence in self._scheduler.drop(taken.is_aborted):
-                self._requests.choice_ended(sequence.request.request_id)
+                self._requests.end_choice(sequence.request.request_id)
 
-    def _launch(self, chunks: list[Chunk], previous: _InFlightStep | None) -> list[Output]:
-        sampled = previous.sample.tokens if previous else None
+    def _compute(
+        self, chunks: list[Chunk], previous: steps.InFlightStep | None
+    ) -> steps.ForwardPass | None:
         ranks = self._step_budget.decode_ranks(chunks) if self._step_budget else None
-        launched_s = time.perf_counter()
         try:
-            step_input = build_step_input(chunks, self._settings.page_size)
-            batch = step_input.upload(self._device, sampled)
-            logits = self._runner.forward(batch)
-            sequences = [chunk.sequence for chunk in chunks if chunk.completes]
-            sample = sample_sequences(self._sampler, logits, sequences, self._grammars, sampled)
-            launch = StepLaunch(launched_s, len(chunks), len(batch.segments or ()), ranks)
-            self._in_flight = _InFlightStep(chunks, sample, launch)
+            return steps.compute(self._runner, chunks, self._settings, previous, ranks)
         except Exception as error:
-            return self._step_failed(chunks, error)
-        self._scheduler.launched(chunks)
-        return []
+            self._step_failed(chunks, error)
+            return None
 
-    def _read(self, step: _InFlightStep) -> list[Output]:
+    def _sample(self, forward: steps.ForwardPass, previous: steps.InFlightStep | None) -> None:
+        try:
+            self._in_flight = steps.sample(self._sampler, forward, self._grammars, previous)
+        except Exception as error:
+            self._step_failed(forward.chunks, error)
+        else:
+            self._scheduler.launched(forward.chunks)
+
+    def _read(self, step: steps.InFlightStep) -> None:
         try:
             sampled = step.sample.wait()
         except Exception as error:
-            return self._step_failed(step.chunks, error)
+            self._step_failed(step.chunks, error)
+            return
         step_s, ranks = self._counters.step_read(step.launch), step.launch.decode_ranks
         if self._step_budget and ranks is not None:
             self._step_budget.record(step_s, ranks)
-        outputs: list[Output] = []
         rows = itertools.count()
         for chunk in step.chunks:
             row = next(rows) if chunk.completes else None
             if chunk.sequence.ended:
                 continue
-            self._scheduler.written(chunk)
-            if row is not None:
-                outputs += self._accept(chunk.sequence, row, sampled)
-        return outputs
+            if row is None:
+                self._scheduler.written(chunk)
+            else:
+                self._accept(chunk, row, sampled)
 
-    def _accept(self, sequence: Sequence, row: int, sampled: SampledTokens) -> list[Output]:
-        request_id, token = sequence.request.request_id, sampled.tokens[row]
+    def _accept(self, chunk: Chunk, row: int, sampled: steps.SampledTokens) -> None:
+        sequence, request_id = chunk.sequence, chunk.sequence.request.request_id
         try:
-            if error := sampled.errors.get(row):
-                raise error
+            token = sampled.token(row)
+            self._scheduler.written(chunk)
             finish = sequence.accept(token)
-        except EngineError as error:
-            return self._fail({request_id: error})
+        except BaseException as error:  # its grammar's, as a panic in Rust: the others go on
+            if isinstance(error, NotFinite):
+                self._cache.forget(chunk.pages)
+            self._fail({request_id: grammar_error(error, request_id)})
+            return
         if finish is not None:
             self._scheduler.finish(sequence)
-            self._requests.choice_ended(request_id)
         is_first = sequence.timings.first_token_s is None
         timings = sequence.timings.engine_timings() if finish or is_first else None
-        if token in sequence.stop_ids:
-            return [Tokens(request_id, sequence.choice, (), finish, timings=timings)]
-        self._counters.token_delivered(sequence)
-        logprobs = (sampled.logprobs[row],) if row in sampled.logprobs else ()
-        return [Tokens(request_id, sequence.choice, (token,), finish, logprobs, timings)]
+        tokens, logprobs = sampled.delivered(row, sequence.stop_ids)
+        if tokens:
+            self._counters.token_delivered(sequence)
+        output = Tokens(request_id, sequence.choice, tokens, finish, logprobs, timings)
+        self._requests.add_output(output)
 
-    def _step_failed(self, chunks: list[Chunk], error: Exception) -> list[Output]:
+    def _step_failed(self, chunks: list[Chunk], error: BaseException) -> None:
         ids = {c.sequence.request.request_id for c in chunks if not c.sequence.ended}
         log.error("step_failed", exc_info=error, extra={"requests": sorted(ids)})
         raise_if_lost(self._device, error)
         failure = StepFailed(f"the step of this request failed: {type(error).__name__}")
-        return self._fail(dict.fromkeys(ids, failure))
+        self._fail(dict.fromkeys(ids, failure))
 
-    def _fail(self, errors: Mapping[str, EngineError]) -> list[Output]:
+    def _fail(self, errors: Mapping[str, EngineError]) -> None:
         if errors:
             self._scheduler.drop(lambda s: s.request.request_id in errors)
-            for request_id in errors:
-                self._requests.request_failed(request_id)
-        return [Failed(request_id, error) for request_id, error in errors.items()]
+        for request_id, error in errors.items():
+            self._requests.fail(request_id, error)

@@ -97,4 +97,7 @@ class AdapterNotReady(AdapterError):
 
 
 class AdapterLoadFailed(AdapterError):
-    """An accepted adapter could not be brought to the GPU."""
+    """An accepted adapter could not be brought to the GPU.
+
+    `own_disk`: where it is true, the machine's disk is full or broken; others may load it.
+    """

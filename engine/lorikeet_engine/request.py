@@ -20,10 +20,11 @@ class FinishReason(Enum):
 class SamplingParams:
     """How to choose tokens. Validated when built; raises InvalidRequest.
 
-    temperature 0 is greedy. top_k 0 keeps the whole vocabulary. A seed makes a choice repeatable:
-    choice i of a request samples from seed + i. stop_token_ids end a choice and are not part of its
-    output; the model's own end-of-sequence ids are added unless ignore_eos. Neither can be sampled
-    before the output has min_tokens tokens.
+    temperature 0 is greedy. Filters follow it in this order: top_k (0 keeps the whole vocabulary),
+    top_p, then min_p, which keeps tokens at least min_p times as likely as the likeliest. A seed
+    makes a choice repeatable: choice i of a request samples from seed + i. stop_token_ids end a
+    choice and are not part of its output; the model's own end-of-sequence ids are added unless
+    ignore_eos. Neither can be sampled before the output has min_tokens tokens.
 
     presence_penalty is subtracted once from the logit of every token of the output, and
     frequency_penalty once for each time that it occurs; logit_bias is added to the logits of its
@@ -37,6 +38,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -57,6 +59,7 @@ class SamplingParams:
         _require(0.0 <= self.temperature <= 2.0, "temperature", self.temperature, "0 to 2")
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0, at most 1")
         _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or a positive integer")
+        _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "0 to 1")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(-2.0 <= value <= 2.0, name, value, "-2 to 2")

@@ -16,13 +16,13 @@ from loadtest.report import all_whole, lateness_s, ttfts_s
 from loadtest.simulator.baselines import PowerOfTwo
 from loadtest.simulator.trials import measure
 from loadtest.streamed_answer import LoadRequest, StreamedAnswer
-from lorikeet.routing.cost_coefficients import H200_LLAMA_8B
+from lorikeet.routing.ranking import H200_LLAMA_8B
 from lorikeet.settings import Address, Settings
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.outcome import Outcome, summarize
 from lorikeet.simulator.traffic import Requests, Scenario
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.residency.eviction import LeastRecentlyUsed
+from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed
 from lorikeet_engine.traffic import Floats
 
 _COLD, _PROBES = 5, 16

@@ -137,7 +137,7 @@ def paced_engine(pace: Pace, settings: Settings, base_model: str) -> "Engine":
     from lorikeet.replica.engine_settings import engine_settings
     from lorikeet_engine.engine import Engine
     from lorikeet_engine.models import load_model
-    from lorikeet_engine.residency.eviction import LeastRecentlyUsed
+    from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed
 
     log_to_stderr()
     torch.set_num_threads(1)  # the cores are for all replicas

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 from loadtest.paced_service.adapters import BYTES_PER_RANK
 from loadtest.simulator.goals import HOT
-from lorikeet.routing.cost_coefficients import CostCoefficients
+from lorikeet.routing.ranking import CostCoefficients
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.costs import LoadCosts, StepCosts
 from lorikeet_engine.traffic import AZURE_CONV, LengthModel

@@ -26,7 +26,7 @@ _ENVIRONMENT = {  # as the Makefile's
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "lorikeet.serving.proxy_middleware:middlewares",
-    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**24),
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**27),
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # nobody else waits for it
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",

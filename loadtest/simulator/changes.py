@@ -11,7 +11,7 @@ from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.placement import SimulatedPlacement
 from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import Scenario
-from lorikeet_engine.residency.eviction import LeastUsedForItsSize
+from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 
 AT_S = 300.0
 SEEDS = (1, 2, 3)

@@ -10,7 +10,7 @@ from loadtest.simulator.oracle import ORACLE, oracle
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.outcome import Outcome, summarize
 from lorikeet.simulator.traffic import Scenario
-from lorikeet_engine.residency.eviction import (
+from lorikeet_engine.residency.eviction_score import (
     EvictionPolicy,
     LeastRecentlyUsed,
     LeastUsedForItsSize,

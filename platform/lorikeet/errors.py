@@ -4,7 +4,9 @@ LorikeetError             `code` names the kind, `message` says what to do
 ├── InvalidSetting        a bad value or an unknown LORIKEET_ variable
 ├── InvalidInput          a request or a name that cannot be right; `param` names the field
 │   ├── UnsupportedParameter  a field that is not served here
+│   │   └── ThreadsUnsupported  one by which Anthropic's clients have conversations stored
 │   ├── RequestTooLarge   a body above the limit
+│   ├── RequestTimeout    a body that did not come in time
 │   ├── ContextLengthExceeded  a prompt that the model's context cannot hold
 │   └── InvalidAdapter    an upload that is not an acceptable adapter
 ├── NotFound
@@ -21,56 +23,61 @@ LorikeetError             `code` names the kind, `message` says what to do
 │   └── Overloaded        it has more to do than it can
 ├── GenerationFailed      the engine failed this request
 └── StoreError            the object store did not do what was asked
+    ├── StoreRefused      the store answers: refused, no bucket, or a newer release's catalog
+    │   └── NoCatalog     the store answers, and holds none
     ├── ObjectNotFound
     └── ObjectExists      an if-absent write found the object there
 
-A client sees a code, which ERRORS gives its HTTP status and OpenAI's `type`; docs/openai.md lists
-them. Three codes have no class: a replica's Refusal names two, and Starlette raises the third.
+A client sees a code, which ERRORS gives its HTTP status, and what OpenAI and Anthropic call its
+kind; docs/openai.md lists them. Three codes have no class: a replica's Refusal names two, and
+Starlette raises the third.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lorikeet_engine import errors as engine
 
-_REQUEST, _SERVER = "invalid_request_error", "server_error"
-_ROUNDING = 1e-6
+_REQUEST, _SERVER, _API = "invalid_request_error", "server_error", "api_error"
+_NOT_FOUND, _RATE = "not_found_error", "rate_limit_error"
 
 
 class ErrorKind(NamedTuple):
-    """How the API answers an error. type: OpenAI's word for the kind of it."""
+    """How the API answers an error. type, anthropic_type: what the two APIs call its kind."""
 
     status: int
     type: str
+    anthropic_type: str
 
 
 ERRORS: Mapping[str, ErrorKind] = {
-    "invalid_value": ErrorKind(400, _REQUEST),
-    "unsupported_parameter": ErrorKind(400, _REQUEST),
-    "context_length_exceeded": ErrorKind(400, _REQUEST),
-    "invalid_api_key": ErrorKind(401, "authentication_error"),
-    "forbidden": ErrorKind(403, "permission_error"),
-    "not_found": ErrorKind(404, _REQUEST),
-    "model_not_found": ErrorKind(404, _REQUEST),
-    "tenant_not_found": ErrorKind(404, _REQUEST),
-    "key_not_found": ErrorKind(404, _REQUEST),
-    "method_not_allowed": ErrorKind(405, _REQUEST),
-    "conflict": ErrorKind(409, _REQUEST),
-    "request_too_large": ErrorKind(413, _REQUEST),
-    "invalid_adapter": ErrorKind(422, _REQUEST),
-    "rate_limit_exceeded": ErrorKind(429, "rate_limit_error"),
-    "insufficient_quota": ErrorKind(429, "insufficient_quota"),
-    "internal_error": ErrorKind(500, _SERVER),
-    "invalid_setting": ErrorKind(500, _SERVER),
-    "generation_failed": ErrorKind(500, _SERVER),
-    "unavailable": ErrorKind(503, _SERVER),
-    "overloaded": ErrorKind(503, _SERVER),
+    "invalid_value": ErrorKind(400, _REQUEST, _REQUEST),
+    "unsupported_parameter": ErrorKind(400, _REQUEST, _REQUEST),
+    "thread_unsupported_request": ErrorKind(400, _REQUEST, _REQUEST),
+    "context_length_exceeded": ErrorKind(400, _REQUEST, _REQUEST),
+    "invalid_api_key": ErrorKind(401, "authentication_error", "authentication_error"),
+    "forbidden": ErrorKind(403, "permission_error", "permission_error"),
+    "not_found": ErrorKind(404, _REQUEST, _NOT_FOUND),
+    "model_not_found": ErrorKind(404, _REQUEST, _NOT_FOUND),
+    "tenant_not_found": ErrorKind(404, _REQUEST, _NOT_FOUND),
+    "key_not_found": ErrorKind(404, _REQUEST, _NOT_FOUND),
+    "method_not_allowed": ErrorKind(405, _REQUEST, _REQUEST),
+    "request_timeout": ErrorKind(408, _REQUEST, _REQUEST),
+    "conflict": ErrorKind(409, _REQUEST, "conflict_error"),
+    "request_too_large": ErrorKind(413, _REQUEST, "request_too_large"),
+    "invalid_adapter": ErrorKind(422, _REQUEST, _REQUEST),
+    "rate_limit_exceeded": ErrorKind(429, _RATE, _RATE),
+    "insufficient_quota": ErrorKind(429, "insufficient_quota", _RATE),
+    "internal_error": ErrorKind(500, _SERVER, _API),
+    "invalid_setting": ErrorKind(500, _SERVER, _API),
+    "generation_failed": ErrorKind(500, _SERVER, _API),
+    "unavailable": ErrorKind(503, _SERVER, _API),
+    "overloaded": ErrorKind(503, _SERVER, "overloaded_error"),
     # The adapter goes on coming; the caller would not wait for it.
-    "adapter_not_ready": ErrorKind(503, _SERVER),
+    "adapter_not_ready": ErrorKind(503, _SERVER, _API),
     # An adapter that was accepted once: its file or the way to it is broken, which may pass.
-    "adapter_load_failed": ErrorKind(503, _SERVER),
-    "store_error": ErrorKind(503, _SERVER),
+    "adapter_load_failed": ErrorKind(503, _SERVER, _API),
+    "store_error": ErrorKind(503, _SERVER, _API),
 }
 """By code."""
 
@@ -86,15 +93,14 @@ _ENGINE_CODES: Mapping[type, str] = {
 """By class of the engine's errors; a derived class has its base's code."""
 
 
+def kind_of(code: str) -> ErrorKind:
+    """An error's row, by its code; one that is in no table is the service's own fault."""
+    return ERRORS.get(code, ERRORS[LorikeetError.code])
+
+
 def status_of(code: str) -> int:
-    """The HTTP status of an error's code; one that is in no table is the service's own fault."""
-    return ERRORS.get(code, ERRORS[LorikeetError.code]).status
-
-
-def error_body(code: str, message: str, param: str | None = None) -> dict[str, Any]:
-    """{"error": {…}} as OpenAI shapes it: message, type, param and code."""
-    kind = ERRORS.get(code, ERRORS[LorikeetError.code]).type
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    """The HTTP status of an error's code."""
+    return kind_of(code).status
 
 
 def engine_code(error: engine.EngineError) -> str:
@@ -135,10 +141,22 @@ class UnsupportedParameter(InvalidInput):
     code = "unsupported_parameter"
 
 
+class ThreadsUnsupported(UnsupportedParameter):
+    """A field to have conversations stored; at its code Anthropic's clients go on without."""
+
+    code = "thread_unsupported_request"
+
+
 class RequestTooLarge(InvalidInput):
     """A body above the limit."""
 
     code = "request_too_large"
+
+
+class RequestTimeout(InvalidInput):
+    """A body that did not come in time."""
+
+    code = "request_timeout"
 
 
 class ContextLengthExceeded(InvalidInput):
@@ -210,14 +228,6 @@ class LimitStatus(NamedTuple):
     remaining: int
     reset_s: float
 
-    def headers(self) -> dict[str, str]:
-        """The status as OpenAI's headers, of an answer as of a refusal."""
-        return {
-            f"x-ratelimit-limit-{self.kind}": str(self.limit),
-            f"x-ratelimit-remaining-{self.kind}": str(self.remaining),
-            f"x-ratelimit-reset-{self.kind}": _duration(self.reset_s),
-        }
-
 
 class RateLimited(LorikeetError):
     """A limit of the tenant or the key is reached."""
@@ -261,21 +271,17 @@ class StoreError(LorikeetError):
     code = "store_error"
 
 
+class StoreRefused(StoreError):
+    """The store answers, and asking again is of no use before somebody has mended something."""
+
+
+class NoCatalog(StoreRefused):
+    """The store answers, and holds no catalog."""
+
+
 class ObjectNotFound(StoreError):
     """No object at this key."""
 
 
 class ObjectExists(StoreError):
     """An if-absent write found the object there."""
-
-
-def _duration(seconds: float) -> str:
-    """Return a duration as OpenAI writes it: 120ms, 1s, 6m0s, 1h0m0s; rounded up."""
-    milliseconds = math.ceil(1000 * seconds - _ROUNDING)
-    if milliseconds < 1000:
-        return f"{max(0, milliseconds)}ms"
-    minutes, rest_s = divmod(math.ceil(seconds - _ROUNDING), 60)
-    hours, minutes_left = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes_left}m{rest_s}s"
-    return f"{minutes}m{rest_s}s" if minutes else f"{rest_s}s"

@@ -1,15 +1,23 @@
 import json
+import time
 from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer
 
 from lorikeet.answer_stream.answer import Answer
-from lorikeet.answer_stream.tool_calls import HERMES
-from lorikeet.answer_stream.vocabulary import Vocabulary
+from lorikeet.answer_stream.detokenizer import Vocabulary
+from lorikeet.answer_stream.tool_syntax import HERMES
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal, ToolUse
 from lorikeet_engine.errors import AdapterLoadFailed, StepFailed
-from lorikeet_engine.request import EngineTimings, Failed, FinishReason, Tokens
+from lorikeet_engine.request import (
+    EngineTimings,
+    Failed,
+    FinishReason,
+    SamplingParams,
+    TokenLogprobs,
+    Tokens,
+)
 
 CALL = Call(
     request_id="r1",
@@ -63,6 +71,26 @@ def test_what_is_queued_goes_out_as_one_chunk(tokenizer):
     assert len(answer.take(outputs)) == 1
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_message_names_the_stop_string_and_what_was_cached(tokenizer, stream):
+    call = replace(
+        CALL, endpoint=Endpoint.MESSAGES, stop=("?", "!", "!!"), stream=stream, max_tokens=20
+    )
+    answer = Answer(call, [(1, 2, 3)], Vocabulary(tokenizer))
+    output = replace(tokens(tokenizer, "stop! no"), timings=EngineTimings(cached_tokens=2))
+    items = answer.take([output])
+    assert answer.ended
+    if stream:
+        read = [json.loads(line[6:]) for line in items[-1].split(b"\n") if line[:5] == b"data:"]
+        started, delta = read[0]["message"], read[-2]
+        assert delta["delta"]["stop_sequence"] == "!"
+        assert started["usage"]["cache_read_input_tokens"] == 2
+    else:
+        delta = json.loads(items[-1])
+        assert (delta["stop_reason"], delta["stop_sequence"]) == ("stop_sequence", "!")
+    assert (delta["usage"]["input_tokens"], delta["usage"]["cache_read_input_tokens"]) == (1, 2)
+
+
 def test_a_stop_string_ends_its_choice_and_asks_for_an_abort(tokenizer):
     answer = Answer(replace(CALL, stream=True, stop=("!",), n=2), [(1,)], Vocabulary(tokenizer))
     first = answer.take([tokens(tokenizer, "stop! no", 0), tokens(tokenizer, "go on", 1)])
@@ -102,6 +130,21 @@ def test_a_failed_body_is_a_refusal_whenever_it_fails(tokenizer):
     answer.take([tokens(tokenizer, "some")])
     (refusal,) = answer.take([Failed("r1", StepFailed("the step failed"))])
     assert refusal == Refusal("generation_failed", "the step failed")
+
+
+def test_the_end_of_a_large_body_holds_up_no_stream(tokenizer):
+    """What is encoded at the end is done in one turn of the loop that all streams share."""
+    call = replace(CALL, sampling=SamplingParams(logprobs=20))
+    likely = TokenLogprobs(-0.5, tuple((token, -0.5) for token in range(20)))
+    answer = Answer(call, [(1,)], Vocabulary(tokenizer))
+    began_s = time.process_time()
+    for _ in range(1000):
+        answer.take([Tokens("r1", 0, (1,), logprobs=(likely,))])
+    grew_s = time.process_time() - began_s
+    usage, body = answer.take([Tokens("r1", 0, (), FinishReason.LENGTH)])
+    ended_s = time.process_time() - began_s - grew_s
+    assert len(json.loads(body)["choices"][0]["logprobs"]["tokens"]) == usage.completion_tokens
+    assert ended_s < grew_s / 5
 
 
 TOOL = {"type": "function", "function": {"name": "time"}}

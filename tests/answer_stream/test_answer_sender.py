@@ -8,10 +8,10 @@ from tokenizers import Tokenizer
 
 from lorikeet.answer_stream.answer import Answer, AnswerSender
 from lorikeet.answer_stream.billed_tokens import BilledTokens
+from lorikeet.answer_stream.detokenizer import Vocabulary
 from lorikeet.answer_stream.response_stream import ResponseStream
-from lorikeet.answer_stream.vocabulary import Vocabulary
 from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, Refusal
-from lorikeet.usage.counts import UsageCounts
+from lorikeet.usage.ledger import UsageCounts
 from lorikeet_engine.errors import StepFailed
 from lorikeet_engine.request import EngineTimings, Failed, FinishReason, Tokens
 

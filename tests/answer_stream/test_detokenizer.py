@@ -1,6 +1,6 @@
 import pytest
 
-from lorikeet.answer_stream.detokenizer import Detokenizer
+from lorikeet.answer_stream.detokenizer import Detokenizer, StopStrings
 
 
 def run(stream, token_ids):
@@ -21,26 +21,26 @@ def test_pieces_join_to_the_whole_text_and_never_break_a_character(tokenizer, te
 
 def test_text_ends_before_a_stop_string_that_spans_tokens(tokenizer):
     ids = tokenizer.encode("one two END three").ids
-    stream = Detokenizer(tokenizer, [], stop=("END",))
+    stream = Detokenizer(tokenizer, [], stop=StopStrings(["END"]))
     assert "".join(run(stream, ids)) == "one two "
     assert stream.stopped
     assert stream.tokens == len("one two END")
 
 
 def test_the_earliest_of_several_stop_strings_wins(tokenizer):
-    stream = Detokenizer(tokenizer, [], stop=("three", "two"))
+    stream = Detokenizer(tokenizer, [], stop=StopStrings(["three", "two"]))
     assert "".join(run(stream, tokenizer.encode("one two three").ids)) == "one "
 
 
 def test_what_only_began_like_a_stop_string_is_sent_after_all(tokenizer):
-    stream = Detokenizer(tokenizer, [], stop=("ENDING",))
+    stream = Detokenizer(tokenizer, [], stop=StopStrings(["ENDING"]))
     deltas = run(stream, tokenizer.encode("the END").ids)
     assert deltas[:5] == ["t", "h", "e", " ", ""]
     assert "".join(deltas) == "the END"
 
 
 def test_a_stop_string_is_not_looked_for_before_min_tokens(tokenizer):
-    stream = Detokenizer(tokenizer, [], stop=("b",), min_tokens=3)
+    stream = Detokenizer(tokenizer, [], stop=StopStrings(["b"]), min_tokens=3)
     assert "".join(run(stream, tokenizer.encode("abcdbe").ids)) == "abcd"
 
 

@@ -9,8 +9,8 @@ from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence
 from tokenizers.models import BPE
 
 from lorikeet.answer_stream.answer import Answer
-from lorikeet.answer_stream.tool_calls import HERMES
-from lorikeet.answer_stream.vocabulary import Vocabulary
+from lorikeet.answer_stream.detokenizer import Vocabulary
+from lorikeet.answer_stream.tool_syntax import HERMES
 from lorikeet.protocol.messages import Call, Endpoint, ToolUse
 from lorikeet_engine.request import FinishReason, SamplingParams, TokenLogprobs, Tokens
 

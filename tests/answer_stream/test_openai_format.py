@@ -1,6 +1,7 @@
 """The bytes a client gets are OpenAI's, read back with OpenAI's own types."""
 
 import json
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import openai
@@ -9,9 +10,15 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from lorikeet.answer_stream.answer_format import failed_event
 from lorikeet.answer_stream.logprobs import LikelyToken, SampledToken
-from lorikeet.answer_stream.openai_format import CallDelta, Choice, EventStream, json_body
-from lorikeet.gateway.replica_response import failed_event
+from lorikeet.answer_stream.openai_format import (
+    CallDelta,
+    Choice,
+    EventStream,
+    WholeLogprobs,
+    json_body,
+)
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 from lorikeet_engine.request import FinishReason
 
@@ -87,6 +94,7 @@ def test_usage_comes_last_with_no_choices_and_is_null_before() -> None:
         "completion_tokens": 1,
         "total_tokens": 4,
         "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert done == "[DONE]"
 
@@ -128,7 +136,9 @@ def test_a_body_has_every_choice_in_order() -> None:
 
 
 def test_a_failure_after_the_first_byte_is_one_error_event() -> None:
-    (event,) = events(failed_event("generation_failed", "the step failed; send it again"))
+    (event,) = events(
+        failed_event(call(Endpoint.CHAT), 1, "generation_failed", "the step failed; send it again")
+    )
     assert event["error"] == {
         "message": "the step failed; send it again",
         "type": "server_error",
@@ -182,10 +192,12 @@ def test_what_is_said_before_a_call_is_its_content() -> None:
     assert [bool(delta.tool_calls) for delta in deltas] == [False, False, *[True] * 5, False]
 
 
-@pytest.mark.parametrize("endpoint", Endpoint)
+@pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.COMPLETIONS])
 def test_logprobs_are_openais_whole_and_streamed(endpoint: Endpoint) -> None:
     chat = endpoint is Endpoint.CHAT
-    choice = Choice("a", FinishReason.STOP, logprobs=DRAWN)
+    logprobs = WholeLogprobs(endpoint)
+    logprobs.add(DRAWN)
+    choice = Choice("a", FinishReason.STOP, logprobs=logprobs)
     whole = json.loads(json_body(call(endpoint), [choice], FinalUsage(1, 0, 1)))
     official(ChatCompletion if chat else Completion, whole)
     stream = EventStream(call(endpoint, stream=True))
@@ -194,3 +206,21 @@ def test_logprobs_are_openais_whole_and_streamed(endpoint: Endpoint) -> None:
         official(ChatCompletionChunk if chat else Completion, chunk)
     told = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
     assert told == [whole["choices"][0]["logprobs"]]
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.COMPLETIONS])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_logprobs_that_come_one_by_one_are_as_those_that_come_together(
+    endpoint: Endpoint, count: int
+) -> None:
+    tokens = [replace(DRAWN[0], offset=at) for at in range(count)]
+    one_by_one, together = WholeLogprobs(endpoint), WholeLogprobs(endpoint)
+    together.add(tokens)
+    for token in tokens:
+        one_by_one.add([token])
+        one_by_one.add([])
+    assert one_by_one.json() == together.json()
+    choice = Choice("a", FinishReason.STOP, logprobs=together)
+    whole = json.loads(json_body(call(endpoint), [choice], FinalUsage(1, 0, 1)))
+    official(ChatCompletion if endpoint is Endpoint.CHAT else Completion, whole)
+    assert {len(value) for value in whole["choices"][0]["logprobs"].values() if value} <= {count}

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from lorikeet.answer_stream.response_buffer import DELTAS_PER_S, ResponseBuffer, ResponseBuffers
+from lorikeet.answer_stream.response_stream import DELTAS_PER_S, ResponseBuffer, ResponseBuffers
 from lorikeet.errors import Unavailable
 from lorikeet.protocol.messages import AnswerHeader, StreamItem
 

@@ -6,7 +6,12 @@ import pickle
 import pytest
 
 from lorikeet.answer_stream import response_stream as response_stream_module
-from lorikeet.answer_stream.response_stream import ResponseStream, ResponseStreams, joined
+from lorikeet.answer_stream.response_stream import (
+    DeltaGroup,
+    ResponseStream,
+    ResponseStreams,
+    joined,
+)
 from lorikeet.protocol.messages import AnswerHeader, FinalUsage
 from lorikeet_engine.errors import EngineClosed
 
@@ -43,6 +48,30 @@ def test_a_message_is_no_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) 
         return [len(await stream.take()) for _ in range(4)]
 
     assert asyncio.run(scenario()) == [3, 3, 3, 1]
+
+
+def test_a_large_answer_is_cut_and_holds_up_no_other() -> None:
+    """gRPC carries 16 MiB at most; a larger message would cut every answer to its gateway."""
+    body = b"".join(b"%09d," % number for number in range(2_000_000))  # 20 MB
+
+    async def scenario() -> None:
+        stream = ResponseStream()
+        stream.put("large", (HEADER, USAGE, body), ended=True)
+        stream.put("small", (b"1",), ended=True)
+        messages = list[list[DeltaGroup]]()
+        async with asyncio.timeout(5):
+            while sum(ended for message in messages for _, _, ended in message) < 2:
+                messages.append(await stream.take())
+        assert all(len(pickle.dumps(message)) < 2**20 for message in messages)
+        groups = [group for message in messages for group in message]
+        assert [request_id for request_id, _, _ in groups[:2]] == ["large", "small"]
+        large = [(items, ended) for request_id, items, ended in groups if request_id == "large"]
+        assert not any(ended for _, ended in large[:-1])
+        items = [item for some, _ in large for item in some]
+        assert items[:2] == [HEADER, USAGE]
+        assert b"".join(item for item in items if isinstance(item, bytes)) == body
+
+    asyncio.run(scenario())
 
 
 def test_an_answer_on_a_stream_that_closes_is_lost_and_others_go_on() -> None:

@@ -1,21 +1,16 @@
 """Calls of tools: read off what models write, whole and in deltas, and forced by a grammar."""
 
 import json
+import time
 
 import pytest
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from lorikeet.answer_stream.tool_calls import (
-    HERMES,
-    LLAMA,
-    MISTRAL,
-    ForcedCallParser,
-    ToolCallParser,
-    syntax_of,
-)
-from lorikeet.answer_stream.vocabulary import Vocabulary
+from lorikeet.answer_stream.detokenizer import Vocabulary
+from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser
+from lorikeet.answer_stream.tool_syntax import HERMES, LLAMA, MISTRAL, syntax_of
 from lorikeet.protocol.messages import Format, ToolUse
 from lorikeet.replica.tool_grammar import call_grammar
 
@@ -236,3 +231,33 @@ def test_arguments_of_a_forced_call_come_in_pieces():
     assert [(p.name, p.arguments) for p in deltas] == [("weather", ""), (None, '{"place": "Par')]
     _, deltas = parser.push('is"}}\n</tool')
     assert [p.arguments for p in deltas] == ['is"}']
+
+
+def cost_s(make_parser, text):
+    """The least processor time in which a text is read character by character, of three."""
+    costs = []
+    for _ in range(3):
+        parser, began_s = make_parser(), time.thread_time()
+        for char in text:
+            parser.push(char)
+        parser.push("", last=True)
+        costs.append(time.thread_time() - began_s)
+    return min(costs)
+
+
+LONG = {
+    "spaces": lambda n: " " * n,
+    "spaces before a call": lambda n: "a" + "\n" * n + "<tool_call>",
+    "spaces in a call": lambda n: "<tool_call>" + " " * n,
+    "spaces behind a call": lambda n: f"<tool_call>{NOW}" + " " * n,
+    "brackets": lambda n: '<tool_call>{"name": "time", "arguments": {"a": [' + "[]," * (n // 3),
+    "calls": lambda n: f"<tool_call>{NOW}</tool_call>" * (n // 50),
+    "beginnings": lambda n: "<tool_call" * (n // 10),
+}
+
+
+@pytest.mark.parametrize("long", LONG)
+def test_the_time_to_read_an_answer_is_linear_in_its_length(long):
+    for make_parser in (lambda: ToolCallParser(HERMES, USE), lambda: ForcedCallParser(HERMES)):
+        short, fourfold = (cost_s(make_parser, LONG[long](n)) for n in (4_000, 16_000))
+        assert fourfold < 8 * short + 0.01, "16 times as long if it were quadratic"

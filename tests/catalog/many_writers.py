@@ -62,7 +62,8 @@ def prepare(store: Any) -> None:
                     blob.write(data)
                     blob.flush()
                     catalog.register(tenant, name, Path(blob.name), facts, actor="ann")
-    store._client._endpoint.http_session.close()  # no two processes on one connection
+    for client in (store._client, store._patient):  # no two processes on one connection
+        client._endpoint.http_session.close()
 
 
 def _start(store: ObjectStore, folder: Path, name: str) -> int:

@@ -1,5 +1,6 @@
 """What every object store does, whichever it is."""
 
+import errno
 import hashlib
 import os
 import time
@@ -69,6 +70,20 @@ def test_files_travel_whole(store: ObjectStore, tmp_path: Path, size: int) -> No
     assert digest == hashlib.sha256(data).hexdigest()
     assert store.size("blobs/x") == size
     assert (tmp_path / "out").read_bytes() == data
+
+
+def test_a_download_to_a_full_disk_says_that_it_was_the_disk(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    (tmp_path / "in").write_bytes(b"1" * 100_000)
+    store.put_file("blobs/x", tmp_path / "in")
+
+    with pytest.raises(StoreError) as told:
+        store.download("blobs/x", Path("/dev/full"))
+
+    cause = told.value.__cause__
+    assert isinstance(cause, OSError)
+    assert cause.errno == errno.ENOSPC
 
 
 def test_keys_are_listed_in_byte_order_after_the_start(store: ObjectStore) -> None:

@@ -3,7 +3,8 @@
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from lorikeet.catalog import AdapterCatalog, ObjectStore, Scope, VersionRecord
 from lorikeet.catalog.log.log import Log
 from lorikeet.catalog.store.local import LocalStore
-from lorikeet.errors import Conflict
+from lorikeet.errors import Conflict, StoreError
 
 Register = Callable[..., VersionRecord]
 WRITER = Path(__file__).with_name("one_writer.py")
@@ -39,6 +40,44 @@ def test_two_processes_lose_no_version(catalog: AdapterCatalog, store_url: str) 
     assert [number for number, _ in committed] == list(range(1, 25))
     assert record.aliases["prod"] in (int(lines[-1].split()[0]) for lines in said)
     assert len(record.alias_history["prod"]) == 23
+
+
+class SlowToFail(LocalStore):
+    """A store that does not answer, as which a client takes it after SILENT_S."""
+
+    SILENT_S = 0.3
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
+        time.sleep(self.SILENT_S)
+        raise StoreError("no answer")
+
+
+def test_writers_that_wait_for_each_other_fail_together(
+    catalog: AdapterCatalog, tmp_path: Path
+) -> None:
+    catalog.refresh()
+    catalog._log = Log(SlowToFail(tmp_path))
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(8) as threads:
+        writes = [
+            threads.submit(catalog.create_tenant, f"t{number}", actor="a") for number in range(8)
+        ]
+    for write in writes:
+        with pytest.raises(StoreError, match="no answer"):
+            write.result()
+    assert time.monotonic() - began_s < 4 * SlowToFail.SILENT_S
+
+
+def test_a_store_that_works_again_is_asked_by_who_waited_through_its_failure(
+    catalog: AdapterCatalog, tmp_path: Path
+) -> None:
+    asked_s, working = time.monotonic(), catalog._log
+    catalog._log = Log(SlowToFail(tmp_path))
+    with pytest.raises(StoreError, match="no answer"):
+        catalog.refresh()
+    catalog._log = working
+    catalog.refresh()
+    assert catalog.refresh(asked_s) == catalog.state
 
 
 def test_threads_that_change_everything_lose_nothing(

@@ -2,14 +2,20 @@
 
 import hashlib
 import os
+import threading
+import time
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
+from botocore.config import Config
 
-from lorikeet.catalog import AdapterCatalog, open_store
-from lorikeet.errors import ObjectNotFound, StoreError
+from lorikeet.catalog import AdapterCatalog, ObjectStore, open_store
+from lorikeet.catalog.store import s3
+from lorikeet.errors import ObjectNotFound, StoreError, StoreRefused
 from tests.s3_proxy import proxied
 
 MIB = 2**20
@@ -104,8 +110,122 @@ def test_a_download_whose_ranges_fail_ends_with_their_error(url: str, tmp_path: 
         request.wfile.write(body)
         return True
 
-    with proxied(refuse_the_last), pytest.raises(StoreError, match="GetObject is not allowed"):
+    with proxied(refuse_the_last), pytest.raises(StoreRefused, match="GetObject is not allowed"):
         open_store(url).download("blob", tmp_path / "out")
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections stall after 0.3 s, and no call is tried again after 0.4."""
+    monkeypatch.setattr(s3, "_CONFIG", s3._CONFIG.merge(Config(read_timeout=0.3)))
+    monkeypatch.setattr(s3, "_RETRY_S", 0.4)
+
+
+@contextmanager
+def stalling(stalls: Callable[[BaseHTTPRequestHandler], bool], after: int = 0) -> Iterator[None]:
+    """The store stalls some requests for good, once it has sent that many bytes of the body."""
+    ended = threading.Event()
+
+    def stall(request: BaseHTTPRequestHandler) -> bool:
+        if not stalls(request):
+            return False
+        if after:
+            _, _, body = request.forward()  # type: ignore[attr-defined]
+            request.send_response(206)
+            request.send_header("Content-Length", str(len(body)))
+            request.end_headers()
+            request.wfile.write(body[:after])
+        ended.wait(10)
+        request.close_connection = True
+        return True
+
+    with proxied(stall):
+        try:
+            yield
+        finally:
+            ended.set()
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda store: store.get("a"),
+        lambda store: list(store.list("a")),
+        lambda store: store.put_if_absent("a", b"1"),
+        lambda store: store.parts.begin("a"),
+    ],
+    ids=["get", "list", "put", "begin"],
+)
+def test_a_call_without_an_answer_is_tried_once_more_and_fails_soon(
+    url: str, act: Callable[[ObjectStore], object]
+) -> None:
+    asked: list[str] = []
+
+    def every(request: BaseHTTPRequestHandler) -> bool:
+        asked.append(request.command)
+        return True
+
+    with stalling(every):
+        began_s = time.monotonic()
+        with pytest.raises(StoreError, match="Read timeout"):
+            act(open_store(url))
+        assert time.monotonic() - began_s < 5
+    assert len(asked) == 2
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_download_that_stalls_goes_on_by_another_connection(url: str, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(data := os.urandom(9 * MIB))
+    open_store(url).put_file("blob", tmp_path / "in")
+    stalled: list[str] = []
+
+    def the_first(request: BaseHTTPRequestHandler) -> bool:
+        if stalled or not request.headers.get("Range", "").startswith("bytes=0-"):
+            return False
+        stalled.append(request.path)
+        return True
+
+    with stalling(the_first, after=MIB):
+        digest = open_store(url).download("blob", tmp_path / "out")
+
+    assert digest == hashlib.sha256(data).hexdigest()
+    assert stalled
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_download_of_which_no_byte_comes_fails_soon(url: str, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(os.urandom(9 * MIB))
+    open_store(url).put_file("blob", tmp_path / "in")
+
+    with stalling(lambda request: "Range" in request.headers):
+        began_s = time.monotonic()
+        with pytest.raises(StoreError, match="blob: Read timeout"):
+            open_store(url).download("blob", tmp_path / "out")
+        assert time.monotonic() - began_s < 8
+
+
+def test_a_body_that_is_shorter_than_it_should_be_is_asked_for_again(
+    url: str, tmp_path: Path
+) -> None:
+    """A server that shortens the length that it tells with the body breaks no connection."""
+    (tmp_path / "in").write_bytes(data := os.urandom(2 * MIB))
+    open_store(url).put_file("blob", tmp_path / "in")
+
+    def halve(request: BaseHTTPRequestHandler) -> bool:
+        if request.command != "GET":
+            return False
+        _, _, body = request.forward()  # type: ignore[attr-defined]
+        request.send_response(206)
+        request.send_header("Content-Length", str((len(body) + 1) // 2))
+        request.end_headers()
+        request.wfile.write(body[: (len(body) + 1) // 2])
+        return True
+
+    with proxied(halve):
+        digest = open_store(url).download("blob", tmp_path / "out")
+
+    assert digest == hashlib.sha256(data).hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -148,7 +268,9 @@ def test_a_missing_bucket_is_named(s3_bucket: str, tmp_path: Path) -> None:
         lambda: list(store.list("")),
         lambda: AdapterCatalog(store).refresh(),
     ):
-        with pytest.raises(StoreError, match="'no-such-bucket' does not exist: create it") as told:
+        with pytest.raises(
+            StoreRefused, match="'no-such-bucket' does not exist: create it"
+        ) as told:
             act()
         assert not isinstance(told.value, ObjectNotFound)
 

@@ -20,7 +20,7 @@ from lorikeet.catalog.snapshots.snapshots import Snapshots
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.view import CatalogView
-from lorikeet.errors import StoreError, UnknownModel
+from lorikeet.errors import StoreError, StoreRefused, UnknownModel
 from tests.catalog.crashing_store import Crash, Mortal
 
 Register = Callable[..., VersionRecord]
@@ -194,7 +194,7 @@ def test_a_crash_anywhere_in_a_snapshot(tmp_path: Path, after: bool) -> None:
 def test_a_reader_that_lives_long_keeps_few_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.catalog.reader.SNAPSHOT_EVERY", 4)
+    monkeypatch.setattr("lorikeet.catalog.view.SNAPSHOT_EVERY", 4)
     writer = filled(LocalStore(tmp_path))
     writer.snapshot()
     reader = AdapterCatalog(LocalStore(tmp_path))
@@ -288,7 +288,7 @@ def test_damage_is_named_with_its_remedy(tmp_path: Path) -> None:
         reader.ask(lambda state: state.tenant("t3"))
     (manifest,) = (tmp_path / "snapshots").iterdir()
     manifest.write_text('{"schema": 2}')
-    with pytest.raises(StoreError, match=r"newer release.*upgrade"):
+    with pytest.raises(StoreRefused, match=r"newer release.*upgrade"):
         AdapterCatalog(LocalStore(tmp_path)).refresh()
     manifest.unlink()
     assert AdapterCatalog(LocalStore(tmp_path)).refresh() == catalog.state

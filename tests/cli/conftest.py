@@ -44,7 +44,7 @@ class ReportingEngines:
         self.said: list[ReplicaReport] = []
         self.second = 2
 
-    def generate(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
+    def stream_answer(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
         raise NotImplementedError
 
     async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
@@ -54,6 +54,9 @@ class ReportingEngines:
 
     async def reports(self, _: Residency = Residency.DISK) -> Sequence[ReplicaReport]:
         return self.said
+
+    def ready(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A stand-in for the Hugging Face Hub: one commit of each repository, over HTTP on loopback."""
 
+import hashlib
 import json
 import threading
 from collections.abc import Iterator, Mapping
@@ -57,7 +58,7 @@ def running_hub(
             data = file.read_bytes()
             self.send_response(200)
             self.send_header("X-Repo-Commit", _COMMIT)
-            self.send_header("ETag", f'"{len(data):040x}"')
+            self.send_header("ETag", f'"{hashlib.sha1(data).hexdigest()}"')
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             if with_body:
@@ -88,10 +89,11 @@ def running_hub(
 
 
 def _listing(repository: str, folder: Path, *, tree: bool) -> bytes:
-    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+    contents = {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
     files = [
-        {"type": "file", "path": name, "rfilename": name, "size": size, "oid": f"{size:040x}"}
-        for name, size in sizes.items()
+        {"type": "file", "path": name, "rfilename": name, "size": len(data)}
+        | {"oid": hashlib.sha1(data).hexdigest()}
+        for name, data in contents.items()
     ]
     if tree:
         return json.dumps(files).encode()

@@ -24,6 +24,7 @@ def test_a_tenants_limits_are_narrower_than_the_services(
     status, error = register(lorikeet, high)
     assert status == 1
     assert "has rank 5: the limit is 4" in error
+    assert "LORIKEET_MAX_RANK" in error
     assert register(lorikeet, high, "globex/x")[0] == 0
     lorikeet.do("tenants", "limit", "acme", "--rank", "none", "--adapter-bytes", "1KiB")
     assert "bytes: the limit is 1024" in register(lorikeet, high)[1]

@@ -62,6 +62,22 @@ def test_shared_and_private(lorikeet: Lorikeet, tmp_path: Path) -> None:
     assert "shared" not in lorikeet.do("list")
 
 
+def test_an_adapter_of_a_quantised_copy_is_for_its_original_and_warned_of(
+    lorikeet: Lorikeet, tmp_path: Path
+) -> None:
+    folder = peft_folder(tmp_path / "peft")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "unsloth/Tiny-bnb-4bit"
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    result = lorikeet.run("register", str(folder), "acme/quantised", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["base_model"] == "tiny"
+    said = " ".join(result.stderr.split())
+    assert "Warning: it was trained on unsloth/Tiny-bnb-4bit, a quantised copy" in said
+    plain = lorikeet.run("register", str(peft_folder(tmp_path / "plain")), "acme/plain")
+    assert "Warning" not in plain.stderr
+
+
 def test_a_base_model_that_is_not_served_is_refused(lorikeet: Lorikeet, tmp_path: Path) -> None:
     folder = peft_folder(tmp_path / "adapter")
     result = lorikeet.run("register", str(folder), "acme/support", "--base-model", "huge")

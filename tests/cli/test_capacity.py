@@ -26,7 +26,7 @@ name = "crowd"
 adapters = 300
 ranks = [8, 16]
 popularity = "zipf:0.8"
-requests_per_s = 25
+requests_per_s = 8
 [[tenants]]
 name = "rare"
 adapters = 30
@@ -51,6 +51,16 @@ def written(folder: Path, text: str, name: str = "question.toml") -> str:
     path = folder / name
     path.write_text(text)
     return str(path)
+
+
+@pytest.mark.soak  # 20 s of a core
+def test_the_pages_example_is_answered_as_the_page_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "capacity.md").read_text()
+    question = page.partition("```toml\n")[2].partition("```")[0]
+    answer = page.partition("## Read the answer")[2].split("```")[1]
+    result = run(written(tmp_path, question))
+    shown = "\n".join(line.rstrip() for line in result.stdout.splitlines())
+    assert shown == answer.strip(), f"it should be\n{shown}"
 
 
 def test_options_alone_are_a_question() -> None:

@@ -11,22 +11,13 @@ import numpy as np
 import peft
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from lorikeet.cli import app
-from lorikeet_engine.adapter_format import BaseShape, write_blob
+from lorikeet_engine.adapter_format import write_blob
+from tests.engine.tiny_llama import CONFIG, LINEARS, trained
 
-CONFIG = LlamaConfig(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=64,
-)
-SHAPE = BaseShape.from_config(CONFIG.to_dict())
-LINEARS = [linear.name for linear in SHAPE.linears]
 PLAIN: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": LINEARS}
 MIXED: dict[str, Any] = PLAIN | {
     "use_rslora": True,
@@ -37,16 +28,6 @@ MIXED: dict[str, Any] = PLAIN | {
 TRTLLM_IDS = {"q_proj": 1, "k_proj": 2, "v_proj": 3, "o_proj": 4, "gate_proj": 5, "up_proj": 7}
 TRTLLM_IDS["down_proj"] = 6
 WEIGHTS, CONFIGURED = "model.lora_weights.npy", "model.lora_config.npy"
-
-
-def trained(**options: Any) -> peft.PeftModel:
-    """A PEFT adapter on a tiny Llama whose B is not zero."""
-    torch.manual_seed(0)
-    model = peft.get_peft_model(LlamaForCausalLM(CONFIG), peft.LoraConfig(**options))
-    for name, weight in model.named_parameters():
-        if "lora_B" in name:
-            weight.data.normal_()
-    return model
 
 
 def deltas(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -3,13 +3,16 @@
 import io
 import json
 import os
+import stat
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.cli.adapters.sources import check_source, open_source
@@ -114,7 +117,7 @@ def test_a_tar_file_with_anything_odd_in_it_is_refused(
     [
         (lambda data: data[: len(data) // 2], "can be read"),
         (lambda data: data[:2] + bytes(100), "can be read"),
-        (lambda data: b"PK\3\4" + data, "no tar or tar.gz file"),
+        (lambda data: b"PK\3\4" + data, "no tar, tar.gz or zip file"),
         (lambda data: b"", "can be read"),
     ],
 )
@@ -203,6 +206,133 @@ def test_a_prefix_without_an_adapter_says_what_is_missing(bucket: str) -> None:
 def test_a_bucket_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, bucket: str) -> None:
     monkeypatch.setenv("LORIKEET_IMPORT_FROM", "s3://no-such-bucket")
     with pytest.raises((StoreError, InvalidInput)), open_source("s3://no-such-bucket/x"):
+        pass
+
+
+# A zip file.
+
+
+@pytest.mark.parametrize("packing", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("inside", ["", "my-adapter/"])
+def test_a_zip_file_is_the_folder_it_was_made_of(
+    folder: Path, tmp_path: Path, packing: int, inside: str
+) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", packing) as archive:
+        for file in folder.iterdir():
+            archive.write(file, f"{inside}{file.name}")
+    with open_source(str(tmp_path / "a.zip")) as unpacked:
+        assert {file.name for file in unpacked.iterdir()} == set(FILES)
+        assert digest(unpacked, tmp_path) == digest(folder, tmp_path)
+
+
+def link() -> zipfile.ZipInfo:
+    info = zipfile.ZipInfo("x")
+    info.external_attr = (stat.S_IFLNK | 0o777) << 16
+    return info
+
+
+@pytest.mark.parametrize(
+    ("added", "says"),
+    [
+        ([f"../{CONFIG}"], f"'../{CONFIG}' leads out"),
+        (["/etc/passwd"], "'/etc/passwd' leads out"),
+        ([link()], "'x' is neither a plain file"),
+        ([f"other/{CONFIG}"], "several adapters"),
+        ([f"x{n}" for n in range(1000)], "1000 members"),
+    ],
+)
+def test_a_zip_file_with_anything_odd_in_it_is_refused(
+    folder: Path, tmp_path: Path, added: list[str | zipfile.ZipInfo], says: str
+) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for name in FILES:
+            archive.write(folder / name, name)
+        for member in added:
+            archive.writestr(member, "x")
+    with pytest.raises(InvalidInput, match=says), open_source(str(tmp_path / "a.zip")):
+        pass
+
+
+def test_a_zip_files_member_is_no_longer_than_it_says(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(folder / WEIGHTS, WEIGHTS)
+        archive.writestr(CONFIG, b" " * 50_000_000)
+    size = (50_000_000).to_bytes(4, "little")
+    path.write_bytes(path.read_bytes().replace(size, (100).to_bytes(4, "little")))
+    with pytest.raises(InvalidInput, match="zip file that can be read"), open_source(str(path)):
+        pass
+
+
+# Shards, and what MLX saves, from everywhere.
+
+
+@pytest.fixture(params=["shards", "mlx"])
+def other(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, set[str]]:
+    """The folder in another layout, and which of its files are read."""
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    if request.param == "mlx":
+        names = {"A": "lora_a", "B": "lora_b"}
+        turned = {
+            f"{n.removeprefix('base_model.model.')[:-14]}.{names[n[-8]]}": t.T.copy()
+            for n, t in tensors.items()
+        }
+        save_file(turned, folder / "adapters.safetensors")
+        config = {"model": "tiny", "lora_parameters": {"rank": 4, "scale": 2.0}}
+        (folder / CONFIG).write_text(json.dumps(config))
+        return folder, {CONFIG, "adapters.safetensors"}
+    places = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(tensors)}
+    for file in set(places.values()):
+        save_file({n: t for n, t in tensors.items() if places[n] == file}, folder / file)
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder, {CONFIG, f"{WEIGHTS}.index.json", *places.values()}
+
+
+def test_another_layout_comes_whole_from_an_archive(
+    other: tuple[Path, set[str]], tmp_path: Path
+) -> None:
+    folder, names = other
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
+        tar.add(folder, arcname="it")
+    with open_source(str(tmp_path / "a.tar.gz")) as unpacked:
+        assert {file.name for file in unpacked.iterdir()} == names
+        assert digest(unpacked, tmp_path) == digest(folder, tmp_path)
+
+
+def test_another_layout_comes_whole_from_a_bucket(
+    other: tuple[Path, set[str]], tmp_path: Path, bucket: str
+) -> None:
+    folder, names = other
+    for name in names:
+        open_store(f"{bucket}/training/other").put_file(name, folder / name)
+    with open_source(f"{bucket}/training/other") as copied:
+        assert {file.name for file in copied.iterdir()} == names
+        assert digest(copied, tmp_path) == digest(folder, tmp_path)
+
+
+def test_another_layout_comes_whole_from_the_hub(
+    lorikeet: Lorikeet, other: tuple[Path, set[str]], tmp_path: Path
+) -> None:
+    folder, names = other
+    with running_hub({"acme/other": folder}) as hub:
+        arguments = ["register", "hf:acme/other", "acme/support", "--json"]
+        status, said, errors = command(lorikeet, hub.url, tmp_path / "home", *arguments)
+        assert (status, errors) == (0, "")
+        assert set(hub.fetched) == names
+    assert json.loads(said)["digest"] == digest(folder, tmp_path)
+
+
+def test_a_missing_shard_is_named(folder: Path, tmp_path: Path) -> None:
+    (folder / WEIGHTS).rename(folder / f"{WEIGHTS}.index.json")
+    index = {"weight_map": {"x": "part-7.safetensors"}}
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.add(folder, arcname=".")
+    with (
+        pytest.raises(InvalidInput, match=r"has no part-7\.safetensors"),
+        open_source(str(tmp_path / "a.tar")),
+    ):
         pass
 
 

@@ -2,6 +2,9 @@
 
 import json
 
+import pytest
+
+from lorikeet.cli.service import status as status_module
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.telemetry.status import AdapterStatus, EngineStatus, LiveStats, TierStatus
@@ -47,6 +50,14 @@ def test_each_adapter_says_where_it_is_resident(lorikeet: Lorikeet) -> None:
     rows = [line.split() for line in said.splitlines()]
     assert ["acme/support@3", "r1*", "r2", "–", "13.0", "MiB", "2"] in rows
     assert ["acme/sales@1", "–", "–", "r1", "–", "0"] in rows
+
+
+def test_a_view_that_the_store_does_not_confirm_is_called_stale(
+    lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "stale" not in lorikeet.do("status")
+    monkeypatch.setattr(status_module, "_FRESH_S", -1.0)
+    assert "stale: the store last answered" in lorikeet.do("status")
 
 
 def test_json_is_the_whole_answer(lorikeet: Lorikeet) -> None:

@@ -1,11 +1,15 @@
 """What a person sees in a terminal, and a program does not."""
 
+import json
 import os
 import pty
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from lorikeet.cli.output import print_json
 from tests.cli.conftest import Lorikeet
 from tests.cli.peft_folders import peft_folder
 
@@ -44,3 +48,13 @@ def test_json_comes_without_a_bar(lorikeet: Lorikeet, tmp_path: Path) -> None:
     said, shown = register(lorikeet, peft_folder(tmp_path / "adapter"), "--json")
     assert said.startswith("{")
     assert shown == ""
+
+
+def test_json_cannot_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    value = {"model": "café \x1b[2J \x9b2J \x9d0;title\x07 \u202elive \U000e0041 \x7f \n"}
+    print_json(value)
+    said = capsys.readouterr().out
+    assert json.loads(said) == value
+    assert "café" in said
+    assert all(char.isprintable() or char == "\n" for char in said)
+    assert said.count("\n") == 3

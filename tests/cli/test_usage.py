@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from lorikeet.usage.counts import UsageAccount, UsageCounts, UsageLedger
+from lorikeet.usage.ledger import UsageAccount, UsageCounts, UsageLedger
 from lorikeet.usage.object_format import day_prefix
 from lorikeet.usage.writer import UsageWriter
 from tests.cli.conftest import Lorikeet

@@ -47,7 +47,7 @@ def send(lorikeet: Lorikeet, **body: object) -> str:
 
 
 def test_it_tells_the_story(lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lorikeet.engines, "generate", told)
+    monkeypatch.setattr(lorikeet.engines, "stream_answer", told)
     said = lorikeet.do("why", f"cmpl-{send(lorikeet)}-1")
     lines = said.splitlines()
     assert any(line.startswith("Finished after ") for line in lines)
@@ -62,7 +62,7 @@ def test_it_tells_the_story(lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_refusal_names_its_code(lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lorikeet.engines, "generate", refused)
+    monkeypatch.setattr(lorikeet.engines, "stream_answer", refused)
     assert "Refused (overloaded) after" in lorikeet.do("why", send(lorikeet))
     request_id = send(lorikeet, model="[red]no/such[/red]")
     said = lorikeet.do("why", request_id)
@@ -71,7 +71,7 @@ def test_a_refusal_names_its_code(lorikeet: Lorikeet, monkeypatch: pytest.Monkey
 
 
 def test_json_is_the_whole_answer(lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lorikeet.engines, "generate", told)
+    monkeypatch.setattr(lorikeet.engines, "stream_answer", told)
     request_id = send(lorikeet)
     said = json.loads(lorikeet.do("why", request_id, "--json"))
     assert (said["id"], said["outcome"], len(said["attempts"])) == (request_id, "finished", 2)

@@ -1,18 +1,27 @@
 """The demo's model and tokenizer as transformers loads them, in float32."""
 
-import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers import PreTrainedTokenizerFast as Tokenizer
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from demo.train import FOLDER
+import pytest
+
+if TYPE_CHECKING:  # seconds that test_make_serve, which needs none of it, would wait as well
+    from transformers import PreTrainedModel
+    from transformers import PreTrainedTokenizerFast as Tokenizer
+
+MODEL = Path(__file__).parents[2] / "demo" / "model"
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
-    return AutoTokenizer.from_pretrained(FOLDER / "model")
+def tokenizer() -> "Tokenizer":
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(MODEL)
 
 
 @pytest.fixture
-def base() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(FOLDER / "model", dtype=torch.float32)
+def base() -> "PreTrainedModel":
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)

@@ -1,8 +1,9 @@
-"""What a newcomer sees: one command, a line to paste, an answer, Ctrl-C."""
+"""What a newcomer sees: one command, a line to paste, an answer, an end that leaves nothing."""
 
 import contextlib
 import json
 import os
+import pty
 import re
 import signal
 import socket
@@ -25,31 +26,41 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """`python -m demo.serve` in a folder of its own, and the lines it has printed."""
+    """`python -m demo.serve` in a folder of its own, as from a script, and what it has printed."""
     folder = tmp_path_factory.mktemp("demo")
-    environ = {
-        **os.environ,
-        "HOME": str(folder),  # Ray keeps its token there
-        "PYTHONPATH": str(ROOT),
-        "LORIKEET_BASE_MODELS": f"lorikeet-demo={ROOT / 'demo' / 'model'}",
-    }
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        environ.pop(name, None)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "demo.serve"],
-        cwd=folder,
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = start(folder, stdout=subprocess.PIPE, preexec_fn=ignore_sigint)
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)
     reader.start()
     yield process, lines, folder
     if process.poll() is None:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         process.wait(60)
+
+
+def start(folder, settings=None, python=sys.executable, **options):
+    environ = {
+        **os.environ,
+        "HOME": str(folder),  # Ray keeps its token there
+        "PYTHONPATH": str(ROOT),
+        "LORIKEET_BASE_MODELS": f"lorikeet-demo={ROOT / 'demo' / 'model'}",
+        **(settings or {}),
+    }
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        environ.pop(name, None)
+    return subprocess.Popen(
+        [python, "-m", "demo.serve"],
+        cwd=folder,
+        env=environ,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def ignore_sigint():
+    """What a shell does to what a script starts in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def printed(process, lines, text, within_s):
@@ -71,6 +82,8 @@ def test_one_command_serves_and_the_line_it_prints_works(demo):
     begun = time.monotonic()
     assert printed(process, lines, "Ctrl-C stops the service", within_s=120), "".join(lines)
     ready_s = time.monotonic() - begun
+    told = "".join(lines)
+    assert "engine_ready" in told[: told.index("Lorikeet is ready")]
     answer = subprocess.run(
         ["bash", "-c", curl_in(lines)], capture_output=True, text=True, check=True, timeout=60
     )
@@ -105,15 +118,82 @@ def test_none_of_rays_doors_opens_without_the_token(demo):
     assert httpx.get(jobs, headers=given).status_code == 200
 
 
-def test_ctrl_c_ends_it(demo):
+def test_nothing_that_it_keeps_is_open_to_other_users(demo):
+    """Ray makes its folders for everybody, whatever the umask; the folder around them is not."""
+    process, _, folder = demo
+    sockets = {
+        Path(at.laddr)
+        for child in process_tree(process)
+        for at in child.net_connections("unix")
+        if at.laddr.startswith("/")
+    }
+    assert sockets
+    catalog = folder / ".lorikeet"
+    for path in sockets | set(catalog.rglob("*")):
+        assert any(each.lstat().st_mode & 0o077 == 0 for each in path.parents), path
+    assert catalog.stat().st_mode & 0o077 == 0
+
+
+def test_sigterm_ends_it_though_a_script_started_it(demo):
     process, _, _ = demo
+    everything = process_tree(process)
     begun = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
-    assert time.monotonic() - begun < 25
-    for port in (8000, 8001):
+    process.terminate()
+    process.wait(60)
+    assert time.monotonic() - begun < 15
+    assert left_of(everything) == []
+
+
+@pytest.mark.soak  # 25 s of a core; test_service_process.py closes a small service's terminal
+def test_a_closed_terminal_ends_it(tmp_path):
+    terminal, inside = pty.openpty()
+    process = start(tmp_path, stdin=inside, stdout=inside, start_new_session=True)
+    os.close(inside)
+    greeting = b""
+    while b"Ctrl-C stops the service" not in greeting:
+        greeting += os.read(terminal, 65536)
+    everything = process_tree(process)
+    begun = time.monotonic()
+    os.close(terminal)
+    process.wait(60)
+    assert time.monotonic() - begun < 15
+    assert left_of(everything) == []
+
+
+# In place of `serve`: it is ready, and soon ends with status 0, as `serve run` does when it fails.
+SHORT_SERVICE = """
+import http.server, threading, time
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+server = http.server.HTTPServer(("127.0.0.1", 8000), Ready)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+time.sleep(2)
+"""
+
+
+def test_a_service_that_ends_by_itself_has_failed(tmp_path):
+    serve, python = tmp_path / "serve", tmp_path / "python"  # it is looked for beside Python
+    serve.write_text(f"#!{sys.executable}{SHORT_SERVICE}")
+    serve.chmod(0o755)
+    python.symlink_to(sys.executable)
+    settings = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = start(tmp_path, stdout=subprocess.PIPE, settings=settings, python=python)
+    told, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "The service has ended by itself" in told
+
+
+def left_of(processes):
+    """What still runs of them, and the listeners' ports that are still taken."""
+    _, left = psutil.wait_procs(processes, timeout=5)
+    ports = []
+    for port in (8000, 8001, 8265):
         with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", port)) != 0
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                ports.append(port)
+    return left + ports
 
 
 class Listener(NamedTuple):

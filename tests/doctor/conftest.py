@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import boto3
 import pytest
 
 from demo.fill_catalog import fill_catalog
@@ -26,7 +27,7 @@ H100 = Gpu("NVIDIA H100", 80 * GIB, 79 * GIB)
 FLAGS = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
-    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": "16777216",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": "134217728",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "lorikeet.serving.proxy_middleware:middlewares",
 }
 
@@ -60,6 +61,18 @@ class Patient:
 
 def faults(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.severity is not Severity.OK]
+
+
+def keys_of(url: str) -> set[str]:
+    """The objects of a catalog on S3."""
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    listed = boto3.session.Session().client("s3").list_objects_v2(Bucket=bucket, Prefix=prefix)
+    return {found["Key"] for found in listed["Contents"]}
+
+
+def variable(name: str, value: str) -> dict[str, object]:
+    """What sets a LORIKEET_ variable of a Patient."""
+    return {"more": {f"LORIKEET_{name}": value}}
 
 
 def free_port() -> int:

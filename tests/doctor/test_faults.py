@@ -3,32 +3,21 @@
 import json
 import re
 import socket
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import NamedTuple
 
-import boto3
 import pytest
 
-from lorikeet.catalog.catalog import AdapterCatalog
-from lorikeet.catalog.store.object_store import open_store
 from lorikeet.doctor import environment, versions
 from lorikeet.doctor.cuda import Cuda
 from lorikeet.doctor.finding import Severity
 from lorikeet.gateway.body import MAX_JSON_BYTES
-from tests.doctor.conftest import GIB, H100, HOST, Patient, faults
-from tests.s3_proxy import proxied
+from lorikeet.replica.prompts import MOST_LOGPROBS
+from tests.doctor.conftest import GIB, H100, HOST, Patient, faults, keys_of, variable
 
 OK, WARNING, PROBLEM = Severity.OK, Severity.WARNING, Severity.PROBLEM
-
-
-def keys_of(url: str) -> set[str]:
-    bucket, _, prefix = url.removeprefix("s3://").partition("/")
-    listed = boto3.session.Session().client("s3").list_objects_v2(Bucket=bucket, Prefix=prefix)
-    return {found["Key"] for found in listed["Contents"]}
 
 
 def test_where_all_is_well_nothing_is_wrong_and_nothing_is_left(patient: Patient) -> None:
@@ -53,10 +42,6 @@ class Fault(NamedTuple):
     severity: Severity
     message: str
     fix: str
-
-
-def variable(name: str, value: str) -> dict[str, object]:
-    return {"more": {f"LORIKEET_{name}": value}}
 
 
 def gpus(count: int, **more: str) -> dict[str, object]:
@@ -94,7 +79,7 @@ PLANTED = {
         {"more": {"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": "4194304"}},
         WARNING,
         "'4194304'",
-        "=16777216",
+        "=134217728",
     ),
     "Ray open to everybody": Fault(
         "ray variables",
@@ -245,6 +230,12 @@ def another_family(file: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "gemma"}))
 
 
+def yarn(file: Path) -> None:
+    config = json.loads(file.read_text())
+    config["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0}
+    file.write_text(json.dumps(config))
+
+
 @pytest.mark.parametrize(
     ("file", "plant", "severity", "found", "fix"),
     [
@@ -252,6 +243,7 @@ def another_family(file: Path) -> None:
         ("model.safetensors", cut, PROBLEM, "no whole safetensors", "not whole: `hf download"),
         ("model.safetensors", leave_a_note, PROBLEM, "no whole safetensors", "lfs pull"),
         ("config.json", another_family, PROBLEM, "model_type='gemma'", "Llama, Mistral"),
+        ("config.json", yarn, PROBLEM, "rope_type='yarn'", "take rope_.* out of config.json"),
         ("tokenizer.json", Path.unlink, PROBLEM, "no tokenizer.json", "save_pretrained"),
         ("chat_template.jinja", Path.unlink, WARNING, "no chat template", r"chat_template\.jinja"),
     ],
@@ -316,88 +308,6 @@ def test_a_port_that_is_taken(patient: Patient, taken: str) -> None:
     assert f":{port}" in fault.fix
 
 
-@pytest.fixture
-def new_url(s3_bucket: str) -> str:
-    return f"{s3_bucket}/{uuid.uuid4().hex}"
-
-
-def test_a_bucket_without_a_catalog(patient: Patient, new_url: str) -> None:
-    (fault,) = faults(patient.examined("catalog", **variable("CATALOG", new_url)))
-    assert (fault.severity, fault.fix) == (PROBLEM, "lorikeet init")
-
-
-def test_a_catalog_without_an_admin(patient: Patient, new_url: str) -> None:
-    AdapterCatalog.init(open_store(new_url))
-    (fault,) = faults(patient.examined("catalog", **variable("CATALOG", new_url)))
-    assert fault.severity is PROBLEM
-    assert "no admin's key" in fault.message
-    assert "lorikeet init" in fault.fix
-
-
-def forget_the_condition(request: BaseHTTPRequestHandler) -> bool:
-    del request.headers["If-None-Match"]
-    return False
-
-
-def forbid_writing(request: BaseHTTPRequestHandler) -> bool:
-    return request.command == "PUT" and _answer(request, 403, "AccessDenied")
-
-
-def live_in_the_past(request: BaseHTTPRequestHandler) -> bool:
-    if request.command != "HEAD":
-        return False
-    request.send_response(200)
-    request.send_header("Last-Modified", "Sun, 01 Nov 2026 00:00:00 GMT")
-    request.send_header("Content-Length", "0")
-    request.end_headers()
-    return True
-
-
-def _answer(request: BaseHTTPRequestHandler, status: int, code: str) -> bool:
-    body = f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode()
-    request.send_response(status)
-    request.send_header("Content-Length", str(len(body)))
-    request.end_headers()
-    request.wfile.write(body)
-    return True
-
-
-@pytest.mark.parametrize(
-    ("trouble", "check", "found", "fix"),
-    [
-        (forget_the_condition, "conditional writes", "ignores If-None-Match", "radosgw"),
-        (forbid_writing, "store", "PutObject is not allowed: .*s3:PutObject", "credentials"),
-        (live_in_the_past, "clock", r"differ by \d+ s", "NTP"),
-    ],
-)
-def test_a_store_that_cannot_be_relied_on(
-    patient: Patient,
-    trouble: Callable[[BaseHTTPRequestHandler], bool],
-    check: str,
-    found: str,
-    fix: str,
-) -> None:
-    before = keys_of(patient.environ["LORIKEET_CATALOG"])
-    with proxied(trouble):
-        (fault,) = faults(patient.examined("catalog"))
-    assert (fault.check, fault.severity) == (check, PROBLEM)
-    assert re.search(found, fault.message), fault
-    assert fix in fault.fix
-    assert keys_of(patient.environ["LORIKEET_CATALOG"]) == before
-
-
-def test_a_dead_endpoint_holds_up_nothing(
-    patient: Patient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, answers nothing
-        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        fault, *others = faults(patient.examined("catalog", "limits", "disk cache", wait_s=1.0))
-    assert fault.severity is PROBLEM
-    assert "no answer within 1 s" in fault.message
-    assert "AWS_ENDPOINT_URL_S3" in fault.fix
-    assert others == []
-
-
 def test_a_check_that_breaks_stops_no_other(patient: Patient) -> None:
     findings = patient.examined("host memory", "limits", "versions", host=None)
     assert [finding.severity for finding in findings] == [OK, PROBLEM, PROBLEM]
@@ -410,8 +320,10 @@ def test_settings_that_contradict_are_told_once(patient: Patient) -> None:
     assert [fault.check for fault in found] == ["settings"]
 
 
-def test_ray_is_told_to_carry_the_largest_request() -> None:
-    assert environment.LARGEST_CALL == 2 * MAX_JSON_BYTES
+def test_ray_is_told_to_carry_the_largest_request_and_answer() -> None:
+    assert environment.LARGEST_MESSAGE >= 2 * MAX_JSON_BYTES
+    longest_token_bytes = 150  # as JSON
+    assert MOST_LOGPROBS * longest_token_bytes < environment.LARGEST_MESSAGE
 
 
 def test_a_bad_setting_leaves_what_needs_none(patient: Patient) -> None:

@@ -25,6 +25,7 @@ from tests.gateway.collector import Collector, collecting
 ROOT = Path(__file__).parents[2]
 REPLICAS = 3
 USAGE_FLUSH_S = 1.0
+LARGEST_MESSAGE = 2**20
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -102,12 +103,15 @@ def service(
         environ.setenv(faulty_replica.FOLDER, str(tmp_path_factory.mktemp("faults")))
         environ.setattr("lorikeet.serving.deployments.EngineReplica", faulty_replica.FaultyReplica)
         environ.setenv("PYTHONPATH", str(ROOT))
+        # so that a quick answer is larger than Serve's gRPC takes
+        environ.setenv("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", str(LARGEST_MESSAGE))
         environ.setenv("RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE", "1")  # test_privacy reads it all
         environ.chdir(ROOT)
-        yield from _run(root)
+        yield from run_service(root)
 
 
-def _run(root: Path) -> Iterator[Service]:
+def run_service(root: Path) -> Iterator[Service]:
+    """Run the demo as the environment says; its keys are kept below `root`."""
     import ray
     from ray import serve
 

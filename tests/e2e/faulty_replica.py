@@ -5,16 +5,20 @@ The service under test runs these.
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lorikeet.protocol.messages import Call
+from lorikeet.replica import replica
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.serving.deployments import EngineReplica
-from lorikeet_engine.request import Request
+from lorikeet.settings import Settings
+from tests.replica.quick_engine import quick_engine
 
+Prompts = tuple[tuple[int, ...], ...]
+Encode = Callable[[Call], Prompts]
 FOLDER = "TEST_FAULTS_FOLDER"
 """The environment variable that names a folder; a file in it loses the channel of its name."""
 
@@ -37,7 +41,12 @@ def faults(**channels: str) -> Iterator[None]:
 
 
 class FaultyReplica(EngineReplica):
-    """An EngineReplica while no file says otherwise."""
+    """An EngineReplica while no file says otherwise, whose engine starts sooner."""
+
+    def __init__(self, base_model: str, settings: Settings) -> None:
+        replica.build_engine = quick_engine
+        super().__init__(base_model, settings)
+        self._encoder.encode = _breakable(self._encoder.encode)  # type: ignore[method-assign]
 
     async def record_routing_stats(self) -> dict[str, Any]:
         await _lose("stats")
@@ -52,10 +61,14 @@ class FaultyReplica(EngineReplica):
         await _lose("metrics")
         return await super().metrics()
 
-    def _request(self, call: Call) -> Request:
+
+def _breakable(encode: Encode) -> Encode:
+    def encode_unless_broken(call: Call) -> Prompts:
         if (Path(os.environ[FOLDER]) / "tokenizing").exists():
             raise RuntimeError(f"a test breaks {call}")
-        return super()._request(call)
+        return encode(call)
+
+    return encode_unless_broken
 
 
 async def _lose(channel: str) -> None:

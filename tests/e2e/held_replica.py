@@ -17,7 +17,7 @@ class Held:
         self._response_streams = ResponseStreams()
         self._prefetches = {}
 
-    async def generate(self, call, gateway):
+    async def run_call(self, call, gateway):
         stream = await self._response_streams.to(gateway)
         stream.put(call.request_id, (AnswerHeader(self._name, None, None, self._feed.update()),))
         if call.request_id.startswith("held"):
@@ -25,7 +25,7 @@ class Held:
         stream.put(call.request_id, (b"done",), ended=True)
         yield None
 
-    async def responses(self, replica, gateway):
+    async def response_stream(self, replica, gateway):
         with self._response_streams.opened(gateway) as stream:
             while not stream.closed.done():
                 yield await stream.take()

@@ -14,7 +14,8 @@ def engine_processes(service: Service) -> dict[int, int]:
     ours = f"LORIKEET_CATALOG={service.catalog}".encode()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            runs_engine = b"lorikeet_engine.process.server" in (process / "cmdline").read_bytes()
+            arguments = (process / "cmdline").read_bytes().split(b"\0")
+            runs_engine = b"lorikeet_engine.process.server" in arguments
             if runs_engine and ours in (process / "environ").read_bytes().split(b"\0"):
                 state = (process / "stat").read_text().rpartition(")")[2].split()
                 found[int(process.name)] = int(state[1])
@@ -25,10 +26,15 @@ def engine_processes(service: Service) -> dict[int, int]:
 
 def actor_named(part: str) -> Any:
     """The one actor whose name holds this."""
-    names = ray.util.list_named_actors(all_namespaces=True)
-    found = [name for name in names if part in name["name"]]
+    found = actors_named(part)
     assert len(found) == 1, found
     return ray.get_actor(found[0]["name"], namespace=found[0]["namespace"])
+
+
+def actors_named(part: str) -> list[dict[str, str]]:
+    """Name and namespace of each actor whose name holds this."""
+    names = ray.util.list_named_actors(all_namespaces=True)
+    return [name for name in names if part in name["name"]]
 
 
 def complete(service: Service) -> bool:

@@ -10,7 +10,7 @@ import ray
 
 from tests.e2e.conftest import eventually
 from tests.e2e.load import Load, Outcome, hit_rate
-from tests.e2e.service_processes import actor_named, complete, engine_processes
+from tests.e2e.service_processes import actor_named, actors_named, complete, engine_processes
 
 ADAPTERS = 12
 WINDOW = 60  # answers, for a rate of hits
@@ -62,11 +62,11 @@ def test_without_controllers_ours_and_serves_every_request_is_answered(service, 
         time.sleep(seconds)
     assert load.unfinished() == []
     assert hit_rate(load.sent(killed_s)) > 0.9
-    assert eventually(lambda: actor_named("default#controller#"), within_s=30)
+    assert eventually(lambda: actors_named("default#controller#"), within_s=30)
 
 
 def test_a_killed_gateway_is_replaced_and_leaves_nothing_behind(service, load):
-    load.tokens = 800
+    load.streams, load.tokens = 16, 800
     with load:
         assert eventually(lambda: sum(r["running"] for r in service.replicas()) > 8, within_s=20)
         load.send_no_more()

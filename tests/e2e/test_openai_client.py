@@ -175,6 +175,28 @@ def test_streaming_tool_calls(client):
     assert call.function.arguments == final_tool_calls[0].function.arguments
 
 
+def test_responses_whole_and_streamed(client):
+    asked = {
+        "model": BASE,
+        "instructions": "You are a coding assistant that talks like a pirate.",
+        "input": "Hello!",
+        "temperature": 0,
+    }
+    whole = client.responses.create(**asked)
+    with client.responses.stream(**asked) as stream:
+        kinds = {event.type for event in stream}
+    assert {"response.created", "response.output_text.delta", "response.completed"} <= kinds
+    assert stream.get_final_response().output_text == whole.output_text
+    assert whole.output_text
+
+
+def test_a_response_of_a_fine_tune_is_parsed(client):
+    parsed = client.responses.parse(
+        model=INTAKE.model, input=INTAKE.example.prompt, text_format=Order, temperature=0
+    )
+    assert parsed.output_parsed == Order(name="Mira", amount=12, city=City.lyon)
+
+
 def test_json_mode(client):
     response = client.chat.completions.create(
         model=INTAKE.model,

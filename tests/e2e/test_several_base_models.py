@@ -1,4 +1,7 @@
-"""Two base models of different families in one service: each adapter finds its own."""
+"""Two base models of different families in one service: each adapter finds its own.
+
+Here torch, transformers and PEFT, 8 s of processor time, are imported only where these tests run.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -8,16 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
-from peft import PeftModel
 
 from demo.fill_catalog import ADAPTERS, fill_catalog
 from demo.tasks import TASKS
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter_format import write_blob
 from tests.e2e.conftest import ROOT, Service, eventually, free_port
-from tests.engine.peft_adapters import save_adapter
 
 pytestmark = pytest.mark.soak
 
@@ -48,6 +47,10 @@ class Qwen:
 
     def answer(self) -> str:
         """What transformers and PEFT say to PROMPT."""
+        import torch
+        import transformers
+        from peft import PeftModel
+
         base = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
         tuned = PeftModel.from_pretrained(base, self.adapter).eval()
         ids = torch.tensor([PROMPT])
@@ -65,6 +68,11 @@ class Qwen:
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Qwen:
+    import torch
+    import transformers
+
+    from tests.engine.peft_adapters import save_adapter
+
     folder = tmp_path_factory.mktemp("models") / QWEN
     config = transformers.AutoConfig.for_model("qwen3", **SIZES)
     with torch.random.fork_rng(devices=[]):

@@ -25,7 +25,7 @@ def test_a_gateway_is_replaced_and_its_streams_end_whole(service, crowd):
         serve.run(gateway(settings, engines, None), name="front", route_prefix="/front")
 
     deploy()
-    with Load(f"{service.url}/front", [crowd.base()], streams=6, tokens=300) as load:
+    with Load(f"{service.url}/front", [crowd.base()], streams=3, tokens=200) as load:
         load.wait_for(1)
         deploy(max_queue_s=50)
         load.wait_for(6)

@@ -56,10 +56,13 @@ class Shelf:
         folder = self._folder / f"{name}-peft"
         folder.mkdir(parents=True)
         save_file(tensors, folder / "adapter_model.safetensors")
+        common = next(iter(ranks.values()))  # in the pattern, it would start a process
+        others = {place: rank for place, rank in ranks.items() if rank != common}
         config = {
             "peft_type": "LORA",
+            "r": common,
             "lora_alpha": alpha,
-            "rank_pattern": {shape.linears[n].path(layer): r for (layer, n), r in ranks.items()},
+            "rank_pattern": {shape.linears[n].path(layer): r for (layer, n), r in others.items()},
             "target_modules": [shape.linears[n].path(layer) for layer, n in ranks],
         }
         (folder / "adapter_config.json").write_text(json.dumps(config))

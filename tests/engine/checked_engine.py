@@ -6,6 +6,7 @@ what fails once fails again.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from unittest import mock
 from lorikeet_engine.errors import AdapterError, StepFailed
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.request import Failed, Request, SamplingParams, Tokens
-from lorikeet_engine.residency import loader, requests, tiers
+from lorikeet_engine.residency import loader, requested_adapters, tiers
 from lorikeet_engine.scheduling.sequence import Sequence
 from tests.engine.blobs import Shelf
 from tests.engine.hash_model import PAGE, SHAPE, build, predict
@@ -53,7 +54,7 @@ class CheckedEngine:
         with (
             mock.patch.object(loader, "Workers", return_value=self.loads),
             mock.patch.object(tiers, "time", clock),
-            mock.patch.object(requests, "time", clock),
+            mock.patch.object(requested_adapters, "time", clock),
         ):
             self.engine, self.model = build(folder, self.shelf, **settings)
         self.model.before = self._check_batch
@@ -80,6 +81,7 @@ class CheckedEngine:
         prompts = tuple(prompt[: context - 1] for prompt in prompts)
         name, ref = f"r{len(self.expected)}", self.refs[adapter] if adapter else None
         self.engine.submit(Request(name, prompts, sampling, n, ref, salt))
+        wait(s.compiled for s in self.engine._requests.submitted if s.compiled is not None)
         mark = float(self.shelf._tensors[ref.digest][0, 0][0][0, 0]) if ref else 0.0
         for choice in range(n * len(prompts)):
             seed = (sampling.seed or 0) + choice

@@ -1,8 +1,9 @@
 """A grammar of numbers for tests: every token is smaller than the one before.
 
 "below 50, end under 10": the first is smaller than 50, and the choice may end once its last token
-is smaller than 10. "…, fail at 7": saying 7 breaks the matcher; "…, stuck at 7": it cannot tell
-what may follow a 7.
+is smaller than 10. "…, fail at 7": saying 7 breaks the matcher; "…, crash at 7": in a way that no
+matcher should; "…, stuck at 7": it cannot tell what may follow a 7; "…, panic at 7": its code
+breaks when it is asked that; "…, undecided at 7": when it is asked whether a 7 may be the last.
 """
 
 import re
@@ -13,7 +14,12 @@ from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.sampling.grammar import TokenBitmask
 
 EOS = 2
-_TEXT = re.compile(r"below (\d+), end under (\d+)(?:, (fail|stuck) at (\d+))?")
+_FAULT = r"(fail|crash|stuck|panic|undecided) at (\d+)"
+_TEXT = re.compile(rf"below (\d+), end under (\d+)(?:, {_FAULT})?")
+
+
+class Panic(BaseException):
+    """No Exception, as what pyo3 raises is none."""
 
 
 @dataclass
@@ -27,6 +33,7 @@ class Descending:
 
     @property
     def may_end(self) -> bool:
+        self.break_at("undecided", self.last)
         return self.last < self.end
 
     @property
@@ -40,7 +47,12 @@ class Descending:
     def accept(self, token: int) -> None:
         if token not in self.possible or (self.fault, self.at) == ("fail", token):
             raise InvalidRequest(f"no {token} after {self.last}")
+        self.break_at("crash", token)
         self.last = token
+
+    def break_at(self, fault: str, token: int) -> None:
+        if (self.fault, self.at) == (fault, token):
+            raise Panic("the matcher's own code broke")
 
     def copy(self) -> "Descending":
         return replace(self)
@@ -61,6 +73,7 @@ class DescendingGrammars:
     ) -> list[InvalidRequest | None]:
         problems: list[InvalidRequest | None] = []
         for matcher, row in zip(matchers, bitmasks, strict=True):
+            matcher.break_at("panic", matcher.last)
             stuck = (matcher.fault, matcher.at) == ("stuck", matcher.last)
             for token in matcher.possible:
                 row[token // 8] |= 1 << token % 8

@@ -100,7 +100,7 @@ def _headers() -> Iterator[Case]:
     )
     yield header("a megabyte of text", "exactly dtype", lambda *_: _json({"x": "y" * 999_000}))
     yield header("a name of 900 KB", "a tensor's name of 900000", lambda *_: {"n" * 900_000: {}})
-    for name, value in (("a list", []), ("a text", "x"), ("null", None), ("a number in it", 3)):
+    for name, value in (("a list", []), ("a text", "x"), ("a number in it", 3)):
         value = {"lorikeet": value} if name == "a number in it" else value
         yield header(
             f"metadata: {name}",
@@ -109,6 +109,11 @@ def _headers() -> Iterator[Case]:
         )
     yield header(
         "no metadata", "not a packed adapter", lambda made, _: made.pop("__metadata__") and made
+    )
+    yield header(
+        "metadata: null",
+        "not a packed adapter",
+        lambda made, _: made.update({"__metadata__": None}),
     )
     yield header(
         "metadata of others only",

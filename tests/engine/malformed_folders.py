@@ -116,6 +116,15 @@ def _targets() -> Iterator[Case]:
         ("no expression", "no regular expression", {"target_modules": ".*("}),
         ("a long expression", "expression of 5000", {"target_modules": "x" * 5000}),
         ("a slow expression", "expressions run for over", {"target_modules": _SLOW}),
+        *(
+            (f"the expression {text}", says, {"target_modules": text})
+            for text, says in (
+                ("((a{1000}){1000}){1000}", "which it leaves out"),
+                ("((a{1000}){1000})", "which it leaves out"),
+                ("(?R)", "no regular expression"),
+                ("(a|(?1))*", "no regular expression"),
+            )
+        ),
         ("excluded", "which it leaves out", {"exclude_modules": ["q_proj"]}),
         ("excluded by an expression", "leaves out", {"exclude_modules": r".*\.mlp\..*"}),
         ("excluding a number", "exclude_modules: want a text", {"exclude_modules": 3}),
@@ -140,6 +149,15 @@ def _targets() -> Iterator[Case]:
         "it selects model.layers.0.mlp.up_proj, but no weight is for it",
         spoil=_without_up,
     )
+    yield folder(
+        "targets: a layer under another number",
+        "no weight is for it: layer 7, the last, is misnumbered,",
+        spoil=_misnumbered,
+    )
+
+
+def _misnumbered(files: Files) -> None:
+    files[WEIGHTS] = files[WEIGHTS].replace(b".layers.0.", b".layers.7.")
 
 
 def _without_up(files: Files) -> None:

@@ -79,15 +79,14 @@ def _stepping(step: Callable[[], Any], checkpoint: Path, folder: Path) -> Engine
 
 def processes() -> set[int]:
     """The engines' processes that this one has started and that have not ended."""
-    pids = {child.pid for child in psutil.Process().children()}
-    return {pid for pid in pids if b"lorikeet_engine.process.server" in _command(pid)}
+    return {child.pid for child in psutil.Process().children() if _runs_engine(child)}
 
 
-def _command(pid: int) -> bytes:
+def _runs_engine(process: psutil.Process) -> bool:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:  # it has just ended
-        return b""
+        return "lorikeet_engine.process.server" in process.cmdline()
+    except psutil.NoSuchProcess:  # it has just ended
+        return False
 
 
 def main() -> None:

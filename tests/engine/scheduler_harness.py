@@ -10,7 +10,7 @@ from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.errors import AdapterLoadFailed
 from lorikeet_engine.request import Request, SamplingParams, SchedulingParams
 from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
-from lorikeet_engine.scheduling.kv_cache import KVCache
+from lorikeet_engine.scheduling.kv_cache import KVCache, PageKeys
 from lorikeet_engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from lorikeet_engine.scheduling.sequence import Sequence
 from lorikeet_engine.scheduling.step_counters import StepCounters
@@ -126,6 +126,7 @@ class SchedulerHarness:
         params = SamplingParams(max_tokens=max_tokens)
         ref = AdapterRef("acme", adapter, 1, adapter) if adapter else None
         request = Request(f"r{self.arrivals}", (tuple(prompt),), params, n, ref, salt, scheduling)
+        keys = PageKeys(prompt, PAGE, salt, adapter)
         made = []
         for choice in range(n):
             made.append(
@@ -136,7 +137,7 @@ class SchedulerHarness:
                     max_tokens=max_tokens,
                     stop_ids=frozenset(stop),
                     seed=0,
-                    page_size=PAGE,
+                    prompt_keys=keys,
                 )
             )
             self.arrivals += 1

@@ -214,7 +214,7 @@ class TestEnds:
 class TestRefusals:
     def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers(self, make):
         engine = make(max_context=64)
-        with pytest.raises(InvalidRequest, match="64 tokens: want at most 63"):
+        with pytest.raises(InvalidRequest, match=r"is 64 tokens\. However, the prompt has 64"):
             engine.submit(greedy("r", prompt(64)))
         engine.submit(greedy("r", prompt(63)))
 
@@ -225,7 +225,7 @@ class TestRefusals:
         answers.submit(greedy("r", prompt(3 * PAGE - 2), max_tokens=100))
         answers.all()
         assert len(answers.of("r")) == 2
-        with pytest.raises(InvalidRequest, match="want at most 47"):
+        with pytest.raises(InvalidRequest, match=r"is 48 tokens\. However, the prompt has 48"):
             engine.submit(greedy("longer", prompt(3 * PAGE)))
 
     def test_no_room_for_one_sequence_is_said_at_the_start(self, make):

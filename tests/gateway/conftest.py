@@ -5,20 +5,21 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 import uvicorn
 from safetensors.numpy import save_file
 
-from lorikeet.answer_stream.openai_format import Choice, EventStream, json_body
+from lorikeet.answer_stream.answer_format import event_stream, whole_answer
+from lorikeet.answer_stream.messages_format import token_count_body
+from lorikeet.answer_stream.openai_format import Choice, EventStream
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
@@ -42,6 +43,10 @@ from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, write_blob
 from lorikeet_engine.request import FinishReason
 from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, TierStatus
 from tests.placement.builders import held
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 SHAPE = BaseShape("llama", 1, 8, 16, 2, 1, 4)
 WIDER = BaseShape("llama", 1, 16, 32, 4, 2, 4)
@@ -135,14 +140,29 @@ class Gateway:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.request("POST", path, self.keys[tenant], content=content, **rest)
 
-    def request(self, method: str, path: str, key: str | None, **rest: Any) -> httpx.Response:
+    def request(
+        self,
+        method: str,
+        path: str,
+        key: str | None,
+        more_headers: Mapping[str, str] = {},
+        **rest: Any,
+    ) -> httpx.Response:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        headers |= more_headers
         return httpx.request(method, self.url + path, headers=headers, timeout=60, **rest)
 
-    def openai(self, tenant: str = "acme") -> openai.OpenAI:
+    def openai(self, tenant: str = "acme") -> "openai.OpenAI":
+        import openai  # a second of processor time, and few tests' processes need it
+
         return openai.OpenAI(
             base_url=f"{self.url}/v1", api_key=self.keys[tenant], max_retries=0, timeout=20
         )
+
+    def anthropic(self, tenant: str = "acme", **options: Any) -> "anthropic.Anthropic":
+        anthropic = pytest.importorskip("anthropic")
+        given = {"api_key": self.keys[tenant], "max_retries": 0, "timeout": 20} | options
+        return anthropic.Anthropic(base_url=self.url, **given)
 
 
 def chat(model: str = "acme/support", content: str = "hello there", **more: Any) -> dict[str, Any]:
@@ -159,8 +179,9 @@ class ReplayEngines:
         self.smoke_tests: list[tuple[str, SmokeTest]] = []
         self.try_out: Callable[[SmokeTest], SmokeResult | Refusal] = all_differ
         self.maps: list[ReplicaReport] = []
+        self.serves = True
 
-    async def generate(self, base_model: str, call: Call) -> Items:
+    async def stream_answer(self, base_model: str, call: Call) -> Items:
         self.calls.append((base_model, call))
         items = self.replay(call)
         try:
@@ -183,6 +204,9 @@ class ReplayEngines:
         adapter = held(ref, Residency.GPU, 64, leases=2, pinned=True)
         return [ReplicaReport("r0", "tiny", status, (adapter,))]
 
+    def ready(self) -> bool:
+        return self.serves
+
     @property
     def last(self) -> Call:
         return self.calls[-1][1]
@@ -194,16 +218,34 @@ def header(call: Call) -> AnswerHeader:
     return AnswerHeader("replica-7", call.adapter.digest, Residency.HOST)
 
 
+@dataclass(frozen=True)
+class Played:
+    """The AnswerProgress of an answer that is played."""
+
+    taken: FinalUsage
+    stopped_by: str | None = None
+
+    def usage(self) -> FinalUsage:
+        return self.taken
+
+    def stop_string(self, choice: int) -> str | None:
+        return self.stopped_by
+
+
 async def repeat(call: Call) -> Items:
     """What a replica answers: every choice is its prompt, word by word."""
     yield header(call)
+    if call.endpoint is Endpoint.COUNT_TOKENS:
+        yield FinalUsage(0, 0, 0)
+        yield token_count_body(sum(len(m["content"].split()) for m in call.messages))
+        return
     prompts = [str(call.messages[-1]["content"])] if call.messages else list(map(str, call.prompts))
     texts = [text for text in prompts for _ in range(call.n)]
     usage = FinalUsage(sum(len(p.split()) for p in prompts), 0, sum(len(t.split()) for t in texts))
     if not call.stream:
-        yield json_body(call, [Choice(text, FinishReason.STOP) for text in texts], usage)
+        yield whole_answer(call, [Choice(text, FinishReason.STOP) for text in texts], usage)
         return
-    events = EventStream(call)
+    events = event_stream(call, Played(usage))
     for index, text in enumerate(texts):
         for word in text.split():
             yield events.delta(index, word + " ")

@@ -1,12 +1,14 @@
 """Everything a client can get wrong, and what it is told. A bad request never reaches a replica."""
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import openai
 import pytest
 from pydantic import ValidationError
 
+from lorikeet.gateway.apis.no_ops import CHAT_NO_OPS, COMPLETIONS_NO_OPS
 from lorikeet.gateway.apis.openai_requests import ChatRequest, CompletionRequest, GenerateRequest
 from lorikeet.gateway.body import MAX_JSON_BYTES
 from tests.gateway.conftest import Gateway, chat
@@ -17,12 +19,26 @@ TURN = {"role": "user", "content": "hi"}
 
 
 def error_of(answer: Any, status: int) -> dict[str, Any]:
+    """An error's code, param, message and type, in whichever API's shape it came."""
     assert answer.status_code == status, answer.text
     assert len(answer.headers["x-request-id"]) == 32
     body = answer.json()
+    if "type" in body:
+        return anthropics_error_of(answer)
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}
     return dict(body["error"])
+
+
+def anthropics_error_of(answer: Any) -> dict[str, Any]:
+    body = answer.json()
+    assert set(body) == {"type", "error", "request_id"}
+    assert body["type"] == "error"
+    assert body["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+    error = body["error"]
+    assert set(error) == {"type", "message", "details"}
+    code = error["details"]["error_code"]
+    return {"code": code, "param": None, "message": error["message"], "type": error["type"]}
 
 
 BAD_VALUES = [
@@ -52,11 +68,14 @@ BAD_VALUES = [
     (chat(top_p=1.1), "top_p", "less"),
     (chat(top_k=-1), "top_k", "greater"),
     (chat(top_k=2**40), "top_k", "less"),
+    (chat(min_p=-0.01), "min_p", "greater"),
+    (chat(min_p=1.01), "min_p", "less"),
+    (chat(min_p=False), "min_p", "number"),
     (chat(seed=2**63), "seed", "less"),
     (chat(n=0), "n", "greater"),
     (chat(n=17), "n", "less than or equal to 16"),
     (chat(n=True), "n", "integer"),
-    (chat(stop=["a"] * 5), "stop", "at most 4"),
+    (chat(stop=["a"] * 17), "stop", "at most 16"),
     (chat(stop=""), "stop", "1 to 256"),
     (chat(stop=[1]), "stop", "strings"),
     (chat(stop={}), "stop", "string or a list"),
@@ -107,6 +126,9 @@ FLOODS: list[tuple[type[GenerateRequest], dict[str, Any]]] = [
     (ChatRequest, chat(logit_bias={str(i): "" for i in range(MANY)})),
     (ChatRequest, {"model": "tiny", "messages": [TURN | {"tool_calls": [1] * MANY}]}),
     (ChatRequest, {"model": "tiny", "messages": [TURN] * MANY}),
+    (ChatRequest, chat(guided_choice=[1] * MANY)),
+    (ChatRequest, chat(functions=[1] * MANY)),
+    (ChatRequest, chat(chat_template_kwargs={str(i): i for i in range(MANY)})),
     (CompletionRequest, {"model": "tiny", "prompt": [[1]] * MANY}),
     (CompletionRequest, {"model": "tiny", "prompt": ["a"] * MANY}),
     (CompletionRequest, {"model": "tiny", "prompt": [{}] * MANY}),
@@ -125,10 +147,9 @@ def test_a_flood_of_bad_values_is_one_error(
 @pytest.mark.parametrize(
     "field",
     [
-        *("audio", "best_of", "echo", "function_call", "functions", "modalities", "moderation"),
-        *("prediction", "prompt", "prompt_cache_key", "prompt_cache_options", "suffix"),
-        *("prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier"),
-        *("store", "verbosity", "web_search_options", "made_up"),
+        *("audio", "echo", "modalities", "moderation", "prediction", "prompt", "suffix"),
+        *("prompt_cache_options", "prompt_cache_retention"),
+        *("store", "web_search_options", "made_up"),
     ],
 )
 def test_an_unsupported_field_is_refused_by_name(unchanged: Gateway, field: str) -> None:
@@ -141,14 +162,13 @@ def test_an_unsupported_field_is_refused_by_name(unchanged: Gateway, field: str)
 @pytest.mark.parametrize(
     ("path", "field", "value"),
     [
-        (CHAT, "functions", [{"name": "f"}]),
-        (CHAT, "function_call", {"name": "f"}),
         (CHAT, "modalities", ["text", "audio"]),
-        (CHAT, "reasoning_effort", "low"),
-        (CHAT, "service_tier", "flex"),
         (CHAT, "store", True),
-        (CHAT, "verbosity", "low"),
-        (CHAT, "echo", False),
+        (CHAT, "best_of", 2),
+        (CHAT, "echo", True),
+        (CHAT, "repetition_penalty", 1.1),
+        (CHAT, "skip_special_tokens", False),
+        (COMPLETIONS, "add_special_tokens", False),
         (CHAT, "tool_choice", {"type": "allowed_tools"}),
         (COMPLETIONS, "best_of", 2),
         (COMPLETIONS, "suffix", "!"),
@@ -161,6 +181,51 @@ def test_a_value_that_asks_for_what_is_not_served_is_refused_by_name(
     body = chat() if path == CHAT else {"model": "tiny", "prompt": "a"}
     error = error_of(unchanged.post(path, body | {field: value}), 400)
     assert (error["code"], error["param"]) == ("unsupported_parameter", field)
+
+
+@pytest.mark.parametrize(
+    ("path", "table"), [(CHAT, CHAT_NO_OPS), (COMPLETIONS, COMPLETIONS_NO_OPS)]
+)
+def test_values_that_ask_for_nothing_are_taken(
+    unchanged: Gateway, path: str, table: Mapping[str, Sequence[Any]]
+) -> None:
+    body = chat() if path == CHAT else {"model": "tiny", "prompt": "a"}
+    body |= {field: values[-1] for field, values in table.items()}
+    body |= {"stream": True, "stream_options": {"continuous_usage_stats": False}}
+    assert unchanged.post(path, body).status_code == 200
+    told = {"min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": True}  # as guidellm
+    assert unchanged.post(path, body | told).status_code == 200
+
+
+def test_usage_in_every_chunk_is_refused_by_name(unchanged: Gateway) -> None:
+    asked = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    error = error_of(unchanged.post(CHAT, chat(**asked)), 400)
+    assert error["param"] == "stream_options.continuous_usage_stats"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "says"),
+    [
+        ("GET", "/v1/responses/resp_1", "not stored here"),
+        ("POST", "/v1/conversations", "ask /v1/chat/completions"),
+        ("POST", "/v1/messages/batches", "one by one"),
+        ("POST", "/v1/embeddings", "generates text alone"),
+        ("POST", "/v1/audio/speech", "generates text alone"),
+        ("GET", "/v1/files/file-1", "generates text alone"),
+        ("POST", "/chat/completions", "base_url must end in /v1"),
+        ("POST", "/responses", "base_url must end in /v1"),
+        ("GET", "/models", "base_url must end in /v1"),
+        ("POST", "/v1/v1/chat/completions", "base_url has /v1 twice"),
+        ("POST", "/v1/chat/completions/", "there is no /v1/chat/completions/ here"),
+    ],
+)
+def test_an_endpoint_that_is_not_there_says_what_to_use(
+    unchanged: Gateway, method: str, path: str, says: str
+) -> None:
+    answer = unchanged.request(method, path, unchanged.keys["acme"])
+    error = error_of(answer, 404)
+    assert error["code"] == "not_found"
+    assert says in error["message"]
 
 
 def test_a_body_for_the_other_endpoint_is_told_which(unchanged: Gateway) -> None:
@@ -193,7 +258,7 @@ def test_a_flood_of_unknown_fields_is_a_short_answer(unchanged: Gateway) -> None
         b"hello",
         b'{"model": "\xff"}',
         b'{"model": "\\ud800", "messages": []}',
-        b"[" * 100_000,
+        b"[" * 60_000,
         b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "top_p": 1e}',
     ],
 )

@@ -302,3 +302,13 @@ def test_neither_prompts_nor_keys_are_logged(
     for line in logged:
         assert secret not in line
         assert not any(key in line for key in (*gateway.keys.values(), gateway.admin_key))
+
+
+def test_it_is_alive_before_it_is_ready(gateway: Gateway) -> None:
+    for serves, ready in ((True, 200), (False, 503), (True, 200)):
+        gateway.engines.serves = serves
+        assert gateway.request("GET", "/healthz", None).status_code == 200
+        for path in ("/readyz", "/health"):
+            answer = gateway.request("GET", path, None)
+            assert answer.status_code == ready
+            assert ("retry-after" in answer.headers) == (not serves)

@@ -68,7 +68,13 @@ def test_every_field_reaches_the_replica(gateway: Gateway) -> None:
         **chat(n=2, max_completion_tokens=9, temperature=0, top_p=0.5, seed=-3, stop=["a", "b"]),
         user="u",
         metadata={"team": "x"},
-        extra_body={"top_k": 4, "min_tokens": 3, "ignore_eos": True, "stop_token_ids": [7, 9]},
+        extra_body={
+            "top_k": 4,
+            "min_p": 0.1,
+            "min_tokens": 3,
+            "ignore_eos": True,
+            "stop_token_ids": [7, 9],
+        },
     )
     base_model, call = gateway.engines.calls[-1]
     assert base_model == "tiny"
@@ -76,6 +82,7 @@ def test_every_field_reaches_the_replica(gateway: Gateway) -> None:
     assert (call.max_tokens, call.min_tokens, call.stop) == (9, 3, ("a", "b"))
     sampling = call.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0, 0.5, 4)
+    assert sampling.min_p == 0.1
     assert (sampling.seed, sampling.ignore_eos) == (-3, True)
     assert sampling.stop_token_ids == (7, 9)
 

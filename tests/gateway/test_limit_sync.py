@@ -32,7 +32,7 @@ class Gateway:
         return self.shares.share_of(Subject("acme"), time.monotonic()).share
 
     def check(self, **limits: Any) -> None:
-        self.rate_limiter.check(TenantRecord("acme", 0.0, Limits(**limits)), KEY)
+        self.rate_limiter.check(TenantRecord("acme", 0.0, Limits(**limits)), KEY).release()
 
 
 class DirectPeers(Peers):

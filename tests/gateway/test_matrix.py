@@ -25,13 +25,28 @@ from tests.gateway.test_bad_requests import error_of
 
 Route = tuple[str, str]
 
-OPEN: set[Route] = {("GET", "/healthz"), ("GET", "/ui"), ("GET", "/ui/{name}")}
+OPEN: set[Route] = {
+    ("GET", "/healthz"),
+    ("GET", "/readyz"),
+    ("GET", "/health"),
+    ("GET", "/ui"),
+    ("GET", "/ui/{name}"),
+}
 
 TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
     ("POST", "/v1/chat/completions"): lambda model, _: ("/v1/chat/completions", chat(model)),
     ("POST", "/v1/completions"): lambda model, _: (
         "/v1/completions",
         {"model": model, "prompt": "hello"},
+    ),
+    ("POST", "/v1/responses"): lambda model, _: (
+        "/v1/responses",
+        {"model": model, "input": "hello"},
+    ),
+    ("POST", "/v1/messages"): lambda model, _: ("/v1/messages", chat(model, max_tokens=9)),
+    ("POST", "/v1/messages/count_tokens"): lambda model, _: (
+        "/v1/messages/count_tokens",
+        chat(model),
     ),
     ("GET", "/v1/models"): None,
     ("GET", "/v1/models/{model}"): lambda model, _: (f"/v1/models/{model}", None),
@@ -253,6 +268,31 @@ def test_the_tenants_plane_is_for_tenants(
     assert read.status_code == (200 if method == "GET" else 403)
 
 
+@pytest.mark.parametrize(("method", "path"), sorted(TENANTS))
+def test_a_tenants_key_may_come_as_x_api_key(
+    unchanged: Gateway, keys: Keys, method: str, path: str
+) -> None:
+    make = TENANTS[method, path] or (lambda *_: (path, None))
+    at, body = make("acme/support", keys.asked["acme/support"])
+
+    def status(key: str, bearer: str | None) -> int:
+        headers = {"x-api-key": key}
+        return unchanged.request(method, at, bearer, json=body, more_headers=headers).status_code
+
+    assert status(keys.infer, None) == status(keys.infer, keys.infer) == 200
+    assert status("lk_made-up", None) == status(keys.revoked, None) == 401
+    assert status(keys.infer, keys.others_infer) == status(keys.others_infer, keys.infer) == 401
+
+
+@pytest.mark.parametrize(("method", "path"), sorted(ADMINS))
+def test_an_admins_key_comes_as_a_bearers_alone(
+    unchanged: Gateway, keys: Keys, method: str, path: str
+) -> None:
+    headers = {"x-api-key": unchanged.admin_key}
+    answer = unchanged.request(method, filled(path, keys), None, more_headers=headers)
+    assert error_of(answer, 401)["code"] == "invalid_api_key"
+
+
 @pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize(("method", "path"), sorted(r for r, make in TENANTS.items() if make))
 def test_what_is_anothers_looks_like_what_is_not_there(
@@ -279,9 +319,11 @@ def appearance(answer: httpx.Response, name: str) -> tuple[int, list[tuple[str, 
     headers = [
         (header, value)
         for header, value in answer.headers.items()
-        if header not in ("x-request-id", "date")
+        if header not in ("x-request-id", "request-id", "date")
     ]
-    return answer.status_code, headers, answer.content.replace(name.encode(), b"{name}")
+    request_id = answer.headers["x-request-id"].encode()
+    content = answer.content.replace(request_id, b"{request_id}")
+    return answer.status_code, headers, content.replace(name.encode(), b"{name}")
 
 
 def test_lists_name_nothing_of_others(keys: Keys, ask: Ask) -> None:

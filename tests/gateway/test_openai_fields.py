@@ -221,7 +221,6 @@ def test_a_bad_value_of_a_completion_is_named(
         (CHAT, {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].custom"),
         (CHAT, {"messages": [TURN | {"audio": {"id": "a"}}]}, "messages[0].audio"),
-        (CHAT, {"messages": [TURN | {"function_call": {}}]}, "messages[0].function_call"),
         (COMPLETIONS, {"echo": True, "logprobs": 0}, "echo"),
         (COMPLETIONS, {"n": 2, "best_of": 3}, "best_of"),
     ],

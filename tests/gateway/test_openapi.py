@@ -31,6 +31,9 @@ CHECKS = [
 OPERATIONS = [
     ("/v1/chat/completions", "POST"),
     ("/v1/completions", "POST"),
+    ("/v1/responses", "POST"),
+    ("/v1/messages", "POST"),
+    ("/v1/messages/count_tokens", "POST"),
     ("/v1/models", "GET"),
     ("/v1/models/{model}", "GET"),
     ("/v1/requests/{request_id}", "GET"),
@@ -73,11 +76,15 @@ def likely_answered(model: str, case: Any) -> st.SearchStrategy[Any]:
     """One that asks the model, with few of its fields: most do not go together."""
     if not isinstance(case.body, dict):
         return st.just(case)
-    asked = {"prompt": "hello there"} if "prompt" in case.body else chat()
+    texts = [name for name in ("prompt", "input") if name in case.body]
+    asked = dict.fromkeys(texts, "hello there") or chat()
+    limits = {"max_output_tokens" if "input" in texts else "max_tokens": 20}
+    if case.path.endswith("/count_tokens"):
+        limits = {}
 
     def reduce(kept: set[str]) -> Any:
         body = {name: case.body[name] for name in kept} | asked | {"model": model}
-        case.body = {"max_tokens": 20} | body
+        case.body = limits | body
         return case
 
     return st.sets(st.sampled_from(sorted(case.body)), max_size=3).map(reduce)
@@ -94,6 +101,20 @@ def of(name: str) -> Draft202012Validator:
     """Whether something is what the document calls by this name."""
     whole = {**document(), "$ref": f"#/components/schemas/{name}"}
     return Draft202012Validator(whole)
+
+
+def test_messages_whole_and_streamed_are_as_described(unchanged: Gateway) -> None:
+    body = chat(max_tokens=20)
+    of("MessageObject").validate(unchanged.post("/v1/messages", body).json())
+    counted = unchanged.post("/v1/messages/count_tokens", chat())
+    of("TokenCount").validate(counted.json())
+    stream = unchanged.post("/v1/messages", body | {"stream": True})
+    events = [event.split("\ndata: ") for event in stream.text.split("\n\n") if event]
+    assert len(events) > 6
+    for _, event in events:
+        of("MessageStreamEvent").validate(json.loads(event))
+    refused = unchanged.post("/v1/messages", chat())
+    of("MessageError").validate(refused.json())
 
 
 @pytest.mark.parametrize("endpoint", ["chat/completions", "completions"])

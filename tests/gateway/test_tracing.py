@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from lorikeet.gateway.generate import SCHEMAS
 from lorikeet.protocol.messages import Attempt, Call, FinalUsage, Refusal
 from lorikeet.protocol.peers import Peers
 from lorikeet.request_log.request_log import RequestLog
@@ -268,6 +269,28 @@ def test_what_fails_is_an_error(tmp_path: Path) -> None:
             request_id = gateway.engines.last.request_id
         root, *_ = _heard(collector, request_id)
         assert (root.attributes["lorikeet.outcome"], root.error) == ("cancelled", None)
+
+
+@pytest.mark.parametrize("path", SCHEMAS)
+def test_every_route_that_generates_is_an_operation(traced: Traced, path: str) -> None:
+    gateway, collector = traced
+    answer = gateway.post(path, chat(model="acme/nothing", max_tokens=9))
+    root, *_ = _heard(collector, answer.headers["x-request-id"])
+    assert root.name == f"POST {path}"
+    assert root.attributes["gen_ai.operation.name"]
+
+
+def test_a_refusals_status_is_what_its_client_saw(tmp_path: Path) -> None:
+    async def full(call: Call) -> Items:
+        yield header(call)
+        yield Refusal("overloaded", "later")
+
+    with collecting() as collector, _tracing(tmp_path, collector.url) as gateway:
+        gateway.engines.replay = full
+        for path, status in ((CHAT, 503), ("/v1/messages", 529)):
+            answer = gateway.post(path, chat(max_tokens=9))
+            root, *_ = _heard(collector, answer.headers["x-request-id"])
+            assert answer.status_code == root.attributes["http.response.status_code"] == status
 
 
 def test_who_has_no_key_makes_no_trace(traced: Traced) -> None:

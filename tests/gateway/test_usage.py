@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lorikeet.catalog.store.local import LocalStore
-from lorikeet.usage.counts import UsageAccount, UsageCounts, UsageLedger
+from lorikeet.usage.ledger import UsageAccount, UsageCounts, UsageLedger
 from lorikeet.usage.writer import UsageWriter
 from tests.gateway.conftest import Gateway
 from tests.gateway.test_bad_requests import error_of

@@ -13,8 +13,8 @@ import pytest
 from lorikeet.errors import InvalidInput, NotFound, Unavailable
 from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, Refusal
 from lorikeet.protocol.peers import Peers, Poll
+from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import KEPT_S, RequestLog
-from lorikeet.request_log.trace import RequestTrace
 from lorikeet.routing.ranking import Candidate, Cost
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.adapter import Residency
@@ -93,6 +93,25 @@ def test_a_finished_request_tells_its_whole_story(gateway: Gateway) -> None:
     assert sum(took.values()) == pytest.approx(found["total_ms"], abs=0.01)
     assert 50 < found["total_ms"] < 5000
     assert found["first_token_ms"] == pytest.approx(found["total_ms"] - 11.0, abs=0.01)
+
+
+def test_an_engine_that_begins_before_the_gateway_hears_of_it(gateway: Gateway) -> None:
+    async def told_late(call: Call) -> Items:
+        await asyncio.sleep(0.05)
+        yield Attempt(call.request_id, "replica-7", 0.05, WEIGHED)
+        async for item in repeat(call):
+            if isinstance(item, bytes):
+                yield FinalUsage(12, 8, 34, (EngineTimings(prefill_s=0.01, decode_s=0.03),))
+                yield item
+
+    gateway.engines.replay = told_late
+    request_id = gateway.post(CHAT, chat()).headers["x-request-id"]
+    eventually(lambda: ask(gateway, request_id)["outcome"] != "running")
+    found = ask(gateway, request_id)
+    took = stages(found)
+    assert (took["prefill"], took["decode"]) == (10.0, 30.0)
+    assert took["route"] < 50
+    assert sum(took.values()) == pytest.approx(found["total_ms"], abs=0.01)
 
 
 def test_why_this_replica(gateway: Gateway) -> None:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from loadtest.real_service.random_models import SHAPES
 from loadtest.real_service.service import RunningService
-from lorikeet.answer_stream.vocabulary import Vocabulary
+from lorikeet.answer_stream.detokenizer import Vocabulary
 
 TENANT = "acme"
 

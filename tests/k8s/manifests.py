@@ -14,7 +14,10 @@ from jsonschema import Draft202012Validator
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = Path(__file__).parent / "schemas"
-OVERLAYS = ("local", "gpu")
+# The last is no overlay for use: `gpu` with every component.
+OVERLAYS = ("local", "gpu", "eks", "gke", "../../tests/k8s/every-component")
+CUSTOM = ("Gateway", "HTTPRoute", "RayService")
+DIGEST = "@sha256:[0-9a-f]{64}"
 
 Manifest = dict[str, Any]
 
@@ -74,8 +77,8 @@ def problems(manifest: Manifest) -> list[str]:
 @cache
 def _schema(kind: str) -> Manifest:
     envelope = ["apiVersion", "kind", "metadata"]
-    if kind == "RayService":
-        schema = _closed(json.loads((SCHEMAS / "rayservice.json").read_text()))
+    if kind in CUSTOM:
+        schema = _closed(json.loads((SCHEMAS / f"{kind.lower()}.json").read_text()))
         return {**schema, "required": [*envelope, "spec"]}
     kubernetes = json.loads((SCHEMAS / "kubernetes.json").read_text())
     return {"$defs": kubernetes["$defs"], **kubernetes["kinds"][kind], "required": envelope}

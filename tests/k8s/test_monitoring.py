@@ -90,9 +90,9 @@ def test_every_alert_says_what_it_is_and_where_to_read_on() -> None:
     assert told_of >= {alert["alert"] for alert in alerts()}
     for alert in alerts():
         assert alert["labels"]["severity"] in ("critical", "warning")
-        assert {"summary", "description", "runbook_url"} == alert["annotations"].keys()
+        assert {"summary", "description", "runbook"} == alert["annotations"].keys()
         anchor = f"docs/operations.md#{alert['alert'].lower()}"
-        assert alert["annotations"]["runbook_url"] == anchor
+        assert alert["annotations"]["runbook"] == anchor
 
 
 def test_every_alert_has_a_test() -> None:

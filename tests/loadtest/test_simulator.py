@@ -8,12 +8,11 @@ import pytest
 
 from loadtest.simulator.baselines import ROUTERS
 from loadtest.simulator.oracle import oracle
-from lorikeet.routing.cost_coefficients import H200_LLAMA_8B
-from lorikeet.routing.ranking import RoutingStatus
+from lorikeet.routing.ranking import H200_LLAMA_8B, RoutingStatus
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.memory import Arena, Link
 from lorikeet.simulator.traffic import Scenario
-from lorikeet_engine.residency.eviction import LeastRecentlyUsed, LeastUsedForItsSize
+from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed, LeastUsedForItsSize
 from lorikeet_engine.traffic import Zipf
 from tests.simulator.idle import idle
 

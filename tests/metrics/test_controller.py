@@ -4,7 +4,7 @@ from lorikeet.metrics.controller import ReplicaCount, controller_metrics
 from lorikeet.metrics.exposition import join, render
 from lorikeet.placement.pin_placement import place_pins
 from lorikeet.placement.pin_status import pin_statuses
-from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
+from lorikeet.placement.pinned_versions import ResolvedPin, ResolvedPins
 from lorikeet_engine.adapter import Residency
 from tests.metrics.scraping import Scraped, check_with_promtool
 from tests.placement.builders import held, promise, ref, report

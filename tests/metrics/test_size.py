@@ -1,20 +1,26 @@
 """What a scrape of a large service weighs and takes: 1,000 tenants, 100,000 adapters."""
 
+import gc
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from lorikeet.errors import ERRORS, status_of
 from lorikeet.gateway.routes.metrics import FRESH_S
 from lorikeet.metrics.exposition import render
-from lorikeet.metrics.gateway import OUTCOMES, GatewayMetrics, RequestSummary
-from lorikeet.metrics.label_cardinality import OTHER
+from lorikeet.metrics.gateway import OUTCOMES, GatewayMetrics
+from lorikeet.metrics.named_counters import OTHER
 from lorikeet.metrics.replica import replica_metrics
+from lorikeet.protocol.messages import FinalUsage
 from lorikeet.protocol.peers import Peers, Poll
+from lorikeet.request_log.record import RequestRecord
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.request import EngineTimings
 from lorikeet_engine.telemetry.counters import LOAD_S
 from lorikeet_engine.telemetry.status import Distribution
 from tests.gateway.conftest import Gateway, serving
@@ -22,6 +28,10 @@ from tests.metrics.scraping import Scraped, check_with_promtool
 from tests.metrics.statuses import engine_status
 
 GATEWAYS, REPLICAS, TENANTS, ADAPTERS = 2, 8, 1_000, 100_000
+CODES = {
+    "refused": [code for code in ERRORS if status_of(code) < 500],
+    "failed": [code for code in ERRORS if status_of(code) == 500],
+}
 RESIDENCIES = ("gpu", "host", "disk", "remote", "none")
 FULL = Distribution(LOAD_S, (1_234_567,) * (len(LOAD_S) + 1), 1_234_567.890123)
 
@@ -37,18 +47,28 @@ class Second(Peers):
         return Poll((self.page,) if question == "metrics" else (), 0)
 
 
-def requests() -> Iterable[RequestSummary]:
+def ended(tenant: str, base_model: str) -> RequestRecord:
+    return RequestRecord("", "", None, 0.0, tenant, base_model=base_model, until_s=1.5, ended=True)
+
+
+def requests() -> Iterable[RequestRecord]:
     """Every tenant's, of every outcome, residency and adapter."""
     endings = itertools.cycle(itertools.product(RESIDENCIES, OUTCOMES))
     for n, (residency, outcome) in zip(range(ADAPTERS), endings, strict=False):
-        tenant = f"tenant-of-some-length-{(n // 4) % TENANTS:04d}"
-        adapter = None if residency == "none" else f"{tenant}/adapter-{n:06d}"
-        code = f"code_{n % 17}" if outcome in ("refused", "failed") else None
-        tokens = (1_234_567, 123_456, 12_345) if outcome == "finished" else None
-        base_model = ("llama-3.1-8b-instruct", "qwen3-0.6b")[n % 2]
-        yield RequestSummary(
-            outcome, tenant, base_model, adapter, residency, code, 0.1, 0.01, 1.5, n % 2, tokens
+        record = ended(
+            f"tenant-of-some-length-{(n // 4) % TENANTS:04d}",
+            ("llama-3.1-8b-instruct", "qwen3-0.6b")[n % 2],
         )
+        record.stream, record.first_byte_s, record.replica = True, 0.1, "replica-7"
+        if residency != "none":
+            record.residency = Residency[residency.upper()]
+            record.adapter = AdapterRef(record.tenant or "", f"adapter-{n:06d}", 1, "d" * 64)
+        if outcome == "finished":
+            record.usage = FinalUsage(1_234_567, 123_456, 12_345, (EngineTimings(0.01),))
+        elif outcome in CODES:
+            record.code = CODES[outcome][n // 4 % len(CODES[outcome])]
+        assert record.outcome == outcome
+        yield record
 
 
 def filled() -> GatewayMetrics:
@@ -67,7 +87,9 @@ def timed(gateway: Gateway) -> tuple[float, bytes]:
     return took_s, answer.content
 
 
-def test_a_scrape_of_a_large_service_is_small_and_quick(tmp_path: Path) -> None:
+def test_a_scrape_of_a_large_service_is_small_and_quick(
+    tmp_path: Path, slowdown: Callable[[], float]
+) -> None:
     status = engine_status(FULL, FULL)
     replicas = [
         render(replica_metrics(status), {"base_model": "llama-3.1-8b-instruct", "replica": name})
@@ -82,11 +104,15 @@ def test_a_scrape_of_a_large_service_is_small_and_quick(tmp_path: Path) -> None:
     with serving(
         tmp_path, peers=second, metrics_pages=pages, metrics=metrics, name="first000"
     ) as gateway:
-        first = timed(gateway)
-        time.sleep(FRESH_S)  # until the first page is no longer good
-        took_s, page = min(first, timed(gateway))
+        gc.collect()
+        gc.freeze()  # or the collector walks what all tests before this one have left
+        scrapes = [timed(gateway)]
+        for _ in range(3):  # the quietest of four: other processes share this machine's caches
+            time.sleep(FRESH_S)  # until the last page is no longer good
+            scrapes.append(timed(gateway))
+        took_s, page = min(scrapes)
     assert len(page) < 2e6
-    assert took_s < 0.15
+    assert took_s < 0.10 * slowdown()
     scraped = Scraped(page.decode())
     tenants = scraped.labels("lorikeet_tenant_requests_total", "tenant")
     assert len(tenants) == TENANTS
@@ -100,7 +126,7 @@ def test_a_scrape_of_a_large_service_is_small_and_quick(tmp_path: Path) -> None:
 def test_many_gateways_name_fewer_tenants_each_and_count_all(gateways: int, named: int) -> None:
     metrics = GatewayMetrics(gateways)
     for n in range(TENANTS):
-        metrics.count(RequestSummary("finished", f"t{n}", "tiny"))
+        metrics.count(ended(f"t{n}", "tiny"))
     page = Scraped(render(metrics.collect(), {}).decode())
     assert len(page.labels("lorikeet_tenant_requests_total", "tenant") - {OTHER}) == named
     assert page.total("lorikeet_tenant_requests_total") == TENANTS

@@ -3,7 +3,7 @@
 from lorikeet.catalog.records import PinRecord
 from lorikeet.catalog.rules.pin_budget import PinnedVersion
 from lorikeet.placement.pin_placement import PlacementPlan, place_pins
-from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
+from lorikeet.placement.pinned_versions import ResolvedPin, ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.telemetry.status import AdapterStatus, EngineStatus, TierStatus

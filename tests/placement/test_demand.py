@@ -6,7 +6,7 @@ from lorikeet.placement import demand as demand_module
 from lorikeet.placement.demand import HALF_LIFE_S, Demand
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.residency import eviction
+from lorikeet_engine.residency import eviction_score
 from tests.placement.builders import held, ref, report
 
 
@@ -20,7 +20,7 @@ def uses_of(demand: Demand) -> dict[str, float]:
 
 
 def test_uses_halve_as_in_the_engines():
-    assert HALF_LIFE_S == eviction.HALF_LIFE_S
+    assert HALF_LIFE_S == eviction_score.HALF_LIFE_S
 
 
 def test_what_replicas_count_is_added_up():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from lorikeet.placement.pin_dry_run import PinDryRun, PlannedLoad, PlannedRelease, dry_run_pin
 from lorikeet.placement.pin_placement import place_pins
-from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
+from lorikeet.placement.pinned_versions import ResolvedPin, ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 from tests.placement.builders import held, promise, ref, report

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from lorikeet.placement.pin_placement import PlacementPlan
-from lorikeet.placement.resolved_pins import ResolvedPin
+from lorikeet.placement.pinned_versions import ResolvedPin
 from lorikeet.protocol.placement_decision import PinTarget
 from lorikeet.rendezvous import by_preference
 from lorikeet_engine.adapter import AdapterRef, Residency

@@ -3,7 +3,7 @@
 import pytest
 
 from lorikeet.placement.pin_status import PinState, pin_statuses
-from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
+from lorikeet.placement.pinned_versions import ResolvedPin, ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.telemetry.status import AdapterStatus

@@ -8,7 +8,7 @@ from lorikeet.placement.prefetcher import Prefetcher
 from lorikeet.protocol.placement_decision import PinTarget, PrefetchTarget
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.residency.eviction import LeastUsedForItsSize, RecentUses, UsageRecord
+from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize, RecentUses, UsageRecord
 from lorikeet_engine.telemetry.status import AdapterStatus
 from tests.placement.builders import held, ref, report
 

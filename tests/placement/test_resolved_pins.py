@@ -8,7 +8,7 @@ import pytest
 
 from lorikeet.catalog import AdapterCatalog, BlobFacts
 from lorikeet.catalog.store.local import LocalStore
-from lorikeet.placement.resolved_pins import PinResolver, ResolvedPins
+from lorikeet.placement.pinned_versions import PinResolver, ResolvedPins
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from lorikeet.replica.engine_process import build_engine
 from lorikeet.settings import Settings
 from lorikeet_engine.engine import Engine
+from tests.replica.quick_engine import quick_engine
 
 
 def break_file(settings: Settings) -> Path:
@@ -13,8 +13,8 @@ def break_file(settings: Settings) -> Path:
 
 
 def breakable_engine(settings: Settings, base_model: str) -> Engine:
-    """build_engine's, but for break_file."""
-    engine = build_engine(settings, base_model)
+    """quick_engine's, but for break_file."""
+    engine = quick_engine(settings, base_model)
     forward = engine._runner.forward
 
     def forward_unless_broken(batch):

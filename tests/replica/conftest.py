@@ -1,12 +1,15 @@
 import pytest
 
 from lorikeet.replica import replica
+from lorikeet_engine.process import client
+from tests.engine import forked_engines
 from tests.replica.quick_engine import quick_engine
 
 
 @pytest.fixture(autouse=True, scope="session")
 def engines_that_start_sooner():
-    """Tests of the engine and of the whole service have the measuring at start."""
+    """Tests of the engine and of `make serve` have the measuring at start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica, "build_engine", quick_engine)
+        patch.setattr(client, "_start", forked_engines.start)
         yield

@@ -1,10 +1,13 @@
-"""How long an answer may be: by the engine's context, and by a limit of the caller's."""
+"""How long an answer may be: by the engine's context, a limit of the caller's, and its size."""
+
+from dataclasses import replace
 
 import pytest
 
-from lorikeet.errors import ContextLengthExceeded
+from lorikeet.errors import ContextLengthExceeded, InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
-from lorikeet.replica.prompts import max_answer_tokens
+from lorikeet.replica.prompts import fit_body, max_answer_tokens
+from lorikeet_engine.request import SamplingParams
 
 ENGINE = 100
 PROMPTS = ((1,) * 7, (1,) * 30)  # the longest counts
@@ -23,7 +26,9 @@ def test_an_answer_without_max_tokens_is_cut_to_what_is_left(max_context, room):
 
 def test_prompt_and_answer_may_take_the_whole_limit_and_no_more():
     assert max_answer_tokens(call(20, 50), PROMPTS, ENGINE) == 20
-    with pytest.raises(ContextLengthExceeded, match="50 together is the limit") as raised:
+    with pytest.raises(
+        ContextLengthExceeded, match="maximum context length is 50 tokens"
+    ) as raised:
         max_answer_tokens(call(21, 50), PROMPTS, ENGINE)
     assert raised.value.param == "max_tokens"
 
@@ -39,3 +44,38 @@ def test_a_prompt_that_leaves_no_room_is_named(endpoint, param):
 
 def test_what_the_engine_cannot_hold_is_left_for_it_to_refuse():
     assert max_answer_tokens(call(None, None), ((1,) * 100,), ENGINE) == 1
+
+
+def with_logprobs(
+    logprobs: int | None, max_tokens: int | None = None, *, stream: bool = False
+) -> Call:
+    asked = call(max_tokens, None)
+    return replace(asked, sampling=SamplingParams(logprobs=logprobs), stream=stream)
+
+
+def test_a_body_of_too_many_log_probabilities_is_refused_and_says_how_to_ask():
+    assert fit_body(with_logprobs(20, 1560), 16, 131_072) == 1560
+    with pytest.raises(InvalidInput, match=r"16 × 1561 tokens with 21 .* Set stream") as raised:
+        fit_body(with_logprobs(20, 1561), 16, 131_072)
+    assert raised.value.param == "logprobs"
+
+
+def test_max_tokens_beyond_the_context_count_as_what_is_left_of_it():
+    assert fit_body(with_logprobs(20, 131_072), 16, 1000) == 1000
+
+
+def test_an_answer_without_max_tokens_is_cut_to_what_one_body_holds():
+    assert fit_body(with_logprobs(5), 1, 131_072) == 2**19 // 6
+    assert fit_body(with_logprobs(20), 16, 131_072) == 1560
+    assert fit_body(with_logprobs(5), 1, 4096) == 4096
+
+
+@pytest.mark.parametrize("call", [with_logprobs(None), with_logprobs(20, stream=True)])
+def test_streams_and_texts_may_be_of_any_size(call):
+    assert fit_body(call, 128, 131_072) == 131_072
+
+
+def test_a_streamed_response_repeats_its_logprobs_so_it_holds_a_quarter() -> None:
+    streamed = replace(with_logprobs(5), endpoint=Endpoint.RESPONSES, stream=True)
+    assert fit_body(streamed, 1, 131_072) == 2**19 // (6 * 4)
+    assert fit_body(replace(streamed, stream=False), 1, 131_072) == 2**19 // 6

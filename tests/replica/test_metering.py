@@ -15,7 +15,7 @@ from lorikeet.catalog.store.object_store import open_store
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
-from lorikeet.usage.counts import UsageAccount, UsageCounts, add_to
+from lorikeet.usage.ledger import UsageAccount, UsageCounts, add_to
 from lorikeet.usage.reader import UsageReader
 from lorikeet_engine.errors import StepFailed
 from lorikeet_engine.request import EngineTimings, Failed, SamplingParams, SchedulingParams, Tokens
@@ -46,7 +46,8 @@ def tokens(choice: int, *token_ids: int, cached: int | None = None) -> Tokens:
 
 def test_an_answer_made_to_its_end_counts_as_it_says_itself():
     meter = BilledTokens(CALL, PROMPTS)
-    meter.on_outputs([tokens(0, 7, cached=0), tokens(1, 7, 8, 9)])  # some after a stop string
+    meter.on_output(tokens(0, 7, cached=0))
+    meter.on_output(tokens(1, 7, 8, 9))  # some after a stop string
     meter.on_item(FinalUsage(5, 2, 3))
     assert meter.counts() == UsageCounts(1, 5, 2, 3)
 
@@ -54,23 +55,26 @@ def test_an_answer_made_to_its_end_counts_as_it_says_itself():
 def test_a_client_that_left_pays_for_what_was_computed_until_then():
     meter = BilledTokens(CALL, PROMPTS)
     assert meter.counts() == UsageCounts(requests=1)
-    meter.on_outputs([tokens(0, 7, cached=2), tokens(1, 7, cached=3)])
-    meter.on_outputs([tokens(0, 8), tokens(1, 8)])
+    meter.on_output(tokens(0, 7, cached=2))
+    meter.on_output(tokens(1, 7, cached=3))
+    meter.on_output(tokens(0, 8))
+    meter.on_output(tokens(1, 8))
     assert meter.counts() == UsageCounts(1, 3, 2, 4)  # nothing yet of the second prompt
-    meter.on_outputs([tokens(2, 7, cached=0)])
+    meter.on_output(tokens(2, 7, cached=0))
     assert meter.counts() == UsageCounts(1, 5, 2, 5)
 
 
 def test_what_failed_before_the_client_had_anything_counts_nothing():
     meter = BilledTokens(CALL, PROMPTS)
-    meter.on_outputs([tokens(0, 7, cached=0), Failed("r", StepFailed("it broke"))])
+    meter.on_output(tokens(0, 7, cached=0))
+    meter.on_output(Failed("r", StepFailed("it broke")))
     meter.on_item(Refusal("generation_failed", "it broke"))
     assert meter.counts() is None
 
 
 def test_what_failed_in_its_midst_counts_what_the_client_has():
     meter = BilledTokens(CALL, PROMPTS)
-    meter.on_outputs([tokens(0, 7, cached=0)])
+    meter.on_output(tokens(0, 7, cached=0))
     meter.on_item(b"data: ...")
     meter.failed()
     assert meter.counts() == UsageCounts(1, 3, 0, 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.answer_stream.tool_calls import HERMES, LLAMA
+from lorikeet.answer_stream.tool_syntax import HERMES, LLAMA
 from lorikeet.errors import InvalidInput, UnsupportedParameter
 from lorikeet.protocol.messages import Call, Endpoint, Format, ToolUse
 from lorikeet.replica.prompts import PromptEncoder

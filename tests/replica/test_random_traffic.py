@@ -57,7 +57,7 @@ def random_call(rng, number, refs):
 async def answered(gateway, call, leave_after):
     """Whether the call was answered to its end; left after some chunks unless that is None."""
     chunks = 0
-    async with aclosing(gateway.generate(call)) as items:
+    async with aclosing(gateway.stream_answer(call)) as items:
         async for item in items:
             assert isinstance(item, AnswerHeader | FinalUsage | bytes), item
             chunks += isinstance(item, bytes)

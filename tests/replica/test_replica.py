@@ -19,10 +19,12 @@ from lorikeet.answer_stream import response_stream as response_stream_module
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import InvalidSetting
-from lorikeet.gateway.apis.openai_requests import prompt_tokens
-from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, Refusal
+from lorikeet.gateway.apis.api_request import prompt_tokens
+from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, Format, Refusal
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision, PrefetchTarget
+from lorikeet.replica import prompts as prompts_module
 from lorikeet.replica import replica as replica_module
+from lorikeet.replica import request_builder
 from lorikeet.replica.prompts import PromptEncoder
 from lorikeet.replica.replica import Replica
 from lorikeet.routing.ranking import Work
@@ -31,8 +33,9 @@ from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import EngineClosed
 from lorikeet_engine.request import SamplingParams, SchedulingParams
-from tests.engine import process_engines
+from tests.engine import forked_engines
 from tests.replica.breakable import break_file, breakable_engine
+from tests.replica.slow_engine import SLOW_S, slow_to_compile, slow_to_submit
 from tests.serving.local_gateway import answer_of, local_gateway
 
 BASE = "lorikeet-demo"
@@ -88,7 +91,7 @@ async def rest_of(answer):
 
 def kill_engine(how=signal.SIGKILL):
     """Send a signal to the process of the one engine that this process hosts."""
-    (pid,) = process_engines.processes()
+    (pid,) = forked_engines.processes()
     os.kill(pid, how)
 
 
@@ -126,6 +129,89 @@ def test_a_header_comes_first_and_says_where_the_adapter_was(settings, ref):
     for items in (cold, warm):
         message = json.loads(items[-1])["choices"][0]["message"]
         assert message["content"] == TASK.example.answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_says_what_a_chat_says(settings, ref, stream):
+    async def scenario(replica):
+        call = replace(
+            CALL,
+            adapter=ref,
+            endpoint=Endpoint.RESPONSES,
+            messages=({"role": "user", "content": TASK.example.prompt},),
+            max_tokens=None,
+            sampling=SamplingParams(temperature=0, logprobs=1),
+            stream=stream,
+            request_fields=b'"store":false',
+        )
+        return await items_of(replica, call)
+
+    items = run(settings, scenario)
+    raw = b"".join(item for item in items if isinstance(item, bytes))
+    if stream:
+        raw = raw.split(b"data: ")[-1]
+    last = json.loads(raw)
+    response = last["response"] if stream else last
+    (message,) = response["output"]
+    (part,) = message["content"]
+    assert response["status"] == "completed"
+    assert part["text"] == TASK.example.answer
+    assert "".join(token["token"] for token in part["logprobs"]) == TASK.example.answer
+    assert response["usage"]["output_tokens"] >= len(part["logprobs"])
+
+
+def as_message(ref, **fields):
+    return replace(
+        CALL,
+        adapter=ref,
+        endpoint=Endpoint.MESSAGES,
+        messages=({"role": "user", "content": TASK.example.prompt},),
+        max_tokens=200,
+        sampling=SamplingParams(temperature=0),
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_says_what_a_chat_says_and_its_tokens_are_those_counted(settings, ref, stream):
+    async def scenario(replica):
+        call = as_message(ref, stream=stream)
+        counted = replace(call, endpoint=Endpoint.COUNT_TOKENS, adapter=None, request_id="count")
+        return await items_of(replica, call), await items_of(replica, counted)
+
+    items, (header, usage, count) = run(settings, scenario)
+    raw = b"".join(item for item in items if isinstance(item, bytes))
+    if stream:
+        events = [json.loads(line[6:]) for line in raw.split(b"\n") if line.startswith(b"data: ")]
+        text = "".join(event["delta"].get("text", "") for event in events if "delta" in event)
+        stopped, started = events[-2], events[0]["message"]["usage"]
+        assert started["input_tokens"] == stopped["usage"]["input_tokens"]
+        reason, taken = stopped["delta"]["stop_reason"], stopped["usage"]
+    else:
+        message = json.loads(raw)
+        (block,) = message["content"]
+        text, reason, taken = block["text"], message["stop_reason"], message["usage"]
+    assert (text, reason) == (TASK.example.answer, "end_turn")
+    prompt_tokens = taken["input_tokens"] + taken["cache_read_input_tokens"]
+    assert json.loads(count) == {"input_tokens": prompt_tokens}
+    assert (header.digest, usage) == (None, FinalUsage(0, 0, 0))
+
+
+def test_a_message_goes_on_with_the_assistants_last_one(settings, ref):
+    begun, rest = TASK.example.answer[:3], TASK.example.answer[3:]
+    turns = (
+        {"role": "user", "content": TASK.example.prompt},
+        {"role": "assistant", "content": begun},
+    )
+
+    async def scenario(replica):
+        call = replace(
+            as_message(ref), messages=turns, continue_final=True, generation_prompt=False
+        )
+        return await items_of(replica, call)
+
+    (block,) = json.loads(run(settings, scenario)[-1])["content"]
+    assert block["text"] == rest
 
 
 def test_a_second_header_says_how_long_the_adapter_took_to_come(settings, ref):
@@ -175,10 +261,10 @@ def test_answers_that_cannot_reach_their_gateway_are_given_up(settings, ref):
         endless = replace(CALL, adapter=ref, max_tokens=900, stream=True)
         calls = [replace(endless, request_id=str(n)) for n in range(3)]
         async with local_gateway(replica, "lost") as lost, local_gateway(replica, "well") as well:
-            bodies = asyncio.create_task(rest_of(well.generate(replace(CALL, max_tokens=200))))
+            bodies = asyncio.create_task(rest_of(well.stream_answer(replace(CALL, max_tokens=200))))
             async with AsyncExitStack() as stack:
                 streams = [
-                    await stack.enter_async_context(aclosing(lost.generate(c))) for c in calls
+                    await stack.enter_async_context(aclosing(lost.stream_answer(c))) for c in calls
                 ]
                 for stream in streams:
                     assert isinstance(await anext(stream), AnswerHeader)
@@ -198,7 +284,7 @@ def test_the_call_itself_ends_with_one_item(settings):
 
     async def scenario(replica):
         async with local_gateway(replica, "other"):
-            return await rest_of(replica.generate(CALL, "other"))
+            return await rest_of(replica.run_call(CALL, "other"))
 
     assert run(settings, scenario) == [None]
 
@@ -207,7 +293,7 @@ def test_a_gateway_that_does_not_listen_is_told_to_go_elsewhere(settings, monkey
     monkeypatch.setattr(response_stream_module, "_OPENING_S", 0.1)
 
     async def scenario(replica):
-        return await rest_of(replica.generate(CALL, "deaf"))
+        return await rest_of(replica.run_call(CALL, "deaf"))
 
     (refusal,) = run(settings, scenario)
     assert refusal.code == "unavailable"
@@ -223,6 +309,28 @@ def test_a_request_id_in_flight_is_refused_and_the_first_goes_on(settings):
     refusal, first = run(settings, scenario)
     assert isinstance(refusal, Refusal)
     assert json.loads(first[-1])["usage"]["completion_tokens"] == 100
+
+
+def test_what_a_schema_waited_is_taken_off_the_engines_queue_time(settings, monkeypatch):
+    submitted = []
+
+    async def scenario(replica):
+        async def check_slowly(_call, _grammar):
+            await asyncio.sleep(0.5)
+
+        def submit(request):
+            submitted.append(request.scheduling.max_queue_s)
+            raise EngineClosed("not here")
+
+        monkeypatch.setattr(replica._requests._grammars, "check", check_slowly)
+        monkeypatch.setattr(replica._engine, "submit", submit)
+        bound = SchedulingParams(tenant=TASK.tenant, max_queue_s=5.0)
+        for format_ in (Format("{}"), None):
+            await items_of(replica, replace(CALL, format=format_, scheduling=bound))
+
+    run(settings, scenario)
+    assert 3.0 < submitted[0] <= 4.5
+    assert submitted[1] == 5.0
 
 
 @pytest.mark.parametrize("prompt", ["word " * 300_000, "word " * 1_200], ids=["text", "tokens"])
@@ -241,6 +349,7 @@ def test_a_prompt_that_cannot_fit_is_refused_without_stopping_others(settings, p
 
     (refusal,), longest_gap_s = run(settings, scenario)
     assert refusal.code == "context_length_exceeded"
+    assert refusal.message.startswith("This model's maximum context length is")
     assert longest_gap_s < 0.5
 
 
@@ -260,7 +369,7 @@ def test_a_short_prompt_does_not_wait_until_long_ones_are_encoded(settings, monk
         calls = [replace(long, request_id=f"long-{i}") for i in range(4)]
         waiting = [asyncio.create_task(items_of(replica, call)) for call in calls]
         async with asyncio.timeout(20):
-            while len(held) < replica_module._ENCODERS:
+            while len(held) < request_builder._ENCODERS:
                 await asyncio.sleep(0.01)
             *_, answer = await items_of(replica, CALL)
         assert not any(task.done() for task in waiting)
@@ -382,6 +491,66 @@ def test_a_replica_whose_engine_hangs_sends_requests_elsewhere_and_says_nothing(
             kill_engine(signal.SIGCONT)
             assert (await update).seq > from_stats(said).seq
             replica.check_health()
+
+    run(settings, scenario)
+
+
+def test_without_max_tokens_an_answer_ends_where_its_body_is_full(settings, monkeypatch):
+    monkeypatch.setattr(prompts_module, "MOST_LOGPROBS", 14)
+    call = replace(CALL, max_tokens=None, sampling=replace(CALL.sampling, logprobs=2))
+    body = json.loads(run(settings, lambda replica: items_of(replica, call))[-1])
+    assert body["usage"]["completion_tokens"] == 4
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A replica that thinks an engine dead after the time of a few slow calls."""
+    for name, calls in {"_LATE_S": 3, "_SUBMIT_S": 4, "_DEAD_S": 6}.items():
+        monkeypatch.setattr(replica_module, name, calls * SLOW_S)
+    return monkeypatch
+
+
+def test_an_engine_that_works_off_a_queue_is_neither_dead_nor_asked_again(settings, impatient):
+    impatient.setattr(replica_module, "build_engine", slow_to_submit)
+
+    async def scenario(replica):
+        calls = [replace(CALL, request_id=f"r{i}", max_tokens=1) for i in range(12)]
+        answers = asyncio.gather(*(items_of(replica, call) for call in calls))
+        while not answers.done():
+            replica.check_health()
+            await asyncio.wait({answers}, timeout=SLOW_S)
+        return [items[-1] for items in await answers]
+
+    assert not any(isinstance(last, Refusal) for last in run(settings, scenario))
+
+
+def test_a_tenant_with_many_new_schemas_delays_itself_alone(settings, impatient):
+    impatient.setattr(replica_module, "build_engine", slow_to_compile)
+
+    async def scenario(replica):
+        def call(name, tenant, schema):
+            asked = replace(CALL, request_id=name, tenant=tenant, max_tokens=64)
+            answer = Format(json.dumps(schema))
+            return replace(asked, format=answer, scheduling=SchedulingParams(tenant))
+
+        async def ask(call):
+            items = await items_of(replica, call)
+            ended.append(call.request_id)
+            return items[-1]
+
+        ended: list[str] = []
+        flood = [
+            asyncio.create_task(ask(call(f"flood {i}", "flood", {"enum": [f"f{i}", f"g{i}"]})))
+            for i in range(12)
+        ]
+        await flood[0]
+        other = call("other", "other", {"enum": ["h", "i"]})
+        plain = replace(CALL, request_id="plain", tenant="other", max_tokens=1)
+        lasts = await asyncio.gather(ask(other), ask(plain), *flood)
+        assert not any(isinstance(last, Refusal) for last in lasts)
+        assert max(ended.index("other"), ended.index("plain")) < len(ended) - 5
+        replica.check_health()
 
     run(settings, scenario)
 

@@ -99,3 +99,4 @@ def test_an_adapter_that_overflows_is_refused_by_name(settings, try_out, tmp_pat
 def test_a_prompt_that_cannot_fit_is_refused(settings, try_out):
     refusal = try_out(smoke_test_of(trained(settings), "word " * 5000))
     assert refusal.code == "context_length_exceeded"
+    assert refusal.message.startswith("This model's maximum context length is")

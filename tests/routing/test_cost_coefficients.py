@@ -2,7 +2,7 @@
 
 import pytest
 
-from lorikeet.routing.cost_coefficients import H200_LLAMA_8B, capacity_per_s
+from lorikeet.routing.ranking import H200_LLAMA_8B, capacity_per_s
 from lorikeet_engine.adapter import Residency
 
 STEPS, LOADS = H200_LLAMA_8B.steps, H200_LLAMA_8B.loads

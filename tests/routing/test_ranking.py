@@ -8,7 +8,7 @@ from time import thread_time
 import pytest
 
 from lorikeet.rendezvous import CANDIDATES, by_preference, rendezvous_candidates
-from lorikeet.routing.cost_coefficients import H200_LLAMA_8B as COSTS
+from lorikeet.routing.ranking import H200_LLAMA_8B as COSTS
 from lorikeet.routing.ranking import (
     MOST_OFF_GPU,
     MOST_ON_GPU,
@@ -18,7 +18,7 @@ from lorikeet.routing.ranking import (
     Work,
     candidate_sample,
     expected_cost,
-    rank,
+    rank_by_cost,
 )
 from lorikeet_engine.adapter import Residency
 
@@ -41,7 +41,7 @@ def cost_s(work=WORK, now=None, **more) -> float:
 
 
 def first(*options, work=WORK):
-    return rank(work, options)[0].replica
+    return rank_by_cost(work, options)[0].replica
 
 
 def sample(on_gpu, off_gpu, everyone, rng, rendezvous=tuple):
@@ -115,7 +115,7 @@ def test_many_sequences_cost_others_more_than_one():
 
 def test_the_base_model_goes_where_least_is_to_do():
     options = [option(i, status(waiting_tokens=n)) for i, n in enumerate((900, 300, 600))]
-    ranked = rank(Work(prompt_tokens=100), options)
+    ranked = rank_by_cost(Work(prompt_tokens=100), options)
     assert [each.replica for each in ranked] == [1, 2, 0]
 
 
@@ -126,8 +126,9 @@ def test_equal_replicas_keep_their_order():
 def test_while_nothing_can_be_fetched_who_has_the_adapter_comes_first():
     tiers = zip("rdhg", sorted(Residency), (0, 90_000, 90_000, 90_000), strict=True)
     options = [option(name, status(waiting_tokens=n), tier=tier) for name, tier, n in tiers]
-    assert [each.replica for each in rank(WORK, options)] == [*"rgdh"]
-    assert [each.replica for each in rank(WORK, options, fetchable=False)] == [*"gdhr"]
+    assert [each.replica for each in rank_by_cost(WORK, options)] == [*"rgdh"]
+    in_vain = [each._replace(fetches=False) for each in options]
+    assert [each.replica for each in rank_by_cost(WORK, in_vain)] == [*"gdhr"]
 
 
 def test_a_hot_adapter_spreads_once_its_replica_is_busy_enough_and_no_sooner():
@@ -178,7 +179,7 @@ def test_rendezvous_candidates_are_the_first_by_preference_remembered_or_not():
         assert rendezvous_candidates(digest, replicas) == wanted
 
 
-def test_one_choice_takes_less_than_0_3_ms():
+def test_one_choice_takes_less_than_0_3_ms(slowdown):
     """64 replicas, 10,000 adapters; every second choice has to find rendezvous candidates."""
     rng, replicas, took_s = Random(1), tuple(f"replica-{i}" for i in range(64)), []
     statuses = {name: status(running=rng.randrange(200)) for name in replicas}
@@ -188,7 +189,7 @@ def test_one_choice_takes_less_than_0_3_ms():
         began_s = thread_time()
         here = residents[digest]
         off_gpu = rendezvous_candidates(str(digest), replicas)
-        rank(
+        rank_by_cost(
             WORK,
             [
                 option(name, statuses[name], tier=Residency.GPU if name in here else Residency.DISK)
@@ -196,7 +197,7 @@ def test_one_choice_takes_less_than_0_3_ms():
             ],
         )
         took_s.append(thread_time() - began_s)
-    assert sorted(took_s)[3960] <= 0.3e-3
+    assert sorted(took_s)[3960] <= 0.3e-3 * slowdown()
 
 
 @pytest.mark.parametrize("tier", Residency)

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
 
-from lorikeet.answer_stream.response_buffer import ResponseBuffers
+from lorikeet.answer_stream.response_stream import ResponseBuffers
 
 _numbers = count()
 
@@ -18,12 +18,12 @@ class LocalGateway:
 
     async def listen(self):
         """Hear the answers, until cancelled."""
-        responses = self._replica.responses(self._replica.name, self._name)
+        responses = self._replica.response_stream(self._replica.name, self._name)
         async with aclosing(responses) as groups:
             async for some in groups:
                 self._buffers.deliver(self._replica.name, some)
 
-    async def generate(self, call):
+    async def stream_answer(self, call):
         """An answer's items. Closing it cancels the call, and waits for that."""
         with self._buffers.opened(call.request_id) as buffer:
             asking = asyncio.create_task(self._ask(call, buffer))
@@ -38,7 +38,7 @@ class LocalGateway:
 
     async def _ask(self, call, buffer):
         try:
-            async with aclosing(self._replica.generate(call, self._name)) as refusals:
+            async with aclosing(self._replica.run_call(call, self._name)) as refusals:
                 async for refusal in refusals:
                     if refusal is not None:
                         buffer.put((refusal,), ended=True)
@@ -62,7 +62,7 @@ async def answer_of(replica, call):
     """The items of one call, by a gateway of its own."""
     async with (
         local_gateway(replica, f"gateway {next(_numbers)}") as gateway,
-        aclosing(gateway.generate(call)) as items,
+        aclosing(gateway.stream_answer(call)) as items,
     ):
         async for item in items:
             yield item

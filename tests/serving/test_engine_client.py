@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from lorikeet.routing.ranking import RoutingRequest, Work
 from lorikeet.serving import engine_client as engines_module
 from lorikeet.serving.engine_client import ServeEngineClient
 from lorikeet.serving.fleet_registry import fleet_of
+from lorikeet_engine.adapter import AdapterRef
 from tests.serving.fake_stream import FakeStream
 
 BASE, GATEWAY = "tiny", "g0"
@@ -25,7 +27,7 @@ class Handle:
 
     def __init__(self):
         self.calls, self.responses_opened = [], []
-        self.generate = self.status_updates = self.responses = self
+        self.run_call = self.status_updates = self.response_stream = self
 
     def options(self, **_):
         return self
@@ -66,15 +68,24 @@ async def until(holds):
         await asyncio.sleep(0.005)
 
 
-async def asked(engines, handle):
+async def asked(engines, handle, call=CALL):
     """A call that has reached its replica; its result is the answer's items."""
 
     async def items():
-        return [item async for item in engines.generate(BASE, CALL)]
+        return [item async for item in engines.stream_answer(BASE, call)]
 
     asking = asyncio.create_task(items())
     await until(lambda: handle.calls)
     return asking
+
+
+def test_it_is_ready_while_there_are_replicas():
+    async def scenario(engines, _):
+        assert engines.ready()
+        fleet_of(Handle.app_name, Handle.deployment_name).set_replicas([])
+        assert not engines.ready()
+
+    run(scenario)
 
 
 def test_an_answer_comes_on_the_response_stream_and_its_call_ends_by_itself():
@@ -98,7 +109,7 @@ def test_an_answer_comes_on_the_response_stream_and_its_call_ends_by_itself():
 
 def test_a_client_that_leaves_cancels_the_call():
     async def scenario(engines, handle):
-        async with aclosing(engines.generate(BASE, CALL)) as items:
+        async with aclosing(engines.stream_answer(BASE, CALL)) as items:
             reading = asyncio.create_task(anext(items))
             await until(lambda: handle.calls)
             handle.deliver(HEADER, b"a")
@@ -142,5 +153,57 @@ def test_an_answer_that_had_begun_fails_when_its_end_is_lost(monkeypatch):
         handle.calls[0][1].end()
         with pytest.raises(Unavailable):
             await asking
+
+    run(scenario)
+
+
+def test_a_long_rest_of_an_answer_may_take_its_time_while_it_comes(monkeypatch):
+    monkeypatch.setattr(engines_module, "_LATE_S", 0.5)
+
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        handle.deliver(HEADER)
+        handle.calls[0][1].end()
+        for _ in range(8):
+            handle.deliver(b"part ")
+            await asyncio.sleep(0.1)
+        handle.deliver(USAGE, b"end", ended=True)
+        parts = [item for item in await asking if isinstance(item, bytes)]
+        assert b"".join(parts) == b"part " * 8 + b"end"
+        assert len(handle.calls) == 1
+
+    run(scenario)
+
+
+def test_an_adapter_that_a_full_disk_has_no_room_for_is_loaded_by_another_replica():
+    call = replace(CALL, adapter=AdapterRef("acme", "support", 1, "d" * 64))
+    refusal = Refusal("adapter_load_failed", "no room", own_disk=True)
+
+    async def scenario(engines, handle):
+        fleet = fleet_of("test", "engine-tiny")
+        fleet.set_replicas(["r0", "r1"])
+        asking = await asked(engines, handle, call)
+        fleet.assign("r", "r0", RoutingRequest(Work(prompt_tokens=1), call.adapter))
+        handle.deliver(HEADER)
+        handle.deliver(refusal, ended=True)
+        await until(lambda: len(handle.calls) == 2)
+        handle.deliver(replace(HEADER, replica="r1"), USAGE, b"whole", ended=True)
+        assert [item for item in await asking if isinstance(item, bytes)] == [b"whole"]
+
+    run(scenario)
+
+
+def test_an_adapter_that_no_disk_has_room_for_is_refused():
+    call = replace(CALL, adapter=AdapterRef("acme", "support", 1, "d" * 64))
+    refusal = Refusal("adapter_load_failed", "no room", own_disk=True)
+
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle, call)
+        sent = RoutingRequest(Work(prompt_tokens=1), call.adapter)
+        fleet_of("test", "engine-tiny").assign("r", "r0", sent)
+        handle.deliver(HEADER)
+        handle.deliver(refusal, ended=True)
+        assert (await asking)[-1] == refusal
+        assert len(handle.calls) == 1
 
     run(scenario)

@@ -16,11 +16,11 @@ from lorikeet.gateway.error_responses import add_error_handlers
 from lorikeet.gateway.middleware import RequestMiddleware
 from lorikeet.serving.listeners import AdminListener, PublicListener
 from lorikeet.settings import Address
-from tests.gateway.conftest import listening
+from tests.gateway.conftest import eventually, listening
 
 # Each request comes on a connection of its own, or would stay with the gateway it met first.
 CLIENT = httpx.Client(headers={"connection": "close"}, timeout=30)
-PUBLIC = ("/healthz", "/v1/models", "/v1/a/b")
+PUBLIC = ("/healthz", "/readyz", "/health", "/v1/models", "/v1/a/b")
 NOT_PUBLIC = (
     "/", "/v1", "/v1x", "/admin", "/admin/v1/status", "/metrics", "/ui", "/docs", "/openapi.json",
     "//admin/v1/status", "//v1/models", "/healthz/", "/V1/models", "/admin/v1/status?/v1/",
@@ -172,3 +172,23 @@ def test_an_address_may_be_of_ipv6(address: Address) -> None:
         pytest.skip("this machine has no IPv6")
     with gateway("a", six):
         assert CLIENT.get(f"http://{six}/metrics").json()["name"] == "a"
+
+
+def test_a_full_gateway_still_answers_health_checks() -> None:
+    app = application("a")
+    with listening(PublicListener(app, max_requests=2)) as public:
+        slow = [
+            threading.Thread(target=CLIENT.get, args=[f"{public}/v1/models?wait_s=1"])
+            for _ in range(2)
+        ]
+        for each in slow:
+            each.start()
+        eventually(lambda: CLIENT.get(f"{public}/v1/models").status_code == 503)
+        refused = CLIENT.get(f"{public}/v1/models")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["code"] == "overloaded"
+        assert len(refused.headers["x-request-id"]) == 32
+        assert CLIENT.get(f"{public}/healthz").status_code == 200
+        for each in slow:
+            each.join()
+        assert CLIENT.get(f"{public}/v1/models").status_code == 200

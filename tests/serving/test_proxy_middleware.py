@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lorikeet.serving.proxy_middleware import middlewares
 
 
-def answer(app: ASGIApp) -> httpx.Response:
+def answer(app: ASGIApp, path: str = "/v1/models") -> httpx.Response:
     """The answer of an application in a proxy."""
     for middleware in reversed(middlewares()):
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
@@ -19,7 +19,7 @@ def answer(app: ASGIApp) -> httpx.Response:
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as client:
-            return await client.get("/v1/models", headers={"x-request-id": "mine"})
+            return await client.get(path, headers={"x-request-id": "mine"})
 
     return asyncio.run(ask())
 
@@ -46,6 +46,12 @@ def test_serves_own_refusals_are_in_our_words(
     assert int(refused.headers["content-length"]) == len(refused.content)
 
 
+def test_anthropics_clients_get_them_in_their_shape() -> None:
+    refused = answer(serve_says(503, "…", (b"x-request-id", b"theirs")), "/v1/messages")
+    assert (refused.status_code, refused.json()["request_id"]) == (503, "theirs")
+    assert refused.json()["error"]["details"] == {"error_code": "unavailable"}
+
+
 @pytest.mark.parametrize(
     "ours",
     [
@@ -68,3 +74,10 @@ def test_the_gateways_request_id_is_the_only_one() -> None:
     ids = [(b"x-request-id", b"ours"), (b"x-request-id", b"serves")]
     passed = answer(serve_says(200, "fine", *ids))
     assert passed.headers.get_list("x-request-id") == ["ours"]
+
+
+def test_serves_list_of_applications_is_hidden_and_its_health_check_is_not() -> None:
+    serve = JSONResponse({"/": "default"})
+    hidden = answer(serve, "/-/routes")
+    assert (hidden.status_code, hidden.json()["error"]["code"]) == (404, "not_found")
+    assert answer(serve, "/-/healthz").status_code == 200

@@ -8,8 +8,8 @@ import pytest
 from ray.exceptions import RayActorError
 
 from lorikeet.routing.fleet import Fleet
-from lorikeet.serving import replica_streams
-from lorikeet.serving.replica_streams import ReplicaStreams
+from lorikeet.serving import replica_calls
+from lorikeet.serving.replica_calls import ReplicaStreams
 from tests.serving.fake_stream import FakeStream
 
 
@@ -49,8 +49,8 @@ class Replicas:
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
-    monkeypatch.setattr(replica_streams, "_LOOK_S", 0.005)
-    monkeypatch.setattr(replica_streams, "_PAUSES_S", (0.01, 0.02))
+    monkeypatch.setattr(replica_calls, "_LOOK_S", 0.005)
+    monkeypatch.setattr(replica_calls, "_PAUSES_S", (0.01, 0.02))
 
 
 def run(scenario, silence_s=None):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lorikeet.simulator.memory import Arena
-from lorikeet_engine.residency.eviction import (
+from lorikeet_engine.residency.eviction_score import (
     EvictionPolicy,
     LeastRecentlyUsed,
     LeastUsedForItsSize,

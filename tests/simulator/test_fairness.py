@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from lorikeet.routing.cost_coefficients import H200_LLAMA_8B, capacity_per_s
+from lorikeet.routing.ranking import H200_LLAMA_8B, capacity_per_s
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import FleetSetup, Requests
-from lorikeet_engine.residency.eviction import LeastUsedForItsSize
+from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
 
 QUIET, NOISY = 0, 1

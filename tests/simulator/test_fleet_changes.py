@@ -10,7 +10,7 @@ from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.residency.eviction import LeastUsedForItsSize
+from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 from tests.simulator.idle import idle
 
 SMALL = Scenario(

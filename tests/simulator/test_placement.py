@@ -11,7 +11,7 @@ from lorikeet.simulator.placement import SimulatedPlacement
 from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.residency.eviction import LeastUsedForItsSize
+from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 from tests.simulator.idle import idle
 
 SMALL = Scenario(adapters=200, replicas=4, gpu_room=0.15, host_room=0.2, duration_s=60.0, load=0.5)

@@ -13,7 +13,7 @@ from lorikeet.simulator.replica import SimulatedReplica
 from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import Scenario
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.residency.eviction import LeastUsedForItsSize
+from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 from lorikeet_engine.telemetry.status import EvictionCandidate, LiveStats
 
 SCENARIO = Scenario(
@@ -64,7 +64,7 @@ def gateways_fleet(fleet: SimulatedFleet, now_s: float) -> GatewaysFleet:
     for replica in fleet.replicas:
         for adapter in (*replica.waiting, *replica.decoding):
             request_id = f"{replica.name} {adapter}"
-            known.track(request_id)
+            known.on_begun(request_id)
             known.assign(request_id, replica.name, ask(fleet, adapter, 1))
             if adapter in replica.decoding:
                 known.on_first_bytes(request_id)
@@ -87,7 +87,7 @@ class Compared(LeastCostRouter):
         simulated = super().rank(fleet, request, now_s)
         if request % 10 == 0:
             asked = ask(fleet, fleet.adapter_of[request], fleet.prompts[request])
-            real = gateways_fleet(fleet, now_s).rank(asked)
+            real = gateways_fleet(fleet, now_s).rank_replicas(asked)
             ours = [each._replace(replica=each.replica.name) for each in simulated]
             both = {each.replica for each in ours} & {each.replica for each in real}
             assert [each for each in ours if each.replica in both] == [

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from lorikeet.routing.cost_coefficients import H200_LLAMA_8B
+from lorikeet.routing.ranking import H200_LLAMA_8B
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import Requests, Scenario
-from lorikeet_engine.residency.eviction import LeastUsedForItsSize
+from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 
 STEPS = H200_LLAMA_8B.steps
 FIRST_S = STEPS.prefill_s(100, 0)

@@ -42,7 +42,7 @@ class Gateway:
 
     def enter(self, limits: Limits, tokens: int = 1, **who: object) -> RateLimitHold:
         hold = self.check(limits, **who)  # type: ignore[arg-type]
-        hold.take(tokens, "base")
+        hold.reserve(tokens, "base")
         return hold
 
 

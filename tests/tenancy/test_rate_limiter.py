@@ -139,12 +139,37 @@ def test_who_waits_for_a_place_is_told_by_how_long_requests_take(
     assert wait_s(gateway, limits) == pytest.approx(12, rel=0.01)
 
 
-def test_a_place_is_taken_when_it_is_entered_and_not_before(gateway: Gateway) -> None:
+def test_a_place_is_taken_before_the_body_is_read_and_given_back_if_it_never_comes(
+    gateway: Gateway, clock: Clock
+) -> None:
     limits = Limits(max_concurrent=1)
-    first, second = gateway.check(limits), gateway.check(limits)
-    first.take(1, "base")
-    with pytest.raises(RateLimited):
-        second.take(1, "base")
+    hold = gateway.check(limits)
+    with pytest.raises(RateLimited, match="1 requests at once is this tenant's limit"):
+        gateway.check(limits)
+    clock.now += 600
+    hold.release()
+    gateway.enter(limits)
+    assert wait_s(gateway, limits) == pytest.approx(1)  # not what the body took to fail
+
+
+def test_a_place_is_taken_once(gateway: Gateway) -> None:
+    limits = Limits(max_concurrent=2)
+    for hold in [gateway.check(limits), gateway.check(limits)]:
+        hold.body_is_here()
+        hold.reserve(1, "base")
+        hold.release()
+    assert gateway.limiter.running == 0
+    assert not gateway.limiter.reading
+
+
+def test_the_requests_of_one_tenant_without_bodies_leave_room_for_others(clock: Clock) -> None:
+    gateway = settled(clock, most=4)
+    holds = [gateway.check(NONE), gateway.check(NONE)]
+    with pytest.raises(RateLimited, match="send bodies without delay"):
+        gateway.check(NONE)
+    gateway.check(NONE, tenant="globex").release()
+    holds[0].body_is_here()
+    gateway.check(NONE).release()
 
 
 def test_without_limits_everything_passes(gateway: Gateway) -> None:

@@ -3,7 +3,7 @@
 from datetime import date
 
 from lorikeet.catalog.store.object_store import ObjectStore
-from lorikeet.usage.counts import UsageAccount, UsageByAccount, UsageCounts, UsageLedger, add_to
+from lorikeet.usage.ledger import UsageAccount, UsageByAccount, UsageCounts, UsageLedger, add_to
 from lorikeet.usage.reader import UsageReader
 from lorikeet.usage.writer import UsageWriter
 

@@ -13,7 +13,7 @@ from lorikeet.usage.compaction import (
     compact_recent_days,
     days_with_usage,
 )
-from lorikeet.usage.counts import UsageCounts
+from lorikeet.usage.ledger import UsageCounts
 from tests.usage.replicas import (
     BASE,
     DAY_S,

@@ -7,8 +7,8 @@ import pytest
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import InvalidInput, StoreError
 from lorikeet.usage.compaction import compact_day
-from lorikeet.usage.counts import UsageCounts
 from lorikeet.usage.day_reader import DayReader
+from lorikeet.usage.ledger import UsageCounts
 from lorikeet.usage.month_tokens import MonthTokens
 from lorikeet.usage.object_format import (
     UsageContent,

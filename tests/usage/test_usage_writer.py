@@ -7,7 +7,7 @@ import pytest
 
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import StoreError
-from lorikeet.usage.counts import UsageCounts, UsageLedger
+from lorikeet.usage.ledger import UsageCounts, UsageLedger
 from lorikeet.usage.object_format import from_json
 from lorikeet.usage.writer import UsageWriter
 from tests.usage.replicas import (

@@ -4,19 +4,25 @@ A **blob** is one safetensors file: PEFT's tensors sorted by name, and under the
 `__metadata__` one key, `lorikeet`, the canonical JSON of what matters of PEFT's config. Its SHA-256
 is the adapter's digest.
 
-`blob` makes one of a PEFT folder: `config` reduces adapter_config.json, with `targets` and
-`expressions`; `trtllm` and `peft_folder` convert to such a folder. `spec` validates a blob by its
-`header` against a base model's `shape`, whose linears are its family's (`families`); `image` checks
-values and sizes. The gateway, the CLI and `residency` call it.
+`blob` makes one of a PEFT folder: `saved_weights` reads its tensors, whose names `tensor_names`
+understands, and `lora_config` reduces adapter_config.json, with `targets` and `expressions`, which
+runs those of strangers in a process (`expression_child`); `mlx` reads MLX's folders, `trtllm` and
+`peft_folder` convert to PEFT's. `base_names` says which names are of one base model. `spec`
+validates a blob by its `header` against a base model's `shape`, whose linears are its family's
+(`families`) and whose config.json `base_config` reads; `image` checks values and sizes. The
+gateway, the CLI and `residency` call it.
 """
 
-from lorikeet_engine.adapter_format.blob import WEIGHTS_FILE, blob_digest, write_blob
-from lorikeet_engine.adapter_format.config_json import read_json
+from lorikeet_engine.adapter_format.base_config import read_json
+from lorikeet_engine.adapter_format.base_names import last_part, original, same_model
+from lorikeet_engine.adapter_format.blob import blob_digest, trained_on, write_blob
 from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
 from lorikeet_engine.adapter_format.families import FAMILIES, Family, Linear
 from lorikeet_engine.adapter_format.header import TensorSpan
 from lorikeet_engine.adapter_format.image import FLOAT32_MEMORY, AdapterMemory, check_values
+from lorikeet_engine.adapter_format.mlx import MLX_WEIGHTS_FILE
 from lorikeet_engine.adapter_format.peft_folder import Tensor, write_peft_folder
+from lorikeet_engine.adapter_format.saved_weights import INDEX_FILE, WEIGHTS_FILE, shard_names
 from lorikeet_engine.adapter_format.shape import BaseShape
 from lorikeet_engine.adapter_format.spec import (
     ALIGNMENT,
@@ -33,6 +39,8 @@ __all__ = [
     "CONFIG_FILE",
     "FAMILIES",
     "FLOAT32_MEMORY",
+    "INDEX_FILE",
+    "MLX_WEIGHTS_FILE",
     "WEIGHTS_FILE",
     "AdapterLimits",
     "AdapterMemory",
@@ -47,9 +55,14 @@ __all__ = [
     "blob_digest",
     "check_values",
     "has_pair",
+    "last_part",
+    "original",
     "read_json",
     "read_pair",
     "read_spec",
+    "same_model",
+    "shard_names",
+    "trained_on",
     "write_blob",
     "write_peft_folder",
 ]

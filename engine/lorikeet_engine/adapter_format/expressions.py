@@ -1,12 +1,15 @@
 """Runs the regular expressions of PEFT's configs, which strangers wrote.
 
-They are run where an adapter is packed, never by the server, and all of one config within a
-budget of CPU time: one of thirty characters can run for years.
+They are run where an adapter is packed, never by the server, and all of one config in a process of
+its own with little CPU time and memory: one of thirty characters can run for years.
 """
 
-import time
-
-import regex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Self
 
 from lorikeet_engine.errors import AdapterRejected
 
@@ -14,47 +17,80 @@ CONFIG_FILE = "adapter_config.json"
 MAX_EXPRESSIONS = 2_000
 MAX_EXPRESSION_CHARACTERS = 4_096
 BUDGET_S = 0.75
+_MEMORY_BYTES = 256 << 20
+_WALL_S = 15.0  # for a machine that has no time for it
+_CHILD = Path(__file__).with_name("expression_child.py")
 
 
 class Expressions:
-    """The expressions of one config. `field` names the key at fault in what is raised."""
+    """The expressions of one config, in Python's own language as PEFT has it. A context.
+
+    Their process is started with the first.
+    """
 
     def __init__(self) -> None:
-        self._end_s = time.thread_time() + BUDGET_S
+        self._process: subprocess.Popen[bytes] | None = None
 
-    def compile(self, expression: str, field: str) -> "regex.Pattern[str]":
-        """Compile an expression. Raises AdapterRejected."""
-        if len(expression) > MAX_EXPRESSION_CHARACTERS:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._connection.close()
+            self._process.kill()
+            self._process.wait()
+
+    def first_matches(
+        self, expressions: Sequence[str], texts: Iterable[str], field: str
+    ) -> Mapping[str, int]:
+        """The number of the first expression that matches all of a text, for texts that have one.
+
+        field: the key at fault in what is raised. Raises AdapterRejected.
+        """
+        longest = max(map(len, expressions), default=0)
+        if longest > MAX_EXPRESSION_CHARACTERS:
             raise bad_config(
-                f"an expression of {len(expression)} characters: the limit is "
-                f"{MAX_EXPRESSION_CHARACTERS}",
+                f"an expression of {longest} characters: the limit is {MAX_EXPRESSION_CHARACTERS}",
                 field,
             )
-        self._left_s(field)
+        if not expressions:
+            return {}
+        answer = self._ask(expressions, list(texts))
+        if answer is None:
+            raise bad_config(
+                f"its expressions run for over {BUDGET_S} s or take too much memory: name the "
+                "modules, or nest no repetitions",
+                field,
+            )
+        if isinstance(answer, str):
+            raise bad_config(f"an entry that is no regular expression: {answer}", field)
+        return answer
+
+    def _ask(
+        self, expressions: Sequence[str], texts: Sequence[str]
+    ) -> Mapping[str, int] | str | None:
+        """What the process answers: matches or what is no expression; None if it dies of it."""
+        if self._process is None:
+            self._process = self._start()
         try:
-            return regex.compile(expression)
-        except (regex.error, RecursionError, OverflowError) as error:
-            raise bad_config(f"an entry that is no regular expression: {error}", field) from error
+            self._connection.send((list(expressions), texts))
+            if not self._connection.poll(_WALL_S):
+                return None
+            answer: Mapping[str, int] | str = self._connection.recv()
+        except (EOFError, OSError):
+            return None
+        return answer
 
-    def fullmatch(self, pattern: "regex.Pattern[str]", text: str, field: str) -> bool:
-        """Whether the whole text matches. Raises AdapterRejected."""
-        try:
-            return pattern.fullmatch(text, timeout=self._left_s(field)) is not None
-        except TimeoutError:
-            raise _too_slow(field) from None
-
-    def _left_s(self, field: str) -> float:
-        left_s = self._end_s - time.thread_time()
-        if left_s <= 0:
-            raise _too_slow(field)
-        return left_s
-
-
-def _too_slow(field: str) -> AdapterRejected:
-    return bad_config(
-        f"its expressions run for over {BUDGET_S} s: name the modules, or nest no repetitions",
-        field,
-    )
+    def _start(self) -> "subprocess.Popen[bytes]":
+        self._connection, theirs = Pipe()
+        limits = [str(BUDGET_S), str(_MEMORY_BYTES)]
+        with theirs:
+            return subprocess.Popen(
+                [sys.executable, "-IS", str(_CHILD), str(theirs.fileno()), *limits],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # it may say what killed it
+            )
 
 
 def bad_config(message: str, field: str) -> AdapterRejected:

@@ -44,10 +44,11 @@ class BlobHeader:
     file_bytes: int
 
 
-def read_header(path: Path) -> BlobHeader:
+def read_header(path: Path, dtype_bytes: Mapping[str, int] = DTYPE_BYTES) -> BlobHeader:
     """Parse and check: spans cover the file without holes or overlaps, sizes fit the shapes.
 
-    Raises AdapterRejected, whose `field` is the tensor at fault or "header".
+    dtype_bytes: the dtypes that may be in it, and how many bytes an element of each takes. Raises
+    AdapterRejected, whose `field` is the tensor at fault or "header".
     """
     with path.open("rb") as file:
         file_bytes = os.fstat(file.fileno()).st_size
@@ -60,12 +61,13 @@ def read_header(path: Path) -> BlobHeader:
         if length > MAX_HEADER_BYTES:
             raise _bad(f"a header of {length} bytes: the limit is {MAX_HEADER_BYTES}")
         entries = _parse_json(file.read(length))
-    metadata = entries.pop("__metadata__", {})
+    metadata = entries.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata  # MLX writes null
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _bad("__metadata__ must map names to texts")
     if len(entries) > MAX_TENSORS:
         raise _bad(f"{len(entries)} tensors: the limit is {MAX_TENSORS}")
-    tensors = {name: _span(name, entry, 8 + length) for name, entry in entries.items()}
+    tensors = {name: _span(name, entry, 8 + length, dtype_bytes) for name, entry in entries.items()}
     _check_cover(tensors, 8 + length, file_bytes)
     return BlobHeader(tensors, metadata, file_bytes)
 
@@ -125,19 +127,19 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _span(name: str, entry: Any, data_start: int) -> TensorSpan:
+def _span(name: str, entry: Any, data_start: int, dtype_bytes: Mapping[str, int]) -> TensorSpan:
     if len(name) > MAX_NAME_CHARACTERS:
         raise _bad(f"a tensor's name of {len(name)} characters: the limit is {MAX_NAME_CHARACTERS}")
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise _bad(f"{name}: want exactly dtype, shape and data_offsets", name)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        want = ", ".join(DTYPE_BYTES)
+    if not isinstance(dtype, str) or dtype not in dtype_bytes:
+        want = ", ".join(dtype_bytes)
         raise _bad(f"{name} has dtype {reprlib.repr(dtype)}: convert it to one of {want}", name)
     if not _counts(shape) or not _counts(offsets) or len(shape) > 8 or len(offsets) != 2:
         raise _bad(f"{name}: shape and data_offsets must be lists of integers ≥ 0", name)
     begin, end = offsets
-    want_bytes = DTYPE_BYTES[dtype]
+    want_bytes = dtype_bytes[dtype]
     for size in shape:
         want_bytes *= size
     if end - begin != want_bytes:

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from lorikeet_engine.adapter_format.blob import WEIGHTS_FILE, write_blob
+from lorikeet_engine.adapter_format.blob import write_blob
 from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
 from lorikeet_engine.adapter_format.header import header_bytes
+from lorikeet_engine.adapter_format.saved_weights import WEIGHTS_FILE
 
 Tensor = tuple[str, np.ndarray]
 """A dtype as safetensors calls it, and an array of the tensor's shape that holds its bytes."""

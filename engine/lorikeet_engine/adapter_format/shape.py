@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from lorikeet_engine.adapter_format.config_json import integer, refusal
+from lorikeet_engine.adapter_format.base_config import integer, refusal
 from lorikeet_engine.adapter_format.families import FAMILIES, Linear, Width
 
 

@@ -1,11 +1,12 @@
 """Validates a blob against a base model and says where its matrices lie."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from lorikeet_engine.adapter_format.config import LoraConfig
-from lorikeet_engine.adapter_format.header import BlobHeader, TensorSpan, read_header
+from lorikeet_engine.adapter_format.header import TensorSpan, read_header
+from lorikeet_engine.adapter_format.lora_config import LoraConfig
 from lorikeet_engine.adapter_format.shape import BaseShape
 from lorikeet_engine.adapter_format.tensor_names import (
     locate_module,
@@ -15,6 +16,7 @@ from lorikeet_engine.adapter_format.tensor_names import (
 from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
 
 METADATA_KEY = "lorikeet"
+Span = TypeVar("Span", bound=TensorSpan)
 # Every packed matrix starts at a multiple of this many elements: 32 bytes in 16-bit dtypes.
 ALIGNMENT = 16
 
@@ -96,7 +98,7 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
             field=f"__metadata__.{METADATA_KEY}",
         )
     config = LoraConfig.from_json(header.metadata[METADATA_KEY])
-    pairs = pair_tensors(header)
+    pairs = pair_tensors(header.tensors)
     for key in (*config.rank_pattern, *config.alpha_pattern):
         if key not in pairs:
             raise AdapterRejected(f"a pattern names {key}, which has no weights", field=key)
@@ -109,11 +111,16 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
     )
 
 
-def pair_tensors(header: BlobHeader) -> dict[str, dict[str, TensorSpan]]:
-    """{module: {"A": span, "B": span}}. Raises AdapterRejected for anything incomplete."""
-    pairs: dict[str, dict[str, TensorSpan]] = {}
-    for name, span in header.tensors.items():
-        module, side = split_tensor_name(name)
+def pair_tensors(
+    tensors: Mapping[str, Span], split: Callable[[str], tuple[str, str]] = split_tensor_name
+) -> dict[str, dict[str, Span]]:
+    """{module: {"A": span, "B": span}}. Raises AdapterRejected for anything incomplete.
+
+    split: says of which module a tensor is, and which of the two.
+    """
+    pairs: dict[str, dict[str, Span]] = {}
+    for name, span in tensors.items():
+        module, side = split(name)
         if pairs.setdefault(module, {}).setdefault(side, span) is not span:
             raise AdapterRejected(f"two tensors are lora_{side} of {module}", field=name)
     if not pairs:

@@ -1,11 +1,16 @@
 """Which linears a PEFT config speaks of: its targets and its patterns, resolved as PEFT does."""
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from lorikeet_engine.adapter_format.expressions import MAX_EXPRESSIONS, Expressions, bad_config
-from lorikeet_engine.adapter_format.tensor_names import linears_of, locate_module
+from lorikeet_engine.adapter_format.tensor_names import (
+    layer_of,
+    linears_of,
+    locate_module,
+    module_in_blobs,
+    place_of_layers,
+)
 
 _ALL_LINEAR = "all-linear"
 _MAX_LAYERS = 1_000
@@ -16,27 +21,38 @@ Selects = Callable[[str], bool]
 def check_targets(raw: Mapping[str, Any], modules: Sequence[str], run: Expressions) -> None:
     """Check that the weights are for exactly the linears that the config targets.
 
+    modules: as the trainer saved them, since that is what the config's expressions speak of.
     Layers after the last one with weights are not looked for: only the base model knows how many
     there are. Without target_modules nothing is said. Raises AdapterRejected.
     """
-    linears = linears_of(modules)
-    located = {module: locate_module(module, linears)[0] for module in modules}
+    linears = linears_of([module_in_blobs(module) for module in modules])
+    located = {m: locate_module(module_in_blobs(m), linears)[0] for m in modules}
+    place = place_of_layers(modules)
     if raw.get("target_modules") is None:
         return
-    targeted = _targeted(raw, run)
-    layers = range(min(max(located.values()) + 1, _MAX_LAYERS))
-    every = {linear.path(layer) for layer in layers for linear in linears}
-    for module in sorted(every | set(located)):
+    last = max(located.values())
+    layers = range(min(last + 1, _MAX_LAYERS))
+    expected = {linear.path(layer) for layer in layers for linear in linears}
+    every = {place + module.removeprefix("model.") for module in expected} | set(located)
+    targeted = _targeted(raw, every, run)
+    for module in sorted(every):
         if targeted(module) and module not in located:
-            raise bad_config(
-                f"it selects {module}, but no weight is for it: the file is incomplete, or "
-                "exclude_modules or layers_to_transform must leave it out",
-                "target_modules",
-            )
+            missing = _missing(module_in_blobs(module), last, set(located.values()))
+            raise bad_config(missing, "target_modules")
         if module in located and not targeted(module):
             raise bad_config(
                 f"there are weights for {module}, which it leaves out", "target_modules"
             )
+
+
+def _missing(module: str, last: int, layers: Collection[int]) -> str:
+    """Say of a targeted module that it has no weight. layers: those with any, up to the last."""
+    whole_layer = all(not module.startswith(f"model.layers.{layer}.") for layer in layers)
+    doubt = f"layer {last}, the last, is misnumbered, " if whole_layer else ""
+    return (
+        f"it selects {module}, but no weight is for it: {doubt}the file is incomplete, or "
+        "exclude_modules or layers_to_transform must leave it out"
+    )
 
 
 def resolve_pattern(
@@ -51,41 +67,33 @@ def resolve_pattern(
         raise bad_config("want an object", key)
     if len(pattern) > MAX_EXPRESSIONS:
         raise bad_config(f"{len(pattern)} entries: the limit is {MAX_EXPRESSIONS}", key)
-    compiled = [
-        (_ending(name), run.compile(rf"(.*\.)?({name})", key), value)
-        for name, value in pattern.items()
-    ]
-    found = {}
-    for module in modules:
-        for ending, expression, value in compiled:
-            if module.endswith(ending) and run.fullmatch(expression, module, key):
-                found[module] = value
-                break
-    return found
+    values = list(pattern.values())
+    matches = run.first_matches([_behind_any(name) for name in pattern], modules, key)
+    return {module: values[number] for module, number in matches.items()}
 
 
-def _ending(expression: str) -> str:
-    """How all that it matches ends, if it is a plain name: PEFT may write one for each linear."""
-    return expression.rpartition(".")[2] if re.fullmatch(r"[\w.]+", expression) else ""
+def _behind_any(name: str) -> str:
+    """The expression that PEFT makes of a name: behind whatever ends in a dot."""
+    return rf"(.*\.)?({name})"
 
 
-def _targeted(raw: Mapping[str, Any], run: Expressions) -> Selects:
+def _targeted(raw: Mapping[str, Any], modules: Iterable[str], run: Expressions) -> Selects:
     targets = raw["target_modules"]
-    excluded = _names(raw, "exclude_modules", run)
+    excluded = _names(raw, "exclude_modules", modules, run)
     if isinstance(targets, str):  # PEFT narrows an expression by no layers_to_transform
         every = targets.lower() == _ALL_LINEAR
-        selected = (lambda _: True) if every else _names(raw, "target_modules", run)
+        selected = (lambda _: True) if every else _names(raw, "target_modules", modules, run)
         return lambda module: selected(module) and not excluded(module)
-    named, in_layer = _names(raw, "target_modules", run), _layers(raw, run)
+    named, in_layer = _names(raw, "target_modules", modules, run), _layers(raw, modules, run)
     return lambda module: named(module) and in_layer(module) and not excluded(module)
 
 
-def _names(raw: Mapping[str, Any], key: str, run: Expressions) -> Selects:
-    """Whether a module is named: by an expression, or by a list of ends of names."""
+def _names(raw: Mapping[str, Any], key: str, modules: Iterable[str], run: Expressions) -> Selects:
+    """Which of the modules are named: by an expression, or by a list of ends of names."""
     value = raw.get(key)
     if isinstance(value, str) and value:
-        expression = run.compile(value, key)
-        return lambda module: run.fullmatch(expression, module, key)
+        matches = run.first_matches([value], modules, key)
+        return lambda module: module in matches
     ends = set(_strings(value or [], key))
     return lambda module: not ends.isdisjoint(_ends(module))
 
@@ -95,24 +103,24 @@ def _ends(module: str) -> list[str]:
     return [".".join(parts[at:]) for at in range(len(parts))]
 
 
-def _layers(raw: Mapping[str, Any], run: Expressions) -> Selects:
-    """Whether a module is in layers_to_transform, counted under layers_pattern."""
+def _layers(raw: Mapping[str, Any], modules: Iterable[str], run: Expressions) -> Selects:
+    """Which of the modules are in layers_to_transform, counted under layers_pattern."""
     wanted = raw.get("layers_to_transform")
     wanted = [wanted] if type(wanted) is int else wanted
     if not wanted:
         return lambda _: True
     if not isinstance(wanted, list) or not all(type(layer) is int for layer in wanted):
         raise bad_config("want an integer or a list of integers", "layers_to_transform")
+    wanted = set(wanted)  # it may have as many entries as the file has room for
     given = raw.get("layers_pattern") or []
     names = _strings([given] if isinstance(given, str) else given, "layers_pattern")
-    patterns = [run.compile(rf"(.*\.)?({name})", "layers_pattern") for name in names]
-    layers = set(wanted)
+    layers = {module: layer_of(module) for module in modules}
+    before = {module: module.partition(f".{layer}.")[0] for module, layer in layers.items()}
+    expressions = [_behind_any(name) for name in names]
+    known = run.first_matches(expressions, set(before.values()), "layers_pattern")
 
     def selects(module: str) -> bool:
-        layer = module.split(".")[2]  # model.layers.N
-        before = module.partition(f".{layer}.")[0]
-        known = not patterns or any(run.fullmatch(p, before, "layers_pattern") for p in patterns)
-        return known and int(layer) in layers
+        return (not names or before[module] in known) and int(layers[module]) in wanted
 
     return selects
 

@@ -1,12 +1,21 @@
-"""What a PEFT tensor's name says: base_model.model.<module>.lora_A[.default].weight."""
+"""What a PEFT tensor's name says: base_model.model.<module>.lora_A[.default].weight.
+
+A blob has one name for each tensor. Trainers save others of the same meaning, with what wrapped the
+model (`_orig_mod`, `module`), the adapter's name, or the language model's place in a larger one.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lorikeet_engine.adapter_format.families import FAMILIES, Linear
 from lorikeet_engine.errors import AdapterRejected
 
 _TENSOR = re.compile(r"base_model\.model\.([\w.]{1,256})\.lora_([AB])(?:\.default)?\.weight")
+_SAVED = re.compile(
+    r"(?:base_model\.model\.)?([\w.]{1,256})\.lora_([AB])(?:\.[\w-]{1,64})?\.weight"
+)
+_WRAPPERS = re.compile(r"\b_orig_mod\.|^module\.")  # torch.compile's, and data parallelism's
+_SAVED_MODULE = re.compile(r"((?:(?:language_)?model\.){0,3})(layers\.([0-9]{1,6})\.[\w.]+)")
 _MODULE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,4})\.([\w.]+)")
 _REFUSED = {
     "lora_magnitude_vector": "DoRA is not supported; train with use_dora=False",
@@ -29,6 +38,38 @@ def split_tensor_name(name: str) -> tuple[str, str]:
         if part in name:
             raise AdapterRejected(f"tensor {name}: {remedy}", field=name)
     raise AdapterRejected(f"tensor {name} is not part of a LoRA adapter", field=name)
+
+
+def split_saved_name(name: str) -> tuple[str, str]:
+    """As split_tensor_name, of a name that a trainer saved; the module as its config knows it."""
+    match = _SAVED.fullmatch(_WRAPPERS.sub("", name))
+    return (match[1], match[2]) if match else split_tensor_name(name)
+
+
+def module_in_blobs(saved: str) -> str:
+    """What a blob calls a module that a trainer saved: model.language_model.layers.0… the same."""
+    match = _SAVED_MODULE.fullmatch(saved)
+    return f"model.{match[2]}" if match else saved
+
+
+def place_of_layers(saved: Iterable[str]) -> str:
+    """What stands before "layers." in the modules of a decoder's layers. Raises AdapterRejected."""
+    matches = [match for match in map(_SAVED_MODULE.fullmatch, saved) if match]
+    places = {match[1] for match in matches}
+    if len(places) > 1:
+        one, other = sorted(places)[:2]
+        raise AdapterRejected(
+            f"there are layers under {one}layers and under {other}layers: want those of one model",
+            field=f"{other}layers",
+        )
+    return places.pop() if places else "model."
+
+
+def layer_of(saved: str) -> str:
+    """The number of a decoder layer's module, as it is written there."""
+    match = _SAVED_MODULE.fullmatch(saved)
+    assert match is not None
+    return match[3]
 
 
 def tensor_name(module: str, side: str) -> str:

@@ -11,7 +11,13 @@ from lorikeet_engine.models.batch import Batch
 
 
 class ModelRunner:
-    """Runs batches through a model; holds the KV pages and the adapters' weights."""
+    """Runs batches through a model; holds the KV pages and the adapters' weights.
+
+    On CUDA a step copies its batch to static tensors and replays a graph (cuda_graphs.py): the
+    products, attention and LoRA kernels in it are those that LlamaModel.forward (models/llama.py)
+    launched when it was captured, at start. Nothing of models/ and kernels/ is called by then but
+    `logits`, and by a step that is too large for the graphs.
+    """
 
     def __init__(
         self,
@@ -56,7 +62,7 @@ class ModelRunner:
         return self.model.logits(hidden[batch.logit_rows])
 
 
-def raise_if_lost(device: torch.device, error: Exception) -> None:
+def raise_if_lost(device: torch.device, error: BaseException) -> None:
     """Raise DeviceLost if `error` has left the device unusable."""
     if device.type != "cuda":
         return

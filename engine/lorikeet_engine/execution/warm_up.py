@@ -16,6 +16,7 @@ from lorikeet_engine.execution.model_runner import ModelRunner
 from lorikeet_engine.request import MAX_LOGPROBS, Request, SamplingParams
 from lorikeet_engine.sampling.logprobs import Logprobs
 from lorikeet_engine.sampling.sampler import Sampler, SamplingRow
+from lorikeet_engine.scheduling.kv_cache import PageKeys
 from lorikeet_engine.scheduling.sequence import Chunk, Sequence
 from lorikeet_engine.settings import EngineSettings
 
@@ -25,7 +26,7 @@ _TOKENS_PER_ADAPTER = (1, 8, 64, 512)
 _SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
-    SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(temperature=1.0, top_k=50, top_p=0.9),
     SamplingParams(top_p=0.9, presence_penalty=1.0, logit_bias=((0, 1.0),), logprobs=MAX_LOGPROBS),
 )
 
@@ -42,6 +43,7 @@ def run_largest_step(runner: ModelRunner, settings: EngineSettings) -> None:
 def run_every_kind_of_step(runner: ModelRunner, settings: EngineSettings) -> None:
     """Run steps of all token counts, adapter counts and ranks that kernels are compiled for."""
     longest = min(settings.max_batch_tokens, runner.model.config.max_context)
+    _run(runner, settings, [1], samplings=_SAMPLINGS[1:2])
     for sequences in _doubling(1, settings.max_running):
         _run(runner, settings, [1] * sequences)
     for tokens in _doubling(2, longest):
@@ -107,14 +109,15 @@ def _sample(logits: torch.Tensor, params: list[SamplingParams]) -> None:
 
 def dummy_chunk(length: int, page_size: int, lease: DummyLease | None) -> Chunk:
     """All the tokens of a sequence of this length, on KV page 0."""
+    prompt = (0,) * length
     sequence = Sequence(
-        Request("warm-up", ((0,) * length,)),
+        Request("warm-up", (prompt,)),
         0,
         arrival=0,
         max_tokens=1,
         stop_ids=frozenset(),
         seed=0,
-        page_size=page_size,
+        prompt_keys=PageKeys((), page_size),
     )
     sequence.kv.pages = array("i", [0] * -(-length // page_size))
     sequence.lease = lease

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet_engine.adapter_format import BaseShape, read_json
-from lorikeet_engine.adapter_format.config_json import integer, number, refusal
+from lorikeet_engine.adapter_format.base_config import integer, number, refusal
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from lorikeet_engine.kernels.pointwise import add_lora_delta, rotary_and_store_k
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.models.layers import RmsNorm, RotaryEmbedding
-from lorikeet_engine.models.lora_linear import LoraLinear
+from lorikeet_engine.models.layers import LoraLinear, RmsNorm, RotaryEmbedding
 
 # A product, and what adapters still add to it.
 _Product = tuple[torch.Tensor, LoraDelta | None]

@@ -33,7 +33,7 @@ class _PendingCall(NamedTuple):
 
 
 class EngineProcessClient:
-    """Runs an engine in a process of its own, so that its steps share no interpreter with others.
+    """A replica's own engine, in a process apart, so that its steps share no interpreter.
 
     What Engine's methods return or raise comes back through futures, in the order of the calls;
     no call waits for the engine. May be used from any thread.
@@ -59,8 +59,9 @@ class EngineProcessClient:
         self._on_outputs = on_outputs
         self._on_ended = on_ended
         self._on_status = on_status
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards the four below
         self._pending: deque[_PendingCall] = deque()
+        self._replied_s = 0.0  # when the last reply came
         self._closing = False
         self._error: EngineClosed | None = None
         self._status: EngineStatus  # received before info
@@ -85,9 +86,14 @@ class EngineProcessClient:
 
     @property
     def silent_s(self) -> float:
-        """How long the oldest call has had no reply; a working engine replies in milliseconds."""
+        """How long the engine has replied to nothing while a call waits.
+
+        One that works replies to each in milliseconds, however many wait.
+        """
         with self._lock:
-            return time.monotonic() - self._pending[0].at_s if self._pending else 0.0
+            if not self._pending:
+                return 0.0
+            return time.monotonic() - max(self._pending[0].at_s, self._replied_s)
 
     @property
     def status(self) -> EngineStatus:
@@ -100,7 +106,7 @@ class EngineProcessClient:
         return self._status
 
     def submit(self, request: Request) -> Future[Residency | None]:
-        """Engine.submit."""
+        """Engine.submit. The tokens come to on_outputs, a step's of all requests together."""
         return self._call("submit", request)
 
     def abort(self, request_id: str, choice: int | None = None) -> Future[None]:
@@ -176,6 +182,7 @@ class EngineProcessClient:
     def _complete(self, reply: Reply) -> None:
         with self._lock:
             future = self._pending.popleft().reply
+            self._replied_s = time.monotonic()
         if reply.error is not None:
             future.set_exception(reply.error)
         else:

@@ -1,4 +1,8 @@
-"""The process in which an engine runs: python -m lorikeet_engine.process.server."""
+"""The process in which an engine runs: python -m lorikeet_engine.process.server.
+
+The main thread takes client.py's calls and replies to them. An EngineLoop (loop.py) steps the
+engine on a thread of its own, and what each step brings goes back to client.py through wire.py.
+"""
 
 import ctypes
 import gc

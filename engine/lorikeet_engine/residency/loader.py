@@ -5,6 +5,7 @@ Downloads, packing and the writing of images have threads of their own, so neith
 hangs nor a slow disk keeps what is there already from reaching the host.
 """
 
+import errno
 import logging
 import threading
 import time
@@ -29,6 +30,11 @@ log = logging.getLogger(__name__)
 _DOWNLOADERS = 8
 _PACKERS = 2
 _DOWNLOADS = 3  # for one load: other processes may remove what was downloaded
+_DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+_SOURCE_HANGS_S = 3.0
+"""A download that fails so late tells of the source; sooner, of its adapter."""
+_SOURCE_RETRY_S = 10.0
+"""When to ask again for what the source failed to give: as long as it takes to notice that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +61,19 @@ class _Task:
     ref: AdapterRef
     tier: Residency
     urgent: bool
+    asked_s: float
     started: bool = False
     downloads: int = 0
     download_s: float | None = None
     reading_since_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _SourceFailure:
+    """A download that hung until the source was given up, and when that was."""
+
+    error: Exception
+    at_s: float
 
 
 class Loader:
@@ -80,6 +95,7 @@ class Loader:
         self._lock = threading.RLock()  # guards the two below
         self._tasks: dict[str, _Task] = {}
         self._results: deque[LoadResult] = deque()
+        self._source_failure: _SourceFailure | None = None  # since which nothing has come
         self._downloaders = Workers(_DOWNLOADERS, "download")
         self._packers = Workers(_PACKERS, "pack")
         self._writer = Workers(1, "write")
@@ -89,7 +105,8 @@ class Loader:
         with self._lock:
             task = self._tasks.get(ref.digest)
             if task is None:
-                task = self._tasks[ref.digest] = _Task(ref, tier, urgent)
+                task = _Task(ref, tier, urgent, asked_s=time.monotonic())
+                self._tasks[ref.digest] = task
             elif task.urgent >= urgent and task.tier >= tier:
                 return
             task.tier, task.urgent = max(task.tier, tier), task.urgent or urgent
@@ -128,15 +145,26 @@ class Loader:
             log.exception("adapter_load_failed", extra={"adapter": str(task.ref)})
             failure = AdapterLoadFailed(
                 f"its weights could not be brought to the engine ({type(error).__name__}): try "
-                "again, or ask your admin to look into the log"
+                f"again in {_SOURCE_RETRY_S:g} s, or ask your admin to look into the log",
+                retry_after_s=_SOURCE_RETRY_S,
+                own_disk=_is_disk_trouble(error),
             )
             self._finish(task, error=_about(task.ref, failure, AdapterLoadFailed))
 
     def _download(self, task: _Task) -> None:
+        if (failure := self._source_failure) and task.asked_s < failure.at_s:
+            raise failure.error  # it has waited for those that hung, and would hang as long again
         task.downloads += 1
-        began_s = time.perf_counter()
-        self._disk.fetch(task.ref)
-        task.download_s = time.perf_counter() - began_s
+        began_s = time.monotonic()
+        try:
+            self._disk.fetch(task.ref)
+        except Exception as error:
+            failed_s = time.monotonic()
+            if failed_s - began_s >= _SOURCE_HANGS_S:
+                self._source_failure = _SourceFailure(error, failed_s)
+            raise
+        self._source_failure = None
+        task.download_s = time.monotonic() - began_s
         if not self._stays_on_disk(task):
             work = partial(self._attempt, task, self._from_disk)
             self._packers.submit(work, urgent=task.urgent)
@@ -241,6 +269,15 @@ class Loader:
             del self._tasks[task.ref.digest]
             self._results.append(result)
         self._on_result()
+
+
+def _is_disk_trouble(error: BaseException | None) -> bool:
+    """Whether the cause is this machine's disk, so that another engine might load the adapter."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
+            return True
+        error = error.__cause__
+    return False
 
 
 def _about(ref: AdapterRef, error: AdapterError, kind: type[AdapterError]) -> AdapterError:

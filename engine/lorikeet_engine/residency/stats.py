@@ -1,19 +1,23 @@
 """What the tiers report: where adapters are, what is being loaded, how long loads take."""
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import LoadCosts
-from lorikeet_engine.residency.gpu.adapter import GpuAdapter
 from lorikeet_engine.residency.gpu.adapters import GpuAdapters
+from lorikeet_engine.residency.gpu.leases import GpuAdapter
 from lorikeet_engine.residency.gpu.slots import PlacedImage, SlotPool
 from lorikeet_engine.residency.gpu.transfers import FinishedCopy, Transfers
 from lorikeet_engine.residency.load_times import LoadTimes
 from lorikeet_engine.residency.loader import LoadResult
 from lorikeet_engine.residency.pins import Pins
-from lorikeet_engine.residency.seen_adapters import SeenAdapters
 from lorikeet_engine.telemetry.counters import LOAD_S, Histogram
 from lorikeet_engine.telemetry.status import AdapterStatus, Distribution
+
+# Adapters that are remembered: the last ones requested, pinned or prefetched.
+_MAX_SEEN = 16_384
 
 
 class ResidencyStats:
@@ -129,3 +133,41 @@ class ResidencyStats:
             arriving=gpu_adapter.copying,
             pieces=tuple((p.offset * size, (p.end - p.begin) * size) for p in image.pieces),
         )
+
+
+@dataclass(slots=True)
+class _Seen:
+    ref: AdapterRef
+    elements: int | None = None
+
+
+class SeenAdapters:
+    """The adapters last asked for, and how large their images are. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen] = {}
+        self._lock = threading.Lock()
+
+    def add(self, ref: AdapterRef) -> None:
+        """Remember an adapter that is asked for."""
+        with self._lock:
+            seen = self._seen.pop(ref.digest, None)
+            self._seen[ref.digest] = _Seen(ref, seen.elements if seen else None)
+            if len(self._seen) > _MAX_SEEN:
+                del self._seen[next(iter(self._seen))]
+
+    def measured(self, digest: str, elements: int) -> None:
+        """Remember the size of an adapter's image."""
+        with self._lock:
+            if digest in self._seen:
+                self._seen[digest].elements = elements
+
+    def elements(self, digest: str) -> int | None:
+        """The elements of an adapter's image; None while none was seen."""
+        seen = self._seen.get(digest)
+        return seen.elements if seen else None
+
+    def refs(self) -> dict[str, AdapterRef]:
+        """All seen adapters, by digest."""
+        with self._lock:
+            return {digest: seen.ref for digest, seen in self._seen.items()}

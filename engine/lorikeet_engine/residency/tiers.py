@@ -1,8 +1,8 @@
 """Where adapters are, and how they move: remote → disk → host → GPU.
 
 The engine's thread decides everything here and never waits: loading threads only bring images to
-the host and say so. `requests`, `pins` and `prefetches` each have adapters loaded and placed for
-their own reason.
+the host and say so. `requested_adapters`, `pins` and `prefetches` each have adapters loaded and
+placed for their own reason.
 """
 
 import math
@@ -21,11 +21,10 @@ from lorikeet_engine.residency.changes import ResidencyChanges
 from lorikeet_engine.residency.disk.cache import AdapterSource, DiskCache
 from lorikeet_engine.residency.disk.image_file import fingerprint
 from lorikeet_engine.residency.disk.watcher import DiskWatcher
-from lorikeet_engine.residency.eviction import LeastUsedForItsSize
-from lorikeet_engine.residency.gpu.adapter import Lease
+from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.gpu.arena import DeviceArena
-from lorikeet_engine.residency.gpu.slot_usage import SlotUsage, SlotUser
+from lorikeet_engine.residency.gpu.leases import Lease, SlotUsage, SlotUser
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.gpu.transfers import FinishedCopy, Transfers
 from lorikeet_engine.residency.host_arena import HostArena
@@ -33,7 +32,7 @@ from lorikeet_engine.residency.loader import Loader
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.pins import Pins
 from lorikeet_engine.residency.prefetches import Prefetches
-from lorikeet_engine.residency.requests import RequestedAdapters
+from lorikeet_engine.residency.requested_adapters import RequestedAdapters
 from lorikeet_engine.residency.stats import ResidencyStats
 from lorikeet_engine.telemetry.status import (
     AdapterStatus,
@@ -88,9 +87,7 @@ class Tiers:
             self._pool, dtype.itemsize, self._gpu, self._copies, self._pins, self.residency_of
         )
         place = partial(self._place, requested=True)
-        self._requests = RequestedAdapters(
-            self._gpu, self._host, self._loader, self._stats, place, wake
-        )
+        self._requests = RequestedAdapters(self._host, self._loader, self._stats, place, wake)
         self._prefetches = Prefetches(self._gpu, self._host, self._loader, self._place_spare)
         self._disk_watcher = DiskWatcher(self._disk, self._changes)
 
@@ -148,22 +145,26 @@ class Tiers:
         return self._gpu.rank(ref.digest)
 
     def request(self, ref: AdapterRef, tenant: str = "") -> None:
-        """Begin to load an adapter to the GPU for a tenant's request; again changes nothing."""
-        self._requests.request(ref, tenant)
+        """Spare an adapter that is on the GPU until it is leased, or begin to load it there.
+
+        tenant: whose request it is for. Doing so again changes nothing.
+        """
+        if not self._gpu.guard(ref.digest):
+            self._requests.request(ref, tenant)
 
     def lease(self, ref: AdapterRef, tenant: str = "") -> Lease | None:
         """Lease an adapter for a tenant's request; None until it is on the GPU.
 
-        Raises AdapterLoadFailed or AdapterTooLarge, once for each failed load: requested again, it
+        One that is there takes no more than GpuAdapters.lease (gpu/adapters.py). Raises
+        AdapterLoadFailed or AdapterTooLarge, once for each failed load: requested again, it
         is tried again.
         """
-        error = self._requests.take_failure(ref.digest)
-        if error is not None:
-            raise error
         user = SlotUser(tenant, ref)
         lease = self._gpu.lease(ref.digest, partial(self._usage.ended, user))
         if lease is not None:
             self._usage.leased(user)
+        elif error := self._requests.take_failure(ref.digest):
+            raise error
         return lease
 
     def advance(self) -> float | None:

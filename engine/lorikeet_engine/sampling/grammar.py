@@ -4,13 +4,16 @@ The engine knows no text and no grammar language; the program that builds it may
 that does.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet_engine.errors import InvalidRequest
+from lorikeet_engine.errors import EngineError, InvalidRequest
+
+log = logging.getLogger(__name__)
 
 TokenBitmask = npt.NDArray[np.uint8]
 """A bit for each token: token t is bit t % 8, from the lowest, of byte t // 8."""
@@ -48,3 +51,11 @@ class Grammars(Protocol):
         matchers: made by `compile`. bitmasks [matchers, vocab / 8 rounded up], all 0. The bits of
         end-of-sequence tokens are left to the engine, which knows them.
         """
+
+
+def grammar_error(error: BaseException, request_id: str) -> EngineError:
+    """Return why a request fails whose grammar raised `error`; what only a bug raises is logged."""
+    if isinstance(error, EngineError):
+        return error
+    log.error("grammar_failed", exc_info=error, extra={"request": request_id})
+    return InvalidRequest("the grammar cannot be followed: its matcher broke", param="grammar")

@@ -1,20 +1,35 @@
-"""Samples the next token of each choice from its logits: temperature, top_k, top_p."""
+"""Samples the next token of each choice from its logits: temperature, top_k, top_p, min_p."""
 
-import hashlib
+import math
 from collections.abc import Sequence
-from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lorikeet_engine.device.async_copies import upload
+from lorikeet_engine.kernels.sampling import (
+    DRAW_FIELDS,
+    LEAST,
+    MIXERS,
+    NEXT_UNIFORM,
+    ONE,
+    ROW,
+    SCALE,
+    TOP_K,
+    TOP_P,
+    UNIFORM,
+    draw_tokens,
+)
 from lorikeet_engine.request import SamplingParams
 from lorikeet_engine.sampling.grammar import TokenBitmask
 from lorikeet_engine.sampling.penalties import add_biases, subtract_penalties
 
 NOT_FINITE = -1
 """In place of a token id, for a row whose logits are not finite."""
+_LEAST_TEMPERATURE = 1e-30  # below it, its inverse is no float32; greedy long since
+_64_BITS = (1 << 64) - 1
 
 
 class SamplingRow(NamedTuple):
@@ -40,8 +55,8 @@ class Sampler:
     """Samples one token for each row.
 
     The cumulative distribution is inverted at a number in [0, 1) that is a hash of seed and step.
-    So there is no state, a row costs one number whatever the vocabulary, and its token is the same
-    in every batch and on every device.
+    So there is no state, a row costs a few numbers whatever the vocabulary, and equal logits give
+    the same token in every row of every batch and on every device.
     """
 
     @torch.inference_mode()
@@ -55,7 +70,8 @@ class Sampler:
 
         Biases and penalties come first, then what may not be sampled is set to -inf, in place. Then
         temperature, then top_k, then top_p of what top_k left (the most likely tokens whose
-        probabilities together reach top_p). Temperature 0 takes the first of the largest logits.
+        probabilities together reach top_p), then min_p of what that left, as kernels.sampling
+        defines it. Temperature 0 takes the first of the largest logits.
         NOT_FINITE where the largest is no number. previous: the tokens of the step before, on the
         device. The host waits for nothing.
         """
@@ -64,25 +80,11 @@ class Sampler:
         _mask_by_grammar(logits, rows)
         best, tokens = logits.max(dim=-1)
         finite = best.isfinite()
-        methods = [_method(row.params) for row in rows]
-        for method, sample in _SAMPLERS.items():
-            chosen = np.array([i for i, own in enumerate(methods) if own is method], np.int64)
-            if len(chosen):
-                at = upload(chosen, logits.device)
-                tokens.index_copy_(0, at, sample(logits[at].float(), [rows[i] for i in chosen]))
+        sampled = [i for i, row in enumerate(rows) if row.params.temperature > 0.0]
+        if sampled:
+            draws = upload(_draws(rows, sampled, logits.shape[-1]), logits.device)
+            draw_tokens(logits, best, tokens, draws)
         return tokens.masked_fill_(~finite, NOT_FINITE)
-
-
-class _Method(Enum):
-    GREEDY = "the largest logit"
-    WHOLE = "sampled from the whole vocabulary"
-    FILTERED = "sampled from its most likely part"
-
-
-def _method(params: SamplingParams) -> _Method:
-    if params.temperature == 0:
-        return _Method.GREEDY
-    return _Method.FILTERED if params.top_k or params.top_p < 1.0 else _Method.WHOLE
 
 
 def _with_penalties(
@@ -116,55 +118,29 @@ def _mask_by_grammar(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
         logits.index_copy_(0, at, logits[at].masked_fill_(~allowed, -torch.inf))
 
 
-def _sample_whole(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Tokens [rows] of logits [rows, vocab], from the whole distribution."""
-    weights = _weights(logits, rows)
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    tokens = _first_above(cumulative, _uniforms(rows, logits) * cumulative[:, -1:])
-    # a parallel sum can step down by a rounding and so let a weight of 0 be hit
-    possible = weights.gather(1, tokens) > 0
-    return tokens.where(possible, weights.argmax(dim=-1, keepdim=True)).squeeze(1)
+def _draws(rows: Sequence[SamplingRow], sampled: list[int], vocab: int) -> npt.NDArray[np.int64]:
+    """The columns of kernels.sampling for the rows that are not greedy."""
+    draws = np.empty((len(sampled), DRAW_FIELDS), np.int64)
+    params = [rows[i].params for i in sampled]
+    temperatures = np.array([max(p.temperature, _LEAST_TEMPERATURE) for p in params])
+    draws[:, ROW] = sampled
+    draws[:, UNIFORM] = _uniforms([(rows[i].seed, rows[i].step) for i in sampled])
+    draws[:, SCALE] = (math.log2(math.e) / temperatures).astype(np.float32).view(np.int32)
+    draws[:, TOP_K] = [p.top_k if p.top_k < vocab else 0 for p in params]
+    draws[:, TOP_P] = np.array([p.top_p for p in params], np.float64).view(np.int64)
+    draws[:, LEAST] = [max(1, math.ceil(p.min_p * ONE)) for p in params]
+    return draws
 
 
-def _sample_filtered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Tokens [rows] of logits [rows, vocab], from the top_k and top_p most likely."""
-    logits, order = logits.sort(dim=-1, descending=True, stable=True)
-    cumulative = _weights(logits, rows).cumsum(dim=-1, dtype=torch.float64)
-    vocab = logits.shape[-1]
-    top_k = _column([min(row.params.top_k or vocab, vocab) for row in rows], logits).long()
-    top_p = _column([row.params.top_p for row in rows], logits)
-    reach = top_p * cumulative.gather(1, top_k - 1)
-    kept = top_k.minimum(torch.searchsorted(cumulative, reach) + 1)
-    ranks = _first_above(cumulative, _uniforms(rows, logits) * cumulative.gather(1, kept - 1))
-    return order.gather(1, ranks.minimum(kept - 1)).squeeze(1)
+def _uniforms(choices: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
+    """64 random bits for each pair of seed and step."""
+    seeds = np.array([seed & _64_BITS for seed, _ in choices], np.uint64)
+    steps = np.array([step + 1 for _, step in choices], np.uint64)
+    return _mix(_mix(seeds) + steps * np.uint64(NEXT_UNIFORM)).view(np.int64)
 
 
-_SAMPLERS = {_Method.WHOLE: _sample_whole, _Method.FILTERED: _sample_filtered}
-
-
-def _weights(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Probabilities but for a factor, float32; to be summed in float64, or the tail rounds away."""
-    temperature = _column([row.params.temperature for row in rows], logits).float()
-    best = logits.amax(dim=-1, keepdim=True)  # subtracted first: a tiny temperature overflows
-    return ((logits - best) / temperature.clamp(min=1e-30)).exp()
-
-
-def _first_above(cumulative: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """The first index whose cumulative weight is above the row's point, [rows, 1]."""
-    indices = torch.searchsorted(cumulative, points, right=True)
-    return indices.clamp(max=cumulative.shape[-1] - 1)
-
-
-def _uniforms(rows: Sequence[SamplingRow], like: torch.Tensor) -> torch.Tensor:
-    return _column([_uniform(row.seed, row.step) for row in rows], like)
-
-
-def _uniform(seed: int, step: int) -> float:
-    """A number in [0, 1) of 53 random bits."""
-    digest = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
-
-
-def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    """[rows, 1] float64."""
-    return upload(np.array(values, np.float64), like.device).unsqueeze(1)
+def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's function: each bit depends on all 64."""
+    for shift, factor in zip((30, 27), MIXERS, strict=True):
+        bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
+    return bits ^ (bits >> np.uint64(31))

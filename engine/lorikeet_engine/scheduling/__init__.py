@@ -1,7 +1,7 @@
 """Decides what each step computes; called by engine.py. A request passes it in this order:
 
-input_processor checks the request and makes a Sequence (sequence.py) of each choice, request_queue
-hands them to the engine's thread, deadlines ends those that wait too long and refuses those that
+request_queue checks the request, makes a Sequence (sequence.py) of each choice and hands them to
+the engine's thread; deadlines ends those that wait too long and refuses those that
 would. The scheduler plans a step under a token budget: decodes first, then chunks of prompts, which
 run already or may begin. Tenants take turns (waiting_queue) by virtual token counters (fairness,
 throughput); admission decides which sequences may begin; kv_cache allocates KV pages and finds

@@ -70,7 +70,6 @@ class Admission:
         self._active: set[str] = set()  # digests of the adapters that the step computes with
         self._ranks = 0  # their sum
         self._blocked: set[str] = set()  # digests that cannot join the step
-        self._unwritten: set[bytes] = set()  # keys of KV pages that will be there soon
         self.reserved_for: Sequence | None = None
         self._leases = False  # whether any is held, if only until the step in flight is read
         for sequence in running:
@@ -83,7 +82,7 @@ class Admission:
         """
         if sequence.adapter is not None and not self._leased(sequence, sequence.adapter, admitted):
             return False
-        return not self._can_share_soon(sequence)
+        return not self._cache.awaits_prefix(sequence.kv)
 
     def is_blocked(self, sequence: Sequence) -> bool:
         """Whether the sequence's adapter was already found unable to join the step."""
@@ -139,9 +138,3 @@ class Admission:
             if not sequence.complete and digest not in self._active:
                 self._active.add(digest)
                 self._ranks += sequence.lease.rank
-        self._unwritten.update(sequence.kv.unwritten_keys())
-
-    def _can_share_soon(self, sequence: Sequence) -> bool:
-        keys = sequence.kv.shareable_keys()
-        found = len(self._cache.find(keys))
-        return found < len(keys) and keys[found] in self._unwritten

@@ -98,17 +98,24 @@ class Deadlines:
                 errors[request.request_id] = error
         return errors
 
-    def _queue_error(self, request: Request) -> EngineOverloaded:
-        return _overloaded(request.scheduling, self._wait_s(request.scheduling))
+    def _queue_error(self, request: Request) -> EngineError:
+        params = request.scheduling
+        not_ready = self._not_ready(request, params.max_queue_s) if request.adapter else None
+        return not_ready or _overloaded(params, self._wait_s(params))
 
     def _load_error(self, request: Request) -> AdapterNotReady | None:
+        return self._not_ready(request, request.scheduling.max_load_s)
+
+    def _not_ready(self, request: Request, waited_s: float | None) -> AdapterNotReady | None:
+        """Return why a request fails that has waited so long; None if its adapter is there."""
         assert request.adapter is not None
+        assert waited_s is not None
         load_s = self._load_s(request.adapter)
         if not load_s:
             return None
         return AdapterNotReady(
             f"adapter {request.adapter} is on its way to the GPU and has not come within "
-            f"{request.scheduling.max_load_s:g} s: send the request again, or let it wait longer",
+            f"{waited_s:g} s: send the request again, or let it wait longer",
             retry_after_s=max(_MIN_RETRY_AFTER_S, load_s),
         )
 

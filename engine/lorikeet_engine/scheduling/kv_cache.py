@@ -8,8 +8,41 @@ contents until it is allocated again, least recently used first.
 import hashlib
 import json
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterable, Reversible
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Reversible, Sequence
+
+
+class PageKeys:
+    """The keys of the pages that a prompt fills, hashed once for all its choices.
+
+    key 0 = H(H(salt, adapter digest), tokens of page 0); key i = H(key i−1, tokens of page i).
+    Equal keys therefore mean equal tokens from the start, under one adapter and one tenant's salt.
+    """
+
+    __slots__ = ("keys", "page_size", "root")
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        page_size: int,
+        salt: str = "",
+        adapter_digest: str | None = None,
+    ) -> None:
+        """Hash all of the prompt: 1 to 2 µs a page, so not on the thread that steps."""
+        self.page_size = page_size
+        self.root = _hash(json.dumps([salt, adapter_digest]).encode())
+        self.keys: list[bytes] = []
+        self.extend(self.keys, prompt, len(prompt) // page_size)
+
+    def extend(self, keys: list[bytes], tokens: Sequence[int], pages: int) -> None:
+        """Add the keys that are missing of the first pages, which `tokens` must fill."""
+        first, page_bytes = len(keys), self.page_size * 8
+        key = keys[-1] if keys else self.root
+        data = array("q", tokens[first * self.page_size : pages * self.page_size]).tobytes()
+        for start in range(0, len(data), page_bytes):
+            key = _hash(key + data[start : start + page_bytes])
+            keys.append(key)
 
 
 class SequencePages:
@@ -17,42 +50,45 @@ class SequencePages:
 
     computed: how many tokens' keys and values the steps launched so far put there.
     written: how many the steps read so far have put there.
+    announced: how many of its first pages KVCache has told others of, written or not.
+    awaited: the key of a page that another sequence was to write when this one last asked.
     """
 
-    __slots__ = ("_keys", "_page_size", "_root", "_tokens", "computed", "pages", "written")
+    __slots__ = (
+        "_keys",
+        "_prompt_keys",
+        "_tokens",
+        "announced",
+        "awaited",
+        "computed",
+        "pages",
+        "written",
+    )
 
-    def __init__(
-        self, tokens: list[int], page_size: int, salt: str = "", adapter_digest: str | None = None
-    ) -> None:
-        """Start without pages. tokens: those that the host has; they only grow at their end."""
+    def __init__(self, tokens: list[int], prompt_keys: PageKeys) -> None:
+        """Start without pages.
+
+        tokens: those that the host has, a prompt's at first; they only grow at their end.
+        """
         self.pages: array[int] = array("i")  # not a list: page tables are joined bytes
-        self.computed = self.written = 0
-        self._tokens, self._page_size = tokens, page_size
-        self._root = _hash(json.dumps([salt, adapter_digest]).encode())
-        self._keys: list[bytes] = []
+        self.computed = self.written = self.announced = 0
+        self.awaited: bytes | None = None
+        self._tokens, self._prompt_keys = tokens, prompt_keys
+        self._keys = prompt_keys.keys.copy()
 
     def keys(self, pages: int) -> list[bytes]:
-        """The keys of the first pages, which `tokens` must fill.
-
-        key 0 = H(H(salt, adapter digest), tokens of page 0); key i = H(key i−1, tokens of page i).
-        Equal keys therefore mean equal tokens from the start, under one adapter and one tenant's
-        salt.
-        """
-        size = self._page_size
-        for page in range(len(self._keys), pages):
-            before = self._keys[-1] if self._keys else self._root
-            span = self._tokens[page * size : (page + 1) * size]
-            self._keys.append(_hash(before + array("q", span).tobytes()))
+        """The keys of the first pages, which `tokens` must fill."""
+        if len(self._keys) < pages:
+            self._prompt_keys.extend(self._keys, self._tokens, pages)
         return self._keys[:pages]
 
-    def unwritten_keys(self) -> list[bytes]:
-        """The keys of the pages that `tokens` fill but that are not written yet."""
-        written, full = self.written // self._page_size, len(self._tokens) // self._page_size
-        return self.keys(full)[written:] if written < full else []
+    def full_keys(self) -> list[bytes]:
+        """The keys of all the pages that `tokens` fill."""
+        return self.keys(len(self._tokens) // self._prompt_keys.page_size)
 
     def shareable_keys(self) -> list[bytes]:
         """The keys of the full pages that leave at least one token to compute logits from."""
-        return self.keys((len(self._tokens) - 1) // self._page_size)
+        return self.keys((len(self._tokens) - 1) // self._prompt_keys.page_size)
 
 
 class KVCache:
@@ -64,6 +100,8 @@ class KVCache:
         self._references = [0] * pages
         self._keys: list[bytes | None] = [None] * pages
         self._page_of: dict[bytes, int] = {}
+        # By key, how many sequences are to write such a page.
+        self._unwritten: Counter[bytes] = Counter()
         # Pages without references in the order they are given out: those without a key in front.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(pages))
 
@@ -94,7 +132,24 @@ class KVCache:
             return False
         kv.pages = array("i", shared + self.take(fresh))
         kv.computed = kv.written = len(shared) * self.page_size
+        keys = kv.full_keys()
+        kv.announced = len(keys)
+        self._unwritten.update(keys[len(shared) :])
         return True
+
+    def awaits_prefix(self, kv: SequencePages) -> bool:
+        """Whether a sequence without pages would compute some that another is about to write.
+
+        O(1) while the last of them is not written.
+        """
+        if kv.awaited is not None and kv.awaited in self._unwritten:
+            return True
+        keys = kv.shareable_keys()
+        found = len(self.find(keys))
+        # Those that are to be written follow the cached ones without a gap.
+        end = bisect_left(keys, True, found, key=lambda key: key not in self._unwritten)
+        kv.awaited = keys[end - 1] if end > found else None
+        return end > found
 
     def grow(self, kv: SequencePages, tokens: int) -> bool:
         """Give a sequence the pages it lacks for this many tokens; False if too few are free."""
@@ -110,14 +165,17 @@ class KVCache:
         first, full = kv.written // self.page_size, end // self.page_size
         kv.written = end
         if first < full:
-            for page, key in zip(kv.pages[first:full], kv.keys(full)[first:], strict=True):
+            keys = kv.keys(full)
+            self._no_longer_unwritten(keys[first : kv.announced])
+            for page, key in zip(kv.pages[first:full], keys[first:], strict=True):
                 self.publish(page, key)
 
     def clear(self, kv: SequencePages) -> None:
         """Take back all pages of a sequence, if it has any."""
+        self._no_longer_unwritten(kv.keys(kv.announced)[kv.written // self.page_size :])
         self.release(kv.pages)
         kv.pages = array("i")
-        kv.computed = kv.written = 0
+        kv.computed = kv.written = kv.announced = 0
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """The cached pages of the longest run of keys from the first; adds no references."""
@@ -156,6 +214,16 @@ class KVCache:
             self._keys[page] = key
             self._page_of[key] = page
 
+    def forget(self, pages: Iterable[int]) -> None:
+        """Let nobody find these pages any more, whoever else may have references to them."""
+        for page in pages:
+            key = self._keys[page]
+            if key is not None:
+                del self._page_of[key]
+                self._keys[page] = None
+                if self._references[page] == 0:
+                    self._free.move_to_end(page, last=False)
+
     def release(self, pages: Reversible[int]) -> None:
         """Drop one reference from each page of a sequence, given in the sequence's order."""
         # From the end: a chain is then forgotten from its tail, useless without its head.
@@ -166,6 +234,13 @@ class KVCache:
                 self._free[page] = None
                 if self._keys[page] is None:
                     self._free.move_to_end(page, last=False)
+
+    def _no_longer_unwritten(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            if self._unwritten[key] > 1:
+                self._unwritten[key] -= 1
+            else:
+                del self._unwritten[key]
 
 
 def _hash(content: bytes) -> bytes:

@@ -1,10 +1,113 @@
-"""Requests on their way from callers to the engine, and which requests are still open."""
+"""Requests on their way from callers to the engine's thread: checked, made into sequences, queued.
 
+Engine.submit calls InputProcessor and then RequestQueue.submit on the caller's thread; the step
+that follows takes the sequences and gives them to the Scheduler (scheduler.py).
+"""
+
+import itertools
+import logging
+import secrets
 import threading
+from concurrent.futures import Future
 from typing import NamedTuple
 
-from lorikeet_engine.errors import EngineClosed, InvalidRequest
+from lorikeet_engine.errors import EngineClosed, EngineError, InvalidRequest
+from lorikeet_engine.request import Failed, Output, Request, Tokens
+from lorikeet_engine.sampling.grammar import Grammars, Matcher
+from lorikeet_engine.sampling.grammar_worker import GrammarWorker
+from lorikeet_engine.scheduling.kv_cache import PageKeys
 from lorikeet_engine.scheduling.sequence import Sequence
+from lorikeet_engine.telemetry.status import EngineInfo
+
+log = logging.getLogger(__name__)
+
+
+class InputProcessor:
+    """Refuses requests that could never run; makes a sequence for each choice of the others."""
+
+    def __init__(self, info: EngineInfo, page_size: int, grammars: Grammars | None = None) -> None:
+        self._info = info
+        self._page_size = page_size
+        self._grammars = grammars
+        self._compiler = GrammarWorker(self._compile)
+        self._arrivals = itertools.count()
+
+    def process(self, request: Request) -> list[Sequence]:
+        """A sequence for each choice; max_tokens is cut to what the context leaves after prompts.
+
+        On any thread, which hashes the prompts; the grammar is compiled on another. Raises
+        InvalidRequest for a prompt that fills the context and for token ids out of range, and
+        EngineOverloaded if too many grammars of its tenant wait to be compiled.
+        """
+        self._check(request)
+        sampling = request.sampling
+        eos = () if sampling.ignore_eos else self._info.eos_token_ids
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        digest = request.adapter.digest if request.adapter else None
+        prompts = [
+            (prompt, PageKeys(prompt, self._page_size, request.salt, digest))
+            for prompt in request.prompts
+        ]
+        compiled = self._compiled(sampling.grammar, request.scheduling.tenant)
+        return [
+            Sequence(
+                request,
+                choice,
+                arrival=next(self._arrivals),
+                max_tokens=min(sampling.max_tokens, self._info.max_context - len(prompt)),
+                stop_ids=frozenset((*sampling.stop_token_ids, *eos)),
+                seed=seed + choice,
+                prompt_keys=keys,
+                compiled=compiled,
+            )
+            for choice, (prompt, keys) in enumerate(
+                pair for pair in prompts for _ in range(request.n)
+            )
+        ]
+
+    def close(self) -> None:
+        """Compile no more grammars."""
+        self._compiler.close()
+
+    def _check(self, request: Request) -> None:
+        context = self._info.max_context
+        for prompt in request.prompts:
+            if len(prompt) >= context:
+                raise InvalidRequest(
+                    # OpenAI's words, by which clients such as LiteLLM know this error
+                    f"This model's maximum context length is {context} tokens. However, the prompt "
+                    f"has {len(prompt)}, and an answer needs one more: shorten the prompt",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
+            self._check_ids("prompt", prompt)
+        self._check_ids("stop_token_ids", request.sampling.stop_token_ids)
+        self._check_ids("logit_bias", tuple(token for token, _ in request.sampling.logit_bias))
+
+    def _compiled(self, grammar: str | None, tenant: str) -> "Future[Matcher] | None":
+        if grammar is None:
+            return None
+        if self._grammars is None:
+            raise InvalidRequest("this engine knows no grammars", param="grammar")
+        return self._compiler.result(grammar, tenant)
+
+    def _compile(self, grammar: str) -> Matcher:
+        assert self._grammars is not None
+        try:
+            return self._grammars.compile(grammar)
+        except EngineError:
+            raise
+        except BaseException as error:  # as a panic in Rust is
+            log.exception("grammar_not_compiled")
+            raise InvalidRequest("the grammar cannot be compiled", param="grammar") from error
+
+    def _check_ids(self, param: str, ids: tuple[int, ...]) -> None:
+        last = self._info.vocab_size - 1
+        if ids and not 0 <= min(ids) <= max(ids) <= last:
+            raise InvalidRequest(
+                f"{param} has token ids from {min(ids)} to {max(ids)}: want 0 to {last}",
+                param=param,
+            )
 
 
 class Abort(NamedTuple):
@@ -15,9 +118,13 @@ class Abort(NamedTuple):
 
 
 class TakenRequests(NamedTuple):
-    """What the engine takes from the queue: new choices, and what to abort once they are added."""
+    """What the engine takes from the queue: new choices, and aborts of those that it has.
+
+    compiling: the choices that are left in the queue until their grammars are compiled.
+    """
 
     submitted: list[Sequence]
+    compiling: list[Sequence]
     aborts: set[Abort]
 
     def is_aborted(self, sequence: Sequence) -> bool:
@@ -29,7 +136,8 @@ class TakenRequests(NamedTuple):
 class RequestQueue:
     """Hands requests from the threads that call an engine to the one that steps it. Thread-safe.
 
-    open_choices: request id → how many of its choices have not ended.
+    Outputs are added and taken by the thread that steps alone. open_choices: request id → how many
+    of its choices have not ended.
     """
 
     def __init__(self) -> None:
@@ -38,6 +146,7 @@ class RequestQueue:
         self._closed = False
         self._submitted: list[Sequence] = []
         self._aborts: list[Abort] = []
+        self._outputs: list[Output] = []
 
     @property
     def submitted(self) -> list[Sequence]:
@@ -65,34 +174,89 @@ class RequestQueue:
                 self._aborts.append(Abort(request_id, choice))
 
     def take(self) -> TakenRequests:
-        """The choices submitted and the aborts asked for since the last call."""
-        with self._lock:
-            submitted, self._submitted = self._submitted, []
-            aborts, self._aborts = self._aborts, []
-        return TakenRequests(submitted, set(aborts))
+        """The choices submitted and the aborts asked for since the last call.
 
-    def choice_ended(self, request_id: str) -> None:
+        A choice is left until its grammar is compiled, and its request fails if that cannot be. One
+        that is aborted already ends here.
+        """
+        aborted: list[Sequence] = []
+        with self._lock:
+            aborts, self._aborts = set(self._aborts), []
+            taken = TakenRequests([], [], aborts)
+            for sequence in self._submitted:
+                if taken.is_aborted(sequence):
+                    aborted.append(sequence)
+                elif sequence.compiled is None or sequence.compiled.done():
+                    taken.submitted.append(sequence)
+                else:
+                    taken.compiling.append(sequence)
+            self._submitted = list(taken.compiling)
+        for sequence in aborted:
+            sequence.ended = True
+            self.end_choice(sequence.request.request_id)
+        errors: dict[str, EngineError] = {}
+        for sequence in taken.submitted:
+            if error := _set_matcher(sequence):
+                errors[sequence.request.request_id] = error
+        for request_id, error in errors.items():
+            self.fail(request_id, error)
+        sound = [s for s in taken.submitted if s.request.request_id not in errors]
+        return taken._replace(submitted=sound)
+
+    def end_choice(self, request_id: str) -> None:
         """Note that one choice of a request has ended."""
         with self._lock:
-            self.open_choices[request_id] -= 1
-            if self.open_choices[request_id] == 0:
-                del self.open_choices[request_id]
+            left = self.open_choices.get(request_id, 0) - 1
+            if left > 0:
+                self.open_choices[request_id] = left
+            else:
+                self.open_choices.pop(request_id, None)
 
-    def request_failed(self, request_id: str) -> None:
-        """Note that all choices of a request have ended."""
+    def add_output(self, output: Tokens) -> None:
+        """Keep new tokens for `take_outputs`; those that finish a choice end it."""
+        self._outputs.append(output)
+        if output.finish is not None:
+            self.end_choice(output.request_id)
+
+    def fail(self, request_id: str, error: EngineError) -> None:
+        """End a request with an error, whether the engine has taken it or not."""
         with self._lock:
             self.open_choices.pop(request_id, None)
+            for sequence in self._submitted:
+                sequence.ended |= sequence.request.request_id == request_id
+            self._submitted = [sequence for sequence in self._submitted if not sequence.ended]
+        self._outputs.append(Failed(request_id, error))
 
-    def clear(self) -> list[str]:
-        """Note that all requests have ended; returns their ids."""
+    def fail_all(self, error: EngineError) -> None:
+        """End all requests with an error."""
         with self._lock:
             ids = list(self.open_choices)
             self.open_choices.clear()
             self._submitted.clear()
-        return ids
+        self._outputs += [Failed(request_id, error) for request_id in ids]
+
+    def take_outputs(self) -> list[Output]:
+        """The outputs since the last call, in order; those of a step that broke off, too."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def close(self) -> bool:
         """Accept no more requests; returns False if it was closed before."""
         with self._lock:
             was_closed, self._closed = self._closed, True
         return not was_closed
+
+
+def _set_matcher(sequence: Sequence) -> EngineError | None:
+    """Give a sequence its own copy of its compiled grammar, if any; returns why it has none."""
+    if sequence.compiled is None:
+        return None
+    if error := sequence.compiled.exception():
+        assert isinstance(error, EngineError), "the compiler raises no other"
+        return error
+    try:
+        sequence.matcher = sequence.compiled.result().copy()
+    except BaseException:  # as a panic in Rust is
+        log.exception("grammar_not_copied")
+        return InvalidRequest("the grammar cannot be compiled", param="grammar")
+    return None

@@ -25,6 +25,10 @@ from lorikeet_engine.scheduling.step_counters import StepCounters
 from lorikeet_engine.scheduling.throughput import Throughput
 from lorikeet_engine.scheduling.waiting_queue import FairOrder, WaitingQueue
 
+# No more begin in a plan once those that did have so many KV pages, cached ones included, which
+# takes a few milliseconds.
+_PAGES_PER_PLAN = 8192
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -71,18 +75,27 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its tenant's turn."""
-        params, ref = sequence.request.scheduling, sequence.adapter
+        params = sequence.request.scheduling
         answer = min(sequence.max_tokens, self._throughput.answer_tokens)
         counter = self._tenants.open_sequence(params.tenant, params.weight)
         expected = PROMPT_TOKEN * sequence.prompt_length + OUTPUT_TOKEN * answer
         sequence.cost = SequenceCost(counter, expected)
         self.waiting.add(sequence)
-        if ref is not None and self._adapters.residency(ref) is not Residency.GPU:
-            sequence.timings.loads_adapter = True
-            copy_s = self._adapters.copy_s(ref)
-            counter.charge(PROMPT_TOKEN * copy_s / self._prompt_token_s)
-        if ref is not None:
-            self._adapters.request(ref, params.tenant)
+        self.request_adapter(sequence)
+        counter.charge(PROMPT_TOKEN * sequence.copy_s / self._prompt_token_s)
+
+    def request_adapter(self, sequence: Sequence) -> None:
+        """Begin to load a sequence's adapter, if it has one; doing so again changes nothing.
+
+        `add` does it, and the engine before that, while the sequence's grammar is compiled.
+        """
+        ref, timings = sequence.adapter, sequence.timings
+        if ref is None:
+            return
+        if timings.requested_s is None and self._adapters.residency(ref) is not Residency.GPU:
+            timings.requested_s = time.monotonic()
+            sequence.copy_s = self._adapters.copy_s(ref)
+        self._adapters.request(ref, sequence.request.scheduling.tenant)
 
     def wait_s(self, params: SchedulingParams) -> float:
         """How long a request with these parameters would wait for its turn. On any thread."""
@@ -94,6 +107,8 @@ class Scheduler:
     def plan(self, step_budget: StepBudget | None = None) -> StepPlan:
         """Choose the next step's chunks and give them KV pages; preempts where too few are free.
 
+        Decodes go on. Of prompts, WaitingQueue (waiting_queue.py) says whose turn it is, Admission
+        (admission.py) leases the adapter and says whether it may begin, KVCache has the pages.
         step_budget: bounds the ranks of adapters that run, and prompts' tokens beside decodes.
         """
         active = [sequence for sequence in self.running if not sequence.complete]
@@ -135,7 +150,10 @@ class Scheduler:
         self._throughput.add(OUTPUT_TOKEN * next(rows))
 
     def written(self, chunk: Chunk) -> None:
-        """Note that a chunk's keys and values are in its pages: full pages can now be found."""
+        """Note that a chunk's keys and values are in its pages: full pages can now be found.
+
+        Of a chunk that completes its sequence, once the token sampled from it is known to be good.
+        """
         kv = chunk.sequence.kv
         if chunk.pages is kv.pages:  # not preempted since
             self._cache.publish_written(kv, chunk.end)
@@ -172,7 +190,7 @@ class Scheduler:
             active.sort(key=_turn)
         while index < len(active):
             sequence = active[index]
-            if sequence.remaining > 1 or sequence.grammar_awaits_token:
+            if sequence.remaining > 1:
                 index += 1
             elif self._cache.grow(sequence.kv, sequence.length):
                 chunks.append(Chunk.of(sequence, 1))
@@ -195,6 +213,7 @@ class Scheduler:
         """Chunks of prompts, running or admitted now; and whether the step had no room for more."""
         chunks: list[Chunk] = []
         begun: list[Sequence] = []
+        pages = 0  # of those begun
         served: set[VirtualCounter] = set()  # or would be but for room
         saturated = True
         order = self.waiting.in_fair_order(prefilling, admission.is_blocked)
@@ -214,9 +233,10 @@ class Scheduler:
                     break
                 self._begin(sequence, admission)
                 begun.append(sequence)
+                pages += len(sequence.kv.pages)
             chunks.append(self._charged(Chunk.of(sequence, budget)))
             budget -= chunks[-1].length
-            if budget == 0:
+            if budget == 0 or pages > _PAGES_PER_PLAN:
                 break
         else:
             saturated = False
@@ -247,7 +267,7 @@ class Scheduler:
         timings.begun_s = time.monotonic()
         timings.cached_tokens = sequence.kv.computed
         self._counters.sequence_begun(sequence)
-        if timings.loads_adapter and sequence.adapter is not None:
+        if timings.requested_s is not None and sequence.adapter is not None:
             timings.loaded_s = self._adapters.loaded_at_s(sequence.adapter)
 
     def _charged(self, chunk: Chunk) -> Chunk:

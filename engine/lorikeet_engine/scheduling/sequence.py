@@ -2,6 +2,7 @@
 
 import time
 from array import array
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -9,7 +10,7 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.request import EngineTimings, FinishReason, Request
 from lorikeet_engine.sampling.grammar import Matcher
 from lorikeet_engine.scheduling.fairness import SequenceCost
-from lorikeet_engine.scheduling.kv_cache import SequencePages
+from lorikeet_engine.scheduling.kv_cache import PageKeys, SequencePages
 
 
 class AdapterLease(Protocol):
@@ -31,16 +32,16 @@ class AdapterLease(Protocol):
 class SequenceTimings:
     """When a sequence reached each of its phases, by the monotonic clock.
 
-    residency: where its adapter was when the request came; None without an adapter. loads_adapter:
-    whether the adapter was not on the GPU when the sequence began to wait; loaded_s: when it was.
-    begun_s: when its first step was planned; cached_tokens: tokens of its prompt that were in the
-    KV cache then. first_token_s: when its first token was read; last_token_s: when its newest was,
-    by perf_counter. preemptions: how often it had to begin anew. steps: how many it took part in.
+    residency: where its adapter was when the request came; None without an adapter. requested_s:
+    when the adapter was requested that was not on the GPU; loaded_s: when it came there. begun_s:
+    when its first step was planned; cached_tokens: tokens of its prompt that were in the KV cache
+    then. first_token_s: when its first token was read; last_token_s: when its newest was, by
+    perf_counter. preemptions: how often it had to begin anew. steps: how many it took part in.
     """
 
     arrived_s: float = field(default_factory=time.monotonic)
     residency: Residency | None = None
-    loads_adapter: bool = False
+    requested_s: float | None = None
     loaded_s: float | None = None
     begun_s: float | None = None
     first_token_s: float | None = None
@@ -55,7 +56,9 @@ class SequenceTimings:
         assert self.begun_s is not None, "a token of no step"
         if self.first_token_s is None:
             self.first_token_s = now_s
-        load_s = self.loaded_s - self.arrived_s if self.loaded_s is not None else 0.0
+        load_s = 0.0
+        if self.loaded_s is not None and self.requested_s is not None:
+            load_s = self.loaded_s - self.requested_s
         queued_s = self.begun_s - self.arrived_s
         return EngineTimings(
             queued_s=queued_s,
@@ -94,11 +97,13 @@ class Sequence:
     """The tokens of one choice, prompt and output, and what it holds while it runs.
 
     arrival: its number in the order of arrival. max_tokens: the request's, cut to the context.
-    stop_ids: tokens that end it. seed: the choice's own. matcher: its grammar's, which has accepted
+    stop_ids: tokens that end it. seed: the choice's own. compiled: its grammar, as a matcher that
+    others share; None without one. matcher: its own, set once that is there, which has accepted
     every token in `tokens`. plain_sampling: it has no grammar, no penalties and no logprobs.
     tokens: those that the host has. pending_rows: for each token that is sampled and not read yet,
     its row in the step that samples it. length: how many both are together.
-    kv: its KV pages. lease: its adapter's. cost: what its tenant pays, set when it begins to wait.
+    kv: its KV pages. lease: its adapter's. copy_s: how long the adapter's copy to the GPU takes if
+    no request asked for it before. cost: what its tenant pays, set when it begins to wait.
     ended: it will never run again.
     """
 
@@ -113,8 +118,8 @@ class Sequence:
         max_tokens: int,
         stop_ids: frozenset[int],
         seed: int,
-        page_size: int,
-        matcher: Matcher | None = None,
+        prompt_keys: PageKeys,
+        compiled: "Future[Matcher] | None" = None,
     ) -> None:
         self.request = request
         self.choice = choice
@@ -122,16 +127,17 @@ class Sequence:
         self.max_tokens = max_tokens
         self.stop_ids = stop_ids
         self.seed = seed
-        self.matcher = matcher
+        self.compiled = compiled
+        self.matcher: Matcher | None = None
         sampling = request.sampling
         special = sampling.has_penalties or sampling.logprobs is not None
-        self.plain_sampling = matcher is None and not special
+        self.plain_sampling = compiled is None and not special
         self.tokens = list(request.prompts[choice // request.n])
         self.pending_rows: list[int] = []
         self.prompt_length = self.length = len(self.tokens)
-        digest = request.adapter.digest if request.adapter else None
-        self.kv = SequencePages(self.tokens, page_size, request.salt, digest)
+        self.kv = SequencePages(self.tokens, prompt_keys)
         self.lease: AdapterLease | None = None
+        self.copy_s = 0.0
         self.overtakes = OvertakeCount()
         self.timings = SequenceTimings()
         self.ended = False
@@ -160,11 +166,6 @@ class Sequence:
     def below_min_tokens(self) -> bool:
         """Whether its output is still shorter than min_tokens."""
         return self.output_length < self.request.sampling.min_tokens
-
-    @property
-    def grammar_awaits_token(self) -> bool:
-        """Whether its grammar must accept a pending token before the next one can be sampled."""
-        return self.matcher is not None and bool(self.pending_rows)
 
     @property
     def remaining(self) -> int:

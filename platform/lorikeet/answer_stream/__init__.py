@@ -9,15 +9,16 @@
     Answer              counts its choices to their end            │
        ├ ChoiceStream   one a choice:                           ResponseBuffer     one a call
        │   Detokenizer    ids → text, stop strings                 ▲ joins what comes faster than
-       │   tool_calls     text → calls                             │ the gateway can pass it on
+       │   reasoning      text → what is thought before it         │ the gateway can pass it on
+       │   tool_calls     text → calls                             │
        │   logprobs                                                │
-       └ openai_format  → the client's bytes                    ResponseBuffers
+       └ …_format  the API's shape: the client's bytes           ResponseBuffers
        │                                                           ▲ delivers by request
        ▼            one message: a DeltaGroup of each answer       │
     ResponseStream ════════════════════════════════════════════════╛
-     one a gateway      kept open by serving/replica_streams.py
+     one a gateway      kept open by serving/replica_calls.py
 
-The call itself (`Replica.generate`) goes another way, and says only who has taken it and that it
+The call itself (`Replica.run_call`) goes another way, and says only who has taken it and that it
 has ended. A step of the engine adds a delta to every answer; a call of Ray Serve for each delta
 would cost a replica's event loop 70 us, more than all the rest, so all that is new for one gateway
 goes there together.

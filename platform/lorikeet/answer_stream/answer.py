@@ -1,18 +1,21 @@
 """The answer to one call as it grows: tokens in, the client's bytes out and on to its gateway."""
 
 import asyncio
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import replace
 
+from lorikeet.answer_stream.answer_format import event_stream, whole_answer
 from lorikeet.answer_stream.billed_tokens import BilledTokens
-from lorikeet.answer_stream.detokenizer import Detokenizer
-from lorikeet.answer_stream.logprobs import LikelyToken, SampledToken
-from lorikeet.answer_stream.openai_format import CallDelta, Choice, EventStream, json_body
+from lorikeet.answer_stream.choice_stream import open_choice
+from lorikeet.answer_stream.detokenizer import StopStrings, Vocabulary
+from lorikeet.answer_stream.openai_format import (
+    CallDelta,
+    Choice,
+    WholeLogprobs,
+)
+from lorikeet.answer_stream.reasoning import Thinking
 from lorikeet.answer_stream.response_stream import ResponseStream
-from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser, ToolSyntax
-from lorikeet.answer_stream.vocabulary import Vocabulary
+from lorikeet.answer_stream.tool_syntax import ToolSyntax
 from lorikeet.errors import engine_code
 from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, Refusal, StreamItem
 from lorikeet_engine.errors import AdapterError, EngineError
@@ -21,92 +24,11 @@ from lorikeet_engine.request import (
     Failed,
     FinishReason,
     Output,
-    TokenLogprobs,
     Tokens,
 )
 
 Abort = Callable[[str, int], object]
 """Takes a request's id and a choice."""
-
-
-@dataclass(frozen=True, slots=True)
-class OutputDelta:
-    """What is new in a choice. logprobs: those of the tokens of this text, where asked for."""
-
-    text: str
-    calls: Sequence[CallDelta] = ()
-    logprobs: Sequence[SampledToken] = ()
-
-
-class ChoiceStream:
-    """Turns the tokens of one choice into text and calls; `finish` is set with the last delta.
-
-    parser: where the model may call tools. vocabulary: where logprobs are asked for. echo: what
-    the text begins with.
-    """
-
-    def __init__(
-        self,
-        text: Detokenizer,
-        parser: ToolCallParser | ForcedCallParser | None = None,
-        vocabulary: Vocabulary | None = None,
-        echo: str = "",
-    ) -> None:
-        self._text = text
-        self._parser = parser
-        self._vocabulary = vocabulary
-        self._echo = echo
-        self._sampled: list[tuple[int, TokenLogprobs]] = []
-        self._sent_tokens = 0
-        self.finish: FinishReason | None = None
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens the choice has."""
-        return self._text.tokens
-
-    def take(self, output: Tokens) -> OutputDelta:
-        """Take new tokens."""
-        text = self._text.push(output.token_ids)
-        if self._text.stopped:
-            self.finish = FinishReason.STOP
-        elif output.finish is not None:
-            self.finish = output.finish
-            text += self._text.finish()
-        if self._echo:
-            text, self._echo = self._echo + text, ""
-        calls: Sequence[CallDelta] = ()
-        if self._parser is not None:
-            text, calls = self._parser.push(text, last=self.finish is not None)
-            if self._parser.done and self.finish is None:
-                self.finish = FinishReason.STOP
-        if self._vocabulary is None:
-            return OutputDelta(text, calls)
-        self._sampled += zip(output.token_ids, output.logprobs, strict=True)
-        return OutputDelta(text, calls, self._sent_logprobs(self._vocabulary))
-
-    def _sent_logprobs(self, vocabulary: Vocabulary) -> list[SampledToken]:
-        """Return the tokens whose text is sent now, as far as they are text and of no call."""
-        parser, offsets, begin = self._parser, self._text.offsets, self._sent_tokens
-        end = self._text.sent_tokens
-        if parser is not None and self.finish is None:
-            end = bisect_left(offsets, parser.parsed, begin, end)
-        self._sent_tokens = end
-        return [
-            self._describe(vocabulary, at)
-            for at in range(begin, end)
-            if self._sampled[at][0] not in vocabulary.special
-            and (parser is None or parser.is_text(offsets[at]))
-        ]
-
-    def _describe(self, vocabulary: Vocabulary, at: int) -> SampledToken:
-        token, logprobs = self._sampled[at]
-
-        def named(token: int, logprob: float) -> LikelyToken:
-            return LikelyToken(vocabulary.name_of(token), vocabulary.bytes_of(token), logprob)
-
-        top = tuple(named(*likely) for likely in logprobs.top)
-        return SampledToken(named(token, logprobs.logprob), top, self._text.offsets[at])
 
 
 class Answer:
@@ -115,6 +37,7 @@ class Answer:
     `ended` is set with the last item. `stopped` holds choices that ended while the engine
     still makes tokens for them, at a stop string or after the only call that was wanted; the owner
     aborts them and clears it. syntax: how the model writes calls of tools; None: it may call none.
+    thinking: whether it may think before it answers.
     """
 
     def __init__(
@@ -123,16 +46,21 @@ class Answer:
         prompts: Sequence[Sequence[int]],
         vocabulary: Vocabulary,
         syntax: ToolSyntax | None = None,
+        thinking: Thinking = Thinking.NEVER,
     ) -> None:
         self._call = call
         self._prompt_tokens = sum(map(len, prompts))
-        self._events = EventStream(call)
+        self._events = event_stream(call, self)
+        stop = StopStrings(call.stop)
         self._choices = [
-            _choice(call, index, prompt, vocabulary, syntax)
+            open_choice(call, index, prompt, vocabulary, syntax, thinking, stop)
             for index, prompt in enumerate(prompts)
             for _ in range(call.n)
         ]
-        self._deltas: list[list[OutputDelta]] = [[] for _ in self._choices]
+        self._thoughts: list[list[str]] = [[] for _ in self._choices]
+        self._texts: list[list[str]] = [[] for _ in self._choices]
+        self._calls: list[list[CallDelta]] = [[] for _ in self._choices]
+        self._logprobs = [WholeLogprobs(call.endpoint) for _ in self._choices]
         self._unfinished = len(self._choices)
         self._cached: dict[int, int] = {}
         self._timings: dict[int, EngineTimings] = {}
@@ -150,9 +78,25 @@ class Answer:
             chunk += self._advance(output)
         if self._unfinished == 0:
             self.ended = True
-            usage = self._usage()
+            usage = self.usage()
             return [usage, chunk + self._end(usage)]
         return [chunk] if chunk else []
+
+    def usage(self) -> FinalUsage:
+        """Return what it has taken until now."""
+        made = sum(choice.tokens for choice in self._choices)
+        prompts = range(0, len(self._choices), self._call.n)
+        # Choices of a prompt find in the cache what the first of them computed.
+        cached = sum(
+            min(self._cached.get(index + i, 0) for i in range(self._call.n)) for index in prompts
+        )
+        timings = tuple(self._timings.get(i, EngineTimings()) for i in range(len(self._choices)))
+        thought = sum(choice.reasoning_tokens for choice in self._choices)
+        return FinalUsage(self._prompt_tokens, cached, made, timings, thought)
+
+    def stop_string(self, choice: int) -> str | None:
+        """Return the stop string that ended a choice, if one did."""
+        return self._choices[choice].stop_string
 
     def _advance(self, output: Tokens) -> bytes:
         index = output.choice
@@ -162,45 +106,38 @@ class Answer:
             self._timings[index] = output.timings
         if choice.finish is not None:
             return b""  # made before the engine heard of the abort
+        if self._call.max_tokens == 0:  # the engine makes one token at least
+            output = Tokens(output.request_id, index, (), FinishReason.LENGTH)
         delta = choice.take(output)
         if choice.finish is not None:
             self._unfinished -= 1
             if output.finish is None:
                 self.stopped.append(index)
         if not self._call.stream:
-            self._deltas[index].append(delta)
+            self._thoughts[index].append(delta.reasoning)
+            self._texts[index].append(delta.text)
+            self._calls[index] += delta.calls
+            self._logprobs[index].add(delta.logprobs)
             return b""
-        if not (delta.text or delta.calls or delta.logprobs or choice.finish):
+        if not (delta.text or delta.calls or delta.logprobs or delta.reasoning or choice.finish):
             return b""
-        return self._events.delta(index, delta.text, choice.finish, delta.calls, delta.logprobs)
-
-    def _usage(self) -> FinalUsage:
-        made = sum(choice.tokens for choice in self._choices)
-        prompts = range(0, len(self._choices), self._call.n)
-        # Choices of a prompt find in the cache what the first of them computed.
-        cached = sum(
-            min(self._cached.get(index + i, 0) for i in range(self._call.n)) for index in prompts
+        return self._events.delta(
+            index, delta.text, choice.finish, delta.calls, delta.logprobs, delta.reasoning
         )
-        timings = tuple(self._timings.get(i, EngineTimings()) for i in range(len(self._choices)))
-        return FinalUsage(self._prompt_tokens, cached, made, timings)
 
     def _end(self, usage: FinalUsage) -> bytes:
         if self._call.stream:
             return self._events.end(usage)
-        return json_body(self._call, [self._whole(i) for i in range(len(self._choices))], usage)
+        return whole_answer(self._call, [self._whole(i) for i in range(len(self._choices))], usage)
 
     def _whole(self, index: int) -> Choice:
-        deltas, finish = self._deltas[index], self._choices[index].finish
+        finish = self._choices[index].finish
         assert finish is not None
-        logprobs = None
-        if self._call.sampling.logprobs is not None:
-            logprobs = list(chain.from_iterable(delta.logprobs for delta in deltas))
-        return Choice(
-            "".join(delta.text for delta in deltas),
-            finish,
-            list(chain.from_iterable(delta.calls for delta in deltas)),
-            logprobs,
-        )
+        wanted = self._call.sampling.logprobs is not None
+        logprobs = self._logprobs[index] if wanted else None
+        text, thought = "".join(self._texts[index]), "".join(self._thoughts[index])
+        stop = self.stop_string(index)
+        return Choice(text, finish, self._calls[index], logprobs, stop=stop, reasoning=thought)
 
 
 class AnswerSender:
@@ -242,7 +179,7 @@ class AnswerSender:
         if header.is_first and load_s is not None:
             self._header = replace(header, status=None, load_s=load_s)
             items.append(self._header)
-        self._meter.on_outputs((output,))
+        self._meter.on_output(output)
         for item in self._answer.take((output,)):
             self._meter.on_item(item)
             items.append(item)
@@ -256,27 +193,9 @@ class AnswerSender:
             self.ended.set_result(None)
 
 
-def _choice(
-    call: Call, index: int, prompt: Sequence[int], vocabulary: Vocabulary, syntax: ToolSyntax | None
-) -> ChoiceStream:
-    parser: ToolCallParser | ForcedCallParser | None = None
-    hidden = None
-    if call.tools is not None and syntax is not None:
-        parser = (
-            ForcedCallParser(syntax) if call.tools.forced else ToolCallParser(syntax, call.tools)
-        )
-        hidden = vocabulary.special_except(syntax.tokens)
-    echo = ""
-    if call.echo:
-        given = call.prompts[index]
-        echo = given if isinstance(given, str) else vocabulary.tokenizer.decode(list(given))
-    text = Detokenizer(vocabulary.tokenizer, prompt, call.stop, call.min_tokens, hidden)
-    logprob_vocabulary = vocabulary if call.sampling.logprobs is not None else None
-    return ChoiceStream(text, parser, logprob_vocabulary, echo)
-
-
 def refusal_of(error: EngineError) -> Refusal:
     """Return an engine's error in the words of the API."""
     fields = error.fields
     param = "model" if isinstance(error, AdapterError) else fields.get("param")
-    return Refusal(engine_code(error), error.message, param, fields.get("retry_after_s"))
+    own_disk = bool(fields.get("own_disk"))
+    return Refusal(engine_code(error), error.message, param, fields.get("retry_after_s"), own_disk)

@@ -1,9 +1,9 @@
 """The tokens of one call, for its tenant's bill."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from lorikeet.protocol.messages import Call, FinalUsage, Refusal, StreamItem
-from lorikeet.usage.counts import UsageCounts
+from lorikeet.usage.ledger import UsageCounts
 from lorikeet_engine.request import Output, Tokens
 
 
@@ -24,15 +24,14 @@ class BilledTokens:
         self._output_tokens = self._cached_tokens = 0
         self._usage: FinalUsage | None = None
 
-    def on_outputs(self, outputs: Iterable[Output]) -> None:
-        """Count the engine's outputs."""
-        for output in outputs:
-            if isinstance(output, Tokens):
-                self._output_tokens += len(output.token_ids)
-                prompt = output.choice // self._n
-                if prompt not in self._computed:
-                    self._computed.add(prompt)
-                    self._cached_tokens += output.timings.cached_tokens if output.timings else 0
+    def on_output(self, output: Output) -> None:
+        """Count an output of the engine."""
+        if isinstance(output, Tokens):
+            self._output_tokens += len(output.token_ids)
+            prompt = output.choice // self._n
+            if prompt not in self._computed:
+                self._computed.add(prompt)
+                self._cached_tokens += output.timings.cached_tokens if output.timings else 0
 
     def on_item(self, item: StreamItem) -> None:
         """Note an item that goes to the gateway."""

@@ -1,4 +1,4 @@
-"""How likely the model thought tokens, in OpenAI's two shapes."""
+"""How likely the model thought tokens, in OpenAI's three shapes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +46,19 @@ def completion_logprobs(tokens: Sequence[SampledToken]) -> dict[str, Any]:
         ],
         "text_offset": [sampled.offset for sampled in tokens],
     }
+
+
+def response_logprobs(tokens: Sequence[SampledToken]) -> dict[str, Any]:
+    """Return the `logprobs` of a response's text, at "content"; there bytes are never null."""
+
+    def named(token: LikelyToken) -> dict[str, Any]:
+        return _token(token) | {"bytes": list(token.bytes or b"")}
+
+    content = [
+        named(sampled.token) | {"top_logprobs": [named(token) for token in sampled.top]}
+        for sampled in tokens
+    ]
+    return {"content": content}
 
 
 def _token(token: LikelyToken) -> dict[str, Any]:

@@ -10,11 +10,22 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from lorikeet.answer_stream.logprobs import SampledToken, chat_logprobs, completion_logprobs
+from lorikeet.answer_stream.logprobs import (
+    SampledToken,
+    chat_logprobs,
+    completion_logprobs,
+    response_logprobs,
+)
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 from lorikeet_engine.request import FinishReason
 
 DONE = b"data: [DONE]\n\n"
+_LOGPROBS = {
+    Endpoint.CHAT: chat_logprobs,
+    Endpoint.COMPLETIONS: completion_logprobs,
+    Endpoint.RESPONSES: response_logprobs,
+    Endpoint.MESSAGES: chat_logprobs,  # none are asked for
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +41,51 @@ class CallDelta:
     name: str | None = None
 
 
+class WholeLogprobs:
+    """The logprobs of one choice that is not streamed, as JSON that grows with its tokens.
+
+    Encoding all of them at the end would hold up every stream of the replica: 15,000 tokens with 20
+    alternatives each take 2 s.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._shape = _LOGPROBS[endpoint]
+        self._lists: dict[str, list[bytes]] = {
+            field: [] for field, values in self._shape(()).items() if values is not None
+        }
+
+    def add(self, tokens: Sequence[SampledToken]) -> None:
+        """Add the next tokens, which may be none."""
+        if tokens:
+            shaped = self._shape(tokens)
+            for field, parts in self._lists.items():
+                parts.append(_dump(shaped[field])[1:-1])
+
+    def json(self) -> bytes:
+        """Return the choice's `logprobs`."""
+        fields = [_dump(name) + b":" + self.values(name) for name in self._lists]
+        refusal = [b'"refusal":null'] if self._shape is chat_logprobs else []
+        return b"{%s}" % b",".join(fields + refusal)
+
+    def values(self, field: str) -> bytes:
+        """Return one of the lists that `logprobs` has."""
+        return b"[%s]" % b",".join(self._lists[field])
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One finished choice: all its text and calls, and why it ended.
 
-    logprobs: those of the text's tokens; None if not asked for.
+    logprobs: those of the text's tokens; None if not asked for. stop: the stop string that ended
+    it, if one did. reasoning: what was thought before.
     """
 
     text: str
     finish: FinishReason
     calls: Sequence[CallDelta] = ()
-    logprobs: Sequence[SampledToken] | None = None
+    logprobs: WholeLogprobs | None = None
+    stop: str | None = None
+    reasoning: str = ""
 
 
 class EventStream:
@@ -52,6 +97,7 @@ class EventStream:
 
     def __init__(self, call: Call) -> None:
         self._chat = call.endpoint is Endpoint.CHAT
+        self._functions = _has_functions(call)
         self._include_usage = call.include_usage
         self._started: set[int] = set()
         self._called: set[int] = set()
@@ -67,11 +113,12 @@ class EventStream:
         finish: FinishReason | None = None,
         calls: Sequence[CallDelta] = (),
         logprobs: Sequence[SampledToken] | None = None,
+        reasoning: str = "",
     ) -> bytes:
         """Return events for new text of a choice, then calls, and, with `finish`, for its end.
 
         choice: the answer's index, prompt_index * n + j. logprobs: those of this text's tokens.
-        Text may be empty; b"" when there is nothing to send.
+        Text may be empty; b"" when there is nothing to send. reasoning: what is thought before it.
         """
         if not self._chat:
             if not (text or finish or logprobs):
@@ -84,12 +131,14 @@ class EventStream:
             content = b"null" if calls and not text else b'""'
             role = b'{"role":"assistant","content":' + content + b',"refusal":null}'
             events += self._event(choice, role)
+        if reasoning:
+            events += self._event(choice, b'{"reasoning_content":' + _dump(reasoning) + b"}")
         if text or logprobs:
             known = _dump(chat_logprobs(logprobs)) if logprobs else b"null"
             events += self._event(choice, b'{"content":' + _dump(text) + b"}", None, known)
         for call in calls:
             self._called.add(choice)
-            events += self._event(choice, _dump({"tool_calls": [_call_delta(call)]}))
+            events += self._event(choice, _dump(_call_delta(call, functions=self._functions)))
         if finish is not None:
             events += self._event(choice, b"{}", finish)
         return events
@@ -98,7 +147,7 @@ class EventStream:
         """Return the last events: usage with no choices if the client asked for it, then [DONE]."""
         if not self._include_usage:
             return DONE
-        close = b'],"usage":' + _dump(_usage(usage)) + b"}\n\n"
+        close = b'],"usage":' + _dump(_usage(usage, chat=self._chat)) + b"}\n\n"
         return self._open + close + DONE
 
     def _event(
@@ -109,7 +158,10 @@ class EventStream:
         logprobs: bytes = b"null",
     ) -> bytes:
         field = b',"delta":' if self._chat else b',"text":'
-        reason = _dump(_reason(finish, called=choice in self._called)) if finish else b"null"
+        called = choice in self._called
+        reason = b"null"
+        if finish is not None:
+            reason = _dump(_reason(finish, called=called, functions=self._functions))
         event = b'{"index":%d' % choice, field, delta, b',"logprobs":', logprobs
         return b"".join((self._open, *event, b',"finish_reason":', reason, b"}", self._close))
 
@@ -120,26 +172,37 @@ def json_body(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes
     choices: in order of index; choice i continues prompt i // n.
     """
     chat = call.endpoint is Endpoint.CHAT
-    body = _head(call, "chat.completion" if chat else "text_completion")
-    body["choices"] = [_choice(chat, index, choice) for index, choice in enumerate(choices)]
-    body["usage"] = _usage(usage)
-    return _dump(body)
+    head = _dump(_head(call, "chat.completion" if chat else "text_completion"))
+    functions = _has_functions(call)
+    bodies = [_choice(chat, functions, index, choice) for index, choice in enumerate(choices)]
+    used = _dump(_usage(usage, chat=chat))
+    return b'%s,"choices":[%s],"usage":%s}' % (head[:-1], b",".join(bodies), used)
 
 
-def _choice(chat: bool, index: int, choice: Choice) -> dict[str, Any]:
-    shape = chat_logprobs if chat else completion_logprobs
-    return {
-        "index": index,
-        **({"message": _message(choice)} if chat else {"text": choice.text}),
-        "logprobs": None if choice.logprobs is None else shape(choice.logprobs),
-        "finish_reason": _reason(choice.finish, called=bool(choice.calls)),
-    }
+def _has_functions(call: Call) -> bool:
+    """Whether calls are answered in the form of OpenAI's deprecated `functions`."""
+    return call.tools is not None and call.tools.functions
 
 
-def _message(choice: Choice) -> dict[str, Any]:
+def _choice(chat: bool, functions: bool, index: int, choice: Choice) -> bytes:
+    said = (
+        b'"message":' + _dump(_message(choice, functions))
+        if chat
+        else b'"text":' + _dump(choice.text)
+    )
+    logprobs = b"null" if choice.logprobs is None else choice.logprobs.json()
+    reason = _dump(_reason(choice.finish, called=bool(choice.calls), functions=functions))
+    return b'{"index":%d,%s,"logprobs":%s,"finish_reason":%s}' % (index, said, logprobs, reason)
+
+
+def _message(choice: Choice, functions: bool) -> dict[str, Any]:
     content = None if choice.calls and not choice.text else choice.text
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if choice.calls:
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.calls and functions:
+        message["function_call"] = _whole_call(choice.calls)["function"]
+    elif choice.calls:
         calls = groupby(choice.calls, lambda delta: delta.index)
         message["tool_calls"] = [_whole_call(list(deltas)) for _, deltas in calls]
     return message
@@ -151,24 +214,32 @@ def _whole_call(deltas: Sequence[CallDelta]) -> dict[str, Any]:
     return {"id": deltas[0].id, "type": "function", "function": function}
 
 
-def _call_delta(delta: CallDelta) -> dict[str, Any]:
-    if delta.id is None:
-        return {"index": delta.index, "function": {"arguments": delta.arguments}}
-    return {"index": delta.index, **_whole_call([delta])}
+def _call_delta(delta: CallDelta, *, functions: bool) -> dict[str, Any]:
+    call: dict[str, Any] = {"function": {"arguments": delta.arguments}}
+    if delta.id is not None:
+        call = _whole_call([delta])
+    return {"function_call": call["function"]} if functions else _tool_calls(delta.index, call)
 
 
-def _usage(usage: FinalUsage) -> dict[str, Any]:
-    return {
+def _tool_calls(index: int, call: dict[str, Any]) -> dict[str, Any]:
+    return {"tool_calls": [{"index": index, **call}]}
+
+
+def _usage(usage: FinalUsage, *, chat: bool) -> dict[str, Any]:
+    shown: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if chat:
+        shown["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return shown
 
 
-def _reason(finish: FinishReason | None, *, called: bool) -> str | None:
+def _reason(finish: FinishReason | None, *, called: bool, functions: bool) -> str | None:
     if called and finish is FinishReason.STOP:
-        return "tool_calls"
+        return "function_call" if functions else "tool_calls"
     return finish and finish.value
 
 

@@ -1,84 +1,19 @@
-"""Calls of tools in what a model writes: the tool parsers.
-
-Models write calls as their chat templates show them. Three syntaxes cover the families that this
-engine runs; which one a model has is read off its template.
-"""
+"""Calls of tools in what a model writes: the tool parsers."""
 
 import json
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 import regex
 
 from lorikeet.answer_stream.openai_format import CallDelta
+from lorikeet.answer_stream.tool_syntax import ToolSyntax
 from lorikeet.protocol.messages import ToolUse
 
 _ID_LENGTH = 9  # Mistral's templates want ids of just so many letters and digits
-_ENDS = frozenset("}]>")  # nothing else ends a call
-_JSON = json.JSONDecoder()
 _Call = tuple[str, dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class ToolSyntax:
-    """How a family of models writes calls.
-
-    before, between, after: what it writes around the JSON of one call or several. arguments: the
-    key of a call's arguments; its name is at "name". opens, closes: what may be found around such
-    JSON; where nothing comes before it, an answer calls from its first character or not at all.
-    tokens: are text even where they are special ones.
-    """
-
-    before: str
-    between: str
-    after: str
-    arguments: str
-    opens: "regex.Pattern[str]"
-    closes: "regex.Pattern[str]"
-    tokens: tuple[str, ...] = ()
-
-
-HERMES = ToolSyntax(
-    before="<tool_call>\n",
-    between="\n</tool_call>\n<tool_call>\n",
-    after="\n</tool_call>",
-    arguments="arguments",
-    opens=regex.compile(r"\s*<tool_call>\s*"),
-    closes=regex.compile(r"\s*</tool_call>"),
-    tokens=("<tool_call>", "</tool_call>"),
-)
-"""Hermes, Qwen 2.5, Qwen 3."""
-MISTRAL = ToolSyntax(
-    before="[TOOL_CALLS] [",
-    between=", ",
-    after="]",
-    arguments="arguments",
-    opens=regex.compile(r"\s*\[TOOL_CALLS\]\s*"),
-    closes=regex.compile(""),
-    tokens=("[TOOL_CALLS]",),
-)
-"""Mistral: one list of all calls."""
-LLAMA = ToolSyntax(
-    before="",
-    between="; ",
-    after="",
-    arguments="parameters",
-    opens=regex.compile(r"\s*;?\s*(?=\{)"),
-    closes=regex.compile(""),
-)
-"""Llama 3.1 and later; <|python_tag|>, which may come first, is a special token and no text."""
-
-
-def syntax_of(template: str) -> ToolSyntax | None:
-    """Return the syntax that a chat template shows; None if it is none of these."""
-    if "<tool_call>" in template and "<function=" not in template:
-        return HERMES
-    if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
-        return MISTRAL
-    if '"parameters": ' in template:
-        return LLAMA
-    return None
 
 
 class ToolDelta(NamedTuple):
@@ -88,8 +23,34 @@ class ToolDelta(NamedTuple):
     calls: list[CallDelta]
 
 
+class _JsonEnd:
+    """Finds where a JSON object or array ends, each of whose characters is looked at once."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def find(self, text: str) -> int | None:
+        """Return how many characters of new text belong to it; None if all do and more come."""
+        for at, char in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped = char == "\\"
+                self._in_string = char != '"'
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return at + 1
+        return None
+
+
 class ToolCallParser:
-    """Splits what a model writes for one choice into text and calls.
+    """Splits what a model writes for one choice into text and calls, in time linear in its length.
 
     What begins like a call is held back until it is one, or is not: then it is text, like a call
     of a function that the client did not offer. Whitespace before a call is dropped. `done` is set
@@ -100,69 +61,136 @@ class ToolCallParser:
         self._syntax = syntax
         self._parallel = use.parallel
         self._names = {tool["function"]["name"] for tool in use.tools}
-        self._held = ""
+        # All that is held back: pieces that were looked at, and the rest.
+        self._held: list[str] = []  # whitespace, what opens a call, whitespace
+        self._json: list[str] = []
+        self._behind: list[str] = []  # whitespace behind the JSON
+        self._rest = ""
+        self._look: Callable[[], bool] = self._look_for_opening
+        self._json_end = _JsonEnd()
+        self._made: list[_Call] = []
+        self._said: list[str] = []  # for the delta that is being made
+        self._deltas: list[CallDelta] = []
         self._text: list[range] = []  # characters that are text, in order
-        self._calling = False
         self._calls = 0
         self.parsed = 0
         self.done = False
 
     def push(self, text: str, *, last: bool = False) -> ToolDelta:
         """Take new text, `last` if no more comes."""
-        self._held += text
-        said = ""
-        deltas: list[CallDelta] = []
-        if self._calling and not last and _ENDS.isdisjoint(text):
-            return ToolDelta("", [])
-        while self._held and not self.done:
-            opening = self._opening(last)
-            said += self._take_text(len(self._held) if opening is None else opening.start())
-            if opening is None or opening.partial:
-                break
-            parsed = self._parse(len(opening[0]), last)
-            self._calling = parsed is None
-            if parsed is None:
-                break
-            calls, end = parsed
-            if calls:
-                self._drop(end)
-                for name, arguments in calls if self._parallel else calls[:1]:
-                    deltas += whole_call(self._calls, name, json.dumps(arguments))
-                    self._calls += 1
-                self.done = not self._parallel
-            else:
-                said += self._take_text(end)
-        return ToolDelta(said, deltas)
+        self._rest += text
+        while not self.done and self._look():
+            pass
+        if last and not self.done:
+            self._say_held()
+            self._say(self._take_rest(len(self._rest)))
+        delta = ToolDelta("".join(self._said), self._deltas)
+        self._said, self._deltas = [], []
+        return delta
 
     def is_text(self, at: int) -> bool:
         """Whether a character that was split is text, and of no call."""
-        return any(at in part for part in reversed(self._text))
+        before = bisect_right(self._text, at, key=lambda part: part.start)
+        return before > 0 and at in self._text[before - 1]
 
-    def _opening(self, last: bool) -> "regex.Match[str] | None":
-        """Where the held text may become a call; None: nowhere."""
-        if self._syntax.before:
-            return self._syntax.opens.search(self._held, partial=not last)
-        return None if self._text else self._syntax.opens.match(self._held, partial=not last)
+    # Each _look_… looks for one thing at the rest's beginning and takes what it has looked at, so
+    # that nothing is looked at twice. It returns whether to look on: else more has to come.
 
-    def _parse(self, start: int, last: bool) -> tuple[list[_Call], int] | None:
-        """Names and arguments of the calls that begin the held text, and where they end.
+    def _look_for_opening(self) -> bool:
+        opens = self._syntax.opens
+        if not opens:
+            return self._look_for_separator()
+        at = self._rest.find(opens)
+        if at < 0:
+            begun = next(n for n in reversed(range(len(opens))) if self._rest.endswith(opens[:n]))
+            at = len(self._rest) - begun
+        before = self._take_rest(at)
+        if text := before.rstrip():
+            self._say_held()
+            self._say(text)
+        self._held.append(before[len(text) :])
+        if not self._rest.startswith(opens):
+            return False
+        self._held.append(self._take_rest(len(opens)))
+        self._look = self._look_for_json
+        return True
 
-        No calls: what is up to there is text. None: more has to come. start: of the JSON.
-        """
+    def _look_for_separator(self) -> bool:
+        if not self._skip_whitespace(self._held):
+            return False
+        if self._rest[0] == ";":
+            self._held.append(self._take_rest(1))
+        self._look = self._look_for_json
+        return True
+
+    def _look_for_json(self) -> bool:
+        if not self._skip_whitespace(self._held):
+            return False
+        if self._rest[0] in ("{[" if self._syntax.opens else "{"):
+            self._json_end = _JsonEnd()
+            self._look = self._look_for_json_end
+        else:
+            self._no_call()
+        return True
+
+    def _look_for_json_end(self) -> bool:
+        end = self._json_end.find(self._rest)
+        self._json.append(self._take_rest(len(self._rest) if end is None else end))
+        if end is None:
+            return False
+        self._made = self._calls_of("".join(self._json))
+        if self._made:
+            self._look = self._look_for_closing
+        else:
+            self._no_call()
+        return True
+
+    def _look_for_closing(self) -> bool:
+        closes = self._syntax.closes
+        if closes:
+            self._skip_whitespace(self._behind)
+            if len(self._rest) < len(closes) and closes.startswith(self._rest):
+                return False
+        if self._rest.startswith(closes):
+            self._call(len(closes))
+        else:
+            self._no_call()
+        return True
+
+    def _look_at_text(self) -> bool:
+        """Say all: where calls are plain JSON, something else has come first."""
+        self._say(self._take_rest(len(self._rest)))
+        return False
+
+    def _call(self, closing: int) -> None:
+        """Make calls of what is held back, and of what closes them."""
+        held = (*self._held, *self._json, *self._behind, self._take_rest(closing))
+        self.parsed += sum(map(len, held))
+        for name, arguments in self._made if self._parallel else self._made[:1]:
+            self._deltas += whole_call(self._calls, name, json.dumps(arguments))
+            self._calls += 1
+        self._held, self._json, self._behind = [], [], []
+        self.done = not self._parallel
+        self._look = self._look_for_opening
+
+    def _no_call(self) -> None:
+        """Make text of what is held back; whitespace behind JSON may precede another call."""
+        self._rest = "".join(self._behind) + self._rest
+        self._behind = []
+        self._say_held()
+        self._look = self._look_for_opening if self._syntax.opens else self._look_at_text
+
+    def _calls_of(self, text: str) -> list[_Call]:
+        """Return the calls that a JSON text holds; none if it holds anything else, or is none."""
         try:
-            value, end = _JSON.raw_decode(self._held, start)
+            value = json.loads(text)
         except (ValueError, RecursionError):
-            return ([], len(self._held)) if last else None
-        closing = self._syntax.closes.match(self._held, end, partial=not last)
-        if closing is not None and closing.partial:
-            return None
-        calls = [self._call(entry) for entry in (value if isinstance(value, list) else [value])]
+            return []
+        calls = [self._call_of(entry) for entry in (value if isinstance(value, list) else [value])]
         made = [call for call in calls if call is not None]
-        if closing is None or len(made) < len(calls):
-            return [], end
-        return made, closing.end()
+        return made if len(made) == len(calls) else []
 
-    def _call(self, entry: object) -> _Call | None:
+    def _call_of(self, entry: object) -> _Call | None:
         if not isinstance(entry, dict):
             return None
         name, arguments = entry.get("name"), entry.get(self._syntax.arguments)
@@ -170,18 +198,26 @@ class ToolCallParser:
             return None
         return (name, arguments) if name in self._names else None
 
-    def _take_text(self, length: int) -> str:
-        taken = self._held[:length]
-        if taken:
-            joins = self._text and self._text[-1].stop == self.parsed
-            begin = self._text.pop().start if joins else self.parsed
-            self._text.append(range(begin, self.parsed + length))
-        self._drop(length)
+    def _skip_whitespace(self, into: list[str]) -> bool:
+        """Take whitespace off the rest; return whether anything is left."""
+        into.append(self._take_rest(len(self._rest) - len(self._rest.lstrip())))
+        return bool(self._rest)
+
+    def _take_rest(self, length: int) -> str:
+        taken, self._rest = self._rest[:length], self._rest[length:]
         return taken
 
-    def _drop(self, length: int) -> None:
-        self._held = self._held[length:]
-        self.parsed += length
+    def _say_held(self) -> None:
+        self._say("".join((*self._held, *self._json, *self._behind)))
+        self._held, self._json, self._behind = [], [], []
+
+    def _say(self, text: str) -> None:
+        if text:
+            joins = self._text and self._text[-1].stop == self.parsed
+            begin = self._text.pop().start if joins else self.parsed
+            self.parsed += len(text)
+            self._text.append(range(begin, self.parsed))
+            self._said.append(text)
 
 
 class ForcedCallParser:
@@ -193,7 +229,7 @@ class ForcedCallParser:
     def __init__(self, syntax: ToolSyntax) -> None:
         self._head = regex.compile(rf'\{{"name": "([^"]*)", "{syntax.arguments}": ')
         self._held = ""
-        self._arguments: str | None = None  # of the call that is being read, as far as they came
+        self._arguments: _JsonEnd | None = None  # of the call that is being read
         self._calls = 0
 
     def push(self, text: str, *, last: bool = False) -> ToolDelta:  # noqa: ARG002
@@ -206,10 +242,12 @@ class ForcedCallParser:
                 deltas.append(self._next_arguments(self._arguments))
             elif head := self._head.search(self._held):
                 self._held = self._held[head.end() :]
-                self._arguments = ""
+                self._arguments = _JsonEnd()
                 deltas.append(CallDelta(self._calls, "", call_id(), head[1]))
                 self._calls += 1
             else:
+                begin = self._held.rfind("{")  # of a head, perhaps
+                self._held = self._held[begin:] if begin >= 0 else ""
                 break
         return ToolDelta("", deltas)
 
@@ -217,22 +255,14 @@ class ForcedCallParser:
         """Whether a character is text: none is."""
         return False
 
-    def _next_arguments(self, before: str) -> CallDelta:
-        so_far = before + self._held
-        end = _end_of_json(so_far) if "}" in self._held else None
+    def _next_arguments(self, arguments: _JsonEnd) -> CallDelta:
+        end = arguments.find(self._held)
         if end is None:
-            new, self._held, self._arguments = self._held, "", so_far
+            end = len(self._held)
         else:
-            new, self._held, self._arguments = so_far[len(before) : end], so_far[end:], None
+            self._arguments = None
+        new, self._held = self._held[:end], self._held[end:]
         return CallDelta(self._calls - 1, new)
-
-
-def _end_of_json(text: str) -> int | None:
-    """Return where the JSON ends with which a text begins; None if it has not ended."""
-    try:
-        return _JSON.raw_decode(text)[1]
-    except (ValueError, RecursionError):
-        return None
 
 
 def whole_call(index: int, name: str, arguments: str) -> list[CallDelta]:

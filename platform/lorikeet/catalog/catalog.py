@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, Unpack
 
+from lorikeet.catalog.history import History
 from lorikeet.catalog.log.apply import apply_changes
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_alias, check_name
 from lorikeet.catalog.records import (
@@ -36,6 +37,11 @@ class AdapterCatalog(TenantCatalog):
     Each change refreshes first, names its `actor` for the audit trail, and raises Conflict if too
     many others keep changing the catalog meanwhile.
     """
+
+    @property
+    def history(self) -> History:
+        """The catalog's history up to the state as last read."""
+        return History(self._log, self._snapshots, self.state.seq)
 
     def register(
         self,

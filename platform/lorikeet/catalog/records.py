@@ -82,6 +82,15 @@ class KeyRecord:
         return self.expires is not None and self.expires <= now
 
 
+def secret_sha256(secret: str) -> str:
+    """64 hex digits by which the catalog finds the key of a secret.
+
+    A secret holds 256 random bits, so a plain SHA-256 protects it: there is nothing to guess that a
+    slow hash would make dearer.
+    """
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class BlobFacts:
     """What was found out about an adapter's blob when it was validated.

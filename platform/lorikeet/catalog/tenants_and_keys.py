@@ -1,12 +1,12 @@
 """Changing tenants and keys."""
 
+import secrets
 from collections.abc import Collection
 from typing import Unpack, cast
 
-from lorikeet.catalog.key_secrets import new_key_id, new_secret, secret_sha256
 from lorikeet.catalog.log.changes import KeyCreated, KeyOptionsSet, TenantOptionsSet
 from lorikeet.catalog.names import check_name
-from lorikeet.catalog.records import KeyRecord, Scope, TenantRecord
+from lorikeet.catalog.records import KeyRecord, Scope, TenantRecord, secret_sha256
 from lorikeet.catalog.rules import tenants_and_keys as tenant_rules
 from lorikeet.catalog.rules.limits import (
     KeyLimitOptions,
@@ -19,6 +19,7 @@ from lorikeet.catalog.writer import CatalogWriter
 from lorikeet.errors import InvalidInput
 
 LONGEST_OVERLAP_S = 90 * 86400
+_SECRET_PREFIX = "lk_"
 
 
 class TenantCatalog(CatalogWriter):
@@ -64,9 +65,9 @@ class TenantCatalog(CatalogWriter):
         if tenant is None and Scope.INFER in scopes:
             raise InvalidInput("scope 'infer' is for a tenant's key: name one", param="scopes")
         check_key_options(tenant, options, self._clock())
-        secret = new_secret()
+        secret = _new_secret()
         change = KeyCreated(
-            id=new_key_id(),
+            id=_new_key_id(),
             tenant=tenant,
             scopes=tenant_rules.in_order(scopes),
             sha256=secret_sha256(secret),
@@ -96,7 +97,7 @@ class TenantCatalog(CatalogWriter):
             raise InvalidInput(
                 f"overlap_s={overlap_s}: want 0 to {LONGEST_OVERLAP_S} seconds", param="overlap_s"
             )
-        now, new_id, secret = self._clock(), new_key_id(), new_secret()
+        now, new_id, secret = self._clock(), _new_key_id(), _new_secret()
         sha256 = secret_sha256(secret)
         self._commit(
             actor,
@@ -110,3 +111,13 @@ class TenantCatalog(CatalogWriter):
         Raises UnknownKey, and Conflict for the last admin's key that never expires.
         """
         return self._commit(actor, lambda state: tenant_rules.revoke_key(state, key_id)).key(key_id)
+
+
+def _new_secret() -> str:
+    """Make a secret that is safe in a header and easy to find in a leaked file."""
+    return _SECRET_PREFIX + secrets.token_urlsafe(32)
+
+
+def _new_key_id() -> str:
+    """Make an id to name a key by; it is no secret."""
+    return "key-" + secrets.token_hex(8)

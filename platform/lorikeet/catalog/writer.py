@@ -13,10 +13,10 @@ from typing import Self
 
 from lorikeet.catalog.log.apply import apply_entries
 from lorikeet.catalog.log.changes import CatalogCreated
-from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.rules.adapters import Changes
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store.object_store import ObjectStore
+from lorikeet.catalog.view import CatalogReader
 from lorikeet.errors import Conflict
 
 _ATTEMPTS = 60  # with sixteen writers at once, one in fifty would give up
@@ -41,14 +41,15 @@ class CatalogWriter(CatalogReader):
             entry = catalog._log.append(0, actor, clock(), [CatalogCreated()])
         except Conflict as error:
             raise Conflict(f"there already is a catalog at {store.url}") from error
-        catalog._view.advance([entry])
+        catalog.advance([entry])
         return catalog
 
     def _commit(self, actor: str, decide: Callable[[CatalogState], Changes]) -> CatalogState:
         """Append what `decide` answers; the state right after it, or as it is without changes."""
+        asked_s = time.monotonic()
         with self._writing:
             for attempt in range(_ATTEMPTS):
-                self.refresh()
+                self.refresh(asked_s)
                 state, changes = self.ask(lambda state: (state, decide(state)))
                 if not changes:
                     return state
@@ -57,7 +58,7 @@ class CatalogWriter(CatalogReader):
                 except Conflict:
                     time.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, 0.05 * 2**attempt)))
                     continue
-                self._view.advance([entry])
+                self.advance([entry])
                 return apply_entries(state, [entry])
         raise Conflict(
             f"others changed the catalog first, {_ATTEMPTS} times in a row: try again later"

@@ -20,8 +20,11 @@ _SHORT = 16  # characters; a column of no more is never wrapped
 
 
 def print_json(value: object) -> None:
-    """One JSON document on stdout."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    """One JSON document on stdout, in which what does not print is escaped."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    typer.echo(
+        "".join(c if c.isprintable() or c == "\n" else json.dumps(c).strip('"') for c in text)
+    )
 
 
 def print_answer(answer: object, text: str, as_json: bool) -> None:
@@ -59,18 +62,24 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty:
         print_line(empty)
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    console, width = Console(highlight=False), 2 * len(columns)  # of what is between columns
     for index, name in enumerate(columns):
         longest = max(len(row[index]) for row in filled)
+        least = min(_SHORT, max(longest, len(name.removeprefix("#"))))
+        width += least
         table.add_column(
             name.removeprefix("#"),
             justify="right" if name.startswith("#") else "left",
             no_wrap=longest <= _SHORT,
+            min_width=least,
             overflow="fold",
             style="cyan" if index == 0 else "",
         )
     for row in filled:
         table.add_row(*map(Text, row))  # Text: a name is never markup
-    Console(highlight=False).print(table)
+    # Too narrow a terminal wraps lines itself: a number that is cut would look like another.
+    console.width = max(console.width, width)
+    console.print(table)
 
 
 def moment(unix_s: float | None) -> str | None:

@@ -38,6 +38,11 @@ def _fix(folder: Path, fault: str) -> str:
         return f"Git LFS has left a note in place of the file: `git -C {folder} lfs pull`"
     if not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin")):
         return "the weights are pickled: load them with transformers and save_pretrained them"
+    if fault.startswith("rope_"):
+        return (
+            "choose a model without it; where it was added for long prompts (Qwen's YaRN), take "
+            f"{fault.partition('.')[0]} out of config.json"
+        )
     if "." in fault:  # a file or a tensor, and not a key of config.json
         return f"the folder is not whole: {download}"
     *names, last = (family.name for family in FAMILIES.values())

@@ -10,8 +10,9 @@ from lorikeet.settings import Settings
 from lorikeet_engine.errors import SettingsError
 
 CALLBACK = "lorikeet.serving.proxy_middleware:middlewares"
-LARGEST_CALL = 16 * 2**20
-"""Bytes: twice the JSON that a gateway takes."""
+LARGEST_MESSAGE = 128 * 2**20
+"""Bytes: for any request, and for an answer without `stream` of as many log probabilities as may be
+asked for, which Serve's own proxy takes as one message."""
 
 
 class _Wanted(NamedTuple):
@@ -26,7 +27,9 @@ _RAY_VARIABLES = (
     _Wanted("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1", "streams are several times slower"),
     _Wanted("RAY_SERVE_PROXY_USE_GRPC", "1", "Serve's own proxy adds 2 ms to a first token"),
     _Wanted(
-        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", str(LARGEST_CALL), "requests above 4 MiB fail"
+        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH",
+        str(LARGEST_MESSAGE),
+        "requests and answers above 4 MiB fail",
     ),
     _Wanted(
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", CALLBACK, "clients choose their requests' ids"

@@ -43,7 +43,9 @@ def check_kernels(planned: PlannedStart) -> Iterator[Finding]:
     wanted = requirement_of_extra(_FLASHINFER, "cuda")
     lack = lacks(wanted) if wanted else None
     if lack is not None:
-        yield problem("kernels", lack, "pip install --editable '.[cuda]'")
+        yield problem(
+            "kernels", lack, "pip install --constraint constraints.txt --editable '.[cuda]'"
+        )
         return
     missing = list(_missing_tools(planned))
     if missing:

@@ -25,7 +25,8 @@ def check_ports(planned: PlannedStart) -> Iterator[Finding]:
             "ports",
             f"{port} is taken: Ray may be running already, and `serve run` would join it, with "
             "the environment that it was started in",
-            "`ray stop`, unless that is wanted",
+            "stop it, unless that is wanted: `make stop` for `make serve`, Ctrl-C for `serve run`; "
+            "`ray stop` ends every Ray of this machine",
         )
     if not taken and not ray:
         yield ok("ports", f"{', '.join(map(str, (*wanted, *_RAY)))} are free")

@@ -15,7 +15,8 @@ from lorikeet.gateway.error_responses import add_error_handlers
 from lorikeet.gateway.generate import generate_routes
 from lorikeet.gateway.limit_sync import LimitSync
 from lorikeet.gateway.middleware import RequestMiddleware
-from lorikeet.gateway.routes.metrics import Scrape, add_gauges, metrics_routes, request_counter
+from lorikeet.gateway.routes.health import health_routes
+from lorikeet.gateway.routes.metrics import Scrape, add_gauges, metrics_routes
 from lorikeet.gateway.routes.models import model_routes
 from lorikeet.gateway.routes.requests import request_routes
 from lorikeet.gateway.routes.usage import UsageReports, usage_routes
@@ -29,15 +30,17 @@ from lorikeet.ui.routes import ui_routes
 def create_app(services: Services) -> FastAPI:
     """Build the application. Its lifespan reads the catalog and keeps following it.
 
-    Starting raises StoreError when there is no catalog to read.
+    While the store is away it starts with the view that a gateway of this machine kept, or without
+    any: then it answers 503 until the store is back.
     """
-    catalog_view = GatewayCatalogView(services.catalog, services.refresh_s)
+    catalog_view = GatewayCatalogView(services.catalog, services.refresh_s, services.kept_view)
     authenticator = RequestAuthenticator(services, catalog_view)
     shares = LimitShares(services.name, services.gateways, time.monotonic())
     rate_limiter = _rate_limiter(services, shares)
     limit_sync = LimitSync(services.peers, shares, rate_limiter)
-    request_log = _request_log(services)
+    request_log = RequestLog(services.peers)
     traffic = RecentTraffic(services.peers, request_log)
+    _subscribe(request_log, services, traffic)
     add_gauges(services, request_log, catalog_view)
     usage = UsageReports(services.catalog.store)
 
@@ -60,15 +63,10 @@ def create_app(services: Services) -> FastAPI:
         admin_routes(services, authenticator, catalog_view, request_log, usage, traffic),
         ui_routes(),
         metrics_routes(authenticator, Scrape(services)),
+        health_routes(services.engines, catalog_view),
     ):
-        app.include_router(router)
-    app.add_api_route("/healthz", healthz)
+        app.router.routes += router.routes  # include_router would build each of them again
     return app
-
-
-async def healthz() -> dict[str, str]:
-    """Answer that this gateway is alive and started. Needs no key."""
-    return {"status": "ok"}
 
 
 def _rate_limiter(services: Services, shares: LimitShares) -> RateLimiter:
@@ -81,20 +79,20 @@ def _rate_limiter(services: Services, shares: LimitShares) -> RateLimiter:
     )
 
 
-def _request_log(services: Services) -> RequestLog:
-    request_log = RequestLog(services.peers)
-    request_log.subscribe(request_counter(services.metrics))
+def _subscribe(request_log: RequestLog, services: Services, traffic: RecentTraffic) -> None:
+    request_log.subscribe(services.metrics.count)
+    request_log.subscribe(traffic.ended)
     if services.traces is not None:
         request_log.subscribe(services.traces.ended)
-    return request_log
 
 
 @asynccontextmanager
 async def _running(
     services: Services, catalog_view: GatewayCatalogView, limit_sync: LimitSync
 ) -> AsyncGenerator[None, None]:
-    await asyncio.to_thread(services.catalog.refresh)
-    tasks = [asyncio.create_task(each) for each in (catalog_view.follow(), limit_sync.run())]
+    await catalog_view.start()
+    work = (catalog_view.follow(), catalog_view.keep(), limit_sync.run())
+    tasks = [asyncio.create_task(each) for each in work]
     try:
         yield
     finally:

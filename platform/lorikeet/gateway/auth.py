@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from lorikeet.catalog.records import Scope, TenantRecord
 from lorikeet.catalog.state import CatalogState
-from lorikeet.errors import Unavailable
+from lorikeet.errors import InvalidKey, Unavailable
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import Services
 from lorikeet.tenancy import Principal, authenticate
@@ -41,7 +41,10 @@ class Caller(NamedTuple):
 
 
 class RequestAuthenticator:
-    """Answers from the catalog view, and refreshes it once before refusing."""
+    """Answers from the catalog view, and refreshes it once before refusing.
+
+    Its questions are CatalogState's (catalog/state.py): a key, a tenant, an adapter's version.
+    """
 
     def __init__(self, services: Services, catalog_view: GatewayCatalogView) -> None:
         self._base_models = services.base_models
@@ -87,7 +90,7 @@ class RequestAuthenticator:
         return found
 
     async def _authenticate(self, request: Request, scope: Scope) -> Principal:
-        authorization = request.headers.get("authorization")
+        authorization = _authorization(request, scope)
         reading = request.method in ("GET", "HEAD")
 
         def check(state: CatalogState) -> Principal:
@@ -96,6 +99,22 @@ class RequestAuthenticator:
         if authorization is None:
             return await self._catalog_view.ask(check)  # no other view has a key for it
         return await self._catalog_view.find(check)
+
+
+def _authorization(request: Request, scope: Scope) -> str | None:
+    """Return a request's Authorization header, or on tenants' routes the like of its x-api-key.
+
+    Raises InvalidKey where the two name different keys.
+    """
+    authorization = request.headers.get("authorization")
+    api_key = request.headers.get("x-api-key") if scope is Scope.INFER else None
+    if not api_key:
+        return authorization
+    if authorization is None:
+        return f"Bearer {api_key}"
+    if authorization.partition(" ")[2].strip() != api_key.strip():
+        raise InvalidKey("`Authorization` and `x-api-key` name different keys: send one of the two")
+    return authorization
 
 
 async def actor_of(request: Request) -> str:

@@ -1,5 +1,7 @@
-"""Request bodies: read within a size, and into a schema."""
+"""Request bodies: read within a size and a time, and into a schema."""
 
+import asyncio
+import re
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -8,9 +10,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
-from lorikeet.errors import InvalidInput, RequestTooLarge, UnsupportedParameter
+from lorikeet.errors import InvalidInput, RequestTimeout, RequestTooLarge, UnsupportedParameter
 
 MAX_JSON_BYTES = 8 * 2**20
+BODY_S = 10.0
+"""A JSON body has so long to come, and a second more for each LEAST_BYTES_PER_S that have."""
+LEAST_BYTES_PER_S = 64 * 2**10
+MAX_VALUES = 2**16
+"""Most values and keys of a JSON body, about: 8 MiB of [] would hold up a gateway for 3 s."""
+# also one that does not end, or each quote in it would be tried as a beginning
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _NAMES_QUOTED = 5
 _NAME_LENGTH = 64
 
@@ -25,7 +34,8 @@ class Body(BaseModel):
     """A JSON object: null means absent, unknown fields are refused, types are not converted.
 
     nulls: fields of which null has a meaning. no_ops: unknown fields' values that mean absent too.
-    hints: what to do about unknown fields.
+    dropped: unknown fields that mean nothing, whatever their value. hints: what to do about
+    unknown fields. max_values: as MAX_VALUES.
     """
 
     model_config = ConfigDict(
@@ -36,7 +46,9 @@ class Body(BaseModel):
     )
     nulls: ClassVar[Collection[str]] = ()
     no_ops: ClassVar[NoOps] = {}
+    dropped: ClassVar[Collection[str]] = ()
     hints: ClassVar[Mapping[str, str]] = {}
+    max_values: ClassVar[int] = MAX_VALUES
 
     @model_validator(mode="before")
     @classmethod
@@ -47,6 +59,7 @@ class Body(BaseModel):
             name: value
             for name, value in data.items()
             if (value is not None or name in cls.nulls)
+            and name not in cls.dropped
             and not _among(value, cls.no_ops.get(name, ()))
         }
         fields = {field.alias or name for name, field in cls.model_fields.items()}
@@ -62,9 +75,18 @@ B = TypeVar("B", bound=Body)
 
 async def read_json(request: Request, schema: type[B]) -> B:
     """Parse the body; an empty one is {}. Raises InvalidInput or one of its kinds."""
-    parts = [part async for part in limited(request, MAX_JSON_BYTES)]
+    return parse_json(await _read_in_time(request) or b"{}", schema)
+
+
+def parse_json(body: bytes, schema: type[B]) -> B:
+    """Parse a body. Raises InvalidInput or one of its kinds.
+
+    Parsing keeps the interpreter to itself, in a thread too, so what is parsed has to be bounded.
+    """
+    if _marks(body) > schema.max_values:
+        ValueBudget(schema.max_values).spend(body)
     try:
-        return schema.model_validate_json(b"".join(parts) or b"{}")
+        return schema.model_validate_json(body, context=ValueBudget(schema.max_values))
     except ValidationError as error:
         raise describe(error.errors(include_url=False, include_input=False)) from None
 
@@ -90,6 +112,45 @@ async def limited(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
         if received > max_bytes:
             raise too_large
         yield part
+
+
+async def _read_in_time(request: Request) -> bytes:
+    """Return a JSON body. Raises RequestTooLarge, and RequestTimeout where it does not come."""
+    parts, received = list[bytes](), 0
+    due_s = asyncio.get_running_loop().time() + BODY_S
+    try:
+        async with asyncio.timeout_at(due_s) as limit:
+            async for part in limited(request, MAX_JSON_BYTES):
+                parts.append(part)
+                received += len(part)
+                limit.reschedule(due_s + received / LEAST_BYTES_PER_S)
+    except TimeoutError:
+        raise RequestTimeout(
+            f"of the body {received} bytes have come in time: send all of it within {BODY_S:g} s, "
+            f"or at {LEAST_BYTES_PER_S // 2**10} KiB a second"
+        ) from None
+    return b"".join(parts)
+
+
+class ValueBudget:
+    """How many values JSON texts may have together; a key counts as one, about."""
+
+    def __init__(self, max_values: int) -> None:
+        self._max_values = self._left = max_values
+
+    def spend(self, text: bytes) -> None:
+        """Count a text's values. Raises RequestTooLarge when there are too many."""
+        # commas in strings do not count; twice as many strings as values would be too many
+        self._left -= _marks(_STRING.sub(b"", text, count=2 * self._left + 1))
+        if self._left < 0:
+            raise RequestTooLarge(
+                f"the body has more than {self._max_values} JSON values and keys, the limit here"
+            )
+
+
+def _marks(text: bytes) -> int:
+    """Count what comes before or between values."""
+    return sum(map(text.count, (b",", b"[", b"{", b":")))
 
 
 def describe(problems: Sequence[Any]) -> InvalidInput:

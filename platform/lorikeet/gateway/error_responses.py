@@ -1,81 +1,152 @@
 """Errors as HTTP responses."""
 
+from collections.abc import Mapping
+
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
-from lorikeet.errors import (
-    InsufficientQuota,
-    LorikeetError,
-    RateLimited,
+from lorikeet.dialects import (
+    Dialect,
+    anthropic_error_body,
+    dialect_of_path,
     error_body,
-    status_of,
+    error_status,
 )
+from lorikeet.errors import InsufficientQuota, LorikeetError, RateLimited, status_of
 from lorikeet.gateway.body import describe
-from lorikeet.protocol.messages import Refusal
+from lorikeet.protocol.messages import Endpoint, Refusal
 from lorikeet.retry_after import whole_seconds
+from lorikeet.tenancy import limit_headers
 
 OK = 200
 CREATED = 201
 
 _INTERNAL = "the service failed, not this request: send it again, or give your admin x-request-id"
 
+_CHAT = ": ask /v1/chat/completions (most clients have a setting for it)"
+_ONE_BY_ONE = ": messages are sent one by one, to /v1/messages"
+_TEXT = ": this service generates text alone, at /v1/chat/completions and /v1/completions"
+_ENDPOINTS = {
+    **dict.fromkeys(("chat", "completions", "models"), ""),
+    "responses": ": responses are not stored here, an answer holds all there is of one",
+    "conversations": _CHAT,
+    "messages": _ONE_BY_ONE,
+    **dict.fromkeys(("embeddings", "rerank", "score", "moderations", "audio", "images"), _TEXT),
+    **dict.fromkeys(("files", "batches", "uploads", "fine_tuning", "assistants", "threads"), _TEXT),
+}
+"""What a 404 says of endpoints that clients know, by the part of the path after /v1."""
+
+
+_PARAMS = {
+    Endpoint.RESPONSES: {
+        "messages": "input",
+        "prompt": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "logprobs": "top_logprobs",
+    },
+    Endpoint.MESSAGES: {
+        "prompt": "messages",
+        "continue_final_message": "messages",
+        "response_format": "output_config.format",
+    },
+}
+"""What endpoints call fields of a chat, by which replicas and engines name them."""
+
 
 class Refused(LorikeetError):
-    """A replica's Refusal, raised."""
+    """A replica's Refusal, raised; its param in the words of the endpoint that was asked."""
 
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.message, param=refusal.param, retry_after_s=refusal.retry_after_s)
+    def __init__(self, refusal: Refusal, endpoint: Endpoint | None = None) -> None:
+        param = refusal.param
+        if endpoint is not None and param is not None:
+            param = _PARAMS.get(endpoint, {}).get(param, param)
+        super().__init__(refusal.message, param=param, retry_after_s=refusal.retry_after_s)
         self.code = refusal.code
 
 
+def dialect_of(scope: Scope) -> Dialect:
+    """Return whose API a request speaks, by its path or by the header that says a version of it."""
+    if any(name == b"anthropic-version" for name, _ in scope["headers"]):
+        return Dialect.ANTHROPIC
+    return dialect_of_path(scope["path"].removeprefix(scope.get("root_path", "")))
+
+
 def add_error_handlers(app: FastAPI) -> None:
-    """Respond to every error in OpenAI's shape."""
+    """Respond to every error in the shape of the API that its request speaks."""
     app.add_exception_handler(LorikeetError, _on_lorikeet_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_error)
 
 
-def error_response(error: LorikeetError) -> Response:
+def error_response(error: LorikeetError, scope: Scope) -> Response:
     """Return a LorikeetError as a response, with Retry-After where a retry makes sense."""
     status = status_of(error.code)
-    headers = {}
+    headers = dict[str, str]()
     if status in (429, 503):
         headers["retry-after"] = str(whole_seconds(error.retry_after_s))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
+    if status == 408:
+        headers["connection"] = "close"  # what still comes would be of no use
     if isinstance(error, RateLimited):
-        for limit in error.limits:
-            headers |= limit.headers()
+        headers |= limit_headers(error.limits)
     if isinstance(error, InsufficientQuota):
         headers["x-should-retry"] = "false"  # OpenAI's clients heed it
-    return JSONResponse(error_body(error.code, error.message, error.param), status, headers)
+    return _response(scope, error.code, error.message, error.param, headers=headers)
 
 
-def internal_error_response() -> Response:
+def internal_error_response(scope: Scope) -> Response:
     """Return the response to an unexpected exception; it says nothing of the exception."""
-    return JSONResponse(error_body(LorikeetError.code, _INTERNAL), 500)
+    return _response(scope, LorikeetError.code, _INTERNAL)
 
 
-async def _on_lorikeet_error(_: Request, error: Exception) -> Response:
+async def _on_lorikeet_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, LorikeetError)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
-async def _on_validation_error(_: Request, error: Exception) -> Response:
+async def _on_validation_error(request: Request, error: Exception) -> Response:
     """Respond to FastAPI's own checks of paths and queries; `loc` begins with which it was."""
     assert isinstance(error, RequestValidationError)
-    return error_response(describe([{**p, "loc": p["loc"][1:]} for p in error.errors()]))
+    problem = describe([{**p, "loc": p["loc"][1:]} for p in error.errors()])
+    return error_response(problem, request.scope)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    code, message = LorikeetError.code, _INTERNAL
     if error.status_code == 404:
-        body = error_body("not_found", f"there is no {request.url.path} here")
+        path = request.url.path
+        code, message = "not_found", f"there is no {path} here{_instead_of(path)}"
     elif error.status_code == 405:
-        body = error_body("method_not_allowed", f"{request.method} does not work here")
+        code, message = "method_not_allowed", f"{request.method} does not work here"
+    return _response(request.scope, code, message, headers=error.headers)
+
+
+def _response(
+    scope: Scope,
+    code: str,
+    message: str,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    dialect = dialect_of(scope)
+    if dialect is Dialect.ANTHROPIC:
+        body = anthropic_error_body(code, message, scope.get("state", {}).get("request_id"))
     else:
-        body = error_body(LorikeetError.code, _INTERNAL)
-    return JSONResponse(body, error.status_code, error.headers)
+        body = error_body(code, message, param)
+    return JSONResponse(body, error_status(code, dialect), headers)
+
+
+def _instead_of(path: str) -> str:
+    """Say what to ask instead of a path that OpenAI's clients know, and this service does not."""
+    first, _, rest = path.lstrip("/").partition("/")
+    if first != "v1":
+        return f": base_url must end in /v1, for /v1{path}" if first in _ENDPOINTS else ""
+    endpoint, _, _ = rest.partition("/")
+    return ": base_url has /v1 twice" if endpoint == "v1" else _ENDPOINTS.get(endpoint, "")

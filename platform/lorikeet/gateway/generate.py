@@ -1,28 +1,41 @@
-"""POST /v1/chat/completions and /v1/completions: a request's walk through its gateway."""
+"""What generates (/v1/chat/completions and its like): a request's walk through its gateway."""
 
 import re
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 from starlette.requests import Request
 from starlette.routing import Route
 
+from lorikeet.dialects import MESSAGES
 from lorikeet.errors import InvalidInput
-from lorikeet.gateway.apis.openai_requests import ChatRequest, CompletionRequest, GenerateRequest
+from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
+from lorikeet.gateway.apis.messages_request import CountTokensRequest, MessagesRequest
+from lorikeet.gateway.apis.openai_requests import ChatRequest, CompletionRequest
+from lorikeet.gateway.apis.responses_request import ResponsesRequest
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.body import read_json
 from lorikeet.gateway.middleware import request_id_of
-from lorikeet.gateway.rate_limit_observer import RateLimitObserver
-from lorikeet.gateway.replica_response import ReplicaResponse
+from lorikeet.gateway.replica_response import (
+    EVENT_END,
+    Headers,
+    ReplicaResponse,
+    RequestObserver,
+)
 from lorikeet.gateway.services import Services
+from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, StreamItem
+from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import RequestLog
-from lorikeet.request_log.trace import RequestTrace
-from lorikeet.tenancy import RateLimiter
+from lorikeet.tenancy import RateLimiter, RateLimitHold, limit_headers
 from lorikeet_engine.request import SchedulingParams
 
-SCHEMAS: Mapping[str, type[GenerateRequest]] = {
+SCHEMAS: Mapping[str, type[ApiRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    MESSAGES: MessagesRequest,
+    f"{MESSAGES}/count_tokens": CountTokensRequest,
 }
 """The request schema of each path; every one of them becomes a Call."""
 
@@ -32,6 +45,8 @@ the body's `user` does; a request without either may get either version."""
 LOAD_HEADER = "x-lorikeet-max-adapter-wait-ms"
 """How long the caller waits for an adapter that has to be loaded."""
 _LONGEST_LOAD_MS = 3_600_000
+_TYPICAL_ANSWER_TOKENS = 256
+"""Tokens reserved for a choice that may fill the context."""
 
 
 def generate_routes(
@@ -59,7 +74,7 @@ class GenerateEndpoint:
 
     def __init__(
         self,
-        schema: type[GenerateRequest],
+        schema: type[ApiRequest],
         services: Services,
         authenticator: RequestAuthenticator,
         rate_limiter: RateLimiter,
@@ -83,21 +98,38 @@ class GenerateEndpoint:
             return await self._begin_call(request, trace)
 
     async def _begin_call(self, request: Request, trace: RequestTrace) -> ReplicaResponse:
+        """Return the response that calls a replica; each line below may refuse the request.
+
+        The key and the model are looked up in the catalog's state in memory (catalog/state.py), the
+        limits checked by tenancy/rate_limiter.py. `stream_answer` is serving/engine_client.py's:
+        nothing is sent to a replica before ReplicaResponse iterates over it.
+        """
         caller = await self._authenticator.caller(request)
         trace.set_caller(caller.tenant.name, caller.key.key_id)
         hold = self._rate_limiter.check(caller.tenant, caller.key)
+        with ExitStack() as refused:
+            refused.callback(hold.release)
+            response = await self._respond(request, trace, caller, hold)
+            refused.pop_all()  # from here on the response's observer releases it
+            return response
+
+    async def _respond(
+        self, request: Request, trace: RequestTrace, caller: Caller, hold: RateLimitHold
+    ) -> ReplicaResponse:
         scheduling = self._scheduling(request, caller)  # first: a bad header costs no parse
         body = await read_json(request, self._schema)
+        hold.body_is_here()
         trace.set_model(body.model)
         request_id = request_id_of(request)
-        session = request.headers.get(SESSION_HEADER) or body.user or request_id
+        session = request.headers.get(SESSION_HEADER) or body.session() or request_id
         model = await self._authenticator.resolve(body.model, caller.tenant.name, session)
-        call = body.to_call(request_id, int(time.time()), caller, scheduling, model)
+        context = CallContext(request_id, int(time.time()), caller, scheduling, model)
+        call = body.to_call(context)
         trace.set_call(call, model.base_model)
         return ReplicaResponse(
             call,
-            self._services.engines.generate(model.base_model, call),
-            [trace, RateLimitObserver(hold, call, model.base_model)],
+            self._services.engines.stream_answer(model.base_model, call),
+            [trace, _limits_of(hold, call, model.base_model)],
             self._services.first_item_timeout_s,
         )
 
@@ -110,6 +142,89 @@ class GenerateEndpoint:
         )
 
 
+class RateLimitObserver(RequestObserver):
+    """Holds a call to its limits (RateLimitHold): reserves tokens, and settles what it took.
+
+    A complete answer's FinalUsage says what it took. A call that failed before its first bytes took
+    nothing. Of any other, whose client left or whose replica was lost in mid stream, that is not
+    known: what was reserved counts, or, if that is more, its prompt and the events that passed.
+    An event has at least a token of one choice.
+    """
+
+    def __init__(self, hold: RateLimitHold, call: Call, base_model: str) -> None:
+        self._hold = hold
+        self._base_model = base_model
+        self._reserved = _expected_tokens(call)
+        self._passed = call.work.prompt_tokens
+        self._answered = self._settled = False
+
+    def __enter__(self) -> None:
+        """Reserve tokens. Raises RateLimited, Overloaded; then the call is over."""
+        try:
+            self._hold.reserve(self._reserved, self._base_model)
+        except BaseException:
+            self._hold.release()
+            raise
+
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
+        """Give back the place, and tokens that were not taken."""
+        if isinstance(error, Exception) and not self._answered:
+            self._hold.settle(0)
+        elif not self._settled:
+            self._hold.settle(max(self._reserved, self._passed))
+        self._hold.release()
+
+    def on_item(self, item: StreamItem) -> None:
+        """Count a stream's events, note the first token, and settle the final usage."""
+        match item:
+            case bytes():
+                self._passed += item.count(EVENT_END)
+            case AnswerHeader() if not item.is_first:
+                self._hold.first_token()
+            case FinalUsage():
+                self._settled = True
+                self._hold.settle(item.prompt_tokens + item.completion_tokens)
+
+    def on_first_bytes(self) -> Headers:
+        """Return the limits' status as headers."""
+        self._answered = True
+        self._hold.first_token()
+        return _limit_headers(self._hold)
+
+
+class CountObserver(RequestObserver):
+    """Holds a call that counts tokens to its limits: it is a request, but takes and awaits none."""
+
+    def __init__(self, hold: RateLimitHold) -> None:
+        self._hold = hold
+
+    def __enter__(self) -> None:
+        """Let it begin."""
+
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
+        """Give back the place."""
+        self._hold.release()
+
+    def on_item(self, item: StreamItem) -> None:
+        """Note nothing."""
+
+    def on_first_bytes(self) -> Headers:
+        """Return the limits' status as headers."""
+        return _limit_headers(self._hold)
+
+
+def _limits_of(hold: RateLimitHold, call: Call, base_model: str) -> RequestObserver:
+    """Return what holds a call to its limits."""
+    if call.endpoint is Endpoint.COUNT_TOKENS:
+        return CountObserver(hold)
+    return RateLimitObserver(hold, call, base_model)
+
+
+def _limit_headers(hold: RateLimitHold) -> Headers:
+    headers = limit_headers(hold.limit_statuses())
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
+
+
 def _max_load_s(header: str | None) -> float | None:
     """Parse LOAD_HEADER. Raises InvalidInput."""
     if header is None:
@@ -120,3 +235,11 @@ def _max_load_s(header: str | None) -> float | None:
             param=LOAD_HEADER,
         )
     return int(header) / 1000
+
+
+def _expected_tokens(call: Call) -> int:
+    """Return the tokens that a call takes at most, or about, if it sets no limit."""
+    answer = _TYPICAL_ANSWER_TOKENS if call.max_tokens is None else call.max_tokens
+    if call.max_context is not None:
+        answer = min(answer, call.max_context)
+    return call.work.prompt_tokens + call.work.sequences * answer

@@ -6,7 +6,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lorikeet.gateway.error_responses import internal_error_response
+from lorikeet.dialects import Dialect
+from lorikeet.gateway.error_responses import dialect_of, internal_error_response
 from lorikeet.logs import log_unexpected
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -33,7 +34,10 @@ class RequestMiddleware:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID_HEADER] = request_id
+                if dialect_of(scope) is Dialect.ANTHROPIC:
+                    headers["request-id"] = request_id
             await send(message)
 
         try:
@@ -44,7 +48,7 @@ class RequestMiddleware:
             log_unexpected("request_failed", request_id, error)
             if started:
                 raise
-            await internal_error_response()(scope, receive, send_with_id)
+            await internal_error_response(scope)(scope, receive, send_with_id)
 
 
 def request_id_of(request: Request) -> str:

@@ -1,7 +1,6 @@
 """The response to a generate request: a replica's bytes, passed on as they come."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import AbstractContextManager, ExitStack, aclosing
 from typing import Any, Protocol
@@ -9,7 +8,8 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable, error_body
+from lorikeet.answer_stream.answer_format import failed_event
+from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
 from lorikeet.gateway.error_responses import OK, Refused
 from lorikeet.logs import log_unexpected
 from lorikeet.protocol.messages import AnswerHeader, Call, Refusal, StreamItem
@@ -17,6 +17,7 @@ from lorikeet.protocol.messages import AnswerHeader, Call, Refusal, StreamItem
 Headers = Sequence[tuple[bytes, bytes]]
 Items = AsyncGenerator[StreamItem, None]
 
+EVENT_END = b"\n\n"
 _SILENT = "the replica ended without an answer: send the request again"
 
 
@@ -28,7 +29,7 @@ class RequestObserver(AbstractContextManager[Any], Protocol):
     """
 
     def on_item(self, item: StreamItem) -> None:
-        """Take an item that is not bytes, as it comes; a Refusal may come in mid stream."""
+        """Take an item as it comes; a Refusal may come in mid stream."""
         ...
 
     def on_first_bytes(self) -> Headers:
@@ -101,25 +102,25 @@ class ReplicaResponse(Response):
 
     async def _chunks(self, first: bytes, items: Items) -> AsyncGenerator[bytes, None]:
         yield first
+        events = first.count(EVENT_END)
         try:
             async for item in items:
                 if chunk := self._bytes(item):
                     yield chunk
+                    events += chunk.count(EVENT_END)
         except LorikeetError as error:
-            yield failed_event(error.code, error.message, error.param)
+            yield failed_event(self._call, events, error.code, error.message, error.param)
         except Exception as error:
             log_unexpected("stream_failed", self._call.request_id, error)
-            yield failed_event(GenerationFailed.code, _SILENT)
+            yield failed_event(self._call, events, GenerationFailed.code, _SILENT)
 
     def _bytes(self, item: StreamItem) -> bytes:
         """The client's part of an item, which may be none. Raises Refused."""
-        if isinstance(item, bytes):
-            return item
         for observer in self._observers:
             observer.on_item(item)
         if isinstance(item, Refusal):
-            raise Refused(item)
-        return b""
+            raise Refused(item, self._call.endpoint)
+        return item if isinstance(item, bytes) else b""
 
     def _start(
         self, header: AnswerHeader, content_type: bytes, length: int | None = None
@@ -132,12 +133,6 @@ class ReplicaResponse(Response):
         for observer in self._observers:
             headers += observer.on_first_bytes()
         return {"type": "http.response.start", "status": OK, "headers": headers}
-
-
-def failed_event(code: str, message: str, param: str | None = None) -> bytes:
-    """The event that ends a stream which failed after its first byte; no [DONE] follows."""
-    body = json.dumps(error_body(code, message, param), separators=(",", ":"))
-    return b"data: " + body.encode("ascii") + b"\n\n"
 
 
 async def _while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
@@ -160,7 +155,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def _headers(header: AnswerHeader) -> Headers:
-    """Which weights answer, where they were, and how long they took to come."""
+    """Which weights answer, where they were, how long they took to come, and what had no effect."""
     headers = [(b"x-lorikeet-replica", header.replica.encode())]
     if header.digest is not None:
         headers.append((b"x-lorikeet-adapter-digest", header.digest.encode()))
@@ -168,6 +163,8 @@ def _headers(header: AnswerHeader) -> Headers:
         headers.append((b"x-lorikeet-residency", str(header.residency).encode()))
     if header.digest is not None and header.load_s is not None:
         headers.append((b"x-lorikeet-adapter-load-ms", b"%d" % round(1000 * header.load_s)))
+    if header.ignored:
+        headers.append((b"x-lorikeet-ignored", ", ".join(header.ignored).encode()))
     return headers
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.uploads import PART_BYTES
 from lorikeet.errors import InvalidSetting
 from lorikeet.metrics.gateway import GatewayMetrics
@@ -28,9 +29,9 @@ if TYPE_CHECKING:  # its libraries are wanted only where traces are
 
 
 class EngineClient(Protocol):
-    """The way to the replicas."""
+    """What a gateway asks of replicas; ServeEngineClient (serving/) does it over Ray Serve."""
 
-    def generate(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
+    def stream_answer(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
         """Stream a replica's answer: an AnswerHeader, then bytes, or a Refusal before the first.
 
         Closing or cancelling the stream frees at once what the request holds. Raises LorikeetError.
@@ -46,6 +47,10 @@ class EngineClient(Protocol):
 
         tier: adapters there or nearer are listed; those in the GPU's arena always are.
         """
+        ...
+
+    def ready(self) -> bool:
+        """Whether any replica of any base model has started, as far as Serve has said."""
         ...
 
 
@@ -76,7 +81,8 @@ class Services:
     how long a request may wait for its turn on a replica; None: as long as it takes. max_running:
     this gateway's part of the requests that the replicas of each base model run at once. traces:
     where traces of ended requests go, if anywhere. metrics: this gateway's. metrics_pages: asks
-    each replica and the controller for its part of the metrics page.
+    each replica and the controller for its part of the metrics page. kept_view: the file of the
+    catalog's last view, for starts while the store is away.
     """
 
     catalog: AdapterCatalog
@@ -98,6 +104,7 @@ class Services:
     traces: "TraceExporter | None" = None
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     metrics_pages: Callable[[], Awaitable[Sequence[bytes]]] = no_pages
+    kept_view: KeptView | None = None
 
 
 def read_base_models(folders: Mapping[str, Path]) -> dict[str, ServedModel]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from lorikeet.metrics.families import gauge
+from lorikeet.metrics.metric_builders import gauge
 from lorikeet.placement.pin_placement import Cause
 from lorikeet.placement.pin_status import PinState, PinStatus
 

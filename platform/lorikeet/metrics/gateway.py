@@ -1,12 +1,13 @@
 """A gateway's metrics: requests and their times, tenants, the busiest adapters."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 
+from lorikeet.metrics.metric_builders import residency_label
 from lorikeet.metrics.named_counters import BusiestNameCounters, NamedCounter
+from lorikeet.request_log.record import RequestRecord
 
 OUTCOMES = ("finished", "refused", "failed", "cancelled")
 
@@ -17,29 +18,6 @@ _TENANTS_OF_ALL = 2_000
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _QUEUE_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestSummary:
-    """What metrics count of a request that is over.
-
-    tenant, base_model: "" if never known. adapter: tenant/name. residency: where its
-    adapter was, as families.residency_label says, None if no replica took it. code: of the error
-    that ended it. first_token_s, queue_s, total_s: None if not measured. retries: replicas
-    that lost it. tokens: as named_counters.TOKENS says, of a finished one.
-    """
-
-    outcome: str
-    tenant: str
-    base_model: str
-    adapter: str | None = None
-    residency: str | None = None
-    code: str | None = None
-    first_token_s: float | None = None
-    queue_s: float | None = None
-    total_s: float | None = None
-    retries: int = 0
-    tokens: tuple[int, int, int] | None = None
 
 
 class GatewayMetrics:
@@ -90,20 +68,23 @@ class GatewayMetrics:
         """Add a gauge; value: called when it is read, on any thread."""
         Gauge(name, documentation, registry=self._registry).set_function(value)
 
-    def count(self, request: RequestSummary) -> None:
-        """Count a request that is over."""
-        model = request.base_model
-        self._requests.labels(model, request.outcome).inc()
+    def count(self, request: RequestRecord) -> None:
+        """Count a request that is over; the request log calls it."""
+        model, outcome, usage = request.base_model or "", request.outcome, request.usage
+        self._requests.labels(model, outcome).inc()
         if request.code is not None:
             self._errors.labels(model, request.code).inc()
         if request.retries:
             self._retries.labels(model).inc(request.retries)
-        if request.residency is not None:
-            self._observe_times(request, model, request.residency)
+        if request.replica is not None:
+            self._observe_times(request, model, residency_label(request.residency))
+        tokens = None
+        if usage is not None:
+            tokens = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
         if request.tenant:
-            self._tenants.count(request.tenant, request.tokens, request.outcome)
-        if request.adapter is not None:
-            self._adapters.count(request.adapter, request.tokens)
+            self._tenants.count(request.tenant, tokens, outcome)
+        if (adapter := request.adapter) is not None:
+            self._adapters.count(f"{adapter.tenant}/{adapter.name}", tokens)
 
     def collect(self) -> Iterable[Metric]:
         """All metrics as they are now."""
@@ -116,13 +97,14 @@ class GatewayMetrics:
         labels = ["base_model", "residency"]
         return Histogram(name, documentation, labels, buckets=bounds, registry=self._registry)
 
-    def _observe_times(self, request: RequestSummary, model: str, residency: str) -> None:
-        if request.first_token_s is not None:
-            self._first_token.labels(model, residency).observe(request.first_token_s)
-        if request.queue_s is not None:
-            self._queue.labels(model, residency).observe(request.queue_s)
-        if request.total_s is not None:
-            self._total.labels(model, residency).observe(request.total_s)
+    def _observe_times(self, request: RequestRecord, model: str, residency: str) -> None:
+        if (first_token_s := request.first_token_s) is not None:
+            self._first_token.labels(model, residency).observe(first_token_s)
+        if (slowest := request.slowest) is not None:
+            queue_s = max(0.0, slowest.queued_s - slowest.load_s)
+            self._queue.labels(model, residency).observe(queue_s)
+        if request.usage is not None and request.code is None:
+            self._total.labels(model, residency).observe(request.until_s)
 
 
 def _tenants(most: int) -> BusiestNameCounters:

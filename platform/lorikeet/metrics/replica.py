@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from lorikeet.metrics.families import counter, gauge, histogram, residency_label
+from lorikeet.metrics.metric_builders import counter, gauge, histogram, residency_label
 from lorikeet_engine.telemetry.status import EngineStatus
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from lorikeet.catalog.records import PinKey
 from lorikeet.placement.pin_placement import PlacementPlan, Shortfall, image_sizes, place_pins
 from lorikeet.placement.pin_status import AdapterTiers
-from lorikeet.placement.resolved_pins import ResolvedPins
+from lorikeet.placement.pinned_versions import ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import AdapterRef, Residency
 

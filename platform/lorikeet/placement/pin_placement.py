@@ -11,7 +11,7 @@ from enum import Enum
 
 from lorikeet.catalog.records import PinKey, PinRecord
 from lorikeet.catalog.rules.pin_budget import PinnedVersion
-from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
+from lorikeet.placement.pinned_versions import ResolvedPin, ResolvedPins
 from lorikeet.protocol.placement_decision import PinTarget
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.rendezvous import preferred

@@ -8,7 +8,7 @@ from enum import Enum
 from lorikeet.catalog.records import PinKey, PinRecord
 from lorikeet.catalog.rules.pin_budget import PinnedVersion, charged_bytes
 from lorikeet.placement.pin_placement import PlacementPlan, Shortfall, place_pins
-from lorikeet.placement.resolved_pins import ResolvedPin, ResolvedPins
+from lorikeet.placement.pinned_versions import ResolvedPin, ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
 

@@ -12,17 +12,37 @@ from lorikeet_engine.request import EngineTimings, SamplingParams, SchedulingPar
 
 
 class Endpoint(Enum):
-    """Which OpenAI endpoint was called; it decides the form of the answer."""
+    """Which endpoint was called; it decides the form of the answer.
+
+    COUNT_TOKENS asks no engine: its answer is the number of the prompt's tokens.
+    """
 
     CHAT = "chat.completions"
     COMPLETIONS = "completions"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    COUNT_TOKENS = "messages/count_tokens"
+
+
+class FormatKind(Enum):
+    """The language of a Format's text."""
+
+    JSON_SCHEMA = "JSON schema"
+    REGEX = "regular expression"
+    CHOICES = "list of choices"
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What an answer must be: JSON that this JSON schema (its text) allows; {} is any object."""
+    """What an answer must be.
 
-    schema: str
+    text: a JSON schema ({} is any object), a regular expression that matches all of the answer, or
+    a JSON list of strings of which it is one. param: the field of the request that asks for it.
+    """
+
+    text: str
+    kind: FormatKind = FormatKind.JSON_SCHEMA
+    param: str = "response_format"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +51,14 @@ class ToolUse:
 
     tools: as the client wrote them, for the chat template. forced: names of those of which one
     must be called, or, with `parallel`, several may be; with none of them the model may also say
-    something. parallel: more than one call is welcome.
+    something. parallel: more than one call is welcome. functions: they were sent as OpenAI's
+    deprecated `functions`, whose answer has another form.
     """
 
     tools: tuple[Mapping[str, Any], ...]
     forced: tuple[str, ...] = ()
     parallel: bool = True
+    functions: bool = False
 
     @property
     def strict(self) -> bool:
@@ -48,14 +70,19 @@ class ToolUse:
 class Call:
     """One HTTP request, parsed: everything a replica needs to answer it.
 
-    model: as the client wrote it, echoed in the answer. Either `messages` (chat) or `prompts`
-    (completions: texts or token ids) is set. max_tokens None means as many as the context allows;
-    it, min_tokens and the grammar are left at their defaults in `sampling`: the replica adds them.
+    model: as the client wrote it, echoed in the answer. Either `messages` (chats of any API) or
+    `prompts` (completions: texts or token ids) is set. max_tokens None means as many as the context
+    allows, 0 that nothing is said; it, min_tokens and the grammar are left at their defaults in
+    `sampling`: the replica adds them.
     stop: strings that end a choice. created: Unix time, seconds. work: for the router, and to tell
     short prompts from long ones; what they take is an estimate. scheduling: for the engine.
     key_id: whose request it is. max_context: what a prompt and an answer to it may have together,
     beside the model's own limit. format, tools: None asks for neither. echo: each text
-    begins with its prompt.
+    begins with its prompt. template_args: further variables for the chat template, and
+    template_defaults those that nobody asked for. thinking_shown: what the model thinks is told.
+    generation_prompt: the template begins the assistant's message. continue_final: the answer goes
+    on with the last message. request_fields: JSON members that a response repeats of its request.
+    left_out: what was asked for and is not served, which the answer's header names.
     """
 
     request_id: str
@@ -76,6 +103,13 @@ class Call:
     format: Format | None = None
     tools: ToolUse | None = None
     echo: bool = False
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    template_defaults: Mapping[str, Any] = field(default_factory=dict)
+    thinking_shown: bool = True
+    generation_prompt: bool = True
+    continue_final: bool = False
+    request_fields: bytes = b""
+    left_out: tuple[str, ...] = ()
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     key_id: str = ""
     max_context: int | None = None
@@ -88,7 +122,8 @@ class AnswerHeader:
 
     The first is the answer's first item: the replica has taken the call, and status is its own as
     it did. The second comes with the first token, before the first bytes: load_s is how long the
-    adapter took to load, 0.0 if it was on the GPU. Only the first has no load_s.
+    adapter took to load, 0.0 if it was on the GPU. Only the first has no load_s. ignored: names of
+    template_args that the chat template does not read, and what the call leaves out.
     """
 
     replica: str
@@ -96,6 +131,7 @@ class AnswerHeader:
     residency: Residency | None
     status: StatusUpdate | None = None
     load_s: float | None = None
+    ignored: tuple[str, ...] = ()
 
     @property
     def is_first(self) -> bool:
@@ -109,23 +145,29 @@ class FinalUsage:
 
     It comes just before the last bytes: clients go away once they have those. Each prompt is
     counted once, the output of all choices is summed; cached_tokens are those of the prompts that
-    were found computed. timings: of each choice.
+    were found computed. timings: of each choice. reasoning_tokens: of the output, thought before
+    the answers.
     """
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     timings: tuple[EngineTimings, ...] = ()
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The request failed before its first byte; `code` is a LorikeetError's."""
+    """The request failed before its first byte; `code` is a LorikeetError's.
+
+    own_disk: the replica could not store the adapter, which another may.
+    """
 
     code: str
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+    own_disk: bool = False
 
 
 @dataclass(frozen=True, slots=True)

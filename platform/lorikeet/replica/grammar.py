@@ -5,8 +5,9 @@ was sampled under a grammar, since errors are logged.
 """
 
 import json
+import re
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from lorikeet.errors import InvalidInput
+from lorikeet.protocol.messages import Format, FormatKind
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.sampling.grammar import Matcher, TokenBitmask
 
@@ -31,43 +33,74 @@ LAYOUT: "JsonCompileOptions" = {
 }
 _STEP_FUEL = 50_000  # the worst mask takes 0.2 s of a step instead of 1 s; others need far less
 _THREADS = 4
+_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 _LONGEST_REASON = 300  # characters; some quote a whole expression
 
 
-def grammar_of(schema: str) -> str:
-    """Return the grammar of a JSON schema's text; {} allows any object.
+def grammar_of(schema: str, param: str = "response_format") -> str:
+    """Return the grammar of a JSON schema's text, which `param` holds; {} allows any object.
 
     The schema itself is not judged here: grammar_sandbox.py does. Raises InvalidInput.
     """
     if len(schema) > _MOST_BYTES:
-        raise _invalid(f"a schema of {len(schema)} characters: want at most {_MOST_BYTES}")
+        raise _too_long(schema, param)
     try:
         if json.loads(schema) == {}:
             schema = '{"type": "object"}'
         return LLMatcher.grammar_from_json_schema(schema, overrides=LAYOUT)
     except RecursionError as error:
-        raise _invalid("the schema is nested too deeply") from error
+        raise InvalidInput("the schema is nested too deeply", param=param) from error
     except ValueError as error:
-        raise _invalid(f"this is no JSON schema: {error}") from error
+        raise InvalidInput(f"this is no JSON schema: {error}", param=param) from error
 
 
-def _invalid(message: str) -> InvalidInput:
-    return InvalidInput(message, param="response_format")
+def format_grammar(answer: Format) -> str:
+    """Return the grammar of answers in a format, which is not judged here. Raises InvalidInput."""
+    if answer.kind is FormatKind.JSON_SCHEMA:
+        return grammar_of(answer.text, answer.param)
+    return f"start: {format_rule(answer)}"
+
+
+def format_rule(answer: Format) -> str:
+    """Return what a format allows, as a part of a Lark rule. Raises InvalidInput."""
+    if len(answer.text) > _MOST_BYTES:
+        raise _too_long(answer.text, answer.param)
+    match answer.kind:
+        case FormatKind.JSON_SCHEMA:
+            schema = json.loads(answer.text) or {"type": "object"}
+            return f"%json {json.dumps({**schema, 'x-guidance': LAYOUT})}"
+        case FormatKind.REGEX:
+            return f"/{_escape_slashes(answer.text)}/"
+        case FormatKind.CHOICES:
+            return " | ".join(json.dumps(choice) for choice in json.loads(answer.text))
+
+
+def _escape_slashes(regex: str) -> str:
+    """Escape what would end a regular expression in a rule: slashes and line ends."""
+    escaped = _SLASH.sub(lambda found: found[1] or "\\/", regex)
+    return escaped.replace("\n", "\\n")
+
+
+def _too_long(text: str, param: str) -> InvalidInput:
+    return InvalidInput(
+        f"{param} of {len(text)} characters: want at most {_MOST_BYTES}", param=param
+    )
 
 
 class ModelGrammars:
-    """The engine's Grammars over one base model's tokenizer, which is read when first needed.
+    """The engine's Grammars over one base model's tokenizer, which is read when first needed."""
 
-    cached: how many compiled grammars are kept; a copy takes microseconds.
-    """
-
-    def __init__(self, model: Path, cached: int = 64) -> None:
+    def __init__(self, model: Path) -> None:
         self._model = model
-        self._compiled = lru_cache(cached)(self._compile)
 
     def compile(self, text: str) -> "TextMatcher":
         """Return the matcher of a choice without tokens. Raises InvalidRequest."""
-        return TextMatcher(self._compiled(text).deep_copy())
+        limits = LLParserLimits(step_lexer_fuel=_STEP_FUEL, verbose_errors=False)
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
+        if matcher.is_error():
+            reason = matcher.get_error().split("\n<", 1)[0]
+            raise InvalidRequest(reason[:_LONGEST_REASON], param="grammar")
+        return TextMatcher(matcher)
 
     def fill_bitmasks(
         self, matchers: Sequence[Matcher], bitmasks: TokenBitmask
@@ -96,14 +129,6 @@ class ModelGrammars:
     @cached_property
     def _executor(self) -> LLExecutor:
         return LLExecutor(_THREADS)
-
-    def _compile(self, text: str) -> LLMatcher:
-        limits = LLParserLimits(step_lexer_fuel=_STEP_FUEL, verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
-        if matcher.is_error():
-            reason = matcher.get_error().split("\n<", 1)[0]
-            raise InvalidRequest(reason[:_LONGEST_REASON], param="grammar")
-        return matcher
 
 
 class TextMatcher:

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,53 +18,52 @@ from pathlib import Path
 import numpy as np
 
 from lorikeet.errors import InvalidInput
-from lorikeet.protocol.messages import Call
+from lorikeet.protocol.messages import Call, Format
 from lorikeet.replica.grammar import ModelGrammars
-from lorikeet_engine.errors import InvalidRequest
+from lorikeet_engine.errors import EngineOverloaded, InvalidRequest
+from lorikeet_engine.sampling.grammar_worker import GrammarWorker
 
 _CPU_S = 0.5
 _MEMORY_BYTES = 128 << 20
 _STACK_BYTES = 4 << 20  # half of what the engine's thread has
 _WALL_S = 15.0  # for a machine that has no time for it
-_CACHED = 256
 _TOO_COMPLEX = "it takes too much time or memory: make it smaller or less nested"
 
 
 class GrammarSandbox:
-    """Checks grammars of one base model, one after the other; its process starts with the first.
-
-    Lives on one event loop.
-    """
+    """Checks grammars of one base model, tenants in turn; its process starts with the first."""
 
     def __init__(self, model: Path) -> None:
         self._model = model
         self._process: subprocess.Popen[bytes] | None = None
-        # A thread of its own: encoders are for those whose prompts wait.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._problems: dict[str, str | None] = {}  # of each grammar, the last used last
+        self._trials = GrammarWorker(self._problem)
 
-    async def check(self, call: Call, grammar: str | None) -> None:
-        """Raise InvalidInput if no engine should see the grammar of a call."""
-        if grammar is None:
-            return
-        if grammar in self._problems:
-            problem = self._problems.pop(grammar)
-        else:
-            loop = asyncio.get_running_loop()
-            problem = await loop.run_in_executor(self._thread, self._problem, grammar)
-        self._problems[grammar] = problem
-        if len(self._problems) > _CACHED:
-            del self._problems[next(iter(self._problems))]
+    async def check(self, call: Call, grammar: str) -> None:
+        """Raise InvalidInput if no engine should see the grammar of a call.
+
+        Raises EngineOverloaded if too many grammars of its tenant wait to be tried, this one for
+        longer than the call may wait, or the machine has no time to try it.
+        """
+        max_queue_s = call.scheduling.max_queue_s
+        try:
+            async with asyncio.timeout(max_queue_s):
+                problem = await asyncio.wrap_future(self._trials.result(grammar, call.tenant))
+        except TimeoutError:
+            raise EngineOverloaded(
+                "this replica could not try the request's JSON schema within the "
+                f"{max_queue_s:g} s that it may wait: send it again, or use fewer schemas at once"
+            ) from None
         if problem is not None:
             of_tools = call.tools is not None and (call.tools.forced or call.format is None)
-            param = "tools" if of_tools else "response_format"
+            answer = Format("", param="tools") if of_tools else call.format or Format("")
             raise InvalidInput(
-                f"the JSON schema of {param} cannot be followed: {problem}", param=param
+                f"the {answer.kind.value} of {answer.param} cannot be followed: {problem}",
+                param=answer.param,
             )
 
     def close(self) -> None:
         """End the sandbox's process. Safe to call twice."""
-        self._thread.shutdown(cancel_futures=True)
+        self._trials.close()
         self._end()
 
     def _problem(self, grammar: str) -> str | None:
@@ -73,13 +71,19 @@ class GrammarSandbox:
             self._start()
         try:
             self._connection.send(grammar)
-            if self._connection.poll(_WALL_S):
-                problem: str | None = self._connection.recv()
-                return problem
-        except (EOFError, OSError):
-            pass
-        self._end()
-        return _TOO_COMPLEX
+            tried = self._connection.poll(_WALL_S)
+            problem: str | None = self._connection.recv() if tried else None
+        except (EOFError, OSError):  # it has died of the grammar
+            self._end()
+            return _TOO_COMPLEX
+        if not tried:
+            self._end()
+            raise EngineOverloaded(
+                f"this replica's machine found no {_CPU_S:g} s in {_WALL_S:g} s to try the "
+                "request's JSON schema: send it again",
+                retry_after_s=_WALL_S,
+            )
+        return problem
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
@@ -111,11 +115,14 @@ def main() -> None:
 
 def _serve(connection_fd: int, model: Path) -> None:
     connection = Connection(connection_fd)
-    grammars = ModelGrammars(model, cached=0)
+    grammars = ModelGrammars(model)
     _try(grammars, "start: /a/")  # reads the tokenizer
     if sys.platform == "linux":
         data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_DATA, (data + _MEMORY_BYTES, resource.RLIM_INFINITY))
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        most = data + _MEMORY_BYTES
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))  # raising the hard one is root's
     while True:
         try:
             grammar = connection.recv()

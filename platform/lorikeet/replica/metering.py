@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from lorikeet.answer_stream.billed_tokens import BilledTokens
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.protocol.messages import Call
-from lorikeet.usage.counts import UsageAccount, UsageCounts, UsageLedger
+from lorikeet.usage.ledger import UsageAccount, UsageCounts, UsageLedger
 from lorikeet.usage.writer import UsageWriter
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.errors import EngineError

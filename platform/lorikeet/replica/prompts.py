@@ -4,12 +4,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
-from lorikeet.answer_stream.tool_calls import ToolSyntax, syntax_of
-from lorikeet.answer_stream.vocabulary import Vocabulary
+from lorikeet.answer_stream.detokenizer import Vocabulary
+from lorikeet.answer_stream.reasoning import (
+    CLOSES,
+    THINK_TAGS,
+    Thinking,
+    thinking_behind,
+    thinking_within,
+)
+from lorikeet.answer_stream.tool_syntax import ToolSyntax, syntax_of
 from lorikeet.errors import (
     ContextLengthExceeded,
     InvalidInput,
@@ -17,9 +23,17 @@ from lorikeet.errors import (
     UnsupportedParameter,
 )
 from lorikeet.protocol.messages import Call, Endpoint, Format, ToolUse
-from lorikeet.replica.grammar import grammar_of
+from lorikeet.replica.grammar import format_grammar, format_rule
+from lorikeet.replica.thinking_grammar import behind_thinking
 from lorikeet.replica.tool_grammar import call_grammar, text_grammar
 
+MOST_LOGPROBS = 2**19
+"""In one body, which a replica and a gateway hold whole: 40 MB of short tokens."""
+_TEMPLATE_ERRORS = (
+    *(TemplateError, TypeError, ValueError),
+    *(ArithmeticError, AttributeError, LookupError, RecursionError),
+)
+_END_TOKENS = 32  # of a prompt, which hold two tags even if each letter is a token
 _HELLO = ({"role": "user", "content": "Hello"},)
 _ANY_TOOL = {
     "type": "function",
@@ -41,35 +55,64 @@ class PromptEncoder:
                 f"LORIKEET_BASE_MODELS: {model} has no tokenizer.json: save the model's fast "
                 "tokenizer there (AutoTokenizer.from_pretrained(…).save_pretrained(…))"
             )
-        # Not AutoTokenizer, which loads torch: tokenizer.json says all that is needed here.
+        # A second of imports, which gateways and controller do without; and AutoTokenizer would
+        # import torch as well: tokenizer.json says all that is needed here.
+        from transformers import PreTrainedTokenizerFast
+
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model))
         self.backend: Tokenizer = self._tokenizer.backend_tokenizer
         self.vocabulary = Vocabulary(self.backend)
         self.syntax = self._syntax()
+        templates = _templates(self._tokenizer.chat_template)
+        self._variables = _names_in(templates)
+        self._thinks = any(CLOSES in template for template in templates)
         longest_token = max(len(token.encode()) for token in self._tokenizer.get_vocab())
         self._max_context = max_context
         self._most_characters = max_context * longest_token
 
     def encode(self, call: Call) -> tuple[tuple[int, ...], ...]:
         """Return each prompt's token ids. Takes long for long prompts. Raises InvalidInput."""
-        if call.endpoint is Endpoint.CHAT:
+        if call.endpoint is not Endpoint.COMPLETIONS:
             if call.tools is not None:
                 self._check_tools(call.tools, call.format)
-            text = self._render(call.messages, call.tools.tools if call.tools else ())
+            text = self._render_call(call)
             return (self._tokens(text, "messages", add_special_tokens=False),)
         return tuple(
             prompt if isinstance(prompt, tuple) else self._tokens(prompt, "prompt")
             for prompt in call.prompts
         )
 
-    def grammar(self, call: Call) -> str | None:
+    def thinking(self, call: Call, prompts: Sequence[Sequence[int]]) -> Thinking:
+        """Return whether the model thinks before it answers a call. prompts: as encoded."""
+        if not self._thinks or call.endpoint is Endpoint.COMPLETIONS:
+            return Thinking.NEVER
+        if call.continue_final:
+            return thinking_within(call.messages[-1]["content"])
+        end = list(prompts[0][-_END_TOKENS:])
+        return thinking_behind(self.backend.decode(end, skip_special_tokens=False))
+
+    def grammar(self, call: Call, thinking: Thinking = Thinking.NEVER) -> str | None:
         """Return the grammar of an encoded call's answers; None if they are free."""
+        grammar = self._answer_grammar(call, thinking)
+        if grammar is None or thinking is Thinking.NEVER:
+            return grammar
+        return behind_thinking(grammar, thinking, self.vocabulary)
+
+    def _answer_grammar(self, call: Call, thinking: Thinking) -> str | None:
         if (use := call.tools) is not None:
             assert self.syntax is not None
             if use.forced or call.format is not None:
                 return call_grammar(use, self.syntax, self.vocabulary, call.format)
-            return text_grammar(use, self.syntax, self.vocabulary) if use.strict else None
-        return grammar_of(call.format.schema) if call.format is not None else None
+            apart = () if thinking is Thinking.NEVER else THINK_TAGS
+            return text_grammar(use, self.syntax, self.vocabulary, apart) if use.strict else None
+        if call.format is None or thinking is Thinking.NEVER:
+            return format_grammar(call.format) if call.format is not None else None
+        return f"start: {format_rule(call.format)}"
+
+    def ignored(self, call: Call) -> tuple[str, ...]:
+        """Return what has no effect: template_args that are not read, and what is left out."""
+        unread = (name for name in call.template_args if name not in self._variables)
+        return (*unread, *call.left_out)
 
     def encode_turn(self, text: str) -> tuple[int, ...]:
         """Return a user's first turn as token ids; without a chat template, those of the text."""
@@ -81,8 +124,9 @@ class PromptEncoder:
     def _tokens(self, text: str, param: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         if len(text) > self._most_characters:
             raise ContextLengthExceeded(
-                f"{param} has {len(text)} characters: no text longer than {self._most_characters} "
-                f"fits into the context of {self._max_context} tokens",
+                f"This model's maximum context length is {self._max_context} tokens. However, "
+                f"{param} has {len(text)} characters, and no text of more than "
+                f"{self._most_characters} fits: shorten it",
                 param=param,
             )
         return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -109,11 +153,32 @@ class PromptEncoder:
             raise UnsupportedParameter(
                 "this base model writes calls of tools as plain JSON, as which a JSON answer could "
                 'be read: want the tool_choice "required" or "none", or no response_format',
-                param="response_format",
+                param=answer.param,
             )
 
+    def _render_call(self, call: Call) -> str:
+        tools = call.tools.tools if call.tools else ()
+        given = {**call.template_defaults, **call.template_args}
+        known = {name: value for name, value in given.items() if name in self._variables}
+        how = {"add_generation_prompt": call.generation_prompt}
+        if not call.continue_final:
+            return self._render(call.messages, tools, **how, **known)
+        try:
+            return self._render(call.messages, tools, continue_final_message=True, **how, **known)
+        except InvalidInput as error:  # its text quotes the prompt
+            raise InvalidInput(
+                "the chat template refuses these messages, or does not show the last one as it is, "
+                "so that it cannot be continued",
+                param="continue_final_message",
+            ) from error
+
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+        **arguments: Any,
     ) -> str:
         if self._tokenizer.chat_template is None:
             raise InvalidInput(
@@ -123,14 +188,27 @@ class PromptEncoder:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 tokenize=False,
+                **arguments,
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        # A template fails in any way where a variable is not what it takes it for.
+        except _TEMPLATE_ERRORS as error:
             raise InvalidInput(
                 f"the chat template refuses these messages: {error}", param="messages"
             ) from error
         return str(text)
+
+
+def _templates(template: str | Mapping[str, str] | None) -> Sequence[str]:
+    """Return the texts of a tokenizer's chat template, which may be several."""
+    return [template or ""] if isinstance(template, str | None) else list(template.values())
+
+
+def _names_in(templates: Sequence[str]) -> frozenset[str]:
+    """Return the names that stand in chat templates."""
+    lexed = (token for text in templates for token in Environment().lex(text))
+    return frozenset(value for _, kind, value in lexed if kind == "name")
 
 
 def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_context: int) -> int:
@@ -147,10 +225,33 @@ def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_conte
         if longest < limit:
             param = "max_tokens"
         else:
-            param = "messages" if call.endpoint is Endpoint.CHAT else "prompt"
+            param = "prompt" if call.endpoint is Endpoint.COMPLETIONS else "messages"
         raise ContextLengthExceeded(
-            f"a prompt of {longest} tokens and an answer of up to {call.max_tokens or 1}: "
-            f"{limit} together is the limit of this tenant or key",
+            f"This model's maximum context length is {limit} tokens for this tenant or key. "
+            f"However, the prompt has {longest} and the answer up to {call.max_tokens or 1}: "
+            f"shorten the prompt, or ask for fewer tokens",
             param=param,
         )
     return max(1, min(engine_context, limit) - longest)
+
+
+def fit_body(call: Call, choices: int, room: int) -> int:
+    """Return how much of the room of each choice one body holds; all of it for a chat's stream.
+
+    Raises InvalidInput where the caller's own max_tokens is more than that.
+    """
+    logprobs = call.sampling.logprobs
+    repeats = call.endpoint is Endpoint.RESPONSES  # its last four events have all of them
+    if logprobs is None or (call.stream and not repeats):
+        return room
+    copies = 4 if call.stream else 1
+    most = MOST_LOGPROBS // (choices * (1 + logprobs) * copies)
+    max_tokens = min(call.max_tokens or 1, room)
+    if max_tokens > most:
+        raise InvalidInput(
+            f"an answer of up to {choices} × {max_tokens} tokens with {1 + logprobs} log "
+            f"probabilities each: {MOST_LOGPROBS} is the most without stream. Set stream, or a "
+            "smaller max_tokens",
+            param="logprobs",
+        )
+    return min(room, most)

@@ -5,26 +5,34 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lorikeet.answer_stream.answer import Answer, AnswerSender, refusal_of
-from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStreams
+from lorikeet.answer_stream.messages_format import token_count_body
+from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStream, ResponseStreams
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import GenerationFailed, InvalidInput
 from lorikeet.logs import log_unexpected
 from lorikeet.metrics.exposition import render
 from lorikeet.metrics.replica import replica_metrics
 from lorikeet.placement import pressure
-from lorikeet.protocol.messages import AnswerHeader, Call, Refusal, SmokeResult, SmokeTest
+from lorikeet.protocol.messages import (
+    AnswerHeader,
+    Call,
+    Endpoint,
+    FinalUsage,
+    Refusal,
+    SmokeResult,
+    SmokeTest,
+)
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.replica.engine_process import build_engine
-from lorikeet.replica.grammar_sandbox import GrammarSandbox
 from lorikeet.replica.metering import Metering
 from lorikeet.replica.output_dispatcher import OutputDispatcher
-from lorikeet.replica.prompts import PromptEncoder, max_answer_tokens
+from lorikeet.replica.prompts import PromptEncoder
+from lorikeet.replica.request_builder import RequestBuilder
 from lorikeet.replica.smoke import Completions, run_smoke_test
 from lorikeet.replica.status_feed import StatusFeed
 from lorikeet.routing.status_update import StatusUpdate, to_stats
@@ -35,14 +43,12 @@ from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.request import Failed, Output, Request
 from lorikeet_engine.telemetry.status import EngineStatus
 
-_ENCODERS = 2
-_SHORT_PROMPT_TOKENS = 256
-"""Prompts up to about this long take less time than a thread waits beside a busy event loop."""
 _POLL_S = 0.1
 _LATE_S = 2.0
 """An engine that owes an answer for so long may hang: gateways get no status update."""
 _SUBMIT_S = 5.0
-"""A request that the engine has not even taken by then goes to another replica."""
+"""A request goes to another replica if the engine takes none for so long; one that works off a
+queue takes it in its turn."""
 _DEAD_S = 60.0
 """An engine that owes an answer for so long will not give it."""
 _PLAN_FRESH_S = 90.0  # the controller sends every replica its whole plan twice a minute
@@ -67,9 +73,9 @@ class Replica:
         self._stats: dict[str, Any] = {}
         self._event_loop = asyncio.get_running_loop()
         self._outputs = OutputDispatcher()
-        # Long prompts take seconds to tokenise: never on the event loop, which every stream shares.
-        self._encoding = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encode")
-        store = self._encoding.submit(open_store, settings.catalog)  # beside the engine's start
+        opening = ThreadPoolExecutor(1, thread_name_prefix="open-store")
+        store = opening.submit(open_store, settings.catalog)  # beside the engine's start
+        opening.shutdown(wait=False)
         build = partial(build_engine, settings, base_model)
         self._engine = EngineProcessClient(
             build, self._outputs.dispatch, self.engine_ended, self._status_changed
@@ -77,33 +83,41 @@ class Replica:
         self._feed = StatusFeed(self._engine.status)
         context = self._engine.info.max_context
         self._encoder = PromptEncoder(settings.base_models[base_model], context)
-        self._grammars = GrammarSandbox(settings.base_models[base_model])
+        self._requests = RequestBuilder(self._encoder, settings.base_models[base_model], context)
         flush_s = settings.usage_flush_s
         self._metering = Metering(store.result(), self._engine, base_model, flush_s)
 
-    async def generate(self, call: Call, gateway: str) -> AsyncIterator[Refusal | None]:
-        """Answer one call; its gateway gets the answer among its `responses`.
+    async def run_call(self, call: Call, gateway: str) -> AsyncIterator[Refusal | None]:
+        """Answer one call; its gateway reads the answer from `response_stream`.
 
         An answer is an AnswerHeader, then bytes; or a Refusal at any point before the first byte.
-        This method yields one item: None when all is on its way, else the Refusal of a call that
-        the engine did not take, or that can reach its gateway no more. Closing it aborts what is
-        not finished and frees its KV pages and lease.
+        What the engine makes comes by `_outputs` to the AnswerSender (answer_stream/answer.py),
+        which puts the client's bytes into the gateway's stream. This method yields one item: None
+        when all is on its way, else the Refusal of a call that the engine did not take, or that can
+        reach its gateway no more. Closing it aborts what is not finished and frees its KV pages and
+        lease.
 
         A stream of one item, because Serve says only with a plain result which replica has taken
         the call, and gRPC may lose that for a stream without items.
         """
         try:
             stream = await self._response_streams.to(gateway)
-            request = await self._encoded(call)
-            await self._grammars.check(call, request.sampling.grammar)
+            if call.endpoint is Endpoint.COUNT_TOKENS:
+                await self._count_tokens(call, stream)
+                yield None
+                return
+            encoded = await self._requests.build(call)
+            request = encoded.request
             with self._metering.metered(call, request.prompts) as meter:
                 encoder = self._encoder
-                answer = Answer(call, request.prompts, encoder.vocabulary, encoder.syntax)
+                known = (encoder.vocabulary, encoder.syntax, encoded.thinking)
+                answer = Answer(call, request.prompts, *known)
                 sender = AnswerSender(call, answer, meter, stream, self._engine.abort)
                 with self._outputs.receiving(call.request_id, sender.take, self._engine.abort):
                     found = await self._submit(request)
                     digest = call.adapter.digest if call.adapter else None
-                    sender.begin(AnswerHeader(self.name, digest, found, self._feed.update()))
+                    ignored, status = encoder.ignored(call), self._feed.update()
+                    sender.begin(AnswerHeader(self.name, digest, found, status, ignored=ignored))
                     await stream.wait_for(sender.ended)
             yield None
         except (EngineError, InvalidInput) as error:
@@ -112,7 +126,7 @@ class Replica:
             log_unexpected("generate_failed", call.request_id, error)
             raise GenerationFailed("the replica failed this request") from None
 
-    async def responses(self, replica: str, gateway: str) -> AsyncIterator[list[DeltaGroup]]:
+    async def response_stream(self, replica: str, gateway: str) -> AsyncIterator[list[DeltaGroup]]:
         """Yield what is new in the answers to a gateway's calls, until its stream is closed.
 
         replica: the name by which the router found this one.
@@ -212,35 +226,28 @@ class Replica:
     def close(self) -> None:
         """Write down what was used and stop the engine. Safe to call twice."""
         self._metering.close()
-        self._grammars.close()
+        self._requests.close()
         self._engine.close()
 
-    async def _encoded(self, call: Call) -> Request:
-        """Return the engine's request for a call. Raises InvalidInput, InvalidRequest."""
-        if _is_short(call):
-            return self._request(call)
-        return await self._event_loop.run_in_executor(self._encoding, self._request, call)
-
-    def _request(self, call: Call) -> Request:
-        prompts = self._encoder.encode(call)
-        room = max_answer_tokens(call, prompts, self._engine.info.max_context)
-        sampling = replace(
-            call.sampling,
-            max_tokens=min(call.max_tokens, room) if call.max_tokens else room,
-            min_tokens=min(call.min_tokens, room),
-            grammar=self._encoder.grammar(call),
-        )
-        return Request(
-            call.request_id, prompts, sampling, call.n, call.adapter, call.tenant, call.scheduling
-        )
+    async def _count_tokens(self, call: Call, stream: ResponseStream) -> None:
+        """Answer a call that asks for its prompt's tokens; it took none. Raises InvalidInput."""
+        tokens = await self._requests.count_tokens(call)
+        ignored, status = self._encoder.ignored(call), self._feed.update()
+        header = AnswerHeader(self.name, None, None, status, ignored=ignored)
+        answer = (header, FinalUsage(0, 0, 0), token_count_body(tokens))
+        stream.put(call.request_id, answer, ended=True)
 
     async def _submit(self, request: Request) -> Residency | None:
         """Submit a request; return where its adapter was found. Raises EngineError."""
         submitted = asyncio.wrap_future(self._engine.submit(request))
         try:
-            return await asyncio.wait_for(submitted, _SUBMIT_S)
-        except TimeoutError as error:
-            raise EngineClosed("the engine does not answer: send the request again") from error
+            while not submitted.done():
+                await asyncio.wait({submitted}, timeout=_SUBMIT_S)
+                if not submitted.done() and self._engine.silent_s > _SUBMIT_S:
+                    raise EngineClosed("the engine does not answer: send the request again")
+            return submitted.result()
+        finally:
+            submitted.cancel()
 
     async def _complete(self, request: Request) -> Completions:
         """Run a request to its end. Raises EngineError."""
@@ -263,12 +270,6 @@ class Replica:
 
     def _post(self, status: EngineStatus) -> None:  # on the event loop, so after the constructor
         self._feed.post(status)
-
-
-def _is_short(call: Call) -> bool:
-    """Whether a call is encoded in a fraction of a millisecond; schemas may take long."""
-    short = call.work.prompt_tokens <= _SHORT_PROMPT_TOKENS
-    return short and call.tools is None and call.format is None
 
 
 def _refuse(error: EngineError | InvalidInput) -> Refusal:

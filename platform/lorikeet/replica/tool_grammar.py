@@ -1,23 +1,23 @@
 """Grammars of answers that call tools, in llguidance's dialect of Lark."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
 import regex
 
-from lorikeet.answer_stream.tool_calls import ToolSyntax
-from lorikeet.answer_stream.vocabulary import Vocabulary
+from lorikeet.answer_stream.detokenizer import Vocabulary
+from lorikeet.answer_stream.tool_syntax import ToolSyntax
 from lorikeet.protocol.messages import Format, ToolUse
-from lorikeet.replica.grammar import LAYOUT
+from lorikeet.replica.grammar import LAYOUT, format_rule
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As chat templates write arguments."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_PARAMETERS = {"parameters": {"type": "object"}}
 _TEXT_BESIDE_JSON = r"\s*([^\s;{](?s:.*)|;\s*([^\s{](?s:.*))?)?"
-"""Text without LLAMA.opens, in which parsers look for no call where calls are plain JSON."""
+"""Text in which ToolCallParser looks for no call where calls are plain JSON."""
 
 
 def call_grammar(
@@ -33,8 +33,7 @@ def call_grammar(
     more = f" ({literal(syntax.between)} call)*" if use.parallel else ""
     start = "calls"
     if otherwise is not None and not use.forced:
-        schema = json.loads(otherwise.schema) or {"type": "object"}
-        start += f" | %json {json.dumps({**schema, 'x-guidance': LAYOUT})}"
+        start += f" | {format_rule(otherwise)}"
     rules = [
         f"start: {start}",
         f"calls: {literal(syntax.before)} call{more} {literal(syntax.after)}",
@@ -42,10 +41,13 @@ def call_grammar(
     return "\n".join(rules + _call(arguments, syntax, literal))
 
 
-def text_grammar(use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary) -> str:
+def text_grammar(
+    use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary, apart: Collection[str] = ()
+) -> str:
     """Return a grammar of text and of calls of any tool; strict ones keep to their schemas.
 
-    What begins like a call has to become one. Special tokens come in calls only.
+    What begins like a call has to become one. Special tokens come in calls only, and the tokens of
+    these words, `apart`, not at all.
     """
     literal = partial(_literal, syntax=syntax, vocabulary=vocabulary)
     functions = {tool["function"]["name"]: tool["function"] for tool in use.tools}
@@ -54,7 +56,7 @@ def text_grammar(use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary) -> st
         for name, function in functions.items()
     }
     more = f" ({literal(syntax.between)} call)*" if use.parallel else ""
-    words = ",".join(map(str, _words(syntax, vocabulary)))
+    words = ",".join(map(str, _words({*syntax.tokens, *apart}, vocabulary)))
     rules = [*_call(arguments, syntax, literal), "TEXT: /(?s:.*)/"]
     if not syntax.before:
         said = f"BEGIN (<[{words}]> TEXT)*" if words else "BEGIN"
@@ -75,9 +77,12 @@ def text_grammar(use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary) -> st
     return "\n".join(rules)
 
 
-def _words(syntax: ToolSyntax, vocabulary: Vocabulary) -> list[int]:
-    """Return tokens that are text to a client, such as <think>, but not in a grammar."""
-    shown = vocabulary.added.keys() - set(syntax.tokens)
+def _words(others: Collection[str], vocabulary: Vocabulary) -> list[int]:
+    """Return tokens that are text to a client, such as <think>, but not in a grammar.
+
+    others: such words that are no text here.
+    """
+    shown = vocabulary.added.keys() - set(others)
     return sorted({vocabulary.added[word] for word in shown} - vocabulary.special)
 
 

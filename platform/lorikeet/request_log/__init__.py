@@ -1,6 +1,5 @@
 """The request log: what became of each request, as one record that several readers read.
 
-trace.py              follows a request through its gateway and fills its record
 │
 record.py             RequestRecord: numbers and names, never a prompt or an answer
 │  when the request has ended, request_log.py hands it to

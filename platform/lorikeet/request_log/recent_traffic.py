@@ -57,7 +57,6 @@ class RecentTraffic:
         self._peers, self._request_log = peers, request_log
         self._seconds: defaultdict[int, Second] = defaultdict(Counter)
         peers.register(_QUESTION, self._answer)
-        request_log.subscribe(self.ended)
 
     def ended(self, record: RequestRecord) -> None:
         """Count a request that is over."""

@@ -1,4 +1,4 @@
-"""The log of a service's requests: each gateway keeps its own, and any can be asked."""
+"""The log of a service's requests: each gateway keeps its own in memory, and any can be asked."""
 
 import re
 import time
@@ -7,8 +7,7 @@ from collections.abc import Callable
 from lorikeet.errors import NotFound, Unavailable
 from lorikeet.protocol.peers import Peers
 from lorikeet.request_log.ended_requests import EndedRequests
-from lorikeet.request_log.record import RequestRecord
-from lorikeet.request_log.trace import RequestTrace
+from lorikeet.request_log.record import RequestRecord, RequestTrace
 from lorikeet.request_log.why import Json, explain
 
 KEPT_S = 3600.0
@@ -16,7 +15,7 @@ KEPT_BYTES = 64 * 2**20
 """Some 300 bytes a request: an hour of 60 requests a second."""
 _QUESTION = "explain"
 Subscriber = Callable[[RequestRecord], None]
-_ID = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{32})(?:-[0-9])?")
+_ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)?([0-9a-f]{32})(?:-[0-9])?")
 
 
 class RequestLog:

@@ -66,16 +66,19 @@ def _stages(record: RequestRecord) -> list[tuple[str, float]]:
     taken_s = record.attempts[-1].taken_s if record.attempts else record.validated_s
     if taken_s is None:
         return [*stages, ("route", end_s - record.validated_s)]
-    stages.append(("route", taken_s - record.validated_s))
     if slowest is not None:
+        # The engine begins before the gateway hears that the replica has taken the request.
+        taken_s = min(taken_s, end_s - engine_s(slowest))
         return [
             *stages,
-            ("overhead", max(0.0, end_s - taken_s - engine_s(slowest))),
-            ("queue", max(0.0, slowest.queued_s - slowest.load_s)),
+            ("route", taken_s - record.validated_s),
+            ("overhead", end_s - taken_s - engine_s(slowest)),
+            ("queue", slowest.queued_s - slowest.load_s),
             ("adapter", slowest.load_s),
             ("prefill", slowest.prefill_s),
             ("decode", slowest.decode_s),
         ]
+    stages.append(("route", taken_s - record.validated_s))
     if record.first_byte_s is None:
         return [*stages, ("first bytes", end_s - taken_s)]
     return [

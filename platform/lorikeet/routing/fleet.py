@@ -8,11 +8,18 @@ from random import Random
 from threading import Lock
 
 from lorikeet.rendezvous import rendezvous_candidates
-from lorikeet.routing.cost_coefficients import H200_LLAMA_8B, CostCoefficients
 from lorikeet.routing.locations import AdapterLocations
 from lorikeet.routing.median_costs import median_costs
 from lorikeet.routing.prefix_index import PrefixIndex
-from lorikeet.routing.ranking import Candidate, Holders, RoutingRequest, candidate_sample, rank
+from lorikeet.routing.ranking import (
+    H200_LLAMA_8B,
+    Candidate,
+    CostCoefficients,
+    Holders,
+    RoutingRequest,
+    candidate_sample,
+    rank_by_cost,
+)
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet.routing.tracked_replica import InFlightRequest, RoutingDecision, TrackedReplica
 from lorikeet_engine.adapter import AdapterRef, Residency
@@ -23,15 +30,9 @@ HEADER_AGE_S = 0.2
 """How old the status is that an answer's header carries."""
 STATS_AGE_S = 1.2
 """How old the stats that Serve passes on are: it asks for them every second."""
-FETCH_PAUSE_S = 10.0
-"""After an adapter could not be fetched, requests go for so long where theirs already is."""
 LOST_S = 10.0
 """A lost replica is tried again after so long, even if it sends no status."""
 _COSTS_PERIOD_S = 1.0  # measured costs change slowly; each replica sends its own every second
-
-
-def _unknown_queue(_: str) -> int | None:
-    return None
 
 
 class Fleet:
@@ -58,7 +59,6 @@ class Fleet:
         self._prefixes = PrefixIndex()
         self._in_flight: dict[str, InFlightRequest | None] = {}
         self._waiting: dict[tuple[str, AdapterRef], set[str]] = {}  # request ids
-        self._fetch_again_s = -math.inf
         self._costs_updated_s = -math.inf
 
     @property
@@ -116,18 +116,22 @@ class Fleet:
                 self._lost_s[replica] = self._clock()
                 self._update_usable()
 
-    def on_load_failed(self, digest: str) -> bool:
-        """Take in that a replica could not load an adapter; return whether another one has it.
+    def on_load_failed(self, digest: str, full: str | None = None) -> bool:
+        """Take in that a replica could not load an adapter; return whether another one may.
 
-        The store may be away, so for a while requests go to replicas that have their adapter.
+        The store may be away, so for a while requests go to replicas that have their adapter;
+        only from the replica named `full` if its disk is the cause.
         """
         with self._lock:
-            self._fetch_again_s = self._clock() + FETCH_PAUSE_S
-            tiers = (Residency.GPU, Residency.HOST, Residency.DISK)
-            return any(self._filter_usable(self._locations.at(tier, digest)) for tier in tiers)
+            now_s, tier = self._clock(), self._locations.tier
+            for name, replica in self._replicas.items():
+                if full in (None, name):  # a full one that is gone is no news of the others
+                    replica.pause_fetches(now_s)
+            have = any(tier(name, digest) is not Residency.REMOTE for name in self._usable)
+            return have or any(self._replicas[name].fetches(now_s) for name in self._usable)
 
-    def rank(
-        self, request: RoutingRequest, queue_length: Callable[[str], int | None] = _unknown_queue
+    def rank_replicas(
+        self, request: RoutingRequest, queue_length: Callable[[str], int | None] = lambda _: None
     ) -> list[Candidate[str]]:
         """A few replicas, the one with the least expected cost first; none if there are none.
 
@@ -146,11 +150,10 @@ class Fleet:
                 )
                 for name in dict.fromkeys([*sample, *self._filter_usable(cached)])
             ]
-            fetchable = request.digest is None or now_s >= self._fetch_again_s
-            return rank(request.work, options, fetchable=fetchable)
+            return rank_by_cost(request.work, options)
 
-    def track(self, request_id: str) -> None:
-        """Count a request that is about to be sent, where it goes, until on_ended."""
+    def on_begun(self, request_id: str) -> None:
+        """Count a request from here until on_ended; the router will `assign` it to a replica."""
         with self._lock:
             self._in_flight[request_id] = None
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from lorikeet.routing.cost_coefficients import CostCoefficients
+from lorikeet.routing.ranking import CostCoefficients
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import LoadCosts, MeasuredCosts, StepCosts
 

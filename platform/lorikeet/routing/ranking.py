@@ -1,19 +1,57 @@
-"""Which replica a request should go to: pure functions, which gateways and the simulator call."""
+"""Which replica a request should go to: pure functions, which gateways and the simulator call.
+
+`rank_by_cost` sorts replicas by what the request is expected to cost there; CostCoefficients says
+what a step and a load take, and how one is weighed against the other.
+"""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Generic, NamedTuple, TypeVar
 
-from lorikeet.routing.cost_coefficients import CostCoefficients
 from lorikeet.routing.prefix_index import PrefixHashes
 from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.costs import LoadCosts, StepCosts
 
 R = TypeVar("R", bound=Hashable)
 
 MOST_ON_GPU = 4
 MOST_OFF_GPU = 2
 """Replicas of a sample that have the adapter on the GPU, and that have it on host or disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostCoefficients:
+    """All coefficients of a replica's expected cost.
+
+    others_weight: what a second costs by which a request delays another's answer, in seconds of its
+    own first token. copy_s: what it is worth not to load an adapter. evicted_use_s: for each recent
+    use of what is evicted for it, about a load from the disk. answer_tokens: an answer's length,
+    not known ahead. docs/routing.md has what other values of the three did.
+    """
+
+    steps: StepCosts = field(default_factory=StepCosts)
+    loads: LoadCosts = field(default_factory=LoadCosts)
+    answer_tokens: float = 220.0  # mean of Azure's conversations
+    others_weight: float = 0.1
+    copy_s: float = 0.2
+    evicted_use_s: float = 0.03
+
+
+H200_LLAMA_8B = CostCoefficients()
+
+
+def capacity_per_s(
+    costs: CostCoefficients, prompt_tokens: float, answer_tokens: float, ranks: int
+) -> float:
+    """Requests that one replica could answer each second with its batch always full.
+
+    prompt_tokens, answer_tokens: means. ranks: Σ rank of a step.
+    """
+    steps = costs.steps
+    prompt_s = prompt_tokens * (steps.prompt_token_s + (steps.lora_token_s if ranks else 0.0))
+    token_s = steps.decode_s(steps.max_running, ranks) / steps.max_running
+    return 1.0 / (prompt_s + answer_tokens * token_s)
 
 
 class Work(NamedTuple):
@@ -71,7 +109,7 @@ class ReplicaOption(NamedTuple, Generic[R]):
     that adapter decodes there. evicted_uses: see the function of that name. cached_tokens: how many
     of the prompt's it has computed before. loading: whether the adapter is on its way to its GPU
     already, its bytes among those of `status`. queue_share: what share of all that waits there
-    comes before the request, since tenants take turns.
+    comes before the request, since tenants take turns. fetches: whether it can fetch adapters.
     """
 
     replica: R
@@ -83,6 +121,7 @@ class ReplicaOption(NamedTuple, Generic[R]):
     cached_tokens: int = 0
     loading: bool = False
     queue_share: float = 1.0
+    fetches: bool = True
 
 
 class Cost(NamedTuple):
@@ -142,18 +181,18 @@ def candidate_sample(holders: Holders[R] | None, everyone: Sequence[R], rng: Ran
     return list(dict.fromkeys([*few, everyone[one], everyone[other]]))
 
 
-def rank(
-    work: Work, options: Iterable[ReplicaOption[R]], *, fetchable: bool = True
-) -> list[Candidate[R]]:
+def rank_by_cost(work: Work, options: Iterable[ReplicaOption[R]]) -> list[Candidate[R]]:
     """The replicas by expected cost, the least first; equals keep their order.
 
-    fetchable: False while adapters cannot be fetched: replicas that have it at any tier come first.
+    Those that lack the adapter and cannot fetch it come last.
     """
-    candidates = [Candidate(each.replica, each.tier, expected_cost(work, each)) for each in options]
-    candidates.sort(key=lambda candidate: candidate.cost.total_s)
-    if not fetchable:
-        candidates.sort(key=lambda candidate: candidate.tier is Residency.REMOTE)
-    return candidates
+    costs = [(expected_cost(work, each), each) for each in options]
+    costs.sort(key=lambda of: (_must_fetch_in_vain(of[1]), of[0].total_s))
+    return [Candidate(each.replica, each.tier, cost) for cost, each in costs]
+
+
+def _must_fetch_in_vain(option: ReplicaOption[R]) -> bool:
+    return option.tier is Residency.REMOTE and not option.fetches
 
 
 def expected_cost(work: Work, option: ReplicaOption[R]) -> Cost:

@@ -1,14 +1,15 @@
 """One replica as one gateway knows it: its last status, and what was sent to it since."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lorikeet.routing.cost_coefficients import CostCoefficients
 from lorikeet.routing.locations import AdapterLocations, decrement
 from lorikeet.routing.ranking import (
     Candidate,
+    CostCoefficients,
     ReplicaOption,
     RoutingRequest,
     RoutingStatus,
@@ -17,6 +18,8 @@ from lorikeet.routing.ranking import (
 from lorikeet.routing.status_update import StatusUpdate
 from lorikeet_engine.costs import MeasuredCosts
 
+FETCH_PAUSE_S = 10.0
+"""A replica that could not load an adapter is for so long the last to be sent what it lacks."""
 STALE_S = 3.0
 """After so long without status a replica is judged by what this gateway itself sent there."""
 
@@ -73,6 +76,7 @@ class TrackedReplica:
         self._unreported: dict[InFlightRequest, None] = {}  # not in the update yet, oldest first
         self._new = _Totals()  # of the unreported
         self._own = _Totals()  # of all without a first token
+        self._fetch_again_s = -math.inf
         self._tenant_tokens: Counter[str | None] = Counter()  # waiting, by tenant
         self._running = 0
         self._ranks = 0
@@ -117,6 +121,14 @@ class TrackedReplica:
             decrement(self.decoding, sent.request.digest)
             self._ranks -= 0 if self.decoding[sent.request.digest] else sent.request.work.rank
 
+    def pause_fetches(self, now_s: float) -> None:
+        """Take in that it could not fetch or store an adapter, nor may for FETCH_PAUSE_S."""
+        self._fetch_again_s = now_s + FETCH_PAUSE_S
+
+    def fetches(self, now_s: float) -> bool:
+        """Whether it may be expected to fetch an adapter that it lacks."""
+        return now_s >= self._fetch_again_s
+
     def option(
         self,
         request: RoutingRequest,
@@ -141,6 +153,7 @@ class TrackedReplica:
             cached_tokens,
             self.name in locations.loading_on(digest),
             queue_share,
+            self.fetches(now_s),
         )
 
     def status(self, now_s: float, queue_length: int | None) -> RoutingStatus:

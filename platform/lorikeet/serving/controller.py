@@ -9,15 +9,16 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.store.object_store import open_store
-from lorikeet.errors import LorikeetError
+from lorikeet.errors import LorikeetError, StoreError
 from lorikeet.logs import log_to_stderr
 from lorikeet.metrics.controller import controller_metrics
 from lorikeet.metrics.exposition import render
 from lorikeet.placement.pin_placement import PlacementPlan, place_pins
 from lorikeet.placement.pin_status import pin_statuses
+from lorikeet.placement.pinned_versions import PinResolver, ResolvedPins
 from lorikeet.placement.prefetcher import SURVEY_S
-from lorikeet.placement.resolved_pins import PinResolver, ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.serving.replica_reconciler import ReplicaReconciler
 from lorikeet.settings import Settings
@@ -29,25 +30,33 @@ TICK_S = 1.0
 """How long a new pin waits at most until its adapters are loaded."""
 _SNAPSHOT_GAP_S = 10.0
 _JOIN_GAP_S = 3600.0
-_SILENT_S = 120.0  # longer than an object store may hang before its client gives up
+_SILENT_S = 120.0  # far longer than any part of a tick
+_STORE_S = 2.0
+"""A store that hangs delays a tick by this much: then the last view of the catalog is used."""
 
 
 class Controller:
     """Reads the catalog and what replicas report, and sends each replica its part of the plan.
 
     It keeps nothing that a restart would lose for long: a new controller publishes the same plan,
-    and learns demand from what replicas have counted.
+    and learns demand from what replicas have counted. While the store is away it goes on with the
+    last view of the catalog, at its start with the one that gateways of its machine have kept;
+    without any it sends nothing, and replicas keep their pins.
     """
 
     def __init__(self, settings: Settings, engines: Mapping[str, DeploymentHandle[Any]]) -> None:
         log_to_stderr()
-        self._catalog = AdapterCatalog(open_store(settings.catalog))
+        store = open_store(settings.catalog)
+        self._catalog = AdapterCatalog(store)
+        self._kept_view = KeptView(settings.cache_dir, store.url)
         self._reconcilers = [
             ReplicaReconciler(engine, settings, name) for name, engine in engines.items()
         ]
         self._resolver = PinResolver()
         self._pins = ResolvedPins()
         self._pins_seq: int | None = None
+        self._placed_pins: ResolvedPins | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._survey_due_s = 0.0
         self._placement: PlacementPlan | None = None
         self._survey_s = 0.0
@@ -90,28 +99,43 @@ class Controller:
         self._failure = repr(error)
 
     async def _tick(self) -> None:
-        changed = await asyncio.to_thread(self._refresh_pins)
+        reading = self._reading or asyncio.create_task(asyncio.to_thread(self._read_catalog))
+        await asyncio.wait([reading], timeout=_STORE_S)
+        self._reading = None if reading.done() else reading
+        if self._pins_seq is not None:
+            await self._update_replicas()
+        if reading.done():
+            reading.result()  # raises what is to be logged
+
+    async def _update_replicas(self) -> None:
         now_s = time.monotonic()
         surveyed = now_s >= self._survey_due_s
         if surveyed:
             self._survey_due_s = now_s + SURVEY_S
             await asyncio.gather(*(reconciler.survey() for reconciler in self._reconcilers))
             self._survey_s = time.monotonic() - now_s
-        if changed or surveyed:
+        if surveyed or self._pins is not self._placed_pins:
             await asyncio.to_thread(self._place, now_s, surveyed)
         await asyncio.gather(*(reconciler.send(now_s) for reconciler in self._reconcilers))
 
-    def _refresh_pins(self) -> bool:
-        """Resolve the pins anew if the catalog or the time has changed them; whether it has."""
-        seq, now = self._catalog.refresh().seq, time.time()
-        if seq == self._pins_seq and now < self._pins.until:
-            return False
-        self._pins = self._catalog.ask(lambda state: self._resolver.resolve(state, now))
-        self._pins_seq = seq
-        return True
+    def _read_catalog(self) -> None:
+        """Resolve the pins anew if the catalog, as far as it is known, or the time changed them."""
+        try:
+            self._catalog.refresh()
+        except StoreError:
+            kept = self._kept_view.read() if self._catalog.state.seq == 0 else None
+            if kept is not None:
+                self._catalog.begin_with(kept.state)
+            raise
+        finally:
+            seq, now = self._catalog.state.seq, time.time()
+            if seq > 0 and (seq != self._pins_seq or now >= self._pins.until):
+                self._pins = self._catalog.ask(lambda state: self._resolver.resolve(state, now))
+                self._pins_seq = seq
 
     def _place(self, now_s: float, surveyed: bool) -> None:
-        placement = place_pins(self._pins, self._reports())
+        self._placed_pins = pins = self._pins
+        placement = place_pins(pins, self._reports())
         if placement != self._placement:
             _log_change(self._placement, placement)
             self._placement = placement

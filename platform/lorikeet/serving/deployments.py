@@ -16,8 +16,9 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.store.object_store import open_store
-from lorikeet.errors import LorikeetError
+from lorikeet.errors import LorikeetError, StoreError, StoreRefused
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.services import Services, read_base_models
 from lorikeet.logs import log_to_stderr
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 _LONGEST_GENERATION_S = 600  # a replica that is replaced may take this long to finish its streams
 _OTHER_REQUESTS = 256  # room beside the generations: a flood of those must not shut the rest out
+_HEALTH_CHECKS = 64  # of that, kept for them: a flood of the rest must not shut them out
 _ENGINE_CALLS = 8  # beside two streams to each gateway: plans, reports and so on at once
 _ENGINE_CPUS = 0.2  # a share, so that a laptop's two cores hold engines, gateway and controller
 _GATEWAY_CPUS = 0.2
@@ -98,7 +100,7 @@ def gateway(
         name="gateway",
         num_replicas=settings.gateways,
         max_surge_percent=100,  # a new one answers before an old one drains: there may be only one
-        max_ongoing_requests=_most_generations(settings) + _OTHER_REQUESTS,
+        max_ongoing_requests=_most_requests(settings) + _HEALTH_CHECKS,
         # At a proxy as many may wait as all gateways take: a burst passes, a flood is refused.
         max_queued_requests=_most_generations(settings) * settings.gateways,
         backpressure_config=BackpressureConfig(retry_after_s=FULL_PROXY_S),
@@ -156,11 +158,12 @@ class Gateway:
         log_to_stderr()
         here = serve.get_replica_context()
         name = here.replica_id.unique_id
+        self._most_requests = _most_requests(settings)
         self._peers = ServePeers(here.app_name, here.deployment, name)
         with _failure_logged("gateway", settings.catalog):
             store = open_store(settings.catalog)
             catalog = AdapterCatalog(store)
-            catalog.refresh()
+            _check_catalog(catalog)
             self._services = Services(
                 catalog=catalog,
                 base_models=read_base_models(settings.base_models),
@@ -177,6 +180,7 @@ class Gateway:
                 max_running=_max_running(settings),
                 traces=_traces(settings, name),
                 metrics=GatewayMetrics(settings.gateways),
+                kept_view=KeptView(settings.cache_dir, store.url),
                 metrics_pages=partial(broadcast_all, [*engines.values(), controller], "metrics"),
             )
             self._trim = asyncio.create_task(trim_freed_memory())
@@ -189,7 +193,7 @@ class Gateway:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         app = create_app(self._services)
         self._admin_listener.open_with(app)
-        return PublicListener(app)
+        return PublicListener(app, self._most_requests)
 
 
 def _traces(settings: Settings, gateway: str) -> "TraceExporter | None":
@@ -205,12 +209,27 @@ def _most_generations(settings: Settings) -> int:
     return max(1, settings.max_ongoing_requests * settings.most_engines // settings.gateways)
 
 
+def _most_requests(settings: Settings) -> int:
+    """The requests of all kinds but health checks that a gateway takes at once."""
+    return _most_generations(settings) + _OTHER_REQUESTS - _HEALTH_CHECKS
+
+
 def _max_running(settings: Settings) -> dict[str, int]:
     """A gateway's part of what the engines of each base model run at once."""
     return {
         name: max(1, settings.max_running * settings.most_replicas(name) // settings.gateways)
         for name in settings.base_models
     }
+
+
+def _check_catalog(catalog: AdapterCatalog) -> None:
+    """Raise what the store refuses; one that is away is asked again while we serve."""
+    try:
+        catalog.refresh()
+    except StoreRefused:
+        raise
+    except StoreError as error:
+        log.warning("catalog_unreachable", extra={"error": str(error)})
 
 
 @contextmanager

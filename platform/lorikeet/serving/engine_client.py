@@ -11,8 +11,7 @@ from typing import Any, cast
 from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from lorikeet.answer_stream.response_buffer import ResponseBuffer, ResponseBuffers
-from lorikeet.answer_stream.response_stream import DeltaGroup
+from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseBuffer, ResponseBuffers
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
 from lorikeet.logs import log_unexpected
 from lorikeet.protocol.messages import (
@@ -30,11 +29,11 @@ from lorikeet.routing.fleet import HEADER_AGE_S, Fleet
 from lorikeet.serving.fleet_registry import fleet_of
 from lorikeet.serving.replica_calls import (
     REPLICA_LOST,
+    ReplicaStreams,
     broadcast,
     is_being_cancelled,
     streaming_handle,
 )
-from lorikeet.serving.replica_streams import ReplicaStreams
 from lorikeet.serving.status_subscriber import StatusSubscriber
 from lorikeet_engine.adapter import Residency
 
@@ -43,44 +42,47 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 3
 _LOAD_FAILED = "adapter_load_failed"
 _LATE_S = 10.0
-"""The longest that the rest of an answer takes after its call has ended."""
+"""After its call has ended, an answer of which nothing comes for so long is lost."""
 
 
 class ServeEngineClient:
-    """The gateway's EngineClient over Ray Serve, with one handle for each base model.
+    """The gateway's EngineClient (gateway/services.py): one Ray Serve handle for each base model.
 
     Build it on the event loop. gateway: this one's name, by which replicas know where answers go.
     """
 
     def __init__(self, handles: Mapping[str, DeploymentHandle[Any]], gateway: str) -> None:
         self._handles = handles
-        self._generate = {name: streaming_handle(each).generate for name, each in handles.items()}
+        self._run_call = {name: streaming_handle(each).run_call for name, each in handles.items()}
         self._gateway = gateway
         self._buffers = ResponseBuffers()
         loop = asyncio.get_running_loop()
         self._tasks = {loop.create_task(self._subscribe(handle)) for handle in handles.values()}
 
-    async def generate(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
+    async def stream_answer(self, base_model: str, call: Call) -> AsyncGenerator[StreamItem, None]:
         """Stream a replica's answer.
 
-        A replica that is lost before the answer's first byte is replaced by another, and one that
-        cannot load the adapter by one that has it. Raises Unavailable when none answers,
+        `run_call` below is `Replica.run_call` (replica/replica.py) behind Serve, which asks
+        serving/request_router.py for a replica. The answer comes back on the stream that
+        `_subscribe` keeps open, into this call's ResponseBuffer. A replica that is lost before the
+        answer's first byte is replaced by another, one that cannot load the adapter by one that has
+        it, and one whose disk is full by any. Raises Unavailable when none answers,
         GenerationFailed when the replica's own code broke.
         """
-        generate = self._generate[base_model]
-        fleet = _fleet(generate)
+        run_call = self._run_call[base_model]
+        fleet = _fleet(run_call)
         for attempt in range(_ATTEMPTS):
             # An id of its own: a lost replica may still be at work on the attempt before.
             again = replace(call, request_id=f"{call.request_id}-{attempt}") if attempt else call
             begun = False
-            fleet.track(again.request_id)
+            fleet.on_begun(again.request_id)
             sent_s = time.monotonic()
             try:
-                async with aclosing(self._answer(generate, fleet, again)) as items:
+                async with aclosing(self._answer(run_call, fleet, again)) as items:
                     async for item in items:
                         if isinstance(item, AnswerHeader) and item.is_first:
                             yield _attempt(fleet, again.request_id, sent_s)
-                        if attempt + 1 < _ATTEMPTS and _another_has_adapter(fleet, call, item):
+                        if attempt + 1 < _ATTEMPTS and _another_can_load(fleet, again, item):
                             raise Unavailable("the replica could not load the adapter")
                         if not begun and isinstance(item, bytes):
                             begun = True
@@ -109,14 +111,21 @@ class ServeEngineClient:
         asked = (broadcast(handle, "report", tier) for handle in self._handles.values())
         return [report for some in await asyncio.gather(*asked) for report in some]
 
+    def ready(self) -> bool:
+        """Whether any replica of any base model has started, as far as Serve has said."""
+        return any(_fleet(handle).replicas for handle in self._handles.values())
+
     async def _answer(
-        self, generate: DeploymentHandle[Any], fleet: Fleet, call: Call
+        self, run_call: DeploymentHandle[Any], fleet: Fleet, call: Call
     ) -> AsyncGenerator[StreamItem, None]:
-        """One replica's answer. Raises Unavailable when it is lost or will not take the call."""
+        """One replica's answer. Raises Unavailable when it is lost or will not take the call.
+
+        What is sent yields only that the call has ended, or the Refusal of one that was not taken.
+        """
         request_id = call.request_id
         with self._buffers.opened(request_id) as buffer:
-            response: Any = generate.remote(call, self._gateway)
-            awaiting = asyncio.create_task(_await_call(response, buffer))
+            sent: Any = run_call.remote(call, self._gateway)
+            awaiting = asyncio.create_task(_await_call(sent, buffer))
             self._tasks.add(awaiting)
             awaiting.add_done_callback(self._tasks.discard)
             try:
@@ -140,13 +149,13 @@ class ServeEngineClient:
             finally:
                 if not buffer.ended:  # else the call is about to end by itself
                     awaiting.cancel()
-                    response.cancel()
+                    sent.cancel()
 
     async def _subscribe(self, handle: DeploymentHandle[Any]) -> None:
         """Subscribe to the status and the answers of one deployment's replicas."""
 
         def open_stream(replica: str) -> "DeploymentResponseGenerator[list[DeltaGroup]]":
-            groups = streamed.responses.remote(replica=replica, gateway=self._gateway)
+            groups = streamed.response_stream.remote(replica=replica, gateway=self._gateway)
             return cast("DeploymentResponseGenerator[list[DeltaGroup]]", groups)
 
         def still_needed(replica: str) -> bool:
@@ -159,15 +168,17 @@ class ServeEngineClient:
             tasks.create_task(answers.run())
 
 
-async def _await_call(response: AsyncIterable[Refusal | None], buffer: ResponseBuffer) -> None:
-    """Await a call's end; fail its answer if that does not end soon after."""
+async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffer) -> None:
+    """Await a call's end; fail its answer if the rest of that stops coming."""
     try:
-        async for refusal in response:
+        async for refusal in sent:
             if refusal is not None:
                 buffer.put((refusal,), ended=True)
-        if not buffer.ended:
+        received = -1
+        while not buffer.ended and received < buffer.received:
+            received = buffer.received
             await asyncio.sleep(_LATE_S)
-            buffer.fail(Unavailable("the end of the answer was lost: send the request again"))
+        buffer.fail(Unavailable("the end of the answer was lost: send the request again"))
     except (Exception, asyncio.CancelledError) as error:
         buffer.fail(error)
 
@@ -182,10 +193,12 @@ def _attempt(fleet: Fleet, request_id: str, sent_s: float, failure: str | None =
     return Attempt(request_id, decision.replica, waited_s, decision.candidates, failure)
 
 
-def _another_has_adapter(fleet: Fleet, call: Call, item: StreamItem) -> bool:
-    """Whether a replica could not load the adapter, but another need not."""
-    failed = isinstance(item, Refusal) and item.code == _LOAD_FAILED
-    return failed and call.adapter is not None and fleet.on_load_failed(call.adapter.digest)
+def _another_can_load(fleet: Fleet, call: Call, item: StreamItem) -> bool:
+    """Whether a replica could not load the adapter, but another has it or may load it."""
+    if not isinstance(item, Refusal) or item.code != _LOAD_FAILED or call.adapter is None:
+        return False
+    full = fleet.accepted_by(call.request_id) if item.own_disk else None
+    return fleet.on_load_failed(call.adapter.digest, full)
 
 
 def _update_fleet(fleet: Fleet, request_id: str, header: AnswerHeader) -> None:

@@ -15,29 +15,52 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lorikeet.errors import InvalidSetting
-from lorikeet.gateway.error_responses import add_error_handlers
+from lorikeet.errors import InvalidSetting, Overloaded
+from lorikeet.gateway.error_responses import add_error_handlers, error_response
 from lorikeet.gateway.middleware import RequestMiddleware
+from lorikeet.gateway.routes.health import LIVENESS, READINESS
+from lorikeet.retry_after import FULL_GATEWAY_S
 from lorikeet.settings import Address
 
 log = logging.getLogger(__name__)
 
+_PROBES = (LIVENESS, *READINESS)
 _LAST_REQUESTS_S = 20  # what runs when the gateway ends may take so long to finish
 
 
 class PublicListener:
-    """Passes on the tenants' paths, `/v1/*` and `/healthz`; any other is not found."""
+    """Passes on the tenants' paths, `/v1/*`, and those of probes; any other is not found.
 
-    def __init__(self, app: ASGIApp) -> None:
+    max_requests: beyond so many at once all but probes are refused; None: no bound. It is less
+    than Serve gives this gateway at once: at that number Serve keeps back the rest, health checks
+    too, and load balancers would leave the gateway out.
+    """
+
+    def __init__(self, app: ASGIApp, max_requests: int | None = None) -> None:
         self._app = app
+        self._max_requests, self._requests = max_requests, 0
+        self._full = RequestMiddleware(_refuse_full)
         self._nothing = FastAPI(openapi_url=None, redirect_slashes=False)
         self._nothing.add_middleware(RequestMiddleware)
         add_error_handlers(self._nothing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a public path on, and refuse any other as one that does not exist."""
-        passes = scope["type"] == "lifespan" or _is_public(scope)
-        await (self._app if passes else self._nothing)(scope, receive, send)
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        self._requests += 1
+        try:
+            await self._app_for(_path(scope))(scope, receive, send)
+        finally:
+            self._requests -= 1
+
+    def _app_for(self, path: str) -> ASGIApp:
+        if path in _PROBES:
+            return self._app
+        if self._max_requests is not None and self._requests > self._max_requests:
+            return self._full
+        return self._app if path.startswith("/v1/") else self._nothing
 
 
 class AdminListener:
@@ -92,9 +115,16 @@ class _Server(uvicorn.Server):
     capture_signals = nullcontext  # type: ignore[assignment]
 
 
-def _is_public(scope: Scope) -> bool:
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    return path == "/healthz" or path.startswith("/v1/")
+def _path(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+async def _refuse_full(scope: Scope, receive: Receive, send: Send) -> None:
+    full = Overloaded(
+        "this gateway is full: send it again in a moment", retry_after_s=FULL_GATEWAY_S
+    )
+    await error_response(full, scope)(scope, receive, send)
 
 
 def _bind(address: Address) -> socket.socket:

@@ -1,4 +1,4 @@
-"""Middleware in Ray Serve's HTTP proxies: request ids, and Serve's own refusals.
+"""Middleware in Ray Serve's HTTP proxies: request ids, and what Serve answers by itself.
 
 Serve imports it when
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=lorikeet.serving.proxy_middleware:middlewares.
@@ -6,17 +6,24 @@ RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=lorikeet.serving.proxy_middleware:midd
 
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lorikeet.dialects import error_body
 from lorikeet.errors import Unavailable
 from lorikeet.gateway.error_responses import error_response
 
 _HEADER = b"x-request-id"
+_ROUTES = "/-/routes"
 
 
 def middlewares() -> list[Middleware]:
     """The middleware that Serve puts around its own."""
-    return [Middleware(RequestIdMiddleware), Middleware(UnavailableMiddleware)]
+    return [
+        Middleware(RequestIdMiddleware),
+        Middleware(UnavailableMiddleware),
+        Middleware(RoutesMiddleware),
+    ]
 
 
 class RequestIdMiddleware:
@@ -73,8 +80,26 @@ class UnavailableMiddleware:
         await self._app(scope, receive, send_or_refuse)
 
 
+class RoutesMiddleware:
+    """Hides Serve's list of applications, which it shows to anybody.
+
+    Serve's /-/healthz stays: KubeRay's probes and HAProxy's health checks ask for it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on unless it asks for the list."""
+        app = self._app
+        if scope["type"] == "http" and scope["path"].removeprefix(scope["root_path"]) == _ROUTES:
+            app = JSONResponse(error_body("not_found", f"there is no {_ROUTES} here"), 404)
+        await app(scope, receive, send)
+
+
 async def _refuse(theirs: MutableHeaders, scope: Scope, receive: Receive, send: Send) -> None:
-    answer = error_response(Unavailable("no gateway can take this request: send it again"))
+    asked = {**scope, "state": {"request_id": theirs.get("x-request-id")}}
+    answer = error_response(Unavailable("no gateway can take this request: send it again"), asked)
     for name in ("retry-after", "x-request-id"):
         if name in theirs:
             answer.headers[name] = theirs[name]

@@ -27,6 +27,8 @@ _NO_REQUEST = RoutingRequest(Work(prompt_tokens=1))
 class AdapterAffinityRouter(RequestRouter):
     """Sends a call to the replica where the fleet expects it to cost least.
 
+    Serve makes one in each gateway, by the name that serving/deployments.py gives it, and asks it
+    at each `run_call.remote` of engine_client.py; Fleet.rank_replicas (routing/fleet.py) answers.
     A call with a keyword argument `replica` goes to the replica of that name and to no other.
     Nothing here raises: Serve would leave the request hanging.
     """
@@ -50,7 +52,7 @@ class AdapterAffinityRouter(RequestRouter):
         try:
             if pending_request is not None:
                 pending_request.routing_context.should_backoff = True
-            return self._rank(candidate_replicas, pending_request)
+            return self._ranked(candidate_replicas, pending_request)
         except Exception:
             log.exception("routing_failed")
             return [candidate_replicas]
@@ -87,7 +89,7 @@ class AdapterAffinityRouter(RequestRouter):
         except Exception:
             log.exception("acceptance_not_noted")
 
-    def _rank(
+    def _ranked(
         self, listed: list[RunningReplica], pending: PendingRequest | None
     ) -> list[list[RunningReplica]]:
         if listed is not self._listed:  # Serve makes a new list whenever one comes or goes
@@ -98,7 +100,7 @@ class AdapterAffinityRouter(RequestRouter):
         if only is not None:
             return [[by_name[only]]] if only in by_name else []
         request = _request_of(pending)
-        candidates = self._fleet.rank(request, self._queue_length)
+        candidates = self._fleet.rank_replicas(request, self._queue_length)
         best = [candidate.replica for candidate in candidates if candidate.replica in by_name]
         call = _call_of(pending)
         if call is not None and best:

@@ -9,8 +9,12 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from lorikeet.routing.fleet import Fleet
 from lorikeet.routing.status_update import StatusUpdate
-from lorikeet.serving.replica_calls import broadcast, is_being_cancelled, streaming_handle
-from lorikeet.serving.replica_streams import ReplicaStreams
+from lorikeet.serving.replica_calls import (
+    ReplicaStreams,
+    broadcast,
+    is_being_cancelled,
+    streaming_handle,
+)
 from lorikeet_engine.adapter import AdapterRef
 
 log = logging.getLogger(__name__)

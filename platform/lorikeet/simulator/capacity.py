@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from lorikeet.routing.cost_coefficients import capacity_per_s
+from lorikeet.routing.ranking import capacity_per_s
 from lorikeet.simulator.feasibility import check_feasible, unreachable
 from lorikeet.simulator.forecast import CapacityNeeds, Forecast, forecast
 from lorikeet.simulator.traffic import Requests

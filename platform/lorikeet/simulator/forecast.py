@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lorikeet.routing.cost_coefficients import H200_LLAMA_8B, CostCoefficients
+from lorikeet.routing.ranking import H200_LLAMA_8B, CostCoefficients
 from lorikeet.simulator.demand import SimulatedDemand
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import BASE_MODEL, FleetSetup
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.residency.eviction import LeastUsedForItsSize
+from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 from lorikeet_engine.traffic import Floats, Ints
 
 WARM_UP_S = 60.0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from lorikeet.routing.ranking import evicted_uses
-from lorikeet_engine.residency.eviction import EvictionPolicy, RecentUses, UsageRecord
+from lorikeet_engine.residency.eviction_score import EvictionPolicy, RecentUses, UsageRecord
 
 
 class SimulatedAdapter:

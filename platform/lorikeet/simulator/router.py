@@ -12,7 +12,7 @@ from lorikeet.routing.ranking import (
     RoutingStatus,
     Work,
     candidate_sample,
-    rank,
+    rank_by_cost,
 )
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.replica import SimulatedReplica
@@ -54,7 +54,7 @@ class LeastCostRouter:
             rendezvous = partial(self._rendezvous, fleet.names[adapter])
             holders = Holders(fleet.on_gpu[adapter], off_gpu, rendezvous)
         sample = candidate_sample(holders, fleet.replicas, self._rng)
-        return rank(work, [self._option(fleet, request, one, now_s) for one in sample])
+        return rank_by_cost(work, [self._option(fleet, request, one, now_s) for one in sample])
 
     def _rendezvous(self, name: str) -> list[SimulatedReplica]:
         return [self._named[one] for one in rendezvous_candidates(name, tuple(self._named))]

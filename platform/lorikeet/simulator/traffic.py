@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lorikeet.routing.cost_coefficients import H200_LLAMA_8B, CostCoefficients, capacity_per_s
+from lorikeet.routing.ranking import H200_LLAMA_8B, CostCoefficients, capacity_per_s
 from lorikeet_engine.traffic import (
     AZURE_CODE,
     AZURE_CONV,

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from lorikeet.catalog.key_secrets import secret_sha256
-from lorikeet.catalog.records import KeyRecord, Limits, Scope
+from lorikeet.catalog.records import KeyRecord, Limits, Scope, secret_sha256
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import EndedKey, Forbidden, InvalidKey
 
@@ -57,7 +56,9 @@ def authenticate(
 def _key(state: CatalogState, authorization: str | None, now: float) -> KeyRecord:
     kind, _, secret = (authorization or "").partition(" ")
     if kind.lower() != "bearer" or not secret.strip():
-        raise InvalidKey("no API key: send it as `Authorization: Bearer lk_…`")
+        raise InvalidKey(
+            "no API key: send it as `Authorization: Bearer lk_…`, a tenant's also as `x-api-key`"
+        )
     key = state.key_by_sha256(secret_sha256(secret.strip()))
     if key is None:
         raise InvalidKey(_UNKNOWN)

@@ -1,10 +1,11 @@
 """Lets requests in, as far as the limits of their tenants and keys allow it."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from lorikeet.catalog.records import Limits, TenantRecord
-from lorikeet.errors import LimitStatus, Overloaded
+from lorikeet.errors import LimitStatus, Overloaded, RateLimited
 from lorikeet.retry_after import FULL_GATEWAY_S
 from lorikeet.tenancy.allowance import Allowance
 from lorikeet.tenancy.authentication import Principal
@@ -12,11 +13,15 @@ from lorikeet.tenancy.limit_shares import LimitShares, Subject
 from lorikeet.tenancy.monthly_budget import MonthlyBudget
 from lorikeet.tenancy.queue_time import QueueTimeEstimator
 
+_READING_PART = 2
+"""Of the requests that a gateway carries one tenant's may be half as long as their bodies come."""
+
 
 class RateLimiter:
     """The limits of one gateway. For one event loop.
 
     max_requests: most requests that the gateway carries at once, of all tenants; None: no bound.
+    running: those it carries; reading: by tenant, those of them whose bodies have not come yet.
     clock: seconds, wall: Unix seconds. max_running, by base model, and max_queue_s: as a
     QueueTimeEstimator takes them.
     """
@@ -35,6 +40,7 @@ class RateLimiter:
         self.clock, self.wall = clock, wall
         self.budget = budget
         self.running = 0
+        self.reading = Counter[str]()
         self._shares = shares
         self._max_requests = max_requests
         self._allowances: dict[Subject, Allowance] = {}
@@ -85,6 +91,18 @@ class RateLimiter:
                 retry_after_s=FULL_GATEWAY_S,
             )
 
+    def check_reading(self, tenant: str) -> None:
+        """Raises RateLimited where a tenant has so many requests without bodies already."""
+        if self._max_requests is None:
+            return
+        most = max(1, self._max_requests // _READING_PART)
+        if self.reading[tenant] >= most:
+            raise RateLimited(
+                f"the bodies of {most} requests of this tenant have not come yet, as many as a "
+                "gateway waits for: send bodies without delay",
+                retry_after_s=FULL_GATEWAY_S,
+            )
+
     def _allowance(self, subject: Subject, limits: Limits) -> Allowance:
         now = self.clock()
         allowance = self._allowances.get(subject)
@@ -98,12 +116,13 @@ class RateLimiter:
 class RateLimitHold:
     """One request's walk through its limits; its methods come in this order.
 
-        check        before its body is read: the gateway's room, the month's budget, requests
-        take         before a replica is asked: the room and the limits as they are by now, its
-                     tokens, and how long it would wait
+        check        before its body is read: the gateway's room, the month's budget, requests per
+                     minute and at once
+        body_is_here
+        reserve      before a replica is asked: its tokens, and how long it would wait
         first_token  it waits no more
         settle       what it took is known
-        release      it is over: whoever took must release
+        release      it is over: whoever passed `check` must release
 
     Tokens are reserved by an estimate and settled when it is known what they were; where that never
     gets known, what was reserved counts.
@@ -114,11 +133,15 @@ class RateLimitHold:
         self._tenant, self._key = tenant, key
         self._allowances = limiter.allowances(tenant, key)
         self._tokens = 0
-        self._taken_s = 0.0
+        self._begun_s: float | None = None
         self._waits = True
+        self._reading = False
 
     def check(self) -> None:
-        """Count the request. Raises Overloaded, InsufficientQuota, RateLimited."""
+        """Count the request and take its place. Raises Overloaded, InsufficientQuota, RateLimited.
+
+        The place is taken here, since a body that never comes holds one as well as an answer.
+        """
         self._limiter.check_room()
         now = self._limiter.clock()
         for allowance in self._allowances:
@@ -127,22 +150,34 @@ class RateLimitHold:
         if budget is not None:
             self._limiter.budget.check(self._tenant.name, budget, self._limiter.wall())
         self._refuse_over_limits(1, 1)
+        self._limiter.check_reading(self._tenant.name)
         for allowance in self._allowances:
-            allowance.take(1, 0, now)
+            allowance.count(1, 0, now)
+            allowance.begin(now)
+        self._limiter.running += 1
+        self._limiter.reading[self._tenant.name] += 1
+        self._reading = True
 
-    def take(self, tokens: int, base_model: str) -> None:
+    def body_is_here(self) -> None:
+        """Note that the body has come, or never will. A second time does nothing."""
+        if not self._reading:
+            return
+        self._reading = False
+        reading, tenant = self._limiter.reading, self._tenant.name
+        reading[tenant] -= 1
+        if not reading[tenant]:
+            del reading[tenant]
+
+    def reserve(self, tokens: int, base_model: str) -> None:
         """Begin to wait, and reserve so many tokens. Raises Overloaded, RateLimited."""
-        self._limiter.check_room()
-        self._allowances = self._limiter.allowances(self._tenant, self._key)
         self._refuse_over_limits(0, tokens)
-        self._taken_s = now = self._limiter.clock()
+        now = self._limiter.clock()
         self._queue_time = self._limiter.queue_time(base_model)
         self._queue_time.check(self._tenant.name, self._tenant.weight, now)
         self._queue_time.enter(self._tenant.name, self._tenant.weight, now)
-        self._limiter.running += 1
+        self._begun_s = now
         for allowance in self._allowances:
-            allowance.take(0, tokens, now)
-            allowance.share(now).running += 1
+            allowance.count(0, tokens, now)
         self._tokens = tokens
 
     def first_token(self) -> None:
@@ -154,16 +189,20 @@ class RateLimitHold:
     def settle(self, tokens: int) -> None:
         """Count what the request took instead of what was reserved."""
         for allowance in self._allowances:
-            allowance.take(0, tokens - self._tokens, self._limiter.clock())
+            allowance.count(0, tokens - self._tokens, self._limiter.clock())
         self._tokens = tokens
 
     def release(self) -> None:
         """End the request; what it took counts against the budget."""
         now = self._limiter.clock()
         self._limiter.running -= 1
-        self._queue_time.leave(self._tenant.name, now, begun=not self._waits)
+        took_s = None
+        self.body_is_here()
+        if self._begun_s is not None:
+            took_s = now - self._begun_s
+            self._queue_time.leave(self._tenant.name, now, begun=not self._waits)
         for allowance in self._allowances:
-            allowance.end(now - self._taken_s, now)
+            allowance.end(now, took_s)
         if self._tenant.limits.tokens_per_month is not None:
             self._limiter.budget.settle(self._tenant.name, self._tokens, self._limiter.wall())
 

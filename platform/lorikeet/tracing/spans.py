@@ -35,7 +35,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from lorikeet.errors import status_of
+from lorikeet.dialects import dialect_of_path, error_status
 from lorikeet.request_log.record import RequestRecord, engine_s
 from lorikeet_engine.request import EngineTimings
 
@@ -43,7 +43,13 @@ Attributes = dict[str, str | int | float | bool | None]
 
 _SCOPE = InstrumentationScope("lorikeet")
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/messages/count_tokens": "count_tokens",
+}
 _IDS = RandomIdGenerator()
 _RANDOM_BITS = 56
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -202,7 +208,7 @@ def _begun_s(record: RequestRecord, timings: EngineTimings, taken_s: float, end_
 
 def _request(record: RequestRecord, operation: str) -> Attributes:
     """Return attributes of the request, and of how it ended."""
-    status = record.code and status_of(record.code)
+    status = record.code and error_status(record.code, dialect_of_path(record.path))
     if record.first_byte_s is not None:
         status = HTTPStatus.OK
     return {

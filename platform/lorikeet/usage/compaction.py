@@ -11,8 +11,8 @@ from datetime import date
 
 from lorikeet.catalog.store.object_store import ObjectStore, StoredObject
 from lorikeet.errors import ObjectExists, StoreError
-from lorikeet.usage.counts import UsageAccount, day_of
 from lorikeet.usage.day_reader import DayReader
+from lorikeet.usage.ledger import UsageAccount, day_of
 from lorikeet.usage.object_format import (
     PREFIX,
     UsageContent,

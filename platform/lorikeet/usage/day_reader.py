@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from lorikeet.catalog.store.object_store import ObjectStore, in_parallel
 from lorikeet.errors import ObjectNotFound, StoreError
-from lorikeet.usage.counts import UsageAccount, UsageCounts, add_to
+from lorikeet.usage.ledger import UsageAccount, UsageCounts, add_to
 from lorikeet.usage.object_format import (
     UsageContent,
     UsageObjectId,

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from datetime import date
 
 from lorikeet.catalog.store.object_store import ObjectStore
-from lorikeet.usage.counts import day_of
 from lorikeet.usage.day_reader import DayReader
+from lorikeet.usage.ledger import day_of
 from lorikeet.usage.reader import WHOLE_S, days
 
 

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from lorikeet.errors import StoreError
-from lorikeet.usage.counts import UsageAccount, UsageByAccount, UsageCounts
+from lorikeet.usage.ledger import UsageAccount, UsageByAccount, UsageCounts
 
 PREFIX = "usage/"
 SCHEMA = 1

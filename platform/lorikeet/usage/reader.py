@@ -7,8 +7,8 @@ from threading import Lock
 
 from lorikeet.catalog.store.object_store import ObjectStore, in_parallel
 from lorikeet.errors import InvalidInput
-from lorikeet.usage.counts import UsageAccount, UsageByAccount, day_of
 from lorikeet.usage.day_reader import DayReader
+from lorikeet.usage.ledger import UsageAccount, UsageByAccount, day_of
 
 MOST_DAYS = 400
 WHOLE_S = 900.0

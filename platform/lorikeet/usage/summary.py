@@ -6,7 +6,7 @@ from datetime import date
 from enum import StrEnum
 from typing import Any
 
-from lorikeet.usage.counts import UsageByAccount, UsageCounts, add_to
+from lorikeet.usage.ledger import UsageByAccount, UsageCounts, add_to
 
 
 class GroupBy(StrEnum):

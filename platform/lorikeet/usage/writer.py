@@ -11,7 +11,7 @@ from datetime import date
 
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import ObjectExists, StoreError
-from lorikeet.usage.counts import UsageByAccount, UsageLedger
+from lorikeet.usage.ledger import UsageByAccount, UsageLedger
 from lorikeet.usage.object_format import UsageContent, UsageObjectId, object_key, to_json
 
 log = logging.getLogger(__name__)

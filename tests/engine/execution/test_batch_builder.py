@@ -9,6 +9,7 @@ import torch
 from lorikeet_engine.execution.batch_builder import build_step_input, group_by_adapter
 from lorikeet_engine.execution.warm_up import DummyLease
 from lorikeet_engine.request import Request
+from lorikeet_engine.scheduling.kv_cache import PageKeys
 from lorikeet_engine.scheduling.sequence import Chunk, Sequence
 
 PAGE = 4
@@ -23,7 +24,7 @@ def sequence_of(prompt, pages, lease=None):
         max_tokens=9,
         stop_ids=frozenset(),
         seed=0,
-        page_size=PAGE,
+        prompt_keys=PageKeys(prompt, PAGE),
     )
     sequence.kv.pages, sequence.lease = array("i", pages), lease
     return sequence

@@ -103,7 +103,7 @@ LARGE = AttentionShape(heads=8, kv_heads=2, head_dim=128, page_size=16, dtype=to
 def test_a_machine_without_flashinfer_is_told_which_extra_it_wants(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     monkeypatch.delitem(sys.modules, "lorikeet_engine.kernels.attention.flashinfer", False)
-    with pytest.raises(SettingsError, match=r"lorikeet-serve\[cuda\]"):
+    with pytest.raises(SettingsError, match=r"--editable '\.\[cuda\]'"):
         choose_attention(LARGE, CUDA)
 
 

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-FILES = ("test_gemv.py", "test_lora_triton.py", "test_paged_decode.py", "test_pointwise.py")
+FILES = (
+    "test_gemv.py",
+    "test_lora_triton.py",
+    "test_paged_decode.py",
+    "test_pointwise.py",
+    "test_sampling_kernels.py",
+)
 
 
 @pytest.mark.parametrize("marks", ["not soak", pytest.param("soak", marks=pytest.mark.soak)])

@@ -22,7 +22,7 @@ from lorikeet_engine.kernels.lora import (
     LoraWeights,
     Segments,
     launch_checks,
-    linear,
+    linear_with_lora,
     side_stream,
     tiles,
 )
@@ -32,6 +32,8 @@ from lorikeet_engine.kernels.lora.shrink import shrink
 from lorikeet_engine.kernels.lora.tuning import PATH, LaunchConfig, Regime
 from lorikeet_engine.kernels.matmul.gemv import gemv
 from lorikeet_engine.kernels.pointwise import fused
+from lorikeet_engine.kernels.sampling import DRAW_FIELDS
+from lorikeet_engine.kernels.sampling.fused import draw_tokens
 
 MOST_SHARED = 227 << 10  # bytes of a Hopper multiprocessor's that one program may have
 QKV, GATE_UP, DOWN = (
@@ -105,7 +107,9 @@ def test_a_step_with_tiles_runs_lora_on_the_side_stream(
     weights, listed = lora(16, 16, 16)
     monkeypatch.setattr(side_stream, "linear_and_lora", lambda x, *_: (x, None))
     x = empty(16, DOWN.d_in)
-    y, delta = linear(x, empty(4096, DOWN.d_in), None, LoraStep(weights, None, listed), 3, DOWN)
+    y, delta = linear_with_lora(
+        x, empty(4096, DOWN.d_in), None, LoraStep(weights, None, listed), 3, DOWN
+    )
     assert y is x
     assert delta is not None
     assert delta.tokens is listed.tokens
@@ -139,3 +143,11 @@ def test_attention_of_small_steps(compiled: set[str], tokens: int) -> None:
 def test_a_product_of_one_row(compiled: set[str]) -> None:
     gemv(empty(1, 4096), empty(6144, 4096), None)
     assert compiled == {"_gemv"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sampling(compiled: set[str], dtype: torch.dtype) -> None:
+    draws = empty(8, DRAW_FIELDS, dtype=torch.int64)
+    best, tokens = empty(8, dtype=dtype), empty(8, dtype=torch.int64)
+    draw_tokens(empty(8, 128256, dtype=dtype), best, tokens, draws)
+    assert compiled == {"_sum_chunks", "_draw"}

@@ -17,8 +17,8 @@ from lorikeet_engine.kernels.lora import (
     LoraWeights,
     Segments,
     begin_step,
-    linear,
-    linear_before_silu,
+    linear_with_lora,
+    linear_with_lora_before_silu,
 )
 from lorikeet_engine.kernels.lora import tiles as tiles_module
 from lorikeet_engine.kernels.lora.expand import expand
@@ -384,7 +384,7 @@ def test_a_product_and_its_delta_in_and_out_of_a_graph(
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         lora = begin_step(step.weights, step.segments, len(step.x))
-        y, delta = linear(step.x, weight, None, lora, LAYER, WIDE)
+        y, delta = linear_with_lora(step.x, weight, None, lora, LAYER, WIDE)
         assert delta is not None
         return y, delta.rows
 
@@ -405,6 +405,6 @@ def test_a_prefills_silu_is_handed_the_delta_of_one_linear_that_stores_both(kind
     step = make_step(kind, GATE_UP_AS_ONE, [8, 12], [(0, PREFILL_TOKENS), (1, 30)])
     lora = begin_step(step.weights, step.segments, len(step.x))
     weight = torch.zeros(260, 96).to(kind[0], kind[1])
-    _, delta = linear_before_silu(step.x, weight, None, lora, LAYER, GATE_UP_AS_ONE)
+    _, delta = linear_with_lora_before_silu(step.x, weight, None, lora, LAYER, GATE_UP_AS_ONE)
     assert isinstance(delta, LoraDelta)
     check_delta(step, delta.rows)

@@ -15,10 +15,11 @@ import pytest
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import EngineClosed, InvalidRequest, ModelError
+from lorikeet_engine.process import client as client_module
 from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.request import Failed
 from lorikeet_engine.telemetry.status import AdapterStatus
-from tests.engine import process_engines
+from tests.engine import forked_engines, process_engines
 from tests.engine.engine_driver import Answers, greedy, prompt
 from tests.engine.engine_driver import build as build_here
 from tests.engine.peft_adapters import BlobShelf, save_adapter
@@ -95,6 +96,11 @@ def client(tiny_checkpoints, tmp_path, received):
 
 
 @pytest.fixture
+def forked(monkeypatch):
+    monkeypatch.setattr(client_module, "_start", forked_engines.start)
+
+
+@pytest.fixture
 def ref(tiny_checkpoints, tmp_path):
     folder = save_adapter(tiny_checkpoints["llama"], tmp_path / "a", target_modules=["q_proj"])
     return BlobShelf(tmp_path / "blobs").add(folder, "a")
@@ -142,13 +148,15 @@ def test_its_tokens_are_those_of_an_engine_in_this_process(
     here.close()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_refused_request_raises_as_it_does_here(client):
     apart = client()
-    with pytest.raises(InvalidRequest, match="a prompt of 600 tokens") as caught:
+    with pytest.raises(InvalidRequest, match="the prompt has 600") as caught:
         apart.submit(greedy("long", prompt(600))).result()
     assert caught.value.code == "context_length_exceeded"
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_aborted_request_frees_its_pages(client, received):
     apart = client()
     apart.submit(greedy("r", prompt(5), max_tokens=400))
@@ -159,6 +167,7 @@ def test_an_aborted_request_frees_its_pages(client, received):
     assert not received.finished("r")
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_pin_holds_until_it_is_taken_back(client, ref):
     def pinned():
         return [adapter.pinned for adapter in adapters_of(apart)]
@@ -170,6 +179,7 @@ def test_a_pin_holds_until_it_is_taken_back(client, ref):
     eventually(lambda: pinned() == [False])
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_status_comes_within_150_ms_of_a_change(client, received, tiny_checkpoints, tmp_path):
     apart, shelf, late_s = client(), BlobShelf(tmp_path / "blobs"), []
     for n in range(5):
@@ -184,6 +194,7 @@ def test_a_status_comes_within_150_ms_of_a_change(client, received, tiny_checkpo
     eventually(lambda: all(received.where(a.ref) is a.residency for a in adapters_of(apart)))
 
 
+@pytest.mark.usefixtures("forked")
 def test_nothing_is_reported_while_nothing_changes(client, received, ref):
     began_s, apart = time.monotonic(), client()
     apart.prefetch(ref)
@@ -196,6 +207,7 @@ def test_nothing_is_reported_while_nothing_changes(client, received, ref):
     assert len(received.statuses) == told
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_prefetched_adapter_is_there_when_it_is_asked_for(client, received, ref):
     apart = client()
     apart.prefetch(ref)

@@ -2,12 +2,13 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
-from lorikeet_engine.errors import EngineClosed, StepFailed
+from lorikeet_engine.errors import AdapterNotReady, EngineClosed, StepFailed
 from lorikeet_engine.process.loop import EngineLoop
-from lorikeet_engine.request import Failed
+from lorikeet_engine.request import Failed, SchedulingParams
 from tests.engine.engine_driver import RecordingRunner, build, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
 
@@ -139,6 +140,55 @@ def test_a_bug_in_the_engine_fails_what_is_in_flight_and_the_loop_goes_on(engine
     engine.submit(greedy("good", prompt(5)))
     received.until(lambda: received.ended("good"))
     soon(lambda: engine.status().live.kv_pages_used == 0)
+
+
+def test_a_request_that_is_late_before_it_is_taken_fails_alone(
+    engine, loop, received, shelf, tiny_checkpoints, tmp_path
+):
+    folder = save_adapter(tiny_checkpoints["llama"], tmp_path / "a", target_modules=["q_proj"])
+    ref, advance = shelf.add(folder, "a"), engine._tiers.advance
+    shelf.hold(ref)
+    at_once = SchedulingParams(max_load_s=0.0)
+    late = replace(greedy("late", prompt(5), adapter=ref, n=2), scheduling=at_once)
+
+    def submit_beside():  # between the step's look at what was submitted and its look at deadlines
+        engine._tiers.advance = advance
+        caller = threading.Thread(target=engine.submit, args=(late,))
+        caller.start()
+        caller.join()
+        return advance()
+
+    engine.submit(greedy("running", prompt(5), max_tokens=100))
+    received.until(lambda: received.of("running"))
+    engine._tiers.advance = submit_beside
+    received.until(lambda: received.ended("late") and received.ended("running"))
+    shelf.release(ref)
+    engine.submit(greedy("next", prompt(5), adapter=ref))
+    received.until(lambda: received.ended("next"))
+    (failed,) = received.of("late")
+    assert isinstance(failed.error, AdapterNotReady)
+    assert sum(len(output.token_ids) for output in received.of("running")) == 100
+    assert not engine._requests.open_choices
+
+
+def test_what_a_step_has_made_is_delivered_even_if_it_breaks_off(engine, received):
+    finish = engine._scheduler.finish
+
+    def finish_the_first(sequence):
+        if sequence.request.request_id == "second":
+            raise AssertionError("the accounts do not add up")
+        finish(sequence)
+
+    engine._scheduler.finish = finish_the_first
+    for name in ("first", "second"):
+        engine.submit(greedy(name, prompt(5), max_tokens=1))
+    loop = EngineLoop(engine, received, step_timeout_s=60)
+    loop.start()
+    received.until(lambda: received.ended("first") and received.ended("second"))
+    loop.close()
+    (answer,) = received.of("first")
+    assert len(answer.token_ids) == 1
+    assert isinstance(received.of("second")[0].error, StepFailed)
 
 
 def test_a_deliverer_that_raises_does_not_stop_the_loop(engine, loop, received):

@@ -1,17 +1,37 @@
-"""A shelf of adapters, and tiers that fetch from it."""
+"""A shelf of adapters, and tiers and disk caches that fetch from it."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.engine.blobs import Shelf
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.residency.disk.cache import DiskCache
+from tests.engine.blobs import Shelf, everywhere
 from tests.engine.residency.tiers_driver import TiersDriver
+
+KIND, OTHER = "0123456789abcdef", "fedcba9876543210"
 
 
 @pytest.fixture
 def shelf(tmp_path) -> Shelf:
     return Shelf(tmp_path / "remote")
+
+
+@pytest.fixture
+def refs(shelf) -> list[AdapterRef]:
+    return [shelf.make(name, everywhere(4)) for name in "abcd"]
+
+
+@pytest.fixture
+def cache(shelf, refs, tmp_path):
+    """Makes caches of one folder; room: how many blobs' size the budget is."""
+    size = shelf.blob("a").stat().st_size
+
+    def make(room: float, fingerprint: str = KIND) -> DiskCache:
+        return DiskCache(tmp_path / "disk", int(room * size), shelf, fingerprint)
+
+    return make
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.kernels.lora import LoraWeights
-from lorikeet_engine.residency.eviction import LeastRecentlyUsed
+from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed
 from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.gpu.arena import DeviceArena, Piece
 from lorikeet_engine.residency.gpu.slots import SlotPool

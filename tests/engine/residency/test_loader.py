@@ -1,5 +1,6 @@
 """Adapters on their way: remote → disk → host → GPU, with sources that hang or fail."""
 
+import errno
 import threading
 import time
 from dataclasses import replace
@@ -8,6 +9,7 @@ import pytest
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import AdapterLoadFailed, AdapterTooLarge
+from lorikeet_engine.residency import loader
 from tests.engine.blobs import SHAPE, everywhere, until
 from tests.engine.residency.tiers_driver import ONE, SIZE, make
 
@@ -170,11 +172,54 @@ def test_a_failure_is_told_once_and_the_next_request_tries_again(shelf, bench):
     (a,) = make(shelf, "a")
     b = bench()
     shelf.errors["a"] = ConnectionError("the bucket does not answer")
-    assert "acme/a@1: its weights could not be brought" in str(b.failure(a))
+    error = b.failure(a)
+    assert "acme/a@1: its weights could not be brought" in str(error)
+    assert error.retry_after_s == 10
     assert b.tiers.lease(a) is None
     del shelf.errors["a"]
     b.lease(a).release()
     assert shelf.fetched == ["a", "a"]
+
+
+def test_what_waits_behind_a_source_that_hangs_does_not_hang_as_long_again(
+    shelf, bench, monkeypatch
+):
+    monkeypatch.setattr(loader, "_SOURCE_HANGS_S", 0.0)
+    refs = make(shelf, "ABCDEFGHIJKLMNOPQRST")
+    b, opened = bench(), threading.Event()
+    for ref in refs:
+        shelf.gates[ref.name] = opened
+        shelf.errors[ref.name] = TimeoutError("no byte has come")
+        b.tiers.request(ref)
+    while len(shelf.fetched) < loader._DOWNLOADERS:
+        time.sleep(0.01)
+    opened.set()
+    for ref in refs:
+        assert "TimeoutError" in b.failure(ref).message
+    assert len(shelf.fetched) == loader._DOWNLOADERS
+    shelf.errors.clear()
+    b.load(refs[-1])  # a later request is an attempt of its own
+
+
+def test_what_the_source_refuses_at_once_is_refused_alone(shelf, bench):
+    refs = make(shelf, "ABCDEFGHIJKLMNOPQRST")
+    b = bench()
+    for ref in refs:
+        shelf.errors[ref.name] = KeyError("no such blob")
+        b.tiers.request(ref)
+    for ref in refs:
+        assert "KeyError" in b.failure(ref).message
+    assert len(shelf.fetched) == len(refs)
+
+
+def test_a_failure_says_whether_this_machines_disk_is_the_cause(shelf, bench):
+    full, away = make(shelf, "ab")
+    shelf.errors["a"] = RuntimeError("the store's own error")
+    shelf.errors["a"].__cause__ = OSError(errno.ENOSPC, "no space left on device")
+    shelf.errors["b"] = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+    b = bench()
+    assert b.failure(full).own_disk
+    assert not b.failure(away).own_disk
 
 
 def test_a_failure_tells_its_kind_and_only_the_log_its_insides(shelf, bench, caplog):

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.residency.gpu.adapter import Lease
 from lorikeet_engine.residency.gpu.adapters import GpuAdapters
+from lorikeet_engine.residency.gpu.leases import Lease
 from tests.engine.blobs import Shelf, everywhere
 from tests.engine.residency.tiers_driver import TiersDriver
 

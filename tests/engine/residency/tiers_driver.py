@@ -10,7 +10,7 @@ import torch
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits
 from lorikeet_engine.errors import AdapterLoadFailed, AdapterTooLarge
-from lorikeet_engine.residency.gpu.adapter import Lease
+from lorikeet_engine.residency.gpu.leases import Lease
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.telemetry.status import TierStatus
 from tests.engine.blobs import SHAPE, Ranks, Shelf, elements, everywhere

@@ -14,7 +14,7 @@ from lorikeet_engine.sampling.sampler import NOT_FINITE, Sampler, SamplingRow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB = 40
-DRAWS = 20_000
+DRAWS = 100_000
 
 
 def logits_of(seed, rows=1, spread=2.0):
@@ -25,7 +25,7 @@ def sample(logits, rows):
     return Sampler().sample(logits.clone(), rows).tolist()
 
 
-def reference(logits, temperature=1.0, top_k=0, top_p=1.0):
+def reference(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """The distribution of one row, token by token, in plain Python."""
     scaled = [x / temperature for x in logits.double().tolist()]
     weights = [torch.tensor(x - max(scaled)).exp().item() for x in scaled]
@@ -37,7 +37,9 @@ def reference(logits, temperature=1.0, top_k=0, top_p=1.0):
             break
         kept.append(token)
         reached += weights[token]
-    return {token: weights[token] / reached for token in kept}
+    kept = [token for token in kept if weights[token] >= min_p]  # the likeliest weighs 1
+    total = sum(weights[token] for token in kept)
+    return {token: weights[token] / total for token in kept}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,12 @@ def reference(logits, temperature=1.0, top_k=0, top_p=1.0):
         {"top_k": VOCAB + 1},
         {"top_p": 0.8},
         {"top_p": 0.01},
+        {"top_p": 0.1},
+        {"min_p": 0.1},
+        {"min_p": 1.0},
+        {"top_p": 0.9, "min_p": 0.02},
         {"temperature": 0.8, "top_k": 12, "top_p": 0.9},
+        {"temperature": 1.5, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
     ],
     ids=str,
 )
@@ -253,6 +260,8 @@ class TestPenalties:
         ("frequency_penalty", math.nan),
         ("logit_bias", ((3, 1.0), (4, 100.5))),
         ("logit_bias", ((3, math.nan),)),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
         ("logprobs", -1),
         ("logprobs", 21),
     ],

@@ -138,6 +138,18 @@ def test_who_waits_no_longer_for_its_adapter_leaves_the_load_going_on(make, shel
     assert nothing_is_held(answers.engine)
 
 
+def test_a_request_whose_turn_does_not_come_for_want_of_its_adapter_is_told_so(make, shelf, ref):
+    answers = make()
+    shelf.hold(ref)
+    answers.submit(on(SchedulingParams(max_queue_s=0.1), greedy("r", prompt(5), adapter=ref)))
+    answers.until(lambda: answers.errors)
+    shelf.release(ref)
+    error = answers.errors["r"]
+    assert isinstance(error, AdapterNotReady)
+    assert str(ref) in error.message
+    assert error.retry_after_s >= 1
+
+
 def test_nor_does_it_matter_that_nobody_else_waits_for_it(make, shelf, ref):
     answers = make()
     shelf.hold(ref)

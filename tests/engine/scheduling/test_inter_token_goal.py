@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from engine.benchmarks.random_model import write_config
-from lorikeet_engine import engine as engine_module
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.execution import calibration
+from lorikeet_engine.execution import calibration, steps
 from lorikeet_engine.models import ModelConfig
 from lorikeet_engine.scheduling import step_counters
 from tests.engine.blobs import Shelf
@@ -63,7 +62,7 @@ def make(tmp_path, shelf, monkeypatch):
         if not folder.exists():
             write_config(folder, CONFIG)
         model = SlowModel(ModelConfig.from_folder(folder))
-        for module in (calibration, engine_module, step_counters):
+        for module in (calibration, steps, step_counters):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=model.perf_counter))
         sizes = {"kv_bytes": 1 << 20, "max_running": 24, "adapter_gpu_bytes": 1 << 20, **settings}
         told = EngineSettings(folder, tmp_path / "cache", page_size=PAGE, **sizes)

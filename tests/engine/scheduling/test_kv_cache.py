@@ -5,14 +5,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lorikeet_engine.scheduling.kv_cache import KVCache, SequencePages
+from lorikeet_engine.scheduling.kv_cache import KVCache, PageKeys, SequencePages
 
 PAGE = 4
 
 
 def keys_of(tokens, salt="", digest=None, pages=None):
     full = len(tokens) // PAGE if pages is None else pages
-    return SequencePages(list(tokens), PAGE, salt, digest).keys(full)
+    return PageKeys(list(tokens), PAGE, salt, digest).keys[:full]
 
 
 def cache_tokens(cache, tokens, salt="", digest=None):
@@ -60,7 +60,7 @@ def test_salt_and_digest_cannot_be_shifted_into_one_another():
 
 def test_keys_grow_with_the_tokens_and_stay_what_they_were():
     tokens = list(range(9))
-    kv = SequencePages(tokens, PAGE)
+    kv = SequencePages(tokens, PageKeys(tokens, PAGE))
     before = kv.keys(2)
     tokens += [9, 10, 11]
     assert kv.keys(3)[:2] == before
@@ -105,6 +105,57 @@ def test_the_first_to_publish_a_key_keeps_it():
     cache.release([second])
     cache.take(3)  # the second's page among them
     assert cache.find([key]) == [first]
+
+
+def running(cache, tokens):
+    """A sequence that has its pages, and the tokens that it will hold."""
+    kv = SequencePages(list(tokens), PageKeys(tokens, PAGE))
+    assert cache.allocate(kv, len(tokens), 0)
+    return kv
+
+
+def test_a_prefix_is_awaited_until_its_last_page_is_written_or_given_up():
+    cache = KVCache(30, PAGE)
+    first = running(cache, range(20))
+    second = SequencePages([*range(12), 99, 98], PageKeys([*range(12), 99, 98], PAGE))
+    assert cache.awaits_prefix(second)
+    cache.publish_written(first, 8)
+    assert cache.awaits_prefix(second)
+    cache.publish_written(first, 12)
+    assert not cache.awaits_prefix(second)
+    third = SequencePages(list(range(19)), PageKeys(range(19), PAGE))
+    assert cache.awaits_prefix(third)
+    cache.clear(first)
+    assert not cache.awaits_prefix(third)
+    assert not cache._unwritten
+
+
+def test_a_prefix_that_two_write_is_awaited_while_one_of_them_does():
+    cache = KVCache(30, PAGE)
+    first, second = running(cache, range(8)), running(cache, range(8))
+    third = SequencePages(list(range(9)), PageKeys(range(9), PAGE))
+    cache.clear(first)
+    assert cache.awaits_prefix(third)
+    cache.clear(second)
+    assert not cache.awaits_prefix(third)
+
+
+def test_nobody_awaits_a_page_of_which_a_token_must_be_computed_anyhow():
+    cache = KVCache(30, PAGE)
+    running(cache, range(4))
+    assert not cache.awaits_prefix(SequencePages(list(range(4)), PageKeys(range(4), PAGE)))
+
+
+def test_forgotten_pages_are_found_by_nobody_and_given_out_first():
+    cache = KVCache(6, PAGE)
+    good, bad = cache_tokens(cache, [1] * PAGE), cache_tokens(cache, range(8))
+    cache.share(bad[:1])
+    cache.forget(bad)
+    assert cache.find(keys_of(range(8))) == []
+    assert cache.find(keys_of([1] * PAGE)) == good
+    assert cache.take(1) == bad[1:]
+    cache.release(bad[:1])
+    assert cache.take(1) == bad[:1]
 
 
 class Accounts(RuleBasedStateMachine):

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet_engine.scheduling.admission import MAX_OVERTAKES
+from lorikeet_engine.scheduling.kv_cache import PageKeys
 from tests.engine.scheduler_harness import PAGE, SchedulerHarness
 
 
@@ -347,3 +348,22 @@ def test_whatever_comes_everyone_ends_and_nothing_is_lost(data):
         twin = alone.add(prompt, None, most, stop=sequence.stop_ids)
         alone.run()
         assert alone.finished[twin] == tokens
+
+
+def test_a_plan_that_finds_many_long_prompts_cached_begins_few_of_them():
+    harness = SchedulerHarness(tokens=4096, pages=30_000)
+    document = [7] * 12_000
+    harness.add(document, max_tokens=1)
+    harness.run()
+    for choice in range(8):
+        harness.add([*document, choice], max_tokens=1)
+    begun = [len(harness.step()) for _ in range(4)]
+    assert begun == [3, 3, 2, 0]
+    harness.run()
+
+
+def test_a_plan_hashes_nothing_that_was_prompt(monkeypatch):
+    harness = SchedulerHarness()
+    harness.add(40, n=3)
+    monkeypatch.setattr(PageKeys, "extend", lambda *_: pytest.fail("hashed in a plan"))
+    harness.step()

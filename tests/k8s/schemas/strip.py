@@ -1,6 +1,6 @@
 """Make the schemas of this folder from what upstream publishes; README.md says from where.
 
-Usage: strip.py rayservices_crd.yaml _definitions.json
+Usage: strip.py _definitions.json rayservices_crd.yaml gateways_crd.yaml httproutes_crd.yaml
 """
 
 import json
@@ -13,6 +13,7 @@ import yaml
 FOLDER = Path(__file__).parent
 KINDS = {
     "ConfigMap": "io.k8s.api.core.v1.ConfigMap",
+    "Job": "io.k8s.api.batch.v1.Job",
     "Namespace": "io.k8s.api.core.v1.Namespace",
     "NetworkPolicy": "io.k8s.api.networking.v1.NetworkPolicy",
     "PersistentVolumeClaim": "io.k8s.api.core.v1.PersistentVolumeClaim",
@@ -57,12 +58,13 @@ def references(node: Any) -> list[str]:
     return own + [name for value in node.values() for name in references(value)]
 
 
-def main(crd_path: str, definitions_path: str) -> None:
-    crd = yaml.safe_load(Path(crd_path).read_text())
-    served = next(version for version in crd["spec"]["versions"] if version["name"] == "v1")
-    schema = without_descriptions(served["schema"]["openAPIV3Schema"])
-    schema["properties"].pop("status", None)
-    write("rayservice.json", schema)
+def main(definitions_path: str, *crd_paths: str) -> None:
+    for path in crd_paths:
+        crd = yaml.safe_load(Path(path).read_text())
+        served = next(version for version in crd["spec"]["versions"] if version["name"] == "v1")
+        schema = without_descriptions(served["schema"]["openAPIV3Schema"])
+        schema["properties"].pop("status", None)
+        write(f"{crd['spec']['names']['kind'].lower()}.json", schema)
     definitions = json.loads(Path(definitions_path).read_text())["$defs"]
     kinds = {kind: {"$ref": f"#/$defs/{name}"} for kind, name in KINDS.items()}
     write(

@@ -43,7 +43,8 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> AttentionBa
         flashinfer = import_module("lorikeet_engine.kernels.attention.flashinfer")
     except ModuleNotFoundError as error:
         raise SettingsError(
-            f"device={device}: {error.name} is not installed; pip install 'lorikeet-serve[cuda]'"
+            f"device={device}: {error.name} is not installed; "
+            "pip install --constraint constraints.txt --editable '.[cuda]'"
         ) from error
     backend: AttentionBackend = flashinfer.FlashInferAttention(shape, device)
     return backend

@@ -2,7 +2,8 @@
 
 `reference` is the equation in torch and the path on the CPU, where y = x·Wᵀ + B·A·x is computed at
 once. On CUDA the Triton kernels `shrink` and `expand` compute that delta on a stream of their
-own (`side_stream`), and whatever reads the product next adds it.
+own (`side_stream`), and the kernel of `kernels/pointwise/fused.py` that reads the product next
+adds it.
 """
 
 from importlib import import_module
@@ -30,8 +31,8 @@ __all__ = [
     "UnexpandedDelta",
     "add_lora",
     "begin_step",
-    "linear",
-    "linear_before_silu",
+    "linear_with_lora",
+    "linear_with_lora_before_silu",
 ]
 
 
@@ -43,7 +44,7 @@ def begin_step(weights: LoraWeights, segments: Segments, tokens: int) -> LoraSte
     return LoraStep(weights, segments, tiles)
 
 
-def linear(
+def linear_with_lora(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -66,7 +67,7 @@ def linear(
     return y, None
 
 
-def linear_before_silu(
+def linear_with_lora_before_silu(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -74,13 +75,13 @@ def linear_before_silu(
     layer: int,
     group: LoraGroup,
 ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
-    """Do what linear does, but in a prefill on CUDA leave expanding to silu_and_mul, the reader.
+    """Do what linear_with_lora does, but leave expanding to silu_and_mul in a prefill on CUDA.
 
     The delta of one linear that stores gate and up as one is expanded here: the kernel reads two.
     """
     fits = step is not None and step.tiles is not None and step.tiles.silu_expands
     if not fits or len(group.linears) != 2:
-        return linear(x, weight, bias, step, layer, group)
+        return linear_with_lora(x, weight, bias, step, layer, group)
     pair: tuple[torch.Tensor, UnexpandedDelta] = _cuda("side_stream").linear_and_lora(
         x, weight, bias, step, layer, group
     )

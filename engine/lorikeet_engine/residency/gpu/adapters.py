@@ -9,9 +9,9 @@ import torch
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.residency.changes import OnChange, ignore_change
-from lorikeet_engine.residency.eviction import EvictionPolicy, RecentUses, UsageRecord
-from lorikeet_engine.residency.gpu.adapter import GpuAdapter, Lease
+from lorikeet_engine.residency.eviction_score import EvictionPolicy, RecentUses, UsageRecord
 from lorikeet_engine.residency.gpu.arena import DeviceArena
+from lorikeet_engine.residency.gpu.leases import GpuAdapter, Lease
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.packing import PackedLayout
 from lorikeet_engine.residency.reservations import MemoryReservations
@@ -116,13 +116,16 @@ class GpuAdapters:
         return True
 
     def lease(self, digest: str, on_release: Callable[[], None] = lambda: None) -> Lease | None:
-        """Lease an adapter; None while it is not here. on_release: called at the lease's end."""
+        """Lease an adapter; None while it is not here. on_release: called at the lease's end.
+
+        Nothing moves: a use is counted, which may raise the adapter's score (eviction_score.py).
+        """
         if not self.holds(digest):
             return None
         adapter, now_s = self._adapters[digest], self._clock()
-        self._unrank(adapter)
+        self._take_out(adapter)
         adapter.score = self._score(digest, adapter.layout, now_s)
-        self._rank(adapter)
+        self._sort_in(adapter)
         self._uses.add(digest, now_s)
         adapter.last_used_s = now_s
         adapter.guarded_until_s = None
@@ -183,7 +186,7 @@ class GpuAdapters:
         slot, copying = placement.slot, event is not None
         adapter = GpuAdapter(ref, slot, layout, now_s, score, copying=copying, loaded_at_s=now_s)
         self._adapters[digest] = adapter
-        self._rank(adapter)
+        self._sort_in(adapter)
         if adapter.copying:
             self._held[digest] = adapter
         else:
@@ -268,10 +271,10 @@ class GpuAdapters:
         uses = self._uses.count(digest, now_s) + 1.0
         return self._policy.score(UsageRecord(layout.elements, uses, now_s))
 
-    def _rank(self, adapter: GpuAdapter) -> None:
+    def _sort_in(self, adapter: GpuAdapter) -> None:
         insort(self._by_score, (adapter.score, adapter.ref.digest))
 
-    def _unrank(self, adapter: GpuAdapter) -> None:
+    def _take_out(self, adapter: GpuAdapter) -> None:
         del self._by_score[bisect_left(self._by_score, (adapter.score, adapter.ref.digest))]
 
     def _evict(self, adapter: GpuAdapter) -> None:
@@ -279,7 +282,7 @@ class GpuAdapters:
         self._evictions += 1
         del self._adapters[digest]
         self._held.pop(digest, None)
-        self._unrank(adapter)
+        self._take_out(adapter)
         self._on_change(digest)
         self._arena.wait_for(adapter.reads)
         self._arena.run(self._pool.evict(adapter.slot))

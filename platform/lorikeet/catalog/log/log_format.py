@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from lorikeet.catalog.log.changes import SCHEMA, Entry
-from lorikeet.errors import StoreError
+from lorikeet.errors import StoreError, StoreRefused
 
 _ENTRIES = TypeAdapter(tuple[Entry, ...])
 
@@ -34,7 +34,7 @@ def object_from_json(data: bytes, key: str) -> tuple[Entry, ...]:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StoreError(f"{key} is not a log entry ({error}): restore the object") from error
     if newest > SCHEMA:
-        raise StoreError(
+        raise StoreRefused(
             f"{key} has schema {newest} and this process reads up to {SCHEMA}: "
             "a newer release writes this catalog, upgrade this one"
         )
@@ -47,7 +47,7 @@ def _parsed(raw: list[Any], key: str) -> tuple[Entry, ...]:
     except ValidationError as error:
         problem = error.errors()[0]
         if problem["type"] == "union_tag_invalid":
-            raise StoreError(
+            raise StoreRefused(
                 f"{key}: {problem['msg']}: a newer release writes this catalog, upgrade this one"
             ) from error
         raise StoreError(f"{key} is damaged ({problem['msg']}): restore the object") from error

@@ -1,4 +1,6 @@
-"""The partitions that a state is made of, so that a reader holds only those it needs.
+"""The partitions that a state is made of: what every request's questions are answered from.
+
+A snapshot stores each by itself, so that a reader holds only those it needs.
 
 Tenants are spread over PARTITIONS partitions by a hash of their names, keys by hashes of their
 ids, and the way from a secret's SHA-256 to its key's id by a hash of that. One more partition

@@ -23,7 +23,7 @@ from lorikeet.catalog.snapshots.partitions import (
 from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store.gc_protection import protect
 from lorikeet.catalog.store.object_store import ObjectStore, in_parallel
-from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError
+from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError, StoreRefused
 
 SCHEMA = 1
 """Raised whenever an older reader could misread what is written."""
@@ -115,7 +115,7 @@ def _manifest(data: bytes, key: str) -> Manifest:
         body = json.loads(data)
         schema = body["schema"]
         if schema > SCHEMA:
-            raise StoreError(
+            raise StoreRefused(
                 f"{key} has schema {schema} and this process reads up to {SCHEMA}: "
                 "a newer release writes this catalog, upgrade this one"
             )

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import boto3
 from boto3.exceptions import Boto3Error
@@ -33,7 +34,7 @@ from lorikeet.catalog.store import parallel_download
 from lorikeet.catalog.store.object_store import StoredObject, check_key, check_prefix
 from lorikeet.catalog.store.s3_errors import explain, is_conflict
 from lorikeet.catalog.store.s3_multipart import ObjectAddress, S3Parts
-from lorikeet.errors import StoreError
+from lorikeet.errors import StoreError, StoreRefused
 
 _ATTEMPTS = 8
 _MIB = 2**20
@@ -44,13 +45,19 @@ _TRANSFER = TransferConfig(
     max_concurrency=parallel_download.CONNECTIONS,
     preferred_transfer_client="classic",  # the same on every instance type
 )
+_STALLED_S = 5.0
+"""A connection that has given no byte for so long is left for another."""
+_RETRY_S = 6.0
+"""What has failed for so long is not tried again: a call that gets no answer fails in 11 s."""
 _CONFIG = Config(
     signature_version="s3v4",  # boto3 would presign with SigV2, which covers no length
     retries={"mode": "standard", "max_attempts": 5},
-    connect_timeout=5,
-    read_timeout=30,
+    connect_timeout=_STALLED_S,
+    read_timeout=_STALLED_S,
     max_pool_connections=64,
 )
+_PATIENT = Config(read_timeout=30)
+"""For copies, joins and uploads, which S3 answers when they are done."""
 
 
 class S3Store:
@@ -60,7 +67,11 @@ class S3Store:
         self._bucket = bucket
         self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
         with self._errors(""):
-            self._client = boto3.session.Session().client("s3", config=_CONFIG)
+            session = boto3.session.Session()
+            self._client = session.client("s3", config=_CONFIG)
+            self._patient = session.client("s3", config=_CONFIG.merge(_PATIENT))
+        self._client.meta.events.register("before-call.s3", _note_begin)
+        self._client.meta.events.register_first("needs-retry.s3", _in_time)
 
     @property
     def url(self) -> str:
@@ -70,7 +81,7 @@ class S3Store:
     @property
     def parts(self) -> S3Parts:
         """See ObjectStore."""
-        return S3Parts(self, self._client, self._address, self._errors)
+        return S3Parts(self, self._client, self._patient, self._address, self._errors)
 
     def get(self, key: str) -> bytes:
         """See ObjectStore."""
@@ -91,7 +102,7 @@ class S3Store:
         """See ObjectStore. One request copies up to 5 GiB onto itself."""
         with self._errors(key):
             address = self._address(key)
-            self._client.copy_object(
+            self._patient.copy_object(
                 **address,
                 CopySource={"Bucket": address["Bucket"], "Key": address["Key"]},
                 MetadataDirective="REPLACE",
@@ -100,7 +111,7 @@ class S3Store:
     def put_file(self, key: str, path: Path) -> None:
         """See ObjectStore."""
         with self._errors(key):
-            self._client.upload_file(str(path), **self._address(key), Config=_TRANSFER)
+            self._patient.upload_file(str(path), **self._address(key), Config=_TRANSFER)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         """See ObjectStore."""
@@ -161,18 +172,25 @@ class S3Store:
                     yield StoredObject(key, found["Size"], found["LastModified"].timestamp())
 
     def _read(self, key: str, url: str, start: int, end: int) -> Iterator[bytes]:
-        """The bytes of a range; goes on from where a connection broke."""
-        for attempt in range(_ATTEMPTS):
-            body = self._range(key, url, f"bytes={start}-{end - 1}")
+        """The bytes of a range; goes on from where a connection broke or stalled."""
+        attempt, came_s = 0, time.monotonic()
+        while start < end:
+            body, broken = self._range(key, url, f"bytes={start}-{end - 1}"), None
             try:
                 while piece := body.read(_PIECE):
                     yield piece
                     start += len(piece)
-                return
-            except (HTTPClientError, IncompleteReadError):
-                if attempt == _ATTEMPTS - 1:
-                    raise
+                    attempt, came_s = 0, time.monotonic()
+            except (HTTPClientError, IncompleteReadError) as error:
+                broken = error
+            if start < end:
+                waited_s = time.monotonic() - came_s
+                if attempt == _ATTEMPTS - 1 or waited_s > _RETRY_S:
+                    raise StoreError(
+                        f"{self.url}: {key}: no byte has come for {waited_s:.1f} s"
+                    ) from broken
                 time.sleep(_pause(attempt))
+                attempt += 1
 
     def _range(self, key: str, url: str, wanted: str) -> StreamingBody:
         """A range from the signed url, or else from boto3, which knows what went wrong."""
@@ -200,7 +218,7 @@ class S3Store:
                 raise explain(cause, self.url, self._bucket, key) from error
             raise StoreError(f"{self.url}: {key}: {error}") from error
         except (NoCredentialsError, PartialCredentialsError) as error:
-            raise StoreError(
+            raise StoreRefused(
                 f"{self.url}: no AWS credentials: set AWS_ACCESS_KEY_ID and "
                 "AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or give this machine a role"
             ) from error
@@ -210,6 +228,16 @@ class S3Store:
             ) from error
         except (BotoCoreError, ValueError, OSError) as error:
             raise StoreError(f"{self.url}: {key}: {error}") from error
+
+
+def _note_begin(context: dict[str, Any], **_: object) -> None:
+    context["lorikeet_began_s"] = time.monotonic()
+
+
+def _in_time(request_dict: dict[str, Any], **_: object) -> Any:
+    """Say False, that botocore must not try a call again, once _RETRY_S has passed; else None."""
+    past_s = time.monotonic() - request_dict["context"]["lorikeet_began_s"]
+    return False if past_s > _RETRY_S else None
 
 
 def _pause(attempt: int) -> float:

@@ -16,7 +16,7 @@ order, and reads that see every write before them.
 
 from botocore.exceptions import ClientError
 
-from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError
+from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError, StoreRefused
 
 _ABSENT = frozenset({"404", "NoSuchKey", "NoSuchUpload"})
 _EXISTS = frozenset({"412", "PreconditionFailed"})
@@ -46,13 +46,13 @@ def explain(error: ClientError, url: str, bucket: str, key: str) -> StoreError:
     if code in _EXISTS:
         return ObjectExists(f"there already is {key} in {url}")
     if code == "NoSuchBucket":
-        return StoreError(
+        return StoreRefused(
             f"bucket {bucket!r} does not exist: create it, or correct LORIKEET_CATALOG"
         )
     if code in _REFUSED:
-        return StoreError(f"{url}: the credentials are refused ({code}): renew them")
+        return StoreRefused(f"{url}: the credentials are refused ({code}): renew them")
     if code in _FORBIDDEN:
-        return StoreError(
+        return StoreRefused(
             f"{url}: {error.operation_name} is not allowed: the role needs "
             "s3:ListBucket on the bucket and s3:GetObject, s3:PutObject, s3:DeleteObject under "
             "the prefix"

@@ -31,12 +31,16 @@ class S3Parts:
         self,
         store: "S3Store",
         client: "S3Client",
+        patient: "S3Client",
         address: Callable[[str], ObjectAddress],
         errors: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        """address: where a key's object lies. errors: raises S3's errors as StoreError."""
+        """patient: a client for what S3 answers late. address: where a key's object lies.
+
+        errors: raises S3's errors as StoreError.
+        """
         self._store = store
-        self._client = client
+        self._client, self._patient = client, patient
         self._address = address
         self._errors = errors
 
@@ -62,7 +66,7 @@ class S3Parts:
     def put(self, key: str, token: str, number: int, path: Path) -> None:
         """See PartStore."""
         with self._errors(key), path.open("rb") as file:
-            self._client.upload_part(
+            self._patient.upload_part(
                 **self._address(key), UploadId=token, PartNumber=number, Body=file
             )
 
@@ -74,7 +78,7 @@ class S3Parts:
         """See PartStore."""
         with suppress(ObjectNotFound), self._errors(key):  # not found: it is joined already
             parts = self._parts(key, token)
-            self._client.complete_multipart_upload(
+            self._patient.complete_multipart_upload(
                 **self._address(key),
                 UploadId=token,
                 MultipartUpload={
@@ -95,7 +99,7 @@ class S3Parts:
             return
         with self._errors(key):
             address = self._address(key)
-            self._client.copy_object(
+            self._patient.copy_object(
                 **self._address(target),
                 CopySource={"Bucket": address["Bucket"], "Key": address["Key"]},
             )

@@ -1,7 +1,6 @@
 """How far an upload is: a bar with bytes, rate and time left where a person watches."""
 
 import threading
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
@@ -74,12 +73,7 @@ class ProgressBar:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _draw(self) -> None:

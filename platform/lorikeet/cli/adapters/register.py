@@ -11,16 +11,17 @@ from lorikeet.cli.adapters.sources import check_source, open_source
 from lorikeet.cli.adapters.upload import send_blob, with_retries
 from lorikeet.cli.admin_client import AdminClient, admin
 from lorikeet.cli.arguments import Adapter
-from lorikeet.cli.output import AsJson, print_json, print_line
+from lorikeet.cli.output import AsJson, print_json, print_line, print_warning
 from lorikeet.errors import InvalidInput, LorikeetError
 from lorikeet.sizes import show_size
-from lorikeet_engine.adapter_format import write_blob
+from lorikeet_engine.adapter_format import last_part, original, trained_on, write_blob
 
 Source = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE",
-        help="A PEFT adapter, as save_pretrained wrote it: its folder, a .tar or .tar.gz of it, "
+        help="An adapter, as PEFT's save_pretrained or mlx_lm.lora wrote it: its folder, a .tar, "
+        ".tar.gz or .zip of it, "
         "s3://bucket/prefix (of LORIKEET_IMPORT_FROM), or hf:organisation/name on the Hugging "
         "Face Hub.",
         show_default=False,
@@ -68,8 +69,9 @@ def register(
     except InvalidInput as error:
         raise typer.BadParameter(error.message) from error
     about = {"tenant": adapter.tenant, "base_model": base_model}
+    digest, base = _send(admin(ctx), source, revision, about, quiet=as_json)
     wanted = {
-        "digest": _send(admin(ctx), source, revision, about, quiet=as_json),
+        "digest": digest,
         "promote": promote,
         "shared": shared,
         "base_model": base_model,
@@ -77,12 +79,20 @@ def register(
     }
     path = f"/adapters/{adapter.path}/versions"
     answer, is_new = with_retries(lambda: admin(ctx).post_new(path, wanted))
+    _warn_of_copy(base, answer["base_model"])
     if as_json:
         print_json(answer)
-        return
-    _print_version(answer, is_new=is_new)
-    if smoke:
-        print_smoke(answer["smoke"])
+    else:
+        _print_version(answer, is_new=is_new)
+
+
+def _warn_of_copy(base: str, served: str) -> None:
+    """Warn if an adapter was trained on a quantised copy and is for another base model."""
+    if last_part(base) not in (original(base), last_part(served)):
+        print_warning(
+            f"it was trained on {base}, a quantised copy, and will be served on {served}: compare "
+            "some answers with those you had in training"
+        )
 
 
 def _send(
@@ -92,14 +102,17 @@ def _send(
     about: dict[str, str | None],
     *,
     quiet: bool,
-) -> str:
-    """Pack a source into one file and upload it; return the file's digest."""
+) -> tuple[str, str]:
+    """Pack a source into one file and upload it.
+
+    Returns the file's digest, and the base model that it was trained on.
+    """
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch:
         blob = Path(scratch) / "adapter.safetensors"
         with open_source(source, revision, quiet=quiet) as folder:
             digest = _pack(folder, blob)
         send_blob(server, blob, digest, about, quiet=quiet)
-    return digest
+        return digest, trained_on(blob) or ""
 
 
 def _pack(folder: Path, blob: Path) -> str:
@@ -122,3 +135,5 @@ def _print_version(answer: dict[str, Any], *, is_new: bool) -> None:
         f" {show_size(answer['gpu_bytes'])} on a GPU\n"
         f"digest {answer['digest']}"
     )
+    if "smoke" in answer:
+        print_smoke(answer["smoke"])

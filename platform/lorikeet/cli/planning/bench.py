@@ -32,6 +32,7 @@ from lorikeet.cli.planning.isolation import (
 EXIT_INTERRUPTED = 130
 PUBLIC_URL = "http://127.0.0.1:8000"
 _ENOUGH = 100  # fewer answers have no p99 but their slowest
+_NOTHING_S = 1e-4  # tokens that came in one piece are less apart
 _LATE_S = 0.05  # more than this, and the command itself was too slow
 
 _SHARES = {"p50": 0.5, "p99": 0.99}
@@ -54,8 +55,10 @@ class _Figure(NamedTuple):
 
     @property
     def growth(self) -> float | None:
-        """By which share it is more beside others."""
-        return self.shared / self.alone - 1 if self.shared and self.alone else None
+        """By which share it is more beside others; None where that would be a share of nothing."""
+        if self.shared is None or self.alone is None or self.alone < _NOTHING_S:
+            return None
+        return self.shared / self.alone - 1
 
     def cells(self) -> tuple[str, str, str]:
         """In a table."""
@@ -236,10 +239,11 @@ def _grown(rows: Sequence[TenantComparison], most: float) -> Iterator[str]:
     """Whose p99 grew by more, or cannot be told."""
     for row in rows:
         for metric in _METRICS:
-            growth = _figure(row, metric, _SHARES["p99"]).growth
-            if growth is None or growth > most:
-                how = "not measured" if growth is None else f"{growth:+.0%}"
-                yield f"{row.tenant.name} ({metric.title.lower()}: {how})"
+            figure = _figure(row, metric, _SHARES["p99"])
+            if None in figure:
+                yield f"{row.tenant.name} ({metric.title.lower()}: not measured)"
+            elif figure.growth is not None and figure.growth > most:
+                yield f"{row.tenant.name} ({metric.title.lower()}: {figure.growth:+.0%})"
 
 
 def _remarks(rows: Sequence[TenantComparison]) -> Iterator[str]:

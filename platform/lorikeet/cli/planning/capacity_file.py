@@ -15,7 +15,7 @@ from pydantic.functional_validators import AfterValidator
 
 from lorikeet.catalog.names import check_name
 from lorikeet.errors import InvalidInput
-from lorikeet.routing.cost_coefficients import CostCoefficients
+from lorikeet.routing.ranking import CostCoefficients
 from lorikeet.settings import Bytes
 from lorikeet.simulator.demand import SimulatedDemand, SimulatedTenant
 from lorikeet.simulator.forecast import CapacityGoals, CapacityNeeds, ReplicaMemory

@@ -10,6 +10,7 @@ from lorikeet.cli.output import AsJson, print_json, print_line, print_table
 from lorikeet.sizes import show_size
 
 _TIERS = ("gpu", "host", "disk")
+_FRESH_S = 10.0  # gateways ask the store every second
 
 
 def status(ctx: typer.Context, as_json: AsJson = False) -> None:
@@ -25,7 +26,7 @@ def status(ctx: typer.Context, as_json: AsJson = False) -> None:
         print_json(answer)
         return
     replicas = answer["replicas"]
-    print_line(f"Catalog at entry {answer['catalog_seq']}")
+    print_line(f"Catalog at entry {answer['catalog_seq']}{_staleness(answer['catalog_age_s'])}")
     print_line(_pins(answer["pins"]))
     print_table(
         ["Replica", "Base model", "#Running", "#Waiting", "#KV pages", "#Slot pool"],
@@ -37,6 +38,11 @@ def status(ctx: typer.Context, as_json: AsJson = False) -> None:
         _adapter_rows(replicas),
         empty="No adapter is resident.",
     )
+
+
+def _staleness(age_s: float) -> str:
+    """Say since when the store has not confirmed the gateway's view, if it should have."""
+    return f", stale: the store last answered {age_s:.0f} s ago" if age_s > _FRESH_S else ""
 
 
 def _pins(counts: dict[str, int] | None) -> str:

@@ -12,11 +12,11 @@ from lorikeet_engine.adapter_format import (
     AdapterMemory,
     blob_digest,
     check_values,
+    last_part,
     read_spec,
+    same_model,
+    trained_on,
 )
-from lorikeet_engine.adapter_format.config import LoraConfig
-from lorikeet_engine.adapter_format.header import read_header
-from lorikeet_engine.adapter_format.spec import METADATA_KEY
 from lorikeet_engine.errors import AdapterError
 
 
@@ -43,7 +43,10 @@ def validate_blob(
         gpu_bytes = memory.image_bytes(spec)
         check_values(blob, spec, memory.dtype)
     except AdapterError as error:
-        raise InvalidAdapter(error.message, param=error.fields.get("field")) from error
+        message = error.message
+        if "max_rank" in error.fields:
+            message += " (LORIKEET_MAX_RANK, or the tenant's own: `lorikeet tenants limit --rank`)"
+        raise InvalidAdapter(message, param=error.fields.get("field")) from error
     return BlobFacts(
         digest=blob_digest(blob),
         size_bytes=spec.size_bytes,
@@ -64,16 +67,17 @@ def check_base_model(base_model: str, base_models: Mapping[str, ServedModel]) ->
 
 
 def _matching(blob: Path, base_models: Mapping[str, ServedModel]) -> str:
-    """Return the one served base model whose name or alias ends like the blob's name for it."""
-    config = read_header(blob).metadata.get(METADATA_KEY)
-    if config is None:
+    """Return the one served base model whose name or alias ends like the blob's name for it.
+
+    A quantised copy will do, in either place.
+    """
+    declared = trained_on(blob)
+    if declared is None:
         raise InvalidAdapter("not a packed adapter: `lorikeet register` packs PEFT's folder")
-    declared = LoraConfig.from_json(config).base_model_name_or_path
-    found = [
-        name
-        for name, base in base_models.items()
-        if _last(declared) in map(_last, (name, *base.aliases))
-    ]
+    names = {name: (name, *base.aliases) for name, base in base_models.items()}
+    found = [n for n, known in names.items() if last_part(declared) in map(last_part, known)]
+    if not found:
+        found = [n for n, known in names.items() if any(same_model(declared, k) for k in known)]
     if len(found) != 1:
         says = f"says that it was trained on {declared!r}" if declared else "names no base model"
         raise InvalidAdapter(
@@ -82,11 +86,6 @@ def _matching(blob: Path, base_models: Mapping[str, ServedModel]) -> str:
             param="base_model",
         )
     return found[0]
-
-
-def _last(path: str) -> str:
-    """meta-llama/Llama-3.1-8B → Llama-3.1-8B; what people put before it differs."""
-    return path.rstrip("/").rpartition("/")[2]
 
 
 def _list(base_models: Mapping[str, ServedModel]) -> str:

@@ -13,7 +13,7 @@ from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import EngineClient
 from lorikeet.placement.pin_dry_run import PinDryRun, dry_run_pin
 from lorikeet.placement.pin_status import PinStatus, pin_statuses
-from lorikeet.placement.resolved_pins import PinResolver
+from lorikeet.placement.pinned_versions import PinResolver
 from lorikeet.protocol.replica_report import ReplicaReport
 
 

@@ -28,6 +28,7 @@ def status_routes(
         reports = sorted(await engines.reports(), key=lambda report: report.replica)
         return {
             "catalog_seq": catalog_view.state.seq,
+            "catalog_age_s": round(catalog_view.age_s, 1),
             "pins": await _count_pins(reports, pin_reporter),
             "replicas": [replica_json(report) for report in reports],
         }

@@ -1,9 +1,13 @@
-"""What tenants may send and get, in OpenAI's words.
+"""What tenants may send and get, in OpenAI's and Anthropic's words.
 
-openai_requests.py   the requests, and the Call that each becomes
+api_request.py       what every request has, and the Call that each becomes
+openai_requests.py   the requests of chats and completions
 chat_messages.py, tools.py, fields.py   their parts
-response_types.py    the responses, as types
+responses_request.py, responses_items.py, responses_tools.py
+                     /v1/responses, which becomes a chat's Call
+messages_request.py, messages_content.py   /v1/messages, which becomes one too
+response_types.py, responses_types.py, messages_types.py   the answers, as types
 openapi.py           GET /v1/openapi.json, made of all these types
 
-The bytes of responses are formed on replicas, in answer_stream/openai_format.py.
+The bytes of answers are formed on replicas, by the formats in answer_stream/.
 """

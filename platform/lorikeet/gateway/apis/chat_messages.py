@@ -1,18 +1,21 @@
 """The messages of a chat, as OpenAI's clients send them and as chat templates read them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, model_validator
 from pydantic_core import from_json
 from typing_extensions import TypedDict
 
-from lorikeet.gateway.body import Body, NoOps, misfit
+from lorikeet.gateway.body import Body, NoOps, ValueBudget, misfit
 
 MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 128
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 _CallId = Annotated[str, Field(min_length=1, max_length=256)]
+
+CLIENT_SIDE_FIELDS = frozenset({"parsed", "parsed_arguments", "provider_specific_fields"})
+"""What OpenAI's clients and LiteLLM add to an answer's message or call, and send back with it."""
 
 
 class TextPart(TypedDict):
@@ -39,8 +42,13 @@ def _parse_text(value: object) -> object:
     return "".join(part["text"] for part in value)
 
 
-def _parse_arguments(value: object) -> dict[str, Any]:
-    """Parse a call's arguments: templates want the object, clients send its JSON text."""
+def parse_object(value: object, info: ValidationInfo) -> dict[str, Any]:
+    """Parse the JSON text of an object, such as the arguments of a call: templates want the object.
+
+    Raises RequestTooLarge where those of a body have too many values together.
+    """
+    if isinstance(value, str) and isinstance(info.context, ValueBudget):
+        info.context.spend(value.encode(errors="replace"))
     try:
         arguments = from_json(value, allow_inf_nan=False) if isinstance(value, str) else None
     except ValueError:  # also where it is nested more deeply than a body may be
@@ -50,11 +58,13 @@ def _parse_arguments(value: object) -> dict[str, Any]:
     return arguments
 
 
-Arguments = Annotated[dict[str, Any], PlainValidator(_parse_arguments, json_schema_input_type=str)]
+Arguments = Annotated[dict[str, Any], PlainValidator(parse_object, json_schema_input_type=str)]
 
 
 class PastFunction(Body):
     """The function that an assistant called, and with what."""
+
+    dropped: ClassVar[Collection[str]] = CLIENT_SIDE_FIELDS
 
     name: FunctionName
     arguments: Arguments
@@ -63,22 +73,25 @@ class PastFunction(Body):
 class PastCall(Body):
     """A call that the assistant made in an earlier turn."""
 
+    dropped: ClassVar[Collection[str]] = {*CLIENT_SIDE_FIELDS, "index"}  # of a streamed call
+
     id: _CallId
     type: Literal["function"]
     function: PastFunction
+
+
+_SentRole = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
 class Message(Body):
     """One turn of a conversation."""
 
     no_ops: ClassVar[NoOps] = {"tool_calls": ([],), "annotations": ([],)}
+    dropped: ClassVar[Collection[str]] = CLIENT_SIDE_FIELDS
 
     role: Annotated[
-        Literal["system", "user", "assistant", "tool"],
-        BeforeValidator(
-            _parse_role,
-            json_schema_input_type=Literal["system", "developer", "user", "assistant", "tool"],
-        ),
+        Literal["system", "user", "assistant", "tool", "function"],
+        BeforeValidator(_parse_role, json_schema_input_type=_SentRole),
     ]
     content: Annotated[
         str | None, BeforeValidator(_parse_text, json_schema_input_type=str | list[TextPart] | None)
@@ -88,12 +101,20 @@ class Message(Body):
         Annotated[list[PastCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None
     ) = None
     tool_call_id: _CallId | None = None
+    function_call: PastFunction | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> "Message":
         if self.tool_calls is not None and self.role != "assistant":
             raise misfit("tool_calls", "want it only in an assistant's message")
-        if self.content is None and not self.tool_calls:
+        if self.function_call is not None and (self.role != "assistant" or self.tool_calls):
+            raise misfit("function_call", "want it in an assistant's message without tool_calls")
+        if self.reasoning_content is not None and self.role != "assistant":
+            raise misfit("reasoning_content", "want it only in an assistant's message")
+        if self.role == "function" and self.name is None:
+            raise misfit("name", "want the function's name in its message")
+        if self.content is None and not self.tool_calls and self.function_call is None:
             raise misfit("content", "Field required")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise misfit("tool_call_id", "want it in every tool's message, and only there")
@@ -108,13 +129,39 @@ class Message(Body):
             message["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
         return message
 
 
-def check_answered(messages: Sequence[Message]) -> None:
-    """Check that every tool's message answers a call of an earlier turn. Raises a misfit."""
-    called: set[str] = set()
+def template_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
+    """Return messages as chat templates read them; deprecated calls of functions as those of tools.
+
+    Those calls get ids of nine characters, which is what Mistral's templates want.
+    """
+    shown = list[dict[str, Any]]()
+    call_id = ""
     for index, message in enumerate(messages):
+        turn = message.for_template()
+        if message.function_call is not None:
+            call_id = f"call{index:05d}"
+            function = message.function_call.model_dump()
+            turn["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
+        elif message.role == "function":
+            turn |= {"role": "tool", "tool_call_id": call_id}
+        shown.append(turn)
+    return tuple(shown)
+
+
+def check_answered(messages: Sequence[Message]) -> None:
+    """Check that tools' and functions' messages answer calls of earlier turns. Raises a misfit."""
+    called: set[str] = set()
+    functions: set[str] = set()
+    for index, message in enumerate(messages):
+        if message.function_call is not None:
+            functions.add(message.function_call.name)
+        if message.role == "function" and message.name not in functions:
+            raise misfit("messages", f"messages[{index}] answers no call of an earlier message")
         called.update(call.id for call in message.tool_calls or ())
         if message.tool_call_id is not None and message.tool_call_id not in called:
             raise misfit(

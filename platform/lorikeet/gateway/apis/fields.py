@@ -1,18 +1,23 @@
 """Fields of a generate request that need a parser of their own: one error, however many are bad."""
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
+from lorikeet.gateway.body import unsupported
+
 INT32 = 2**31 - 1
 MAX_CHOICES = 128
-MAX_STOPS = 4
+MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_BIASES = 1024
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
+KIND = "^[a-z0-9_]{1,40}$"
+"""What a `type` looks like, so that it can be quoted."""
 
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
 Prompt = str | tuple[int, ...]
@@ -72,6 +77,13 @@ def _parse_metadata(value: object) -> dict[str, str]:
             f"want keys of at most {MAX_METADATA_KEY} characters and values of at most "
             f"{MAX_METADATA_VALUE}"
         )
+    return value
+
+
+def refuse_kind(value: object, known: Sequence[str], instead: str) -> object:
+    """Refuse a `type` by its name, if it is none of these and looks like one."""
+    if isinstance(value, str) and value not in known and re.fullmatch(KIND, value):
+        raise unsupported(hint=f" ({value}): {instead}")
     return value
 
 

@@ -9,6 +9,16 @@ from fastapi import APIRouter, Request
 from pydantic import TypeAdapter
 from starlette.responses import JSONResponse
 
+from lorikeet.dialects import MESSAGES
+from lorikeet.gateway.apis.messages_request import CountTokensRequest, MessagesRequest
+from lorikeet.gateway.apis.messages_types import (
+    MessageError,
+    MessageObject,
+    MessageStreamEvent,
+    ModelInfo,
+    ModelInfoList,
+    TokenCount,
+)
 from lorikeet.gateway.apis.openai_requests import ChatRequest, CompletionRequest
 from lorikeet.gateway.apis.response_types import (
     ChatCompletion,
@@ -18,6 +28,8 @@ from lorikeet.gateway.apis.response_types import (
     ModelCard,
     ModelList,
 )
+from lorikeet.gateway.apis.responses_request import ResponsesRequest
+from lorikeet.gateway.apis.responses_types import ResponseObject, ResponseStreamEvent
 from lorikeet.gateway.auth import RequestAuthenticator
 
 _REF = "#/components/schemas/{model}"
@@ -27,6 +39,17 @@ _TYPES: Sequence[Any] = (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
+    ResponsesRequest,
+    ResponseObject,
+    ResponseStreamEvent,
+    MessagesRequest,
+    MessageObject,
+    MessageStreamEvent,
+    CountTokensRequest,
+    TokenCount,
+    MessageError,
+    ModelInfo,
+    ModelInfoList,
     ModelCard,
     ModelList,
     Error,
@@ -36,13 +59,16 @@ _ERRORS = {
     "401": "No key, or none that is known.",
     "403": "The key's scopes do not allow this.",
     "404": "No such model, or not this tenant's.",
+    "408": "The body did not come in time.",
     "413": "The body is too large.",
     "422": "The adapter cannot be served.",
     "429": "A limit is reached, or the budget; Retry-After says when to come back.",
     "500": "The service failed.",
     "503": "The service cannot do this now; Retry-After says when to come back.",
 }
-
+_ANTHROPICS_ERRORS = {
+    "529": "The service has more to do than it can; Retry-After says when to come back."
+}
 
 _OBJECT = {"application/json": {"schema": {"type": "object"}}}
 
@@ -65,19 +91,14 @@ def document() -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Lorikeet", "version": version("lorikeet-serve")},
-        "security": [{"key": []}],
+        "security": [{"key": []}, {"x-api-key": []}],
         "paths": {
-            "/v1/chat/completions": _generate(
-                "Answer a chat", "ChatRequest", "ChatCompletion", "ChatCompletionChunk"
-            ),
-            "/v1/completions": _generate(
-                "Continue prompts", "CompletionRequest", "Completion", "Completion"
-            ),
-            "/v1/models": _get("list_models", "List models", _json("ModelList")),
+            **_generating(),
+            "/v1/models": _get("list_models", "List models", _json("ModelList", "ModelInfoList")),
             "/v1/models/{model}": _get(
                 "get_model",
                 "Look up a model",
-                _json("ModelCard"),
+                _json("ModelCard", "ModelInfo"),
                 _path("model", "tenant/name, tenant/name@version or a base model"),
             ),
             "/v1/requests/{request_id}": _get(
@@ -96,19 +117,54 @@ def document() -> dict[str, Any]:
             ),
         },
         "components": {
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
             "schemas": _schemas(),
         },
     }
 
 
-def _generate(summary: str, request: str, answer: str, event: str) -> dict[str, Any]:
-    events = {"text/event-stream": {"schema": _event(event)}}
+def _generating() -> dict[str, Any]:
+    return {
+        "/v1/chat/completions": _generate(
+            "Answer a chat", "ChatRequest", "ChatCompletion", "ChatCompletionChunk"
+        ),
+        "/v1/completions": _generate(
+            "Continue prompts", "CompletionRequest", "Completion", "Completion"
+        ),
+        "/v1/responses": _generate(
+            "Answer with a response",
+            "ResponsesRequest",
+            "ResponseObject",
+            "ResponseStreamEvent",
+        ),
+        MESSAGES: _generate(
+            "Answer with a message",
+            "MessagesRequest",
+            "MessageObject",
+            "MessageStreamEvent",
+            error="MessageError",
+        ),
+        f"{MESSAGES}/count_tokens": _generate(
+            "Count the tokens of a message's prompt",
+            "CountTokensRequest",
+            "TokenCount",
+            error="MessageError",
+        ),
+    }
+
+
+def _generate(
+    summary: str, request: str, answer: str, event: str | None = None, error: str = "Error"
+) -> dict[str, Any]:
+    events = {"text/event-stream": {"schema": _event(event, error)}} if event else {}
     post = {
         "operationId": request,
         "summary": summary,
         "requestBody": {"required": True, "content": _json(request)},
-        "responses": _answers(_json(answer) | events),
+        "responses": _answers(_json(answer) | events, error),
     }
     return {"post": post}
 
@@ -132,29 +188,34 @@ def _query(name: str, form: str, description: str) -> dict[str, Any]:
     return {"name": name, "in": "query", "description": description, "schema": schema}
 
 
-def _event(model: str) -> dict[str, Any]:
-    references = [{"$ref": _REF.format(model=name)} for name in (model, "Error")]
+def _event(model: str, error: str) -> dict[str, Any]:
+    references = [{"$ref": _REF.format(model=name)} for name in (model, error)]
     told = {
         "type": "string",
         "contentMediaType": "application/json",
         "contentSchema": {"anyOf": references},
-        "description": "An Error where the stream failed.",
+        "description": f"A {error} where the stream failed.",
     }
     last = {"const": "[DONE]", "description": "The last event."}
     data = {"anyOf": [last, told]}
     return {"type": "object", "required": ["data"], "properties": {"data": data}}
 
 
-def _answers(content: Mapping[str, Any]) -> dict[str, Any]:
+def _answers(content: Mapping[str, Any], error: str = "Error") -> dict[str, Any]:
+    described = _ERRORS if error == "Error" else _ERRORS | _ANTHROPICS_ERRORS
     errors = {
-        status: {"description": description, "content": _json("Error")}
-        for status, description in _ERRORS.items()
+        status: {"description": description, "content": _json(error)}
+        for status, description in described.items()
     }
     return {"200": {"description": "The answer.", "content": content}} | errors
 
 
-def _json(model: str) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": _REF.format(model=model)}}}
+def _json(model: str, anthropics: str | None = None) -> dict[str, Any]:
+    """Return JSON of a type; anthropics: what clients get who send the header anthropic-version."""
+    schema: dict[str, Any] = {"$ref": _REF.format(model=model)}
+    if anthropics is not None:
+        schema = {"anyOf": [schema, {"$ref": _REF.format(model=anthropics)}]}
+    return {"application/json": {"schema": schema}}
 
 
 def _schemas() -> dict[str, Any]:

@@ -15,13 +15,20 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: int
 
 
+class CompletionTokensDetails(TypedDict):
+    """reasoning_tokens: of the output, thought before the answers, with the closing tag."""
+
+    reasoning_tokens: int
+
+
 class Usage(TypedDict):
-    """Each prompt counted once, the output of all choices summed."""
+    """Each prompt counted once, the output of all choices summed. A chat tells details of both."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
 
 
 class TopLogprob(TypedDict):
@@ -70,12 +77,17 @@ class ToolCall(TypedDict):
 
 
 class AssistantMessage(TypedDict):
-    """The model's message. content is null where it only calls tools."""
+    """The model's message. content is null where it only calls tools.
+
+    reasoning_content: what it thought before, where it did.
+    """
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
+    function_call: NotRequired[CalledFunction]
 
 
 class ChatChoice(TypedDict):
@@ -84,7 +96,7 @@ class ChatChoice(TypedDict):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class ChatCompletion(TypedDict):
@@ -121,7 +133,9 @@ class Delta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str | None]
     refusal: NotRequired[None]
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCallDelta]]
+    function_call: NotRequired[FunctionDelta]
 
 
 class ChunkChoice(TypedDict):
@@ -130,7 +144,7 @@ class ChunkChoice(TypedDict):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call"] | None
 
 
 class ChatCompletionChunk(TypedDict):

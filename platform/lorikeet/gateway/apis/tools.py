@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from typing_extensions import TypedDict
 
 from lorikeet.gateway.apis.chat_messages import FunctionName
@@ -12,8 +13,17 @@ from lorikeet.gateway.body import Body, misfit, unsupported
 from lorikeet.protocol.messages import Format, ToolUse
 
 MAX_TOOLS = 128
+MAX_SCHEMAS_LENGTH = 2**20
+"""Characters of the JSON text of all tools, and of a response format's schema."""
 
 Mode = Literal["none", "auto", "required"]
+
+
+def limited(value: object) -> object:
+    """Refuse what is too long for a prompt or a grammar, before it is copied again and again."""
+    if len(json.dumps(value, ensure_ascii=False)) > MAX_SCHEMAS_LENGTH:
+        raise ValueError(f"want at most {MAX_SCHEMAS_LENGTH} characters of JSON")
+    return value
 
 
 class Function(Body):
@@ -61,30 +71,76 @@ def _parse_choice(value: object) -> str | NamedTool:
 ToolChoice = Annotated[
     str | NamedTool, PlainValidator(_parse_choice, json_schema_input_type=Mode | NamedTool)
 ]
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(limited)]
 
 
-def tool_use(
+def _parse_function_call(value: object) -> str | NamedTool:
+    match value:
+        case "none" | "auto":
+            return str(value)
+        case {"name": str(name)}:
+            return NamedTool(type="function", function=NamedFunction(name=name))
+    raise ValueError('want "none", "auto" or {"name": "…"}')
+
+
+Functions = Annotated[
+    list[Function], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(limited)
+]
+FunctionCall = Annotated[
+    str | NamedTool,
+    PlainValidator(
+        _parse_function_call, json_schema_input_type=Literal["none", "auto"] | NamedFunction
+    ),
+]
+
+
+def check_functions(
+    functions: Sequence[Function], choice: str | NamedTool | None, tools: Sequence[Tool]
+) -> None:
+    """Check deprecated functions, and a choice of one. Raises a misfit."""
+    if functions and tools:
+        raise misfit("functions", "want either them or tools, not both")
+    names = {function.name for function in functions}
+    if len(names) < len(functions):
+        raise misfit("functions", "want a name of its own for each function")
+    if isinstance(choice, dict) and choice["function"]["name"] not in names:
+        raise misfit("function_call", "want the name of one of the functions")
+
+
+def function_use(functions: Sequence[Function], choice: str | NamedTool | None) -> ToolUse | None:
+    """Return what a chat with deprecated functions may call: one of them at most."""
+    tools = [Tool(type="function", function=function) for function in functions]
+    use = tool_use(tools, choice, parallel=False)
+    return None if use is None else replace(use, functions=True)
+
+
+def check_choice(
     tools: Sequence[Tool], choice: str | NamedTool | None, parallel: bool | None
-) -> ToolUse | None:
-    """Return what a chat may call; None if nothing. Raises a misfit."""
+) -> None:
+    """Check that a choice fits the tools. Raises a misfit."""
     if not tools:
         if choice == "required" or isinstance(choice, dict):
             raise misfit("tool_choice", "want tools with it")
         if parallel is False:
             raise misfit("parallel_tool_calls", "want tools with it")
-        return None
-    names = tuple(tool.function.name for tool in tools)
-    if len(set(names)) < len(names):
+        return
+    names = {tool.function.name for tool in tools}
+    if len(names) < len(tools):
         raise misfit("tools", "want a name of its own for each function")
-    if choice == "none":
+    if isinstance(choice, dict) and choice["function"]["name"] not in names:
+        raise misfit("tool_choice", "want the name of one of the tools")
+
+
+def tool_use(
+    tools: Sequence[Tool], choice: str | NamedTool | None, parallel: bool | None
+) -> ToolUse | None:
+    """Return what a chat may call, by a choice that fits; None if nothing."""
+    if not tools or choice == "none":
         return None
     shown = tuple(tool.model_dump(exclude_unset=True) for tool in tools)
     if isinstance(choice, dict):
-        name = choice["function"]["name"]
-        if name not in names:
-            raise misfit("tool_choice", "want the name of one of the tools")
-        return ToolUse(shown, forced=(name,), parallel=False)
+        return ToolUse(shown, forced=(choice["function"]["name"],), parallel=False)
+    names = tuple(tool.function.name for tool in tools)
     return ToolUse(shown, names if choice == "required" else (), parallel is not False)
 
 
@@ -93,7 +149,7 @@ class JsonSchema(Body):
 
     name: FunctionName
     description: str | None = None
-    schema_: dict[str, Any] = Field(default={}, alias="schema")
+    schema_: Annotated[dict[str, Any], BeforeValidator(limited)] = Field(default={}, alias="schema")
     strict: bool | None = None
 
 

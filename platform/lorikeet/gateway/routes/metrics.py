@@ -9,44 +9,11 @@ from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import Services
 from lorikeet.metrics.exposition import CONTENT_TYPE, join, render
-from lorikeet.metrics.families import residency_label
-from lorikeet.metrics.gateway import GatewayMetrics, RequestSummary
-from lorikeet.request_log.record import RequestRecord
-from lorikeet.request_log.request_log import RequestLog, Subscriber
+from lorikeet.request_log.request_log import RequestLog
 
 FRESH_S = 1.0
 """How long a page is good: all who ask meanwhile get it."""
 _QUESTION = "metrics"
-
-
-def request_counter(metrics: GatewayMetrics) -> Subscriber:
-    """Return what counts each request that is over."""
-
-    def ended(record: RequestRecord) -> None:
-        metrics.count(summary(record))
-
-    return ended
-
-
-def summary(record: RequestRecord) -> RequestSummary:
-    """Return what is counted of a request that is over."""
-    slowest, usage, adapter = record.slowest, record.usage, record.adapter
-    finished = usage is not None and record.code is None
-    return RequestSummary(
-        outcome=record.outcome,
-        tenant=record.tenant or "",
-        base_model=record.base_model or "",
-        adapter=f"{adapter.tenant}/{adapter.name}" if adapter else None,
-        residency=_residency(record),
-        code=record.code,
-        first_token_s=record.first_token_s,
-        queue_s=max(0.0, slowest.queued_s - slowest.load_s) if slowest else None,
-        total_s=record.until_s if finished else None,
-        retries=record.retries,
-        tokens=(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-        if usage
-        else None,
-    )
 
 
 def add_gauges(
@@ -116,9 +83,3 @@ def metrics_routes(authenticator: RequestAuthenticator, scrape: Scrape) -> APIRo
         return Response(await scrape.page(), media_type=CONTENT_TYPE)
 
     return router
-
-
-def _residency(record: RequestRecord) -> str | None:
-    if record.replica is None:
-        return None
-    return residency_label(record.residency)

@@ -1,5 +1,6 @@
-"""GET /v1/models: what a tenant may ask for, and nothing else."""
+"""GET /v1/models: what a tenant may ask for, and nothing else; in the words of its client's API."""
 
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -8,8 +9,10 @@ from fastapi import APIRouter, Request
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import AdapterRecord, VersionRecord
 from lorikeet.catalog.state import CatalogState
+from lorikeet.dialects import Dialect
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.catalog_view import GatewayCatalogView
+from lorikeet.gateway.error_responses import dialect_of
 from lorikeet.gateway.services import Services
 from lorikeet_engine.adapter import AdapterRef
 
@@ -28,17 +31,34 @@ def model_routes(
         entries = [_base_entry(name) for name in services.base_models]
         for record in await catalog_view.ask(lambda state: state.visible_to(tenant.name)):
             entries += _adapter_entries(record)
-        return {"object": "list", "data": entries}
+        return _list(entries, dialect_of(request.scope))
 
     @router.get("/{model:path}")
     async def get_model(request: Request, model: str) -> dict[str, Any]:
         tenant = await authenticator.tenant(request)
         ref = (await authenticator.resolve(model, tenant.name)).adapter
-        if ref is None:
-            return _base_entry(model)
-        return _entry(model, ref.tenant, await catalog_view.ask(partial(_version, ref)))
+        entry = _base_entry(model)
+        if ref is not None:
+            entry = _entry(model, ref.tenant, await catalog_view.ask(partial(_version, ref)))
+        is_anthropics = dialect_of(request.scope) is Dialect.ANTHROPIC
+        return _anthropics_entry(entry) if is_anthropics else entry
 
     return router
+
+
+def _list(entries: list[dict[str, Any]], dialect: Dialect) -> dict[str, Any]:
+    """Return all entries; the list has one page."""
+    if dialect is Dialect.OPENAI:
+        return {"object": "list", "data": entries}
+    models = [_anthropics_entry(entry) for entry in entries]
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {}
+    return {"data": models, "has_more": False, "first_id": None, "last_id": None} | ends
+
+
+def _anthropics_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    created = datetime.fromtimestamp(entry["created"], UTC).isoformat().replace("+00:00", "Z")
+    named = {"type": "model", "id": entry["id"], "display_name": entry["id"]}
+    return named | {"created_at": created, "lifecycle": "active"}
 
 
 def _adapter_entries(record: AdapterRecord) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from lorikeet.catalog.names import check_name
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.auth import RequestAuthenticator
-from lorikeet.usage.counts import day_of
+from lorikeet.usage.ledger import day_of
 from lorikeet.usage.reader import UsageReader
 from lorikeet.usage.summary import GroupBy, rows
 

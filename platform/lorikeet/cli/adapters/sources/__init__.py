@@ -22,7 +22,7 @@ def check_source(source: str, revision: str | None = None) -> str:
     if "://" in source:
         raise InvalidInput(
             f"{source!r}: nothing is fetched from there; download it and give the folder or the "
-            f"tar file, or give {SCHEME}bucket/prefix or {PREFIX}organisation/name",
+            f"archive, or give {SCHEME}bucket/prefix or {PREFIX}organisation/name",
             param="source",
         )
     hub = f"; on the Hugging Face Hub it is {PREFIX}{source}" if source.count("/") == 1 else ""
@@ -31,10 +31,10 @@ def check_source(source: str, revision: str | None = None) -> str:
 
 @contextmanager
 def open_source(source: str, revision: str | None = None, *, quiet: bool = False) -> Iterator[Path]:
-    """An adapter's PEFT folder; what was copied for it is removed afterwards.
+    """An adapter's folder; what was copied for it is removed afterwards.
 
-    source: a folder, a tar file, s3://bucket/prefix, or hf:organisation/name, of which revision
-    names a branch, tag or commit. quiet: show no progress. Raises LorikeetError.
+    source: a folder, a tar or zip file, s3://bucket/prefix, or hf:organisation/name, of which
+    revision names a branch, tag or commit. quiet: show no progress. Raises LorikeetError.
     """
     check_source(source, revision)
     if source.startswith(PREFIX):

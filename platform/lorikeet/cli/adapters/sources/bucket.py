@@ -1,17 +1,19 @@
 """An adapter under a prefix of an S3 bucket, where the operator allows it."""
 
+from itertools import islice
 from pathlib import Path
 
 from lorikeet.catalog.store.object_store import open_store
-from lorikeet.cli.adapters.sources.files import ADAPTER_FILES, check_files
-from lorikeet.errors import InvalidInput, ObjectNotFound
+from lorikeet.cli.adapters.sources.files import adapter_files
+from lorikeet.errors import InvalidInput
 from lorikeet.settings import Settings
 
 SCHEME = "s3://"
+_MOST_OBJECTS = 1_000  # that are looked at: training may have left more there
 
 
 def download(source: str, folder: Path) -> None:
-    """Copy the adapter's two objects into a folder. Raises InvalidInput, StoreError."""
+    """Copy the adapter's objects into a folder. Raises InvalidInput, StoreError."""
     source = source.rstrip("/")
     allowed = Settings.from_env().import_from
     inside = any(f"{source}/".startswith(f"{prefix}/") for prefix in allowed)
@@ -23,12 +25,6 @@ def download(source: str, folder: Path) -> None:
             param="source",
         )
     store = open_store(source)
-    sizes = {}
-    for name in ADAPTER_FILES:
-        try:
-            sizes[name] = store.size(name)
-        except ObjectNotFound:
-            continue
-    check_files(source, sizes)
-    for name in ADAPTER_FILES:
+    sizes = {found.key: found.size_bytes for found in islice(store.scan(""), _MOST_OBJECTS)}
+    for name in adapter_files(source, sizes, store.get):
         store.download(name, folder / name)

@@ -1,28 +1,56 @@
-"""The two files of an adapter that are read; whatever lies beside them is left where it is."""
+"""Which files of an adapter are read; whatever lies beside them is left where it is."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from lorikeet.errors import InvalidInput
-from lorikeet_engine.adapter_format import CONFIG_FILE, WEIGHTS_FILE
+from lorikeet_engine.adapter_format import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MLX_WEIGHTS_FILE,
+    WEIGHTS_FILE,
+    shard_names,
+)
+from lorikeet_engine.errors import AdapterRejected
 
-ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
+KNOWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, MLX_WEIGHTS_FILE, INDEX_FILE)
+"""One of these says that an adapter is there; shards are named by their index."""
 MAX_SOURCE_BYTES = 8 << 30
+_MAX_INDEX_BYTES = 1 << 20
 _PICKLE = "adapter_model.bin"
 
 
-def check_files(source: str, sizes: Mapping[str, int]) -> None:
-    """Both files are there and of a size that an adapter can have. Raises InvalidInput.
+def adapter_files(
+    source: str, sizes: Mapping[str, int], read: Callable[[str], bytes]
+) -> tuple[str, ...]:
+    """Return the files to copy: the config and its weights, in one file or in shards.
 
-    sizes: of the files there are beside each other, by name, in bytes.
+    sizes: of the files there are beside each other, by name, in bytes. read: returns a small one.
+    Raises InvalidInput.
     """
-    if CONFIG_FILE in sizes and WEIGHTS_FILE not in sizes and _PICKLE in sizes:
+    for weights in (WEIGHTS_FILE, MLX_WEIGHTS_FILE):
+        if weights in sizes:
+            return _checked(source, sizes, (CONFIG_FILE, weights))
+    if INDEX_FILE in sizes:
+        if sizes[INDEX_FILE] > _MAX_INDEX_BYTES:
+            raise InvalidInput(f"{source}: {INDEX_FILE} is over {_MAX_INDEX_BYTES} bytes")
+        try:
+            shards = shard_names(read(INDEX_FILE))
+        except AdapterRejected as error:
+            raise InvalidInput(f"{source}: {error.message}") from error
+        return _checked(source, sizes, (CONFIG_FILE, INDEX_FILE, *shards))
+    if CONFIG_FILE in sizes and _PICKLE in sizes:
         raise InvalidInput(
             f"{source} has its weights in {_PICKLE}, a pickle, which can run code when it is "
             "opened: download it and make safetensors of it with `lorikeet convert`"
         )
-    for name in ADAPTER_FILES:
+    return _checked(source, sizes, (CONFIG_FILE, WEIGHTS_FILE))
+
+
+def _checked(source: str, sizes: Mapping[str, int], names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
         if name not in sizes:
             raise InvalidInput(f"{source} has no {name}: want what save_pretrained wrote")
-    total = sum(sizes[name] for name in ADAPTER_FILES)
+    total = sum(sizes[name] for name in names)
     if total > MAX_SOURCE_BYTES:
         raise InvalidInput(f"{source} has {total} bytes: the limit is {MAX_SOURCE_BYTES}")
+    return names

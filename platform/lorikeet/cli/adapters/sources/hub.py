@@ -3,14 +3,14 @@
 import sys
 from pathlib import Path
 
-from lorikeet.cli.adapters.sources.files import ADAPTER_FILES, check_files
+from lorikeet.cli.adapters.sources.files import adapter_files
 from lorikeet.errors import InvalidInput, LorikeetError
 
 PREFIX = "hf:"
 
 
 def fetch(repository: str, revision: str | None = None, *, quiet: bool = False) -> Path:
-    """The folder in the Hub's cache that has the adapter's two files; no others are fetched.
+    """The folder in the Hub's cache that has the adapter's files; no others are fetched.
 
     revision: a branch, tag or commit; None: the default branch. quiet: without a bar, which only
     a person at a terminal sees anyhow. Raises LorikeetError.
@@ -27,10 +27,16 @@ def fetch(repository: str, revision: str | None = None, *, quiet: bool = False) 
     where = f"{PREFIX}{repository}" + (f" at {revision}" if revision else "")
     try:
         info = HfApi().model_info(repository, revision=revision, files_metadata=True)
-        check_files(where, {file.rfilename: file.size or 0 for file in info.siblings or ()})
-        # By commit: what was looked at is what is downloaded.
-        return Path(
-            snapshot_download(repository, revision=info.sha, allow_patterns=list(ADAPTER_FILES))
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+
+        def fetched(*names: str) -> Path:
+            # By commit: what was looked at is what is downloaded.
+            return Path(
+                snapshot_download(repository, revision=info.sha, allow_patterns=list(names))
+            )
+
+        return fetched(
+            *adapter_files(where, sizes, lambda name: (fetched(name) / name).read_bytes())
         )
     except LorikeetError:
         raise

@@ -1,0 +1,62 @@
+"""Which service runs from this folder, and `make stop`, which stops it and no other."""
+
+import fcntl
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from lorikeet.errors import InvalidSetting
+
+KEYS = Path(".lorikeet")
+_RUNNING = KEYS / "serve.pid"
+_STOP_S = 20  # of SIGTERM to make serve, which kills what is left after 10
+
+
+def hold_pid_file() -> TextIO:
+    """Say that the service of this folder runs for as long as the file is open.
+
+    Raises InvalidSetting when it runs already.
+    """
+    KEYS.mkdir(exist_ok=True)
+    KEYS.chmod(0o700)  # an older one may be open to others
+    file = _RUNNING.open("a+")
+    if not _lock(file):
+        raise InvalidSetting("the service of this folder runs already: `make stop` stops it")
+    file.truncate(0)
+    print(os.getpid(), file=file, flush=True)
+    return file
+
+
+def stop() -> int:
+    """Stop the service of this folder, and no other; the exit status is for the shell."""
+    if not _RUNNING.exists():
+        print("No service of this folder runs.")
+        return 0
+    with _RUNNING.open("r+") as file:
+        if _lock(file):
+            print("No service of this folder runs.")
+            return 0
+        os.kill(int(file.read()), signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_S
+        while time.monotonic() < deadline:
+            if _lock(file):
+                print("Stopped.")
+                return 0
+            time.sleep(0.1)
+    print(f"It has not stopped within {_STOP_S} s.", file=sys.stderr)
+    return 1
+
+
+def _lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(stop())

@@ -1,0 +1,93 @@
+"""A `serve run` that is ended whole, whatever becomes of the terminal or the script it is in."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import FrameType
+
+import psutil
+
+
+class Terminated(BaseException):
+    """SIGTERM or SIGHUP has come, or nobody reads the output any more."""
+
+
+def raise_when_terminated() -> None:
+    """Let SIGTERM and SIGHUP raise Terminated; nohup's SIGHUP stays ignored."""
+    signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _terminate)
+
+
+class ServiceProcess:
+    """A command in a session of its own, in which all that it starts stays too."""
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        # A shell's & ignores SIGINT, and children would inherit that: `serve run` ends well on it.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=environ,
+                start_new_session=True,  # Ctrl-C reaches it once, from here, and no worker directly
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether it ends by itself. Raises Terminated if nobody reads the output any more."""
+        if _output_is_lost():
+            raise Terminated
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.returncode is not None
+
+    def stop(self, within_s: float) -> int:
+        """End it as Ctrl-C does, or by force after `within_s`; the exit status is for the shell."""
+        for late in (signal.SIGTERM, signal.SIGHUP):  # make and a shell may both pass them on
+            signal.signal(late, signal.SIG_IGN)
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            say("\nStopping… (Ctrl-C again kills it)")
+        try:
+            self._process.wait(within_s)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            self._kill_session()
+            self._process.wait()
+            say("Killed.")
+            return 1
+        self._kill_session()
+        say("Stopped.")
+        return 0
+
+    def _kill_session(self) -> None:
+        """Kill what is left of it; Ray's workers have process groups of their own."""
+        for pid in psutil.pids():
+            with suppress(OSError):  # it has just ended
+                if os.getsid(pid) == self._process.pid:
+                    os.kill(pid, signal.SIGKILL)
+
+
+def say(text: str) -> None:
+    """Print a text, unless nobody reads any more."""
+    try:
+        print(text, flush=True)
+    except OSError:  # what is still in the buffer must not fail at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _terminate(_number: int, _frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def _output_is_lost() -> bool:
+    """Whether the terminal is closed, or the pipe's reader has gone."""
+    outputs = select.poll()
+    for descriptor in (1, 2):
+        outputs.register(descriptor, 0)  # errors alone, which are always told
+    lost = select.POLLERR | select.POLLHUP
+    return any(event & lost for _, event in outputs.poll(0))

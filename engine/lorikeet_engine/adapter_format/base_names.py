@@ -1,0 +1,23 @@
+"""What people call a base model: the same one has names of several owners and of its copies."""
+
+import re
+
+_QUANTISED = re.compile(r"-(?:(?:unsloth-)?bnb-4bit|[468]bit)$", re.IGNORECASE)
+
+
+def last_part(name: str) -> str:
+    """Return the name without what stands before it: meta-llama/Llama-3.1-8B → Llama-3.1-8B."""
+    return name.rstrip("/").rpartition("/")[2]
+
+
+def original(name: str) -> str:
+    """Return what a quantised copy is a copy of: unsloth/Llama-3.1-8B-bnb-4bit → Llama-3.1-8B.
+
+    Of another model, its last part. The endings are those of Unsloth's and MLX's copies.
+    """
+    return _QUANTISED.sub("", last_part(name))
+
+
+def same_model(name: str, other: str) -> bool:
+    """Whether two names are of one model, quantised or not."""
+    return original(name).casefold() == original(other).casefold()

@@ -1,0 +1,193 @@
+"""PEFT's adapter_config.json, reduced to what changes the numbers.
+
+PEFT's patterns are regular expressions. They are resolved to module names once, where the adapter
+is packed: the reader of a blob looks names up and never runs a stranger's expression.
+"""
+
+import json
+import math
+import reprlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from lorikeet_engine.adapter_format.expressions import Expressions, bad_config
+from lorikeet_engine.adapter_format.header import parse_json_object
+from lorikeet_engine.adapter_format.targets import check_targets, resolve_pattern
+from lorikeet_engine.adapter_format.tensor_names import module_in_blobs
+from lorikeet_engine.errors import AdapterRejected
+
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal")
+_UNDERSTOOD = frozenset(
+    {
+        "peft_type",
+        "base_model_name_or_path",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "bias",
+        "finetuning_type",
+        "init_lora_weights",
+    }
+)
+_WITHOUT_EFFECT = frozenset(
+    {
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "revision",
+        "inference_mode",
+        "lora_dropout",
+        "megatron_core",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "qalora_group_size",
+        "ensure_weight_tying",
+        "runtime_config",
+        "quantization_config",  # how the base model lay in memory while it was trained on
+        "unsloth_version",
+    }
+)
+_REASONS = {
+    "use_dora": "DoRA also rescales what the base model computes, for which the kernels have no "
+    "place; train with use_dora=False",
+    "modules_to_save": "whole modules cannot be served beside the base model; train without them",
+    "lora_bias": "LoRA biases are not supported; train with lora_bias=False",
+    "fan_in_fan_out": "it is for Conv1D layers, as GPT-2 has; no base model served here has them",
+    "loftq_config": "LoftQ changes the base model; train without it",
+    "trainable_token_indices": "trained tokens change the embeddings; train without them",
+    "target_parameters": "LoRA on bare parameters, such as experts, is not supported; "
+    "target linear layers",
+    "layer_replication": "replicated layers make another base model; train without them",
+    "alora_invocation_tokens": "activated LoRA is not supported; train a plain LoRA",
+    "use_qalora": "QA-LoRA pools the layers' inputs; train with use_qalora=False",
+    "use_bdlora": "block-diagonal LoRA is not supported; train a plain LoRA",
+    "megatron_config": "Megatron's parallel layers are not supported; train on the plain model",
+    "arrow_config": "routing between adapters is not supported; register each adapter",
+    "kasa_config": "KaSA changes the base model; train a plain LoRA",
+    "velora_config": "VeLoRA keeps what it trains with among the weights; train a plain LoRA",
+    "monteclora_config": "sampled LoRA weights are not supported; train a plain LoRA",
+}
+_OTHER_INITS = (
+    "that method may change the base model; save again with "
+    "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """What a blob's metadata holds. The patterns' keys are whole module names."""
+
+    base_model_name_or_path: str
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    peft_type: str = "LORA"
+
+    @classmethod
+    def from_peft(cls, raw: Mapping[str, Any], modules: Iterable[str]) -> "LoraConfig":
+        """Parse what PEFT's file holds, for the modules that the weights touch.
+
+        raw has passed refuse_unsupported. modules: as the trainer saved them; the patterns' keys
+        are what blobs call them. Raises AdapterRejected.
+        """
+        modules = sorted(modules)
+        with Expressions() as run:
+            check_targets(raw, modules, run)
+            ranks = resolve_pattern(raw, "rank_pattern", modules, run)
+            alphas = resolve_pattern(raw, "alpha_pattern", modules, run)
+        r, alpha = raw.get("r", 8), raw.get("lora_alpha", 8)
+        return _checked(
+            base_model_name_or_path=raw.get("base_model_name_or_path") or "",
+            r=r,
+            lora_alpha=alpha,
+            use_rslora=raw.get("use_rslora") or False,
+            rank_pattern={module_in_blobs(m): rank for m, rank in ranks.items() if rank != r},
+            alpha_pattern={module_in_blobs(m): a for m, a in alphas.items() if a != alpha},
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "LoraConfig":
+        """Parse a blob's metadata. Raises AdapterRejected."""
+        raw = parse_json_object(text, "__metadata__.lorikeet")
+        names = {field.name for field in fields(cls)}
+        if set(raw) != names:
+            odd = sorted(set(raw) ^ names)
+            raise AdapterRejected(
+                f"the blob's config has other keys than expected: {reprlib.repr(odd)}", field=odd[0]
+            )
+        return _checked(**raw)
+
+    def to_json(self) -> str:
+        """The canonical text: equal configs give equal texts."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    def rank(self, module: str) -> int:
+        """The rank that the config gives this module, for instance model.layers.0.mlp.up_proj."""
+        return self.rank_pattern.get(module, self.r)
+
+    def scaling(self, module: str) -> float:
+        """The factor of B @ A: alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
+        alpha, rank = self.alpha_pattern.get(module, self.lora_alpha), self.rank(module)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+
+def refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    """Name what PEFT can train and nobody serves here. Raises AdapterRejected."""
+    if raw.get("peft_type") != "LORA":
+        raise _bad("only LORA adapters can be served", "peft_type", raw.get("peft_type"))
+    if raw.get("bias", "none") != "none":
+        raise _bad("biases are not supported; train with bias='none'", "bias", raw["bias"])
+    if raw.get("finetuning_type", "lora") != "lora":
+        raise _bad("only LoRA can be served", "finetuning_type", raw["finetuning_type"])
+    init = raw.get("init_lora_weights", True)
+    if not (init is None or isinstance(init, bool) or init in _PLAIN_INITS):
+        raise _bad(_OTHER_INITS, "init_lora_weights", init)
+    for key, value in raw.items():
+        if key not in _UNDERSTOOD | _WITHOUT_EFFECT and value:
+            raise _bad(
+                _REASONS.get(key, "this option is not supported; train without it"), key, value
+            )
+
+
+def _checked(**raw: Any) -> LoraConfig:
+    base_model = raw["base_model_name_or_path"]
+    if not isinstance(base_model, str) or len(base_model) > 512:
+        raise _bad("want a text of at most 512 characters", "base_model_name_or_path", base_model)
+    if raw.get("peft_type", "LORA") != "LORA":
+        raise _bad("want LORA", "peft_type", raw["peft_type"])
+    if not isinstance(raw["use_rslora"], bool):
+        raise _bad("want true or false", "use_rslora", raw["use_rslora"])
+    for key in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(raw[key], dict):
+            raise _bad("want an object", key, raw[key])
+    raw["lora_alpha"] = _alpha(raw["lora_alpha"], "lora_alpha")
+    raw["alpha_pattern"] = {k: _alpha(v, "alpha_pattern") for k, v in raw["alpha_pattern"].items()}
+    _check_rank(raw["r"], "r")
+    for rank in raw["rank_pattern"].values():
+        _check_rank(rank, "rank_pattern")
+    return LoraConfig(**raw)
+
+
+def _check_rank(value: Any, key: str) -> None:
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise _bad("want a rank, an integer ≥ 1", key, value)
+
+
+def _alpha(value: Any, key: str) -> float:
+    if type(value) not in (int, float) or not abs(value) < 1e9:
+        raise _bad("want an alpha, a number below 1e9", key, value)
+    return float(value)
+
+
+def _bad(message: str, key: str, value: Any) -> AdapterRejected:
+    return bad_config(f"{reprlib.repr(value)}: {message}", key)

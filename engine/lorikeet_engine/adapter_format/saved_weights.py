@@ -1,0 +1,165 @@
+"""The weights in a folder that a trainer left: one safetensors file, or shards with an index."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from lorikeet_engine.adapter_format.header import (
+    DTYPE_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_TENSORS,
+    TensorSpan,
+    parse_json_object,
+    read_header,
+)
+from lorikeet_engine.errors import AdapterRejected
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+_MAX_SHARDS = 100
+_CHUNK_BYTES = 4 << 20
+_FLOAT8 = {"F8_E4M3": (4, 3), "F8_E5M2": (5, 2)}  # bits of the exponent, and of the fraction
+_IN_BLOBS = {"F64": "F32"} | dict.fromkeys(_FLOAT8, "BF16")
+_SAVED_BYTES = DTYPE_BYTES | {"F64": 8} | dict.fromkeys(_FLOAT8, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor(TensorSpan):
+    """A tensor's place in one of a folder's files. dtype: also F64, F8_E4M3 or F8_E5M2.
+
+    transposed: the file holds the columns of a matrix of this shape one after the other.
+    """
+
+    file: Path
+    transposed: bool = False
+
+    @property
+    def blob_dtype(self) -> str:
+        """The dtype that a blob holds it in: F32 for F64, and BF16, which is exact, for FP8."""
+        return _IN_BLOBS.get(self.dtype, self.dtype)
+
+    def transpose(self) -> "SavedTensor":
+        """The matrix whose rows are this one's columns."""
+        return replace(self, shape=self.shape[::-1], transposed=not self.transposed)
+
+    def pieces(self) -> Iterator[bytes]:
+        """Its bytes in blob_dtype, a few MiB at once. Raises AdapterRejected."""
+        if self.transposed and self.begin < self.end:
+            yield self._transposed(b"".join(self._pieces()))
+        else:
+            yield from self._pieces()
+
+    def _transposed(self, columns: bytes) -> bytes:
+        words = np.frombuffer(columns, f"u{DTYPE_BYTES[self.blob_dtype]}")
+        return words.reshape(self.shape[::-1]).T.tobytes()
+
+    def _pieces(self) -> Iterator[bytes]:
+        with self.file.open("rb") as file:
+            file.seek(self.begin)
+            for begin in range(self.begin, self.end, _CHUNK_BYTES):
+                want = min(_CHUNK_BYTES, self.end - begin)
+                piece = file.read(want)
+                if len(piece) != want:
+                    raise _bad(f"{self.file.name} changed while it was read", self.file.name)
+                yield self._converted(piece)
+
+    def _converted(self, piece: bytes) -> bytes:
+        if self.dtype in _FLOAT8:
+            return _bfloat16_of(self.dtype)[np.frombuffer(piece, np.uint8)].tobytes()
+        if self.dtype != "F64":
+            return piece
+        values = np.frombuffer(piece, "<f8")
+        with np.errstate(over="ignore"):
+            narrow = values.astype("<f4")
+        if np.isinf(narrow[np.isfinite(values)]).any():
+            raise _bad(f"{self.file.name} has values in float64 that float32 cannot hold")
+        return narrow.tobytes()
+
+
+def saved_tensors(folder: Path) -> dict[str, SavedTensor]:
+    """The tensors of PEFT's folder, by name. Raises AdapterRejected."""
+    return tensors_of(_files(folder))
+
+
+def tensors_of(files: Sequence[Path]) -> dict[str, SavedTensor]:
+    """The tensors of safetensors files, by name. Raises AdapterRejected."""
+    tensors: dict[str, SavedTensor] = {}
+    for file in files:
+        for name, span in read_header(file, _SAVED_BYTES).tensors.items():
+            if name in tensors:
+                raise _bad(f"{name} is in {tensors[name].file.name} and {file.name}", name)
+            place = (span.dtype, span.shape, span.begin, span.end)
+            tensors[name] = SavedTensor(*place, file=file)
+    if len(tensors) > MAX_TENSORS:
+        raise _bad(f"{len(tensors)} tensors: the limit is {MAX_TENSORS}", "header")
+    return tensors
+
+
+def shard_names(index: bytes) -> list[str]:
+    """The files that an index names, which lie beside it. Raises AdapterRejected."""
+    places = parse_json_object(index, INDEX_FILE).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise _bad(f"{INDEX_FILE} has no weight_map of tensors to files")
+    names = sorted(set(places.values()))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise _bad(f"{INDEX_FILE} names {name!r}: want a safetensors file beside it")
+    if len(names) > _MAX_SHARDS:
+        raise _bad(f"{INDEX_FILE} names {len(names)} files: the limit is {_MAX_SHARDS}")
+    return names
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS_FILE).is_file():
+        return [folder / WEIGHTS_FILE]
+    index = folder / INDEX_FILE
+    if index.is_file():
+        if index.stat().st_size > MAX_HEADER_BYTES:
+            raise _bad(f"{INDEX_FILE} is over {MAX_HEADER_BYTES} bytes")
+        shards = [folder / name for name in shard_names(index.read_bytes())]
+        for shard in shards:
+            if not shard.is_file():
+                raise _bad(f"{folder} has no {shard.name}, which {INDEX_FILE} names", shard.name)
+        return shards
+    pickles = [p.name for ending in ("bin", "pt", "pth", "pkl") for p in folder.glob(f"*.{ending}")]
+    if pickles:
+        raise _bad(
+            f"{pickles[0]} is a pickle, which can run code when it is opened: save the adapter as "
+            "safetensors with save_pretrained(..., safe_serialization=True), or let `lorikeet "
+            "convert` make safetensors of it",
+            pickles[0],
+        )
+    raise _bad(
+        f"{folder} has no {WEIGHTS_FILE}: give the folder that save_pretrained wrote, or that "
+        "`lorikeet convert` made of TensorRT-LLM's tensors",
+        WEIGHTS_FILE,
+    )
+
+
+@cache
+def _bfloat16_of(float8: str) -> np.ndarray:
+    """The bits of each of the 256 values of a float8, as bfloat16 [256] uint16.
+
+    Source: OCP 8-bit Floating Point Specification (OFP8), tables 1 and 2.
+    """
+    exponent_bits, fraction_bits = _FLOAT8[float8]
+    bias = 2 ** (exponent_bits - 1) - 1
+    codes = np.arange(256)
+    exponent = (codes >> fraction_bits) & (2**exponent_bits - 1)
+    fraction = (codes & (2**fraction_bits - 1)) / 2**fraction_bits
+    normal = np.ldexp(1 + fraction, exponent - bias)
+    values = np.where(exponent == 0, np.ldexp(fraction, 1 - bias), normal)
+    if float8 == "F8_E4M3":  # has no infinity
+        values[codes & 127 == 127] = np.nan
+    else:
+        values[exponent == 31] = np.where(fraction[exponent == 31] == 0, np.inf, np.nan)
+    signed = np.where(codes >= 128, -values, values).astype(np.float32)
+    upper_halves: np.ndarray = (signed.view(np.uint32) >> 16).astype(np.uint16)
+    return upper_halves
+
+
+def _bad(message: str, field: str = INDEX_FILE) -> AdapterRejected:
+    return AdapterRejected(message, field=field)

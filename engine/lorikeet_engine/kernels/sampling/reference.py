@@ -1,0 +1,89 @@
+"""Drawing in plain torch; the package says what it computes."""
+
+import torch
+
+from lorikeet_engine.kernels.sampling import (
+    LEAST,
+    LEAST_EXPONENT,
+    MIXERS,
+    NEXT_UNIFORM,
+    POWERS,
+    ROW,
+    SCALE,
+    TOP_K,
+    TOP_P,
+    UNIFORM,
+)
+
+_64_BITS = (1 << 64) - 1
+
+
+def draw_tokens(
+    logits: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor, draws: torch.Tensor
+) -> None:
+    """See kernels.sampling."""
+    rows = draws[:, ROW]
+    x = logits[rows].float()
+    weights = _weights(x, best[rows].float(), draws[:, SCALE].to(torch.int32).view(torch.float32))
+    left = weights >= draws[:, LEAST, None]
+    top_k, top_p = draws[:, TOP_K], draws[:, TOP_P].contiguous().view(torch.float64)
+    uniforms = [uniform & _64_BITS for uniform in draws[:, UNIFORM].tolist()]
+    if not top_k.any() and bool((top_p >= 1.0).all()):
+        tokens[rows] = _draw(weights.where(left, 0), uniforms)
+        return
+    ranks, before = _ranked(x, weights)
+    in_k = (ranks < top_k[:, None]) | (top_k[:, None] == 0)
+    left &= in_k
+    total = weights.where(in_k, 0).sum(-1)
+    reach = (top_p * total.double()).long().clamp(min=1)
+    drawn = _draw(weights.where(left, 0), uniforms)
+    beyond = before.gather(1, drawn[:, None]).squeeze(1) >= reach
+    beyond = (beyond & (top_p < 1.0)).nonzero().squeeze(1)
+    while len(beyond):
+        left[beyond] &= ranks[beyond] < ranks[beyond, drawn[beyond], None]
+        for i in beyond.tolist():
+            uniforms[i] = _mix((uniforms[i] + NEXT_UNIFORM) & _64_BITS)
+        some = weights[beyond].where(left[beyond], 0)
+        drawn[beyond] = _draw(some, [uniforms[i] for i in beyond.tolist()])
+        beyond = beyond[before[beyond, drawn[beyond]] >= reach[beyond]]
+    tokens[rows] = drawn
+
+
+def _mix(bits: int) -> int:
+    """64 bits of which each depends on all of these 64."""
+    for shift, factor in zip((30, 27), MIXERS, strict=True):
+        bits = ((bits ^ (bits >> shift)) * factor) & _64_BITS
+    return bits ^ (bits >> 31)
+
+
+def _weights(x: torch.Tensor, best: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Weights [rows, vocab] int64 of x [rows, vocab]; 0 where a row's best is not finite."""
+    z = ((x - best[:, None]) * scale[:, None]).nan_to_num(nan=LEAST_EXPONENT)
+    z = z.clamp(min=LEAST_EXPONENT)
+    whole = (z - 0.5).round()  # half to even, as an addition of 1.5 · 2 ** 23 rounds
+    part = z - whole
+    power = torch.full_like(part, POWERS[0])
+    for coefficient in POWERS[1:]:
+        power = power * part + coefficient
+    mantissa = power.view(torch.int32).long() - (127 << 23) + (1 << 23)  # linear where it is < 1
+    return (mantissa << 21) >> -whole.long()
+
+
+def _ranked(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's rank, and the weights of all better ones together; both [rows, vocab] int64."""
+    bits = x.view(torch.int32)
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ordered as the floats are
+    order = keys.sort(dim=-1, descending=True, stable=True).indices
+    ranks = torch.empty_like(order)
+    ranks.scatter_(1, order, torch.arange(x.shape[-1]).expand_as(order))
+    ordered = weights.gather(1, order)
+    return ranks, (ordered.cumsum(-1) - ordered).gather(1, ranks)
+
+
+def _draw(weights: torch.Tensor, uniforms: list[int]) -> torch.Tensor:
+    """The first id [rows] up to which weights [rows, vocab] exceed uniform · total >> 64."""
+    cumulative = weights.cumsum(-1)
+    totals = cumulative[:, -1].tolist()
+    reached = torch.tensor([u * total >> 64 for u, total in zip(uniforms, totals, strict=True)])
+    drawn = torch.searchsorted(cumulative, reached[:, None], right=True).squeeze(1)
+    return drawn.clamp(max=weights.shape[-1] - 1)

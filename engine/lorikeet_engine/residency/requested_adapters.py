@@ -1,0 +1,137 @@
+"""Adapters that requests wait for: loaded to the host first, then placed on the GPU.
+
+One adapter's way:
+
+    request ──▶ loading ──▶ ready, its image held on the host ──▶ on the GPU
+                   │                     ▲
+                   └──▶ blocked ─────────┘   while the host has no room
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.errors import AdapterError
+from lorikeet_engine.residency.gpu.leases import SlotUser
+from lorikeet_engine.residency.host_arena import HostArena
+from lorikeet_engine.residency.loader import Loader, LoadResult
+from lorikeet_engine.residency.pins import Place
+from lorikeet_engine.residency.stats import ResidencyStats
+
+log = logging.getLogger(__name__)
+
+# A failure that nobody has asked about for so long says little about the next attempt.
+_FAILURE_LASTS_S = 30.0
+
+
+class _Failure(NamedTuple):
+    """Why an adapter could not be loaded, and since when."""
+
+    error: AdapterError
+    at_s: float
+
+
+class RequestedAdapters:
+    """Belongs to the engine's thread; `digests` and `in` may be used from any."""
+
+    def __init__(
+        self,
+        host: HostArena,
+        loader: Loader,
+        stats: ResidencyStats,
+        place: Place,
+        wake: Callable[[], None],
+    ) -> None:
+        """place: moves an image to the GPU, False without room. wake: called for advance."""
+        self._host, self._loader = host, loader
+        self._stats, self._place, self._wake = stats, place, wake
+        self._waiting: dict[str, SlotUser] = {}  # not on the GPU yet, and who asked first
+        self._ready: dict[str, AdapterRef] = {}  # of these, held on the host
+        self._blocked: dict[str, int] = {}  # of these, waiting for the host: its frees then
+        self._failures: dict[str, _Failure] = {}
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._waiting
+
+    def digests(self) -> list[str]:
+        """The adapters that requests wait for and that are not on the GPU."""
+        return list(self._waiting)
+
+    @property
+    def loading(self) -> bool:
+        """Whether one is not on the host yet."""
+        return len(self._waiting) > len(self._ready)
+
+    @property
+    def need_room(self) -> bool:
+        """Whether one waits on the host for room on the GPU."""
+        return bool(self._ready)
+
+    def request(self, ref: AdapterRef, tenant: str) -> None:
+        """Begin to load an adapter that is not on the GPU; doing so again changes nothing."""
+        digest = ref.digest
+        if digest in self._waiting:
+            return
+        failure = self._failures.get(digest)
+        if failure is not None:
+            if time.monotonic() - failure.at_s < _FAILURE_LASTS_S:
+                return
+            del self._failures[digest]
+        self._stats.requested(ref)
+        self._waiting[digest] = SlotUser(tenant, ref)
+        self._load(ref)
+
+    def take_failure(self, digest: str) -> AdapterError | None:
+        """Why its load failed, once for each failed load; None if none did."""
+        failure = self._failures.pop(digest, None)
+        return failure.error if failure is not None else None
+
+    def on_result(self, result: LoadResult) -> None:
+        """A load ended, for a request or not."""
+        ref, digest = result.ref, result.ref.digest
+        if result.error is not None:
+            log.warning("adapter_failed", extra={"adapter": str(ref), "error": str(result.error)})
+            if self._waiting.pop(digest, None):
+                self._failures[digest] = _Failure(result.error, time.monotonic())
+        elif result.residency is Residency.HOST:
+            if digest in self._waiting and digest not in self._ready:
+                self._ready[digest] = ref
+            else:
+                self._host.release(digest)
+        elif digest in self._waiting:
+            self._blocked[digest] = result.frees
+
+    def advance(self) -> None:
+        """Place those that are ready, and load those for which the host may have room again."""
+        refused: float = math.inf  # what had no room has none later in the same step
+        for digest, ref in list(self._ready.items()):
+            held = self._host.hold(digest)
+            assert held is not None
+            if held.layout.elements < refused and not self._place(ref, *held):
+                refused = held.layout.elements
+            self._host.release(digest)
+        for digest, frees in list(self._blocked.items()):
+            if self._host.frees != frees:
+                del self._blocked[digest]
+                self._load(self._waiting[digest].ref)
+
+    def placed(self, digest: str) -> SlotUser | None:
+        """Forget an adapter that is placed now, for a request or not; returns who asked first."""
+        user = self._waiting.pop(digest, None)
+        self._blocked.pop(digest, None)
+        self._failures.pop(digest, None)  # of an earlier load that nobody waits for any more
+        if self._ready.pop(digest, None):
+            self._host.release(digest)
+        return user
+
+    def _load(self, ref: AdapterRef) -> None:
+        held = self._host.hold(ref.digest)
+        if held is not None:
+            self._stats.image_seen(ref.digest, held.layout.elements)
+            self._ready[ref.digest] = ref
+            self._wake()  # advance has work, and nothing is loading that would say so
+        else:
+            self._loader.load(ref, Residency.HOST, urgent=True)

@@ -1,0 +1,165 @@
+"""One choice of an answer as it grows: tokens in, thoughts, text and calls of tools out."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lorikeet.answer_stream.detokenizer import Detokenizer, StopStrings, Vocabulary
+from lorikeet.answer_stream.logprobs import LikelyToken, SampledToken
+from lorikeet.answer_stream.openai_format import CallDelta
+from lorikeet.answer_stream.reasoning import THINK_TAGS, ReasoningParser, Thinking
+from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser
+from lorikeet.answer_stream.tool_syntax import ToolSyntax
+from lorikeet.protocol.messages import Call
+from lorikeet_engine.request import FinishReason, TokenLogprobs, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What is new in a choice: what was thought, then text, then calls.
+
+    logprobs: those of the tokens of this text, where asked for.
+    """
+
+    text: str
+    calls: Sequence[CallDelta] = ()
+    logprobs: Sequence[SampledToken] = ()
+    reasoning: str = ""
+
+
+class ChoiceStream:
+    """Turns the tokens of one choice into text and calls; `finish` is set with the last delta.
+
+    parser: where the model may call tools. vocabulary: where logprobs are asked for. echo: what
+    the text begins with. reasoning: where the model may think; `text` hands it what it decodes.
+    thinking_shown: it is told what it takes.
+    """
+
+    def __init__(
+        self,
+        text: Detokenizer,
+        parser: ToolCallParser | ForcedCallParser | None = None,
+        vocabulary: Vocabulary | None = None,
+        echo: str = "",
+        reasoning: ReasoningParser | None = None,
+        *,
+        thinking_shown: bool = True,
+    ) -> None:
+        self._text = text
+        self._parser = parser
+        self._vocabulary = vocabulary
+        self._echo = echo
+        self._reasoning = reasoning
+        self._thinking_shown = thinking_shown
+        self._sampled: list[tuple[int, TokenLogprobs]] = []
+        self._sent_tokens = 0
+        self.finish: FinishReason | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the choice has."""
+        return self._text.tokens
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many of them are thinking, with the tag that closes it."""
+        if self._reasoning is None:
+            return 0
+        if self._reasoning.thinks:
+            return self.tokens
+        closed_at = self._reasoning.closed_at
+        return 0 if closed_at is None else bisect_left(self._text.offsets, closed_at)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it, if one did."""
+        return self._text.stop_string
+
+    def take(self, output: Tokens) -> OutputDelta:
+        """Take new tokens."""
+        text = self._text.push(output.token_ids)
+        if self._text.stopped:
+            self.finish = FinishReason.STOP
+        elif output.finish is not None:
+            self.finish = output.finish
+            text += self._text.finish()
+        if self._echo:
+            text, self._echo = self._echo + text, ""
+        calls: Sequence[CallDelta] = ()
+        if self._parser is not None:
+            text, calls = self._parser.push(text, last=self.finish is not None)
+            if self._parser.done and self.finish is None:
+                self.finish = FinishReason.STOP
+        thought = "" if self._reasoning is None else self._reasoning.take()
+        if not self._thinking_shown:
+            thought = ""
+        if self._vocabulary is None:
+            return OutputDelta(text, calls, reasoning=thought)
+        self._sampled += zip(output.token_ids, output.logprobs, strict=True)
+        return OutputDelta(text, calls, self._sent_logprobs(self._vocabulary), thought)
+
+    def _sent_logprobs(self, vocabulary: Vocabulary) -> list[SampledToken]:
+        """Return the tokens whose text is sent now, as far as they are text and of no call."""
+        parser, offsets, begin = self._parser, self._text.offsets, self._sent_tokens
+        end = self._text.sent_tokens
+        removed, answer = self._answer_begin()
+        if parser is not None and self.finish is None:
+            end = bisect_left(offsets, removed + parser.parsed, begin, end)
+        self._sent_tokens = end
+        return [
+            self._describe(vocabulary, at)
+            for at in range(max(begin, answer), end)
+            if self._sampled[at][0] not in vocabulary.special
+            and (parser is None or parser.is_text(max(0, offsets[at] - removed)))
+        ]
+
+    def _answer_begin(self) -> tuple[int, int]:
+        """Return the character and the token with which the answer begins behind its thinking."""
+        if self._reasoning is None:
+            return 0, 0
+        removed = self._reasoning.removed
+        thinks = self._reasoning.thinks
+        return removed, self.tokens if thinks else self._text.tokens_until(removed)
+
+    def _describe(self, vocabulary: Vocabulary, at: int) -> SampledToken:
+        token, logprobs = self._sampled[at]
+
+        def named(token: int, logprob: float) -> LikelyToken:
+            return LikelyToken(vocabulary.name_of(token), vocabulary.bytes_of(token), logprob)
+
+        top = tuple(named(*likely) for likely in logprobs.top)
+        return SampledToken(named(token, logprobs.logprob), top, self._text.offsets[at])
+
+
+def open_choice(
+    call: Call,
+    index: int,
+    prompt: Sequence[int],
+    vocabulary: Vocabulary,
+    syntax: ToolSyntax | None,
+    thinking: Thinking,
+    stop: StopStrings,
+) -> ChoiceStream:
+    """Return the stream of a choice of a call, which continues the prompt of this index."""
+    shown: list[str] = []
+    reasoning = None
+    if thinking is not Thinking.NEVER:
+        reasoning = ReasoningParser(thinking)
+        shown += THINK_TAGS
+    parser: ToolCallParser | ForcedCallParser | None = None
+    if call.tools is not None and syntax is not None:
+        parser = (
+            ForcedCallParser(syntax) if call.tools.forced else ToolCallParser(syntax, call.tools)
+        )
+        shown += syntax.tokens
+    parsed = parser is not None or reasoning is not None
+    hidden = vocabulary.special_except(shown) if parsed else None
+    echo = ""
+    if call.echo:
+        given = call.prompts[index]
+        echo = given if isinstance(given, str) else vocabulary.tokenizer.decode(list(given))
+    text = Detokenizer(vocabulary.tokenizer, prompt, stop, call.min_tokens, hidden, reasoning)
+    logprob_vocabulary = vocabulary if call.sampling.logprobs is not None else None
+    return ChoiceStream(
+        text, parser, logprob_vocabulary, echo, reasoning, thinking_shown=call.thinking_shown
+    )

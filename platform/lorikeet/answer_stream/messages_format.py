@@ -1,0 +1,239 @@
+"""The Messages API's shape of an answer: events of a stream, or one JSON body. Pure.
+
+    message_start
+    for each block of the content, one after the other:
+        content_block_start        behind the first of them a ping
+        content_block_delta        any number: what is thought, text, or parts of the JSON text of a
+                                   tool's input; behind what is thought its signature
+        content_block_stop
+    message_delta                  why it stopped, and what it took in all
+    message_stop                   an error in place of what would follow ends a stream that failed
+
+The first events come with the first thought or text; until then a failure has an HTTP status of its
+own. Bytes are ASCII JSON, as in openai_format.py.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, Protocol
+
+from pydantic_core import from_json
+
+from lorikeet.answer_stream.logprobs import SampledToken
+from lorikeet.answer_stream.openai_format import CallDelta, Choice
+from lorikeet.dialects import anthropic_error_body
+from lorikeet.protocol.messages import Call, FinalUsage
+from lorikeet_engine.request import FinishReason
+
+_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+_SIGNATURE = "unsigned"  # the API wants one; what is thought is no secret here
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
+
+
+class AnswerProgress(Protocol):
+    """What is known of an answer while it is made, beside its deltas."""
+
+    def usage(self) -> FinalUsage:
+        """Return what it has taken until now."""
+        ...
+
+    def stop_string(self, choice: int) -> str | None:
+        """Return the stop string that ended a choice, if one did."""
+        ...
+
+
+class MessageEventStream:
+    """The server-sent events of one streamed message: an EventStream of typed events."""
+
+    def __init__(self, call: Call, progress: AnswerProgress) -> None:
+        self._call, self._progress = call, progress
+        self._events: list[bytes] = []
+        self._started = self._called = False
+        self._finish = FinishReason.STOP
+        self._open_block: str | None = None
+        self._blocks = 0
+
+    def delta(
+        self,
+        choice: int,
+        text: str,
+        finish: FinishReason | None = None,
+        calls: Sequence[CallDelta] = (),
+        logprobs: Sequence[SampledToken] | None = None,  # noqa: ARG002
+        reasoning: str = "",
+    ) -> bytes:
+        """Return events for new text, then calls, and, with `finish`, for the last block's end.
+
+        choice: always 0. logprobs: not told in this API. reasoning: what is thought before text.
+        """
+        assert choice == 0
+        if not self._started:
+            self._started = True
+            usage = _usage(self._progress.usage()) | {"service_tier": "standard"}
+            message = _message(self._call, b"[]", None, None, usage)
+            self._events.append(_event("message_start", b'"message":' + message))
+        if reasoning:
+            if self._open_block != "thinking":
+                self._open("thinking", _thinking("", ""))
+            self._add_delta(b'{"type":"thinking_delta","thinking":%s}' % _dump(reasoning))
+        if text:
+            if self._open_block != "text":
+                self._open("text", b'{"type":"text","text":""}')
+            self._add_delta(b'{"type":"text_delta","text":%s}' % _dump(text))
+        for call in calls:
+            self._call_tool(call)
+        if finish is not None:
+            self._finish = finish
+            self._close()
+        return self._take()
+
+    def end(self, usage: FinalUsage) -> bytes:
+        """Return the last events: why the message stopped and what it took, then its end."""
+        stop = self._progress.stop_string(0)
+        reason = _stop_reason(self._call, self._finish, stop, usage, called=self._called)
+        delta = _dump(_stopped(reason, stop)), _dump(_usage(usage))
+        self._events.append(_event("message_delta", b'"delta":%s,"usage":%s' % delta))
+        self._events.append(_event("message_stop"))
+        return self._take()
+
+    def _call_tool(self, delta: CallDelta) -> None:
+        if delta.id is not None:
+            self._called = True
+            self._open("tool_use", _tool_use([delta], b"{}"))
+        if delta.arguments:
+            part = _dump(delta.arguments)
+            self._add_delta(b'{"type":"input_json_delta","partial_json":%s}' % part)
+
+    def _open(self, kind: str, block: bytes) -> None:
+        self._close()
+        self._open_block = kind
+        members = b'"index":%d,"content_block":%s' % (self._blocks, block)
+        self._events.append(_event("content_block_start", members))
+        if self._blocks == 0:
+            self._events.append(_PING)
+
+    def _close(self) -> None:
+        if self._open_block is not None:
+            if self._open_block == "thinking":
+                self._add_delta(_dump({"type": "signature_delta", "signature": _SIGNATURE}))
+            self._events.append(_event("content_block_stop", b'"index":%d' % self._blocks))
+            self._blocks += 1
+            self._open_block = None
+
+    def _add_delta(self, delta: bytes) -> None:
+        members = b'"index":%d,"delta":%s' % (self._blocks, delta)
+        self._events.append(_event("content_block_delta", members))
+
+    def _take(self) -> bytes:
+        events, self._events = b"".join(self._events), []
+        return events
+
+
+def message_body(call: Call, choice: Choice, usage: FinalUsage) -> bytes:
+    """Return the whole answer of a call without `stream`: its thinking, its text, its calls."""
+    blocks = [_thinking(choice.reasoning, _SIGNATURE)] if choice.reasoning else []
+    if choice.text:
+        blocks.append(_dump({"type": "text", "text": choice.text}))
+    for _, deltas in groupby(choice.calls, lambda delta: delta.index):
+        parts = list(deltas)
+        blocks.append(_tool_use(parts, _input("".join(part.arguments for part in parts))))
+    called = bool(choice.calls)
+    reason = _stop_reason(call, choice.finish, choice.stop, usage, called=called)
+    content = b"[%s]" % b",".join(blocks)
+    used = _usage(usage) | {"service_tier": "standard"}
+    return _message(call, content, reason, choice.stop, used)
+
+
+def failed_message_event(call: Call, code: str, message: str) -> bytes:
+    """Return the event that ends a stream which failed after its first byte."""
+    body = _dump(anthropic_error_body(code, message, call.request_id))
+    return b"event: error\ndata: " + body + b"\n\n"
+
+
+def token_count_body(tokens: int) -> bytes:
+    """Return the answer of a call that asks for the number of its prompt's tokens."""
+    return b'{"input_tokens":%d}' % tokens
+
+
+def _stop_reason(
+    call: Call, finish: FinishReason, stop: str | None, usage: FinalUsage, *, called: bool
+) -> str:
+    if stop is not None:
+        return "stop_sequence"
+    if finish is FinishReason.LENGTH:
+        within = call.max_tokens is not None and usage.completion_tokens < call.max_tokens
+        return "model_context_window_exceeded" if within else "max_tokens"
+    return "tool_use" if called else "end_turn"
+
+
+def _message(
+    call: Call, content: bytes, reason: str | None, stop: str | None, usage: dict[str, Any]
+) -> bytes:
+    head = {
+        "id": f"msg_{call.request_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": call.model,
+        **_stopped(reason, stop),
+        "usage": usage,
+    }
+    return b'%s,"content":%s}' % (_dump(head)[:-1], content)
+
+
+def _stopped(reason: str | None, stop: str | None) -> dict[str, str | None]:
+    return {"stop_reason": reason, "stop_sequence": stop, "stop_details": None}
+
+
+def _usage(usage: FinalUsage) -> dict[str, Any]:
+    """Return what was taken; input_tokens are those of the prompt that were not cached."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+    }
+
+
+def _thinking(text: str, signature: str) -> bytes:
+    return _dump({"type": "thinking", "thinking": text, "signature": signature})
+
+
+def _tool_use(deltas: Sequence[CallDelta], arguments: bytes) -> bytes:
+    head = _dump({"type": "tool_use", "id": deltas[0].id, "name": deltas[0].name})
+    return b'%s,"input":%s}' % (head[:-1], arguments)
+
+
+def _input(arguments: str) -> bytes:
+    """Return a tool's input; of a call that was cut off, as far as it is there.
+
+    What is whole stays as it was written: a number that Python cannot hold is JSON all the same.
+    """
+    try:
+        from_json(arguments, allow_inf_nan=False)
+    except ValueError:
+        return _begun(arguments)
+    return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], arguments).encode("ascii")
+
+
+def _begun(arguments: str) -> bytes:
+    try:
+        begun = from_json(arguments, allow_partial="trailing-strings")
+        return json.dumps(begun, separators=(",", ":"), allow_nan=False).encode("ascii")
+    except ValueError:
+        return b"{}"
+
+
+def _event(kind: str, members: bytes = b"") -> bytes:
+    name = kind.encode()
+    return b'event: %s\ndata: {"type":"%s"%s}\n\n' % (
+        name,
+        name,
+        b"," + members if members else b"",
+    )
+
+
+def _dump(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode("ascii")

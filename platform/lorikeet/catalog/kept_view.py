@@ -1,0 +1,113 @@
+"""The catalog as this machine's gateways last saw it, in a file: the view to begin with while the
+store is away.
+
+The first line is the number of the last entry; the rest is compressed. Its own first line is JSON:
+that entry's time, and for each partition how many of the bytes behind that line are its own. They
+are the partition (snapshots/partition_format.py), or, where it was not read, the log entries since
+the snapshot that holds it under the digest given.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import time
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from lorikeet.catalog.log.log_format import object_from_json, object_to_json
+from lorikeet.catalog.snapshots.partitions import (
+    Partition,
+    UnreadPartition,
+    partition_from_bytes,
+    partition_to_bytes,
+)
+from lorikeet.catalog.state import CatalogState
+from lorikeet.errors import StoreError
+
+log = logging.getLogger(__name__)
+
+_SCHEMA = 1
+
+
+class KeptState(NamedTuple):
+    """A state that was kept. age_s: how long ago the store last said that it was the newest."""
+
+    state: CatalogState
+    age_s: float
+
+
+class KeptView:
+    """The newest state of the catalog at `url`, in a folder that all gateways of a machine share.
+
+    A file that is written appears whole. The last to write wins; where that was a slow one, which
+    wrote an older state, the next to confirm its own finds out.
+    """
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.path = folder / f"catalog-{hashlib.sha256(url.encode()).hexdigest()[:16]}.view"
+
+    def write(self, state: CatalogState) -> None:
+        """Keep a state that the store has just confirmed. Raises OSError."""
+        records = [_to_record(partition) for partition in state.partitions]
+        sizes = [(digest, len(data)) for digest, data in records]
+        head = {"schema": _SCHEMA, "time": state.time, "partitions": sizes}
+        data = b"\n".join((json.dumps(head).encode(), b"".join(data for _, data in records)))
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part = self.path.with_suffix(f".{os.getpid()}.part")
+        try:
+            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+                file.write(b"%d\n" % state.seq + zlib.compress(data, level=1))
+            part.replace(self.path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def confirm(self, seq: int) -> bool:
+        """Note that the store has nothing newer than entry `seq`; False if another state is kept.
+
+        Raises OSError.
+        """
+        with self.path.open("rb") as file:
+            if file.readline() != b"%d\n" % seq:
+                return False
+        os.utime(self.path)
+        return True
+
+    def read(self) -> KeptState | None:
+        """Return what was kept; None without it, and where it is damaged, which is logged."""
+        try:
+            seq, _, data = self.path.read_bytes().partition(b"\n")
+            age_s = time.time() - self.path.stat().st_mtime
+            return KeptState(_state_of(int(seq), zlib.decompress(data)), max(0.0, age_s))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, zlib.error, StoreError) as error:
+            log.warning("kept_view_unreadable", extra={"error": repr(error)})
+            return None
+
+
+def _to_record(partition: Partition | UnreadPartition) -> tuple[str | None, bytes]:
+    """A partition's bytes; with a digest they are what is to be applied to that one."""
+    if isinstance(partition, UnreadPartition):
+        pending = partition.pending
+        return partition.digest, object_to_json(pending) if pending else b""
+    return None, partition_to_bytes(partition)
+
+
+def _state_of(seq: int, data: bytes) -> CatalogState:
+    line, _, rest = data.partition(b"\n")
+    head = json.loads(line)
+    if head["schema"] != _SCHEMA:
+        raise ValueError(f"schema {head['schema']}, and this release reads {_SCHEMA}")
+    partitions, at = list[Partition | UnreadPartition](), 0
+    for digest, size in head["partitions"]:
+        body = rest[at : at + size]
+        at += size
+        if digest is not None:
+            pending = object_from_json(body, "the kept view") if body else ()
+            partitions.append(UnreadPartition(digest, pending))
+        else:
+            partitions.append(replace(partition_from_bytes(body, ""), digest=None))
+    return CatalogState(seq, head["time"], tuple(partitions))

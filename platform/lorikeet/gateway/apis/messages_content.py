@@ -1,0 +1,216 @@
+"""The messages of an Anthropic request, which are blocks, and the chat that they become."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+from typing_extensions import TypedDict
+
+from lorikeet.gateway.apis.chat_messages import Message, PastCall, PastFunction
+from lorikeet.gateway.apis.fields import refuse_kind
+from lorikeet.gateway.body import Body, misfit
+
+_KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+_TEXT_ALONE = "want text alone"
+_ToolUseId = Annotated[str, Field(min_length=1, max_length=256)]
+ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]
+
+
+class TextBlockParam(TypedDict):
+    """A block of text; what else it says, such as cache_control, has no effect."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _parse_texts(value: object) -> object:
+    """Parse a string, or a list of text blocks to be joined."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for block in value:
+        kind = block.get("type") if isinstance(block, dict) else None
+        refuse_kind(kind, ("text",), _TEXT_ALONE)
+        if kind != "text" or not isinstance(block.get("text"), str):
+            raise ValueError('want a string or a list of {"type": "text", "text": "…"} blocks')
+        texts.append(block["text"])
+    return "".join(texts)
+
+
+Texts = Annotated[
+    str, BeforeValidator(_parse_texts, json_schema_input_type=str | list[TextBlockParam])
+]
+
+
+class MessageBlock(Body):
+    """A block of a message: text, a call of a tool, its result, or past thinking.
+
+    is_error: the result begins with "Error: ", as templates know no failed ones.
+    """
+
+    dropped: ClassVar[Collection[str]] = {
+        *("cache_control", "citations", "caller"),
+        *("parsed_output", "provider_specific_fields"),  # of clients, who send answers back
+        *("signature", "data"),  # of past thinking
+    }
+
+    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    text: str | None = None
+    id: _ToolUseId | None = None
+    name: ToolName | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: _ToolUseId | None = None
+    content: Texts | None = None
+    is_error: bool = False
+    thinking: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_kind(cls, data: Any) -> Any:
+        """Refuse a block by its type, before one of its fields is."""
+        if isinstance(data, dict):
+            refuse_kind(data.get("type"), _KINDS, "want text, tool_use and tool_result")
+        return data
+
+    @model_validator(mode="after")
+    def _fits_its_type(self) -> "MessageBlock":
+        given = {name for name in _ALL_FIELDS if getattr(self, name) is not None}
+        wanted, allowed = _FIELDS[self.type]
+        for name in sorted(wanted - given):
+            raise misfit(name, "Field required")
+        for name in sorted(given - wanted - allowed):
+            raise misfit(name, f"want it not in a {self.type} block")
+        return self
+
+
+_FIELDS: dict[str, tuple[set[str], set[str]]] = {
+    "text": ({"text"}, set()),
+    "tool_use": ({"id", "name", "input"}, set()),
+    "tool_result": ({"tool_use_id"}, {"content"}),
+    "thinking": ({"thinking"}, set()),
+    "redacted_thinking": (set(), set()),
+}
+"""Fields that a block of each type must have, and those that it may have."""
+_ALL_FIELDS = ("text", "id", "name", "input", "tool_use_id", "content", "thinking")
+_OF_ROLE = {
+    "user": {"text", "tool_result"},
+    "assistant": {"text", "tool_use", "thinking", "redacted_thinking"},
+    "system": {"text"},
+}
+
+
+def _parse_blocks(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class MessageTurn(Body):
+    """One turn of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        list[MessageBlock],
+        Field(fail_fast=True),
+        BeforeValidator(_parse_blocks, json_schema_input_type=str | list[MessageBlock]),
+    ]
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> "MessageTurn":
+        for index, block in enumerate(self.content):
+            if block.type not in _OF_ROLE[self.role]:
+                misplaced = f"want no {block.type} block in a message of the {self.role}"
+                raise misfit(f"content[{index}]", misplaced)
+        if not self.content and self.role != "assistant":
+            raise misfit("content", "want at least one block")
+        return self
+
+
+def check_turns(turns: Sequence[MessageTurn]) -> None:
+    """Check that a user speaks, every tool_result is one of an earlier tool_use, and none is owed.
+
+    Raises a misfit.
+    """
+    if not any(turn.role == "user" for turn in turns):
+        raise misfit("messages", "want a message of the user")
+    called: set[str | None] = set()
+    for index, turn in enumerate(turns):
+        called.update(block.id for block in turn.content if block.type == "tool_use")
+        for block in turn.content:
+            if block.type == "tool_result" and block.tool_use_id not in called:
+                unknown = f"messages[{index}] has a tool_result of no tool_use in an earlier one"
+                raise misfit("messages", unknown)
+    last = turns[-1]
+    if any(block.type == "tool_use" for block in last.content):
+        raise misfit("messages", "want a message with the tool_result of the last one's tool_use")
+    texts = [block.text for block in last.content if block.text]
+    if last.role == "assistant" and texts and texts[-1][-1].isspace():
+        trailing = "the last one ends with whitespace: leave it to the answer, which goes on there"
+        raise misfit("messages", trailing)
+
+
+def chat_of(system: str | None, turns: Sequence[MessageTurn]) -> list[Message]:
+    """Return the chat. Turns of one role that follow each other are one message, as templates want.
+
+    A last message of the assistant that says nothing is left out: an answer begins there.
+    """
+    chat = [_Draft("system", [system])] if system else []
+    for draft in (draft for turn in turns for draft in _drafts_of(turn)):
+        if chat and chat[-1].role == draft.role != "tool":
+            chat[-1].add(draft)
+        else:
+            chat.append(draft)
+    last = chat[-1]
+    if last.role == "assistant" and not last.texts and not last.calls:
+        chat.pop()
+    return [draft.message() for draft in chat]
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A message that is being made. texts: not empty; joined once, as there may be thousands.
+
+    thoughts: what was thought before them.
+    """
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[PastCall] = field(default_factory=list)
+    tool_call_id: str | None = None
+
+    def add(self, more: "_Draft") -> None:
+        """Go on with what the same role says in its next turn."""
+        between = ["\n\n"] if self.texts and more.texts else []
+        self.texts += between + more.texts
+        self.thoughts += more.thoughts
+        self.calls += more.calls
+
+    def message(self) -> Message:
+        return Message.model_construct(
+            role=self.role,
+            content="".join(self.texts),
+            tool_calls=self.calls or None,
+            tool_call_id=self.tool_call_id,
+            reasoning_content="".join(self.thoughts),
+        )
+
+
+def _drafts_of(turn: MessageTurn) -> list[_Draft]:
+    """Return a turn as messages: one for each result of a tool, and for what is said between."""
+    drafts: list[_Draft] = []
+    for block in turn.content:
+        if block.type == "tool_result":
+            texts = ["Error: "] * block.is_error + [block.content or ""]
+            drafts.append(_Draft("tool", texts, tool_call_id=block.tool_use_id))
+            continue
+        if not drafts or drafts[-1].role == "tool":
+            drafts.append(_Draft(turn.role))
+        if block.thinking:
+            drafts[-1].thoughts.append(block.thinking)
+        if block.text:
+            drafts[-1].texts.append(block.text)
+        if block.type == "tool_use":
+            function = PastFunction.model_construct(name=block.name, arguments=block.input)
+            call = PastCall.model_construct(id=block.id, type="function", function=function)
+            drafts[-1].calls.append(call)
+    return drafts

@@ -1,0 +1,277 @@
+"""POST /v1/messages and its count_tokens: Anthropic's requests, which become a chat's Call.
+
+What would need a tool of Anthropic's own, a container or a store is refused by name.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+
+from lorikeet.errors import ThreadsUnsupported
+from lorikeet.gateway.apis.api_request import ApiRequest, CallContext, Temperature, TopK, TopP
+from lorikeet.gateway.apis.chat_messages import MAX_MESSAGES
+from lorikeet.gateway.apis.fields import INT32, Stop, refuse_kind
+from lorikeet.gateway.apis.messages_content import (
+    MessageTurn,
+    Texts,
+    ToolName,
+    chat_of,
+    check_turns,
+)
+from lorikeet.gateway.apis.openai_requests import ChatRequest
+from lorikeet.gateway.apis.tools import (
+    MAX_TOOLS,
+    Function,
+    JsonSchema,
+    NamedTool,
+    ResponseFormat,
+    Tool,
+    check_choice,
+    limited,
+)
+from lorikeet.gateway.body import Body, NoOps, misfit
+from lorikeet.protocol.messages import Call, Endpoint
+
+_CALLED_BY_CLIENTS = (
+    "want custom tools, with a name and an input_schema; this service runs no tools of its own"
+)
+
+
+class CustomTool(Body):
+    """A tool that the client runs. strict: calls have inputs that the input_schema allows."""
+
+    dropped: ClassVar[Collection[str]] = {"cache_control", "eager_input_streaming"}
+    no_ops: ClassVar[NoOps] = {
+        "allowed_callers": (["direct"],),
+        "defer_loading": (False,),
+        "input_examples": ([],),
+    }
+    hints: ClassVar[dict[str, str]] = {
+        "allowed_callers": ': tools are called by the model alone; want ["direct"]',
+        "defer_loading": ": every tool is in the prompt",
+        "input_examples": ": put them into the description",
+    }
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_kind(cls, data: Any) -> Any:
+        """Refuse a tool of Anthropic's own by its type, before one of its fields is."""
+        if isinstance(data, dict):
+            refuse_kind(data.get("type"), ("custom",), _CALLED_BY_CLIENTS)
+        return data
+
+    def for_chat(self) -> Tool:
+        """Return it as a chat has it, without what is absent."""
+        given = self.model_dump(exclude_none=True, exclude={"type", "input_schema"})
+        function = Function.model_construct(**given, parameters=self.input_schema)
+        return Tool.model_construct(type="function", function=function)
+
+
+class MessageToolChoice(Body):
+    """Which tools must be called. disable_parallel_tool_use: at most one call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _names_its_tool(self) -> "MessageToolChoice":
+        if (self.name is not None) != (self.type == "tool"):
+            raise misfit("name", "want it with the type tool, and only there")
+        return self
+
+    def for_chat(self) -> str | NamedTool:
+        """Return it as a chat has it."""
+        if self.name is not None:
+            return NamedTool(type="function", function={"name": self.name})
+        return "required" if self.type == "any" else self.type
+
+
+class JsonFormat(Body):
+    """JSON that a schema allows."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], BeforeValidator(limited)] = Field(alias="schema")
+
+    def for_chat(self) -> ResponseFormat:
+        """Return it as a chat has it."""
+        schema = JsonSchema.model_construct(name="answer", schema_=self.schema_)
+        return ResponseFormat.model_construct(type="json_schema", json_schema=schema)
+
+
+class OutputConfig(Body):
+    """What the answer must be. effort: for chat templates that read `reasoning_effort`."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonFormat | None = None
+
+
+class ThinkingConfig(Body):
+    """Whether to think, for chat templates that read `enable_thinking`, and to tell what.
+
+    budget_tokens is taken without effect: max_tokens bounds what is thought and said together.
+    display: omitted leaves out what is thought. Without a ThinkingConfig nothing is, and a template
+    is told not to think.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class MessageMetadata(Body):
+    """user_id: keeps a session with one version where an alias shares its requests between two."""
+
+    user_id: Annotated[str, Field(max_length=1024)] | None = None
+
+
+def _parse_context_management(value: object) -> object:
+    """Parse edits of the context: templates show past thinking, and drop it, as they will."""
+    edits = value.get("edits", []) if isinstance(value, dict) else None
+    if not isinstance(edits, list) or not all(isinstance(edit, dict) for edit in edits):
+        raise ValueError('want {"edits": [{"type": "clear_thinking_…"}]}')
+    for edit in edits:
+        kind = edit.get("type")
+        if not isinstance(kind, str) or not kind.startswith("clear_thinking_"):
+            refuse_kind(kind, (), "send the messages that the model is to see")
+            raise ValueError("want the type of every edit")
+    return value
+
+
+ContextManagement = Annotated[
+    dict[str, Any],
+    PlainValidator(_parse_context_management, json_schema_input_type=dict[str, Any]),
+]
+
+
+class PromptRequest(ApiRequest):
+    """What a message and a count of its tokens have in common: the prompt."""
+
+    no_ops: ClassVar[NoOps] = {"speed": ("standard",), "mcp_servers": ([],)}
+    # prefixes are cached by what they say, and an answer does not tell why one was not
+    dropped: ClassVar[Collection[str]] = {"cache_control", "diagnostics"}
+    hints: ClassVar[dict[str, str]] = {
+        "container": ": this service runs no code",
+        "inference_geo": ": where requests run is the operator's matter",
+        "max_completion_tokens": ": it is called max_tokens here",
+        "mcp_servers": ": connect to them yourself, and send what they offer as tools",
+        "response_format": ": send output_config.format",
+        "speed": ": every request is served as fast as it can be",
+        "stop": ": it is called stop_sequences here",
+    }
+
+    messages: Annotated[
+        list[MessageTurn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
+    system: Texts | None = None
+    tools: Annotated[
+        list[CustomTool], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(limited)
+    ] = Field(default=[])
+    tool_choice: MessageToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig = OutputConfig()
+    output_format: JsonFormat | None = None
+    context_management: ContextManagement | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_thread(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("thread") is not None:
+            raise ThreadsUnsupported(
+                "not supported here: thread: messages are not stored here, send all of them",
+                param="thread",
+            )
+        return data
+
+    @model_validator(mode="after")
+    def _agrees(self) -> "PromptRequest":
+        check_turns(self.messages)
+        if self.output_format is not None and self.output_config.format is not None:
+            raise misfit("output_format", "want either it or output_config.format, not both")
+        choice = self.tool_choice.for_chat() if self.tool_choice else None
+        check_choice([tool.for_chat() for tool in self.tools], choice, parallel=None)
+        return self
+
+    def session(self) -> str | None:
+        """Return None: a prompt says no session."""
+        return None
+
+    def _as_chat(self, **sampling: Any) -> ChatRequest:
+        """Return what a chat would ask for the same; it was checked as a message.
+
+        A last message of the assistant's is one that the answer goes on with.
+        """
+        messages = chat_of(self.system, self.messages)
+        choice = self.tool_choice or MessageToolChoice(type="auto")
+        form = self.output_config.format or self.output_format
+        thinks = {} if self.thinking is None else {"enable_thinking": self._thinks()}
+        shown = self.thinking is not None and self.thinking.display != "omitted"
+        return ChatRequest.model_construct(
+            model=self.model,
+            messages=messages,
+            response_format=form and form.for_chat(),
+            tools=[tool.for_chat() for tool in self.tools],
+            tool_choice=choice.for_chat(),
+            parallel_tool_calls=not choice.disable_parallel_tool_use,
+            reasoning_effort=self.output_config.effort,
+            chat_template_kwargs=thinks,
+            include_reasoning=shown and self._thinks(),
+            continue_final_message=messages[-1].role == "assistant",
+            **sampling,
+        )
+
+    def _chat_call(self, context: CallContext, **sampling: Any) -> Call:
+        """Return the Call of what a chat would ask for the same."""
+        call = self._as_chat(**sampling).to_call(context)
+        unasked = {"enable_thinking": False} if self.thinking is None else {}
+        return replace(call, template_defaults=unasked)
+
+    def _thinks(self) -> bool:
+        return self.thinking is not None and self.thinking.type != "disabled"
+
+
+class MessagesRequest(PromptRequest):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=0, le=INT32)]
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    stop_sequences: Stop = ()
+    stream: bool = False
+    metadata: MessageMetadata = MessageMetadata()
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+    def to_call(self, context: CallContext) -> Call:
+        """Return the Call that a replica gets: a chat's, but for the form of its answer."""
+        call = self._chat_call(
+            context,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=self.stop_sequences,
+            stream=self.stream,
+        )
+        return replace(call, endpoint=Endpoint.MESSAGES, max_tokens=self.max_tokens)
+
+    def session(self) -> str | None:
+        """Return metadata.user_id."""
+        return self.metadata.user_id
+
+
+class CountTokensRequest(PromptRequest):
+    """POST /v1/messages/count_tokens."""
+
+    def to_call(self, context: CallContext) -> Call:
+        """Return the Call that a replica gets: it has no use for the adapter."""
+        call = self._chat_call(context)
+        work = call.work._replace(rank=0, adapter_bytes=0)
+        return replace(call, endpoint=Endpoint.COUNT_TOKENS, max_tokens=0, adapter=None, work=work)

@@ -1,0 +1,177 @@
+"""The items of a response's input, and the chat messages that they become."""
+
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+from typing_extensions import TypedDict
+
+from lorikeet.gateway.apis.chat_messages import (
+    CLIENT_SIDE_FIELDS,
+    Arguments,
+    FunctionName,
+    Message,
+    PastCall,
+    PastFunction,
+)
+from lorikeet.gateway.apis.fields import refuse_kind
+from lorikeet.gateway.apis.responses_tools import dotted
+from lorikeet.gateway.body import Body, misfit
+
+_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+_CallId = Annotated[str, Field(min_length=1, max_length=256)]
+_Ignored = Annotated[Any, Field(description="Taken, without effect.")]
+
+
+class InputText(TypedDict):
+    """A part of an item's content; others, as images, are refused. reasoning_text: of reasoning."""
+
+    type: Literal["input_text", "output_text", "reasoning_text"]
+    text: str
+
+
+def _parse_kind(value: object) -> object:
+    return refuse_kind(
+        value,
+        _KINDS,
+        "want messages, function_call, function_call_output and reasoning; responses are not "
+        "stored here, so nothing can be referred to",
+    )
+
+
+def _parse_content(value: object) -> object:
+    """Parse an item's content: a string, or a list of text parts to be joined."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        refuse_kind(kind, tuple(_TEXTS), "want text alone, as input_text")
+        text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
+        if not isinstance(text, str):
+            raise ValueError('want a string or a list of {"type": "input_text", "text": "…"} parts')
+        texts.append(text)
+    return "".join(texts)
+
+
+Content = Annotated[
+    str,
+    BeforeValidator(_parse_content, json_schema_input_type=str | list[InputText]),
+]
+
+
+class InputItem(Body):
+    """One item of the input: a message, a call of a function, its output, or past reasoning.
+
+    type: a message's may be absent. id, status, phase, annotations, and of past reasoning all but
+    its text, have no effect.
+    """
+
+    dropped: ClassVar[Collection[str]] = CLIENT_SIDE_FIELDS
+
+    type: Annotated[
+        Literal["message", "function_call", "function_call_output", "reasoning"],
+        BeforeValidator(_parse_kind),
+    ] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Content | None = None
+    call_id: _CallId | None = None
+    name: FunctionName | None = None
+    namespace: FunctionName | None = None
+    arguments: Arguments | None = None
+    output: Content | None = None
+    id: _Ignored = None
+    status: _Ignored = None
+    phase: _Ignored = None
+    summary: _Ignored = None
+    encrypted_content: _Ignored = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _join_reasoning(cls, data: Any) -> Any:
+        """Join the texts of past reasoning, of which other services send back other parts."""
+        if isinstance(data, dict) and data.get("type") == "reasoning":
+            return {**data, "content": _reasoning_text(data.get("content"))}
+        return data
+
+    @model_validator(mode="after")
+    def _fits_its_type(self) -> "InputItem":
+        given = {
+            name
+            for name in ("role", "content", "call_id", "name", "arguments", "output")
+            if getattr(self, name) is not None
+        }
+        wanted = _FIELDS[self.type]
+        for name in sorted(wanted - given):
+            raise misfit(name, "Field required")
+        for name in sorted(given - wanted - _MAY_HAVE.get(self.type, set())):
+            raise misfit(name, f"want it not in a {self.type}")
+        return self
+
+
+_FIELDS = {
+    "message": {"role", "content"},
+    "function_call": {"call_id", "name", "arguments"},
+    "function_call_output": {"call_id", "output"},
+    "reasoning": set[str](),
+}
+_MAY_HAVE = {"reasoning": {"content"}}
+
+
+def _reasoning_text(parts: object) -> str | None:
+    """Return what parts of past reasoning say; None if none says anything."""
+    known = [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    texts = [part.get("text") for part in known if part.get("type") == "reasoning_text"]
+    return "".join(text for text in texts if isinstance(text, str)) or None
+
+
+def check_outputs(items: Sequence[InputItem]) -> None:
+    """Check that every output is one of an earlier call. Raises a misfit."""
+    called: set[str | None] = set()
+    for index, item in enumerate(items):
+        if item.type == "function_call":
+            called.add(item.call_id)
+        elif item.type == "function_call_output" and item.call_id not in called:
+            raise misfit("input", f"input[{index}] answers no function_call of an earlier item")
+
+
+def messages_of(instructions: str | None, items: Sequence[InputItem]) -> list[Message]:
+    """Return the chat: instructions and the system messages that follow them as one message.
+
+    A call joins the assistant's message before it, as templates want it; reasoning the one behind.
+    """
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    thought = ""
+    for item in items:
+        last = messages[-1] if messages else {}
+        role = "system" if item.role == "developer" else item.role
+        if item.type == "reasoning":
+            thought += item.content or ""
+        elif item.type == "message":
+            if role == "system" and len(messages) == 1 and last["role"] == "system":
+                last["content"] += f"\n\n{item.content}"
+            else:
+                messages.append({"role": role, "content": item.content})
+                if role == "assistant":
+                    messages[-1]["reasoning_content"] = thought
+            thought = ""
+        elif item.type == "function_call":
+            if last.get("role") != "assistant" or thought:
+                last = {"role": "assistant", "reasoning_content": thought}
+                messages.append(last)
+                thought = ""
+            last.setdefault("tool_calls", []).append(_past_call(item))
+        elif item.type == "function_call_output":
+            answer = {"role": "tool", "content": item.output, "tool_call_id": item.call_id}
+            messages.append(answer)
+    return [Message.model_construct(**message) for message in messages]
+
+
+def _past_call(item: InputItem) -> PastCall:
+    function = PastFunction.model_construct(
+        name=dotted(item.namespace, item.name or ""), arguments=item.arguments
+    )
+    return PastCall.model_construct(id=item.call_id, type="function", function=function)

@@ -1,0 +1,208 @@
+"""POST /v1/responses: the request, which becomes a chat's, and what its answer repeats of it.
+
+Nothing is stored: `store` is taken and the answer says that it is false. What would need a store,
+a background, or a tool of OpenAI's own without functions beside it, is refused by name.
+"""
+
+import json
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from lorikeet.gateway.apis.api_request import CallContext, OpenAIRequest, Tokens
+from lorikeet.gateway.apis.chat_messages import MAX_MESSAGES, FunctionName
+from lorikeet.gateway.apis.fields import INT32
+from lorikeet.gateway.apis.openai_requests import ChatRequest
+from lorikeet.gateway.apis.responses_items import (
+    InputItem,
+    check_outputs,
+    messages_of,
+)
+from lorikeet.gateway.apis.responses_tools import (
+    ResponseToolChoice,
+    ResponseTools,
+    chat_tools,
+    left_out,
+    repeated,
+)
+from lorikeet.gateway.apis.template_fields import IgnoredFields
+from lorikeet.gateway.apis.tools import (
+    JsonSchema,
+    NamedTool,
+    ResponseFormat,
+    check_choice,
+    limited,
+)
+from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
+from lorikeet.protocol.messages import Call, Endpoint
+
+_NOT_STORED = ": this service stores no responses (answers say store: false); send the earlier "
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class TextFormat(Body):
+    """Text, any JSON object, or JSON that a schema allows (held to it, strict or not)."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: FunctionName | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], BeforeValidator(limited)] | None = Field(
+        default=None, alias="schema"
+    )
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> "TextFormat":
+        for name, value in (("name", self.name), ("schema", self.schema_)):
+            if (value is not None) != (self.type == "json_schema"):
+                raise misfit(name, "want it with the type json_schema, and only there")
+        return self
+
+    def for_chat(self) -> ResponseFormat:
+        """Return it as a chat has it."""
+        schema = None
+        if self.schema_ is not None:
+            schema = JsonSchema.model_construct(name=self.name, schema_=self.schema_)
+        return ResponseFormat.model_construct(type=self.type, json_schema=schema)
+
+
+class TextSettings(Body):
+    """What the text must be. verbosity: for chat templates that read it."""
+
+    format: TextFormat = TextFormat(type="text")
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningSettings(Body):
+    """How to think. effort: for chat templates that read it. summary: taken, without effect."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponseStreamOptions(Body):
+    """How to stream."""
+
+    no_ops: ClassVar[NoOps] = {"include_obfuscation": (False,)}
+
+
+def _parse_input(value: object) -> object:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def _parse_include(value: object) -> object:
+    if isinstance(value, list):
+        for name in value:
+            if name not in (_LOGPROBS, "reasoning.encrypted_content"):
+                raise unsupported(hint=f": want {_LOGPROBS}")
+    return value
+
+
+class ResponsesRequest(IgnoredFields, OpenAIRequest):
+    """POST /v1/responses. Without max_output_tokens an answer may fill the context."""
+
+    no_ops: ClassVar[NoOps] = {"background": (False,), "truncation": ("disabled",)}
+    dropped: ClassVar[Collection[str]] = {"client_metadata"}  # Codex's
+    hints: ClassVar[dict[str, str]] = {
+        "previous_response_id": _NOT_STORED + "turns as items of input",
+        "conversation": _NOT_STORED + "turns as items of input",
+        "prompt": ": prompts are not stored here; send instructions and input",
+        "background": ": an answer comes on the request's own connection; set stream for long ones",
+        "messages": ": send input, or ask /v1/chat/completions",
+        "max_tokens": ": it is called max_output_tokens here",
+        "max_completion_tokens": ": it is called max_output_tokens here",
+        "response_format": ": send text.format",
+    }
+
+    input: Annotated[
+        list[InputItem],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        BeforeValidator(_parse_input, json_schema_input_type=str | list[InputItem]),
+    ]
+    instructions: str | None = None
+    max_output_tokens: Tokens | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    include: Annotated[list[str], Field(max_length=16), BeforeValidator(_parse_include)] = Field(
+        default=[]
+    )
+    text: TextSettings = TextSettings()
+    reasoning: ReasoningSettings = ReasoningSettings()
+    tools: ResponseTools = Field(default=[])
+    tool_choice: ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: Annotated[int, Field(ge=0, le=INT32)] | None = None
+    stream_options: ResponseStreamOptions = ResponseStreamOptions()
+    store: bool | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> "ResponsesRequest":
+        if self.top_logprobs and _LOGPROBS not in self.include:
+            raise misfit("top_logprobs", f"want {_LOGPROBS} in include with it")
+        check_outputs(self.input)
+        tools = chat_tools(self.tools)
+        # without tools OpenAI's clients say whether calls may be parallel all the same
+        check_choice(tools, self._chat_choice(), self.parallel_tool_calls if tools else None)
+        return self
+
+    def to_call(self, context: CallContext) -> Call:
+        """Return the Call that a replica gets: a chat's, but for the form of its answer."""
+        call = self._as_chat().to_call(context)
+        return replace(
+            call,
+            endpoint=Endpoint.RESPONSES,
+            request_fields=self._repeated(),
+            left_out=left_out(self.tools),
+        )
+
+    def _as_chat(self) -> ChatRequest:
+        """Return what a chat would ask for the same; it was checked as a response."""
+        return ChatRequest.model_construct(
+            model=self.model,
+            messages=messages_of(self.instructions, self.input),
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            logprobs=_LOGPROBS in self.include,
+            top_logprobs=self.top_logprobs,
+            response_format=self.text.format.for_chat(),
+            tools=chat_tools(self.tools),
+            tool_choice=self._chat_choice(),
+            parallel_tool_calls=self.parallel_tool_calls,
+            stream=self.stream,
+            reasoning_effort=self.reasoning.effort,
+            verbosity=self.text.verbosity,
+        )
+
+    def _chat_choice(self) -> str | NamedTool | None:
+        if not isinstance(self.tool_choice, dict):
+            return self.tool_choice
+        return NamedTool(type="function", function={"name": self.tool_choice["name"]})
+
+    def _repeated(self) -> bytes:
+        """Return JSON members with which the answer repeats the request."""
+        members = {
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": self.max_tool_calls,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "prompt_cache_key": self.prompt_cache_key,
+            "reasoning": {"effort": self.reasoning.effort, "summary": self.reasoning.summary},
+            "safety_identifier": self.safety_identifier,
+            "service_tier": "default",
+            "store": False,
+            "temperature": self.temperature,
+            "text": self.text.model_dump(by_alias=True, exclude_none=True),
+            "tool_choice": self.tool_choice or "auto",
+            "tools": repeated(self.tools),
+            "top_logprobs": self.top_logprobs,
+            "top_p": self.top_p,
+            "truncation": "disabled",
+            "user": self.user,
+        }
+        return json.dumps(members, separators=(",", ":")).encode("ascii")[1:-1]

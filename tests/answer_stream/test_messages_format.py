@@ -1,0 +1,266 @@
+"""The events of a message are Anthropic's, in the order that it publishes, read by its types."""
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from lorikeet.answer_stream.messages_format import (
+    MessageEventStream,
+    failed_message_event,
+    message_body,
+    token_count_body,
+)
+from lorikeet.answer_stream.openai_format import CallDelta, Choice
+from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
+from lorikeet_engine.request import FinishReason
+from tests.answer_stream.test_openai_format import CALLS
+
+anthropic = pytest.importorskip("anthropic")
+Message = anthropic.types.Message
+
+CALL = Call(
+    "r1",
+    Endpoint.MESSAGES,
+    1_700_000_000,
+    "acme",
+    "acme/support",
+    None,
+    stream=True,
+    max_tokens=9,
+)
+USAGE = FinalUsage(prompt_tokens=25, cached_tokens=20, completion_tokens=9, reasoning_tokens=4)
+TAKEN = {
+    "input_tokens": 5,
+    "cache_creation_input_tokens": 0,
+    "cache_read_input_tokens": 20,
+    "output_tokens": 9,
+    "output_tokens_details": {"thinking_tokens": 4},
+}
+EVENT = TypeAdapter[Any](anthropic.types.RawMessageStreamEvent)
+START, STOP = "content_block_start", "content_block_stop"
+DELTA = "content_block_delta"
+
+
+@dataclass
+class Progress:
+    stopped_by: str | None = None
+
+    def usage(self) -> FinalUsage:
+        return replace(USAGE, completion_tokens=1)
+
+    def stop_string(self, choice: int) -> str | None:
+        return self.stopped_by
+
+
+def stream(stopped_by: str | None = None, **fields: Any) -> MessageEventStream:
+    return MessageEventStream(replace(CALL, **fields), Progress(stopped_by))
+
+
+def events(raw: bytes) -> list[dict[str, Any]]:
+    """Each one's data; its event line says the same type, and Anthropic's types know each field."""
+    *blocks, rest = raw.decode("ascii").split("\n\n")
+    assert rest == ""
+    read = []
+    for block in blocks:
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        if event["type"] not in ("ping", "error"):
+            assert_known(EVENT.validate_python(event))
+        read.append(event)
+    return read
+
+
+def assert_known(value: Any) -> None:
+    if isinstance(value, list):
+        for item in value:
+            assert_known(item)
+    elif isinstance(value, anthropic.BaseModel):
+        assert not value.model_extra
+        for name in type(value).model_fields:
+            assert_known(getattr(value, name))
+
+
+def kinds(read: list[dict[str, Any]]) -> list[str]:
+    return [event["type"] for event in read]
+
+
+def accumulated(read: list[dict[str, Any]]) -> Any:
+    """The message that Anthropic's client makes of a stream."""
+    message: Any = None
+    json_parts: dict[int, bytes] = {}
+    for event in read:
+        if event["type"] != "ping":
+            message = anthropic.lib.streaming._messages.accumulate_event(
+                event=EVENT.validate_python(event), current_snapshot=message, json_bufs=json_parts
+            )
+    return Message.model_validate(message.to_dict())
+
+
+def whole(choice: Choice, usage: FinalUsage = USAGE, call: Call = CALL) -> Any:
+    answer = json.loads(message_body(call, choice, usage))
+    message = Message.model_validate(answer, strict=True)
+    assert_known(message)
+    assert message.to_dict() == answer
+    return message
+
+
+def test_a_text_has_the_published_sequence() -> None:
+    making = stream()
+    raw = making.delta(0, "Hé") + making.delta(0, "y", FinishReason.STOP) + making.end(USAGE)
+    read = events(raw)
+    assert read == [
+        {
+            "type": "message_start",
+            "message": {
+                "id": "msg_r1",
+                "type": "message",
+                "role": "assistant",
+                "model": "acme/support",
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "stop_details": None,
+                "usage": TAKEN | {"output_tokens": 1, "service_tier": "standard"},
+            },
+        },
+        {"type": START, "index": 0, "content_block": {"type": "text", "text": ""}},
+        {"type": "ping"},
+        {"type": DELTA, "index": 0, "delta": {"type": "text_delta", "text": "Hé"}},
+        {"type": DELTA, "index": 0, "delta": {"type": "text_delta", "text": "y"}},
+        {"type": STOP, "index": 0},
+        {
+            "type": "message_delta",
+            "delta": {"stop_reason": "end_turn", "stop_sequence": None, "stop_details": None},
+            "usage": TAKEN,
+        },
+        {"type": "message_stop"},
+    ]
+
+
+def test_calls_have_the_published_sequence_after_their_text() -> None:
+    making = stream()
+    raw = making.delta(0, "Let me look.") + making.delta(0, "", FinishReason.STOP, CALLS)
+    read = events(raw + making.end(USAGE))
+    assert kinds(read) == [
+        *("message_start", START, "ping", DELTA, STOP),
+        *(START, DELTA, DELTA, STOP),
+        *(START, DELTA, STOP),
+        *("message_delta", "message_stop"),
+    ]
+    assert read[5]["content_block"] == {
+        "type": "tool_use",
+        "id": "call00001",
+        "name": "weather",
+        "input": {},
+    }
+    assert [event["index"] for event in read if event["type"] == STOP] == [0, 1, 2]
+    assert read[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+def test_thinking_is_the_first_block_and_has_a_signature() -> None:
+    making = stream()
+    raw = making.delta(0, "", reasoning="Two") + making.delta(0, "", reasoning=" and two?")
+    read = events(raw + making.delta(0, "4", FinishReason.STOP) + making.end(USAGE))
+    assert kinds(read) == [
+        *("message_start", START, "ping", DELTA, DELTA, DELTA, STOP),
+        *(START, DELTA, STOP),
+        *("message_delta", "message_stop"),
+    ]
+    assert read[1]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
+    thinking = "thinking_delta"
+    assert [event["delta"] for event in read[3:6]] == [
+        {"type": thinking, "thinking": "Two"},
+        {"type": thinking, "thinking": " and two?"},
+        {"type": "signature_delta", "signature": "unsigned"},
+    ]
+    block = accumulated(read).content[0]
+    assert (block.thinking, block.signature) == ("Two and two?", "unsigned")
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice("Hey", FinishReason.STOP),
+        Choice("", FinishReason.STOP),
+        Choice("Look:", FinishReason.STOP, CALLS),
+        Choice("", FinishReason.STOP, CALLS[:3]),
+        Choice("cut", FinishReason.LENGTH),
+        Choice("", FinishReason.LENGTH, CALLS[:2]),
+        Choice("so far", FinishReason.STOP, stop="END"),
+        Choice("It is 4.", FinishReason.STOP, CALLS, reasoning="2 + 2, é"),
+        Choice("", FinishReason.LENGTH, reasoning="2 + 2"),
+    ],
+)
+def test_a_stream_adds_up_to_the_whole_message(choice: Choice) -> None:
+    making = stream(choice.stop)
+    raw = making.delta(0, choice.text, reasoning=choice.reasoning)
+    raw += making.delta(0, "", choice.finish, choice.calls)
+    streamed = accumulated(events(raw + making.end(USAGE)))
+    assert streamed.to_dict() == whole(choice).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("choice", "made", "reason"),
+    [
+        (Choice("a", FinishReason.STOP), 3, "end_turn"),
+        (Choice("a", FinishReason.LENGTH), 9, "max_tokens"),
+        (Choice("a", FinishReason.LENGTH), 3, "model_context_window_exceeded"),
+        (Choice("a", FinishReason.STOP, CALLS), 3, "tool_use"),
+        (Choice("a", FinishReason.LENGTH, CALLS), 9, "max_tokens"),
+        (Choice("a", FinishReason.STOP, stop="\n\n"), 3, "stop_sequence"),
+    ],
+)
+def test_a_message_says_why_it_stopped(choice: Choice, made: int, reason: str) -> None:
+    message = whole(choice, replace(USAGE, completion_tokens=made))
+    assert (message.stop_reason, message.stop_sequence) == (reason, choice.stop)
+    assert message.usage.output_tokens == made
+
+
+def test_what_nothing_was_asked_to_say_is_no_content() -> None:
+    call, usage = replace(CALL, max_tokens=0), replace(USAGE, completion_tokens=0)
+    message = whole(Choice("", FinishReason.LENGTH), usage, call)
+    assert (message.content, message.stop_reason) == ([], "max_tokens")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "there"),
+    [
+        ('{"at": "Zürich", "n": 1.50}', b'{"at": "Z\\u00fcrich", "n": 1.50}'),
+        ('{"n": 1e999}', b'{"n": 1e999}'),
+        ('{"at": {"city": "Par', b'{"at":{"city":"Par"}}'),
+        ('{"n": 1e999, "at', b"{}"),
+        ("{", b"{}"),
+        ("", b"{}"),
+    ],
+)
+def test_a_tools_input_is_an_object_as_far_as_it_is_there(arguments: str, there: bytes) -> None:
+    calls = [CallDelta(0, "", "call00001", "weather"), CallDelta(0, arguments)]
+    body = message_body(CALL, Choice("", FinishReason.LENGTH, calls), USAGE)
+    assert b'"input":' + there + b"}" in body
+    assert isinstance(json.loads(body)["content"][0]["input"], dict)
+
+
+def test_a_line_separator_does_not_split_an_event() -> None:
+    raw = stream().delta(0, "a\u2028b")
+    assert events(raw)[-1]["delta"]["text"] == "a\u2028b"
+
+
+def test_a_failure_is_the_published_event() -> None:
+    (event,) = events(failed_message_event(CALL, "overloaded", "send it again"))
+    assert event == {
+        "type": "error",
+        "error": {
+            "type": "overloaded_error",
+            "message": "send it again",
+            "details": {"error_code": "overloaded"},
+        },
+        "request_id": "r1",
+    }
+
+
+def test_a_count_is_that_of_the_prompt() -> None:
+    assert json.loads(token_count_body(17)) == {"input_tokens": 17}

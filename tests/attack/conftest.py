@@ -1,0 +1,85 @@
+"""The demo service to attack, another tenant beside the attacker, and the table of what came of it.
+
+ATTACK_S: how long each attack lasts, in seconds; ten minutes if it is not set.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import ROOT, Crowd, Service, free_port, run_service
+from tests.e2e.load import Target
+
+ATTACK_S = float(os.environ.get("ATTACK_S", "600"))
+COLD_ADAPTERS = 80
+
+
+@dataclass(frozen=True)
+class Row:
+    """What an attack has done to the other tenant and to the service's memory, in bytes."""
+
+    attack: str
+    attacker_saw: str
+    answered: int
+    failed: int
+    quiet_p99_s: float
+    p99_s: float
+    quiet_bytes: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.attack:<26} {self.answered:>8} {self.failed:>6} {1000 * self.quiet_p99_s:>9.0f}"
+            f" {1000 * self.p99_s:>9.0f} {self.quiet_bytes / 2**20:>10.0f}"
+            f" {self.bytes_after / 2**20:>9.0f}  {self.attacker_saw}"
+        )
+
+
+TITLE = f"{'attack':<26} answered failed quiet p99 p99 in ms before MiB after MiB  attacker saw"
+ROWS: list[Row] = []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if ROWS:
+        terminalreporter.write_line(TITLE)
+        for row in ROWS:
+            terminalreporter.write_line(str(row))
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with pytest.MonkeyPatch.context() as environ:
+        root = tmp_path_factory.mktemp("attacked")
+        environ.setenv("LORIKEET_CATALOG", str(root / "catalog"))
+        environ.setenv("LORIKEET_CACHE_DIR", str(root / "cache"))
+        environ.setenv("LORIKEET_REPLICAS", "2")
+        environ.setenv("LORIKEET_ADMIN_ADDRESS", f"127.0.0.1:{free_port()}")
+        environ.setenv("PYTHONPATH", str(ROOT))
+        environ.chdir(ROOT)
+        yield from run_service(root)
+
+
+@pytest.fixture(scope="session")
+def attacker(service: Service, tmp_path_factory: pytest.TempPathFactory) -> list[Target]:
+    """A tenant and its adapters, more than replicas hold at once."""
+    return Crowd(service, tmp_path_factory.mktemp("crowd") / "peft").adapters(COLD_ADAPTERS)
+
+
+def service_bytes(service: Service) -> int:
+    """The memory that the service's processes share with nobody."""
+    ours = 0
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("LORIKEET_CATALOG") == service.catalog and _serves(process):
+                ours += process.memory_full_info().uss
+        except (psutil.Error, OSError):  # another user's, or just ended
+            continue
+    return ours
+
+
+def _serves(process: psutil.Process) -> bool:
+    line = " ".join(process.cmdline())
+    return line.startswith("ray::") or "lorikeet_engine" in line

@@ -1,0 +1,191 @@
+"""What a tenant with a key does its worst with: one program for each kind of attack.
+
+    python -m tests.attack.programs NAME URL SECONDS [MODEL ...]
+
+The key is in ATTACK_KEY, MODELs are adapters that no replica holds. Prints what came back as JSON.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.gateway.test_costly_bodies import FULL, list_of, with_padding, with_tools
+
+BASE = "lorikeet-demo"
+CHAT = "/v1/chat/completions"
+CONNECTIONS = 1300
+SPACE = "38"
+"""The demo's token for a space."""
+_PATIENCE_S = 60.0
+_KEPT_OPEN_S = 10.0
+_BETWEEN_REFUSALS_S = 0.05
+
+Sending = Callable[[], Awaitable[None]]
+
+
+@dataclass
+class Attacker:
+    """A tenant with a key, until a time. seen: how its requests ended, by status or exception."""
+
+    url: str
+    key: str
+    cold_models: Sequence[str]
+    until_s: float
+    client: httpx.AsyncClient
+    seen: Counter[str] = field(default_factory=Counter)
+
+    async def repeat(self, clients: int, send: Sending) -> None:
+        """Let so many clients send one request after the other."""
+        await asyncio.gather(*(self._repeat(send) for _ in range(clients)))
+
+    async def post(self, body: Any, **headers: str) -> None:
+        """Send a request and read its whole answer."""
+        answer = await self.client.post(
+            self.url + CHAT, content=_encoded(body), headers=self._headers(headers)
+        )
+        self.seen[str(answer.status_code)] += 1
+        if answer.status_code in (429, 503):
+            await asyncio.sleep(_BETWEEN_REFUSALS_S)
+
+    async def hang_up(self, body: Any) -> None:
+        """Send a request and leave at the first byte of its answer."""
+        request = {"content": _encoded(body), "headers": self._headers({})}
+        async with self.client.stream("POST", self.url + CHAT, **request) as answer:  # type: ignore[arg-type]
+            self.seen[str(answer.status_code)] += 1
+            async for _ in answer.aiter_raw():
+                return
+
+    async def send_half(self) -> None:
+        """Send a request whose body never comes, and wait for what becomes of it."""
+        url = httpx.URL(self.url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: {url.host}\r\nauthorization: Bearer {self.key}\r\n"
+        try:
+            writer.write(f"{head}content-length: 1000\r\n\r\n{{".encode())
+            line = (await asyncio.wait_for(reader.readline(), _PATIENCE_S)).decode()
+            self.seen[line.split()[1] if line else "closed"] += 1
+            left_s = self.until_s - time.monotonic()
+            await asyncio.sleep(min(_KEPT_OPEN_S, left_s))  # a flood would be another attack
+        finally:
+            writer.close()
+
+    def _headers(self, more: Mapping[str, str]) -> dict[str, str]:
+        named = {name.replace("_", "-"): value for name, value in more.items()}
+        return {"authorization": f"Bearer {self.key}", **named}
+
+    async def _repeat(self, send: Sending) -> None:
+        while (left_s := self.until_s - time.monotonic()) > 0:
+            try:
+                await asyncio.wait_for(send(), left_s + 1)
+            except TimeoutError:
+                self.seen["under way at the end"] += 1
+            except (httpx.HTTPError, OSError) as error:
+                self.seen[type(error).__name__] += 1
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"model": BASE, "messages": [{"role": "user", "content": "a few words"}], **more}
+
+
+def schema(number: int, fields: int = 2000) -> dict[str, Any]:
+    """A request for an answer that keeps to a large schema, of its own by number."""
+    properties = {f"field_{number}_{i}": {"type": "string", "maxLength": 9} for i in range(fields)}
+    form = {"type": "object", "properties": properties, "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "f", "schema": form}}
+    return chat(response_format=wanted, max_tokens=1)
+
+
+async def bodies_that_never_come(attacker: Attacker) -> None:
+    await attacker.repeat(CONNECTIONS, attacker.send_half)
+
+
+async def no_wait_for_cold_adapters(attacker: Attacker) -> None:
+    models = itertools.cycle(attacker.cold_models)
+
+    async def ask() -> None:
+        body = chat(max_tokens=4) | {"model": next(models)}
+        await attacker.post(body, x_lorikeet_max_adapter_wait_ms="0")
+
+    await attacker.repeat(10, ask)
+
+
+async def large_answers(attacker: Attacker) -> None:
+    body = chat(n=16, max_tokens=920, logprobs=True, top_logprobs=20, ignore_eos=True)
+    await attacker.repeat(2, lambda: attacker.post(body))
+
+
+async def a_hundred_schemas(attacker: Attacker) -> None:
+    bodies = itertools.cycle([_encoded(schema(number)) for number in range(100)])
+    await attacker.repeat(100, lambda: attacker.post(next(bodies)))
+
+
+async def costly_schemas(attacker: Attacker) -> None:
+    numbers = itertools.count()
+
+    async def ask() -> None:
+        await attacker.post(schema(next(numbers), fields=10_000))
+
+    await attacker.repeat(10, ask)
+
+
+async def tools_of_8_mib(attacker: Attacker) -> None:
+    lists = list_of("[]", FULL)
+    made = (make(lists).replace("acme/support", BASE) for make in (with_tools, with_padding))
+    bodies = itertools.cycle(list(map(_encoded, made)))
+    await attacker.repeat(4, lambda: attacker.post(next(bodies)))
+
+
+async def whitespace_in_calls(attacker: Attacker) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    body = chat(tools=[tool], logit_bias={SPACE: 100}, ignore_eos=True, max_tokens=900, stream=True)
+    await attacker.repeat(10, lambda: attacker.post(body))
+
+
+async def hang_ups(attacker: Attacker) -> None:
+    body = chat(max_tokens=900, ignore_eos=True, stream=True)
+    await attacker.repeat(20, lambda: attacker.hang_up(body))
+
+
+ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
+    each.__name__: each
+    for each in (
+        bodies_that_never_come,
+        no_wait_for_cold_adapters,
+        large_answers,
+        a_hundred_schemas,
+        costly_schemas,
+        tools_of_8_mib,
+        whitespace_in_calls,
+        hang_ups,
+    )
+}
+
+
+def _encoded(body: Any) -> bytes:
+    if isinstance(body, bytes):
+        return body
+    return (body if isinstance(body, str) else json.dumps(body)).encode()
+
+
+async def main(name: str, url: str, seconds: float, cold_models: Sequence[str]) -> None:
+    os.nice(19)  # what the attacker computes would be done on another machine
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=_PATIENCE_S, limits=limits) as client:
+        until_s = time.monotonic() + seconds
+        attacker = Attacker(url, os.environ["ATTACK_KEY"], cold_models, until_s, client)
+        await ATTACKS[name](attacker)
+    print(json.dumps(attacker.seen))
+
+
+if __name__ == "__main__":
+    _, name, url, seconds, *cold_models = sys.argv
+    asyncio.run(main(name, url, float(seconds), cold_models))

@@ -1,0 +1,117 @@
+"""The view of the catalog that a machine keeps for starts while the store is away."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from lorikeet.catalog import AdapterCatalog, Scope
+from lorikeet.catalog.kept_view import KeptView
+from lorikeet.catalog.snapshots.partitions import UnreadPartition
+from lorikeet.catalog.store.local import LocalStore
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> AdapterCatalog:
+    catalog = AdapterCatalog.init(LocalStore(tmp_path / "store"))
+    for tenant in ("acme", "globex"):
+        catalog.create_tenant(tenant, actor="test")
+    return catalog
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> KeptView:
+    return KeptView(tmp_path / "cache", "s3://bucket/catalog")
+
+
+def begun_with(kept: KeptView, tmp_path: Path) -> AdapterCatalog:
+    """A catalog that has not asked its store yet."""
+    catalog, found = AdapterCatalog(LocalStore(tmp_path / "store")), kept.read()
+    assert found is not None
+    catalog.begin_with(found.state)
+    return catalog
+
+
+def test_what_is_kept_is_what_was_seen_and_goes_on_from_there(
+    writer: AdapterCatalog, kept: KeptView, tmp_path: Path
+) -> None:
+    key, _ = writer.create_key("acme", {Scope.INFER}, actor="test")
+    writer.revoke_key(key.id, actor="test")
+    kept.write(writer.state)
+    store = tmp_path / "store"
+    store.rename(tmp_path / "away")
+
+    catalog = begun_with(kept, tmp_path)
+    assert catalog.state.seq == writer.state.seq
+    assert catalog.state.tenants() == writer.state.tenants()
+    assert catalog.state.key(key.id).revoked
+
+    (tmp_path / "away").rename(store)
+    writer.create_tenant("initech", actor="test")
+    names = [tenant.name for tenant in catalog.refresh().tenants()]
+    assert names == ["acme", "globex", "initech"]
+    assert catalog.snapshot() == writer.state.seq
+
+
+def test_an_older_state_that_a_slow_gateway_wrote_is_not_confirmed(
+    writer: AdapterCatalog, kept: KeptView, tmp_path: Path
+) -> None:
+    older = writer.state
+    writer.create_tenant("initech", actor="test")
+    kept.write(writer.state)
+    assert kept.confirm(writer.state.seq)
+    KeptView(tmp_path / "cache", "s3://bucket/catalog").write(older)
+    an_hour_ago = time.time() - 3600
+    os.utime(kept.path, (an_hour_ago, an_hour_ago))
+    assert not kept.confirm(writer.state.seq)
+    found = kept.read()
+    assert found is not None
+    assert found.age_s > 3500
+
+
+def test_a_partition_that_was_not_read_is_read_from_the_store_with_what_changed_it(
+    writer: AdapterCatalog, kept: KeptView, tmp_path: Path
+) -> None:
+    writer.snapshot()
+    reader = AdapterCatalog(writer.store)
+    reader.refresh()
+    writer.limit_tenant("acme", max_concurrent=7, actor="test")
+    state = reader.refresh()
+    assert any(isinstance(part, UnreadPartition) and part.pending for part in state.partitions)
+    kept.write(state)
+
+    catalog = begun_with(kept, tmp_path)
+    assert catalog.ask(lambda state: state.tenant("acme")).limits.max_concurrent == 7
+    assert catalog.ask(lambda state: state.tenant("globex")).name == "globex"
+
+
+def test_its_age_counts_from_when_the_store_last_confirmed_it(
+    writer: AdapterCatalog, kept: KeptView, tmp_path: Path
+) -> None:
+    kept.write(writer.state)
+    (file,) = (tmp_path / "cache").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    os.utime(file, (0, time.time() - 100))
+    found = kept.read()
+    assert found is not None
+    assert 100 <= found.age_s < 110
+    assert kept.confirm(writer.state.seq)
+    found = kept.read()
+    assert found is not None
+    assert found.age_s < 10
+
+
+def test_another_catalog_has_another_file(writer: AdapterCatalog, tmp_path: Path) -> None:
+    KeptView(tmp_path / "cache", "s3://bucket/one").write(writer.state)
+    assert KeptView(tmp_path / "cache", "s3://bucket/two").read() is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"no zlib", None])
+def test_a_damaged_file_is_as_none(
+    writer: AdapterCatalog, kept: KeptView, tmp_path: Path, damage: bytes | None
+) -> None:
+    kept.write(writer.state)
+    (file,) = (tmp_path / "cache").iterdir()
+    file.write_bytes(file.read_bytes()[:-10] if damage is None else damage)
+    assert kept.read() is None

@@ -1,0 +1,192 @@
+"""Pins of adapters and of whole tenants, and the budget that they stay within."""
+
+from collections.abc import Callable
+
+import pytest
+
+from lorikeet.catalog import (
+    AdapterCatalog,
+    CatalogState,
+    PinRecord,
+    VersionRecord,
+)
+from lorikeet.catalog.rules.pin_budget import versions_kept
+from lorikeet.errors import (
+    Conflict,
+    InvalidInput,
+    NotFound,
+    UnknownModel,
+    UnknownTenant,
+)
+from lorikeet_engine.adapter import Residency
+
+Register = Callable[..., VersionRecord]
+
+
+def kept(catalog: AdapterCatalog, pin: PinRecord) -> list[int]:
+    return [version.ref.version for version in versions_kept(catalog.state, pin)]
+
+
+def test_a_pin_follows_its_alias_until_it_ends(
+    catalog: AdapterCatalog, register: Register, clock: list[float]
+) -> None:
+    first = register("acme/support", b"1")
+    second = register("acme/support", b"2")
+    pin = catalog.pin("acme", "support", replicas=2, reason="launch", expires=1060.0, actor="bob")
+
+    assert (pin.selector, pin.tier, pin.actor) == ("prod", Residency.GPU, "bob")
+    assert kept(catalog, pin) == [first.version]
+    catalog.promote("acme", "support", 2, actor="ann")
+    assert kept(catalog, pin) == [second.version]
+    assert catalog.state.pins(1059.0) == (pin,)
+    assert catalog.state.pins(1060.0) == ()
+
+
+def test_a_pin_on_a_retired_version_promises_nothing(
+    catalog: AdapterCatalog, register: Register
+) -> None:
+    register("acme/support", b"1")
+    register("acme/support", b"2")
+    pin = catalog.pin("acme", "support", selector="2", actor="ann")
+    assert kept(catalog, pin) == [2]
+
+    catalog.retire("acme", "support", 2, actor="ann")
+    assert kept(catalog, pin) == []
+    assert catalog.state.pins(0) == (pin,)
+
+
+def test_a_second_pin_replaces_the_first_and_unpin_takes_it_away(
+    catalog: AdapterCatalog, register: Register
+) -> None:
+    register("acme/support", b"1")
+    catalog.pin("acme", "support", actor="ann")
+    catalog.pin("acme", "support", tier=Residency.HOST, actor="ann")
+    assert [pin.tier for pin in catalog.state.pins(0)] == [Residency.HOST]
+
+    catalog.unpin("acme", "support", actor="ann")
+    assert catalog.state.pins(0) == ()
+    with pytest.raises(NotFound, match="not pinned"):
+        catalog.unpin("acme", "support", actor="ann")
+
+
+def test_a_tenants_pin_and_its_adapters_pins_stand_beside_each_other(
+    catalog: AdapterCatalog, register: Register
+) -> None:
+    register("acme/support", b"1")
+    whole = catalog.pin("acme", None, tier=Residency.DISK, priority=2, actor="ann")
+    one = catalog.pin("acme", "support", actor="ann")
+
+    assert (whole.label, one.label) == ("acme", "acme/support@prod")
+    assert catalog.state.pins(0) == (whole, one)
+    catalog.retire("acme", "support", actor="ann")
+    assert catalog.state.pins(0) == (whole,)
+    catalog.unpin("acme", None, actor="ann")
+    assert catalog.state.pins(0) == ()
+    with pytest.raises(NotFound, match="'acme' is not pinned"):
+        catalog.unpin("acme", None, actor="ann")
+
+
+def test_new_terms_leave_a_pin_its_age_until_it_ends(
+    catalog: AdapterCatalog, register: Register, clock: list[float]
+) -> None:
+    register("acme/support", b"1")
+    catalog.pin("acme", "support", expires=1100.0, actor="ann")
+    clock[0] = 1050.0
+    longer = catalog.pin("acme", "support", expires=1200.0, actor="bob")
+    assert (longer.created, longer.expires, longer.actor) == (1000.0, 1200.0, "bob")
+    clock[0] = 1200.0
+    assert catalog.pin("acme", "support", actor="bob").created == 1200.0
+
+
+def test_pins_stay_within_a_tenants_budget(
+    catalog: AdapterCatalog, register: Register, clock: list[float]
+) -> None:
+    for name, data in (("a", b"1" * 40), ("b", b"2" * 40), ("c", b"3" * 40), ("twin", b"1" * 40)):
+        register(f"acme/{name}", data)
+    catalog.limit_tenant("acme", pin_budget_bytes=100, actor="ann")
+    catalog.pin("acme", "a", expires=1100.0, actor="ann")
+    catalog.pin("acme", "b", tier=Residency.DISK, actor="ann")
+
+    refusal = "would take 120 bytes on each replica, 80 without this one, and its budget is 100"
+    with pytest.raises(Conflict, match=refusal):
+        catalog.pin("acme", "c", actor="ann")
+    with pytest.raises(Conflict, match=refusal):
+        catalog.pin("acme", None, actor="ann")
+    catalog.pin("acme", "twin", actor="ann")  # the weights of a, which are counted once
+    catalog.pin("acme", "b", replicas=3, actor="ann")  # as before
+
+    clock[0] = 1100.0  # a's pin is over, but the twin has the same weights
+    with pytest.raises(Conflict):
+        catalog.pin("acme", "c", actor="ann")
+    catalog.unpin("acme", "twin", actor="ann")
+    catalog.pin("acme", "c", actor="ann")
+
+
+def test_a_smaller_budget_refuses_only_what_adds_to_it(
+    catalog: AdapterCatalog, register: Register
+) -> None:
+    for name in "ab":
+        register(f"acme/{name}", name.encode() * 40)
+        catalog.pin("acme", name, actor="ann")
+    assert catalog.limit_tenant("acme", pin_budget_bytes=10, actor="ann").pin_budget_bytes == 10
+
+    assert catalog.pin("acme", "a", priority=1, actor="ann").priority == 1
+    register("acme/a", b"c" * 41)
+    with pytest.raises(Conflict, match="81 bytes on each replica, 80 without"):
+        catalog.pin("acme", "a", selector="2", actor="ann")
+    catalog.promote("acme", "a", 2, actor="ann")  # a pin stops no promotion; the plan will say so
+
+
+def test_a_budget_of_a_tenant_is_its_own_and_kept_beside_its_limit(
+    catalog: AdapterCatalog, register: Register
+) -> None:
+    catalog.create_tenant("globex", actor="ann")
+    register("globex/a", b"1" * 50)
+    catalog.limit_tenant("acme", pin_budget_bytes=10, actor="ann")
+    catalog.pin("globex", "a", actor="ann")
+    assert catalog.limit_tenant("acme", max_concurrent=5, actor="ann").pin_budget_bytes == 10
+    lifted = catalog.limit_tenant("acme", pin_budget_bytes=None, actor="ann")
+    assert lifted.limits.max_concurrent == 5
+    with pytest.raises(InvalidInput, match="pin_budget_bytes=0"):
+        catalog.limit_tenant("acme", pin_budget_bytes=0, actor="ann")
+    with pytest.raises(UnknownTenant):
+        catalog.limit_tenant("nobody", pin_budget_bytes=10, actor="ann")
+
+
+def test_what_a_pin_would_do_is_answered_without_pinning(
+    catalog: AdapterCatalog, register: Register
+) -> None:
+    register("acme/support", b"1")
+    seq = catalog.state.seq
+
+    def count(before: CatalogState, after: CatalogState) -> tuple[int, int]:
+        return len(before.pins(0)), len(after.pins(0))
+
+    assert catalog.if_pinned("acme", "support", count) == (0, 1)
+    assert catalog.if_pinned("acme", None, count, priority=4) == (0, 1)
+    with pytest.raises(UnknownModel):
+        catalog.if_pinned("acme", "absent", count)
+    with pytest.raises(InvalidInput, match="priority=1001"):
+        catalog.if_pinned("acme", None, count, priority=1001)
+    assert catalog.refresh().seq == seq
+
+
+def test_pins_that_make_no_sense_are_refused(catalog: AdapterCatalog, register: Register) -> None:
+    register("acme/support", b"1")
+
+    with pytest.raises(UnknownModel):
+        catalog.pin("acme", "absent", actor="ann")
+    with pytest.raises(UnknownModel, match="it has versions 1, aliases prod → 1"):
+        catalog.pin("acme", "support", selector="canary", actor="ann")
+    with pytest.raises(InvalidInput, match="time to come"):
+        catalog.pin("acme", "support", expires=1000.0, actor="ann")
+    with pytest.raises(InvalidInput, match="replicas=0"):
+        catalog.pin("acme", "support", replicas=0, actor="ann")
+    with pytest.raises(InvalidInput, match="promises nothing"):
+        catalog.pin("acme", "support", tier=Residency.REMOTE, actor="ann")
+    with pytest.raises(InvalidInput):
+        catalog.pin("acme", "support", selector="0", actor="ann")
+    with pytest.raises(InvalidInput, match="a tenant's pin keeps what prod points at"):
+        catalog.pin("acme", None, selector="canary", actor="ann")
+    with pytest.raises(UnknownTenant):
+        catalog.pin("nobody", None, actor="ann")

@@ -1,0 +1,252 @@
+"""Versions and aliases: registered, shared, found by name, promoted, rolled back, retired."""
+
+import hashlib
+from collections.abc import Callable
+
+import pytest
+
+from lorikeet.catalog import (
+    AdapterCatalog,
+    ObjectStore,
+    VersionRecord,
+    blob_key,
+)
+from lorikeet.errors import (
+    Conflict,
+    InvalidInput,
+    NotFound,
+    UnknownModel,
+    UnknownTenant,
+)
+from lorikeet_engine.adapter import AdapterRef
+
+Register = Callable[..., VersionRecord]
+
+
+def prod(catalog: AdapterCatalog, label: str = "acme/support") -> int:
+    tenant, _, name = label.partition("/")
+    return catalog.refresh().adapter(tenant, name).aliases["prod"]
+
+
+def test_the_first_version_becomes_prod_and_later_ones_when_asked(
+    catalog: AdapterCatalog, register: Register
+) -> None:
+    assert register("acme/support", b"1").version == 1
+    assert prod(catalog) == 1
+    assert register("acme/support", b"2").version == 2
+    assert prod(catalog) == 1
+    assert register("acme/support", b"3", promote=True).version == 3
+    assert prod(catalog) == 3
+
+
+def test_a_version_keeps_its_facts_and_its_blob(
+    catalog: AdapterCatalog, store: ObjectStore, register: Register
+) -> None:
+    digest = hashlib.sha256(b"1").hexdigest()
+
+    assert register("acme/support", b"1") == VersionRecord(
+        version=1,
+        digest=digest,
+        size_bytes=1,
+        max_rank=8,
+        base_model="demo",
+        gpu_bytes=1,
+        created=1000.0,
+    )
+    assert store.get(blob_key(digest)) == b"1"
+    ref = catalog.state.resolve("acme/support", "acme")
+    assert ref == AdapterRef("acme", "support", 1, digest)
+    assert catalog.state.version_of(ref).base_model == "demo"
+
+
+def test_the_same_blob_is_the_same_version(catalog: AdapterCatalog, register: Register) -> None:
+    register("acme/support", b"1")
+    register("acme/support", b"2")
+    before = catalog.state.seq
+
+    assert register("acme/support", b"1").version == 1
+    assert catalog.state.seq == before
+    assert register("acme/support", b"2", promote=True).version == 2
+    assert prod(catalog) == 2
+    assert len(catalog.state.adapter("acme", "support").versions) == 2
+
+
+def test_registering_needs_a_tenant_and_good_names(
+    catalog: AdapterCatalog, store: ObjectStore, register: Register
+) -> None:
+    with pytest.raises(UnknownTenant):
+        register("nobody/support", b"1")
+    with pytest.raises(InvalidInput) as refused:
+        register("acme/../x", b"1")
+    assert refused.value.param == "name"
+    assert list(store.list("blobs/")) == []
+
+
+def test_a_tenant_sees_its_own_adapters_and_shared_ones(
+    catalog: AdapterCatalog, register: Register
+) -> None:
+    catalog.create_tenant("other", actor="ann")
+    register("acme/private", b"1")
+    register("acme/shared", b"2", shared=True)
+    register("other/mine", b"3")
+
+    assert [record.label for record in catalog.state.visible_to("acme")] == [
+        "acme/private",
+        "acme/shared",
+    ]
+    assert [record.label for record in catalog.state.visible_to("other")] == [
+        "acme/shared",
+        "other/mine",
+    ]
+    assert catalog.state.resolve("acme/shared", "other").digest == hashlib.sha256(b"2").hexdigest()
+
+
+def test_sharing_stays_until_it_is_changed(catalog: AdapterCatalog, register: Register) -> None:
+    register("acme/support", b"1", shared=True)
+    register("acme/support", b"2")
+    assert catalog.state.adapter("acme", "support").shared
+
+    register("acme/support", b"2", shared=False)
+    assert not catalog.state.adapter("acme", "support").shared
+    assert catalog.state.visible_to("other") == ()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "acme/private",
+        "acme/private@1",
+        "acme/private@prod",
+        "acme/absent",
+        "acme/gone",
+        "mine/x@7",
+        "mine/x@canary",
+        "mine/../x",
+        "mine/x@prod\n",
+        "demo",
+        "",
+    ],
+)
+def test_absent_forbidden_retired_and_misspelt_look_alike(
+    catalog: AdapterCatalog, register: Register, model: str
+) -> None:
+    catalog.create_tenant("mine", actor="ann")
+    register("acme/private", b"1")
+    register("acme/gone", b"2", shared=True)
+    catalog.retire("acme", "gone", actor="ann")
+    register("mine/x", b"3")
+
+    with pytest.raises(UnknownModel) as refused:
+        catalog.state.resolve(model, "mine")
+
+    assert refused.value.message == (
+        f"The model {model!r} does not exist or you do not have access to it."
+    )
+    assert refused.value.param == "model"
+
+
+def test_versions_and_aliases_select(catalog: AdapterCatalog, register: Register) -> None:
+    for data in (b"1", b"2", b"3"):
+        register("acme/support", data)
+    catalog.promote("acme", "support", 2, alias="canary", actor="ann")
+
+    resolved = {
+        selector: catalog.state.resolve(f"acme/support{selector}", "acme").version
+        for selector in ("", "@prod", "@canary", "@1", "@3")
+    }
+    assert resolved == {"": 1, "@prod": 1, "@canary": 2, "@1": 1, "@3": 3}
+    assert catalog.state.adapter("acme", "support").aliases_of(2) == ("canary",)
+
+
+def test_promote_can_insist_on_what_was_there(catalog: AdapterCatalog, register: Register) -> None:
+    for data in (b"1", b"2", b"3"):
+        register("acme/support", data)
+
+    catalog.promote("acme", "support", 2, expect=1, actor="ann")
+    with pytest.raises(Conflict, match="points to version 2, not to version 1"):
+        catalog.promote("acme", "support", 3, expect=1, actor="bob")
+    with pytest.raises(Conflict, match="points to nothing"):
+        catalog.promote("acme", "support", 3, "canary", expect=1, actor="bob")
+    assert prod(catalog) == 2
+
+
+def test_promote_refuses_what_is_not_there(catalog: AdapterCatalog, register: Register) -> None:
+    register("acme/support", b"1")
+
+    with pytest.raises(UnknownModel, match="has no version 2"):
+        catalog.promote("acme", "support", 2, actor="ann")
+    with pytest.raises(UnknownModel, match="has no version 0"):
+        catalog.promote("acme", "support", 0, actor="ann")
+    with pytest.raises(UnknownModel, match="acme/absent"):
+        catalog.promote("acme", "absent", 1, actor="ann")
+    with pytest.raises(InvalidInput, match="version"):
+        catalog.promote("acme", "support", 1, alias="1", actor="ann")
+
+
+def test_rollback_goes_back_step_by_step(catalog: AdapterCatalog, register: Register) -> None:
+    for data in (b"1", b"2", b"3"):
+        register("acme/support", data, promote=True)
+
+    assert catalog.rollback("acme", "support", actor="ann").aliases["prod"] == 2
+    assert catalog.rollback("acme", "support", actor="ann").aliases["prod"] == 1
+    with pytest.raises(Conflict, match="nothing to go back to"):
+        catalog.rollback("acme", "support", actor="ann")
+    with pytest.raises(NotFound, match="no alias 'canary'"):
+        catalog.rollback("acme", "support", "canary", actor="ann")
+    assert catalog.promote("acme", "support", 3, actor="ann").alias_history["prod"] == (1,)
+
+
+def test_rollback_passes_over_retired_versions(catalog: AdapterCatalog, register: Register) -> None:
+    for data in (b"1", b"2", b"3"):
+        register("acme/support", data, promote=True)
+    catalog.retire("acme", "support", 2, actor="ann")
+
+    assert catalog.rollback("acme", "support", actor="ann").aliases["prod"] == 1
+
+
+def test_a_version_with_an_alias_is_not_retired(
+    catalog: AdapterCatalog, register: Register
+) -> None:
+    register("acme/support", b"1")
+    register("acme/support", b"2")
+
+    with pytest.raises(Conflict, match="is prod: promote another version"):
+        catalog.retire("acme", "support", 1, actor="ann")
+    catalog.retire("acme", "support", 2, actor="ann")
+
+    with pytest.raises(UnknownModel):
+        catalog.state.resolve("acme/support@2", "acme")
+    with pytest.raises(Conflict, match="is retired"):
+        catalog.promote("acme", "support", 2, actor="ann")
+    assert prod(catalog) == 1
+
+
+def test_a_retired_adapter_comes_back_with_a_new_version(
+    catalog: AdapterCatalog, register: Register
+) -> None:
+    register("acme/support", b"1")
+    catalog.pin("acme", "support", actor="ann")
+
+    gone = catalog.retire("acme", "support", actor="ann")
+    assert gone.retired
+    assert gone.aliases == {}
+    assert catalog.state.visible_to("acme") == ()
+    assert catalog.state.pins(0) == ()
+    assert catalog.retire("acme", "support", actor="ann") == gone
+
+    assert register("acme/support", b"1").version == 2
+    assert prod(catalog) == 2
+    with pytest.raises(Conflict, match="nothing to go back to"):
+        catalog.rollback("acme", "support", actor="ann")
+
+
+def test_a_shared_adapter_that_was_retired_comes_back_private(
+    catalog: AdapterCatalog, register: Register
+) -> None:
+    catalog.create_tenant("other", actor="ann")
+    register("acme/support", b"1", shared=True)
+    assert not catalog.retire("acme", "support", actor="ann").shared
+
+    register("acme/support", b"2")
+    assert not catalog.state.adapter("acme", "support").shared
+    assert catalog.state.visible_to("other") == ()

@@ -1,0 +1,27 @@
+"""The folder that `make serve` gives Ray: this user's alone, or a refusal that says what to do."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from demo import serve
+from lorikeet.errors import InvalidSetting
+
+
+@pytest.fixture
+def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the folder of a user is to be who exists on no machine."""
+    made_up = 2**31 + os.getpid()
+    monkeypatch.setattr(os, "getuid", lambda: made_up)
+    path = Path(f"/tmp/lorikeet-{made_up}")
+    yield path
+    path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("/nonexistent")])
+def test_a_path_that_is_taken_by_no_folder_is_refused_in_words(path: Path, make) -> None:
+    make(path)
+    with pytest.raises(InvalidSetting, match="not a folder of yours alone"):
+        serve._ray_folder()

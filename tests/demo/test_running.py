@@ -1,0 +1,71 @@
+"""`make stop` stops the service of its folder, and no other."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HOLDER = """
+import time
+from demo.running import hold_pid_file
+with hold_pid_file():
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def python(folder, *arguments):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+@pytest.fixture
+def service(tmp_path):
+    with python(tmp_path, "-c", HOLDER) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def stop(folder):
+    process = python(folder, "-m", "demo.running")
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    return said
+
+
+def test_it_stops_the_service_of_this_folder(service, tmp_path):
+    assert stop(tmp_path) == "Stopped.\n"
+    assert service.wait(10) != 0
+    assert stop(tmp_path) == "No service of this folder runs.\n"
+
+
+def test_it_stops_nothing_else(service, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert stop(elsewhere) == "No service of this folder runs.\n"
+    assert service.poll() is None
+
+
+def test_a_service_that_was_killed_is_not_taken_for_one_that_runs(service, tmp_path):
+    service.kill()
+    service.wait(10)
+    assert stop(tmp_path) == "No service of this folder runs.\n"
+
+
+def test_a_second_service_of_a_folder_is_refused(service, tmp_path):
+    second = python(tmp_path, "-c", HOLDER)
+    _, said = second.communicate(timeout=30)
+    assert second.returncode == 1
+    assert "runs already: `make stop`" in said
+    assert (tmp_path / ".lorikeet").stat().st_mode & 0o077 == 0

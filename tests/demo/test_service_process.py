@@ -1,0 +1,146 @@
+"""A service ends whole: by Ctrl-C, SIGTERM, a closed terminal, a reader that goes."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Ends on SIGINT as `serve run` does, with status 0, and leaves a worker, as killed ones do.
+SERVICE = """
+import signal, subprocess, sys, time
+worker = [sys.executable, "-c", "import time; time.sleep(60)"]
+try:
+    print("worker", subprocess.Popen(worker, process_group=0).pid, flush=True)
+    time.sleep({sleeps_s})
+except KeyboardInterrupt:
+    time.sleep({stops_s})
+"""
+
+RUNNER = """
+import os, sys
+from demo.service_process import ServiceProcess, Terminated, raise_when_terminated, say
+
+raise_when_terminated()
+service = ServiceProcess([sys.executable, "-c", sys.argv[1]], os.environ)
+try:
+    while not service.ends_within(0.1):
+        pass
+    say("ended by itself")
+    sys.exit(service.stop(float(sys.argv[2])))
+except (KeyboardInterrupt, Terminated):
+    sys.exit(service.stop(float(sys.argv[2])))
+"""
+
+
+class Run:
+    """A runner and its service, which may take `within_s` to stop.
+
+    ignored: signals that it inherits as ignored.
+    """
+
+    def __init__(self, output, ignored=(), sleeps_s=60, stops_s=0, within_s=9):
+        service = SERVICE.format(sleeps_s=sleeps_s, stops_s=stops_s)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RUNNER, service, str(within_s)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=output,
+            stderr=output,
+            preexec_fn=lambda: [signal.signal(each, signal.SIG_IGN) for each in ignored],
+        )
+
+    def send(self, number):
+        self.process.send_signal(number)
+        return self.process.wait(30)
+
+
+@pytest.fixture
+def piped():
+    """Runs with a pipe as output; none of their processes outlives a test."""
+    runs = []
+
+    def start(**options):
+        run = Run(subprocess.PIPE, **options)
+        runs.append(run)
+        return run, worker_of(run.process.stdout.readline())
+
+    yield start
+    for run in runs:
+        run.process.kill()
+        run.process.wait()
+        run.process.stdout.close()
+
+
+def worker_of(line):
+    word, pid = line.split()
+    assert word == b"worker"
+    return psutil.Process(int(pid))
+
+
+def is_gone(process):
+    deadline = time.monotonic() + 20
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_service_and_its_workers(piped, number):
+    run, worker = piped()
+    assert run.send(number) == 0
+    assert is_gone(worker)
+    assert b"Stopped." in run.process.stdout.read()
+
+
+def test_a_service_in_a_scripts_background_ends_well_by_sigterm(piped):
+    run, worker = piped(ignored=[signal.SIGINT])
+    assert run.send(signal.SIGTERM) == 0
+    assert is_gone(worker)
+
+
+def test_nohup_keeps_it(piped):
+    run, worker = piped(ignored=[signal.SIGHUP])
+    run.process.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert run.process.poll() is None
+    assert run.send(signal.SIGTERM) == 0
+    assert is_gone(worker)
+
+
+def test_a_service_that_does_not_stop_is_killed(piped):
+    run, worker = piped(stops_s=60, within_s=2)
+    assert run.send(signal.SIGTERM) == 1
+    assert is_gone(worker)
+
+
+def test_a_service_that_ends_by_itself_leaves_no_workers(piped):
+    run, worker = piped(sleeps_s=0.1)
+    assert run.process.wait(10) == 0
+    assert b"ended by itself" in run.process.stdout.read()
+    assert is_gone(worker)
+
+
+def test_a_reader_that_goes_ends_it(piped):
+    run, worker = piped()
+    run.process.stdout.close()
+    assert run.process.wait(10) == 0
+    assert is_gone(worker)
+
+
+def test_a_terminal_that_closes_ends_it_even_without_sighup():
+    terminal, inside = pty.openpty()
+    run = Run(inside)
+    os.close(inside)
+    with os.fdopen(terminal, "rb") as reader:
+        worker = worker_of(reader.readline())
+    assert run.process.wait(10) == 0
+    assert is_gone(worker)

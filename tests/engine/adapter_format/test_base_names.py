@@ -1,0 +1,26 @@
+"""Which names are of the same base model."""
+
+import pytest
+
+from lorikeet_engine.adapter_format import original, same_model
+
+
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [
+        ("unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit", "Meta-Llama-3.1-8B-Instruct"),
+        ("unsloth/Qwen3-14B-unsloth-bnb-4bit", "Qwen3-14B"),
+        ("mlx-community/Qwen3-8B-4bit", "Qwen3-8B"),
+        ("mlx-community/Mistral-7B-Instruct-v0.3-8bit/", "Mistral-7B-Instruct-v0.3"),
+        ("meta-llama/Llama-3.1-8B", "Llama-3.1-8B"),
+        ("/models/llama-4bit-math", "llama-4bit-math"),
+        ("", ""),
+    ],
+)
+def test_a_quantised_copy_is_of_its_original(name: str, want: str) -> None:
+    assert original(name) == want
+
+
+def test_owners_cases_and_quantisation_make_no_other_model() -> None:
+    assert same_model("unsloth/meta-llama-3.1-8b-bnb-4bit", "meta-llama/Meta-Llama-3.1-8B")
+    assert not same_model("unsloth/Llama-3.1-8B-Instruct-bnb-4bit", "meta-llama/Llama-3.1-8B")

@@ -1,0 +1,42 @@
+"""Which linears a base model has, by its config."""
+
+import pytest
+import transformers
+
+from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.errors import ModelError
+from tests.engine.tiny_llama import CONFIG
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_shape_of_a_base_model_is_that_of_its_linears(family):
+    config = transformers.AutoConfig.for_model(
+        family,
+        hidden_size=48,
+        intermediate_size=56,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=32,
+        head_dim=16,
+    )
+    shape = BaseShape.from_config(config.to_dict())
+    layer = transformers.AutoModelForCausalLM.from_config(config).model.layers[0]
+    for index, linear in enumerate(shape.linears):
+        module = layer.get_submodule(linear.module)
+        assert shape.dims(index) == (module.in_features, module.out_features), linear.name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "gpt2"},
+        {"hidden_size": 0},
+        {"num_attention_heads": None},
+        {"num_hidden_layers": "2"},
+        {"num_attention_heads": 5, "head_dim": None},
+    ],
+)
+def test_a_base_model_that_is_not_supported_is_a_model_error(change):
+    with pytest.raises(ModelError):
+        BaseShape.from_config(CONFIG.to_dict() | change)

@@ -1,0 +1,137 @@
+"""MLX's folders: the same deltas, or a refusal by name."""
+
+import json
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from lorikeet_engine.adapter_format import AdapterLimits, read_spec, write_blob
+from lorikeet_engine.adapter_format.header import read_header
+from lorikeet_engine.adapter_format.lora_config import LoraConfig
+from lorikeet_engine.errors import AdapterRejected
+from tests.engine.adapter_format.test_accepted_adapters import delta
+from tests.engine.tiny_llama import SHAPE
+
+LIMITS = AdapterLimits(max_rank=16, max_bytes=1 << 20)
+RANK, SCALE = 4, 20.0
+TRAINER = Path(__file__).with_name("mlx_trainer.py")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What mlx_lm.lora 0.32.2 saves of one layer, in its names, shapes and keys."""
+    draw = np.random.default_rng(0)
+    tensors = {
+        f"model.layers.1.{module}.lora_{side}": draw.normal(size=size).astype(np.float32)
+        for module, (d_in, d_out) in {"self_attn.q_proj": (32, 32), "mlp.up_proj": (32, 48)}.items()
+        for side, size in (("a", (d_in, RANK)), ("b", (RANK, d_out)))
+    }
+    save_file(tensors, tmp_path / "adapters.safetensors")
+    with_null_metadata(tmp_path / "adapters.safetensors")
+    config = {
+        "model": "mlx-community/tiny-4bit",
+        "fine_tune_type": "lora",
+        "num_layers": 1,
+        "lora_parameters": {"rank": RANK, "scale": SCALE, "dropout": 0.0},
+        "train": True,
+        "data": "data",
+    }
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def with_null_metadata(file: Path) -> None:
+    """Write the header as MLX's C++ does."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.dumps({"__metadata__": None, **json.loads(data[8 : 8 + length])}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def deltas(folder: Path) -> dict[str, np.ndarray]:
+    """What the packed adapter adds to each module, [d_out, d_in]."""
+    write_blob(folder, folder / "blob")
+    data, spec = (folder / "blob").read_bytes(), read_spec(folder / "blob", SHAPE, LIMITS)
+    return {SHAPE.linears[p.linear].path(p.layer): delta(p, data) for p in spec.linears}
+
+
+def test_an_adapter_of_mlx_adds_what_mlx_adds(folder: Path) -> None:
+    saved, got = load_file(folder / "adapters.safetensors"), deltas(folder)
+    assert set(got) == {"model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}
+    for module, found in got.items():
+        want = SCALE * (saved[f"{module}.lora_a"] @ saved[f"{module}.lora_b"]).T
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+    metadata = read_header(folder / "blob").metadata["lorikeet"]
+    assert LoraConfig.from_json(metadata).base_model_name_or_path == "mlx-community/tiny-4bit"
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_matrices_of_any_dtype_are_turned(folder: Path, dtype: type[np.generic]) -> None:
+    want = deltas(folder)
+    tensors = load_file(folder / "adapters.safetensors")
+    save_file({n: t.astype(dtype) for n, t in tensors.items()}, folder / "adapters.safetensors")
+    write_blob(folder, folder / "blob")
+    for name, tensor in load_file(folder / "blob").items():
+        module = name.removeprefix("base_model.model.").partition(".lora_")[0]
+        side = "lora_a" if "lora_A" in name else "lora_b"
+        np.testing.assert_array_equal(tensor, tensors[f"{module}.{side}"].T.astype(tensor.dtype))
+    assert set(want) == {"model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"fine_tune_type": "dora"}, "fine_tune_type"),
+        ({"fine_tune_type": "full", "lora_parameters": None}, "fine_tune_type"),
+        ({"lora_parameters": None}, "lora_parameters"),
+        ({"lora_parameters": {"rank": 4}}, "lora_parameters"),
+        ({"lora_parameters": {"rank": 4, "scale": 20, "alpha": 16}}, "lora_parameters"),
+        ({"lora_parameters": {"rank": "4", "scale": 20}}, "lora_parameters"),
+        ({"lora_parameters": {"rank": 8, "scale": 20}}, "model.layers.1.mlp.up_proj"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    folder: Path, changes: dict[str, Any], field: str
+) -> None:
+    edit(folder, **changes)
+    with pytest.raises(AdapterRejected) as refused:
+        write_blob(folder, folder / "blob")
+    assert refused.value.field == field
+
+
+def test_an_embeddings_adapter_is_refused_by_name(folder: Path) -> None:
+    tensors = load_file(folder / "adapters.safetensors")
+    tensors["model.embed_tokens.lora_a"] = np.zeros((64, RANK), np.float32)
+    tensors["model.embed_tokens.lora_b"] = np.zeros((RANK, 32), np.float32)
+    save_file(tensors, folder / "adapters.safetensors")
+    with pytest.raises(AdapterRejected, match="embed_tokens"):
+        write_blob(folder, folder / "blob")
+
+
+@pytest.mark.soak
+def test_what_mlx_itself_saves_adds_what_it_adds(tmp_path: Path) -> None:
+    try:
+        urllib.request.urlopen("https://pypi.org/simple/mlx-lm/", timeout=5).close()
+    except OSError:
+        pytest.skip("mlx-lm cannot be downloaded here")
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    packages = ["mlx-lm==0.32.2", "mlx[cpu]==0.32.4"]
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+    subprocess.run([python, TRAINER, tmp_path], check=True)
+    got = deltas(tmp_path)
+    want = np.load(tmp_path / "deltas.npz")
+    assert set(got) == set(want)
+    for module, found in got.items():
+        np.testing.assert_allclose(found, want[module], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,19 @@
+"""What it costs to resolve the targets of a PEFT config."""
+
+import time
+
+from lorikeet_engine.adapter_format.expressions import Expressions
+from lorikeet_engine.adapter_format.targets import check_targets
+from tests.engine.blobs import SHAPE
+
+
+def test_a_long_list_of_layers_is_not_searched_for_every_module():
+    modules = [linear.path(layer) for layer in range(300) for linear in SHAPE.linears]
+    config = {
+        "target_modules": [linear.name for linear in SHAPE.linears],
+        "layers_to_transform": [*range(1_000, 101_000), *range(300)],
+    }
+    began_s = time.process_time()
+    with Expressions() as run:
+        check_targets(config, modules, run)
+    assert time.process_time() - began_s < 0.5  # a search of the list for each takes 4 s

@@ -1,0 +1,59 @@
+"""Engines' processes forked from one that has imported torch, which spares 2 s of processor time.
+
+The tests of the process itself, and all that start a service, start it as `client` does.
+"""
+
+import multiprocessing
+import os
+import sys
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import psutil
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["lorikeet_engine.process.server", "lorikeet_engine.execution.assembly"]
+)
+_started: list["ForkedEngine"] = []
+
+
+class ForkedEngine:
+    """As much of a Popen as `client` uses."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def wait(self) -> int:
+        """Return its exit status, once it has ended."""
+        self._process.join()
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+
+def start(calls: Connection, messages: Connection) -> ForkedEngine:
+    """Stand in for `client._start`."""
+    with calls, messages:
+        process = _context.Process(target=_serve, args=(calls, messages), daemon=True)
+        process.start()
+    _started.append(ForkedEngine(process))
+    return _started[-1]
+
+
+def processes() -> set[int]:
+    """Those that have not ended."""
+    return {engine.pid for engine in _started if psutil.pid_exists(engine.pid)}
+
+
+def _serve(calls: Connection, messages: Connection) -> None:
+    from lorikeet_engine.process import server  # torch
+
+    os.setpgid(0, 0)
+    sys.argv = ["server", str(calls.fileno()), str(messages.fileno())]
+    server.main()

@@ -1,0 +1,41 @@
+"""Keys and values that led to logits which are not finite are shared with nobody."""
+
+import pytest
+import torch
+
+from lorikeet_engine.errors import NotFinite
+from lorikeet_engine.request import Request, SamplingParams
+from lorikeet_engine.scheduling.kv_cache import PageKeys
+from tests.engine import hash_model
+from tests.engine.blobs import Shelf
+from tests.engine.engine_driver import Answers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPT = tuple(range(3, 23))
+GREEDY = SamplingParams(12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("good_steps", [2, 3, 9])  # until its prompt's last; the first decode; on
+def test_pages_of_a_request_that_overflows_are_computed_anew(tmp_path, overlap, good_steps):
+    engine, model = hash_model.build(
+        tmp_path,
+        Shelf(tmp_path / "blobs"),
+        kv_pages=1100,
+        max_batch_tokens=8,
+        max_running=4,
+        overlap=overlap,
+    )
+    answers, steps, logits = Answers(engine), [], model.logits
+    model.before = lambda batch: steps.append(batch)
+    model.logits = lambda h: logits(h) * (torch.nan if len(steps) > good_steps else 1.0)
+    answers.submit(Request("bad", (PROMPT,), GREEDY))
+    answers.all()
+    assert isinstance(answers.errors["bad"], NotFinite)
+    assert engine._cache.find(PageKeys(PROMPT, hash_model.PAGE).keys) == []
+    model.logits, model.tokens = logits, 0
+    answers.submit(Request("good", (PROMPT,), GREEDY))
+    answers.all()
+    assert answers.of("good") == hash_model.predict(PROMPT, GREEDY, 0, 4096)[0]
+    assert model.tokens >= len(PROMPT)
+    engine.close()

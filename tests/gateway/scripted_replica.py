@@ -1,0 +1,78 @@
+"""A replica whose model writes what a test says: templates, grammars and answers are real."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from lorikeet.answer_stream.answer import Answer
+from lorikeet.errors import InvalidInput
+from lorikeet.protocol.messages import AnswerHeader, Call, Refusal
+from lorikeet.replica.grammar import ModelGrammars
+from lorikeet.replica.prompts import PromptEncoder
+from lorikeet.replica.request_builder import encode_call
+from lorikeet_engine.request import FinishReason, TokenLogprobs, Tokens
+from tests.gateway.conftest import Items
+
+DEMO = Path("demo/model")
+
+
+class ScriptedReplica:
+    """The demo's tokenizer, with its own chat template or another. prompts: what was rendered."""
+
+    def __init__(self, folder: Path, template: str | None = None, max_context: int = 4096) -> None:
+        model = folder / "model"
+        model.mkdir()
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(DEMO / name, model / name)
+        if template is not None:
+            (model / "chat_template.jinja").write_text(template)
+        self.max_context = max_context
+        self.encoder = PromptEncoder(model, max_context)
+        self.grammars = ModelGrammars(model)
+        self.prompts: list[str] = []
+
+    def writes(
+        self, text: str, finish: FinishReason = FinishReason.STOP
+    ) -> Callable[[Call], Items]:
+        """Answer every call with this text; its grammar has to allow all of it."""
+        return self.plays(lambda _: text, finish)
+
+    def plays(
+        self, turn: Callable[[Call], str], finish: FinishReason = FinishReason.STOP
+    ) -> Callable[[Call], Items]:
+        """Answer each call with what `turn` says; the call's grammar has to allow all of it."""
+
+        async def replay(call: Call) -> Items:
+            encoder = self.encoder
+            try:
+                encoded = encode_call(call, encoder, self.max_context)
+            except InvalidInput as error:
+                yield Refusal(error.code, error.message, error.param)
+                return
+            prompts, grammar = encoded.request.prompts, encoded.request.sampling.grammar
+            decode = encoder.backend.decode
+            self.prompts = [decode(list(ids), skip_special_tokens=False) for ids in prompts]
+            tokens = encoder.backend.encode(turn(call), add_special_tokens=False).ids
+            if grammar is not None:
+                self.check(grammar, tokens)
+            certain = () if call.sampling.logprobs is None else (TokenLogprobs(0.0),)
+            known = (encoder.vocabulary, encoder.syntax, encoded.thinking)
+            answer = Answer(call, prompts, *known)
+            yield AnswerHeader("replica-7", None, None, ignored=encoder.ignored(call))
+            for choice in range(len(prompts) * call.n):
+                for at, token in enumerate(tokens):
+                    if answer.ended:
+                        return
+                    end = finish if at == len(tokens) - 1 else None
+                    written = Tokens(call.request_id, choice, (token,), end, certain)
+                    for item in answer.take([written]):
+                        yield item
+
+        return replay
+
+    def check(self, grammar: str, tokens: list[int]) -> None:
+        """Check that a grammar allows these tokens, and an end behind them."""
+        matcher = self.grammars.compile(grammar)
+        for token in tokens:
+            matcher.accept(token)
+        assert matcher.may_end

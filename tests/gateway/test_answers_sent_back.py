@@ -1,0 +1,81 @@
+"""What clients' libraries make of an answer can be sent back as a turn, whatever they add to it."""
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.gateway.conftest import Gateway
+from tests.gateway.scripted_replica import ScriptedReplica
+from tests.gateway.test_bad_requests import CHAT, TURN, error_of
+
+CALL = '<tool_call>\n{"name": "Order", "arguments": {"amount": 7}}\n</tool_call>'
+
+
+class Order(BaseModel):
+    amount: int
+
+
+TOOLS: Any = [openai.pydantic_function_tool(Order)]
+
+
+@pytest.fixture
+def replica(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
+    scripted = ScriptedReplica(tmp_path)
+    gateway.engines.replay = scripted.writes(CALL)
+    return scripted
+
+
+def call_is_shown(gateway: Gateway, replica: ScriptedReplica, message: Any) -> bool:
+    """Whether the model sees a chat's message that calls a function as it wrote it."""
+    call_id = message.tool_calls[0].id
+    turns = [TURN, message, {"role": "tool", "tool_call_id": call_id, "content": "done"}]
+    gateway.openai().chat.completions.create(model="tiny", messages=turns)
+    return f"<|assistant|>{CALL}<|eos|>" in replica.prompts[0]
+
+
+def test_a_parsed_call_of_a_chat(gateway: Gateway, replica: ScriptedReplica) -> None:
+    chats = gateway.openai().chat.completions
+    answer = chats.parse(model="tiny", messages=[TURN], tools=TOOLS)
+    assert call_is_shown(gateway, replica, answer.choices[0].message)
+
+
+def test_a_call_that_was_streamed(gateway: Gateway, replica: ScriptedReplica) -> None:
+    chats = gateway.openai().chat.completions
+    with chats.stream(model="tiny", messages=[TURN], tools=TOOLS) as stream:
+        stream.until_done()
+    message = stream.get_final_completion().choices[0].message
+    assert message.tool_calls
+    assert message.tool_calls[0].model_dump()["index"] == 0
+    assert call_is_shown(gateway, replica, message)
+
+
+def test_a_parsed_text_of_a_chat(gateway: Gateway, replica: ScriptedReplica) -> None:
+    gateway.engines.replay = replica.writes('{"amount": 7}')
+    chats = gateway.openai().chat.completions
+    answer = chats.parse(model="tiny", messages=[TURN], response_format=Order)
+    chats.create(model="tiny", messages=[TURN, answer.choices[0].message, TURN])
+    assert '<|assistant|>{"amount": 7}<|eos|>' in replica.prompts[0]
+
+
+def test_a_parsed_call_of_a_response(gateway: Gateway, replica: ScriptedReplica) -> None:
+    client = gateway.openai()
+    (called,) = client.responses.parse(model="tiny", input="hi", tools=TOOLS).output
+    assert called.type == "function_call"
+    output = {"type": "function_call_output", "call_id": called.call_id, "output": "done"}
+    turns: Any = [TURN, called.model_dump(), output]
+    client.responses.create(model="tiny", input=turns)
+    assert f"<|assistant|>{CALL}<|eos|>" in replica.prompts[0]
+
+
+def test_what_litellm_adds_to_a_message(gateway: Gateway, replica: ScriptedReplica) -> None:
+    said = {"role": "assistant", "content": "hi", "provider_specific_fields": {"refusal": None}}
+    assert gateway.post(CHAT, {"model": "tiny", "messages": [TURN, said, TURN]}).is_success
+
+
+def test_other_fields_of_a_message_are_refused(unchanged: Gateway) -> None:
+    said = {"role": "assistant", "content": "hi", "mood": "glad"}
+    refused = unchanged.post(CHAT, {"model": "tiny", "messages": [TURN, said, TURN]})
+    assert error_of(refused, 400)["param"] == "messages[1].mood"

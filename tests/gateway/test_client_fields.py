@@ -1,0 +1,242 @@
+"""Fields that clients send beyond OpenAI's core: what they do, seen through HTTP."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorikeet.protocol.messages import Format, FormatKind
+from tests.gateway.conftest import Gateway, chat
+from tests.gateway.scripted_replica import DEMO, ScriptedReplica
+from tests.gateway.test_bad_requests import CHAT, COMPLETIONS, TURN, error_of
+from tests.gateway.test_openai_fields import PLACE, sent
+
+ASIDE = (
+    "{% if aside %}[{{ aside }}]{% endif %}"
+    "{% if reasoning_effort %}<{{ reasoning_effort }}>{% endif %}"
+)
+
+
+@pytest.fixture
+def replica(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
+    """The gateway's replica, whose template reads `aside` and `reasoning_effort`."""
+    template = (DEMO / "chat_template.jinja").read_text() + ASIDE
+    scripted = ScriptedReplica(tmp_path, template)
+    gateway.engines.replay = scripted.writes("fine")
+    return scripted
+
+
+def test_a_templates_variables_reach_it_and_others_are_named(
+    gateway: Gateway, replica: ScriptedReplica
+) -> None:
+    asked = {"chat_template_kwargs": {"aside": "psst", "bos": 1}, "verbosity": "low"}
+    answer = gateway.openai().chat.completions.with_raw_response.create(
+        **chat("tiny", "hi"), reasoning_effort="high", extra_body=asked
+    )
+    assert replica.prompts == ["<|bos|><|user|>hi<|eos|><|assistant|>[psst]<high>"]
+    assert answer.headers["x-lorikeet-ignored"] == "verbosity, bos"
+    plain = gateway.post(CHAT, chat("tiny", "hi", reasoning_effort="low"))
+    assert replica.prompts == ["<|bos|><|user|>hi<|eos|><|assistant|><low>"]
+    assert "x-lorikeet-ignored" not in plain.headers
+
+
+def test_a_templates_variable_of_a_bad_type_is_the_callers_to_change(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    failing = ScriptedReplica(tmp_path, "{{ messages[0].content }}{{ 1 // budget }}")
+    gateway.engines.replay = failing.writes("fine")
+    for budget in (0, "x", None, [], {}):
+        body = chat("tiny", chat_template_kwargs={"budget": budget})
+        assert error_of(gateway.post(CHAT, body), 400)["param"] == "messages"
+
+
+def test_the_last_message_can_be_continued(gateway: Gateway, replica: ScriptedReplica) -> None:
+    begun = [TURN, {"role": "assistant", "content": "It is"}]
+    body = {"model": "tiny", "messages": begun, "continue_final_message": True}
+    for prompt in ({}, {"add_generation_prompt": False}):
+        assert gateway.post(CHAT, body | prompt).is_success
+        assert replica.prompts == ["<|bos|><|user|>hi<|eos|><|assistant|>It is"]
+    both = error_of(gateway.post(CHAT, body | {"add_generation_prompt": True}), 400)
+    assert both["param"] == "continue_final_message"
+    of_user = error_of(gateway.post(CHAT, body | {"messages": [TURN]}), 400)
+    assert "assistant's" in of_user["message"]
+
+
+def test_what_a_template_does_not_show_as_it_is_cannot_be_continued(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    gateway.engines.replay = ScriptedReplica(
+        tmp_path, "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    ).writes("fine")
+    begun = [TURN, {"role": "assistant", "content": "a secret"}]
+    body = {"model": "tiny", "messages": begun, "continue_final_message": True}
+    error = error_of(gateway.post(CHAT, body), 400)
+    assert error["param"] == "continue_final_message"
+    assert "secret" not in error["message"].lower()
+
+
+def test_the_assistants_turn_need_not_be_begun(gateway: Gateway, replica: ScriptedReplica) -> None:
+    assert gateway.post(CHAT, chat("tiny", "hi", add_generation_prompt=False)).is_success
+    assert replica.prompts == ["<|bos|><|user|>hi<|eos|>"]
+
+
+def test_developers_are_the_system_to_a_template(
+    gateway: Gateway, replica: ScriptedReplica
+) -> None:
+    messages = [{"role": "developer", "content": "Be brief."}, TURN]
+    gateway.openai().chat.completions.create(model="tiny", messages=messages)  # type: ignore[arg-type]
+    assert replica.prompts[0].startswith("<|bos|><|system|>Be brief.<|eos|>")
+
+
+JSON = FormatKind.JSON_SCHEMA
+FORMATS: list[tuple[dict[str, Any], Format, str]] = [
+    ({"guided_json": PLACE}, Format(json.dumps(PLACE), JSON, "guided_json"), '{"place": "x"}'),
+    (
+        {"guided_json": json.dumps(PLACE)},
+        Format(json.dumps(PLACE), JSON, "guided_json"),
+        '{"place": "x"}',
+    ),
+    (
+        {"guided_regex": r"[a-z/]+\d{2}"},
+        Format(r"[a-z/]+\d{2}", FormatKind.REGEX, "guided_regex"),
+        "a/b42",
+    ),
+    (
+        {"guided_choice": ["yes", 'no "é" 😀\n/']},
+        Format(json.dumps(["yes", 'no "é" 😀\n/']), FormatKind.CHOICES, "guided_choice"),
+        'no "é" 😀\n/',
+    ),
+    (
+        {"structured_outputs": {"json": PLACE}},
+        Format(json.dumps(PLACE), JSON, "structured_outputs"),
+        '{"place": "x"}',
+    ),
+    (
+        {"structured_outputs": {"json_object": True}},
+        Format('{"type": "object"}', JSON, "structured_outputs"),
+        '{"a": 1}',
+    ),
+    (
+        {"structured_outputs": {"regex": r"a\/b\n/c"}},
+        Format(r"a\/b\n/c", FormatKind.REGEX, "structured_outputs"),
+        "a/b\n/c",
+    ),
+    (
+        {"structured_outputs": {"choice": ["yes", "no"], "disable_fallback": False}},
+        Format('["yes", "no"]', FormatKind.CHOICES, "structured_outputs"),
+        "yes",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "asked", "allowed"), FORMATS, ids=range(len(FORMATS)))
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_vllms_formats_hold_an_answer(
+    gateway: Gateway,
+    replica: ScriptedReplica,
+    path: str,
+    fields: dict[str, Any],
+    asked: Format,
+    allowed: str,
+) -> None:
+    gateway.engines.replay = replica.writes(allowed)
+    assert sent(gateway, path, model="tiny", **fields).format == asked
+    grammar = replica.encoder.grammar(gateway.engines.last)
+    assert grammar is not None
+    matcher = replica.grammars.compile(grammar)
+    with pytest.raises(Exception, match="grammar"):
+        matcher.accept(replica.encoder.backend.encode("Zebra", add_special_tokens=False).ids[0])
+
+
+BAD_FORMATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "without guided_regex"),
+    ({"structured_outputs": {}}, "structured_outputs", "one of"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "one of"),
+    ({"guided_choice": []}, "guided_choice", "at least 1"),
+    ({"guided_choice": [""]}, "guided_choice[0]", "at least 1"),
+    ({"guided_choice": ["a"] * 1025}, "guided_choice", "at most 1024"),
+    ({"guided_regex": "a" * 4097}, "guided_regex", "at most 4096"),
+    ({"guided_json": "[]"}, "guided_json", "object"),
+    ({"guided_json": 5}, "guided_json", "object"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "says"), BAD_FORMATS, ids=range(len(BAD_FORMATS)))
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_bad_format_is_named(
+    unchanged: Gateway, path: str, fields: dict[str, Any], param: str, says: str
+) -> None:
+    body = chat() if path == CHAT else {"model": "tiny", "prompt": "a"}
+    error = error_of(unchanged.post(path, body | fields), 400)
+    assert (error["code"], error["param"]) == ("invalid_value", param)
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_grammar": "root ::= x"}, "guided_grammar"),
+        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
+        ({"chat_template_kwargs": {"chat_template": "{{ x }}"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ({"chat_template": "{{ x }}"}, "chat_template"),
+    ],
+)
+def test_what_is_not_served_of_them_is_refused_by_name(
+    unchanged: Gateway, fields: dict[str, Any], param: str
+) -> None:
+    error = error_of(unchanged.post(CHAT, chat() | fields), 400)
+    assert (error["code"], error["param"]) == ("unsupported_parameter", param)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({"a b": 1}, "letters"),
+        ({"a\r\nx-evil": 1}, "letters"),
+        ({"a" * 65: 1}, "letters"),
+        ({f"a{i}": 1 for i in range(33)}, "at most 32"),
+        ({"a": "x" * 4096}, "at most 4096 characters"),
+        ([], "object"),
+    ],
+)
+def test_templates_variables_are_bounded(unchanged: Gateway, kwargs: Any, says: str) -> None:
+    error = error_of(unchanged.post(CHAT, chat(chat_template_kwargs=kwargs)), 400)
+    assert error["param"] == "chat_template_kwargs"
+    assert says in error["message"]
+
+
+def test_fields_that_change_nothing_are_taken(gateway: Gateway) -> None:
+    plain = gateway.openai().chat.completions.create(**chat())
+    answer = gateway.openai().chat.completions.create(
+        **chat(),
+        prompt_cache_key="team",
+        safety_identifier="someone",
+        service_tier="priority",
+        metadata={"a": "b"},
+        store=False,
+    )
+    assert answer.choices == plain.choices
+    assert answer.service_tier == "default"
+    assert error_of(gateway.post(CHAT, chat(store=True)), 400)["param"] == "store"
+
+
+def test_a_prompt_alone_is_echoed(gateway: Gateway, replica: ScriptedReplica) -> None:
+    client = gateway.openai()
+    for prompt in ("hello there", replica.encoder.backend.encode("hello there").ids):
+        gateway.engines.replay = replica.writes("x")
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=0, echo=True)
+        (choice,) = answer.choices
+        assert choice.text == "hello there"
+        assert choice.finish_reason == "length"
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 0
+    assert client.completions.create(model="tiny", prompt="a", max_tokens=0).choices[0].text == ""
+
+
+def test_sixteen_stop_strings_are_taken(gateway: Gateway, replica: ScriptedReplica) -> None:
+    gateway.engines.replay = replica.writes("one two three four")
+    stop = [f"<{i}>" for i in range(15)] + ["three"]
+    answer = gateway.openai().chat.completions.create(**chat("tiny"), stop=stop)
+    assert answer.choices[0].message.content == "one two "

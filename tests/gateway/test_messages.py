@@ -1,0 +1,533 @@
+"""/v1/messages through HTTP with Anthropic's client: what is asked, answered and refused."""
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from lorikeet.answer_stream.answer_format import event_stream, whole_answer
+from lorikeet.answer_stream.openai_format import Choice
+from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Format, Refusal, StreamItem
+from lorikeet_engine.request import FinishReason
+from tests.answer_stream.test_openai_format import CALLS
+from tests.gateway.conftest import Gateway, Played, chat, eventually, header
+from tests.gateway.test_bad_requests import error_of
+
+anthropic = pytest.importorskip("anthropic")
+
+MODEL = "acme/support"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+HELLO: Any = [{"role": "user", "content": "How is Paris?"}]
+WEATHER: dict[str, Any] = {
+    "name": "weather",
+    "description": "Says how the weather is.",
+    "input_schema": {"type": "object", "properties": {"place": {"type": "string"}}},
+}
+
+
+def playing(
+    text: str = "",
+    calls: int = 0,
+    finish: FinishReason = FinishReason.STOP,
+    stop: str | None = None,
+) -> Callable[[Call], AsyncGenerator[StreamItem, None]]:
+    """A replica that says this, then makes so many deltas of calls."""
+
+    async def play(call: Call) -> AsyncGenerator[StreamItem, None]:
+        yield header(call)
+        usage = FinalUsage(25, 20, 7)
+        if call.stream:
+            events = event_stream(call, Played(usage, stop))
+            yield events.delta(0, text, None) + events.delta(0, "", finish, CALLS[:calls])
+            yield usage
+            yield events.end(usage)
+        else:
+            choice = Choice(text, finish, CALLS[:calls], stop=stop)
+            yield usage
+            yield whole_answer(call, [choice], usage)
+
+    return play
+
+
+def refusing(refusal: Refusal) -> Callable[[Call], AsyncGenerator[StreamItem, None]]:
+    async def refuse(call: Call) -> AsyncGenerator[StreamItem, None]:
+        yield header(call)
+        yield refusal
+
+    return refuse
+
+
+def test_a_message_is_answered(gateway: Gateway) -> None:
+    message = gateway.anthropic().messages.create(
+        model=MODEL,
+        max_tokens=20,
+        system="Be brief.",
+        messages=[{"role": "user", "content": "Tell me a story"}],
+        extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 7},
+        stop_sequences=["END", "\n\n"],
+        metadata={"user_id": "user-1"},
+    )
+    (block,) = message.content
+    assert (block.type, block.text, message.stop_reason) == ("text", "Tell me a story", "end_turn")
+    assert (message.model, message.role, message.usage.input_tokens) == (MODEL, "assistant", 4)
+    assert message.id == f"msg_{message._request_id}"
+    call = gateway.engines.last
+    assert (call.endpoint, call.max_tokens, call.stop) == (
+        Endpoint.MESSAGES,
+        20,
+        ("END", "\n\n"),
+    )
+    sampling = call.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 7)
+    assert [dict(turn) for turn in call.messages] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Tell me a story"},
+    ]
+
+
+@pytest.mark.parametrize("stop", [None, "END"])
+def test_a_stream_is_what_the_whole_message_is(gateway: Gateway, stop: str | None) -> None:
+    gateway.engines.replay = playing("Let me look.", 5, stop=stop)
+    client = gateway.anthropic()
+    asked: Any = {"model": MODEL, "max_tokens": 20, "messages": HELLO, "tools": [WEATHER]}
+    whole = client.messages.create(**asked)
+    with client.messages.stream(**asked) as stream:
+        text = "".join(stream.text_stream)
+        streamed = stream.get_final_message()
+    assert text == "Let me look."
+    assert streamed.to_dict(exclude_none=True) == whole.to_dict(exclude_none=True) | {
+        "id": streamed.id
+    }
+    assert streamed.stop_reason == ("stop_sequence" if stop else "tool_use")
+    assert streamed.stop_sequence == stop
+    assert [block.type for block in streamed.content] == ["text", "tool_use", "tool_use"]
+    usage = streamed.usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (5, 20, 7)
+
+
+def test_a_tool_is_called_and_its_result_sent_back(gateway: Gateway) -> None:
+    gateway.engines.replay = playing("Let me look.", 3)
+    client = gateway.anthropic()
+    first = client.messages.create(model=MODEL, max_tokens=20, messages=HELLO, tools=[WEATHER])
+    said, used = first.content
+    assert (used.type, used.name, used.input) == ("tool_use", "weather", {"place": "Paris"})
+    result = {"type": "tool_result", "tool_use_id": used.id, "content": "sunny"}
+    failed = result | {"content": [{"type": "text", "text": "no network"}], "is_error": True}
+    turns: Any = [
+        *HELLO,
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [result, failed, {"type": "text", "text": "So?"}]},
+    ]
+    client.messages.create(model=MODEL, max_tokens=20, messages=turns, tools=[WEATHER])
+    user, assistant, *results, question = (dict(turn) for turn in gateway.engines.last.messages)
+    assert (user["content"], assistant["content"]) == ("How is Paris?", said.text)
+    (called,) = assistant["tool_calls"]
+    assert called["function"] == {"name": "weather", "arguments": {"place": "Paris"}}
+    assert results == [
+        {"role": "tool", "content": "sunny", "tool_call_id": called["id"]},
+        {"role": "tool", "content": "Error: no network", "tool_call_id": called["id"]},
+    ]
+    assert question == {"role": "user", "content": "So?"}
+    tools = gateway.engines.last.tools
+    assert tools is not None
+    (shown,) = tools.tools
+    assert shown["function"]["parameters"] == WEATHER["input_schema"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "forced", "parallel"),
+    [
+        ({"type": "auto"}, (), True),
+        ({"type": "auto", "disable_parallel_tool_use": True}, (), False),
+        ({"type": "any"}, ("weather", "time"), True),
+        ({"type": "any", "disable_parallel_tool_use": True}, ("weather", "time"), False),
+        ({"type": "tool", "name": "time"}, ("time",), False),
+    ],
+)
+def test_a_choice_of_tools_is_the_chats(
+    gateway: Gateway, choice: Any, forced: tuple[str, ...], parallel: bool
+) -> None:
+    tools: Any = [WEATHER, {"name": "time", "input_schema": {"type": "object"}, "strict": True}]
+    gateway.anthropic().messages.create(
+        model=MODEL, max_tokens=20, messages=HELLO, tools=tools, tool_choice=choice
+    )
+    used = gateway.engines.last.tools
+    assert used is not None
+    assert (used.forced, used.parallel, used.strict) == (forced, parallel, True)
+
+
+def test_the_choice_none_shows_no_tools(gateway: Gateway) -> None:
+    gateway.anthropic().messages.create(
+        model=MODEL, max_tokens=20, messages=HELLO, tools=[WEATHER], tool_choice={"type": "none"}
+    )
+    assert gateway.engines.last.tools is None
+
+
+def test_an_answer_may_be_held_to_a_schema(gateway: Gateway) -> None:
+    class Event(BaseModel):
+        name: str
+
+    message = gateway.anthropic().messages.parse(
+        model=MODEL,
+        max_tokens=20,
+        messages=[{"role": "user", "content": '{"name": "fair"}'}],
+        output_format=Event,
+    )
+    assert message.parsed_output == Event(name="fair")
+    held = gateway.engines.last.format
+    assert isinstance(held, Format)
+    assert '"name"' in held.text
+    turns: Any = [*HELLO, {"role": "assistant", "content": message.content}, *HELLO]
+    assert gateway.anthropic().messages.create(model=MODEL, max_tokens=5, messages=turns).content
+
+
+@pytest.mark.parametrize(
+    ("fields", "template_args"),
+    [
+        ({}, {}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True}),
+        ({"thinking": {"type": "adaptive"}}, {"enable_thinking": True}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
+    ],
+)
+def test_thinking_and_effort_go_to_the_chat_template(
+    gateway: Gateway, fields: dict[str, Any], template_args: dict[str, Any]
+) -> None:
+    gateway.anthropic().messages.create(model=MODEL, max_tokens=2000, messages=HELLO, **fields)
+    assert gateway.engines.last.template_args == template_args
+
+
+def test_turns_of_one_role_are_one_message_and_past_thinking_is_taken(gateway: Gateway) -> None:
+    cached = {"type": "ephemeral", "ttl": "1h"}
+    turns: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": cached}]},
+        {"role": "user", "content": "b"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "x"},
+                {"type": "redacted_thinking", "data": "y"},
+                {"type": "text", "text": "c"},
+                {"type": "text", "text": "d"},
+            ],
+        },
+        {"role": "system", "content": "Hurry."},
+        {"role": "user", "content": "e"},
+        {"role": "assistant", "content": []},
+    ]
+    system: Any = [{"type": "text", "text": "Be ", "cache_control": cached}]
+    gateway.anthropic().beta.messages.create(
+        model=MODEL,
+        max_tokens=20,
+        messages=turns,
+        system=[*system, {"type": "text", "text": "kind."}],
+        betas=["context-management-2025-06-27"],
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    )
+    call = gateway.engines.last
+    assert [(turn["role"], turn["content"]) for turn in call.messages] == [
+        ("system", "Be kind."),
+        ("user", "a\n\nb"),
+        ("assistant", "cd"),
+        ("system", "Hurry."),
+        ("user", "e"),
+    ]
+    assert call.generation_prompt
+    assert not call.continue_final
+
+
+def test_an_answer_goes_on_with_a_last_message_of_the_assistant(gateway: Gateway) -> None:
+    turns: Any = [*HELLO, {"role": "assistant", "content": "It is"}]
+    gateway.anthropic().messages.create(model=MODEL, max_tokens=20, messages=turns)
+    call = gateway.engines.last
+    assert call.continue_final
+    assert not call.generation_prompt
+    assert call.messages[-1]["content"] == "It is"
+
+
+def test_nothing_need_be_said(gateway: Gateway) -> None:
+    gateway.engines.replay = playing("", finish=FinishReason.LENGTH)
+    message = gateway.anthropic().messages.create(model=MODEL, max_tokens=0, messages=HELLO)
+    assert gateway.engines.last.max_tokens == 0
+    assert message.content == []
+
+
+def test_tokens_are_counted_of_the_same_prompt(gateway: Gateway) -> None:
+    client = gateway.anthropic()
+    prompt: Any = {"model": MODEL, "messages": HELLO, "system": "Be brief.", "tools": [WEATHER]}
+    assert client.messages.count_tokens(**prompt).input_tokens == 5
+    counted = gateway.engines.last
+    client.messages.create(max_tokens=9, **prompt)
+    asked = gateway.engines.last
+    assert (counted.endpoint, counted.adapter) == (Endpoint.COUNT_TOKENS, None)
+    assert (counted.messages, counted.tools) == (asked.messages, asked.tools)
+    assert counted.template_args == asked.template_args
+
+
+def test_a_count_is_a_request_that_takes_no_tokens(gateway: Gateway) -> None:
+    gateway.admin("PATCH", "/tenants/acme", {"requests_per_min": 20, "tokens_per_min": 1_000})
+    body = chat(content="word " * 5_000)  # more than all the tokens of a minute
+    answers = [gateway.post(COUNT, body) for _ in range(2)]
+    assert [answer.json() for answer in answers] == [{"input_tokens": 5_000}] * 2
+    left = "x-ratelimit-remaining-"
+    assert min(int(answer.headers[f"{left}tokens"]) for answer in answers) >= 100
+    assert [answer.headers[f"{left}requests"] for answer in answers] == ["1", "0"]
+    assert error_of(gateway.post(COUNT, body), 429)["type"] == "rate_limit_error"
+    assert explained(gateway, answers[0].headers["x-request-id"])["outcome"] == "finished"
+
+
+def explained(gateway: Gateway, request_id: str) -> dict[str, Any]:
+    """What became of a request, once it is over: a moment after its last byte."""
+
+    def ask() -> dict[str, Any]:
+        why = gateway.request("GET", f"/v1/requests/{request_id}", gateway.keys["acme"])
+        assert why.is_success
+        return dict(why.json())
+
+    eventually(lambda: ask()["outcome"] != "running")
+    return ask()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]},
+            "custom",
+        ),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0] (bash_20250124)"),
+        ({"tools": [WEATHER | {"input_examples": [{"place": "x"}]}]}, "into the description"),
+        ({"tools": [WEATHER | {"defer_loading": True}]}, "every tool is in the prompt"),
+        ({"container": "c1"}, "runs no code"),
+        (
+            {"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]},
+            "send what they offer",
+        ),
+        ({"inference_geo": "eu"}, "operator"),
+        ({"speed": "fast"}, "as fast as it can be"),
+        ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "compact_20260112"),
+        ({"stop": ["x"]}, "stop_sequences"),
+        ({"logprobs": True}, "logprobs"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0] (image): want text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+            "(document)",
+        ),
+        ({"system": [{"type": "image"}]}, "system (image): want text alone"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    unchanged: Gateway, fields: dict[str, Any], said: str
+) -> None:
+    asked = {"model": MODEL, "messages": HELLO} | fields
+    for path, more in ((MESSAGES, {"max_tokens": 9}), (COUNT, {})):
+        error = error_of(unchanged.post(path, asked | more), 400)
+        assert (error["code"], error["type"]) == ("unsupported_parameter", "invalid_request_error")
+        assert said in error["message"]
+
+
+def test_the_tool_runner_goes_on_without_a_thread_that_is_stored(gateway: Gateway) -> None:
+    def play(call: Call) -> AsyncGenerator[StreamItem, None]:
+        return playing("Sunny.", 0 if call.messages[-1]["role"] == "tool" else 3)(call)
+
+    @anthropic.beta_tool
+    def weather(place: str) -> str:
+        """Says how the weather is."""
+        return f"sunny in {place}"
+
+    gateway.engines.replay = play
+    runner = gateway.anthropic().beta.messages.tool_runner(
+        model=MODEL, max_tokens=20, messages=HELLO, tools=[weather]
+    )
+    assert runner.until_done().content[0].text == "Sunny."
+    assert gateway.engines.last.messages[-1]["content"] == "sunny in Paris"
+    body = {"model": MODEL, "max_tokens": 9, "messages": HELLO, "thread": {"type": "create"}}
+    assert error_of(gateway.post(MESSAGES, body), 400)["code"] == "thread_unsupported_request"
+
+
+def result_of(tool_use_id: str, **fields: Any) -> dict[str, Any]:
+    block = {"type": "tool_result", "tool_use_id": tool_use_id, **fields}
+    return {"role": "user", "content": [block]}
+
+
+USE = {"type": "tool_use", "id": "u1", "name": "weather", "input": {}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"max_tokens": None}, "max_tokens: Field required"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content: want at least one"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content: Field required"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "want a message of the user"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content[0].text"),
+        (
+            {"messages": [{"role": "user", "content": [USE]}]},
+            "no tool_use block in a message of the",
+        ),
+        ({"messages": [*HELLO, {"role": "assistant", "content": [USE]}]}, "the tool_result of the"),
+        ({"messages": [result_of("u1")]}, "tool_result of no tool_use in an earlier one"),
+        (
+            {
+                "messages": [
+                    *HELLO,
+                    {"role": "assistant", "content": [USE]},
+                    result_of("u1", text="a"),
+                ]
+            },
+            "content[0].text: want it not in a tool_result",
+        ),
+        (
+            {"messages": [*HELLO, {"role": "assistant", "content": "It is "}]},
+            "ends with whitespace",
+        ),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: want tools with it"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "name of one of the"),
+        ({"tools": [WEATHER, WEATHER]}, "tools: want a name of its own"),
+        ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"thinking": {"type": "maybe"}}, "thinking.type"),
+        ({"temperature": 3}, "temperature"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"context_management": {"edits": 5}}, "context_management"),
+    ],
+)
+def test_what_is_wrong_is_named(unchanged: Gateway, fields: dict[str, Any], said: str) -> None:
+    asked = {"model": MODEL, "messages": HELLO, "max_tokens": 9} | fields
+    error = error_of(unchanged.post(MESSAGES, asked), 400)
+    assert (error["code"], error["type"]) == ("invalid_value", "invalid_request_error")
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status", "kind", "message"),
+    [
+        (Refusal("overloaded", "later", retry_after_s=3), 529, "overloaded_error", "later"),
+        (Refusal("adapter_load_failed", "broken", "model"), 503, "api_error", "broken"),
+        (Refusal("generation_failed", "the step failed"), 500, "api_error", "the step failed"),
+        (
+            Refusal("context_length_exceeded", "shorten it", "messages"),
+            400,
+            "invalid_request_error",
+            "prompt is too long: shorten it",
+        ),
+    ],
+)
+def test_clients_know_errors_by_their_class(
+    gateway: Gateway, refusal: Refusal, status: int, kind: str, message: str
+) -> None:
+    gateway.engines.replay = refusing(refusal)
+    classes = {
+        529: anthropic.OverloadedError,
+        503: anthropic.ServiceUnavailableError,
+        500: anthropic.InternalServerError,
+        400: anthropic.BadRequestError,
+    }
+    with pytest.raises(classes[status]) as refused:
+        gateway.anthropic().messages.create(model=MODEL, max_tokens=9, messages=HELLO)
+    error = refused.value
+    assert (error.status_code, error.type, error.api_message) == (status, kind, message)
+    assert (error.error_code, error.request_id) == (refusal.code, error.body["request_id"])
+    if refusal.retry_after_s:
+        assert error.response.headers["retry-after"] == "3"
+
+
+def test_refusals_before_the_body_have_the_same_shape(gateway: Gateway) -> None:
+    asked: Any = {"model": MODEL, "max_tokens": 9, "messages": HELLO}
+    with pytest.raises(anthropic.AuthenticationError, match="unknown or was revoked"):
+        gateway.anthropic(api_key="lk_made-up").messages.create(**asked)
+    bearer = gateway.anthropic(api_key=None, auth_token=gateway.keys["acme"])
+    assert bearer.messages.create(**asked).content
+    with pytest.raises(anthropic.NotFoundError, match="acme/nothing"):
+        gateway.anthropic().messages.create(**asked | {"model": "acme/nothing"})
+    large: Any = [{"role": "user", "content": "x" * 2**23}]
+    with pytest.raises(anthropic.ContentTooLargeError):
+        gateway.anthropic().messages.create(**asked | {"messages": large})
+    gateway.admin("PATCH", "/tenants/acme", {"requests_per_min": 1})
+    gateway.anthropic().messages.create(**asked)
+    with pytest.raises(anthropic.RateLimitError) as limited:
+        gateway.anthropic().messages.create(**asked)
+    assert int(limited.value.response.headers["retry-after"]) >= 1
+
+
+def test_what_is_not_there_says_so_in_the_same_shape(unchanged: Gateway) -> None:
+    key = unchanged.keys["acme"]
+    for method, path, status in (
+        ("POST", f"{MESSAGES}/batches", 404),
+        ("GET", MESSAGES, 405),
+        ("GET", f"{COUNT}/x", 404),
+    ):
+        error_of(unchanged.request(method, path, key), status)
+    version = {"anthropic-version": "2023-06-01"}
+    answer = unchanged.request("POST", "/v1/v1/messages", key, more_headers=version)
+    assert "base_url has /v1 twice" in error_of(answer, 404)["message"]
+    assert answer.json()["error"]["type"] == "not_found_error"
+
+
+def test_a_failure_in_mid_stream_is_the_last_event(gateway: Gateway) -> None:
+    async def fail(call: Call) -> AsyncGenerator[StreamItem, None]:
+        yield header(call)
+        yield event_stream(call, Played(FinalUsage(5, 3, 7))).delta(0, "so far")
+        yield Refusal("generation_failed", "the step failed")
+
+    gateway.engines.replay = fail
+    heard = []
+    with pytest.raises(anthropic.APIStatusError, match="the step failed") as failed:
+        heard += gateway.anthropic().messages.create(
+            model=MODEL, max_tokens=9, messages=HELLO, stream=True
+        )
+    assert (failed.value.type, failed.value.error_code) == ("api_error", "generation_failed")
+
+
+def test_why_and_usage_know_a_message_by_its_own_id(gateway: Gateway) -> None:
+    gateway.engines.replay = playing("sunny")
+    message = gateway.anthropic().messages.create(model=MODEL, max_tokens=9, messages=HELLO)
+    why = explained(gateway, message.id)
+    assert message.id.endswith(why["id"])
+    assert why["tokens"] == {"prompt": 25, "cached": 20, "output": 7}
+
+
+def test_limits_hold_for_messages_as_for_chats(gateway: Gateway) -> None:
+    gateway.admin("PATCH", "/tenants/acme", {"tokens_per_min": 1_000})
+    client = gateway.anthropic()
+    client.messages.create(model=MODEL, max_tokens=60, messages=HELLO)
+    with pytest.raises(anthropic.RateLimitError, match="tokens"):
+        client.messages.create(model=MODEL, max_tokens=99, messages=HELLO)
+
+
+def test_models_are_listed_in_the_words_of_the_client(unchanged: Gateway) -> None:
+    client = unchanged.anthropic()
+    page = client.models.list()
+    assert [model.id for model in page] == ["tiny", "wider", MODEL]
+    assert not page.has_next_page()
+    model = client.models.retrieve(MODEL)
+    assert (model.id, model.type, model.lifecycle) == (MODEL, "model", "active")
+    assert model.created_at.timestamp() > 1_600_000_000
+    with pytest.raises(anthropic.NotFoundError):
+        client.models.retrieve("globex/nothing")
+
+
+def test_a_user_keeps_to_one_version(gateway: Gateway) -> None:
+    gateway.register("acme/support", seed=1)
+    gateway.admin("POST", "/adapters/acme/support/promote", {"version": 2, "share": 0.5})
+    client = gateway.anthropic()
+
+    def version(user: str) -> int:
+        metadata: Any = {"user_id": user}
+        client.messages.create(model=MODEL, max_tokens=9, messages=HELLO, metadata=metadata)
+        adapter = gateway.engines.last.adapter
+        assert adapter is not None
+        return adapter.version
+
+    seen = {user: {version(user) for _ in range(3)} for user in map(str, range(12))}
+    assert all(len(versions) == 1 for versions in seen.values())
+    assert {1, 2} == set().union(*seen.values())

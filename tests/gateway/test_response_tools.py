@@ -1,0 +1,99 @@
+"""Tools of a response that coding agents offer: functions in namespaces, and others beside them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.conftest import Gateway
+from tests.gateway.scripted_replica import ScriptedReplica
+from tests.gateway.test_bad_requests import error_of
+
+RESPONSES = "/v1/responses"
+LOOK: dict[str, Any] = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+AGENTS: dict[str, Any] = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Other agents.",
+    "tools": [LOOK | {"name": "spawn"}, LOOK | {"name": "wait", "strict": False}],
+}
+SEARCH = {"type": "web_search", "external_web_access": True}
+SPAWN = '<tool_call>\n{"name": "agents.spawn", "arguments": {"task": "rest"}}\n</tool_call>'
+
+
+@pytest.fixture
+def replica(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
+    scripted = ScriptedReplica(tmp_path)
+    gateway.engines.replay = scripted.writes(SPAWN)
+    return scripted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_function_of_a_namespace_is_called(
+    gateway: Gateway, replica: ScriptedReplica, stream: bool
+) -> None:
+    client = gateway.openai()
+    asked: dict[str, Any] = {"model": "tiny", "input": "hi", "tools": [LOOK, AGENTS]}
+    if stream:
+        *_, last = client.responses.create(**asked, stream=True)
+        assert last.type == "response.completed"
+        (called,) = last.response.output
+    else:
+        (called,) = client.responses.create(**asked).output
+    assert '"agents.spawn"' in replica.prompts[0]
+    assert called.type == "function_call"
+    assert (called.namespace, called.name) == ("agents", "spawn")
+    output = {"type": "function_call_output", "call_id": called.call_id, "output": "it rests"}
+    turns: Any = [{"role": "user", "content": "hi"}, called, output]
+    client.responses.create(model="tiny", input=turns)
+    assert f"<|assistant|>{SPAWN}<|eos|>" in replica.prompts[0]
+
+
+def test_functions_of_a_namespace_may_be_required(
+    gateway: Gateway, replica: ScriptedReplica
+) -> None:
+    asked = {"model": "tiny", "input": "hi", "tools": [AGENTS], "tool_choice": "required"}
+    answer = gateway.post(RESPONSES, asked).json()
+    assert answer["output"][0]["namespace"] == "agents"
+    (shown,) = answer["tools"]
+    assert shown["tools"][0] == {**LOOK, "name": "spawn", "strict": False}
+
+
+def test_tools_that_are_not_served_are_left_out_beside_functions(
+    gateway: Gateway, replica: ScriptedReplica
+) -> None:
+    asked = {"model": "tiny", "input": "hi", "tools": [SEARCH, LOOK, SEARCH]}
+    answer = gateway.post(RESPONSES, asked)
+    assert answer.headers["x-lorikeet-ignored"] == "web_search"
+    assert [tool["name"] for tool in answer.json()["tools"]] == ["look"]
+    assert "web_search" not in replica.prompts[0]
+
+
+def test_what_codex_says_of_itself_has_no_effect(gateway: Gateway) -> None:
+    said = {"session_id": "1", "x-codex-turn-metadata": json.dumps({"turn": "x" * 1000})}
+    body = {"model": "tiny", "input": "hi", "client_metadata": said}
+    assert gateway.post(RESPONSES, body).is_success
+
+
+@pytest.mark.parametrize(
+    ("tools", "param", "says"),
+    [
+        ([AGENTS | {"tools": []}, SEARCH], "tools[1].type", "(web_search): functions"),
+        ([AGENTS | {"tools": [{"type": "mcp"}]}], "tools[0].tools[0].type", "function"),
+        ([AGENTS | {"name": "a.b"}], "tools[0].name", "pattern"),
+        ([AGENTS | {"mood": "glad"}], "tools[0].mood", "mood"),
+        ([LOOK | {"mood": "glad"}], "tools[0].mood", "mood"),
+        ([{"type": "function", "function": LOOK}], "tools[0].function", "beside type"),
+        ([{"type": "Web Search"}], "tools[0].type", "pattern"),
+        ([{"type": 5}], "tools[0].type", "function"),
+        (["look"], "tools[0]", "object"),
+        ([AGENTS, AGENTS], "tools", "name of its own"),
+        ([AGENTS | {"tools": [LOOK] * 128}, LOOK], "tools", "at most 128"),
+    ],
+)
+def test_a_bad_tool_is_named(unchanged: Gateway, tools: list[Any], param: str, says: str) -> None:
+    body = {"model": "tiny", "input": "hi", "tools": tools}
+    error = error_of(unchanged.post(RESPONSES, body), 400)
+    assert error["param"] == param
+    assert says in error["message"]

@@ -1,0 +1,105 @@
+"""Requests whose bodies come slowly or never: whom they keep from what, and for how long."""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from lorikeet.gateway import body
+from tests.gateway.conftest import Gateway, chat, eventually, serving
+from tests.gateway.test_bad_requests import CHAT, error_of
+
+DEADLINE_S = 0.5
+
+
+@contextmanager
+def unfinished(gateway: Gateway, tenant: str, sockets: int) -> Iterator[list[socket.socket]]:
+    """Requests of which a byte of 1,000 has come."""
+    address = httpx.URL(gateway.url)
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nhost: {address.host}\r\ncontent-length: 1000\r\n"
+        f"authorization: Bearer {gateway.keys[tenant]}\r\n\r\n{{"
+    )
+    opened = []
+    try:
+        for _ in range(sockets):
+            opened.append(socket.create_connection((address.host, address.port or 80), timeout=10))
+            opened[-1].sendall(head.encode())
+        yield opened
+    finally:
+        for each in opened:
+            each.close()
+
+
+def answer_on(connection: socket.socket) -> httpx.Response:
+    """What the gateway says before it closes a connection."""
+    received = b"".join(iter(lambda: connection.recv(2**16), b""))
+    head, _, content = received.partition(b"\r\n\r\n")
+    lines = head.decode().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines[1:])
+    return httpx.Response(int(lines[0].split()[1]), headers=headers, content=content)
+
+
+def test_a_body_that_does_not_come_is_given_up(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body, "BODY_S", DEADLINE_S)
+    with unfinished(gateway, "acme", 1) as (connection,):
+        error = error_of(answer_on(connection), 408)
+    assert (error["code"], error["type"]) == ("request_timeout", "invalid_request_error")
+    assert "1 bytes have come in time: send all of it within 0.5 s" in error["message"]
+
+
+def test_a_body_that_comes_fast_enough_may_take_longer(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body, "BODY_S", DEADLINE_S)
+    monkeypatch.setattr(body, "LEAST_BYTES_PER_S", 16)
+
+    def slowly() -> Iterator[bytes]:
+        content = httpx.Request("POST", gateway.url, json=chat("tiny")).content
+        for at in range(0, len(content), 20):
+            yield content[at : at + 20]
+            time.sleep(0.2)
+
+    headers = {"authorization": f"Bearer {gateway.keys['acme']}"}
+    assert httpx.post(gateway.url + CHAT, content=slowly(), headers=headers).status_code == 200
+
+
+def test_bodies_that_never_come_hold_a_tenants_own_places_until_they_are_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body, "BODY_S", 2 * DEADLINE_S)
+    with serving(tmp_path) as gateway:
+        gateway.add_tenant("small", max_concurrent=1)
+        with unfinished(gateway, "small", 100):
+            eventually(lambda: gateway.post(CHAT, chat("tiny"), "small").status_code == 429)
+            assert gateway.post(CHAT, chat("tiny")).status_code == 200
+            eventually(lambda: gateway.post(CHAT, chat("tiny"), "small").status_code == 200)
+
+
+def test_who_hangs_up_before_its_body_has_come_gives_its_place_back(tmp_path: Path) -> None:
+    with serving(tmp_path) as gateway:
+        gateway.add_tenant("small", max_concurrent=1)
+        with unfinished(gateway, "small", 1):
+            eventually(lambda: gateway.post(CHAT, chat("tiny"), "small").status_code == 429)
+        eventually(lambda: gateway.post(CHAT, chat("tiny"), "small").status_code == 200)
+
+
+def test_a_refused_body_gives_its_place_back(tmp_path: Path) -> None:
+    with serving(tmp_path) as gateway:
+        gateway.add_tenant("small", max_concurrent=1)
+        for bad in (b"{", chat("nobody/nothing"), chat("tiny", n=0)):
+            assert gateway.post(CHAT, bad, "small").status_code in (400, 404)
+        assert gateway.post(CHAT, chat("tiny"), "small").status_code == 200
+
+
+def test_bodies_of_a_tenant_without_limits_leave_room_for_others(tmp_path: Path) -> None:
+    with serving(tmp_path, max_open_requests=16) as gateway, unfinished(gateway, "acme", 40):
+        eventually(lambda: gateway.post(CHAT, chat("tiny")).status_code == 429)
+        for _ in range(5):
+            assert gateway.post(CHAT, chat("tiny"), "globex").status_code == 200

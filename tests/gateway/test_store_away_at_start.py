@@ -1,0 +1,147 @@
+"""A gateway that starts while the store is away: with the view that its machine kept, or none."""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.kept_view import KeptView
+from lorikeet.catalog.store.local import LocalStore
+from lorikeet.errors import StoreError, StoreRefused
+from lorikeet.gateway.app import create_app
+from lorikeet.gateway.catalog_view import GatewayCatalogView
+from lorikeet.gateway.services import ServedModel, Services
+from tests.gateway.conftest import LIMITS, SHAPE, Gateway, chat, eventually, listening, serving
+from tests.gateway.test_bad_requests import CHAT, error_of
+
+
+class RemoteStore(LocalStore):
+    """A store that is away as long as a test says so."""
+
+    away = threading.Event()
+
+    def first(self, prefix: str, start_after: str = "") -> str | None:
+        self._check()
+        return super().first(prefix, start_after)
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
+        self._check()
+        return super().list(prefix, start_after)
+
+    def _check(self) -> None:
+        if self.away.is_set():
+            raise StoreError("the store does not answer")
+
+
+class RefusingStore(LocalStore):
+    """A store that takes our credentials no more."""
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
+        raise StoreRefused("the credentials are refused: renew them")
+
+
+@contextmanager
+def store_away() -> Iterator[None]:
+    RemoteStore.away.set()
+    try:
+        yield
+    finally:
+        RemoteStore.away.clear()
+
+
+@pytest.fixture
+def before(tmp_path: Path) -> Iterator[Gateway]:
+    """A gateway that goes on while others come; what it knows is kept."""
+    store = RemoteStore(tmp_path / "store")
+    with serving(tmp_path, store, refresh_s=0.05, kept_view=kept(tmp_path)) as gateway:
+        yield gateway
+
+
+def kept(folder: Path) -> KeptView:
+    return KeptView(folder / "cache", "the store")
+
+
+@contextmanager
+def started(before: Gateway, kept_view: KeptView | None) -> Iterator[Gateway]:
+    catalog = AdapterCatalog(RemoteStore(before.folder / "store"))
+    base_models = {"tiny": ServedModel(SHAPE)}
+    services = Services(
+        catalog, base_models, LIMITS, before.engines, refresh_s=0.05, kept_view=kept_view
+    )
+    with listening(create_app(services)) as url:
+        yield replace(before, url=url, catalog=catalog)
+
+
+def keeps_all(gateway: Gateway) -> bool:
+    found = kept(gateway.folder).read()
+    return found is not None and found.state.seq == gateway.catalog.state.seq
+
+
+def test_without_a_view_it_refuses_until_the_store_is_back(before: Gateway) -> None:
+    with ExitStack() as running:
+        with store_away():
+            gateway = running.enter_context(started(before, None))
+            refused = gateway.post(CHAT, chat())
+            assert error_of(refused, 503)["code"] == "unavailable"
+            assert refused.headers["retry-after"] == "5"
+            assert gateway.request("GET", "/healthz", None).status_code == 200
+            assert gateway.request("GET", "/readyz", None).headers["retry-after"] == "5"
+        eventually(lambda: gateway.post(CHAT, chat()).status_code == 200)
+        assert gateway.request("GET", "/readyz", None).status_code == 200
+
+
+def test_it_does_not_start_where_the_store_refuses(before: Gateway) -> None:
+    catalog = AdapterCatalog(RefusingStore(before.folder / "store"))
+    view = GatewayCatalogView(catalog, 1.0, kept(before.folder))
+    eventually(lambda: keeps_all(before))
+    with pytest.raises(StoreRefused, match="renew them"):
+        asyncio.run(view.start())
+
+
+def test_with_a_view_it_serves_and_says_how_old_that_is(before: Gateway) -> None:
+    before.register("globex/other", seed=3)
+    before.catalog.revoke_key(key_id(before, "globex"), actor="test")
+    eventually(lambda: keeps_all(before))
+    an_hour_old = KeptView(before.folder / "cache", "an hour old")
+    an_hour_old.write(before.catalog.state)
+    os.utime(an_hour_old.path, (time.time() - 3600,) * 2)
+    with store_away(), started(before, an_hour_old) as gateway:
+        assert gateway.post(CHAT, chat()).status_code == 200
+        assert gateway.request("GET", "/v1/models", gateway.keys["globex"]).status_code == 401
+        assert error_of(gateway.post(CHAT, chat("acme/absent")), 503)["code"] == "unavailable"
+        assert status(gateway)["catalog_age_s"] >= 3600
+        assert status(gateway)["catalog_seq"] == before.catalog.state.seq
+        assert "lorikeet_catalog_age_seconds" in metrics(gateway)
+
+
+def test_a_view_that_is_old_goes_on_with_the_log_once_the_store_is_back(before: Gateway) -> None:
+    eventually(lambda: keeps_all(before))
+    old = kept(before.folder).read()
+    assert old is not None
+    before.catalog.create_tenant("initech", actor="test")
+    path = KeptView(before.folder / "cache", "old")
+    path.write(old.state)
+    with started(before, path) as gateway:
+        eventually(lambda: status(gateway)["catalog_seq"] == before.catalog.state.seq)
+        assert status(gateway)["catalog_age_s"] < 5
+
+
+def key_id(gateway: Gateway, tenant: str) -> str:
+    (key,) = gateway.catalog.ask(lambda state: state.keys(tenant))
+    return key.id
+
+
+def status(gateway: Gateway) -> dict[str, float]:
+    said: dict[str, float] = gateway.admin("GET", "/status").raise_for_status().json()
+    return said
+
+
+def metrics(gateway: Gateway) -> str:
+    return gateway.request("GET", "/metrics", gateway.admin_key).text

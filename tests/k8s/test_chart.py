@@ -1,0 +1,203 @@
+"""The Helm chart: by default the overlay `gpu`, with its values in their places."""
+
+import json
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+
+from k8s.chart.make import HERE, made
+from lorikeet.settings import Settings
+from tests.k8s.manifests import Manifest, containers, problems
+from tests.k8s.manifests import render as rendered
+
+DIGEST = "sha256:" + 64 * "a"
+
+
+def helm(values: Manifest) -> subprocess.CompletedProcess[str]:
+    if shutil.which("helm") is None:
+        pytest.skip("helm is not installed")
+    words = ["helm", "template", "release", str(HERE), "--namespace", "ours", "--values", "-"]
+    return subprocess.run(words, input=json.dumps(values), capture_output=True, text=True)
+
+
+def chart(**values: Any) -> dict[tuple[str, str], Manifest]:
+    """What `helm install` would send, by kind and name."""
+    done = helm(values)
+    assert done.returncode == 0, done.stderr
+    found = [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
+    return {(each["kind"], each["metadata"]["name"]): each for each in found}
+
+
+def settings(objects: dict[tuple[str, str], Manifest]) -> tuple[str, dict[str, str]]:
+    """The name of the settings' ConfigMap, and what is in it."""
+    (config,) = (m for (kind, name), m in objects.items() if name.startswith("settings-"))
+    return config["metadata"]["name"], config["data"]
+
+
+def cluster(objects: dict[tuple[str, str], Manifest]) -> Manifest:
+    found: Manifest = objects["RayService", "lorikeet"]["spec"]["rayClusterConfig"]
+    return found
+
+
+def pods(objects: dict[tuple[str, str], Manifest]) -> list[Manifest]:
+    groups = [cluster(objects)["headGroupSpec"], *cluster(objects)["workerGroupSpecs"]]
+    return [group["template"] for group in groups]
+
+
+def test_what_is_made_of_manifests_is_up_to_date() -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    for name, text in made().items():
+        assert (HERE / name).read_text() == text, "run python -m k8s.chart.make"
+
+
+def test_by_default_it_is_the_overlay() -> None:
+    objects = chart(catalog={"create": False})
+    name, _ = settings(objects)
+    ours = [_bare(m, {name: "settings"}) for m in objects.values()]
+    (config,) = (m["metadata"]["name"] for m in rendered("gpu") if m["kind"] == "ConfigMap")
+    theirs = [_bare(m, {config: "settings"}) for m in rendered("gpu") if m["kind"] != "Namespace"]
+    assert sorted(map(_key, ours)) == sorted(map(_key, theirs))
+    for one, other in zip(sorted(ours, key=_key), sorted(theirs, key=_key), strict=True):
+        assert one == other
+
+
+def test_every_object_fits_its_schema() -> None:
+    objects = chart(gateway={"host": "lorikeet.acme.com"}, monitoring={"enabled": True})
+    custom = {"ScrapeConfig", "PrometheusRule"}
+    wrong = {key: problems(m) for key, m in objects.items() if key[0] not in custom}
+    assert {key: found for key, found in wrong.items() if found} == {}
+
+
+def test_values_become_settings() -> None:
+    _, data = settings(
+        chart(
+            catalog={"url": "s3://acme/catalog"},
+            baseModels={"url": "s3://acme/models", "served": "qwen=/models/qwen"},
+            s3={"region": "eu-west-1", "endpoint": "https://s3.acme.com"},
+            engines={"replicas": 3},
+            settings={"LORIKEET_MAX_QUEUE_S": "5", "LORIKEET_ADAPTER_DISK": "100GiB"},
+        )
+    )
+    parsed = Settings.from_env(data)
+    assert parsed.catalog == "s3://acme/catalog"
+    assert list(parsed.base_models) == list(parsed.replicas) == ["qwen"]
+    assert (parsed.replicas["qwen"], parsed.gateways, parsed.max_queue_s) == (3, 2, 5)
+    assert parsed.adapter_disk == 100 * 2**30
+    assert data["BASE_MODELS_URL"] == "s3://acme/models"
+    assert (data["AWS_REGION"], data["AWS_ENDPOINT_URL"]) == ("eu-west-1", "https://s3.acme.com")
+
+
+def test_a_changed_setting_changes_the_ray_service() -> None:
+    one, other = (chart(settings={"LORIKEET_MAX_QUEUE_S": s}) for s in ("5", "6"))
+    assert settings(one)[0] != settings(other)[0]
+    assert settings(one)[0] in json.dumps(cluster(one))
+    assert cluster(one) != cluster(other)
+
+
+def test_the_image_and_its_registrys_login_are_everywhere() -> None:
+    image = {"repository": "acme/lorikeet", "digest": DIGEST, "pullSecrets": [{"name": "acme"}]}
+    objects = chart(image=image)
+    accounts = [m for (kind, _), m in objects.items() if kind == "ServiceAccount"]
+    assert all(m["imagePullSecrets"] == [{"name": "acme"}] for m in accounts)
+    job = objects["Job", "lorikeet-init"]["spec"]["template"]
+    ours = [containers(pod)[-1]["image"] for pod in (*pods(objects), job)]
+    assert ours == 4 * [f"acme/lorikeet@{DIGEST}"]
+
+
+def test_pods_go_where_values_say() -> None:
+    here = {"nodeSelector": {"gpu": "h100"}, "tolerations": [{"operator": "Exists"}]}
+    objects = chart(engines={**here, "replicas": 5}, gateways={"replicas": 3})
+    _, gateways, engines = (pod["spec"] for pod in pods(objects))
+    assert (engines["nodeSelector"], engines["tolerations"]) == (
+        here["nodeSelector"],
+        here["tolerations"],
+    )
+    assert gateways["nodeSelector"] == {}
+    counts = [
+        {group[field] for field in ("replicas", "minReplicas", "maxReplicas")}
+        for group in cluster(objects)["workerGroupSpecs"]
+    ]
+    assert counts == [{3}, {5}]
+
+
+def test_the_catalog_is_made_before_the_first_start_as_gateways_may() -> None:
+    role = {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/gateways"}
+    objects = chart(gateways={"serviceAccountAnnotations": role}, s3={"secret": "keys"})
+    job, account = objects["Job", "lorikeet-init"], objects["ServiceAccount", "lorikeet-init"]
+    assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install"
+    assert account["metadata"]["annotations"].items() > role.items()
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"] == ["lorikeet", "init"]
+    assert {e["name"]: e["value"] for e in container["env"]}[
+        "LORIKEET_CATALOG"
+    ] == "s3://my-bucket/lorikeet"
+    assert container["envFrom"] == [{"secretRef": {"name": "keys", "optional": True}}]
+    (_, gateways, _) = pods(objects)
+    assert container["securityContext"] == containers(gateways)[0]["securityContext"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert ("Job", "lorikeet-init") not in chart(catalog={"create": False})
+
+
+def test_a_host_brings_a_gateway() -> None:
+    assert not {"Gateway", "HTTPRoute"} & {kind for kind, _ in chart()}
+    objects = chart(gateway={"host": "lorikeet.acme.com", "tlsSecret": "acme-tls"})
+    (listener,) = objects["Gateway", "lorikeet"]["spec"]["listeners"]
+    assert listener["hostname"] == "lorikeet.acme.com"
+    assert listener["tls"]["certificateRefs"] == [{"name": "acme-tls"}]
+    assert objects["HTTPRoute", "lorikeet"]["spec"]["hostnames"] == ["lorikeet.acme.com"]
+
+
+def test_monitors_are_those_of_the_kustomization_with_labels() -> None:
+    objects = chart(monitoring={"enabled": True, "labels": {"release": "prometheus"}})
+    theirs = {(m["kind"], m["metadata"]["name"]): m for m in rendered("../monitoring")}
+    rules = ("PrometheusRule", "lorikeet")
+    assert objects[rules]["spec"] == theirs[rules]["spec"]
+    assert objects[rules]["metadata"]["labels"]["release"] == "prometheus"
+    dashboard = ("ConfigMap", "lorikeet-dashboard")
+    assert objects[dashboard]["data"] == theirs[dashboard]["data"]
+    (target,) = objects["ScrapeConfig", "lorikeet"]["spec"]["staticConfigs"]
+    assert target == {"targets": ["lorikeet-admin.ours:8001"], "labels": {"job": "lorikeet"}}
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"engines": {"replica": 3}}, "replica"),
+        ({"engines": {"replicas": 0}}, "minimum"),
+        ({"catalog": {"url": "/var/lib/lorikeet"}}, "catalog"),
+        ({"settings": {"LORIKEET_MAX_RUNNING": 100000000}}, "string"),
+        ({"image": {"digest": "latest"}}, "digest"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(values: Manifest, named: str) -> None:
+    done = helm(values)
+    assert done.returncode != 0
+    assert named in done.stderr
+
+
+def _bare(manifest: Manifest, names: dict[str, str]) -> Manifest:
+    """A manifest without what is empty, without a namespace, and with other names."""
+    text = json.dumps(manifest)
+    for name, other in names.items():
+        text = text.replace(name, other)
+    bare: Manifest = _without_empty(json.loads(text))
+    bare["metadata"].pop("namespace", None)
+    return bare
+
+
+def _without_empty(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_without_empty(child) for child in node]
+    if not isinstance(node, dict):
+        return node
+    children = {key: _without_empty(child) for key, child in node.items()}
+    return {key: child for key, child in children.items() if child not in ({}, [])}
+
+
+def _key(manifest: Manifest) -> tuple[str, str]:
+    return manifest["kind"], manifest["metadata"]["name"]

@@ -1,0 +1,294 @@
+"""What prompts and grammars make of base models that think before they answer."""
+
+import asyncio
+import itertools
+import json
+import random
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from lorikeet.answer_stream.answer import Answer
+from lorikeet.answer_stream.reasoning import THINK_TAGS, Thinking
+from lorikeet.answer_stream.tool_syntax import HERMES, LLAMA, ToolSyntax
+from lorikeet.errors import InvalidInput
+from lorikeet.protocol.messages import Call, Endpoint, Format, FormatKind
+from lorikeet.replica.grammar import ModelGrammars, TextMatcher
+from lorikeet.replica.prompts import PromptEncoder
+from lorikeet.replica.request_builder import RequestBuilder
+from lorikeet_engine.errors import InvalidRequest
+from lorikeet_engine.request import FinishReason, Tokens
+from tests.replica.test_prompts import CHAT, DEMO, encoder, text_of
+from tests.replica.test_strict_tools import MARKS, SCHEMAS, USE, written
+
+TEMPLATES = Path(__file__).parent / "chat_templates"
+QWEN3 = (TEMPLATES / "qwen3.jinja").read_text()
+R1 = (TEMPLATES / "deepseek-r1-distill.jinja").read_text()
+USER = {"role": "user", "content": "Is it <think>?"}
+NO_THINKING = {"enable_thinking": False}
+
+
+def thinking(encoder: PromptEncoder, call: Call) -> Thinking:
+    return encoder.thinking(call, encoder.encode(call))
+
+
+def test_qwen_thinks_unless_it_is_told_not_to(tmp_path: Path) -> None:
+    qwen = encoder(tmp_path, QWEN3)
+    asked = replace(CHAT, messages=(USER,))
+    assert thinking(qwen, asked) is Thinking.POSSIBLE
+    assert thinking(qwen, replace(asked, template_args=NO_THINKING)) is Thinking.NEVER
+    assert thinking(qwen, replace(asked, endpoint=Endpoint.RESPONSES)) is Thinking.POSSIBLE
+
+
+def test_distills_of_r1_begin_to_think_in_the_prompt(tmp_path: Path) -> None:
+    distill = encoder(tmp_path, R1)
+    assert thinking(distill, CHAT) is Thinking.BEGUN
+    assert text_of(distill, CHAT).endswith("<think>\n")
+
+
+def test_plain_completions_and_other_templates_know_no_thinking(tmp_path: Path) -> None:
+    call = replace(CHAT, endpoint=Endpoint.COMPLETIONS, prompts=("<think>\n",))
+    assert thinking(encoder(tmp_path, R1), call) is Thinking.NEVER
+    assert thinking(PromptEncoder(DEMO, 4096), CHAT) is Thinking.NEVER
+
+
+@pytest.mark.parametrize(
+    ("begun", "expected"),
+    [
+        ("It is", Thinking.NEVER),
+        ("<think>\nIs it", Thinking.BEGUN),
+    ],
+)
+def test_an_answer_that_is_continued_goes_on_thinking_or_speaking(
+    tmp_path: Path, begun: str, expected: Thinking
+) -> None:
+    messages = (USER, {"role": "assistant", "content": begun})
+    call = replace(CHAT, messages=messages, generation_prompt=False, continue_final=True)
+    qwen = encoder(tmp_path, QWEN3)
+    assert thinking(qwen, call) is expected
+    assert text_of(qwen, call).endswith(begun)
+
+
+def test_a_template_is_shown_what_was_thought_before_a_call(tmp_path: Path) -> None:
+    called = {"id": "call00001", "type": "function", "function": {"name": "time", "arguments": {}}}
+    turns = (
+        USER,
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [called]},
+        {"role": "tool", "content": "noon", "tool_call_id": "call00001"},
+    )
+    shown = text_of(encoder(tmp_path, QWEN3), replace(CHAT, messages=turns))
+    assert "assistant\n<think>\nHm.\n</think>\n\n<tool_call>" in shown
+
+
+def test_a_schema_that_costs_too_much_is_refused_behind_thinking_too(tmp_path: Path) -> None:
+    """Its trial looks at the answer's first token, and not at that of the thinking."""
+    costly = Format('{"type": "string", "pattern": "^(a{1000}){1000}$"}')
+    shutil.copy(DEMO / "config.json", tmp_path)
+    builder = RequestBuilder(encoder(tmp_path, R1), tmp_path, 4096)
+    try:
+        with pytest.raises(InvalidInput, match="too much time or memory"):
+            asyncio.run(builder.build(replace(CHAT, format=costly)))
+    finally:
+        builder.close()
+
+
+@dataclass
+class Thinker:
+    """A model that thinks, as its tokenizer and chat template say."""
+
+    thinking: Thinking
+    syntax: ToolSyntax
+    encoder: PromptEncoder
+    grammars: ModelGrammars
+
+    def ids(self, text: str) -> list[int]:
+        ids: list[int] = self.encoder.backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def matcher(self, call: Call) -> TextMatcher:
+        grammar = self.encoder.grammar(call, self.thinking)
+        assert grammar is not None
+        return self.grammars.compile(grammar)
+
+    def allows(self, call: Call, *parts: str) -> bool:
+        """Whether an answer may be these parts, of which tokens are made one by one."""
+        matcher = self.matcher(call)
+        try:
+            for token in itertools.chain(*map(self.ids, parts)):
+                matcher.accept(token)
+        except InvalidRequest:
+            return False
+        return matcher.may_end
+
+    def read(self, call: Call, tokens: list[int]) -> dict[str, Any]:
+        """The message that a client gets of an answer."""
+        vocabulary = self.encoder.vocabulary
+        answer = Answer(call, [(1,)], vocabulary, self.syntax, self.thinking)
+        for token in tokens:
+            assert not answer.take([Tokens("r1", 0, (token,))])
+        body = answer.take([Tokens("r1", 0, (), FinishReason.STOP)])[-1]
+        assert isinstance(body, bytes)
+        message: dict[str, Any] = json.loads(body)["choices"][0]["message"]
+        return message
+
+
+@pytest.fixture(
+    params=itertools.product([Thinking.POSSIBLE, Thinking.BEGUN], MARKS, [HERMES, LLAMA]),
+    ids=lambda param: f"{param[0].value}, {param[1]}, {param[2].before.strip() or 'llama'}",
+)
+def thinker(request: pytest.FixtureRequest, tmp_path: Path) -> Thinker:
+    thinking, marks, syntax = request.param
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken("<other>", normalized=False)])
+    for mark in (*THINK_TAGS, *syntax.tokens):
+        MARKS[marks](tokenizer, mark)
+    encoder(tmp_path, "{{ '</think>' }}")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    shutil.copy(DEMO / "config.json", tmp_path)
+    own = PromptEncoder(tmp_path, 4096)
+    own.syntax = syntax
+    return Thinker(thinking, syntax, own, ModelGrammars(tmp_path))
+
+
+def answers(syntax: ToolSyntax) -> list[tuple[Call, str]]:
+    """Calls that are held to a grammar, each with an answer that it allows."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    now = written(syntax, ("time", {}))
+    return [
+        (replace(CHAT, format=Format(json.dumps(schema))), '{"a": 1}'),
+        (replace(CHAT, format=Format("{}")), '{"b": [1]}'),
+        (replace(CHAT, format=Format("yes[!]{2}|no", FormatKind.REGEX)), "yes!!"),
+        (replace(CHAT, format=Format('["red", "blue"]', FormatKind.CHOICES)), "blue"),
+        (replace(CHAT, tools=replace(USE, forced=("time",), parallel=False)), now),
+        (replace(CHAT, tools=USE), now),
+        (replace(CHAT, tools=USE), "It is noon."),
+    ]
+
+
+def says_anything(call: Call) -> bool:
+    """Whether an answer may be any text that is no call."""
+    return call.tools is not None and not call.tools.forced
+
+
+THOUGHTS = ("", "\nHm, {[\n", "<other> <tool_call> no", '{"name": "time"}', "a\n\n<think>b")
+
+
+def test_any_thinking_may_come_before_an_answer(thinker: Thinker) -> None:
+    opened = "<think>" if thinker.thinking is Thinking.POSSIBLE else ""
+    for call, answer in answers(thinker.syntax):
+        for thought in THOUGHTS:
+            if not thinker.encoder.vocabulary.special.isdisjoint(thinker.ids(thought)):
+                continue  # special tokens are no thoughts
+            for line_ends in ("", "\n", "\n\n"):
+                text = f"{opened}{thought}</think>{line_ends}{answer}"
+                assert thinker.allows(call, text), text
+
+
+def test_an_answer_may_begin_at_once_unless_thinking_has_begun(thinker: Thinker) -> None:
+    for call, answer in answers(thinker.syntax):
+        assert thinker.allows(call, answer) == (thinker.thinking is Thinking.POSSIBLE)
+
+
+def test_thinking_has_to_end_and_the_answer_to_follow(thinker: Thinker) -> None:
+    opened = "<think>" if thinker.thinking is Thinking.POSSIBLE else ""
+    for call, answer in answers(thinker.syntax):
+        assert not thinker.allows(call, f"{opened}hm {answer}")
+        if says_anything(call):
+            continue
+        assert not thinker.allows(call, f"{opened}hm</think>")
+        assert not thinker.allows(call, f"{opened}hm</think>hm {answer} hm")
+        assert not thinker.allows(call, f"{opened}hm</think>hm</think>{answer} hm")
+        assert not thinker.allows(call, f"{opened}hm</think>{answer[:-1]}")
+
+
+def test_tags_in_letters_are_tags(thinker: Thinker) -> None:
+    opened = ("<thi", "nk>") if thinker.thinking is Thinking.POSSIBLE else ()
+    for call, answer in answers(thinker.syntax):
+        assert thinker.allows(call, *opened, "hm </thi", "nk>", answer)
+        if not says_anything(call):
+            assert not thinker.allows(call, *opened, "hm </thi", "nk>hm", answer, "hm")
+
+
+def test_strict_calls_are_held_to_their_schemas_behind_thinking_alone(thinker: Thinker) -> None:
+    call = replace(CHAT, tools=USE)
+    bad = written(thinker.syntax, ("time", {"zone": "utc"}))
+    opened = "<think>" if thinker.thinking is Thinking.POSSIBLE else ""
+    if thinker.encoder.vocabulary.special.isdisjoint(thinker.ids(bad)):
+        good = written(thinker.syntax, ("time", {}))
+        assert thinker.allows(call, f"{opened}{bad}</think>{good}")
+    assert not thinker.allows(call, f"{opened}hm</think>{bad}")
+    assert not thinker.allows(call, f"{opened}hm</think>\n\n{bad}")
+
+
+def test_tags_that_are_tokens_are_no_words_of_an_answer_beside_strict_tools(
+    thinker: Thinker,
+) -> None:
+    """Else what such a tag begins could be thinking to a reader and an answer to the grammar."""
+    opened = "<think>" if thinker.thinking is Thinking.POSSIBLE else ""
+    are_tokens = len(thinker.ids("</think>")) == 1
+    text = f"{opened}hm</think>It is</think> noon."
+    assert thinker.allows(replace(CHAT, tools=USE), text) != are_tokens
+
+
+def test_a_model_that_knows_nothing_thinks_and_makes_proper_calls(thinker: Thinker) -> None:
+    """What its grammar allows, its readers read alike."""
+    call, dice = replace(CHAT, tools=USE), random.Random(0)
+    thought = called = 0
+    for _ in range(30):
+        tokens = babble(thinker, thinker.matcher(call), dice)
+        if tokens is None:
+            continue
+        message = thinker.read(call, tokens)
+        for made in message.get("tool_calls", ()):
+            function = made["function"]
+            jsonschema.validate(json.loads(function["arguments"]), SCHEMAS[function["name"]])
+            called += 1
+        thought += "reasoning_content" in message
+        if thinker.syntax is LLAMA and "tool_calls" not in message:
+            assert not message["content"].lstrip().startswith("{")
+    assert called > 1
+    assert thought > 2
+
+
+def babble(thinker: Thinker, matcher: TextMatcher, dice: random.Random) -> list[int] | None:
+    """What a model says that knows nothing but tags and how calls begin; None: without an end."""
+    closing = {thinker.ids(character)[0] for character in '"}]\n'}
+    begin = thinker.syntax.before or '{"'
+    said: list[int] = []
+    plan = thinker.ids(dice.choice(["<think>", begin]))
+    while len(said) < 250:
+        allowed = possible(thinker, matcher)
+        if not allowed or (matcher.may_end and dice.random() < 0.05):
+            return said
+        if not plan and dice.random() < 0.1:
+            plan = thinker.ids(
+                dice.choice(["</think>", begin, f"</think>\n{begin}", f"</think>{begin}"])
+            )
+        if plan and plan[0] in allowed:
+            token = plan.pop(0)
+        else:
+            plan, liked = [], sorted(allowed & closing)
+            token = dice.choice(liked if liked and dice.random() < 0.5 else sorted(allowed))
+        matcher.accept(token)
+        said.append(token)
+        if matcher.must_end:
+            return said
+    return None
+
+
+def possible(thinker: Thinker, matcher: TextMatcher) -> set[int]:
+    size = thinker.encoder.backend.get_vocab_size()
+    bits = np.zeros((1, -(-size // 8)), np.uint8)
+    assert thinker.grammars.fill_bitmasks([matcher], bits) == [None]
+    return set(np.flatnonzero(np.unpackbits(bits[0], bitorder="little")).tolist())

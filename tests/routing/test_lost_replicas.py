@@ -1,0 +1,129 @@
+"""Replicas that are lost, gone or silent, or cannot load an adapter, and what replaces them."""
+
+from collections import Counter
+
+import pytest
+
+from lorikeet.rendezvous import by_preference
+from lorikeet.routing.fleet import LOST_S
+from lorikeet.routing.status_update import StatusUpdate
+from lorikeet.routing.tracked_replica import FETCH_PAUSE_S, STALE_S
+from lorikeet_engine.adapter import Residency
+from tests.routing.gateway import ASK, BASE, BUSY, IDLE, NAMES, OTHER, REF, Gateway
+
+
+@pytest.fixture
+def gateway():
+    return Gateway()
+
+
+def test_a_lost_replica_is_out_of_the_order_until_its_next_status(gateway):
+    gateway.receive_all()
+    gateway.receive("r1", moved={REF.digest: Residency.GPU})
+    gateway.fleet.on_replica_lost("r1")
+    for _ in range(40):
+        assert "r1" not in gateway.order(ASK)
+        assert "r1" not in gateway.order(BASE)
+    gateway.receive("r1")
+    assert gateway.firsts() == {"r1"}
+
+
+def test_a_lost_replica_without_status_is_tried_again_after_a_while(gateway):
+    gateway.fleet.on_replica_lost("r1")
+    gateway.now_s += LOST_S - 0.1
+    assert "r1" not in {name for _ in range(40) for name in gateway.order(BASE)}
+    gateway.now_s += 0.1
+    assert "r1" in {name for _ in range(40) for name in gateway.order(BASE)}
+
+
+def test_an_old_status_does_not_bring_a_lost_replica_back(gateway):
+    old = StatusUpdate(5, IDLE)
+    gateway.fleet.on_status_update("r1", old)
+    gateway.fleet.on_replica_lost("r1")
+    gateway.fleet.on_status_update("r1", old)
+    assert "r1" not in {name for _ in range(40) for name in gateway.order(BASE)}
+
+
+def test_while_nothing_can_be_fetched_a_busy_resident_does_not_give_way(gateway):
+    gateway.receive_all()
+    gateway.receive("r1", BUSY, moved={REF.digest: Residency.HOST})
+    assert "r1" not in gateway.firsts()
+    assert not gateway.fleet.on_load_failed(OTHER.digest)
+    assert gateway.fleet.on_load_failed(REF.digest)
+    assert gateway.firsts() == {"r1"}
+    gateway.now_s += FETCH_PAUSE_S
+    gateway.receive_all()
+    gateway.receive("r1", BUSY)
+    assert "r1" not in gateway.firsts()
+
+
+def test_what_a_replica_with_a_full_disk_lacks_goes_elsewhere_and_what_it_has_does_not(gateway):
+    gateway.receive_all()
+    full = gateway.first()
+    gateway.receive(full, moved={OTHER.digest: Residency.HOST})
+    assert gateway.fleet.on_load_failed(REF.digest, full)
+    assert gateway.order(ASK)[-1] == full
+    assert gateway.first(ASK._replace(adapter=OTHER)) == full
+    for name in NAMES[:-1]:
+        assert gateway.fleet.on_load_failed(REF.digest, name)
+    assert not gateway.fleet.on_load_failed(REF.digest, NAMES[-1])
+    gateway.now_s += FETCH_PAUSE_S
+    gateway.receive_all()
+    assert gateway.first() == full
+
+
+def test_a_full_disk_of_a_replica_that_is_gone_keeps_nobody_from_loading(gateway):
+    gateway.receive_all()
+    full, *others = NAMES
+    gateway.fleet.set_replicas(others)
+    assert gateway.fleet.on_load_failed(REF.digest, full)
+
+
+def test_when_all_are_lost_all_are_tried(gateway):
+    for name in NAMES:
+        gateway.fleet.on_replica_lost(name)
+    assert {name for _ in range(40) for name in gateway.order(ASK)} == set(NAMES)
+
+
+def test_a_lost_replicas_adapters_go_to_the_next_candidate(gateway):
+    first, second, *_ = by_preference(REF.digest, NAMES)
+    gateway.fleet.on_replica_lost(first)
+    assert gateway.first() == second
+
+
+def test_a_replica_that_is_gone_is_forgotten(gateway):
+    gateway.receive_all()
+    gateway.receive("r1", moved={REF.digest: Residency.GPU})
+    request_id = gateway.send("r1")
+    gateway.fleet.set_replicas(("r0", "r2"))
+    assert gateway.firsts() <= {"r0", "r2"}
+    gateway.fleet.on_first_bytes(request_id)
+    gateway.fleet.on_ended(request_id)
+    gateway.receive("r1", moved={REF.digest: Residency.GPU})
+    assert gateway.firsts() <= {"r0", "r2"}
+    gateway.fleet.set_replicas(NAMES)  # one of that name begins anew
+    gateway.receive_all()
+    assert gateway.firsts() == {by_preference(REF.digest, NAMES)[0]}
+
+
+def test_without_any_status_own_counts_and_serves_queues_decide(gateway):
+    queues = {"r0": 90, "r1": 60, "r2": 3, "r3": 70}
+    for _ in range(20):
+        order = gateway.order(BASE, queues.get)
+        assert order == sorted(order, key=queues.__getitem__)
+    sent = Counter()
+    for _ in range(20):
+        sent[first := gateway.first(BASE)] += 1
+        gateway.send(first, BASE)
+    assert all(3 <= sent[name] <= 7 for name in NAMES)
+
+
+def test_a_replica_without_recent_status_is_judged_by_own_counts(gateway):
+    gateway.receive_all()
+    gateway.receive("r0", BUSY)
+    gateway.fleet.set_replicas(("r0", "r1"))
+    assert gateway.firsts(BASE) == {"r1"}
+    gateway.now_s += STALE_S + 1
+    for _ in range(5):
+        gateway.send("r1", BASE)
+    assert gateway.firsts(BASE) == {"r0"}

@@ -1,0 +1,46 @@
+"""The check of constraints.txt, without a package registry."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.constraints import ROOT, differences, pins
+
+
+def test_what_is_not_pinned_or_not_used_is_named() -> None:
+    wanted = pins("torch==2.13.0\nnvidia-nccl-cu13==2.29.7\njinja2==3.1.6\n")
+    pinned = pins("# comment\ntorch==2.12.0 # why\nJinja2==3.1.6\n")
+    assert list(differences(pinned, wanted)) == [
+        "constraints.txt: add nvidia-nccl-cu13==2.29.7",
+        "constraints.txt: add torch==2.13.0",
+        "constraints.txt: remove torch==2.12.0: unused",
+    ]
+
+
+def test_names_are_compared_as_registries_write_them() -> None:
+    assert pins("pydantic_core==2.50.4\nzope.event==6.2\nPyYAML==6.0.3\n") == {
+        "pydantic-core==2.50.4",
+        "zope-event==6.2",
+        "pyyaml==6.0.3",
+    }
+
+
+def test_the_check_is_skipped_with_a_word_where_there_is_no_registry(tmp_path: Path) -> None:
+    nowhere = {"UV_DEFAULT_INDEX": "http://127.0.0.1:1/simple", "UV_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.constraints"],
+        cwd=ROOT,
+        env={**os.environ, **nowhere, "UV_HTTP_RETRIES": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert "not checked, as the package registry cannot be reached" in done.stdout
+    assert done.returncode == 0
+
+
+def test_who_is_told_to_install_what_cuda_needs_is_told_to_take_the_pins() -> None:
+    files = [*ROOT.glob("docs/*.md"), *ROOT.glob("platform/**/*.py"), *ROOT.glob("engine/**/*.py")]
+    told = [line for file in files for line in file.read_text().splitlines() if "[cuda]" in line]
+    assert len(told) >= 3
+    assert all("pip install --constraint constraints.txt" in line for line in told), told
