@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -31,6 +32,10 @@ os.environ.setdefault(
 
 _ADDITIONS = compile("x = 0\nfor i in range(1_000_000):\n    x += i", __file__, "exec")
 _ADDITIONS_S = 0.085
+
+# A script's background ignores Ctrl-C, also for all that it starts; tests of Ctrl-C send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # until all is collected: a sixth of that was walks through what is imported
 
