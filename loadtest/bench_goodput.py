@@ -69,10 +69,11 @@ _HEADING = (
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Who asks for what. order: adapters, the most popular first."""
+    """Who asks for what. order: adapters, the most popular first. temperature: of each answer."""
 
     order: Ints
     context: int
+    temperature: float = 0.0
 
     def sessions(self, rate_per_s: float, seconds: float, seed: int) -> list[Session]:
         """Requests that arrive at this rate; other ones for each seed."""
@@ -82,7 +83,9 @@ class Traffic:
         ranks = Zipf(1.0).draw(rng, len(self.order), len(times_s))
         seeds = rng.integers(0, 2**62, len(times_s)).tolist()
         requests = [
-            LoadRequest(model_name(int(self.order[rank])), int(prompt), int(answer), each)
+            LoadRequest(
+                model_name(int(self.order[rank])), int(prompt), int(answer), each, self.temperature
+            )
             for rank, prompt, answer, each in zip(ranks, inputs, outputs, seeds, strict=True)
         ]
         return [
@@ -144,7 +147,7 @@ def main() -> int:
     ranks = deal_ranks(given.adapters, given.ranks).tolist()
     stock = fill_catalog(Settings.from_env(variables), ranks, given.linears)
     order = np.random.default_rng(0).permutation(given.adapters)
-    traffic = Traffic(order, given.context)
+    traffic = Traffic(order, given.context, given.temperature)
     with service(variables, given.proxy) as running:
         server = Server(running.url, stock.key, SHAPES[given.shape]["vocab_size"])
         all_whole(run_sessions(server, traffic.warm_up(), given.clients))
@@ -226,6 +229,7 @@ def _arguments() -> argparse.Namespace:
     add("--ranks", type=int, nargs="+", default=list(RANKS), help="dealt round")
     add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS[:4]), metavar="LINEAR")
     add("--context", type=int, default=2048, help="most tokens of prompt and answer; 2048")
+    add("--temperature", type=float, default=0.0, help="at which answers are sampled; 0: greedy")
     add("--seconds", type=float, default=30, help="of arrivals at each rate; default 30")
     add("--first-rate", type=float, default=8, help="requests a second; default 8")
     add("--points", type=int, default=6, help="rates to try; default 6")

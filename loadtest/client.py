@@ -185,9 +185,15 @@ def _client(pipe: Connection, server: Server, sessions: Sequence[Session]) -> No
 
 
 def _completion_request(server: Server, request: LoadRequest) -> bytes:
-    wanted = {"max_tokens": request.output_tokens, "temperature": 0, "ignore_eos": True}
-    prompt = random_prompt(request, server.vocabulary)
-    return _request(server, "/v1/completions", {"model": request.model, "prompt": prompt, **wanted})
+    body = {
+        "model": request.model,
+        "prompt": random_prompt(request, server.vocabulary),
+        "max_tokens": request.output_tokens,
+        "temperature": request.temperature,
+        "seed": request.seed,
+        "ignore_eos": True,
+    }
+    return _request(server, "/v1/completions", body)
 
 
 def _request(server: Server, path: str, body: dict[str, Any]) -> bytes:

@@ -19,12 +19,16 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request for a stream of output_tokens tokens. seed: of its prompt's random token ids."""
+    """One request for a stream of output_tokens tokens.
+
+    seed: of its prompt's random token ids, and of what it samples.
+    """
 
     model: str
     prompt_tokens: int
     output_tokens: int
     seed: int
+    temperature: float = 0.0
 
 
 @dataclass(slots=True)

@@ -98,7 +98,14 @@ def test_answers_are_timed_from_when_they_were_due_and_only_whole_ones_count(ser
     assert found["refused", 0].failure == "503 overloaded"
     (asked,) = (body for body in seen if body["model"] == "late")
     assert asked["prompt"] == random_prompt(request("late"), 100)
-    assert asked["max_tokens"] == TOKENS
+    assert (asked["max_tokens"], asked["temperature"]) == (TOKENS, 0.0)
+
+
+def test_a_request_is_sampled_at_its_temperature_with_a_seed_of_its_own(server, seen):
+    sampled = [LoadRequest("whole", PROMPT, TOKENS, seed, temperature=0.7) for seed in (1, 2)]
+    answers = run_sessions(server, [Session(0.0, tuple(sampled))], processes=1)
+    assert [answer.failure for answer in answers] == ["", ""]
+    assert [(body["temperature"], body["seed"]) for body in seen] == [(0.7, 1), (0.7, 2)]
 
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nX-Lorikeet-Residency: gpu\r\n\r\n"
