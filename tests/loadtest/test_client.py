@@ -105,7 +105,7 @@ def test_a_request_is_sampled_at_its_temperature_with_a_seed_of_its_own(server, 
     sampled = [LoadRequest("whole", PROMPT, TOKENS, seed, temperature=0.7) for seed in (1, 2)]
     answers = run_sessions(server, [Session(0.0, tuple(sampled))], processes=1)
     assert [answer.failure for answer in answers] == ["", ""]
-    assert [(body["temperature"], body["seed"]) for body in seen] == [(0.7, 1), (0.7, 2)]
+    assert [(body["temperature"], body["seed"]) for body in seen[-2:]] == [(0.7, 1), (0.7, 2)]
 
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nX-Lorikeet-Residency: gpu\r\n\r\n"
