@@ -6,17 +6,15 @@ The steps are the engine's own, with all its work on the host. A step's time is 
 profiler; the GPU's time is that of other steps.
 """
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 
 import torch
 
 from engine.benchmarks import harness
 from engine.benchmarks.gpu_time import GpuTime, gpu_time, watch
-from engine.benchmarks.offline import Work
+from engine.benchmarks.offline import Work, abort, begin, steps_ms
 from lorikeet_engine.engine import Engine
 
 STEPS = 30
@@ -52,34 +50,20 @@ def measure(engine: Engine, work: Work) -> Row:
     requests = work.draw(engine.info.vocab_size, 1)
     for request in requests:
         engine.submit(request)
-    begun: set[str] = set()
-    while len(begun) < len(requests):
-        engine.wait(1.0)
-        begun |= {output.request_id for output in engine.step()}
+    begin(engine, requests)
     count = STEPS if work.requests > 1 else work.output_tokens // 2
-    step_ms, gpu = median(_step(engine, count)), None
+    step_ms, gpu = median(steps_ms(engine, count)), None
     if torch.cuda.is_available():
-        watch(lambda: _step(engine, _WARM_UP))
-        gpu = gpu_time(watch(lambda: _step(engine, STEPS)), STEPS)
+        watch(lambda: steps_ms(engine, _WARM_UP))
+        gpu = gpu_time(watch(lambda: steps_ms(engine, STEPS)), STEPS)
     assert engine.status().live.running == work.requests, f"{work.label}: some ended too early"
-    for request in requests:
-        engine.abort(request.request_id)
-    engine.step()
+    abort(engine, requests)
     return Row(work, step_ms, shortfall, gpu)
 
 
 def measure_all(engine: Engine, works: Iterable[Work]) -> list[Row]:
     """Measure in this order; prints each row as it comes."""
     return harness.show(measure(engine, work) for work in works)
-
-
-def _step(engine: Engine, count: int) -> list[float]:
-    """Take `count` steps; the times in milliseconds from one step's tokens to the next's."""
-    ticks_s = []
-    for _ in range(count):
-        assert engine.step(), "a step of decodes without tokens"
-        ticks_s.append(time.perf_counter())
-    return [1e3 * (end - begin) for begin, end in pairwise(ticks_s)]
 
 
 if __name__ == "__main__":

@@ -55,10 +55,10 @@ def facts(commit: str) -> dict[str, str]:
 
 
 @contextmanager
-def full_engine(adapters: int, room: int) -> Iterator[Engine]:
-    """random_engine's until the end of the block; its files go with it."""
+def full_engine(**arguments: Any) -> Iterator[Engine]:
+    """random_engine's, of these arguments, until the end of the block; its files go with it."""
     with tempfile.TemporaryDirectory() as folder:
-        engine = random_engine(Path(folder), adapters=adapters, room=room)
+        engine = random_engine(Path(folder), **arguments)
         try:
             yield engine
         finally:
@@ -66,7 +66,7 @@ def full_engine(adapters: int, room: int) -> Iterator[Engine]:
 
 
 def check(engine: Engine, work: Work) -> float:
-    """Have the work done once: the worst shortfall of a checked token, see plain.check.
+    """Have greedy work done once: the worst shortfall of a checked token, see plain.check.
 
     Raises AssertionError where the engine's tokens are wrong.
     """

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.benchmarks import harness, hosted
-from engine.benchmarks.offline import greedy
+from engine.benchmarks.offline import request_of
 from engine.benchmarks.tiered_engine import TierCounts, tiered_engine, write_random_blobs
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.engine import Engine
@@ -138,7 +138,7 @@ class Client(hosted.Client):
     def _request(self, ref: AdapterRef, tokens: int) -> Request:
         prompt = self._random.integers(0, self.host.info.vocab_size, _PROMPT).tolist()
         salt = secrets.token_hex(8)  # nothing is in the prefix cache
-        return greedy(str(next(self._numbers)), prompt, tokens, ref, salt)
+        return request_of(str(next(self._numbers)), prompt, tokens, ref, salt)
 
     def _adapters(self, tier: Residency) -> Sequence[AdapterStatus]:
         rows = self.host.adapters(tier).result()

@@ -1,9 +1,9 @@
-"""Offline work: many greedy requests at once, through an engine that is stepped by hand."""
+"""Offline work: many requests at once, through an engine that is stepped by hand."""
 
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +15,7 @@ from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import Failed, Request, SamplingParams
 from lorikeet_engine.traffic import Distinct, Popularity
 
+GREEDY = SamplingParams(temperature=0.0)
 _DEALT_ROUND = Distinct()
 
 
@@ -22,7 +23,8 @@ _DEALT_ROUND = Distinct()
 class Work:
     """Requests at once. adapters: how many distinct ones they use, 0 for the base model.
 
-    cold: no adapter is on the GPU when it begins; else those of the run before are.
+    cold: no adapter is on the GPU when it begins; else those of the run before are. sampling: how
+    tokens are chosen; their number is output_tokens.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Work:
     requests: int = 256
     popularity: Popularity = _DEALT_ROUND
     cold: bool = False
+    sampling: SamplingParams = GREEDY
 
     @property
     def label(self) -> str:
@@ -48,7 +51,9 @@ class Work:
             refs = random_refs(self.adapters)
             chosen = [refs[i] for i in self.popularity.draw(rng, self.adapters, self.requests)]
         return [
-            greedy(f"{self.label} {run}.{i}", prompt, self.output_tokens, adapter, salt)
+            request_of(
+                f"{self.label} {run}.{i}", prompt, self.output_tokens, adapter, salt, self.sampling
+            )
             for i, (prompt, adapter) in enumerate(zip(prompts, chosen, strict=True))
         ]
 
@@ -75,11 +80,16 @@ class Run:
         return [1e3 * (end - begin) for begin, end in pairwise(self.ticks_s)]
 
 
-def greedy(
-    name: str, prompt: Sequence[int], tokens: int, adapter: AdapterRef | None, salt: str
+def request_of(
+    name: str,
+    prompt: Sequence[int],
+    tokens: int,
+    adapter: AdapterRef | None,
+    salt: str,
+    sampling: SamplingParams = GREEDY,
 ) -> Request:
     """A request for exactly so many tokens. Only requests of one salt share cached prefixes."""
-    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    sampling = replace(sampling, max_tokens=tokens, ignore_eos=True)
     return Request(name, (tuple(prompt),), sampling, 1, adapter, salt)
 
 
@@ -103,3 +113,27 @@ def generate(engine: Engine, requests: list[Request]) -> Run:
             left -= output.finish is not None
     answers = [Answer(request, tokens[request.request_id]) for request in requests]
     return Run(answers, began_s, ticks_s)
+
+
+def begin(engine: Engine, requests: list[Request]) -> None:
+    """Step until each of the submitted requests has a token: what follows are steps of decodes."""
+    begun: set[str] = set()
+    while len(begun) < len(requests):
+        engine.wait(1.0)
+        begun |= {output.request_id for output in engine.step()}
+
+
+def steps_ms(engine: Engine, count: int) -> list[float]:
+    """Take `count` steps of decodes; the times from one step's tokens to the next's."""
+    ticks_s = []
+    for _ in range(count):
+        assert engine.step(), "a step of decodes without tokens"
+        ticks_s.append(time.perf_counter())
+    return [1e3 * (end - begin) for begin, end in pairwise(ticks_s)]
+
+
+def abort(engine: Engine, requests: list[Request]) -> None:
+    """End requests that are in flight."""
+    for request in requests:
+        engine.abort(request.request_id)
+    engine.step()

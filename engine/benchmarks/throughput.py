@@ -1,10 +1,11 @@
-"""Offline throughput: many greedy requests at once on Llama-3.1-8B's shapes with random weights.
+"""Offline throughput: many requests at once on Llama-3.1-8B's shapes with random weights.
 
 python -m engine.benchmarks.throughput --json results.json --rows 'base*' '128 adapters*'
 
-A row is one run that is checked and two that are timed, all with other prompts, so that nothing
-comes from the prefix cache. The check holds tokens against a plain forward pass (plain.py). The
-engine has its LoRA path on in every row, and room for 128 adapters on the GPU.
+A row is one greedy run that is checked and, by turns, two greedy and two sampled ones that are
+timed, all with other prompts, so that nothing comes from the prefix cache. The check holds tokens
+against a plain forward pass (plain.py). The engine has its LoRA path on in every row, and room for
+128 adapters on the GPU.
 
 The Zipf row, which no default includes, has its 1,000 adapters of rank 16 on the host: 84 GB of
 pinned memory. --population takes fewer where the machine has less.
@@ -19,10 +20,12 @@ from engine.benchmarks import harness, plain
 from engine.benchmarks.offline import Run, Work, generate
 from engine.benchmarks.random_adapters import empty_device
 from lorikeet_engine.engine import Engine
+from lorikeet_engine.request import SamplingParams
 from lorikeet_engine.traffic import Zipf
 
 ROOM = 128
-TIMED = (1, 2)
+TURNS = 2
+SAMPLED = SamplingParams(temperature=1.0)  # what OpenAI's clients get who ask for nothing
 
 WORKS = (
     Work("base", 256, 128),
@@ -43,15 +46,20 @@ def zipf(population: int) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one Work gave. tokens_per_s: of each timed run. step_ms: of the first one's second half.
+    """What one Work gave, greedily and sampled.
 
-    shortfall: the worst of a checked token, as a share of the largest logit. of_base: the first
-    rate as a share of the base model's at these lengths, None where that was not measured before.
+    tokens_per_s: of each timed run. step_ms: of the first one's second half. of_greedy: the sampled
+    rate as a share of the greedy one beside it, the median. shortfall: the worst of a checked
+    token, as a share of the largest logit. of_base: the first greedy rate as a share of the base
+    model's at these lengths, None where that was not measured before.
     """
 
     work: Work
     tokens_per_s: tuple[float, ...]
     step_ms: float
+    sampled_tokens_per_s: tuple[float, ...]
+    sampled_step_ms: float
+    of_greedy: float
     shortfall: float
     of_base: float | None = None
 
@@ -60,13 +68,14 @@ def measure(engine: Engine, work: Work) -> Row:
     """Check, then time; raises AssertionError where the engine's tokens are wrong."""
     answers = _run(engine, work, 0).answers
     shortfall = plain.check(engine, plain.some(answers))
-    runs = [_run(engine, work, run) for run in TIMED]
-    steps_ms = runs[0].steps_ms()
+    greedy, sampled = list[Run](), list[Run]()
+    for turn in range(TURNS):
+        greedy.append(_run(engine, work, 1 + 2 * turn))
+        sampled.append(_run(engine, replace(work, sampling=SAMPLED), 2 + 2 * turn))
+    rates, sampled_rates = (tuple(run.tokens_per_s for run in runs) for runs in (greedy, sampled))
+    of_greedy = median(b / a for a, b in zip(rates, sampled_rates, strict=True))
     return Row(
-        work,
-        tuple(run.tokens_per_s for run in runs),
-        median(steps_ms[len(steps_ms) // 2 :]),
-        shortfall,
+        work, rates, _step_ms(greedy[0]), sampled_rates, _step_ms(sampled[0]), of_greedy, shortfall
     )
 
 
@@ -102,6 +111,11 @@ def _rows(engine: Engine, works: Iterable[Work]) -> Iterator[Row]:
         if not work.adapters:
             base[lengths] = rate
         yield replace(row, of_base=rate / base[lengths] if lengths in base else None)
+
+
+def _step_ms(run: Run) -> float:
+    steps_ms = run.steps_ms()
+    return median(steps_ms[len(steps_ms) // 2 :])
 
 
 def _run(engine: Engine, work: Work, run: int) -> Run:

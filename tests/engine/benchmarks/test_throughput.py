@@ -36,6 +36,9 @@ def test_every_row_is_checked_and_timed(engine, capsys):
     assert [row.work for row in rows] == works
     assert all(len(row.tokens_per_s) == 2 and min(row.tokens_per_s) > 0 for row in rows)
     assert all(row.step_ms > 0 and row.shortfall < 1e-4 for row in rows)
+    for row in rows:
+        pairs = zip(row.tokens_per_s, row.sampled_tokens_per_s, strict=True)
+        assert row.of_greedy == pytest.approx(sum(b / a for a, b in pairs) / 2)
     assert [row.of_base for row in rows] == [row.tokens_per_s[0] / base for row in rows]
     printed = capsys.readouterr().out
     assert "3 adapters 20/6" in printed
@@ -58,8 +61,20 @@ def test_a_cold_run_begins_with_no_adapter_on_the_device(engine, monkeypatch):
     monkeypatch.setattr(throughput, "generate", watched)
     throughput.measure(engine, WARM)
     throughput.measure(engine, COLD)
-    assert places[1:3] == [[Residency.GPU] * 3] * 2
-    assert places[3:] == [[Residency.HOST] * 3] * 3
+    assert places[1:5] == [[Residency.GPU] * 3] * 4
+    assert places[5:] == [[Residency.HOST] * 3] * 5
+
+
+def test_greedy_runs_and_sampled_ones_take_turns(engine, monkeypatch):
+    temperatures = []
+
+    def watched(engine, requests):
+        temperatures.append({request.sampling.temperature for request in requests})
+        return generate(engine, requests)
+
+    monkeypatch.setattr(throughput, "generate", watched)
+    throughput.measure(engine, BASE)
+    assert temperatures == [{0.0}, {0.0}, {1.0}, {0.0}, {1.0}]
 
 
 def test_work_drawn_again_finds_nothing_in_the_prefix_cache(engine):
