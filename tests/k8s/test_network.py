@@ -127,7 +127,7 @@ def test_dns_is_asked_in_pods_and_on_the_node(overlay: str) -> None:
 
 @both
 @pytest.mark.parametrize("name", ["kuberay", "kuberay-operator"])
-def test_the_operator_is_let_in_as_its_chart_and_its_kustomization_label_it(
+def test_the_operator_is_let_in_wherever_and_however_its_documentation_installs_it(
     overlay: str, name: str
 ) -> None:
     labels = {
@@ -136,7 +136,10 @@ def test_the_operator_is_let_in_as_its_chart_and_its_kustomization_label_it(
     }
     (operator,) = peers(policy(overlay, "dashboard-from-kuberay"), "from")
     assert selects(operator["podSelector"], labels)
-    assert operator["namespaceSelector"] == namespace("kuberay-system")["namespaceSelector"]
+    assert not selects(operator["podSelector"], {"app.kubernetes.io/name": name})
+    for place, let_in in {"default": True, "kuberay-system": True, "monitoring": False}.items():
+        place_labels = {"kubernetes.io/metadata.name": place}
+        assert selects(operator["namespaceSelector"], place_labels) == let_in
 
 
 def test_pod_identity_answers_on_eks() -> None:

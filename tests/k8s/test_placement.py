@@ -100,11 +100,27 @@ def test_gateways_and_controller_stay_off_the_gpu_nodes(overlay: str) -> None:
 @pytest.mark.parametrize(("overlay", "group"), [("local", "gateways"), ("gpu", "engines")])
 def test_the_disk_cache_fits_its_volume(overlay: str, group: str) -> None:
     engine = pods(overlay)[group]["spec"]
-    (mount,) = [m for m in engine["containers"][0]["volumeMounts"] if m["name"] == "adapters"]
-    (volume,) = [v for v in engine["volumes"] if v["name"] == "adapters"]
+    (mount,) = [m for m in engine["containers"][0]["volumeMounts"] if m["name"] == "cache"]
+    (volume,) = [v for v in engine["volumes"] if v["name"] == "cache"]
     parsed = Settings.from_env(settings(overlay))
     assert mount["mountPath"] == str(parsed.cache_dir)
     assert _bytes(volume["emptyDir"]["sizeLimit"]) > parsed.adapter_disk
+
+
+@both
+def test_gateways_controller_and_engines_can_write_to_their_cache_folder(overlay: str) -> None:
+    """Gateways keep the catalog's view there; the controller is in their group."""
+    folder = Settings.from_env(settings(overlay)).cache_dir
+    for name, pod in pods(overlay).items():
+        if name != "head":
+            volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+            (mount,) = [
+                each
+                for each in pod["spec"]["containers"][0]["volumeMounts"]
+                if folder.is_relative_to(each["mountPath"])
+            ]
+            assert not mount.get("readOnly")
+            assert "emptyDir" in volumes[mount["name"]]
 
 
 def test_each_gpu_engine_has_a_gpu_and_room_for_the_host_arena() -> None:
