@@ -18,6 +18,7 @@ anthropic = pytest.importorskip("anthropic")
 
 MODEL = "acme/support"
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+USED = FinalUsage(25, 20, 7)
 HELLO: Any = [{"role": "user", "content": "How is Paris?"}]
 WEATHER: dict[str, Any] = {
     "name": "weather",
@@ -31,7 +32,7 @@ def playing(
     calls: int = 0,
     finish: FinishReason = FinishReason.STOP,
     stop: str | None = None,
-    usage: FinalUsage = FinalUsage(25, 20, 7),
+    usage: FinalUsage = USED,
 ) -> Callable[[Call], AsyncGenerator[StreamItem, None]]:
     """A replica that says this, then makes so many deltas of calls."""
 
