@@ -4,118 +4,177 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, NamedTuple, TypeVar
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+from weakref import WeakSet
 
 from lorikeet_engine.errors import EngineClosed, EngineOverloaded
+from lorikeet_engine.malloc_trim import trim_malloc
 
-_KEPT = 64  # of JSON schemas of 2 KB, say: 20 MB; of 100 KB: 450 MB
+# A compiled JSON schema takes 90 KiB and 70 to 120 bytes for each character, mostly 85.
+_GRAMMAR_BYTES = 90 << 10
+_CHARACTER_BYTES = 85
+_KEPT_BYTES = 128 << 20
+_TENANT_KEPT_BYTES = _KEPT_BYTES // 4  # 4 JSON schemas of 93 KB, or 120 of 2 KB
+_TENANT_MOST_BYTES = 256 << 20
+_UNUSED_S = 60.0
 _MAX_WAITING = 32
 _MIN_RETRY_AFTER_S = 1.0
 
 Result = TypeVar("Result")
 
 
-class _Kept(NamedTuple, Generic[Result]):
-    """What came of a grammar, and the tenant in whose turn."""
+class _Work(Future[Result]):
+    """What comes of a grammar, which cannot be cancelled, and the tenant in whose turn."""
 
-    tenant: str
-    result: Result
+    def __init__(self, grammar: str, tenant: str) -> None:
+        super().__init__()
+        self.grammar, self.tenant = grammar, tenant
+        self.bytes = _GRAMMAR_BYTES + _CHARACTER_BYTES * len(grammar)
+        self.used_s = time.monotonic()
+        self.set_running_or_notify_cancel()
 
 
 class GrammarWorker(Generic[Result]):
     """Works on each grammar once and keeps what came of the last ones. Thread-safe.
 
     Tenants take turns, and of each so many grammars may wait: one with many, or with costly ones,
-    delays itself. Where too many are kept, the tenant that has most of them loses its oldest. A
-    replica tries grammars with one of these and its engine compiles them with another: both keep
-    the same number.
+    delays itself. What is kept is bounded by the memory that it is expected to take, for each
+    tenant and for all: then the tenant that has most loses its oldest. What nobody has used for a
+    minute goes, and its memory returns to the system. A replica tries grammars with one of these
+    and its engine compiles them with another: both keep the same ones.
     """
 
     def __init__(self, work: Callable[[str], Result]) -> None:
         """work: called on the worker's thread; what raises is not kept."""
         self._work = work
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._lock = threading.Lock()  # guards all below
-        self._kept: dict[str, _Kept[Result]] = {}  # by grammar, the last used last
+        self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
+        self._changed = threading.Condition()  # guards all below
+        self._kept: dict[str, _Work[Result]] = {}  # by grammar, the last used last
         # By tenant and grammar; the tenant whose turn is next comes first.
-        self._waiting: dict[str, dict[str, Future[Result]]] = {}
+        self._waiting: dict[str, dict[str, _Work[Result]]] = {}
+        self._living = WeakSet[_Work[Result]]()  # kept, waiting, or held by who asked for it
         self._usual_s = 0.0  # a moving average
         self._closed = False
 
     def result(self, grammar: str, tenant: str) -> "Future[Result]":
         """What comes of a grammar: there already if it is kept. The future cannot be cancelled.
 
-        Raises EngineOverloaded if too many of the tenant's wait, and EngineClosed.
+        Hold the future while the result is in use: it counts for its tenant until then. Raises
+        EngineOverloaded if too many of the tenant's wait or are in use, and EngineClosed.
         """
-        with self._lock:
+        with self._changed:
             if self._closed:
                 raise _closed()
             kept = self._kept.pop(grammar, None)
             if kept is not None:
+                kept.used_s = time.monotonic()
                 self._kept[grammar] = kept
-                done = Future[Result]()
-                done.set_result(kept.result)
-                return done
-            queue = self._waiting.setdefault(tenant, {})
+                return kept
+            queue = self._waiting.get(tenant, {})
             if grammar not in queue:
-                if len(queue) == _MAX_WAITING:
-                    raise self._refusal()
-                queue[grammar] = Future()
-                queue[grammar].set_running_or_notify_cancel()
-                self._thread.submit(self._work_on_next)
+                work = _Work[Result](grammar, tenant)
+                self._check_bounds(work, len(queue))
+                self._living.add(work)
+                self._waiting.setdefault(tenant, queue)[grammar] = work
+                if self._thread.ident is None:
+                    self._thread.start()
+                self._changed.notify()
             return queue[grammar]
 
     def close(self) -> None:
         """Finish the work at hand and fail the rest with EngineClosed. Safe to call twice."""
-        with self._lock:
+        with self._changed:
             self._closed = True
             waiting, self._waiting = self._waiting, {}
+            self._changed.notify()
         for queue in waiting.values():
-            for future in queue.values():
-                future.set_exception(_closed())
-        self._thread.shutdown(cancel_futures=True)
+            for work in queue.values():
+                work.set_exception(_closed())
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed, self._used_for_s())
+            self._drop_unused()
+            self._work_on_next()
+
+    def _used_for_s(self) -> float | None:
+        """Seconds until something that is kept must go unless it is used; None if nothing is."""
+        for kept in self._kept.values():
+            return max(0.0, kept.used_s + _UNUSED_S - time.monotonic())
+        return None
+
+    def _drop_unused(self) -> None:
+        with self._changed:
+            before = len(self._kept)
+            while self._used_for_s() == 0:
+                del self._kept[next(iter(self._kept))]
+            dropped = len(self._kept) < before
+        if dropped:
+            trim_malloc()
 
     def _work_on_next(self) -> None:
-        with self._lock:
-            if self._closed:
+        with self._changed:
+            if not self._waiting:
                 return
             tenant, queue = next(iter(self._waiting.items()))
-            grammar, future = next(iter(queue.items()))
-            del self._waiting[tenant], queue[grammar]
+            work = queue.pop(next(iter(queue)))
+            del self._waiting[tenant]
             if queue:
                 self._waiting[tenant] = queue  # behind the others
-            kept = self._kept.get(grammar)  # another tenant's, meanwhile
+            kept = self._kept.get(work.grammar)  # another tenant's, meanwhile
         if kept is not None:
-            future.set_result(kept.result)
+            work.set_result(kept.result())
             return
         began_s = time.monotonic()
         try:
-            result = self._work(grammar)
+            result = self._work(work.grammar)
         except BaseException as error:
-            future.set_exception(error)
+            with self._changed:
+                self._living.discard(work)  # its traceback would keep it there
+            work.set_exception(error)
         else:
-            self._keep(grammar, _Kept(tenant, result))
-            future.set_result(result)
-        with self._lock:
+            self._keep(work)
+            work.set_result(result)
+        with self._changed:
             self._usual_s += 0.2 * (time.monotonic() - began_s - self._usual_s)
 
-    def _keep(self, grammar: str, new: _Kept[Result]) -> None:
-        with self._lock:
-            if len(self._kept) == _KEPT:
-                ((most, _),) = Counter(kept.tenant for kept in self._kept.values()).most_common(1)
-                del self._kept[next(g for g, kept in self._kept.items() if kept.tenant == most)]
-            self._kept[grammar] = new
+    def _keep(self, work: _Work[Result]) -> None:
+        with self._changed:
+            work.used_s = time.monotonic()
+            self._kept[work.grammar] = work
+            held = Counter[str]()
+            for kept in self._kept.values():
+                held[kept.tenant] += kept.bytes
+            while True:
+                ((most, most_bytes),) = held.most_common(1)
+                if most_bytes <= _TENANT_KEPT_BYTES and held.total() <= _KEPT_BYTES:
+                    return
+                oldest = next(kept for kept in self._kept.values() if kept.tenant == most)
+                held[most] -= oldest.bytes
+                del self._kept[oldest.grammar]
 
-    def _refusal(self) -> EngineOverloaded:
-        # One of the tenant's is taken in each round of those that wait.
-        retry_after_s = max(_MIN_RETRY_AFTER_S, len(self._waiting) * self._usual_s)
-        return EngineOverloaded(
-            f"{_MAX_WAITING} other JSON schemas of this tenant wait to be compiled: send the "
-            f"request again in {retry_after_s:.0f} s, or use fewer schemas at once",
-            retry_after_s=retry_after_s,
-            code="rate_limit_exceeded",
-        )
+    def _check_bounds(self, new: _Work[Result], waiting: int) -> None:
+        if waiting == _MAX_WAITING:
+            # One of the tenant's is taken in each round of those that wait.
+            round_s = len(self._waiting) * self._usual_s
+            raise _refusal(f"{_MAX_WAITING} other JSON schemas wait to be compiled", round_s)
+        living = sum(work.bytes for work in self._living if work.tenant == new.tenant)
+        if living + new.bytes > _TENANT_MOST_BYTES:
+            raise _refusal(f"the JSON schemas in use take {living >> 20} MiB compiled", 0.0)
+
+
+def _refusal(reason: str, free_s: float) -> EngineOverloaded:
+    retry_after_s = max(_MIN_RETRY_AFTER_S, free_s)
+    return EngineOverloaded(
+        f"{reason} of this tenant: send the request again in {retry_after_s:.0f} s, or use fewer "
+        "or smaller schemas at once",
+        retry_after_s=retry_after_s,
+        code="rate_limit_exceeded",
+    )
 
 
 def _closed() -> EngineClosed:

@@ -37,7 +37,7 @@ class InputProcessor:
 
         On any thread, which hashes the prompts; the grammar is compiled on another. Raises
         InvalidRequest for a prompt that fills the context and for token ids out of range, and
-        EngineOverloaded if too many grammars of its tenant wait to be compiled.
+        EngineOverloaded if too many grammars of its tenant wait to be compiled or are in use.
         """
         self._check(request)
         sampling = request.sampling

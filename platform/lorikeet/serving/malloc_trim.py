@@ -1,7 +1,8 @@
 """Gives memory that this process has freed back to the system, through glibc's malloc_trim."""
 
 import asyncio
-import ctypes
+
+from lorikeet_engine.malloc_trim import glibc, trim_malloc
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _FIRST_BYTES = 128 * 2**10
@@ -21,11 +22,11 @@ async def trim_freed_memory(trim_s: float = TRIM_S) -> None:
     Ray's exporter takes some 4 KB for each series every ten seconds, and each time in another of
     glibc's arenas, which all keep it. malloc_trim gives back every page that is free.
     """
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "malloc_trim"):
+    library = glibc()
+    if library is None:
         return
     library.mallopt(_TRIM_THRESHOLD, _FIRST_BYTES)
     library.mallopt(_MMAP_THRESHOLD, _FIRST_BYTES)
     while True:
         await asyncio.sleep(trim_s)
-        await asyncio.to_thread(library.malloc_trim, 0)
+        await asyncio.to_thread(trim_malloc)

@@ -1,6 +1,8 @@
 """Work on grammars: tenants take turns, each has its bounds, and nothing is done twice."""
 
+import gc
 import threading
+import time
 
 import pytest
 
@@ -78,18 +80,57 @@ def test_a_tenant_with_too_many_waiting_is_refused_and_told_when_to_come_back(
     assert not worker.result("a2", "acme").done()
 
 
-def test_a_tenant_with_many_grammars_loses_its_own_first(worker, work, monkeypatch):
-    monkeypatch.setattr(grammar_worker, "_KEPT", 6)
+def kept(worker, grammars):
+    """Those of the grammars that need no work, without using them."""
+    return [grammar for grammar in grammars if grammar in worker._kept]
+
+
+def test_a_tenant_with_many_large_grammars_keeps_only_its_share(worker, work):
     work.may_begin.set()
-    for grammar, tenant in [("b", "b"), *((f"a{i}", "acme") for i in range(20)), ("c", "c")]:
-        worker.result(grammar, tenant).result(20)
+    small, large = ["b", "c"], [f"a{i:02}".ljust(100_000) for i in range(64)]
+    for grammar in (small[0], *large, small[1]):
+        worker.result(grammar, grammar[0]).result(20)
+    assert kept(worker, [*small, *large]) == [*small, *large[-3:]]  # of 8.6 MB each, in 32 MiB
     work.done.clear()
-    for grammar in ("b", "a16", "a17", "a18", "a19", "c"):
-        assert worker.result(grammar, "d").done()
-    worker.result("a15", "d").result(20)
-    assert work.done == ["a15"]
-    worker.result("a16", "d").result(20)  # which had to go for it
-    assert work.done == ["a15", "a16"]
+    assert worker.result(large[-3], "d").done()
+    worker.result("a".ljust(100_000), "a").result(20)
+    assert kept(worker, large) == [large[-3], large[-1]]  # the last used stay
+
+
+def test_of_many_tenants_the_one_that_has_most_loses_its_oldest(worker, work):
+    work.may_begin.set()
+    grammars = [f"{tenant}{i}".ljust(120_000) for tenant in "abcd" for i in range(3)]
+    others = [f"{tenant}0".ljust(120_000) for tenant in "efg"]
+    for grammar in (*grammars, *others):
+        worker.result(grammar, grammar[0]).result(20)
+    assert sum(work.bytes for work in worker._kept.values()) <= grammar_worker._KEPT_BYTES
+    gone = {grammars[0], grammars[3]}  # the oldest of a, then of b: 13 of 10 MB each are kept
+    assert set(kept(worker, [*grammars, *others])) == {*grammars, *others} - gone
+
+
+def test_what_nobody_uses_for_a_minute_is_dropped(worker, work, monkeypatch):
+    monkeypatch.setattr(grammar_worker, "_UNUSED_S", 0.5)
+    work.may_begin.set()
+    for grammar in ("used", "unused"):
+        worker.result(grammar, "acme").result(20)
+    until_s = time.monotonic() + 20
+    while "unused" in worker._kept and time.monotonic() < until_s:
+        assert worker.result("used", "acme").done()
+        time.sleep(0.05)
+    assert kept(worker, ["used", "unused"]) == ["used"]
+
+
+def test_a_tenant_whose_requests_hold_too_much_compiled_is_refused(worker, work):
+    work.may_begin.set()
+    held = [worker.result(f"a{i}".ljust(100_000), "acme") for i in range(31)]  # of 8.6 MB each
+    with pytest.raises(EngineOverloaded, match="schemas in use take 254 MiB") as refused:
+        worker.result("more".ljust(100_000), "acme")
+    assert refused.value.code == "rate_limit_exceeded"
+    assert held[-1].result(20)
+    worker.result("b".ljust(100_000), "globex").result(20)
+    held.clear()
+    gc.collect()
+    worker.result("a".ljust(100_000), "acme").result(20)
 
 
 def test_what_raises_is_tried_again(worker, work):

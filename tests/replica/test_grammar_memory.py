@@ -1,0 +1,46 @@
+"""What compiled JSON schemas take of a process is bounded, and returns when nobody uses them."""
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEMO = Path(__file__).parents[2] / "demo" / "model"
+PROGRAM = """
+import json, sys, time
+from pathlib import Path
+from lorikeet.replica.grammar import ModelGrammars, grammar_of
+from lorikeet_engine.sampling import grammar_worker
+from lorikeet_engine.sampling.grammar_worker import GrammarWorker
+
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+def grammar(number, fields):
+    field = {"type": "string", "maxLength": 9}
+    properties = {f"field_{number}_{i}": field for i in range(fields)}
+    return grammar_of(json.dumps({"type": "object", "properties": properties}))
+
+grammar_worker._UNUSED_S = 2.0
+worker = GrammarWorker(ModelGrammars(Path(sys.argv[1])).compile)
+worker.result(grammar(0, 1), "acme").result()
+before = resident_mib()
+for number in range(64):
+    worker.result(grammar(number, 600), "acme").result()
+at_most = resident_mib()
+until_s = time.monotonic() + 20
+while resident_mib() > before + 4 and time.monotonic() < until_s:
+    time.sleep(0.1)
+print(at_most - before, resident_mib() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
+def test_a_tenant_with_64_large_schemas_takes_its_share_and_the_memory_returns() -> None:
+    command = [sys.executable, "-c", PROGRAM, str(DEMO)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    taken_mib, left_mib = map(float, ran.stdout.split())
+    assert 10 < taken_mib < 64  # a share of 32; all of them would take 150
+    assert left_mib < 8
