@@ -99,5 +99,6 @@ class AdapterNotReady(AdapterError):
 class AdapterLoadFailed(AdapterError):
     """An accepted adapter could not be brought to the GPU.
 
-    `own_disk`: where it is true, the machine's disk is full or broken; others may load it.
+    `own_disk`: where it is true, the machine's disk is full or broken and its memory no way round
+    that; others may load it.
     """

@@ -2,17 +2,19 @@
 
 A blob is packed once: its image goes to the disk too, and is read from there the next time.
 Downloads, packing and the writing of images have threads of their own, so neither a source that
-hangs nor a slow disk keeps what is there already from reaching the host.
+hangs nor a slow disk keeps what is there already from reaching the host. What a full or broken
+disk cannot take is downloaded into memory, one blob at a time, and packed from there.
 """
 
-import errno
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -20,6 +22,7 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
 from lorikeet_engine.errors import AdapterError, AdapterLoadFailed, AdapterRejected, AdapterTooLarge
 from lorikeet_engine.residency.disk.cache import DiskCache
+from lorikeet_engine.residency.disk.full_disk import is_disk_trouble, memory_file
 from lorikeet_engine.residency.disk.image_file import ImageFile, write_image
 from lorikeet_engine.residency.host_arena import HostArena
 from lorikeet_engine.residency.packing import PackedLayout, pack
@@ -30,7 +33,6 @@ log = logging.getLogger(__name__)
 _DOWNLOADERS = 8
 _PACKERS = 2
 _DOWNLOADS = 3  # for one load: other processes may remove what was downloaded
-_DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 _SOURCE_HANGS_S = 3.0
 """A download that fails so late tells of the source; sooner, of its adapter."""
 _SOURCE_RETRY_S = 10.0
@@ -63,6 +65,7 @@ class _Task:
     urgent: bool
     asked_s: float
     started: bool = False
+    past_disk: bool = False
     downloads: int = 0
     download_s: float | None = None
     reading_since_s: float = 0.0
@@ -99,6 +102,7 @@ class Loader:
         self._downloaders = Workers(_DOWNLOADERS, "download")
         self._packers = Workers(_PACKERS, "pack")
         self._writer = Workers(1, "write")
+        self._streamer = Workers(1, "stream")  # one: a blob in memory can be as large as they get
 
     def load(self, ref: AdapterRef, tier: Residency, *, urgent: bool) -> None:
         """Load an adapter to DISK or HOST; a load that is under way goes as far, gets as urgent."""
@@ -126,6 +130,7 @@ class Loader:
         self._downloaders.close()
         self._packers.close()
         self._writer.close()
+        self._streamer.close()
 
     def _begin(self, task: _Task, work: Callable[[_Task], None]) -> None:
         with self._lock:
@@ -142,32 +147,54 @@ class Loader:
         except AdapterError as error:
             self._finish(task, error=_about(task.ref, error, AdapterLoadFailed))
         except Exception as error:  # its text is for the log: it may name the machine's folders
+            if is_disk_trouble(error) and self._goes_past_disk(task, error):
+                return
             log.exception("adapter_load_failed", extra={"adapter": str(task.ref)})
             failure = AdapterLoadFailed(
                 f"its weights could not be brought to the engine ({type(error).__name__}): try "
                 f"again in {_SOURCE_RETRY_S:g} s, or ask your admin to look into the log",
                 retry_after_s=_SOURCE_RETRY_S,
-                own_disk=_is_disk_trouble(error),
+                own_disk=is_disk_trouble(error),
             )
             self._finish(task, error=_about(task.ref, failure, AdapterLoadFailed))
 
+    def _goes_past_disk(self, task: _Task, error: Exception) -> bool:
+        """Whether the load goes on without the disk, which it has not tried yet."""
+        with self._lock:
+            if task.past_disk or task.tier is Residency.DISK or not hasattr(os, "memfd_create"):
+                return False
+            task.past_disk = True
+        log.warning("disk_left_out", extra={"adapter": str(task.ref), "error": str(error)})
+        work = partial(self._attempt, task, self._stream)
+        self._streamer.submit(work, urgent=task.urgent)
+        return True
+
+    def _stream(self, task: _Task) -> None:
+        with memory_file() as blob:
+            self._fetch(task, partial(self._disk.fetch_to, task.ref, blob))
+            task.reading_since_s = time.perf_counter()
+            self._pack(task, blob)
+
     def _download(self, task: _Task) -> None:
+        task.downloads += 1
+        self._fetch(task, partial(self._disk.fetch, task.ref))
+        if not self._stays_on_disk(task):
+            work = partial(self._attempt, task, self._from_disk)
+            self._packers.submit(work, urgent=task.urgent)
+
+    def _fetch(self, task: _Task, fetch: Callable[[], None]) -> None:
         if (failure := self._source_failure) and task.asked_s < failure.at_s:
             raise failure.error  # it has waited for those that hung, and would hang as long again
-        task.downloads += 1
         began_s = time.monotonic()
         try:
-            self._disk.fetch(task.ref)
+            fetch()
         except Exception as error:
             failed_s = time.monotonic()
-            if failed_s - began_s >= _SOURCE_HANGS_S:
+            if failed_s - began_s >= _SOURCE_HANGS_S and not is_disk_trouble(error):
                 self._source_failure = _SourceFailure(error, failed_s)
             raise
         self._source_failure = None
         task.download_s = time.monotonic() - began_s
-        if not self._stays_on_disk(task):
-            work = partial(self._attempt, task, self._from_disk)
-            self._packers.submit(work, urgent=task.urgent)
 
     def _from_disk(self, task: _Task) -> None:
         if self._stays_on_disk(task):
@@ -175,7 +202,7 @@ class Loader:
         task.reading_since_s = time.perf_counter()
         try:
             if not self._read_image(task):
-                self._pack_blob(task)
+                self._pack(task, self._disk.blob(task.ref.digest))
         except FileNotFoundError:  # removed by another process, or damaged and without a blob
             if task.downloads == _DOWNLOADS:
                 raise
@@ -185,8 +212,7 @@ class Loader:
     def _stays_on_disk(self, task: _Task) -> bool:
         """Whether the disk was as far as the load was to go; it has ended then."""
         with self._lock:
-            stays = task.tier is Residency.DISK
-            if stays:
+            if stays := task.tier is Residency.DISK:
                 self._finish(task, Residency.DISK)
             return stays
 
@@ -204,8 +230,7 @@ class Loader:
             return False
         return True
 
-    def _pack_blob(self, task: _Task) -> None:
-        blob = self._disk.blob(task.ref.digest)
+    def _pack(self, task: _Task, blob: Path) -> None:
         spec = read_spec(blob, self._shape, self._limits)
         layout = PackedLayout.of(spec, self._shape)
         if self._fill(task, layout, partial(pack, blob, spec, layout)):
@@ -269,15 +294,6 @@ class Loader:
             del self._tasks[task.ref.digest]
             self._results.append(result)
         self._on_result()
-
-
-def _is_disk_trouble(error: BaseException | None) -> bool:
-    """Whether the cause is this machine's disk, so that another engine might load the adapter."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
-            return True
-        error = error.__cause__
-    return False
 
 
 def _about(ref: AdapterRef, error: AdapterError, kind: type[AdapterError]) -> AdapterError:

@@ -1,6 +1,7 @@
 """Adapters on their way: remote → disk → host → GPU, with sources that hang or fail."""
 
 import errno
+import os
 import threading
 import time
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import AdapterLoadFailed, AdapterTooLarge
 from lorikeet_engine.residency import loader
+from lorikeet_engine.residency.disk.cache import DiskCache
 from tests.engine.blobs import SHAPE, everywhere, until
 from tests.engine.residency.tiers_driver import ONE, SIZE, make
 
@@ -210,6 +212,72 @@ def test_what_the_source_refuses_at_once_is_refused_alone(shelf, bench):
     for ref in refs:
         assert "KeyError" in b.failure(ref).message
     assert len(shelf.fetched) == len(refs)
+
+
+needs_memory_files = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no Linux")
+
+
+def full_for(shelf, b, *refs):
+    """Let the disk have no room for these blobs, the next time."""
+    for ref in refs:
+        (b.folder / f"{ref.digest}.part").symlink_to("/dev/full")
+
+
+@needs_memory_files
+def test_what_a_full_disk_has_no_room_for_is_loaded_past_it(shelf, bench, caplog):
+    refs = make(shelf, "abc")
+    b = bench()
+    full_for(shelf, b, *refs)
+    for ref in refs:
+        b.tiers.request(ref)
+    for ref in refs:
+        b.lease(ref).release()  # the numbers are compared there
+    assert caplog.text.count("disk_left_out") == 3
+    assert sorted(shelf.fetched) == [*"aabbcc"]
+
+
+@needs_memory_files
+def test_what_came_past_a_full_disk_is_fetched_again_once_it_left_the_host(shelf, bench):
+    a, other = make(shelf, "ab")
+    b = bench(gpu=1, host=1)
+    full_for(shelf, b, a)
+    b.lease(a).release()
+    b.lease(other).release()
+    for file in b.folder.iterdir():
+        file.unlink()
+    b.lease(a).release()
+    assert shelf.fetched.count("a") == 3
+
+
+@needs_memory_files
+def test_a_damaged_blob_is_refused_past_the_disk_too(shelf, bench):
+    (a,) = make(shelf, "a")
+    shelf.spoil.add("a")
+    b = bench()
+    full_for(shelf, b, a)
+    assert "the stored blob is damaged" in b.failure(a).message
+    assert len(shelf.fetched) == 2
+
+
+@needs_memory_files
+def test_past_a_full_disk_one_blob_at_a_time_is_in_memory(shelf, bench, monkeypatch):
+    refs, at_once, most = make(shelf, "abcd"), [], []
+
+    def fetch_to(cache, ref, path, fetch=DiskCache.fetch_to):
+        at_once.append(ref)
+        most.append(len(at_once))
+        time.sleep(0.05)
+        fetch(cache, ref, path)
+        at_once.remove(ref)
+
+    def no_room(cache, ref):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DiskCache, "fetch_to", fetch_to)
+    monkeypatch.setattr(DiskCache, "fetch", no_room)
+    b = bench()
+    b.load(*refs)
+    assert most == [1, 1, 1, 1]
 
 
 def test_a_failure_says_whether_this_machines_disk_is_the_cause(shelf, bench):

@@ -110,6 +110,16 @@ class DiskCache:
                 return
             self._fetch(ref)
 
+    def fetch_to(self, ref: AdapterRef, path: Path) -> None:
+        """Write the blob, fetched and verified, into a file. Raises as `fetch` does."""
+        digest = self._source.fetch(ref, path) or blob_digest(path)
+        if digest != ref.digest:
+            raise AdapterLoadFailed(
+                f"{ref}: what was fetched has digest {digest}, not {ref.digest}: the stored "
+                "blob is damaged; remove it from the store and register the adapter again",
+                adapter=str(ref),
+            )
+
     def blob(self, digest: str) -> Path:
         """The blob's file, which counts as used now. It can vanish any time after.
 
@@ -176,13 +186,7 @@ class DiskCache:
     def _fetch(self, ref: AdapterRef) -> None:
         # Only one fetches a digest, so what a crash left behind is overwritten.
         with self._adding(ref.digest, self._folder / f"{ref.digest}{_PART}") as part:
-            digest = self._source.fetch(ref, part) or blob_digest(part)
-            if digest != ref.digest:
-                raise AdapterLoadFailed(
-                    f"{ref}: what was fetched has digest {digest}, not {ref.digest}: the stored "
-                    "blob is damaged; remove it from the store and register the adapter again",
-                    adapter=str(ref),
-                )
+            self.fetch_to(ref, part)
 
     def _names(self, digest: str) -> tuple[str, ...]:
         """The names of usable files, the best first; none for what is no digest."""
