@@ -116,8 +116,9 @@ def test_a_download_whose_ranges_fail_ends_with_their_error(url: str, tmp_path: 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections stall after 0.3 s, and no call is tried again after 0.4."""
+    """Connections stall after 0.3 s or 0.6, and no call is tried again after 0.4."""
     monkeypatch.setattr(s3, "_CONFIG", s3._CONFIG.merge(Config(read_timeout=0.3)))
+    monkeypatch.setattr(s3, "_PATIENT", Config(read_timeout=0.6))
     monkeypatch.setattr(s3, "_RETRY_S", 0.4)
 
 
@@ -172,6 +173,44 @@ def test_a_call_without_an_answer_is_tried_once_more_and_fails_soon(
             act(open_store(url))
         assert time.monotonic() - began_s < 5
     assert len(asked) == 2
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda store, _, file: store.put_file("b", file),
+        lambda store, *_: store.touch("a"),
+        lambda store, token, file: store.parts.put("up", token, 1, file),
+        lambda store, token, _: store.parts.join("up", token),
+        lambda store, *_: store.parts.copy("a", "b"),
+    ],
+    ids=["put_file", "touch", "put", "join", "copy"],
+)
+def test_a_write_that_hangs_midway_is_tried_once_and_fails_soon(
+    url: str, tmp_path: Path, act: Callable[[ObjectStore, str, Path], object]
+) -> None:
+    (tmp_path / "in").write_bytes(b"data")
+    store = open_store(url)
+    store.put_file("a", tmp_path / "in")
+    store.parts.put("up", token := store.parts.begin("up"), 1, tmp_path / "in")
+    hung: list[str] = []
+
+    def writes(request: BaseHTTPRequestHandler) -> bool:
+        if request.command in ("PUT", "POST"):
+            hung.append(request.path)
+        return request.command in ("PUT", "POST")
+
+    with stalling(writes):
+        began_s = time.monotonic()
+        with pytest.raises(StoreError, match="Read timeout"):
+            act(open_store(url), token, tmp_path / "in")
+        assert time.monotonic() - began_s < 5
+    assert len(hung) == 1
+
+
+def test_what_s3_answers_late_has_longer_but_not_longer_than_an_admins_command_may_take() -> None:
+    assert s3._STALLED_S < s3._RETRY_S < s3._PATIENT.read_timeout < 15  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("hasty")

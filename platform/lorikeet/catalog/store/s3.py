@@ -56,8 +56,8 @@ _CONFIG = Config(
     read_timeout=_STALLED_S,
     max_pool_connections=64,
 )
-_PATIENT = Config(read_timeout=30)
-"""For copies, joins and uploads, which S3 answers when they are done."""
+_PATIENT = Config(read_timeout=12)
+"""For copies, joins and uploads, which S3 answers when they are done: no second try follows."""
 
 
 class S3Store:
@@ -70,8 +70,9 @@ class S3Store:
             session = boto3.session.Session()
             self._client = session.client("s3", config=_CONFIG)
             self._patient = session.client("s3", config=_CONFIG.merge(_PATIENT))
-        self._client.meta.events.register("before-call.s3", _note_begin)
-        self._client.meta.events.register_first("needs-retry.s3", _in_time)
+        for client in (self._client, self._patient):
+            client.meta.events.register("before-call.s3", _note_begin)
+            client.meta.events.register_first("needs-retry.s3", _in_time)
 
     @property
     def url(self) -> str:
