@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,28 @@ def test_an_unknown_name_is_not_looked_up_again_at_once(tmp_path: Path) -> None:
         assert len(reads) == 1
         assert gateway.post(CHAT, chat("acme/another")).status_code == 404
         assert len(reads) == 2
+
+
+def test_unknown_keys_in_bulk_share_reads_of_the_catalog_and_known_ones_wait_for_none(
+    tmp_path: Path,
+) -> None:
+    with serving(tmp_path, refresh_s=HOUR) as gateway, ThreadPoolExecutor(40) as flood:
+        answers, reads = threading.Event(), list[float]()
+        refresh = gateway.catalog.refresh
+
+        def count_late() -> CatalogState:
+            reads.append(time.monotonic())
+            assert answers.wait(20)
+            return refresh()
+
+        gateway.catalog.refresh = count_late  # type: ignore[method-assign]
+        keys = [f"lk_{number:043}" for number in range(40)]
+        refused = [flood.submit(gateway.request, "GET", "/v1/models", key) for key in keys]
+        eventually(lambda: bool(reads))
+        assert gateway.post(CHAT, chat("tiny")).status_code == 200
+        answers.set()
+        assert {each.result().status_code for each in refused} == {401}
+        assert len(reads) <= 5  # of the first, of all that came meanwhile, of late threads
 
 
 def test_many_misses_share_one_read(catalog: CountingCatalog) -> None:
