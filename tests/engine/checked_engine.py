@@ -31,7 +31,7 @@ class ManualWorkers:
     def __init__(self) -> None:
         self.work: list[Callable[[], None]] = []
 
-    def submit(self, work: Callable[[], None], *, urgent: bool) -> None:
+    def submit(self, work: Callable[[], None], *, urgent: bool, tenant: str = "") -> None:
         self.work.append(work)
 
     def close(self) -> None:

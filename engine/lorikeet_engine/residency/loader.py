@@ -117,9 +117,9 @@ class Loader:
             if task.started:
                 return
         if self._disk.holds(ref.digest):
-            self._packers.submit(partial(self._begin, task, self._from_disk), urgent=urgent)
+            self._submit(self._packers, task, partial(self._begin, task, self._from_disk))
         else:
-            self._downloaders.submit(partial(self._begin, task, self._download), urgent=urgent)
+            self._submit(self._downloaders, task, partial(self._begin, task, self._download))
 
     def results(self) -> list[LoadResult]:
         """The loads that ended since the last call."""
@@ -131,6 +131,9 @@ class Loader:
         self._packers.close()
         self._writer.close()
         self._streamer.close()
+
+    def _submit(self, workers: Workers, task: _Task, work: Callable[[], None]) -> None:
+        workers.submit(work, urgent=task.urgent, tenant=task.ref.tenant)
 
     def _begin(self, task: _Task, work: Callable[[_Task], None]) -> None:
         with self._lock:
@@ -165,8 +168,7 @@ class Loader:
                 return False
             task.past_disk = True
         log.warning("disk_left_out", extra={"adapter": str(task.ref), "error": str(error)})
-        work = partial(self._attempt, task, self._stream)
-        self._streamer.submit(work, urgent=task.urgent)
+        self._submit(self._streamer, task, partial(self._attempt, task, self._stream))
         return True
 
     def _stream(self, task: _Task) -> None:
@@ -179,8 +181,7 @@ class Loader:
         task.downloads += 1
         self._fetch(task, partial(self._disk.fetch, task.ref))
         if not self._stays_on_disk(task):
-            work = partial(self._attempt, task, self._from_disk)
-            self._packers.submit(work, urgent=task.urgent)
+            self._submit(self._packers, task, partial(self._attempt, task, self._from_disk))
 
     def _fetch(self, task: _Task, fetch: Callable[[], None]) -> None:
         if (failure := self._source_failure) and task.asked_s < failure.at_s:
@@ -206,8 +207,7 @@ class Loader:
         except FileNotFoundError:  # removed by another process, or damaged and without a blob
             if task.downloads == _DOWNLOADS:
                 raise
-            work = partial(self._attempt, task, self._download)
-            self._downloaders.submit(work, urgent=task.urgent)
+            self._submit(self._downloaders, task, partial(self._attempt, task, self._download))
 
     def _stays_on_disk(self, task: _Task) -> bool:
         """Whether the disk was as far as the load was to go; it has ended then."""
@@ -234,7 +234,7 @@ class Loader:
         spec = read_spec(blob, self._shape, self._limits)
         layout = PackedLayout.of(spec, self._shape)
         if self._fill(task, layout, partial(pack, blob, spec, layout)):
-            self._writer.submit(partial(self._write_image, task.ref), urgent=False)
+            self._submit(self._writer, task, partial(self._write_image, task.ref))
 
     def _fill(
         self, task: _Task, layout: PackedLayout, write: Callable[[torch.Tensor], None]

@@ -4,6 +4,7 @@ import itertools
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable
 from enum import IntEnum
 
@@ -21,12 +22,20 @@ class _Turn(IntEnum):
 
 
 class Workers:
-    """A few daemon threads; urgent work goes first, otherwise in order of submission."""
+    """A few daemon threads; urgent work goes first, and tenants take turns. Thread-safe.
+
+    Work gets the round after its tenant's last one, or the round that is being worked on if that is
+    later, so a tenant with hundreds of loads delays its own. Within a round the first come goes
+    first.
+    """
 
     def __init__(self, count: int, name: str) -> None:
-        self._queue: queue.PriorityQueue[tuple[_Turn, int, Callable[[], None]]]
+        self._queue: queue.PriorityQueue[tuple[_Turn, int, int, Callable[[], None]]]
         self._queue = queue.PriorityQueue()
         self._order = itertools.count()
+        self._lock = threading.Lock()  # guards the two below
+        self._rounds = Counter[_Turn]()  # that are being worked on
+        self._next_rounds: dict[tuple[_Turn, str], int] = {}  # of tenants that have work
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"lorikeet-{name}-{n}", daemon=True)
@@ -35,22 +44,29 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, work: Callable[[], None], *, urgent: bool) -> None:
-        """Run work on one of the threads."""
+    def submit(self, work: Callable[[], None], *, urgent: bool, tenant: str = "") -> None:
+        """Run work on one of the threads, in a tenant's turn."""
         turn = _Turn.URGENT if urgent else _Turn.LATER
-        self._queue.put((turn, next(self._order), work))
+        with self._lock:
+            if self._queue.empty():
+                self._next_rounds.clear()
+            at = max(self._rounds[turn], self._next_rounds.get((turn, tenant), 0))
+            self._next_rounds[turn, tenant] = at + 1
+            self._queue.put((turn, at, next(self._order), work))
 
     def close(self) -> None:
         """Start nothing more. What hangs in a source is left to end with the process."""
         self._closed = True
         for _ in self._threads:
-            self._queue.put((_Turn.CLOSE, next(self._order), lambda: None))
+            self._queue.put((_Turn.CLOSE, 0, next(self._order), lambda: None))
         for thread in self._threads:
             thread.join(_JOIN_S / len(self._threads))
 
     def _run(self) -> None:
         while True:
-            work = self._queue.get()[2]
+            turn, at, _, work = self._queue.get()
+            with self._lock:
+                self._rounds[turn] = max(self._rounds[turn], at)
             if self._closed:
                 return
             try:
