@@ -1,4 +1,4 @@
-"""Middleware in Ray Serve's HTTP proxies: request ids, and what Serve answers by itself.
+"""Middleware in Ray Serve's HTTP proxies: unread answers, request ids, what Serve itself answers.
 
 Serve imports it when
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=lorikeet.serving.proxy_middleware:middlewares.
@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lorikeet.dialects import error_body
 from lorikeet.errors import Unavailable
 from lorikeet.gateway.error_responses import error_response
+from lorikeet.serving.unread_answers import UnreadAnswerMiddleware
 
 _HEADER = b"x-request-id"
 _ROUTES = "/-/routes"
@@ -20,6 +21,7 @@ _ROUTES = "/-/routes"
 def middlewares() -> list[Middleware]:
     """The middleware that Serve puts around its own."""
     return [
+        Middleware(UnreadAnswerMiddleware),
         Middleware(RequestIdMiddleware),
         Middleware(UnavailableMiddleware),
         Middleware(RoutesMiddleware),
