@@ -145,10 +145,9 @@ class Loader:
     def _attempt(self, task: _Task, work: Callable[[_Task], None]) -> None:
         try:
             work(task)
-        except AdapterTooLarge as error:
-            self._finish(task, error=_about(task.ref, error, AdapterTooLarge))
         except AdapterError as error:
-            self._finish(task, error=_about(task.ref, error, AdapterLoadFailed))
+            kind = AdapterTooLarge if isinstance(error, AdapterTooLarge) else AdapterLoadFailed
+            self._finish(task, error=_about(task.ref, error, kind))
         except Exception as error:  # its text is for the log: it may name the machine's folders
             if is_disk_trouble(error) and self._goes_past_disk(task, error):
                 return
@@ -204,10 +203,11 @@ class Loader:
         try:
             if not self._read_image(task):
                 self._pack(task, self._disk.blob(task.ref.digest))
-        except FileNotFoundError:  # removed by another process, or damaged and without a blob
-            if task.downloads == _DOWNLOADS:
+        except FileNotFoundError as error:  # removed by another, or damaged and without a blob
+            if task.downloads < _DOWNLOADS:
+                self._submit(self._downloaders, task, partial(self._attempt, task, self._download))
+            elif not self._goes_past_disk(task, error):
                 raise
-            self._submit(self._downloaders, task, partial(self._attempt, task, self._download))
 
     def _stays_on_disk(self, task: _Task) -> bool:
         """Whether the disk was as far as the load was to go; it has ended then."""

@@ -258,11 +258,24 @@ def test_what_came_past_a_full_disk_is_fetched_again_once_it_left_the_host(shelf
     b = bench(gpu=1, host=1)
     full_for(shelf, b, a)
     b.lease(a).release()
+    b.image(a).unlink()  # as if the disk had had no room for that either
     b.lease(other).release()
-    for file in b.folder.iterdir():
-        file.unlink()
     b.lease(a).release()
     assert shelf.fetched.count("a") == 3
+
+
+@needs_memory_files
+def test_what_others_take_from_the_disk_again_and_again_is_loaded_past_it(
+    shelf, bench, monkeypatch
+):
+    (a,) = make(shelf, "a")
+
+    def gone(cache, digest):
+        raise FileNotFoundError(digest)
+
+    monkeypatch.setattr(DiskCache, "blob", gone)
+    bench().lease(a).release()
+    assert len(shelf.fetched) == loader._DOWNLOADS + 1
 
 
 @needs_memory_files
