@@ -78,7 +78,7 @@ test-platform: $(INSTALLED)
 soak: $(INSTALLED)  ## the long versions of the tests
 	$(BIN)/pytest -m soak --timeout 3600
 
-attack: $(INSTALLED)  ## one tenant does its worst, another looks on: ATTACK_S=600 for each attack
+attack: $(INSTALLED)  ## one tenant does its worst, another looks on: ATTACK_S=600 (or 75) for each attack
 	$(BIN)/pytest -m attack tests/attack
 
 test-gpu: $(INSTALLED)  ## the tests that need a CUDA device

@@ -9,6 +9,8 @@ import asyncio
 import itertools
 import json
 import os
+import secrets
+import socket
 import sys
 import time
 from collections import Counter
@@ -27,6 +29,7 @@ SPACE = "38"
 """The demo's token for a space."""
 _PATIENCE_S = 60.0
 _KEPT_OPEN_S = 10.0
+_UNREAD_S = 30.0
 _BETWEEN_REFUSALS_S = 0.05
 
 Sending = Callable[[], Awaitable[None]]
@@ -78,6 +81,22 @@ class Attacker:
         finally:
             writer.close()
 
+    async def leave_unread(self, body: Any) -> None:
+        """Send a request, see that its answer begins, and read no more of it for a while."""
+        url, content = httpx.URL(self.url), _encoded(body)
+        asking = socket.socket()
+        asking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)  # the kernel takes little
+        asking.setblocking(False)
+        with asking:
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(asking, (url.host, url.port))
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: {url.host}\r\nauthorization: Bearer {self.key}"
+            head += f"\r\ncontent-length: {len(content)}\r\n\r\n"
+            await loop.sock_sendall(asking, head.encode() + content)
+            line = await asyncio.wait_for(loop.sock_recv(asking, 12), _PATIENCE_S)
+            self.seen[line[9:].decode() or "closed"] += 1
+            await asyncio.sleep(min(_UNREAD_S, self.until_s - time.monotonic()))
+
     def _headers(self, more: Mapping[str, str]) -> dict[str, str]:
         named = {name.replace("_", "-"): value for name, value in more.items()}
         return {"authorization": f"Bearer {self.key}", **named}
@@ -116,6 +135,26 @@ async def no_wait_for_cold_adapters(attacker: Attacker) -> None:
         await attacker.post(body, x_lorikeet_max_adapter_wait_ms="0")
 
     await attacker.repeat(10, ask)
+
+
+async def cold_adapters(attacker: Attacker) -> None:
+    models = itertools.cycle(attacker.cold_models)
+    clients = len(attacker.cold_models) // 2
+    await attacker.repeat(
+        clients, lambda: attacker.post(chat(max_tokens=4) | {"model": next(models)})
+    )
+
+
+async def unknown_keys(attacker: Attacker) -> None:
+    async def ask() -> None:
+        await attacker.post(chat(), authorization=f"Bearer lk_{secrets.token_urlsafe(32)}")
+
+    await attacker.repeat(20, ask)
+
+
+async def unread_streams(attacker: Attacker) -> None:
+    body = chat(n=16, max_tokens=900, logprobs=True, top_logprobs=20, ignore_eos=True, stream=True)
+    await attacker.repeat(16, lambda: attacker.leave_unread(body))
 
 
 async def large_answers(attacker: Attacker) -> None:
@@ -166,6 +205,9 @@ ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
         tools_of_8_mib,
         whitespace_in_calls,
         hang_ups,
+        unread_streams,
+        cold_adapters,
+        unknown_keys,
     )
 }
 
