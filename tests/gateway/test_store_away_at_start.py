@@ -97,12 +97,22 @@ def test_without_a_view_it_refuses_until_the_store_is_back(before: Gateway) -> N
         assert gateway.request("GET", "/readyz", None).status_code == 200
 
 
-def test_it_does_not_start_where_the_store_refuses(before: Gateway) -> None:
-    catalog = AdapterCatalog(RefusingStore(before.folder / "store"))
-    view = GatewayCatalogView(catalog, 1.0, kept(before.folder))
-    eventually(lambda: keeps_all(before))
+def test_without_a_view_it_does_not_start_where_the_store_refuses(before: Gateway) -> None:
+    view = refused_view(before, KeptView(before.folder / "cache", "never kept"))
     with pytest.raises(StoreRefused, match="renew them"):
         asyncio.run(view.start())
+
+
+def test_with_a_view_it_starts_where_the_store_refuses(before: Gateway) -> None:
+    eventually(lambda: keeps_all(before))
+    view = refused_view(before, kept(before.folder))
+    asyncio.run(view.start())
+    assert view.state.seq == before.catalog.state.seq
+
+
+def refused_view(before: Gateway, kept_view: KeptView) -> GatewayCatalogView:
+    catalog = AdapterCatalog(RefusingStore(before.folder / "store"))
+    return GatewayCatalogView(catalog, 1.0, kept_view)
 
 
 def test_with_a_view_it_serves_and_says_how_old_that_is(before: Gateway) -> None:

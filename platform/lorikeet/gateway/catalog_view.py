@@ -114,7 +114,8 @@ class GatewayCatalogView:
     async def start(self) -> None:
         """Read the catalog, or begin with the view that was kept, or with none and go on asking.
 
-        Raises StoreRefused if the store answers, and refuses, or holds no catalog.
+        Raises StoreRefused if the store answers, and refuses, or holds no catalog, and no view was
+        kept.
         """
         if self.state.seq == 0 and self._kept is not None:
             kept = await asyncio.to_thread(self._kept.read)
@@ -122,7 +123,7 @@ class GatewayCatalogView:
                 self._catalog.begin_with(kept.state)
                 self._answered_s = time.monotonic() - kept.age_s
         await self.refresh()
-        if isinstance(self._failure, StoreRefused):
+        if self.state.seq == 0 and isinstance(self._failure, StoreRefused):
             raise self._failure
 
     async def keep(self) -> None:

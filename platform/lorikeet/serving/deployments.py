@@ -163,7 +163,8 @@ class Gateway:
         with _failure_logged("gateway", settings.catalog):
             store = open_store(settings.catalog)
             catalog = AdapterCatalog(store)
-            _check_catalog(catalog)
+            kept_view = KeptView(settings.cache_dir, store.url)
+            _check_catalog(catalog, kept_view)
             self._services = Services(
                 catalog=catalog,
                 base_models=read_base_models(settings.base_models),
@@ -180,7 +181,7 @@ class Gateway:
                 max_running=_max_running(settings),
                 traces=_traces(settings, name),
                 metrics=GatewayMetrics(settings.gateways),
-                kept_view=KeptView(settings.cache_dir, store.url),
+                kept_view=kept_view,
                 metrics_pages=partial(broadcast_all, [*engines.values(), controller], "metrics"),
             )
             self._trim = asyncio.create_task(trim_freed_memory())
@@ -222,13 +223,13 @@ def _max_running(settings: Settings) -> dict[str, int]:
     }
 
 
-def _check_catalog(catalog: AdapterCatalog) -> None:
-    """Raise what the store refuses; one that is away is asked again while we serve."""
+def _check_catalog(catalog: AdapterCatalog, kept_view: KeptView) -> None:
+    """Raise what the store refuses, unless a view was kept; one away is asked again as we serve."""
     try:
         catalog.refresh()
-    except StoreRefused:
-        raise
     except StoreError as error:
+        if isinstance(error, StoreRefused) and kept_view.read() is None:
+            raise
         log.warning("catalog_unreachable", extra={"error": str(error)})
 
 
