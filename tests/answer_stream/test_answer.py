@@ -71,6 +71,24 @@ def test_what_is_queued_goes_out_as_one_chunk(tokenizer):
     assert len(answer.take(outputs)) == 1
 
 
+@pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.COMPLETIONS])
+def test_each_event_says_what_its_choice_has_taken_where_that_is_asked_for(tokenizer, endpoint):
+    call = replace(CALL, endpoint=endpoint, stream=True, include_usage=True, continuous_usage=True)
+    answer = Answer(replace(call, n=2), [(1,) * 3], Vocabulary(tokenizer))
+    outputs = [tokens(tokenizer, "ab", 0), tokens(tokenizer, "cde", 1)]
+    outputs += [tokens(tokenizer, "f", i, FinishReason.STOP) for i in range(2)]
+    *shown, last, _ = events(answer.take(outputs))
+    made = {0: [], 1: []}
+    for event in shown:
+        usage = event["usage"]
+        assert usage["prompt_tokens"] == 3
+        assert usage["total_tokens"] == 3 + usage["completion_tokens"]
+        made[event["choices"][0]["index"]].append(usage["completion_tokens"])
+    assert {index: sorted(set(counts)) for index, counts in made.items()} == {0: [2, 3], 1: [3, 4]}
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 7
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_message_names_the_stop_string_and_what_was_cached(tokenizer, stream):
     call = replace(

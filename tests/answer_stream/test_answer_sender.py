@@ -10,7 +10,14 @@ from lorikeet.answer_stream.answer import Answer, AnswerSender
 from lorikeet.answer_stream.billed_tokens import BilledTokens
 from lorikeet.answer_stream.detokenizer import Vocabulary
 from lorikeet.answer_stream.response_stream import ResponseStream
-from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, Refusal
+from lorikeet.protocol.messages import (
+    AnswerHeader,
+    Call,
+    Endpoint,
+    FinalUsage,
+    Refusal,
+    RunningUsage,
+)
 from lorikeet.usage.ledger import UsageCounts
 from lorikeet_engine.errors import StepFailed
 from lorikeet_engine.request import EngineTimings, Failed, FinishReason, Tokens
@@ -72,6 +79,24 @@ def test_a_stop_string_aborts_the_choice_that_the_engine_goes_on_with(tokenizer:
             one.sender.take(token(token_id))
         await one.sender.ended
         assert one.aborted == [("r", 0)]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_gateway_is_told_now_and_then_how_many_tokens_were_made(
+    tokenizer: Tokenizer, stream: bool
+) -> None:
+    async def scenario() -> None:
+        one = Started(tokenizer, replace(CALL, stream=stream))
+        one.sender.begin(HEADER)
+        for _ in range(200):
+            one.sender.take(token(A))
+        items, ended = await one.heard()
+        told = [item for item in items if isinstance(item, RunningUsage)]
+        assert told == [RunningUsage(64), RunningUsage(128), RunningUsage(192)]
+        assert any(isinstance(item, bytes) for item in items) is stream
+        assert not ended
 
     asyncio.run(scenario())
 

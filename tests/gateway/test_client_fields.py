@@ -51,6 +51,17 @@ def test_a_templates_variable_of_a_bad_type_is_the_callers_to_change(
         assert error_of(gateway.post(CHAT, body), 400)["param"] == "messages"
 
 
+def test_usage_can_be_in_every_chunk(gateway: Gateway, replica: ScriptedReplica) -> None:
+    for continuous in (False, True):
+        options = {"include_usage": True, "continuous_usage_stats": continuous}
+        body = chat("tiny", "hi", stream=True, stream_options=options)
+        lines = gateway.post(CHAT, body).raise_for_status().text.split("\n\n")
+        *chunks, last = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+        made = [chunk["usage"] and chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert made == ([1, 1, 2, 3, 4, 4] if continuous else [None] * 6)
+        assert last["usage"]["completion_tokens"] == 4
+
+
 def test_the_last_message_can_be_continued(gateway: Gateway, replica: ScriptedReplica) -> None:
     begun = [TURN, {"role": "assistant", "content": "It is"}]
     body = {"model": "tiny", "messages": begun, "continue_final_message": True}

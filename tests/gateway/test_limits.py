@@ -1,6 +1,7 @@
 """What a client sees of its limits: headers, refusals, and what a request has cost."""
 
 import asyncio
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from lorikeet.answer_stream.openai_format import EventStream
 from lorikeet.catalog.records import Scope
 from lorikeet.errors import LimitStatus, Unavailable
-from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, Refusal
+from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, Refusal, RunningUsage
 from lorikeet.tenancy import limit_headers
 from tests.gateway.conftest import (
     Gateway,
@@ -136,26 +137,32 @@ def test_of_a_client_that_leaves_what_was_reserved_counts(gateway: Gateway) -> N
     assert remaining(gateway.post(CHAT, BODY, tenant="small")) < 5000  # 100 more each second
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("cut", [False, True], ids=["the client leaves", "the replica is lost"])
-def test_of_a_stream_without_an_end_what_passed_counts_if_it_is_more(
-    gateway: Gateway, cut: bool
+def test_of_an_answer_without_an_end_what_was_made_counts_if_it_is_more(
+    gateway: Gateway, stream: bool, cut: bool
 ) -> None:
+    """Also where the client has read nothing yet: of calls of tools, thinking, a whole answer."""
+    if cut and not stream:
+        pytest.skip("a call that fails before its first byte takes nothing")
     add(gateway, "small", tokens_per_min=6000)
 
     async def long(call: Call) -> Items:
-        events = EventStream(call)
         yield header(call)
-        yield b"".join(events.delta(0, "a ") for _ in range(2000))  # joined, as a buffer does
+        if cut:
+            yield EventStream(call).delta(0, "a ")
+        for made in (64, 1000, 2000):
+            yield RunningUsage(made)
         if cut:
             raise Unavailable("lost")
         await asyncio.sleep(60)
 
     gateway.engines.replay = long
-    body = {**BODY, "stream": True, "max_tokens": 10}
+    body = {**BODY, "stream": stream, "max_tokens": 10}
     began_s = time.monotonic()
-    stream = gateway.openai("small").chat.completions.create(**body)
-    next(iter(stream))
-    stream.close()
+    with contextlib.suppress(httpx.ReadTimeout):
+        headers = {"authorization": f"Bearer {gateway.keys['small']}"}
+        httpx.post(gateway.url + CHAT, json=body, headers=headers, timeout=1)
     eventually(lambda: len(gateway.engines.closed) == 1)
     gateway.engines.replay = repeat
 

@@ -17,7 +17,14 @@ from lorikeet.answer_stream.reasoning import Thinking
 from lorikeet.answer_stream.response_stream import ResponseStream
 from lorikeet.answer_stream.tool_syntax import ToolSyntax
 from lorikeet.errors import engine_code
-from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, Refusal, StreamItem
+from lorikeet.protocol.messages import (
+    AnswerHeader,
+    Call,
+    FinalUsage,
+    Refusal,
+    RunningUsage,
+    StreamItem,
+)
 from lorikeet_engine.errors import AdapterError, EngineError
 from lorikeet_engine.request import (
     EngineTimings,
@@ -29,6 +36,8 @@ from lorikeet_engine.request import (
 
 Abort = Callable[[str, int], object]
 """Takes a request's id and a choice."""
+_TOLD_EVERY = 64
+"""Tokens from one RunningUsage to the next: a gateway handles less than 2% more items for them."""
 
 
 class Answer:
@@ -49,7 +58,7 @@ class Answer:
         thinking: Thinking = Thinking.NEVER,
     ) -> None:
         self._call = call
-        self._prompt_tokens = sum(map(len, prompts))
+        self._prompt_tokens = [len(prompt) for prompt in prompts]
         self._events = event_stream(call, self)
         stop = StopStrings(call.stop)
         self._choices = [
@@ -92,7 +101,15 @@ class Answer:
         )
         timings = tuple(self._timings.get(i, EngineTimings()) for i in range(len(self._choices)))
         thought = sum(choice.reasoning_tokens for choice in self._choices)
-        return FinalUsage(self._prompt_tokens, cached, made, timings, thought)
+        return FinalUsage(sum(self._prompt_tokens), cached, made, timings, thought)
+
+    def choice_usage(self, choice: int) -> FinalUsage:
+        """Return what one choice and its prompt have taken until now."""
+        prompt_tokens = self._prompt_tokens[choice // self._call.n]
+        made, cached = self._choices[choice], self._cached.get(choice, 0)
+        return FinalUsage(
+            prompt_tokens, cached, made.tokens, reasoning_tokens=made.reasoning_tokens
+        )
 
     def stop_string(self, choice: int) -> str | None:
         """Return the stop string that ended a choice, if one did."""
@@ -154,6 +171,7 @@ class AnswerSender:
         self._answer, self._meter, self._stream, self._abort = answer, meter, stream, abort
         self._header: AnswerHeader | None = None
         self._early: list[Output] = []
+        self._told_tokens = 0
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def begin(self, header: AnswerHeader) -> None:
@@ -180,6 +198,10 @@ class AnswerSender:
             self._header = replace(header, status=None, load_s=load_s)
             items.append(self._header)
         self._meter.on_output(output)
+        made = self._meter.output_tokens
+        if made >= self._told_tokens + _TOLD_EVERY:
+            self._told_tokens = made
+            items.append(RunningUsage(made))
         for item in self._answer.take((output,)):
             self._meter.on_item(item)
             items.append(item)

@@ -28,7 +28,7 @@ def event_stream(
             return ResponseEventStream(call)
         case Endpoint.MESSAGES:
             return MessageEventStream(call, progress)
-    return EventStream(call)
+    return EventStream(call, progress.choice_usage if call.continuous_usage else None)
 
 
 def whole_answer(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes:

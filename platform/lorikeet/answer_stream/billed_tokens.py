@@ -24,6 +24,11 @@ class BilledTokens:
         self._output_tokens = self._cached_tokens = 0
         self._usage: FinalUsage | None = None
 
+    @property
+    def output_tokens(self) -> int:
+        """How many tokens have come until now."""
+        return self._output_tokens
+
     def on_output(self, output: Output) -> None:
         """Count an output of the engine."""
         if isinstance(output, Tokens):

@@ -39,6 +39,10 @@ class AnswerProgress(Protocol):
         """Return what it has taken until now."""
         ...
 
+    def choice_usage(self, choice: int) -> FinalUsage:
+        """Return what one choice and its prompt have taken until now."""
+        ...
+
     def stop_string(self, choice: int) -> str | None:
         """Return the stop string that ended a choice, if one did."""
         ...

@@ -5,7 +5,7 @@ str.splitlines does.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -92,13 +92,13 @@ class EventStream:
     """The server-sent events of one streamed call.
 
     Call `delta` for each delta of text, then `end` once. The chat role chunk goes before a choice's
-    first delta by itself.
+    first delta by itself. choice_usage: what a choice has taken until now, for each event to show.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, choice_usage: Callable[[int], FinalUsage] | None = None) -> None:
         self._chat = call.endpoint is Endpoint.CHAT
         self._functions = _has_functions(call)
-        self._include_usage = call.include_usage
+        self._include_usage, self._choice_usage = call.include_usage, choice_usage
         self._started: set[int] = set()
         self._called: set[int] = set()
         head = _head(call, "chat.completion.chunk" if self._chat else "text_completion")
@@ -147,8 +147,7 @@ class EventStream:
         """Return the last events: usage with no choices if the client asked for it, then [DONE]."""
         if not self._include_usage:
             return DONE
-        close = b'],"usage":' + _dump(_usage(usage, chat=self._chat)) + b"}\n\n"
-        return self._open + close + DONE
+        return self._open + self._close_with(usage) + DONE
 
     def _event(
         self,
@@ -163,7 +162,13 @@ class EventStream:
         if finish is not None:
             reason = _dump(_reason(finish, called=called, functions=self._functions))
         event = b'{"index":%d' % choice, field, delta, b',"logprobs":', logprobs
-        return b"".join((self._open, *event, b',"finish_reason":', reason, b"}", self._close))
+        close = self._close
+        if self._choice_usage is not None:
+            close = self._close_with(self._choice_usage(choice))
+        return b"".join((self._open, *event, b',"finish_reason":', reason, b"}", close))
+
+    def _close_with(self, usage: FinalUsage) -> bytes:
+        return b'],"usage":' + _dump(_usage(usage, chat=self._chat)) + b"}\n\n"
 
 
 def json_body(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes:

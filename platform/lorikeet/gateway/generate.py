@@ -17,14 +17,16 @@ from lorikeet.gateway.apis.responses_request import ResponsesRequest
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.body import read_json
 from lorikeet.gateway.middleware import request_id_of
-from lorikeet.gateway.replica_response import (
-    EVENT_END,
-    Headers,
-    ReplicaResponse,
-    RequestObserver,
-)
+from lorikeet.gateway.replica_response import Headers, ReplicaResponse, RequestObserver
 from lorikeet.gateway.services import Services
-from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, StreamItem
+from lorikeet.protocol.messages import (
+    AnswerHeader,
+    Call,
+    Endpoint,
+    FinalUsage,
+    RunningUsage,
+    StreamItem,
+)
 from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy import RateLimiter, RateLimitHold, limit_headers
@@ -146,16 +148,15 @@ class RateLimitObserver(RequestObserver):
     """Holds a call to its limits (RateLimitHold): reserves tokens, and settles what it took.
 
     A complete answer's FinalUsage says what it took. A call that failed before its first bytes took
-    nothing. Of any other, whose client left or whose replica was lost in mid stream, that is not
-    known: what was reserved counts, or, if that is more, its prompt and the events that passed.
-    An event has at least a token of one choice.
+    nothing. Of any other, whose client left or whose replica was lost in mid stream, what was
+    reserved counts, or, if that is more, its prompt and the tokens of the last RunningUsage.
     """
 
     def __init__(self, hold: RateLimitHold, call: Call, base_model: str) -> None:
         self._hold = hold
         self._base_model = base_model
         self._reserved = _expected_tokens(call)
-        self._passed = call.work.prompt_tokens
+        self._taken = self._prompt_tokens = call.work.prompt_tokens
         self._answered = self._settled = False
 
     def __enter__(self) -> None:
@@ -171,14 +172,14 @@ class RateLimitObserver(RequestObserver):
         if isinstance(error, Exception) and not self._answered:
             self._hold.settle(0)
         elif not self._settled:
-            self._hold.settle(max(self._reserved, self._passed))
+            self._hold.settle(max(self._reserved, self._taken))
         self._hold.release()
 
     def on_item(self, item: StreamItem) -> None:
-        """Count a stream's events, note the first token, and settle the final usage."""
+        """Note what was made and the first token, and settle the final usage."""
         match item:
-            case bytes():
-                self._passed += item.count(EVENT_END)
+            case RunningUsage():
+                self._taken = self._prompt_tokens + item.completion_tokens
             case AnswerHeader() if not item.is_first:
                 self._hold.first_token()
             case FinalUsage():

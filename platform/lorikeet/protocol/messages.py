@@ -73,7 +73,8 @@ class Call:
     model: as the client wrote it, echoed in the answer. Either `messages` (chats of any API) or
     `prompts` (completions: texts or token ids) is set. max_tokens None means as many as the context
     allows, 0 that nothing is said; it, min_tokens and the grammar are left at their defaults in
-    `sampling`: the replica adds them.
+    `sampling`: the replica adds them. continuous_usage: each event of a stream says what its choice
+    has taken until then.
     stop: strings that end a choice. created: Unix time, seconds. work: for the router, and to tell
     short prompts from long ones; what they take is an estimate. scheduling: for the engine.
     key_id: whose request it is. max_context: what a prompt and an answer to it may have together,
@@ -100,6 +101,7 @@ class Call:
     n: int = 1
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     format: Format | None = None
     tools: ToolUse | None = None
     echo: bool = False
@@ -157,6 +159,17 @@ class FinalUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class RunningUsage:
+    """The tokens that all choices of an answer have until now.
+
+    One comes for every few dozen of them, whether or not any bytes do: of an answer that is never
+    whole its limits know by it what was made.
+    """
+
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Refusal:
     """The request failed before its first byte; `code` is a LorikeetError's.
 
@@ -186,7 +199,7 @@ class Attempt:
     failure: str | None = None
 
 
-StreamItem = AnswerHeader | Refusal | FinalUsage | Attempt | bytes
+StreamItem = AnswerHeader | Refusal | RunningUsage | FinalUsage | Attempt | bytes
 """bytes: final SSE events when `stream` is set, else one JSON body."""
 
 

@@ -5,7 +5,7 @@ Clients send such defaults unasked. They are taken as absent; any other value is
 
 from lorikeet.gateway.body import NoOps
 
-STREAM_OPTIONS_NO_OPS: NoOps = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+STREAM_OPTIONS_NO_OPS: NoOps = {"include_obfuscation": (False,)}
 
 _VLLM: NoOps = {
     "allowed_token_ids": ([],),

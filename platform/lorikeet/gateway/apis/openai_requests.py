@@ -62,11 +62,12 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class StreamOptions(Body):
-    """How to stream."""
+    """How to stream. continuous_usage_stats: beside include_usage, each chunk has its usage."""
 
     no_ops: ClassVar[NoOps] = STREAM_OPTIONS_NO_OPS
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class GenerateRequest(StructuredFields, OpenAIRequest):
@@ -102,7 +103,7 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
         """Return how many of the most likely tokens to report at each step; None: no logprobs."""
 
     def _common(self, context: CallContext) -> dict[str, Any]:
-        caller = context.caller
+        caller, options = context.caller, self.stream_options
         return {
             "request_id": context.request_id,
             "created": context.created,
@@ -127,7 +128,8 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
             "stop": self.stop,
             "n": self.n,
             "stream": self.stream,
-            "include_usage": self.stream_options.include_usage,
+            "include_usage": options.include_usage,
+            "continuous_usage": options.include_usage and options.continuous_usage_stats,
             "scheduling": context.scheduling,
             "key_id": caller.key.key_id,
             "max_context": caller.max_context,
