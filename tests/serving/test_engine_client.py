@@ -4,9 +4,10 @@ import asyncio
 from contextlib import aclosing
 from dataclasses import replace
 
+import grpc
 import pytest
 
-from lorikeet.errors import Unavailable
+from lorikeet.errors import GenerationFailed
 from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, Endpoint, FinalUsage, Refusal
 from lorikeet.routing.ranking import RoutingRequest, Work
 from lorikeet.serving import engine_client as engines_module
@@ -129,14 +130,41 @@ def test_a_refusal_of_the_call_itself_is_its_answer():
     run(scenario)
 
 
-def test_a_call_that_ended_without_the_end_of_its_answer_is_made_again(monkeypatch):
+@pytest.mark.parametrize("begun", [(HEADER,), (HEADER, b"a")])
+def test_a_call_that_ended_without_the_end_of_its_answer_is_not_made_again(monkeypatch, begun):
     monkeypatch.setattr(engines_module, "_LATE_S", 0.05)
 
     async def scenario(engines, handle):
         asking = await asked(engines, handle)
-        handle.deliver(HEADER)
+        handle.deliver(*begun)
         handle.calls[0][1].end()
-        await until(lambda: len(handle.calls) == 2)
+        with pytest.raises(GenerationFailed):
+            await asking
+        assert len(handle.calls) == 1
+
+    run(scenario)
+
+
+def test_what_ended_the_stream_by_its_size_is_not_made_again():
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        handle.deliver(HEADER)
+        handle.responses_opened[-1].say(ended_by(grpc.StatusCode.RESOURCE_EXHAUSTED))
+        with pytest.raises(GenerationFailed):
+            await asking
+        assert len(handle.calls) == 1
+
+    run(scenario)
+
+
+def test_a_call_that_had_not_begun_on_a_replica_that_died_is_made_again():
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        handle.deliver(HEADER)
+        lost = ended_by(grpc.StatusCode.UNAVAILABLE)
+        handle.responses_opened[-1].say(lost)
+        handle.calls[0][1].say(lost)
+        await until(lambda: len(handle.calls) == 2 and len(handle.responses_opened) == 2)
         handle.deliver(HEADER, USAGE, b"whole", ended=True)
         handle.deliver(b"too late", attempt=0)
         assert [item for item in await asking if isinstance(item, bytes)] == [b"whole"]
@@ -144,17 +172,8 @@ def test_a_call_that_ended_without_the_end_of_its_answer_is_made_again(monkeypat
     run(scenario)
 
 
-def test_an_answer_that_had_begun_fails_when_its_end_is_lost(monkeypatch):
-    monkeypatch.setattr(engines_module, "_LATE_S", 0.05)
-
-    async def scenario(engines, handle):
-        asking = await asked(engines, handle)
-        handle.deliver(HEADER, b"a")
-        handle.calls[0][1].end()
-        with pytest.raises(Unavailable):
-            await asking
-
-    run(scenario)
+def ended_by(code):
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata())
 
 
 def test_a_long_rest_of_an_answer_may_take_its_time_while_it_comes(monkeypatch):

@@ -217,6 +217,12 @@ class ResponseBuffers:
                 buffer.replica = replica
                 buffer.put(items, ended=ended)
 
+    def fail(self, replica: str, error: BaseException) -> None:
+        """Fail the answers of this replica that have begun and not ended."""
+        for buffer in self._open.values():
+            if buffer.replica == replica:
+                buffer.fail(error)
+
     def awaits(self, replica: str) -> bool:
         """Whether an answer of this replica has begun and not ended."""
         return any(buffer.replica == replica for buffer in self._open.values())

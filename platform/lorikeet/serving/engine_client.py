@@ -67,7 +67,8 @@ class ServeEngineClient:
         `_subscribe` keeps open, into this call's ResponseBuffer. A replica that is lost before the
         answer's first byte is replaced by another, one that cannot load the adapter by one that has
         it, and one whose disk is full by any. Raises Unavailable when none answers,
-        GenerationFailed when the replica's own code broke.
+        GenerationFailed when the replica's own code broke, or the answer or its end got lost on the
+        way from a replica that lives.
         """
         run_call = self._run_call[base_model]
         fleet = _fleet(run_call)
@@ -161,8 +162,13 @@ class ServeEngineClient:
         def still_needed(replica: str) -> bool:
             return fleet.has_in_flight(replica) or buffers.awaits(replica)
 
+        def on_too_large(replica: str) -> None:
+            buffers.fail(replica, GenerationFailed("an answer was too large to be sent"))
+
         streamed, fleet, buffers = streaming_handle(handle), _fleet(handle), self._buffers
-        answers = ReplicaStreams(fleet, open_stream, buffers.deliver, None, still_needed)
+        answers = ReplicaStreams(
+            fleet, open_stream, buffers.deliver, None, still_needed, on_too_large
+        )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(StatusSubscriber(handle, fleet).run())
             tasks.create_task(answers.run())
@@ -178,7 +184,8 @@ async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffe
         while not buffer.ended and received < buffer.received:
             received = buffer.received
             await asyncio.sleep(_LATE_S)
-        buffer.fail(Unavailable("the end of the answer was lost: send the request again"))
+        # Its own items may have broken the stream: made again, they would break the next one.
+        buffer.fail(GenerationFailed("the end of the answer was lost"))
     except (Exception, asyncio.CancelledError) as error:
         buffer.fail(error)
 

@@ -89,13 +89,22 @@ def is_being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
+def _is_too_large(error: BaseException) -> bool:
+    """Whether gRPC has ended a stream for a message that is too large: its replica lives on."""
+    return (
+        isinstance(error, grpc.aio.AioRpcError)
+        and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaStreams:
     """Keeps one stream from each replica open.
 
     open_stream: calls a replica, by its name. on_item: takes its name and each item. silence_s: a
     stream without an item for so long is opened anew; None: never. still_needed: whether to keep
-    the stream of a replica that takes no more calls; Serve waits for it to be closed.
+    the stream of a replica that takes no more calls; Serve waits for it to be closed. on_too_large:
+    takes the name of a replica whose stream ended because of an item that gRPC does not take.
     """
 
     fleet: Fleet
@@ -103,6 +112,7 @@ class ReplicaStreams:
     on_item: Callable[[str, Any], None]
     silence_s: float | None
     still_needed: Callable[[str], bool]
+    on_too_large: Callable[[str], None] = lambda _: None
 
     async def run(self) -> NoReturn:
         """Open and read streams until cancelled."""
@@ -130,7 +140,9 @@ class ReplicaStreams:
             except (Exception, asyncio.CancelledError) as error:
                 if is_being_cancelled():
                     raise
-                if isinstance(error, REPLICA_LOST):
+                if _is_too_large(error):
+                    self.on_too_large(replica)
+                elif isinstance(error, REPLICA_LOST):
                     self.fleet.on_replica_lost(replica)
                 log.info("stream_broken", extra={"replica": replica, "error": repr(error)})
                 await asyncio.sleep(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)])
