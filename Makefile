@@ -1,5 +1,7 @@
 # make help lists what there is.
 PYTHON ?= python3
+# Where tenants reach what make serve starts.
+export PORT ?= 8000
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 TEST := $(BIN)/pytest -m "not soak and not gpu and not attack"
@@ -47,7 +49,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/pip install --quiet --constraint constraints.txt --editable . --group dev
 	@touch $@
 
-serve: $(INSTALLED)  ## start the service with the demo model and its adapters
+serve: $(INSTALLED)  ## start the service with the demo model and its adapters; PORT=8000
 	@$(BIN)/python -m demo.serve
 
 stop: $(INSTALLED)  ## stop the service that make serve started here
@@ -114,7 +116,7 @@ test-ceph: $(INSTALLED)  ## the catalog's tests on Ceph's S3 server, from Debian
 	TEST_S3=radosgw $(BIN)/pytest -m "not soak" tests/catalog tests/gateway/test_uploads.py
 
 loadtest: $(INSTALLED)  ## Locust against the running service
-	$(BIN)/locust -f loadtest/locustfile.py --headless --only-summary --host http://127.0.0.1:8000
+	$(BIN)/locust -f loadtest/locustfile.py --headless --only-summary --host http://127.0.0.1:$(PORT)
 
 clean:  ## remove the demo's catalog, caches and keys
 	rm -rf .lorikeet

@@ -1,7 +1,8 @@
 """Start the service with the demo: `make serve`.
 
 Fills the catalog with the demo's tenants and adapters when there is none yet, runs
-`serve run serve_app:app`, says what to type once it answers, and stops it on Ctrl-C.
+`serve run serve_app:app`, says what to type once it answers, and stops it on Ctrl-C. The
+environment variable PORT is where tenants reach it.
 """
 
 import contextlib
@@ -26,7 +27,13 @@ from lorikeet.cli.admin_client import DEFAULT_SERVER
 from lorikeet.errors import InvalidSetting, LorikeetError
 from lorikeet.settings import Settings
 
-ADDRESS = "http://127.0.0.1:8000"
+_HOST_VARIABLE = "RAY_SERVE_DEFAULT_HTTP_HOST"
+_SERVES_PORT = 8000
+_SERVE_FILE = """\
+http_options: {{host: {host}, port: {port}}}
+applications:
+  - {{name: default, route_prefix: /, import_path: "serve_app:app"}}
+"""
 _READY_TIMEOUT_S = 300
 _STOP_S = 60  # requests in flight may take half of it
 _TERMINATE_S = 10  # what sends SIGTERM or closes a terminal may kill soon after
@@ -37,30 +44,35 @@ def main() -> int:
     os.umask(0o077)  # keys, the catalog, Ray's token and its logs are nobody else's
     try:
         settings = Settings.from_env()
-        admin = f"http://{settings.admin_address}"
-        if taken := next(filter(_answers, (ADDRESS, admin)), None):
+        port = _port()
+        public, admin = f"http://127.0.0.1:{port}", f"http://{settings.admin_address}"
+        if taken := next(filter(_answers, (public, admin)), None):
             print(
                 f"Something already answers on {taken}: stop it first (Ctrl-C where it runs, or "
-                "`make stop`; `ray stop` for what a killed one left: it ends all your Ray).",
+                "`make stop`; `ray stop` for what a killed one left: it ends all your Ray), or "
+                "take other ports by PORT and LORIKEET_ADMIN_ADDRESS.",
                 file=sys.stderr,
             )
             return 1
         keys = fill_catalog(settings, KEYS)
         environ = _environment()
         with hold_pid_file():
-            return _run(environ, keys, admin)
+            application = _application(port, environ[_HOST_VARIABLE])
+            return _run(application, environ, keys, public, admin)
     except LorikeetError as error:
         print(error, file=sys.stderr)
         return 1
 
 
-def _run(environ: Mapping[str, str], keys: DemoKeys, admin: str) -> int:
+def _run(
+    application: str, environ: Mapping[str, str], keys: DemoKeys, public: str, admin: str
+) -> int:
     serve = shutil.which("serve", path=str(Path(sys.executable).parent)) or "serve"
     raise_when_terminated()
-    service = ServiceProcess([serve, "run", "serve_app:app"], environ)
+    service = ServiceProcess([serve, "run", application], environ)
     try:
-        if _wait_until_ready(service):
-            _greet(keys, admin)
+        if _wait_until_ready(service, public):
+            _greet(keys, public, admin)
             while not service.ends_within(1):
                 pass
             print("The service has ended by itself: look above for why.", file=sys.stderr)
@@ -74,13 +86,30 @@ def _run(environ: Mapping[str, str], keys: DemoKeys, admin: str) -> int:
         return service.stop(_TERMINATE_S)
 
 
+def _port() -> int:
+    """Return the port for tenants. Raises InvalidSetting."""
+    text = os.environ.get("PORT") or str(_SERVES_PORT)
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**16):
+        raise InvalidSetting(f"PORT={text!r}: want a port, an integer from 1 to 65535")
+    return int(text)
+
+
+def _application(port: int, host: str) -> str:
+    """Return what to give `serve run`: another port than Serve's own is said in a file alone."""
+    if port == _SERVES_PORT:
+        return "serve_app:app"
+    file = KEYS / "serve.yaml"
+    file.write_text(_SERVE_FILE.format(host=host, port=port))
+    return str(file)
+
+
 def _environment() -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # or any: Ray's own ports on localhost, no others
-        "RAY_SERVE_DEFAULT_HTTP_HOST": "127.0.0.1",
+        _HOST_VARIABLE: "127.0.0.1",
         "RAY_TMPDIR": os.environ.get("RAY_TMPDIR") or str(_ray_folder()),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # nobody waits behind a balancer
         **os.environ,
@@ -116,17 +145,17 @@ def _answers(address: str) -> bool:
     return True
 
 
-def _wait_until_ready(service: ServiceProcess) -> bool:
+def _wait_until_ready(service: ServiceProcess, public: str) -> bool:
     deadline = time.monotonic() + _READY_TIMEOUT_S
     while not service.ends_within(0.25) and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{ADDRESS}/readyz", timeout=1):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{public}/readyz", timeout=1):
             return True
     return False
 
 
-def _greet(keys: DemoKeys, admin: str) -> None:
+def _greet(keys: DemoKeys, public: str, admin: str) -> None:
     first = next(task for task in TASKS if task.model == "kestrel/intake")
-    print(f"\nLorikeet is ready at {ADDRESS}, for administrators at {admin}")
+    print(f"\nLorikeet is ready at {public}, for administrators at {admin}")
     print("\nTenants and their keys:")
     for tenant, key in keys.tenants.items():
         print(f"  {tenant:<10} {key}")
@@ -135,7 +164,7 @@ def _greet(keys: DemoKeys, admin: str) -> None:
         shared = " (shared)" if task.shared else ""
         print(f"  {task.model:<20} {task.about}{shared}")
     print("\nTry:\n")
-    print(_curl(keys.tenants[first.tenant], first.model, first.example.prompt))
+    print(_curl(public, keys.tenants[first.tenant], first.model, first.example.prompt))
     print("\nAs an administrator, in another terminal:\n")
     if admin != DEFAULT_SERVER:
         print(f"  export LORIKEET_SERVER={admin}")
@@ -143,11 +172,11 @@ def _greet(keys: DemoKeys, admin: str) -> None:
     print("  .venv/bin/lorikeet list\n\nCtrl-C stops the service.", flush=True)
 
 
-def _curl(key: str, model: str, prompt: str) -> str:
+def _curl(public: str, key: str, model: str, prompt: str) -> str:
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": prompt}]})
     quoted = shlex.quote(body)
     return (
-        f"  curl {ADDRESS}/v1/chat/completions -H 'Authorization: Bearer {key}' \\\n"
+        f"  curl {public}/v1/chat/completions -H 'Authorization: Bearer {key}' \\\n"
         f"    -H 'Content-Type: application/json' -d {quoted}"
     )
 

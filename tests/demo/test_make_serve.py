@@ -20,8 +20,10 @@ import httpx
 import psutil
 import pytest
 import ray
+import yaml
 
 ROOT = Path(__file__).parents[2]
+OTHER_PORT = 9100
 
 
 @pytest.fixture(scope="module")
@@ -256,21 +258,64 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("port", [8000, 8001])
+@pytest.mark.parametrize("port", [8000, 8001, OTHER_PORT])
 def test_a_taken_port_is_said_and_nothing_is_started(tmp_path, port):
     with socket.socket() as squatter:
         squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         squatter.bind(("127.0.0.1", port))
         squatter.listen()
-        ended = subprocess.run(
-            [sys.executable, "-m", "demo.serve"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        said = refused(tmp_path, {"PORT": str(port)} if port == OTHER_PORT else {})
+    assert f"127.0.0.1:{port}" in said
+    assert "PORT" in said
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "-1", "http", "9000 "])
+def test_a_bad_port_is_said_and_nothing_is_started(tmp_path, port):
+    assert f"PORT={port!r}: want a port" in refused(tmp_path, {"PORT": port})
+
+
+def refused(folder, settings):
+    """What is said of a start that was not even tried."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "demo.serve"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **settings},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert ended.returncode == 1
-    assert f"127.0.0.1:{port}" in ended.stderr
-    assert not (tmp_path / ".lorikeet").exists()
+    assert not (folder / ".lorikeet").exists()
+    return ended.stderr
+
+
+@pytest.mark.soak  # 25 s of a core
+def test_another_port_is_served_alone(tmp_path):
+    settings = {"PORT": str(OTHER_PORT), "LORIKEET_ADMIN_ADDRESS": "127.0.0.1:9102"}
+    process = start(tmp_path, settings, stdout=subprocess.PIPE)
+    lines: list[str] = []
+    threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True).start()
+    try:
+        assert printed(process, lines, "Ctrl-C stops the service", within_s=200), "".join(lines)
+        command = curl_in(lines)
+        assert f"http://127.0.0.1:{OTHER_PORT}/v1/" in command
+        answer = subprocess.check_output(["bash", "-c", command], text=True, timeout=60)
+        assert json.loads(answer)["choices"]
+        ports = {at.port for at in listeners(process)}
+        assert {OTHER_PORT, 9102} <= ports
+        assert not {8000, 8001} & ports
+        assert all(at.local for at in listeners(process) if at.port == OTHER_PORT)
+        file = yaml.safe_load((tmp_path / ".lorikeet" / "serve.yaml").read_text())
+        assert file == documented_file() | {"http_options": {"host": "127.0.0.1", "port": 9100}}
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def documented_file():
+    """What docs/operations.md says to give `serve run` for another port."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    return yaml.safe_load(
+        re.search(r"(?:^    .*\n)+", text[text.index("**Another port**") :], re.M)[0]
+    )
