@@ -1,6 +1,6 @@
 """Decode steps: a token's time with one request, and what the GPU does in steps of 256.
 
-python -m engine.benchmarks.decode --json decode.json
+python -m engine.benchmarks.decode --json decode.json [--config qwen3-8b]
 
 The steps are the engine's own, with all its work on the host. A step's time is taken without the
 profiler; the GPU's time is that of other steps.
@@ -35,11 +35,13 @@ WORKS = (
 class Row:
     """One Work's decode steps: the median's time; the GPU's over STEPS others, where there is one.
 
-    shortfall: the worst of a checked token, as a share of the largest logit.
+    layer_ms: the step's time by the model's layers. shortfall: the worst of a checked token, as a
+    share of the largest logit.
     """
 
     work: Work
     step_ms: float
+    layer_ms: float
     shortfall: float
     gpu: GpuTime | None
 
@@ -58,7 +60,8 @@ def measure(engine: Engine, work: Work) -> Row:
         gpu = gpu_time(watch(lambda: steps_ms(engine, STEPS)), STEPS)
     assert engine.status().live.running == work.requests, f"{work.label}: some ended too early"
     abort(engine, requests)
-    return Row(work, step_ms, shortfall, gpu)
+    layers = engine._runner.model.config.shape.layers
+    return Row(work, step_ms, step_ms / layers, shortfall, gpu)
 
 
 def measure_all(engine: Engine, works: Iterable[Work]) -> list[Row]:

@@ -17,6 +17,7 @@ import torch
 from engine.benchmarks import plain
 from engine.benchmarks.offline import Work, generate
 from engine.benchmarks.random_engine import random_engine
+from engine.benchmarks.random_model import CONFIGS
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.traffic import Floats
 
@@ -30,12 +31,14 @@ def run(
     measure_all: Callable[[Engine, Sequence[Work]], list[Any]],
 ) -> None:
     """A whole program: measure the works on one engine; write their rows under the part's name."""
-    options = arguments(doc).parse_args()
+    parser = arguments(doc)
+    parser.add_argument("--config", choices=CONFIGS, default="llama-3.1-8b", help="whose shapes")
+    options = parser.parse_args()
     known = facts(options.commit)
     most = max(work.adapters for work in works)
-    with full_engine(adapters=most, room=most) as engine:
+    with full_engine(adapters=most, room=most, config=CONFIGS[options.config]) as engine:
         rows = measure_all(engine, works)
-    write(options.json, known, **{part: rows})
+    write(options.json, known, config=options.config, **{part: rows})
 
 
 def arguments(doc: str) -> argparse.ArgumentParser:

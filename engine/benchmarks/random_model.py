@@ -30,6 +30,21 @@ LLAMA_3_1_8B: Mapping[str, Any] = {
     },
 }
 
+QWEN3_8B: Mapping[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+}
+CONFIGS = {"llama-3.1-8b": LLAMA_3_1_8B, "qwen3-8b": QWEN3_8B}
+
 
 class RandomCheckpoint(Checkpoint):
     """Makes up every tensor that is read: norms are 1, products keep the size of their input."""

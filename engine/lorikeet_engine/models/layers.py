@@ -3,7 +3,6 @@
 import math
 
 import torch
-from torch.nn import functional as F
 
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.kernels.lora import (
@@ -20,19 +19,11 @@ from lorikeet_engine.models.config import Llama3RopeScaling, RopeConfig
 
 
 class RmsNorm:
-    """y = x / sqrt(mean(x²) + eps) · weight over the last dimension; the inside is float32.
-
-    x [..., width] → y like x.
-    """
+    """y = x / sqrt(mean(x²) + eps) · weight over the last dimension; the inside is float32."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, width: int, eps: float) -> None:
-        self.width = width
         self.eps = eps
         self.weight = checkpoint.read([f"{name}.weight"], [width])
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise each row of x."""
-        return F.rms_norm(x, (self.width,), self.weight, self.eps)
 
     def add_and_norm(
         self, x: torch.Tensor, delta: torch.Tensor, lora: LoraDelta | None

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from lorikeet_engine.kernels.attention import AttentionBackend
 from lorikeet_engine.kernels.lora import LoraDelta, LoraStep, LoraWeights, begin_step
 from lorikeet_engine.kernels.matmul import linear
-from lorikeet_engine.kernels.pointwise import add_lora_delta, rotary_and_store_kv, silu_and_mul
+from lorikeet_engine.kernels.pointwise import QkNorm, rotary_and_store_kv, silu_and_mul
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
@@ -131,27 +131,25 @@ class _Layer:
 class _Attention:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
         shape = config.shape
-        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.heads, self.head_dim = shape.heads, shape.head_dim
         self.qkv = LoraLinear(checkpoint, shape, layer, "qkv", bias=config.qkv_bias)
         self.o = LoraLinear(checkpoint, shape, layer, "o", bias=config.o_bias)
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            path, eps = f"model.layers.{layer}.self_attn", config.norm_eps
-            self.q_norm = RmsNorm(checkpoint, f"{path}.q_norm", self.head_dim, eps)
-            self.k_norm = RmsNorm(checkpoint, f"{path}.k_norm", self.head_dim, eps)
+        self.norm = _qk_norm(config, checkpoint, layer) if config.qk_norm else None
 
     def __call__(self, x: torch.Tensor, layer_kv: torch.Tensor, step: _Step) -> _Product:
         y, lora = self.qkv(x, step.lora)
         qkv = y.view(len(x), -1, self.head_dim)
-        q, k, _ = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
-        if self.q_norm and self.k_norm:
-            add_lora_delta(y, lora)
-            lora = None
-            q.copy_(self.q_norm(q))
-            k.copy_(self.k_norm(k))
-        rotary_and_store_kv(qkv, step.cos, step.sin, layer_kv, step.batch.kv_slots, lora)
+        slots = step.batch.kv_slots
+        rotary_and_store_kv(qkv, step.cos, step.sin, layer_kv, slots, lora, self.norm)
+        q = qkv[:, : self.heads]
         mixed = step.attention.attend(q, layer_kv, step.batch)  # [tokens, heads, head_dim]
         return self.o(mixed.flatten(1), step.lora)
+
+
+def _qk_norm(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> QkNorm:
+    path, width = f"model.layers.{layer}.self_attn", [config.shape.head_dim]
+    query, key = (checkpoint.read([f"{path}.{name}_norm.weight"], width) for name in "qk")
+    return QkNorm(query, key, config.norm_eps)
 
 
 class _Mlp:

@@ -1,10 +1,11 @@
 """The decode benchmark: its steps on a tiny engine, and its reading of a profiler's trace."""
 
 import json
+import sys
 
 import pytest
 
-from engine.benchmarks import decode
+from engine.benchmarks import decode, harness, random_model
 from engine.benchmarks.gpu_time import gpu_time, read_trace
 from engine.benchmarks.offline import Work
 from tests.engine.tiny_engine import tiny_engine
@@ -67,6 +68,7 @@ def test_steps_are_checked_and_timed_and_the_engine_is_left_empty(tmp_path, monk
     rows = decode.measure_all(engine, [alone, several, alone])
     assert [row.work for row in rows] == [alone, several, alone]
     assert all(row.step_ms > 0 and row.shortfall < 1e-4 for row in rows)
+    assert [row.layer_ms for row in rows] == [row.step_ms / 2 for row in rows]
     assert engine.status().live.running == engine.status().live.kv_pages_used == 0
     assert "2 adapters" in capsys.readouterr().out
     engine.close()
@@ -78,3 +80,16 @@ def test_works_too_short_to_be_profiled_are_refused(tmp_path, monkeypatch):
     with pytest.raises(AssertionError):
         decode.measure(engine, Work("short", 9, 4, requests=4))
     engine.close()
+
+
+def test_the_shapes_of_another_model_can_be_asked_for(tmp_path, monkeypatch):
+    def tiny(folder, *, config, **arguments):
+        assert config is random_model.QWEN3_8B
+        return tiny_engine(folder, **arguments)
+
+    monkeypatch.setattr(harness, "random_engine", tiny)
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["decode", "--json", str(out), "--config", "qwen3-8b"])
+    harness.run(decode.__doc__, "decode", [Work("base", 9, 4, requests=2)], lambda *_: [1])
+    written = json.loads(out.read_text())
+    assert (written["config"], written["decode"]) == ("qwen3-8b", [1])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lorikeet_engine.kernels.lora import LoraDelta
-from lorikeet_engine.kernels.pointwise import fused, reference
+from lorikeet_engine.kernels.pointwise import QkNorm, fused, reference
 from tests.engine.interpreter import INTERPRETED
 
 on_gpu = [
@@ -105,11 +105,6 @@ def test_what_adapters_add_is_added_first(kind, tokens):
     want = reference.add_rms_norm(x.float().clone(), summed, weight.float(), 1e-5)
     assert_close(fused.add_rms_norm(x, delta.contiguous(), weight, 1e-5, lora), want)
 
-    y = random(kind, tokens, 60)
-    lora, summed = adapted(kind, y)
-    fused.add_lora_delta(y, lora)
-    assert_close(y, summed)
-
 
 @sizes
 @pytest.mark.parametrize("kind", DEVICES)
@@ -123,3 +118,34 @@ def test_what_adapters_add_to_queries_keys_and_values(kind, tokens):
     reference.rotary_and_store_kv(summed, angles.cos(), angles.sin(), wide, slots)
     assert_close(qkv[:, :2], summed[:, :2])
     assert_close(kv, wide)
+
+
+@sizes
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(10, 2, 128), (6, 3, 96), (5, 1, 64)])
+def test_queries_and_keys_are_normed_before_they_turn(kind, heads, kv_heads, dim, adapters, tokens):
+    qkv = random(kind, tokens + 1, heads + 2 * kv_heads, dim)
+    lora, summed = adapted(kind, qkv) if adapters else (None, qkv.float())
+    norm = QkNorm(random(kind, dim), random(kind, dim + 2)[2:], 1e-5)
+    angles = random((kind[0], torch.float32), tokens + 1, dim // 2)
+    slots = torch.arange(tokens + 1, device=kind[0])
+    slots[0] = -1  # a padded row
+    kv = random(kind, 2, 3, 16, kv_heads, dim)
+
+    wide, wide_kv = summed.to(kind[1]).float(), kv.float()
+    for part, weight in ((slice(heads), norm.query_weight), (slice(heads, -kv_heads), None)):
+        x = wide[:, part]
+        weight = (norm.key_weight if weight is None else weight).float()
+        x *= weight / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    wide = wide.to(kind[1]).float()
+    reference.rotary_and_store_kv(wide, angles.cos(), angles.sin(), wide_kv, slots)
+
+    by_reference, reference_kv = qkv.clone(), kv.clone()
+    reference.rotary_and_store_kv(
+        by_reference, angles.cos(), angles.sin(), reference_kv, slots, lora, norm
+    )
+    fused.rotary_and_store_kv(qkv, angles.cos(), angles.sin(), kv, slots, lora, norm)
+    for turned, filled in ((qkv, kv), (by_reference, reference_kv)):
+        assert_close(turned[:, :heads], wide[:, :heads])
+        assert_close(filled, wide_kv)

@@ -7,6 +7,7 @@ else, by the kernels in float32. None adds nothing.
 same signatures.
 """
 
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -15,12 +16,16 @@ import torch
 
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 
-__all__ = ["add_lora_delta", "add_rms_norm", "rotary_and_store_kv", "silu_and_mul"]
+__all__ = ["QkNorm", "add_rms_norm", "rotary_and_store_kv", "silu_and_mul"]
 
 
-def add_lora_delta(y: torch.Tensor, lora: LoraDelta | None) -> None:
-    """Add lora to y [tokens, width], dense, in place: for a reader that cannot do it itself."""
-    _operators(y.device.type).add_lora_delta(y, lora)
+@dataclass(frozen=True, slots=True)
+class QkNorm:
+    """RMS norms of each head's query and key, with weights [head_dim] like what they norm."""
+
+    query_weight: torch.Tensor
+    key_weight: torch.Tensor
+    eps: float
 
 
 def add_rms_norm(
@@ -45,16 +50,19 @@ def rotary_and_store_kv(
     layer_kv: torch.Tensor,
     slots: torch.Tensor,
     lora: LoraDelta | None = None,
+    norm: QkNorm | None = None,
 ) -> None:
     """Turn the queries in place; put the turned keys, and the values, into their pages.
 
-    Each pair (x[i], x[i + head_dim / 2]) turns by its position's angle, in float32.
+    Each pair (x[i], x[i + head_dim / 2]) turns by its position's angle, in float32. With norm, each
+    head's query and key x is x / sqrt(mean(x²) + eps) · weight before, in float32 inside; it is
+    rounded to qkv's dtype before the norm and after it.
     qkv [tokens, heads + 2 · kv_heads, head_dim], dense in a token: queries, keys, values;
     cos, sin [tokens, head_dim / 2] float32; layer_kv [2, pages, page_size, kv_heads, head_dim]
     like qkv, contiguous; slots [tokens] int64: page · page_size + offset, −1 for no place. The keys
     in qkv are left undefined.
     """
-    _operators(qkv.device.type).rotary_and_store_kv(qkv, cos, sin, layer_kv, slots, lora)
+    _operators(qkv.device.type).rotary_and_store_kv(qkv, cos, sin, layer_kv, slots, lora, norm)
 
 
 def silu_and_mul(x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None) -> torch.Tensor:

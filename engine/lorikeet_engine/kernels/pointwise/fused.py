@@ -6,18 +6,10 @@ import triton.language as tl
 
 from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
+from lorikeet_engine.kernels.pointwise import QkNorm
 
 HEADS = 8  # taken by one program
-COLUMNS = 1024  # gated, or added to, by one program
-
-
-def add_lora_delta(y: torch.Tensor, lora: LoraDelta | None) -> None:
-    """See kernels.pointwise."""
-    if lora is not None:
-        tokens, width = y.shape
-        _add_lora_delta[(tokens, triton.cdiv(width, COLUMNS))](
-            y, lora.rows, lora.tokens, width, COLUMNS
-        )
+COLUMNS = 1024  # gated by one program
 
 
 def add_rms_norm(
@@ -45,13 +37,16 @@ def rotary_and_store_kv(
     layer_kv: torch.Tensor,
     slots: torch.Tensor,
     lora: LoraDelta | None = None,
+    norm: QkNorm | None = None,
 ) -> None:
     """See kernels.pointwise."""
     tokens, total, head_dim = qkv.shape
     kv_heads, half = layer_kv.shape[3], head_dim // 2
+    weights = (None, None, 0.0) if norm is None else (norm.query_weight, norm.key_weight, norm.eps)
     _rotary_and_store_kv[(tokens, triton.cdiv(total, HEADS))](
-        qkv, *_operands(lora), cos, sin, layer_kv, slots, qkv.stride(0), layer_kv.stride(0),
-        total - 2 * kv_heads, kv_heads, half, HEADS, triton.next_power_of_2(half),
+        qkv, *_operands(lora), *weights, cos, sin, layer_kv, slots, qkv.stride(0),
+        layer_kv.stride(0), total - 2 * kv_heads, kv_heads, half, HEADS,
+        triton.next_power_of_2(half),
     )  # fmt: skip
 
 
@@ -77,21 +72,6 @@ def _lora_at(
     # compared at every place: the interpreter takes no scalar into a mask
     inside = inside & (tl.zeros_like(at) + token < tl.load(adapted))
     return tl.load(lora + at, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_lora_delta(
-    y: tl.tensor, lora: tl.tensor, adapted: tl.tensor, width: tl.constexpr, block: tl.constexpr
-) -> None:
-    """Compute some columns of one token."""
-    token = tl.program_id(0).to(tl.int64)
-    if token >= tl.load(adapted):
-        return
-    columns = tl.program_id(1) * block + tl.arange(0, block)
-    inside, at = columns < width, token * width + columns
-    total = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
-    total += _lora_at(lora, adapted, token, at, inside)
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -123,11 +103,28 @@ def _add_rms_norm(
     tl.store(y + at, (total * scale * weights).to(y.dtype.element_ty), mask=inside)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _weight(
+    query_weight: tl.tensor,
+    key_weight: tl.tensor,
+    query: tl.tensor,
+    column: tl.tensor,
+    end: tl.constexpr,
+) -> tl.tensor:
+    """The norm's weights for a head's columns before `end`: the queries' or the keys'."""
+    of_query = tl.load(query_weight + column, mask=column < end, other=0.0).to(tl.float32)
+    of_key = tl.load(key_weight + column, mask=column < end, other=0.0).to(tl.float32)
+    return tl.where(query, of_query, of_key)
+
+
 @triton.jit(do_not_specialize=["plane"])  # type: ignore[untyped-decorator]
 def _rotary_and_store_kv(
     qkv: tl.tensor,
     lora: tl.tensor,
     adapted: tl.tensor,
+    query_weight: tl.tensor,
+    key_weight: tl.tensor,
+    eps: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
     layer_kv: tl.tensor,
@@ -140,7 +137,7 @@ def _rotary_and_store_kv(
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
 ) -> None:
-    """Rotate and store some heads of one token; layer_kv's values lie `plane` behind its keys."""
+    """Norm, rotate and store heads of one token; layer_kv's values lie `plane` behind its keys."""
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * block_heads + tl.arange(0, block_heads))[:, None]
     column = tl.arange(0, block_half)[None, :]
@@ -153,6 +150,15 @@ def _rotary_and_store_kv(
         first += _lora_at(lora, adapted, token, place, inside)
         second += _lora_at(lora, adapted, token, place + half, inside)
     turns = inside & (head < heads + kv_heads)  # values do not: their angle is 0
+    if query_weight is not None:
+        first = first.to(qkv.dtype.element_ty).to(tl.float32)
+        second = second.to(qkv.dtype.element_ty).to(tl.float32)
+        squares = tl.sum(first * first + second * second, 1)[:, None]
+        scale = 1.0 / tl.sqrt(squares / (2 * half) + eps)
+        low = _weight(query_weight, key_weight, head < heads, column, half)
+        high = _weight(query_weight, key_weight, head < heads, column + half, 2 * half)
+        first = tl.where(turns, (first * scale * low).to(qkv.dtype.element_ty), first)
+        second = tl.where(turns, (second * scale * high).to(qkv.dtype.element_ty), second)
     c = tl.load(cos + token * half + column, mask=turns, other=1.0)
     s = tl.load(sin + token * half + column, mask=turns, other=0.0)
     low = (first * c - second * s).to(qkv.dtype.element_ty)

@@ -4,12 +4,7 @@ import torch
 from torch.nn import functional as F
 
 from lorikeet_engine.kernels.lora.types import LoraDelta
-
-
-def add_lora_delta(y: torch.Tensor, lora: LoraDelta | None) -> None:
-    """See kernels.pointwise."""
-    if lora is not None:
-        y[: lora.tokens] += lora.rows[: lora.tokens]
+from lorikeet_engine.kernels.pointwise import QkNorm
 
 
 def add_rms_norm(
@@ -20,7 +15,7 @@ def add_rms_norm(
     lora: LoraDelta | None = None,
 ) -> torch.Tensor:
     """See kernels.pointwise."""
-    add_lora_delta(delta, lora)
+    _add_lora_delta(delta, lora)
     x += delta
     return F.rms_norm(x, weight.shape, weight, eps)
 
@@ -32,10 +27,15 @@ def rotary_and_store_kv(
     layer_kv: torch.Tensor,
     slots: torch.Tensor,
     lora: LoraDelta | None = None,
+    norm: QkNorm | None = None,
 ) -> None:
     """See kernels.pointwise."""
-    add_lora_delta(qkv.flatten(1), lora)
+    _add_lora_delta(qkv.flatten(1), lora)
     kv_heads = layer_kv.shape[3]
+    if norm is not None:
+        queries, keys = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads]
+        queries.copy_(F.rms_norm(queries, qkv.shape[-1:], norm.query_weight, norm.eps))
+        keys.copy_(F.rms_norm(keys, qkv.shape[-1:], norm.key_weight, norm.eps))
     turned = qkv[:, :-kv_heads]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = turned.float().chunk(2, dim=-1)
@@ -48,6 +48,11 @@ def rotary_and_store_kv(
 
 def silu_and_mul(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
     """See kernels.pointwise."""
-    add_lora_delta(x, lora)
+    _add_lora_delta(x, lora)
     gates, values = x.chunk(2, dim=-1)
     return F.silu(gates) * values
+
+
+def _add_lora_delta(y: torch.Tensor, lora: LoraDelta | None) -> None:
+    if lora is not None:
+        y[: lora.tokens] += lora.rows[: lora.tokens]
