@@ -23,6 +23,7 @@ from engine.benchmarks.random_engine import SETTINGS as SMALL
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import Request, SamplingParams
 from lorikeet_engine.sampling.logprobs import Logprobs
+from lorikeet_engine.sampling.penalties import Penalties
 from lorikeet_engine.sampling.sampler import Sampler, SamplingRow
 
 ROUNDS = 5
@@ -82,6 +83,7 @@ GROUPS = (
             Case(
                 "frequency and presence", replace(_ONE, frequency_penalty=0.5, presence_penalty=1)
             ),
+            Case("repetition", replace(_ONE, repetition_penalty=1.1)),
             Case("logit_bias of 300", replace(_ONE, logit_bias=_BIASES)),
             Case("logprobs 20", replace(_ONE, logprobs=20)),
         ),
@@ -140,22 +142,29 @@ def check_draws(engine: Engine, group: Group, case: Case) -> None:
     random = torch.Generator().manual_seed(len(case.name))
     logits = torch.randn(count, vocab, generator=random).to(model.dtype)
     made = torch.randint(vocab, (count, group.made), generator=random).tolist()
-    rows = [
-        SamplingRow(params, i, group.made, output=made[i] if params.has_penalties else ())
-        for i, params in enumerate(map(case.of, range(count)))
-    ]
-    counts = {i: n for i, row in enumerate(rows) if (n := row.params.logprobs) is not None}
-    drawn = [_draw(logits.to(device), rows, counts) for device in (model.device, "cpu")]
+    params = [case.of(i) for i in range(count)]
+    devices = model.device, torch.device("cpu")
+    drawn = [_draw(logits.to(device, copy=True), params, made) for device in devices]
     assert drawn[0] == drawn[1], f"{case.name}: the device draws other tokens than the CPU"
 
 
 def _draw(
-    logits: torch.Tensor, rows: list[SamplingRow], counts: dict[int, int]
+    logits: torch.Tensor, params: list[SamplingParams], made: list[list[int]]
 ) -> tuple[list[int], dict[int, list[int]]]:
-    """The tokens drawn, and by row the ids of the most likely ones."""
-    logits = logits.clone()
+    """The tokens drawn for rows with so much output, and by row the ids of the most likely ones."""
+    penalties = Penalties(*logits.shape, logits.device)
+    rows = [
+        SamplingRow(
+            one,
+            i,
+            len(output),
+            slot=penalties.begin(one, (), output) if one.changes_logits else None,
+        )
+        for i, (one, output) in enumerate(zip(params, made, strict=True))
+    ]
+    counts = {i: n for i, one in enumerate(params) if (n := one.logprobs) is not None}
     logprobs = Logprobs(logits, counts) if counts else None
-    tokens = Sampler().sample(logits, rows)
+    tokens = Sampler(penalties).sample(logits, rows)
     if logprobs is None:
         return tokens.tolist(), {}
     logprobs.download(logits, tokens)

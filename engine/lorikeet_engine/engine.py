@@ -17,7 +17,6 @@ from lorikeet_engine.models import load_model
 from lorikeet_engine.request import Output, Request, Tokens
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.sampling.grammar import Grammars, grammar_error
-from lorikeet_engine.sampling.sampler import Sampler
 from lorikeet_engine.scheduling.deadlines import Deadlines
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.request_queue import InputProcessor, RequestQueue
@@ -65,7 +64,7 @@ class Engine:
         self.info = parts.info
         self._grammars = grammars
         self._input_processor = InputProcessor(self.info, settings.page_size, grammars)
-        self._sampler = Sampler()
+        self._sampler = parts.sampler
         self._in_flight: steps.InFlightStep | None = None
         self._step_budget = parts.step_budget
         self._counters = StepCounters()
@@ -127,11 +126,11 @@ class Engine:
         previous, self._in_flight = self._in_flight, None
         forward = self._compute(plan.chunks, previous) if plan.chunks else None
         if forward is not None and not forward.has_grammar:
-            self._sample(forward, previous)
+            self._sample(forward)
         if previous is not None:
             self._read(previous)
         if forward is not None and forward.has_grammar:  # they know the tokens before by now
-            self._sample(forward, previous)
+            self._sample(forward)
         if self._in_flight is not None and not self._settings.overlap:
             step, self._in_flight = self._in_flight, None
             self._read(step)
@@ -145,8 +144,8 @@ class Engine:
         What a step had brought before an error ended it is returned, too.
         """
         for sequence in (*self._scheduler.waiting, *self._scheduler.running):
-            if sequence.lease is not None:
-                sequence.lease.release()
+            sequence.release()
+        self._sampler.penalties.release_all()
         self._reset()
         self._requests.fail_all(error)
         return self._requests.take_outputs()
@@ -236,9 +235,9 @@ class Engine:
             self._step_failed(chunks, error)
             return None
 
-    def _sample(self, forward: steps.ForwardPass, previous: steps.InFlightStep | None) -> None:
+    def _sample(self, forward: steps.ForwardPass) -> None:
         try:
-            self._in_flight = steps.sample(self._sampler, forward, self._grammars, previous)
+            self._in_flight = steps.sample(self._sampler, forward, self._grammars)
         except Exception as error:
             self._step_failed(forward.chunks, error)
         else:

@@ -7,6 +7,8 @@ from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.errors import EngineError, InvalidRequest
 
 MAX_LOGPROBS = 20
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+"""Beyond them logits of 32 bits would overflow."""
 
 
 class FinishReason(Enum):
@@ -28,9 +30,10 @@ class SamplingParams:
 
     presence_penalty is subtracted once from the logit of every token of the output, and
     frequency_penalty once for each time that it occurs; logit_bias is added to the logits of its
-    ids. logprobs: how many of the most likely tokens to report at each step beside the sampled one;
-    None reports none. grammar: what the output must follow, in the language of the engine's
-    Grammars.
+    ids. Before them, repetition_penalty divides the logit of every token of prompt and output where
+    it is above 0, and multiplies it elsewhere. logprobs: how many of the most likely tokens to
+    report at each step beside the sampled one; None reports none. grammar: what the output must
+    follow, in the language of the engine's Grammars.
     """
 
     max_tokens: int = 16
@@ -44,6 +47,7 @@ class SamplingParams:
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     grammar: str | None = None
@@ -63,6 +67,12 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(-2.0 <= value <= 2.0, name, value, "-2 to 2")
+        _require(
+            MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
+            "repetition_penalty",
+            self.repetition_penalty,
+            f"{MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}",
+        )
         for token, bias in self.logit_bias:
             _require(-100.0 <= bias <= 100.0, "logit_bias", {token: bias}, "biases of -100 to 100")
         _require(
@@ -73,9 +83,20 @@ class SamplingParams:
         )
 
     @property
+    def has_repetition_penalty(self) -> bool:
+        """Whether the prompt, too, changes the logits of what follows."""
+        return self.repetition_penalty != 1.0
+
+    @property
     def has_penalties(self) -> bool:
         """Whether the output so far changes the logits of what follows."""
-        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0.0, 0.0, 1.0)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether penalties or biases change logits before tokens are chosen."""
+        return self.has_penalties or bool(self.logit_bias)
 
 
 @dataclass(frozen=True, slots=True)

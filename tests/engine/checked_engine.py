@@ -57,6 +57,7 @@ class CheckedEngine:
             mock.patch.object(requested_adapters, "time", clock),
         ):
             self.engine, self.model = build(folder, self.shelf, **settings)
+        self.slots = self.engine._sampler.penalties.free
         self.model.before = self._check_batch
         self.model.after = lambda: self._break("after")
         self.expected: dict[tuple[str, int], Any] = {}
@@ -136,6 +137,7 @@ class CheckedEngine:
         assert (live.running, live.waiting, live.kv_pages_used) == (0, 0, 0)
         assert all(adapter.leases == 0 for adapter in self.engine.adapters())
         assert not self.engine._requests.open_choices
+        assert self.engine._sampler.penalties.free == self.slots
         cache = self.engine._cache
         assert sorted(cache.take(cache.pages)) == list(range(cache.pages))
 
@@ -189,6 +191,9 @@ class CheckedEngine:
         leases = Counter(s.adapter.digest for s in sequences if s.adapter and s.lease)
         assert leases == {a.digest: a.leases for a in self.engine.adapters() if a.leases}
         assert all(s.lease for s in scheduler.running if s.adapter)
+        slots = [s.penalty_slot.index for s in sequences if s.penalty_slot]
+        assert len(set(slots)) == len(slots) == self.slots - self.engine._sampler.penalties.free
+        assert not any(s.penalty_slot for s in scheduler.waiting)
 
 
 def _content(sequence: Sequence, end: int) -> tuple[object, ...]:

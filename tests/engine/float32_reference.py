@@ -114,14 +114,13 @@ class RecordingSampler:
 
     def __post_init__(self) -> None:
         self._sampler = self.engine._sampler
+        self.penalties = self._sampler.penalties
         self.engine._sampler = self  # type: ignore[assignment]
 
-    def sample(
-        self, logits: torch.Tensor, rows: list[SamplingRow], previous: torch.Tensor | None
-    ) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, rows: list[SamplingRow]) -> torch.Tensor:
         at = [(row.seed, row.step) for row in rows]
         self.logits.update(zip(at, logits.float().log_softmax(-1), strict=True))
-        drawn = self._sampler.sample(logits, rows, previous)
+        drawn = self._sampler.sample(logits, rows)
         self.tokens.update(zip(at, drawn.clone(), strict=True))
         return drawn
 

@@ -22,6 +22,7 @@ from lorikeet_engine.models import ModelConfig
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.request import FinishReason, SamplingParams
 from lorikeet_engine.residency.disk.cache import AdapterSource
+from lorikeet_engine.sampling.penalties import Penalties
 from lorikeet_engine.sampling.sampler import Sampler, SamplingRow
 from tests.engine.descending_grammar import DescendingGrammars
 
@@ -108,8 +109,11 @@ def predict(
         tokens = np.array([*prompt, *said], np.float32)
         read = np.stack([tokens, np.arange(len(tokens)), np.full(len(tokens), mark)], 1)
         impossible = set(range(VOCAB)) - _possible(sampling, said, set(stops))
-        row = SamplingRow(sampling, seed, len(said), tuple(impossible), said)
-        token = int(Sampler().sample(_logits(torch.tensor([[_hash(read)]])), [row])[0])
+        penalties = Penalties(1, VOCAB, torch.device("cpu"))
+        slot = penalties.begin(sampling, prompt, said) if sampling.changes_logits else None
+        row = SamplingRow(sampling, seed, len(said), tuple(impossible), slot)
+        logits = _logits(torch.tensor([[_hash(read)]]))
+        token = int(Sampler(penalties).sample(logits, [row])[0])
         if token in stops:
             return said, FinishReason.STOP
         said.append(token)

@@ -34,8 +34,9 @@ def make_checked(tmp_path):
 
 def fill(checked):
     """Seven requests; returns their ids."""
-    long, cold = SamplingParams(10, temperature=1.0, seed=5), SamplingParams(5, temperature=0.0)
-    stops = SamplingParams(10, 4, 0.0, stop_token_ids=tuple(range(20)))
+    long = SamplingParams(10, temperature=1.0, seed=5, frequency_penalty=1.5)
+    cold = SamplingParams(5, temperature=0.0, repetition_penalty=3.0)
+    stops = SamplingParams(10, 4, 0.0, stop_token_ids=tuple(range(20)), logit_bias=((7, 2.0),))
     prefix = (7,) * (3 * PAGE)
     return [
         checked.submit((*prefix, 8), sampling=cold),

@@ -27,7 +27,8 @@ SAMPLINGS = [
     for more in (
         {},
         {"presence_penalty": 1.5, "frequency_penalty": -0.75, "logit_bias": ((7, 2.0), (9, -3.0))},
-        {"grammar": "below 60, end under 30"},
+        {"repetition_penalty": 4.0, "frequency_penalty": 0.5},
+        {"grammar": "below 60, end under 30", "repetition_penalty": 0.3},
     )
     for most in (25, 24, 12, 2)
     for least, stops in ((0, ()), (0, tuple(range(4))), (5, tuple(range(20))))

@@ -25,6 +25,8 @@ from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.models import LlamaModel
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
+from lorikeet_engine.sampling.penalties import Penalties
+from lorikeet_engine.sampling.sampler import Sampler
 from lorikeet_engine.scheduling.step_budget import StepBudget
 from lorikeet_engine.settings import EngineSettings
 from lorikeet_engine.telemetry.start_up import StartUpStages
@@ -43,6 +45,7 @@ class Assembly:
     """
 
     runner: ModelRunner
+    sampler: Sampler
     tiers: Tiers
     kv_pages: int
     info: EngineInfo
@@ -64,7 +67,10 @@ def assemble(
     with start.stage("slot pool"):
         tiers = build_tiers(model.config.shape, settings, source, device, wake, start.free)
     try:
-        runner, kv_pages = build_runner(model, tiers.weights, settings, start)
+        with start.stage("penalties"):
+            penalties = Penalties(settings.max_running, model.config.vocab_size, device)
+            sampler = Sampler(penalties)
+        runner, kv_pages = build_runner(model, tiers.weights, sampler, settings, start)
         with start.stage("step costs"):
             step_costs = measure_step_costs(
                 runner, kv_pages, tiers.weights, model.config.shape, settings
@@ -78,7 +84,7 @@ def assemble(
     max_context = min(config.max_context, kv_tokens)
     info = EngineInfo(config.vocab_size, max_context, config.eos_token_ids, step_costs)
     step_budget = StepBudget(goal_s, step_costs, runner.sizes) if goal_s is not None else None
-    return Assembly(runner, tiers, kv_pages, info, step_budget)
+    return Assembly(runner, sampler, tiers, kv_pages, info, step_budget)
 
 
 def build_tiers(
@@ -111,7 +117,11 @@ def build_tiers(
 
 
 def build_runner(
-    model: LlamaModel, weights: LoraWeights, settings: EngineSettings, start: StartUpStages
+    model: LlamaModel,
+    weights: LoraWeights,
+    sampler: Sampler,
+    settings: EngineSettings,
+    start: StartUpStages,
 ) -> tuple[ModelRunner, int]:
     """A runner and how many KV pages it has; on CUDA with all kernels compiled.
 
@@ -132,8 +142,8 @@ def build_runner(
     if device.type == "cuda":
         with start.stage("steps and graphs"):
             trial = build(1)
-            run_largest_step(trial, settings)
-            run_every_kind_of_step(trial, settings)
+            run_largest_step(trial, sampler, settings)
+            run_every_kind_of_step(trial, sampler, settings)
         del trial
         gc.collect()
         torch.cuda.empty_cache()
@@ -141,7 +151,8 @@ def build_runner(
     with start.stage("KV cache"):
         runner = build(pages)
         if device.type == "cuda":
-            run_largest_step(runner, settings)  # takes its memory back before anything else does
+            # takes its memory back before anything else does
+            run_largest_step(runner, sampler, settings)
     return runner, pages
 
 

@@ -108,7 +108,8 @@ def step_bytes(config: ModelConfig, settings: EngineSettings) -> int:
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     widths = 6 * shape.hidden + qkv + 3 * shape.intermediate  # alive at once in a layer
     activations = settings.max_batch_tokens * widths * itemsize
-    # logits, and what sampling with penalties, top-p and logprobs makes of them: six more in float
+    # logits, two tensors of their size in 32 bits for penalties, and what sampling under penalties
+    # and a grammar makes of them, four more
     logits = settings.max_running * config.vocab_size * (itemsize + 6 * 4)
     fixed = _CUDA_BYTES if settings.device.startswith("cuda") else 0
     return activations + logits + fixed

@@ -129,40 +129,44 @@ def compute(
 
 @torch.inference_mode()
 def sample(
-    sampler: Sampler,
-    forward: ForwardPass,
-    grammars: Grammars | None = None,
-    before: InFlightStep | None = None,
+    sampler: Sampler, forward: ForwardPass, grammars: Grammars | None = None
 ) -> InFlightStep:
     """Sample the next tokens from a forward pass, whose logits are changed in place.
 
-    before: the step before, whose tokens may be pending for sequences without a grammar; grammars
-    must have accepted them. The host waits for nothing.
+    Grammars must have accepted the tokens of the step before. The host waits for nothing.
     """
-    previous = before.sample.tokens if before else None
     sequences, logits = forward.sequences, forward.logits
     special = {i: sequence for i, sequence in enumerate(sequences) if not sequence.plain_sampling}
     allowed, errors = _allowed(grammars, special, logits.shape[-1])
+    for sequence in special.values():
+        _count_tokens(sampler, sequence)
     rows = [_row(sequence, allowed.get(i)) for i, sequence in enumerate(sequences)]
     counts = {i: n for i, s in special.items() if (n := s.request.sampling.logprobs) is not None}
     logprobs = Logprobs(logits, counts) if counts else None
-    tokens = sampler.sample(logits, rows, previous)
+    tokens = sampler.sample(logits, rows)
     if logprobs is not None:
         logprobs.download(logits, tokens)
     pending = PendingSample(sequences, tokens, logprobs, errors)
     return InFlightStep(forward.chunks, pending, forward.launch)
 
 
+def _count_tokens(sampler: Sampler, sequence: Sequence) -> None:
+    """See that the device counts the sequence's tokens, if its logits depend on them."""
+    params = sequence.request.sampling
+    if params.changes_logits and sequence.penalty_slot is None and not sequence.ended:
+        assert not sequence.pending_rows, "a token that nobody can count"
+        prompt, output = (
+            sequence.tokens[: sequence.prompt_length],
+            sequence.tokens[sequence.prompt_length :],
+        )
+        sequence.penalty_slot = sampler.penalties.begin(params, prompt, output)
+
+
 def _row(sequence: Sequence, allowed: TokenBitmask | None) -> SamplingRow:
     params = sequence.request.sampling
     banned = tuple(sequence.stop_ids) if sequence.below_min_tokens and allowed is None else ()
-    if sequence.plain_sampling:
-        return SamplingRow(params, sequence.seed, sequence.output_length, banned)
-    row = SamplingRow(params, sequence.seed, sequence.output_length, banned, allowed=allowed)
-    if not params.has_penalties:
-        return row
-    pending_row = sequence.pending_rows[0] if sequence.pending_rows else None
-    return row._replace(output=sequence.tokens[sequence.prompt_length :], pending_row=pending_row)
+    step, slot = sequence.output_length, sequence.penalty_slot
+    return SamplingRow(params, sequence.seed, step, banned, slot, allowed)
 
 
 def _allowed(

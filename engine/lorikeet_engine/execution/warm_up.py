@@ -27,34 +27,40 @@ _SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=1.0, top_k=50, top_p=0.9),
-    SamplingParams(top_p=0.9, presence_penalty=1.0, logit_bias=((0, 1.0),), logprobs=MAX_LOGPROBS),
+    SamplingParams(
+        top_p=0.9,
+        presence_penalty=1.0,
+        repetition_penalty=1.1,
+        logit_bias=((0, 1.0),),
+        logprobs=MAX_LOGPROBS,
+    ),
 )
 
 
-def run_largest_step(runner: ModelRunner, settings: EngineSettings) -> None:
+def run_largest_step(runner: ModelRunner, sampler: Sampler, settings: EngineSettings) -> None:
     """Run the step that takes the most memory: all tokens, sequences, adapters and sampling."""
     sequences, context = settings.max_running, runner.model.config.max_context
     each, rest = divmod(settings.max_batch_tokens, sequences)
     lengths = [min(context, each + (i < rest)) for i in range(sequences)]
     adapters = min(settings.max_batch_adapters, sequences)
-    _run(runner, settings, lengths, adapters, settings.max_rank, _SAMPLINGS[-1:])
+    _run(runner, sampler, settings, lengths, adapters, settings.max_rank, _SAMPLINGS[-1:])
 
 
-def run_every_kind_of_step(runner: ModelRunner, settings: EngineSettings) -> None:
+def run_every_kind_of_step(runner: ModelRunner, sampler: Sampler, settings: EngineSettings) -> None:
     """Run steps of all token counts, adapter counts and ranks that kernels are compiled for."""
     longest = min(settings.max_batch_tokens, runner.model.config.max_context)
-    _run(runner, settings, [1], samplings=_SAMPLINGS[1:2])
+    _run(runner, sampler, settings, [1], samplings=_SAMPLINGS[1:2])
     for sequences in _doubling(1, settings.max_running):
-        _run(runner, settings, [1] * sequences)
+        _run(runner, sampler, settings, [1] * sequences)
     for tokens in _doubling(2, longest):
-        _run(runner, settings, [tokens], graphs=False)
+        _run(runner, sampler, settings, [tokens], graphs=False)
     for adapters in _doubling(1, min(settings.max_batch_adapters, settings.max_running)):
-        _run(runner, settings, [1] * adapters, adapters, settings.max_rank)
+        _run(runner, sampler, settings, [1] * adapters, adapters, settings.max_rank)
         for tokens in _TOKENS_PER_ADAPTER:
             lengths = [min(tokens, longest)] * adapters + [2]  # a prompt: this is no decode
             if sum(lengths) <= settings.max_batch_tokens:
                 for rank in (1, *_doubling(16, settings.max_rank)):
-                    _run(runner, settings, lengths, adapters, rank, graphs=False)
+                    _run(runner, sampler, settings, lengths, adapters, rank, graphs=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,7 @@ class DummyLease:
 
 def _run(
     runner: ModelRunner,
+    sampler: Sampler,
     settings: EngineSettings,
     lengths: list[int],
     adapters: int = 0,
@@ -88,23 +95,25 @@ def _run(
     ]
     forward = runner.forward if graphs else runner.forward_eager
     logits = forward(build_step_input(chunks, settings.page_size).upload(runner.model.device))
-    _sample(logits, [samplings[i % len(samplings)] for i in range(len(chunks))])
+    _sample(sampler, logits, [samplings[i % len(samplings)] for i in range(len(chunks))])
 
 
-def _sample(logits: torch.Tensor, params: list[SamplingParams]) -> None:
+def _sample(sampler: Sampler, logits: torch.Tensor, params: list[SamplingParams]) -> None:
     """Sample each row; those with penalties also have a grammar that allows all tokens."""
     all_tokens = np.full(-(-logits.shape[-1] // 8), 255, np.uint8)
-    rows = [
-        SamplingRow(p, 0, 0, banned=(0,), output=(0,), allowed=all_tokens)
-        if p.has_penalties
-        else SamplingRow(p, 0, 0, banned=(0,))
-        for p in params
-    ]
+    rows = [SamplingRow(p, 0, 0, banned=(0,)) for p in params]
+    for i, p in enumerate(params):
+        if p.changes_logits:
+            slot = sampler.penalties.begin(p, prompt=(0,), output=(0,))
+            rows[i] = rows[i]._replace(slot=slot, allowed=all_tokens)
     counts = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
     logprobs = Logprobs(logits, counts) if counts else None
-    tokens = Sampler().sample(logits, rows)
+    tokens = sampler.sample(logits, rows)
     if logprobs is not None:
         logprobs.download(logits, tokens)
+    for row in rows:
+        if row.slot is not None:
+            row.slot.release()
 
 
 def dummy_chunk(length: int, page_size: int, lease: DummyLease | None) -> Chunk:

@@ -1,55 +1,124 @@
-"""Logit biases and repetition penalties, as OpenAI defines them."""
+"""Logit biases and penalties: what they need of each sequence stays on the device.
 
-from collections.abc import Sequence
+OpenAI's frequency and presence penalties are over a sequence's output, the repetition penalty, as
+transformers and vLLM have it, over prompt and output. A step counts the tokens that it samples
+where it samples them, so the host tells the device nothing of them again.
+"""
+
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from lorikeet_engine.device.async_copies import upload
+from lorikeet_engine.kernels.penalties import (
+    IN_OUTPUT,
+    IN_PROMPT,
+    PENALTIES,
+    PenaltyState,
+    penalise,
+)
 from lorikeet_engine.request import SamplingParams
 
 
-def add_biases(logits: torch.Tensor, params: Sequence[SamplingParams]) -> None:
-    """Add each row's logit_bias to logits [rows, vocab] float32, in place."""
-    biases = [(row, *bias) for row, p in enumerate(params) for bias in p.logit_bias]
-    if biases:
-        columns = upload(np.array(biases, np.float64).T.copy(), logits.device)
-        at, tokens = columns[:2].long()
-        logits.index_put_((at, tokens), columns[2].float(), accumulate=True)
+class PenaltySlot:
+    """A sequence's place in Penalties, from its first sampled token until it is released."""
+
+    def __init__(self, pool: "Penalties", index: int) -> None:
+        self.index = index
+        self._pool: Penalties | None = pool
+
+    def release(self) -> None:
+        """Give it back; a second time does nothing."""
+        if self._pool is not None:
+            self._pool._take_back(self.index)
+            self._pool = None
 
 
-def subtract_penalties(
-    logits: torch.Tensor,
-    params: Sequence[SamplingParams],
-    outputs: Sequence[Sequence[int]],
-    pending_rows: Sequence[int | None],
-    previous: torch.Tensor | None,
-) -> None:
-    """logits[t] −= frequency_penalty · count(t) + presence_penalty · [count(t) > 0], in place.
+class Penalties:
+    """The biases, penalties and counted tokens of sequences, with a slot for each.
 
-    logits [rows, vocab] float32. outputs: the output tokens of each row that the host has.
-    pending_rows: where one more was sampled and not read yet, its row in `previous`, the tokens of
-    the step before on the device, [rows] int64.
+    The device works in the order of launches: what a step in flight still counts in a slot that
+    was released comes before the slot is filled for its next owner.
     """
-    penalised = [i for i, p in enumerate(params) if p.has_penalties]
-    if not penalised:
-        return
-    vocab, device = logits.shape[-1], logits.device
-    longest = max(len(outputs[i]) for i in penalised)
-    padded = np.full((len(penalised), longest + 1), vocab, np.int64)
-    for row, i in zip(padded, penalised, strict=True):
-        row[: len(outputs[i])] = outputs[i]
-    tokens = upload(padded, device)
-    pending = [(at, j) for at, i in enumerate(penalised) if (j := pending_rows[i]) is not None]
-    if pending:
-        assert previous is not None, "pending tokens of no step"
-        at, sampled_in = upload(np.array(pending, np.int64).T.copy(), device)
-        tokens[:, -1].index_copy_(0, at, previous[sampled_in])
-    # Counted on the device, as whole numbers: the order of the additions cannot matter.
-    counts = logits.new_zeros(len(penalised), vocab + 1)
-    counts = counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=counts.dtype))[:, :vocab]
-    penalties = [(params[i].frequency_penalty, params[i].presence_penalty) for i in penalised]
-    frequency, presence = upload(np.array(penalties, np.float32).T.copy(), device).unsqueeze(-1)
-    rows = upload(np.array(penalised, np.int64), device)
-    penalty = counts * frequency + counts.clamp(max=1) * presence
-    logits.index_add_(0, rows, penalty, alpha=-1)
+
+    def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
+        """Allocate 8 bytes for each slot and token of the vocabulary."""
+        self._state = PenaltyState(
+            torch.zeros((slots, vocab), dtype=torch.int32, device=device),
+            torch.zeros((slots, vocab), dtype=torch.float32, device=device),
+            torch.zeros((slots, PENALTIES), dtype=torch.float32, device=device),
+        )
+        self._slots = slots
+        self.release_all()
+
+    @property
+    def free(self) -> int:
+        """How many slots have no owner."""
+        return len(self._free)
+
+    def begin(
+        self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+    ) -> PenaltySlot:
+        """A slot for a sequence of these tokens, filled before its logits are changed."""
+        assert self._free, "more sequences are sampled at once than there are slots"
+        index = self._free.pop()
+        self._new[index] = params, prompt, output
+        return PenaltySlot(self, index)
+
+    def change(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Copies of some rows of logits, changed by their slots; see kernels.penalties."""
+        if self._new:
+            self._fill()
+        return penalise(logits, rows, slots, self._state)
+
+    def count(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Note that these tokens [slots] int64, below 0 for none, were sampled for the slots."""
+        seen = self._state.seen
+        places = slots * seen.shape[1] + tokens.clamp(min=0)
+        seen.view(-1).scatter_add_(0, places, torch.full_like(places, IN_OUTPUT, dtype=seen.dtype))
+
+    def release_all(self) -> None:
+        """Take all slots back. The handles of their owners must not be used any more."""
+        self._free = list(reversed(range(self._slots)))
+        self._new: dict[int, tuple[SamplingParams, Sequence[int], Sequence[int]]] = {}
+
+    def _take_back(self, index: int) -> None:
+        self._new.pop(index, None)
+        self._free.append(index)
+
+    def _fill(self) -> None:
+        """Write what the new slots begin with: all of them at once."""
+        new, self._new = self._new, {}
+        device, seen, biases = self._state.seen.device, self._state.seen, self._state.biases
+        slots = upload(np.array(list(new), np.int64), device)
+        penalties = [
+            (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
+            for p, _, _ in new.values()
+        ]
+        self._state.penalties[slots] = upload(np.array(penalties, np.float32), device)
+        seen.index_fill_(0, slots, 0)
+        biases.index_fill_(0, slots, 0.0)
+        prompts = {slot: prompt for slot, (p, prompt, _) in new.items() if p.has_repetition_penalty}
+        if prompts:
+            seen[_places(prompts, device)] = IN_PROMPT
+        outputs = {slot: output for slot, (p, _, output) in new.items() if p.has_penalties}
+        if any(outputs.values()):
+            at, tokens = _places(outputs, device)
+            self.count(at, tokens)
+        biased = {slot: [t for t, _ in p.logit_bias] for slot, (p, _, _) in new.items()}
+        if any(biased.values()):
+            values = [bias for p, _, _ in new.values() for _, bias in p.logit_bias]
+            added = upload(np.array(values, np.float32), device)
+            biases.index_put_(_places(biased, device), added, accumulate=True)
+
+
+def _places(
+    tokens: Mapping[int, Sequence[int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots and tokens [all tokens] int64, both on the device."""
+    lengths = [len(some) for some in tokens.values()]
+    slots = np.repeat(np.array(list(tokens), np.int64), lengths)
+    ids = np.concatenate([np.array(some, np.int64) for some in tokens.values()])
+    at, columns = upload(np.stack((slots, ids)), device)
+    return at, columns

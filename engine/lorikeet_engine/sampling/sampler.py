@@ -1,7 +1,7 @@
 """Samples the next token of each choice from its logits: temperature, top_k, top_p, min_p."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from lorikeet_engine.kernels.sampling import (
 )
 from lorikeet_engine.request import SamplingParams
 from lorikeet_engine.sampling.grammar import TokenBitmask
-from lorikeet_engine.sampling.penalties import add_biases, subtract_penalties
+from lorikeet_engine.sampling.penalties import Penalties, PenaltySlot
 
 NOT_FINITE = -1
 """In place of a token id, for a row whose logits are not finite."""
@@ -36,18 +36,16 @@ class SamplingRow(NamedTuple):
     """How to sample the next token of one choice.
 
     seed: the choice's own, of any size. step: the length of its output. These two alone decide
-    which point of the distribution is taken. output: its output tokens that the host has, if params
-    have penalties; pending_row: the row of the step before that sampled one more, which is not read
-    yet. banned: ids that may not be sampled now, such as the stop ids below min_tokens. allowed:
-    the only ids that may be sampled, as Grammars sets them; None for all.
+    which point of the distribution is taken. banned: ids that may not be sampled now, such as the
+    stop ids below min_tokens. slot: the choice's own of the sampler's Penalties, if params change
+    logits. allowed: the only ids that may be sampled, as Grammars sets them; None for all.
     """
 
     params: SamplingParams
     seed: int
     step: int
     banned: tuple[int, ...] = ()
-    output: Sequence[int] = ()
-    pending_row: int | None = None
+    slot: PenaltySlot | None = None
     allowed: TokenBitmask | None = None
 
 
@@ -55,61 +53,59 @@ class Sampler:
     """Samples one token for each row.
 
     The cumulative distribution is inverted at a number in [0, 1) that is a hash of seed and step.
-    So there is no state, a row costs a few numbers whatever the vocabulary, and equal logits give
-    the same token in every row of every batch and on every device.
+    So a row costs a few numbers whatever the vocabulary, and equal logits give the same token in
+    every row of every batch and on every device. penalties: of the choices whose logits change.
     """
 
-    @torch.inference_mode()
-    def sample(
-        self,
-        logits: torch.Tensor,
-        rows: Sequence[SamplingRow],
-        previous: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Tokens [rows] int64 for logits [rows, vocab] of any dtype.
+    def __init__(self, penalties: Penalties) -> None:
+        self.penalties = penalties
 
-        Biases and penalties come first, then what may not be sampled is set to -inf, in place. Then
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        """Tokens [rows] int64 for logits [rows, vocab] of any dtype, counted in the rows' slots.
+
+        The repetition penalty comes first, then biases and the other penalties, in float32 copies
+        of the rows that have any. What may not be sampled is set to -inf, in place. Then
         temperature, then top_k, then top_p of what top_k left (the most likely tokens whose
         probabilities together reach top_p), then min_p of what that left, as kernels.sampling
         defines it. Temperature 0 takes the first of the largest logits.
-        NOT_FINITE where the largest is no number. previous: the tokens of the step before, on the
-        device. The host waits for nothing.
+        NOT_FINITE where the largest is no number. The host waits for nothing.
         """
-        logits = _with_penalties(logits, rows, previous)
-        _mask_banned(logits, rows)
-        _mask_by_grammar(logits, rows)
-        best, tokens = logits.max(dim=-1)
-        finite = best.isfinite()
-        sampled = [i for i, row in enumerate(rows) if row.params.temperature > 0.0]
-        if sampled:
-            draws = upload(_draws(rows, sampled, logits.shape[-1]), logits.device)
-            draw_tokens(logits, best, tokens, draws)
-        return tokens.masked_fill_(~finite, NOT_FINITE)
+        changed = {i: row.slot.index for i, row in enumerate(rows) if row.slot is not None}
+        plain = {i: row for i, row in enumerate(rows) if row.slot is None}
+        tokens = _choose(logits, plain)
+        if changed:
+            indices = np.array([list(changed), list(changed.values())], np.int64)
+            at, slots = upload(indices, logits.device)
+            copies = self.penalties.change(logits, at, slots)
+            chosen = _choose(copies, dict(enumerate(rows[i] for i in changed)))
+            self.penalties.count(slots, chosen)
+            tokens.index_copy_(0, at, chosen)
+        return tokens
 
 
-def _with_penalties(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], previous: torch.Tensor | None
-) -> torch.Tensor:
-    """The logits with biases and penalties: a float32 copy, or themselves if no row has any."""
-    if not any(row.output or row.pending_row is not None or row.params.logit_bias for row in rows):
-        return logits
-    logits = logits.to(torch.float32, copy=True)
-    params = [row.params for row in rows]
-    add_biases(logits, params)
-    outputs, pending_rows = [row.output for row in rows], [row.pending_row for row in rows]
-    subtract_penalties(logits, params, outputs, pending_rows, previous)
-    return logits
+def _choose(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> torch.Tensor:
+    """Tokens [all rows of logits] int64; arbitrary in those that are not among `rows`."""
+    _mask_banned(logits, rows)
+    _mask_by_grammar(logits, rows)
+    best, tokens = logits.max(dim=-1)
+    finite = best.isfinite()
+    sampled = {i: row for i, row in rows.items() if row.params.temperature > 0.0}
+    if sampled:
+        draws = upload(_draws(sampled, logits.shape[-1]), logits.device)
+        draw_tokens(logits, best, tokens, draws)
+    return tokens.masked_fill_(~finite, NOT_FINITE)
 
 
-def _mask_banned(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-    bans = [(i, token) for i, row in enumerate(rows) for token in row.banned]
+def _mask_banned(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> None:
+    bans = [(i, token) for i, row in rows.items() for token in row.banned]
     if bans:
         at, tokens = upload(np.array(bans, np.int64).T.copy(), logits.device)
         logits[at, tokens] = -torch.inf
 
 
-def _mask_by_grammar(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-    masks = [(i, row.allowed) for i, row in enumerate(rows) if row.allowed is not None]
+def _mask_by_grammar(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> None:
+    masks = [(i, row.allowed) for i, row in rows.items() if row.allowed is not None]
     if masks:
         at = upload(np.array([i for i, _ in masks], np.int64), logits.device)
         octets = upload(np.stack([bits for _, bits in masks]), logits.device).unsqueeze(-1)
@@ -118,13 +114,13 @@ def _mask_by_grammar(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
         logits.index_copy_(0, at, logits[at].masked_fill_(~allowed, -torch.inf))
 
 
-def _draws(rows: Sequence[SamplingRow], sampled: list[int], vocab: int) -> npt.NDArray[np.int64]:
-    """The columns of kernels.sampling for the rows that are not greedy."""
-    draws = np.empty((len(sampled), DRAW_FIELDS), np.int64)
-    params = [rows[i].params for i in sampled]
+def _draws(rows: Mapping[int, SamplingRow], vocab: int) -> npt.NDArray[np.int64]:
+    """The columns of kernels.sampling for rows that are not greedy."""
+    draws = np.empty((len(rows), DRAW_FIELDS), np.int64)
+    params = [row.params for row in rows.values()]
     temperatures = np.array([max(p.temperature, _LEAST_TEMPERATURE) for p in params])
-    draws[:, ROW] = sampled
-    draws[:, UNIFORM] = _uniforms([(rows[i].seed, rows[i].step) for i in sampled])
+    draws[:, ROW] = list(rows)
+    draws[:, UNIFORM] = _uniforms([(row.seed, row.step) for row in rows.values()])
     draws[:, SCALE] = (math.log2(math.e) / temperatures).astype(np.float32).view(np.int32)
     draws[:, TOP_K] = [p.top_k if p.top_k < vocab else 0 for p in params]
     draws[:, TOP_P] = np.array([p.top_p for p in params], np.float64).view(np.int64)

@@ -290,9 +290,7 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         self._cache.clear(sequence.kv)
-        if sequence.lease is not None:
-            sequence.lease.release()
-            sequence.lease = None
+        sequence.release()
 
 
 def _turn(sequence: Sequence) -> tuple[float, int]:

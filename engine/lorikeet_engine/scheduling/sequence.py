@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.request import EngineTimings, FinishReason, Request
 from lorikeet_engine.sampling.grammar import Matcher
+from lorikeet_engine.sampling.penalties import PenaltySlot
 from lorikeet_engine.scheduling.fairness import SequenceCost
 from lorikeet_engine.scheduling.kv_cache import PageKeys, SequencePages
 
@@ -99,11 +100,13 @@ class Sequence:
     arrival: its number in the order of arrival. max_tokens: the request's, cut to the context.
     stop_ids: tokens that end it. seed: the choice's own. compiled: its grammar, as a matcher that
     others share; None without one. matcher: its own, set once that is there, which has accepted
-    every token in `tokens`. plain_sampling: it has no grammar, no penalties and no logprobs.
+    every token in `tokens`. plain_sampling: it has no grammar, no penalties, biases or logprobs.
     tokens: those that the host has. pending_rows: for each token that is sampled and not read yet,
     its row in the step that samples it. length: how many both are together.
-    kv: its KV pages. lease: its adapter's. copy_s: how long the adapter's copy to the GPU takes if
-    no request asked for it before. cost: what its tenant pays, set when it begins to wait.
+    kv: its KV pages. lease: its adapter's. penalty_slot: where the device counts its tokens, from
+    the first that is sampled since it runs; None if nothing changes its logits. copy_s: how long
+    the adapter's copy to the GPU takes if no request asked for it before. cost: what its tenant
+    pays, set when it begins to wait.
     ended: it will never run again.
     """
 
@@ -130,13 +133,14 @@ class Sequence:
         self.compiled = compiled
         self.matcher: Matcher | None = None
         sampling = request.sampling
-        special = sampling.has_penalties or sampling.logprobs is not None
+        special = sampling.changes_logits or sampling.logprobs is not None
         self.plain_sampling = compiled is None and not special
         self.tokens = list(request.prompts[choice // request.n])
         self.pending_rows: list[int] = []
         self.prompt_length = self.length = len(self.tokens)
         self.kv = SequencePages(self.tokens, prompt_keys)
         self.lease: AdapterLease | None = None
+        self.penalty_slot: PenaltySlot | None = None
         self.copy_s = 0.0
         self.overtakes = OvertakeCount()
         self.timings = SequenceTimings()
@@ -172,10 +176,19 @@ class Sequence:
         """Tokens still to be computed before the next can be sampled: 1 means that it decodes."""
         return self.length - self.kv.computed
 
+    def release(self) -> None:
+        """Give back its adapter's lease and its penalty slot, if it has them."""
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
+        self._release_penalty_slot()
+
     def add_pending(self, row: int) -> None:
         """Note that the next token is sampled in this row of the step that was just launched."""
         self.pending_rows.append(row)
         self.length += 1
+        if self.complete:  # nothing more is sampled for it, and others may run in its place
+            self._release_penalty_slot()
 
     def accept(self, token: int) -> FinishReason | None:
         """Take the first pending token, which was read; a stop id ends it and is not kept.
@@ -193,6 +206,11 @@ class Sequence:
             if self.matcher.must_end:
                 return FinishReason.STOP
         return FinishReason.LENGTH if self.complete and not self.pending_rows else None
+
+    def _release_penalty_slot(self) -> None:
+        if self.penalty_slot is not None:
+            self.penalty_slot.release()
+            self.penalty_slot = None
 
 
 class Chunk(NamedTuple):

@@ -87,8 +87,9 @@ def answer(engine, refs):
 
 
 def test_the_largest_step_is_as_large_as_the_settings_allow(make):
-    recorder = Recorder(make()._runner)
-    run_largest_step(recorder, SETTINGS)
+    engine = make()
+    recorder = Recorder(engine._runner)
+    run_largest_step(recorder, engine._sampler, SETTINGS)
     (batch,) = recorder.batches
     assert len(batch.token_ids) == 96
     assert len(batch.logit_rows) == 7
@@ -97,8 +98,9 @@ def test_the_largest_step_is_as_large_as_the_settings_allow(make):
 
 
 def test_the_kinds_of_steps_span_what_the_settings_allow_and_no_more(make):
-    recorder = Recorder(make()._runner)
-    run_every_kind_of_step(recorder, SETTINGS)
+    engine = make()
+    recorder = Recorder(engine._runner)
+    run_every_kind_of_step(recorder, engine._sampler, SETTINGS)
     batches = [batch for batch in recorder.batches if batch.segments]
     assert {len(batch.segments) for batch in batches} == {1, 2, 4, 5}
     assert {batch.segments.max_rank for batch in batches} == {1, 16, 32, 40}
@@ -109,16 +111,17 @@ def test_the_kinds_of_steps_span_what_the_settings_allow_and_no_more(make):
 
 
 def test_no_sequence_of_a_warm_up_exceeds_the_context(make):
-    recorder = Recorder(make(max_context=10)._runner)
-    run_largest_step(recorder, SETTINGS)
-    run_every_kind_of_step(recorder, SETTINGS)
+    engine = make(max_context=10)
+    recorder = Recorder(engine._runner)
+    run_largest_step(recorder, engine._sampler, SETTINGS)
+    run_every_kind_of_step(recorder, engine._sampler, SETTINGS)
     assert max(length for batch in recorder.batches for length in batch.kv_lengths) == 10
 
 
 def test_warming_up_changes_no_token(make, refs):
     few = {"max_batch_adapters": 2, "max_rank": 8, "max_batch_tokens": 30}
     warm, cold = make(**few), make(**few)
-    run_every_kind_of_step(warm._runner, replace(SETTINGS, **few))
+    run_every_kind_of_step(warm._runner, warm._sampler, replace(SETTINGS, **few))
     assert answer(warm, refs[:3]) == answer(cold, refs[:3])
 
 
@@ -142,6 +145,7 @@ def test_traffic_of_all_kinds_compiles_nothing(make, refs, monkeypatch):
                 {"temperature": 1.0},
                 {"temperature": 0.7, "top_p": 0.9},
                 {"presence_penalty": 1.0, "logit_bias": ((5, 2.0),), "logprobs": 4},
+                {"repetition_penalty": 1.2},
             ]
         )
         tokens, ref = prompt(dice.randint(1, 200), i), dice.choice([None, *refs])

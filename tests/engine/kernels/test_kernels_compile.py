@@ -31,6 +31,8 @@ from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
 from lorikeet_engine.kernels.lora.shrink import shrink
 from lorikeet_engine.kernels.lora.tuning import PATH, LaunchConfig, Regime
 from lorikeet_engine.kernels.matmul.gemv import gemv
+from lorikeet_engine.kernels.penalties import PENALTIES, PenaltyState
+from lorikeet_engine.kernels.penalties.fused import penalise
 from lorikeet_engine.kernels.pointwise import QkNorm, fused
 from lorikeet_engine.kernels.sampling import DRAW_FIELDS
 from lorikeet_engine.kernels.sampling.fused import draw_tokens
@@ -151,3 +153,12 @@ def test_sampling(compiled: set[str], dtype: torch.dtype) -> None:
     best, tokens = empty(8, dtype=dtype), empty(8, dtype=torch.int64)
     draw_tokens(empty(8, 128256, dtype=dtype), best, tokens, draws)
     assert compiled == {"_sum_chunks", "_draw"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_penalties(compiled: set[str], dtype: torch.dtype) -> None:
+    seen, biases = empty(8, 128256, dtype=torch.int32), empty(8, 128256, dtype=torch.float32)
+    state = PenaltyState(seen, biases, empty(8, PENALTIES, dtype=torch.float32))
+    indices = empty(5, dtype=torch.int64)
+    penalise(empty(8, 128256, dtype=dtype), indices, indices, state)
+    assert compiled == {"_penalise"}

@@ -1,7 +1,6 @@
 """Tokens are drawn from the distribution that was asked for, and repeatably."""
 
 import math
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,37 +8,18 @@ import torch
 
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.request import SamplingParams
-from lorikeet_engine.sampling.logprobs import Logprobs
 from lorikeet_engine.sampling.sampler import NOT_FINITE, Sampler, SamplingRow
+from tests.engine.sampling.draws import (
+    DRAWS,
+    VOCAB,
+    assert_drawn,
+    logits_of,
+    pool,
+    reference,
+    sample,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-VOCAB = 40
-DRAWS = 100_000
-
-
-def logits_of(seed, rows=1, spread=2.0):
-    return spread * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
-
-
-def sample(logits, rows):
-    return Sampler().sample(logits.clone(), rows).tolist()
-
-
-def reference(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """The distribution of one row, token by token, in plain Python."""
-    scaled = [x / temperature for x in logits.double().tolist()]
-    weights = [torch.tensor(x - max(scaled)).exp().item() for x in scaled]
-    ranking = sorted(range(len(weights)), key=lambda i: -weights[i])[: top_k or None]
-    total = sum(weights[i] for i in ranking)
-    kept, reached = [], 0.0
-    for token in ranking:
-        if reached >= top_p * total:
-            break
-        kept.append(token)
-        reached += weights[token]
-    kept = [token for token in kept if weights[token] >= min_p]  # the likeliest weighs 1
-    total = sum(weights[token] for token in kept)
-    return {token: weights[token] / total for token in kept}
 
 
 @pytest.mark.parametrize(
@@ -67,11 +47,7 @@ def test_draws_follow_the_distribution(choice):
     want = reference(logits[0], **choice)
     params = SamplingParams(**choice)
     rows = [SamplingRow(params, seed=17, step=step) for step in range(DRAWS)]
-    counts = torch.bincount(torch.tensor(sample(logits.expand(DRAWS, -1), rows)), minlength=VOCAB)
-    assert set(counts.nonzero().flatten().tolist()) <= set(want)
-    chi2 = sum((counts[t].item() - DRAWS * p) ** 2 / (DRAWS * p) for t, p in want.items())
-    freedom = len(want) - 1
-    assert chi2 <= freedom + 5 * (2 * freedom) ** 0.5  # five standard deviations
+    assert_drawn(sample(logits.expand(DRAWS, -1), rows), want)
 
 
 def test_greedy_is_the_first_of_the_largest_logits():
@@ -108,27 +84,30 @@ def test_a_long_tail_of_rare_tokens_keeps_its_share():
         {},
         {"top_k": 9, "top_p": 0.9},
         {"presence_penalty": 1.5, "frequency_penalty": -0.5, "logit_bias": ((3, 2.0), (9, -1.0))},
+        {"repetition_penalty": 1.3},
     ],
     ids=str,
 )
 def test_a_gpu_draws_what_the_cpu_draws(choice):
-    logits = logits_of(seed=9, rows=64)
-    params = SamplingParams(**choice)
+    logits, params = logits_of(seed=9, rows=64), SamplingParams(**choice)
     even = np.packbits(np.arange(VOCAB) % 2 == 0, bitorder="little")
-    rows = [
-        SamplingRow(
-            params,
-            seed=2,
-            step=step,
-            output=(4, 8, 4) if params.has_penalties else (),
-            pending_row=step if params.has_penalties else None,
-            allowed=even if step % 3 else None,
-        )
-        for step in range(64)
-    ]
-    previous = torch.arange(64) % VOCAB
-    on_gpu = Sampler().sample(logits.cuda(), rows, previous.cuda()).tolist()
-    assert on_gpu == Sampler().sample(logits.clone(), rows, previous).tolist()
+
+    def drawn(device):
+        penalties = pool(device)
+        slots = [
+            penalties.begin(params, (4, 11), (4, 8, 4)) if params.changes_logits else None
+            for _ in range(64)
+        ]
+        sampler, tokens = Sampler(penalties), []
+        for turn in range(3):
+            rows = [
+                SamplingRow(params, 2, 64 * turn + i, slot=slot, allowed=even if i % 3 else None)
+                for i, slot in enumerate(slots)
+            ]
+            tokens.append(sampler.sample(logits.to(device, copy=True), rows).tolist())
+        return tokens
+
+    assert drawn("cuda") == drawn("cpu")
 
 
 @pytest.mark.parametrize("choice", [{}, {"top_p": 0.9}, {"top_k": 20}], ids=str)
@@ -186,71 +165,6 @@ def test_a_row_draws_nothing_but_what_it_is_allowed(choice):
     assert drawn[200:] == sample(logits[200:], free)
 
 
-class TestPenalties:
-    """OpenAI's: logit − count · frequency − [count > 0] · presence, and + bias."""
-
-    CHOICES = (
-        {"presence_penalty": 2.0},
-        {"frequency_penalty": 0.3},
-        {"frequency_penalty": -2.0, "presence_penalty": 1.1},
-        {"logit_bias": ((3, 100.0), (39, -7.3))},
-        {"frequency_penalty": 0.7, "logit_bias": ((0, 1.7), (5, -100.0)), "temperature": 0.6},
-    )
-    MADE = (5, 5, 0, 39, 5, 17, 0)
-
-    def reference(self, logits, params, made):
-        """One row's logits after biases and penalties, in plain Python."""
-        wanted = logits.double().tolist()
-        for token, bias in params.logit_bias:
-            wanted[token] += bias
-        for token, count in Counter(made).items():
-            wanted[token] -= count * params.frequency_penalty + params.presence_penalty
-        return torch.tensor(wanted)
-
-    def rows(self, **more):
-        return [
-            SamplingRow(SamplingParams(**{**choice, **more}), 7, step, output=self.MADE)
-            for choice in self.CHOICES
-            for step in range(40)
-        ]
-
-    @pytest.mark.parametrize("heat", [{}, {"temperature": 0.0}, {"top_p": 0.7}], ids=str)
-    def test_rows_draw_as_from_logits_that_were_changed_by_hand(self, heat):
-        rows = self.rows(**heat)
-        logits = logits_of(seed=11, rows=len(rows)).bfloat16()
-        by_hand = torch.stack(
-            [self.reference(x, row.params, self.MADE) for x, row in zip(logits, rows, strict=True)]
-        )
-        plain = [SamplingRow(SamplingParams(**self.plain(row)), 7, row.step) for row in rows]
-        assert sample(logits, rows) == sample(by_hand.float(), plain)
-
-    def plain(self, row):
-        return {"temperature": row.params.temperature, "top_p": row.params.top_p}
-
-    def test_a_pending_token_counts_like_any_other(self):
-        rows = self.rows()
-        logits = logits_of(seed=12, rows=len(rows))
-        for last in (5, 8):  # in the output before, and not
-            read = [row._replace(output=(*self.MADE, last)) for row in rows]
-            unread = [row._replace(pending_row=i) for i, row in enumerate(rows)]
-            previous = torch.full((len(rows),), last)
-            sampled = Sampler().sample(logits.clone(), unread, previous).tolist()
-            assert sampled == sample(logits, read)
-            assert sampled != sample(logits, rows)
-
-    def test_plain_rows_beside_them_draw_what_they_draw_alone(self):
-        logits = logits_of(seed=13, rows=400).bfloat16()
-        ways = ({}, {"top_p": 0.8}, {"temperature": 0.0})
-        plain = [SamplingRow(SamplingParams(**ways[i % 3]), 3, i) for i in range(200)]
-        drawn = sample(logits, [*plain, *self.rows()])
-        assert drawn[:200] == sample(logits[:200], plain)
-
-    def test_no_bias_revives_a_banned_token(self):
-        params = SamplingParams(logit_bias=((4, 100.0),))
-        rows = [SamplingRow(params, 1, step, banned=(4,)) for step in range(200)]
-        assert 4 not in sample(logits_of(seed=14).expand(200, -1), rows)
-
-
 @pytest.mark.parametrize(
     ("param", "value"),
     [
@@ -258,6 +172,8 @@ class TestPenalties:
         ("presence_penalty", -math.inf),
         ("frequency_penalty", -2.01),
         ("frequency_penalty", math.nan),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
         ("logit_bias", ((3, 1.0), (4, 100.5))),
         ("logit_bias", ((3, math.nan),)),
         ("min_p", -0.1),
@@ -270,51 +186,6 @@ def test_what_cannot_be_is_refused_by_name(param, value):
     with pytest.raises(InvalidRequest, match=param) as refused:
         SamplingParams(**{param: value})
     assert refused.value.param == param
-
-
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-            ],
-        ),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_are_those_of_the_logits_as_they_came(dtype, device):
-    logits = logits_of(seed=15, rows=6).to(device, dtype)
-    want = logits.float().log_softmax(-1)
-    params = SamplingParams(top_p=0.5, presence_penalty=2.0, logit_bias=((1, 50.0),))
-    likeliest = int(logits[4].argmax())
-    rows = [SamplingRow(params, 1, i, banned=(likeliest,), output=(2, 3)) for i in range(6)]
-    logprobs = Logprobs(logits, {0: 3, 1: 0, 4: 20})
-    drawn = Sampler().sample(logits, rows)
-    logprobs.download(logits, drawn)
-    told = logprobs.read()
-    assert [(row, len(told[row].top)) for row in told] == [(0, 3), (1, 0), (4, 20)]
-    for row, of in told.items():
-        assert of.logprob == pytest.approx(want[row, drawn[row]].item(), abs=1e-6)
-        values, ids = want[row].sort(descending=True, stable=True)
-        top = len(of.top)
-        assert [token for token, _ in of.top] == ids[:top].tolist()
-        assert [x for _, x in of.top] == pytest.approx(values[:top].tolist(), abs=1e-6)
-    assert told[4].top[0][0] == likeliest
-
-
-def test_of_equally_likely_tokens_the_first_are_told():
-    logits = torch.zeros(2, VOCAB)
-    logits[1] = -3.0
-    logits[1, [31, 8]] = -1.0
-    logprobs = Logprobs(logits, {0: 4, 1: 4})
-    logprobs.download(logits, torch.zeros(2, dtype=torch.int64))
-    told = logprobs.read()
-    assert [token for token, _ in told[0].top] == [0, 1, 2, 3]
-    assert [token for token, _ in told[1].top] == [8, 31, 0, 1]
 
 
 def test_a_row_of_nan_spoils_no_other():
