@@ -71,6 +71,7 @@ def test_every_field_reaches_the_replica(gateway: Gateway) -> None:
         extra_body={
             "top_k": 4,
             "min_p": 0.1,
+            "repetition_penalty": 1.3,
             "min_tokens": 3,
             "ignore_eos": True,
             "stop_token_ids": [7, 9],
@@ -82,7 +83,7 @@ def test_every_field_reaches_the_replica(gateway: Gateway) -> None:
     assert (call.max_tokens, call.min_tokens, call.stop) == (9, 3, ("a", "b"))
     sampling = call.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0, 0.5, 4)
-    assert sampling.min_p == 0.1
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.1, 1.3)
     assert (sampling.seed, sampling.ignore_eos) == (-3, True)
     assert sampling.stop_token_ids == (7, 9)
 

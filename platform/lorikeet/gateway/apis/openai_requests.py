@@ -3,7 +3,8 @@
 Every field that is served is here or in a class that a request is made of; any other is refused by
 name, unless its value asks for nothing (`no_ops.py`). `metadata` is accepted and has no effect;
 `user` keeps a session with one version where an alias shares its requests between two. Beyond
-OpenAI's own there are top_k, min_tokens, stop_token_ids, ignore_eos and some of vLLM's.
+OpenAI's own there are top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos and
+some of vLLM's.
 """
 
 from abc import abstractmethod
@@ -53,12 +54,17 @@ from lorikeet.gateway.apis.tools import (
 )
 from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
 from lorikeet.protocol.messages import Call, Endpoint
-from lorikeet_engine.request import SamplingParams
+from lorikeet_engine.request import (
+    MAX_REPETITION_PENALTY,
+    MIN_REPETITION_PENALTY,
+    SamplingParams,
+)
 
 MAX_N = 16
 _INT64 = 2**63 - 1
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 
 
 class StreamOptions(Body):
@@ -79,6 +85,7 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
     logit_bias: Biases = Field(default_factory=tuple)
     seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
     stop: Stop = ()
@@ -122,6 +129,7 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
                 ignore_eos=self.ignore_eos,
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
+                repetition_penalty=self.repetition_penalty,
                 logit_bias=self.logit_bias,
                 logprobs=self.alternatives(),
             ),
