@@ -21,7 +21,7 @@ _KINDS = (
     ("norms, rotary, KV write, SiLU", r"^_(add_rms_norm|rotary|silu)"),
     ("attention", r"^_decode|flashinfer|fmha"),
     ("products", r"gemm|nvjet|cutlass|cublas|splitK|gemv"),
-    ("sampling", r"^_sample|ArgMax|argmax|softmax|[sS]ort|scan|Philox"),
+    ("sampling", r"^_(sum_chunks|draw|penalise)|ArgMax|argmax|softmax|[sS]ort|scan|Philox"),
     ("torch's pointwise", r"at::native"),
 )
 _UNKNOWN = "unknown"

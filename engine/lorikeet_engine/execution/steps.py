@@ -155,11 +155,8 @@ def _count_tokens(sampler: Sampler, sequence: Sequence) -> None:
     params = sequence.request.sampling
     if params.changes_logits and sequence.penalty_slot is None and not sequence.ended:
         assert not sequence.pending_rows, "a token that nobody can count"
-        prompt, output = (
-            sequence.tokens[: sequence.prompt_length],
-            sequence.tokens[sequence.prompt_length :],
-        )
-        sequence.penalty_slot = sampler.penalties.begin(params, prompt, output)
+        at, tokens = sequence.prompt_length, sequence.tokens
+        sequence.penalty_slot = sampler.penalties.begin(params, tokens[:at], tokens[at:])
 
 
 def _row(sequence: Sequence, allowed: TokenBitmask | None) -> SamplingRow:

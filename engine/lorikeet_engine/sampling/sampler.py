@@ -75,8 +75,11 @@ class Sampler:
         plain = {i: row for i, row in enumerate(rows) if row.slot is None}
         tokens = _choose(logits, plain)
         if changed:
-            indices = np.array([list(changed), list(changed.values())], np.int64)
-            at, slots = upload(indices, logits.device)
+            # apart: kernels are compiled anew for a tensor that begins in the middle of another
+            at, slots = (
+                upload(np.array(list(some), np.int64), logits.device)
+                for some in (changed, changed.values())
+            )
             copies = self.penalties.change(logits, at, slots)
             chosen = _choose(copies, dict(enumerate(rows[i] for i in changed)))
             self.penalties.count(slots, chosen)
