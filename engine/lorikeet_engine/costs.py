@@ -4,48 +4,127 @@ The defaults are those of one NVIDIA H200 with Llama-3.1-8B's shapes; the tables
 in docs/benchmarks.md. An engine measures its own when it starts.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lorikeet_engine.adapter import Residency
 
 
+class RowsTime(NamedTuple):
+    """How long a step with so many tokens takes without attention and adapters."""
+
+    tokens: int
+    seconds: float
+
+
+def seen_tokens(tokens: int, depth: int = 0) -> int:
+    """The tokens that those of a prompt see, added up, which begin at this depth in it.
+
+    tokens · (depth + tokens / 2): a token sees about all before it.
+    """
+    return tokens * (2 * depth + tokens) // 2
+
+
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """A step of decodes takes base_s + sequence_s · sequences + LoRA's part.
+    """The seconds that a step takes, by what it holds: `step_s` is the formula.
 
-    LoRA's part is lora_s + rank_s · Σ rank over the step's distinct adapters, nothing without any.
-    A prompt's tokens take prompt_token_s each, and lora_token_s more with an adapter; a step has
-    room for step_tokens of them beside the decodes, and for max_running sequences.
+    rows: what its tokens take without attention and adapters, ascending; between two points and
+    beyond the last one goes along a line. seen_token_s: for each token that a decode sees.
+    prompt_seen_s: for each token that a prompt's token sees. lora_s, rank_s: with adapters, once
+    and for each rank of the distinct ones that decode. lora_token_s: for each prompt token with an
+    adapter. A step has room for step_tokens tokens, and for max_running sequences.
     """
 
-    # "Decode steps": 4.25 ms with 1 sequence, 9.69 with 256.
-    base_s: float = 4.23e-3
-    sequence_s: float = 21.3e-6
+    # "Decode steps", without their attention: 4.25 ms with 1 sequence, 9.69 with 256; up to 128 a
+    # step is bound by reading the weights. "Prefill": 44.4 ms for 2,048 tokens.
+    rows: tuple[RowsTime, ...] = (
+        RowsTime(1, 4.24e-3),
+        RowsTime(32, 4.4e-3),
+        RowsTime(128, 5.1e-3),
+        RowsTime(256, 7.15e-3),
+        RowsTime(512, 11.2e-3),
+        RowsTime(2048, 44.4e-3),
+    )
+    # 2.74 ms for 256 sequences of 320 tokens, of which 0.21 are there with one of 16 as well.
+    seen_token_s: float = 31e-9
+    # Not measured: FlashInfer's kernels at 350 TFLOP/s.
+    prompt_seen_s: float = 1.5e-9
     # "LoRA kernels": least squares over the rows of 1 to 256 tokens, within 0.2 ms of each.
     lora_s: float = 0.27e-3
     rank_s: float = 1.29e-6
-    # "Prefill": 8,192 tokens in 185.8 ms; "LoRA kernels": 2.53 ms more for 2,048, 9.09 for 8,192.
-    prompt_token_s: float = 22.7e-6
+    # "LoRA kernels": 2.53 ms more for 2,048 prompt tokens, 9.09 for 8,192.
     lora_token_s: float = 1.2e-6
     # The engine's defaults.
     step_tokens: int = 2048
     max_running: int = 256
 
-    def decode_s(self, sequences: int, ranks: int) -> float:
-        """One step of decodes. ranks: Σ rank over its distinct adapters."""
+    def __post_init__(self) -> None:
+        counts = [tokens for tokens, _ in self.rows]
+        if not counts or counts != sorted(set(counts)):
+            raise ValueError(f"rows={self.rows}: want points of ascending tokens, at least one")
+
+    @property
+    def prompt_token_s(self) -> float:
+        """What a prompt's token takes in a step full of them, without what it sees."""
+        return self.rows_s(self.step_tokens) / self.step_tokens
+
+    def rows_s(self, tokens: int) -> float:
+        """What a step of so many tokens takes without attention and adapters."""
+        at = min(bisect_left(self.rows, (tokens,)), len(self.rows) - 1)
+        if at == 0:
+            return self.rows[0].seconds
+        (few, few_s), (many, many_s) = self.rows[at - 1 : at + 1]
+        return few_s + (many_s - few_s) * (tokens - few) / (many - few)
+
+    def step_s(
+        self, tokens: int, ranks: int, context: int, *, adapted: int = 0, seen: int = 0
+    ) -> float:
+        """One step:
+
+            rows_s(tokens) + (lora_s + rank_s · ranks, if any) + lora_token_s · adapted
+            + seen_token_s · context + prompt_seen_s · seen
+
+        tokens: of decodes and prompts. ranks: Σ rank over the distinct adapters of its decodes.
+        context: Σ of the tokens that its decodes see. adapted: its prompts' tokens with adapters.
+        seen: Σ of seen_tokens over its prompts.
+        """
         lora_s = self.lora_s + self.rank_s * ranks if ranks else 0.0
-        return self.base_s + self.sequence_s * sequences + lora_s
+        lora_s += self.lora_token_s * adapted
+        seen_s = self.seen_token_s * context + self.prompt_seen_s * seen
+        return self.rows_s(tokens) + lora_s + seen_s
 
-    def prefill_steps(self, tokens: int) -> int:
-        """The steps that a prompt takes part in."""
-        return -(-tokens // self.step_tokens)
+    def decode_s(self, sequences: int, ranks: int, context: int = 0) -> float:
+        """One step of decodes; ranks, context: as in step_s."""
+        return self.step_s(sequences, ranks, context)
 
-    def prefill_s(self, tokens: int, rank: int, sequences: int = 0, ranks: int = 0) -> float:
-        """A prompt's steps, with this many sequences decoding beside it."""
-        steps = self.prefill_steps(tokens)
-        token_s = self.prompt_token_s + (self.lora_token_s if rank else 0.0)
-        beside_s = self.decode_s(sequences, ranks) - self.base_s
-        return max(tokens * token_s, steps * self.base_s) + steps * beside_s
+    def prompts_s(self, tokens: float, seen: float) -> float:
+        """What prompts take among others that fill steps; seen: Σ of their seen_tokens."""
+        return self.prompt_token_s * tokens + self.prompt_seen_s * seen
+
+    def prefill_s(
+        self,
+        tokens: int,
+        rank: int,
+        depth: int = 0,
+        *,
+        sequences: int = 0,
+        ranks: int = 0,
+        context: int = 0,
+    ) -> float:
+        """All steps of a prompt that has them to itself, but for the decodes beside it.
+
+        tokens: those that are not cached; depth: how many come before them. sequences, ranks,
+        context: of the decodes, as in step_s.
+        """
+        room = max(1, self.step_tokens - sequences)
+        whole, rest = divmod(tokens, room)
+        total_s = whole * self.step_s(sequences + room, ranks, context)
+        if rest:
+            total_s += self.step_s(sequences + rest, ranks, context)
+        adapted_s = tokens * self.lora_token_s if rank else 0.0
+        return total_s + adapted_s + self.prompt_seen_s * seen_tokens(tokens, depth)
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,9 +228,9 @@ class Engine:
     def _compute(
         self, chunks: list[Chunk], previous: steps.InFlightStep | None
     ) -> steps.ForwardPass | None:
-        ranks = self._step_budget.decode_ranks(chunks) if self._step_budget else None
+        expected = self._step_budget.expected(chunks) if self._step_budget else None
         try:
-            return steps.compute(self._runner, chunks, self._settings, previous, ranks)
+            return steps.compute(self._runner, chunks, self._settings, previous, expected)
         except Exception as error:
             self._step_failed(chunks, error)
             return None
@@ -249,9 +249,9 @@ class Engine:
         except Exception as error:
             self._step_failed(step.chunks, error)
             return
-        step_s, ranks = self._counters.step_read(step.launch), step.launch.decode_ranks
-        if self._step_budget and ranks is not None:
-            self._step_budget.record(step_s, ranks)
+        step_s, expected = self._counters.step_read(step.launch), step.launch.expected
+        if self._step_budget and expected is not None:
+            self._step_budget.record(step_s, expected)
         rows = itertools.count()
         for chunk in step.chunks:
             row = next(rows) if chunk.completes else None

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable
 
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.costs import MeasuredCosts
+from lorikeet_engine.costs import MeasuredCosts, seen_tokens
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.request_queue import RequestQueue
@@ -65,7 +65,9 @@ def _live_stats(
         prefilling=len(prefilling),
         waiting=len(waiting),
         pending_tokens=sum(s.remaining for s in pending),
+        pending_seen=sum(seen_tokens(s.remaining, s.kv.computed) for s in pending),
         ranks=sum({lease.slot: lease.rank for lease in leases if lease is not None}.values()),
+        context=sum(s.length for s in decoding),
         oldest_wait_s=now_s - oldest_s,
         kv_pages_used=cache.used,
         kv_pages_total=cache.pages,

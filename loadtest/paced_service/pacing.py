@@ -17,7 +17,7 @@ from lorikeet.logs import log_to_stderr
 from lorikeet.replica.adapter_source import CatalogAdapterSource
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.costs import LoadCosts, StepCosts
+from lorikeet_engine.costs import LoadCosts, StepCosts, seen_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -94,20 +94,22 @@ class PacedModel:
         chunks = list(
             zip(pairwise(batch.query_starts.tolist()), batch.kv_lengths.tolist(), strict=True)
         )
-        decoding = {start for (start, end), seen in chunks if end - start == 1 < seen}
-        prompt_tokens = len(batch.token_ids) - len(decoding)
+        decoding = {start: seen for (start, end), seen in chunks if end - start == 1 < seen}
+        prompts = [(end - start, seen) for (start, end), seen in chunks if start not in decoding]
         ranks, adapted = 0, batch.segments is not None
         if batch.segments is not None:
             s = batch.segments
             rows = zip(s.slots.tolist(), s.starts.tolist(), s.lengths.tolist(), strict=True)
             for slot, start, length in rows:
-                if not decoding.isdisjoint(range(start, start + length)):
+                if not decoding.keys().isdisjoint(range(start, start + length)):
                     ranks += int(lora.table[slot, :, :, 2].max())
-        decode_s = self._steps.decode_s(len(decoding), ranks)
-        if not prompt_tokens:
-            return decode_s
-        token_s = self._steps.prompt_token_s + (self._steps.lora_token_s if adapted else 0.0)
-        return max(prompt_tokens * token_s, self._steps.base_s) + decode_s - self._steps.base_s
+        return self._steps.step_s(
+            len(batch.token_ids),
+            ranks,
+            sum(decoding.values()),
+            adapted=sum(tokens for tokens, _ in prompts) if adapted else 0,
+            seen=sum(seen_tokens(tokens, seen - tokens) for tokens, seen in prompts),
+        )
 
 
 class PacedSource:

@@ -12,16 +12,16 @@ from loadtest.paced_service.adapters import BYTES_PER_RANK
 from loadtest.simulator.goals import HOT
 from lorikeet.routing.ranking import CostCoefficients
 from lorikeet.simulator.traffic import Scenario
-from lorikeet_engine.costs import LoadCosts, StepCosts
+from lorikeet_engine.costs import LoadCosts, RowsTime, StepCosts
 from lorikeet_engine.traffic import AZURE_CONV, LengthModel
 
 _SHORTER = 40
 _STEPS = StepCosts(
-    base_s=40e-3,
-    sequence_s=1e-3,
+    rows=(RowsTime(1, 40e-3), RowsTime(32, 60e-3), RowsTime(64, 180e-3)),
+    seen_token_s=4e-6,
+    prompt_seen_s=7e-6,
     lora_s=2e-3,
     rank_s=6e-6,
-    prompt_token_s=3e-3,
     lora_token_s=0.15e-3,
     step_tokens=64,
     max_running=32,
@@ -63,13 +63,14 @@ def slowed(scenario: Scenario, factor: float) -> Scenario:
     costs = scenario.costs
     steps, loads = asdict(costs.steps), asdict(costs.loads)
     seconds = {name: factor * value for name, value in steps.items() if name.endswith("_s")}
+    rows = tuple(RowsTime(tokens, factor * taken_s) for tokens, taken_s in costs.steps.rows)
     times = {
         name: value / factor if name.endswith("_per_s") else factor * value
         for name, value in loads.items()
     }
     slow = replace(
         costs,
-        steps=replace(costs.steps, **seconds),
+        steps=replace(costs.steps, rows=rows, **seconds),
         loads=LoadCosts(**times),
         copy_s=factor * costs.copy_s,
         evicted_use_s=factor * costs.evicted_use_s,

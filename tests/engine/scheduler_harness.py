@@ -13,10 +13,11 @@ from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
 from lorikeet_engine.scheduling.kv_cache import KVCache, PageKeys
 from lorikeet_engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from lorikeet_engine.scheduling.sequence import Sequence
+from lorikeet_engine.scheduling.step_budget import PromptRoom
 from lorikeet_engine.scheduling.step_counters import StepCounters
 
 PAGE = 4
-COSTS = StepCosts()
+COSTS = StepCosts(prompt_seen_s=0.0)  # a prompt costs as many as its tokens
 SCHEDULING = SchedulingParams()
 
 
@@ -78,13 +79,15 @@ class FakeLease:
 
 
 class FixedBudget(NamedTuple):
-    """A StepBudget with limits that do not change."""
+    """A StepBudget whose limit of ranks does not change."""
 
-    max_ranks: float
-    tokens: int
+    ranks: float
 
-    def max_prompt_tokens(self, _decodes):
-        return self.tokens
+    def max_ranks(self, _context):
+        return self.ranks
+
+    def prompt_room(self, _decodes, tokens):
+        return PromptRoom(tokens)
 
 
 class SchedulerHarness:
@@ -147,7 +150,7 @@ class SchedulerHarness:
     def step(self):
         self.steps += 1
         self.tiers.advance()
-        plan = self.scheduler.plan(FixedBudget(self.ranks, self.limits.tokens))
+        plan = self.scheduler.plan(FixedBudget(self.ranks))
         self.failed += plan.failed.items()
         self.check(plan.chunks)
         self.count(plan.chunks)

@@ -53,7 +53,9 @@ def test_every_request_is_answered_once_and_nothing_stays_behind(router, changes
     scenario = replace(SMALL, **changes)
     fleet = run(scenario, router)
     assert np.isfinite(fleet.ttft_s).all()
-    least_s = fleet.requests.prompts * scenario.costs.steps.prompt_token_s
+    steps, prompts = scenario.costs.steps, fleet.requests.prompts
+    cheapest_s = min(steps.rows_s(n) / n for n in range(1, steps.step_tokens + 1))
+    least_s = cheapest_s * prompts + steps.prompt_seen_s * prompts**2 / 2
     assert (fleet.ttft_s >= least_s - 1e-9).all()
     assert fleet.in_flight == 0
     for replica in fleet.replicas:
@@ -105,7 +107,7 @@ def test_decodes_alone_take_their_steps(monkeypatch):
     ends_s = []
     fleet.on_end = lambda: ends_s.append(fleet._now_s)
     fleet.run()
-    expected_s = fleet.requests.times_s + steps.prefill_s(16, 0) + 100 * steps.decode_s(1, 0)
+    expected_s = fleet.requests.times_s + steps.prefill_s(16, 0) + 100 * steps.decode_s(1, 0, 17)
     np.testing.assert_allclose(ends_s, expected_s, rtol=1e-9)
 
 

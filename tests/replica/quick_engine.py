@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from lorikeet.replica.engine_process import build_engine
 from lorikeet.settings import Settings
-from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.costs import RowsTime, StepCosts
 
 if TYPE_CHECKING:
     from lorikeet_engine.engine import Engine
@@ -17,11 +17,11 @@ def quick_engine(settings: Settings, base_model: str) -> "Engine":
     from lorikeet_engine.execution import assembly  # torch, which tests' own processes do without
 
     costs = StepCosts(  # about the demo model's on one core, which take 1.5 s to measure
-        base_s=3e-3,
-        sequence_s=1e-3,
+        rows=(RowsTime(1, 4e-3), RowsTime(256, 0.26), RowsTime(2048, 0.55)),
+        seen_token_s=0.0,
+        prompt_seen_s=0.0,
         lora_s=3e-3,
         rank_s=1e-4,
-        prompt_token_s=2.7e-4,
         lora_token_s=0.0,
         step_tokens=settings.max_batch_tokens,
         max_running=settings.max_running,

@@ -14,7 +14,7 @@ from lorikeet_engine.costs import LoadCosts, MeasuredCosts, StepCosts
 from lorikeet_engine.telemetry.status import EngineStatus, EvictionCandidate, LiveStats
 
 BUSY = LiveStats(decoding=7, waiting=2, victim=EvictionCandidate(10, 0.5))
-COSTS = MeasuredCosts(StepCosts(base_s=0.007), LoadCosts(disk_latency_s=0.5))
+COSTS = MeasuredCosts(StepCosts(seen_token_s=0.007), LoadCosts(disk_latency_s=0.5))
 
 
 def status(live=BUSY, **moved):
@@ -44,7 +44,7 @@ def test_a_feed_begins_with_everything_and_goes_on_with_changes():
         assert first.begins_snapshot
         assert first.ends_snapshot
         assert first.live == BUSY
-        assert first.costs.steps.base_s == 0.007
+        assert first.costs.steps.seen_token_s == 0.007
         feed.post(status(LiveStats(decoding=9), b="HOST", a="REMOTE"))
         change = await anext(subscriber)
         assert change.moved == {"b": Residency.HOST, "a": Residency.REMOTE}

@@ -4,14 +4,16 @@ import pytest
 
 from lorikeet.routing.ranking import H200_LLAMA_8B, capacity_per_s
 from lorikeet_engine.adapter import Residency
+from lorikeet_engine.costs import seen_tokens
 
 STEPS, LOADS = H200_LLAMA_8B.steps, H200_LLAMA_8B.loads
 R16_BYTES = 83_886_080
 
 
-@pytest.mark.parametrize(("sequences", "ms"), [(1, 4.25), (256, 9.69)])
-def test_a_step_of_decodes(sequences, ms):
-    assert STEPS.decode_s(sequences, 0) == pytest.approx(ms / 1e3, rel=0.01)
+@pytest.mark.parametrize(("sequences", "context", "ms"), [(1, 32, 4.25), (256, 320, 9.69)])
+def test_a_step_of_decodes(sequences, context, ms):
+    step_s = STEPS.decode_s(sequences, 0, sequences * context)
+    assert step_s == pytest.approx(ms / 1e3, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -32,11 +34,12 @@ def test_what_adapters_add_to_a_step(adapters, rank, ms):
 
 
 def test_prompts():
-    assert STEPS.prefill_s(8192, 0) == pytest.approx(185.8e-3, rel=0.01)
+    eight_s = STEPS.step_s(8192, 0, 0, seen=8 * seen_tokens(1024))
+    assert eight_s == pytest.approx(185.8e-3, rel=0.02)
     assert STEPS.prefill_s(8192, 16) - STEPS.prefill_s(8192, 0) == pytest.approx(9.09e-3, rel=0.1)
-    assert STEPS.prefill_s(1, 0) == STEPS.base_s
-    assert STEPS.prefill_steps(2048) == 1
-    assert STEPS.prefill_steps(2049) == 2
+    assert STEPS.prefill_s(1, 0) == pytest.approx(STEPS.decode_s(1, 0))
+    two_s = STEPS.rows_s(2048) + STEPS.rows_s(1)
+    assert STEPS.prefill_s(2049, 0) == pytest.approx(two_s + STEPS.prompt_seen_s * 2049**2 / 2)
 
 
 @pytest.mark.parametrize(
@@ -49,4 +52,5 @@ def test_loads(tier, ms):
 def test_capacity_is_that_of_a_full_batch():
     # 256 sequences of 1 prompt token and 256 answer tokens each: one ends with every step.
     per_s = capacity_per_s(H200_LLAMA_8B, 1, 256, 0)
-    assert per_s == pytest.approx(1 / (STEPS.prompt_token_s + STEPS.decode_s(256, 0)))
+    step_s = STEPS.decode_s(256, 0, 256 * 129)
+    assert per_s == pytest.approx(1 / (STEPS.prompts_s(1, 0.5) + step_s))

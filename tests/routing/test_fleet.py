@@ -10,7 +10,7 @@ from lorikeet.routing.fleet import Fleet
 from lorikeet.routing.prefix_index import prefix_hashes
 from lorikeet.routing.ranking import Work
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.costs import LoadCosts, MeasuredCosts, StepCosts
+from lorikeet_engine.costs import LoadCosts, MeasuredCosts, RowsTime, StepCosts
 from lorikeet_engine.telemetry.status import EvictionCandidate
 from tests.routing.gateway import ASK, BASE, BUSY, IDLE, MB, NAMES, OTHER, REF, Gateway
 
@@ -153,7 +153,7 @@ def test_evicting_what_is_in_use_is_avoided(gateway):
 
 
 def test_each_replica_is_judged_by_what_was_measured_there(gateway):
-    slow = MeasuredCosts(StepCosts(prompt_token_s=1e-3), LoadCosts())
+    slow = MeasuredCosts(StepCosts((RowsTime(1, 4e-3), RowsTime(2048, 2.0))), LoadCosts())
     gateway.fleet.set_replicas(("r1", "r2"))
     for _ in range(2):
         gateway.now_s += 1.0
@@ -166,7 +166,7 @@ def test_replicas_that_measured_about_the_same_leave_adapters_at_their_candidate
     for _ in range(2):
         gateway.now_s += 1.0
         for at, name in enumerate(NAMES):
-            steps = StepCosts(base_s=4e-3 + at * 1e-4, prompt_token_s=20e-6 + at * 1e-6)
+            steps = StepCosts((RowsTime(1, 4e-3 + at * 1e-4), RowsTime(2048, 40e-3 + at * 2e-3)))
             gateway.receive(name, costs=MeasuredCosts(steps, LoadCosts()))
     for number in range(20):
         ref = replace(REF, digest=f"{number:064x}")
@@ -174,7 +174,8 @@ def test_replicas_that_measured_about_the_same_leave_adapters_at_their_candidate
 
 
 def test_engines_of_any_pace_keep_an_adapter_for_as_many_steps(gateway):
-    slow = MeasuredCosts(StepCosts(base_s=0.1, sequence_s=1e-3, prompt_token_s=5e-4), LoadCosts())
+    rows = (RowsTime(1, 0.1), RowsTime(256, 0.36), RowsTime(2048, 1.0))
+    slow = MeasuredCosts(StepCosts(rows), LoadCosts())
     little = replace(IDLE, decoding=1, waiting=1, pending_tokens=500)
     for load in (IDLE, little):
         gateway.now_s += 1.0

@@ -58,6 +58,8 @@ def test_nearer_tiers_cost_less():
     "more",
     [
         {"waiting_tokens": 9000},
+        {"waiting_seen": 10**8},
+        {"context": 10**5},
         {"waiting": 9},
         {"running": 41},
         {"running": 250},
@@ -70,6 +72,20 @@ def test_a_busier_replica_costs_more(more):
     for tier in Residency:
         assert cost_s(now=status(**more), tier=tier) >= cost_s(tier=tier)
     assert cost_s(now=status(**more)) > cost_s()
+
+
+def test_of_two_alike_the_one_whose_sequences_see_less_is_first():
+    long, short = status(context=40 * 32_000), status(context=40 * 500)
+    assert first(option("long", long), option("short", short)) == "short"
+
+
+def test_what_is_cached_of_a_prompt_is_still_seen_by_the_rest():
+    long = Work(prompt_tokens=100_000)
+    fresh, deep = (
+        expected_cost(work, option(cached_tokens=cached)).prefill_s
+        for work, cached in ((Work(prompt_tokens=4000), 0), (long, 96_000))
+    )
+    assert fresh < deep < expected_cost(long, option()).prefill_s
 
 
 def test_a_rank_that_is_in_the_batch_already_costs_nothing_more():

@@ -23,7 +23,7 @@ def needs_of(*tenants, **changes):
     )
 
 
-@pytest.mark.parametrize("goal", [{"ttft_p99_s": 0.2}, {"inter_token_p99_s": 0.03}])
+@pytest.mark.parametrize("goal", [{"ttft_p99_s": 0.25}, {"inter_token_p99_s": 0.03}])
 def test_no_smaller_fleet_meets_the_goal(goal):
     crowd = replace(CROWD, lengths=AZURE_CONV, rate_per_s=12.0)
     needs = needs_of(crowd, **goal)
@@ -47,7 +47,7 @@ def test_the_forecast_is_of_what_was_asked():
     assert tail.requests == pytest.approx(len(SEEDS) * 180 * 5, rel=0.1)
     assert sum(answer.needed.found.values()) == pytest.approx(1.0)
     steps = needs_of(CROWD).costs.steps
-    assert steps.base_s < answer.needed.inter_token_p50_s < 2 * steps.base_s
+    assert steps.decode_s(1, 0) < answer.needed.inter_token_p50_s < 2 * steps.decode_s(1, 0)
 
 
 def test_a_rare_tenant_with_a_goal_is_pinned_and_others_are_not():
@@ -74,7 +74,7 @@ def test_nothing_is_pinned_that_has_no_goal_of_its_own():
     [
         (needs_of(replace(CROWD, lengths=AZURE_CONV), ttft_p99_s=0.05), "6,.* tokens or more"),
         (needs_of(replace(RARE, ttft_p99_s=0.001)), "rare: .* p99 ≤ 1 ms"),
-        (needs_of(CROWD, inter_token_p99_s=0.004), "gets one every 4.3 ms"),
+        (needs_of(CROWD, inter_token_p99_s=0.004), "gets one every 4.2 ms"),
         (needs_of(replace(CROWD, ranks=(1024,)), ttft_p99_s=1.0), "5.0 GiB does not fit"),
         (needs_of(CROWD, replace(RARE, rate_per_s=1e-4), ttft_p99_s=1.0), "too few"),
         (needs_of(replace(CROWD, rate_per_s=1e-3), ttft_p99_s=1.0), "3.6 requests an hour"),

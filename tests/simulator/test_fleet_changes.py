@@ -100,6 +100,8 @@ def test_every_token_but_the_first_has_a_gap_as_long_as_its_step():
     tokens = (fleet.requests.answers - 1).sum()
     assert sum(fleet.gaps.values()) == pytest.approx(tokens, rel=1e-6)
     steps = scenario.costs.steps
-    chunk_s = steps.step_tokens * (steps.prompt_token_s + steps.lora_token_s)
-    assert min(fleet.gaps) * 1e-4 >= steps.base_s - 1e-4
-    assert max(fleet.gaps) * 1e-4 <= chunk_s + steps.decode_s(steps.max_running, 128 * 64)
+    full = steps.step_tokens
+    context = steps.max_running * scenario.context
+    most_s = steps.step_s(full, 128 * 64, context, adapted=full, seen=full * scenario.context)
+    assert min(fleet.gaps) * 1e-4 >= steps.decode_s(1, 0) - 1e-4
+    assert max(fleet.gaps) * 1e-4 <= most_s

@@ -7,6 +7,7 @@ from lorikeet.routing.ranking import H200_LLAMA_8B
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import Requests, Scenario
+from lorikeet_engine.costs import seen_tokens
 from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 
 STEPS = H200_LLAMA_8B.steps
@@ -25,23 +26,25 @@ def first_tokens_s(*requests):
 
 def test_prompts_that_wait_for_the_same_step_share_it():
     found = first_tokens_s((0.0, 100, 1), (0.001, 300, 1), (0.002, 500, 1))
-    end_s = FIRST_S + STEPS.prefill_s(800, 0)
+    end_s = FIRST_S + STEPS.step_s(800, 0, 0, seen=seen_tokens(300) + seen_tokens(500))
     assert found == pytest.approx([FIRST_S, end_s - 0.001, end_s - 0.002])
 
 
 def test_what_has_no_room_in_a_step_goes_on_in_the_next():
     room = STEPS.step_tokens
     found = first_tokens_s((0.0, 100, 1), (0.001, room + 50, 1), (0.002, 60, 1))
-    end_s = FIRST_S + STEPS.prefill_s(room, 0) + STEPS.prefill_s(110, 0)
+    rest = seen_tokens(50, room) + seen_tokens(60)
+    end_s = FIRST_S + STEPS.prefill_s(room, 0) + STEPS.step_s(110, 0, 0, seen=rest)
     assert found == pytest.approx([FIRST_S, end_s - 0.001, end_s - 0.002])
 
 
 @pytest.mark.parametrize("phase", [0.1, 0.5, 0.9])
 def test_a_prompt_waits_for_the_end_of_the_step_of_decodes(phase):
-    step_s = STEPS.decode_s(1, 0)
+    step_s = STEPS.decode_s(1, 0, 101)
     at_s = FIRST_S + (3 + phase) * step_s
     found = first_tokens_s((0.0, 100, 50), (at_s, 200, 1))
-    assert found[1] == pytest.approx((1 - phase) * step_s + STEPS.prefill_s(200, 0, 1))
+    beside_s = STEPS.prefill_s(200, 0, sequences=1, context=105)
+    assert found[1] == pytest.approx((1 - phase) * step_s + beside_s, rel=1e-5)
 
 
 def test_an_idle_replica_begins_at_once():

@@ -6,11 +6,12 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 
 import torch
 
 from lorikeet_engine.adapter_format import BaseShape, aligned
-from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.costs import RowsTime, StepCosts, seen_tokens
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.batch_builder import build_step_input
 from lorikeet_engine.execution.model_runner import ModelRunner
@@ -22,7 +23,13 @@ from lorikeet_engine.settings import EngineSettings
 log = logging.getLogger(__name__)
 
 _RANK = 16
-_CONTEXT = 256  # tokens that each decode sees
+# Where the tokens of a step are measured: so many decodes, each of which sees so many tokens.
+_DECODES = (1, 32, 128, 256)
+_CONTEXT = 256
+_LONG_CONTEXT = 4096
+# What a prompt's tokens see is measured by a chunk of so many at two depths.
+_CHUNK = 512
+_SHALLOW, _DEEP = 1024, 1 << 16
 _REPEATS = 2
 _LONG_STEP_S = 0.05  # a longer step is timed once: noise is small beside it
 # Noise can hide what ranks cost a tiny model; no device reads one faster than this.
@@ -38,21 +45,13 @@ def measure_step_costs(
 ) -> StepCosts:
     """Time a few dummy steps, which run as real ones do.
 
-    kv_pages, weights: the runner's; the weights hold no adapter yet, and none afterwards. The costs
-    of adapters keep their defaults where there is no room for rank 1 on all linears. Raises
-    SettingsError if inter_token_goal_s is set then, which needs them.
+    kv_pages, weights: the runner's; the weights hold no adapter yet, and none afterwards. What
+    tokens see keeps its default cost where contexts are too short to tell, adapters keep theirs
+    where there is no room for rank 1 on all linears. Raises SettingsError if inter_token_goal_s is
+    set then, which needs them.
     """
-    steps = _StepTimer(runner, kv_pages, settings)
-    one_s, all_s = steps.decodes_s(1), steps.decodes_s(settings.max_running)
-    # More work is never faster: where it seems so, here and below, it is noise.
-    sequence_s = max(0.0, all_s - one_s) / max(1, settings.max_running - 1)
-    costs = StepCosts(
-        base_s=max(0.0, one_s - sequence_s),
-        sequence_s=sequence_s,
-        prompt_token_s=steps.prompts_s() / settings.max_batch_tokens,
-        step_tokens=settings.max_batch_tokens,
-        max_running=settings.max_running,
-    )
+    steps = StepTimer(runner, kv_pages, settings)
+    costs = _of_base(steps, settings)
     dummies = _DummyAdapters.that_fit(weights, shape, settings)
     if dummies.count:
         with dummies.in_place(weights):
@@ -66,56 +65,114 @@ def measure_step_costs(
     return costs
 
 
-def _with_lora(costs: StepCosts, steps: "_StepTimer", dummies: "_DummyAdapters") -> StepCosts:
+def _of_base(steps: "StepTimer", settings: EngineSettings) -> StepCosts:
+    """The costs of steps without adapters."""
+    most, full = settings.max_running, settings.max_batch_tokens
+    decodes_s = {n: steps.decodes_s(n) for n in (*(n for n in _DECODES if n < most), most)}
+    costs = StepCosts(step_tokens=full, max_running=most)
+    costs = replace(costs, seen_token_s=_seen_token_s(steps, decodes_s, costs))
+    rows_s = {n: s - costs.seen_token_s * n * steps.context for n, s in decodes_s.items()}
+    if (chunk := min(_CHUNK, full)) > most:
+        prompt_seen_s, rows_s[chunk] = _chunk(steps, chunk, costs)
+        costs = replace(costs, prompt_seen_s=prompt_seen_s)
+    if full > max(rows_s):
+        rows_s[full] = steps.prompts_s(full) - costs.prompt_seen_s * steps.seen(full)
+    # More work is never faster: where it seems so, here and below, it is noise.
+    rising = accumulate((max(0.0, s) for s in rows_s.values()), max)
+    return replace(costs, rows=tuple(map(RowsTime, rows_s, rising)))
+
+
+def _seen_token_s(steps: "StepTimer", decodes_s: dict[int, float], usual: StepCosts) -> float:
+    """How much longer decodes take for each token that they see.
+
+    By one with the longest context, and by as many as fit with a long one: the slope by which the
+    relative errors of both are least.
+    """
+    long = min(_LONG_CONTEXT, steps.longest)
+    many = max(n for n in decodes_s if n * long <= steps.kv_tokens or n == min(decodes_s))
+    up = down = 0.0
+    for sequences, context in ((min(decodes_s), steps.longest), (many, long)):
+        if more := sequences * (context - steps.context):
+            took_s = steps.decodes_s(sequences, context)
+            up += more * (took_s - decodes_s[sequences]) / took_s**2
+            down += (more / took_s) ** 2
+    return max(0.0, up / down) if down else usual.seen_token_s
+
+
+def _chunk(steps: "StepTimer", tokens: int, usual: StepCosts) -> tuple[float, float]:
+    """StepCosts.prompt_seen_s, and what a chunk of so many tokens takes without what they see."""
+    deep = min(_DEEP, steps.longest - tokens)
+    if deep < tokens:  # short contexts: chunks see little, and what they do is hard to tell
+        return usual.prompt_seen_s, steps.prompts_s(tokens)
+    shallow = min(_SHALLOW, deep // 2)
+    shallow_s = steps.shortest_s([steps.prompt(tokens, shallow)])
+    deep_s = steps.shortest_s([steps.prompt(tokens, deep)])
+    prompt_seen_s = max(0.0, (deep_s - shallow_s) / (tokens * (deep - shallow)))
+    return prompt_seen_s, shallow_s - prompt_seen_s * seen_tokens(tokens, shallow)
+
+
+def _with_lora(costs: StepCosts, steps: "StepTimer", dummies: "_DummyAdapters") -> StepCosts:
     """The costs with those of adapters, whose share of a step is a line over Σ rank."""
-    rank, many = dummies.rank, dummies.count
+    rank, many, full = dummies.rank, dummies.count, costs.step_tokens
     few = 1 if many > 1 else 0  # with a single point, the line goes through none
-    plain_s, few_s, many_s = (steps.decodes_s(many, count, rank) for count in (0, few, many))
+    plain_s, few_s, many_s = (
+        steps.shortest_s(steps.decodes(many, steps.context, count, rank))
+        for count in (0, few, many)
+    )
     rank_s = max(_MIN_RANK_S, (many_s - few_s) / ((many - few) * rank))
-    prompt_token_s = steps.prompts_s(rank) / costs.step_tokens
+    more_s = steps.prompts_s(full, rank) - costs.step_s(full, 0, 0, seen=steps.seen(full))
     return replace(
         costs,
         lora_s=max(0.0, few_s - plain_s - rank_s * few * rank),
         rank_s=rank_s,
-        lora_token_s=max(0.0, prompt_token_s - costs.prompt_token_s),
+        lora_token_s=max(0.0, more_s / full),
     )
 
 
-class _StepTimer:
-    """Times steps of dummy sequences."""
+class StepTimer:
+    """Times steps of dummy sequences.
+
+    kv_tokens: tokens that the KV pages hold. longest: tokens of the longest context. context:
+    tokens that decodes see where nothing else is said.
+    """
 
     def __init__(self, runner: ModelRunner, kv_pages: int, settings: EngineSettings) -> None:
-        self._runner, self._kv_pages, self._settings = runner, kv_pages, settings
-        self._longest = min(runner.model.config.max_context, kv_pages * settings.page_size)
+        self._runner, self._kv_pages, self._page_size = runner, kv_pages, settings.page_size
+        self.kv_tokens = kv_pages * settings.page_size
+        self.longest = min(runner.model.config.max_context, self.kv_tokens)
+        self.context = min(_CONTEXT, self.longest)
 
-    def decodes_s(self, sequences: int, adapters: int = 0, rank: int = 0) -> float:
-        """Time a step of this many decodes, of which the first `adapters` have one each."""
-        leases = [DummyLease(i, rank) for i in range(adapters)]
-        chunks = [self._decode(i, lease) for i, lease in enumerate(leases)]
-        chunks += [self._decode(i, None) for i in range(adapters, sequences)]
-        return self._shortest_s(chunks)
+    def decodes_s(self, sequences: int, context: int | None = None) -> float:
+        """Time a step of this many decodes, each of which sees `context` tokens."""
+        return self.shortest_s(self.decodes(sequences, context or self.context))
 
-    def prompts_s(self, rank: int = 0) -> float:
-        """Time a step full of prompts' tokens; with one adapter if `rank` is not 0."""
-        whole, rest = divmod(self._settings.max_batch_tokens, self._longest)
-        lengths = [self._longest] * whole + [rest] * (rest > 0)
+    def prompts_s(self, tokens: int, rank: int = 0) -> float:
+        """Time a step of prompts with so many tokens; with one adapter if `rank` is not 0."""
         lease = DummyLease(0, rank) if rank else None
-        return self._shortest_s([dummy_chunk(n, self._settings.page_size, lease) for n in lengths])
+        return self.shortest_s([self.prompt(n, 0, lease) for n in self._lengths(tokens)])
 
-    def _decode(self, index: int, lease: DummyLease | None) -> Chunk:
-        """The last token of a sequence, on pages of its own if there are enough."""
-        context = min(_CONTEXT, self._longest)
-        sequence = dummy_chunk(context, self._settings.page_size, lease).sequence
-        kv = sequence.kv
-        pages = len(kv.pages)
-        kv.pages = array("i", [(index * pages + i) % self._kv_pages for i in range(pages)])
-        kv.computed = context - 1
-        return Chunk.of(sequence, 1)
+    def seen(self, tokens: int) -> int:
+        """Σ of seen_tokens over the prompts of `prompts_s`."""
+        return sum(map(seen_tokens, self._lengths(tokens)))
 
-    def _shortest_s(self, chunks: list[Chunk]) -> float:
+    def decodes(
+        self, sequences: int, context: int, adapters: int = 0, rank: int = 0
+    ) -> list[Chunk]:
+        """Last tokens of sequences of this length, of which the first `adapters` have one each.
+
+        They are on pages of their own if there are enough.
+        """
+        leases = [DummyLease(i, rank) if i < adapters else None for i in range(sequences)]
+        return [self._chunk(context - 1, 1, at, lease) for at, lease in enumerate(leases)]
+
+    def prompt(self, tokens: int, depth: int, lease: DummyLease | None = None) -> Chunk:
+        """The tokens of a prompt that come after the first `depth`."""
+        return self._chunk(depth, tokens, 0, lease)
+
+    def shortest_s(self, chunks: list[Chunk]) -> float:
         """The shortest of a few times: what else the machine does only makes a step longer."""
         device = self._runner.model.device
-        batch = build_step_input(chunks, self._settings.page_size).upload(device)
+        batch = build_step_input(chunks, self._page_size).upload(device)
         taken_s = list[float]()
         while len(taken_s) < _REPEATS and sum(taken_s) < _LONG_STEP_S:
             began_s = time.perf_counter()
@@ -124,6 +181,20 @@ class _StepTimer:
                 torch.cuda.synchronize(device)
             taken_s.append(time.perf_counter() - began_s)
         return min(taken_s)
+
+    def _lengths(self, tokens: int) -> list[int]:
+        """The lengths of prompts with so many tokens, each as long as it may be."""
+        whole, rest = divmod(tokens, self.longest)
+        return [self.longest] * whole + [rest] * (rest > 0)
+
+    def _chunk(self, depth: int, tokens: int, index: int, lease: DummyLease | None) -> Chunk:
+        """The last tokens of a sequence; those of equal lengths and another index are elsewhere."""
+        sequence = dummy_chunk(depth + tokens, self._page_size, lease).sequence
+        kv = sequence.kv
+        pages = len(kv.pages)
+        kv.pages = array("i", [(index * pages + i) % self._kv_pages for i in range(pages)])
+        kv.computed = depth
+        return Chunk.of(sequence, tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from lorikeet_engine.sampling.grammar import Grammars, Matcher, TokenBitmask, gr
 from lorikeet_engine.sampling.logprobs import Logprobs
 from lorikeet_engine.sampling.sampler import NOT_FINITE, Sampler, SamplingRow
 from lorikeet_engine.scheduling.sequence import Chunk, Sequence
+from lorikeet_engine.scheduling.step_budget import ExpectedStep
 from lorikeet_engine.scheduling.step_counters import StepLaunch
 from lorikeet_engine.settings import EngineSettings
 
@@ -111,19 +112,19 @@ def compute(
     chunks: list[Chunk],
     settings: EngineSettings,
     previous: InFlightStep | None,
-    decode_ranks: int | None,
+    expected: ExpectedStep | None,
 ) -> ForwardPass:
     """Launch the forward pass of planned chunks; the host waits for nothing.
 
     previous: the step before if it is not read yet: its tokens are taken on the device.
-    decode_ranks: StepLaunch's.
+    expected: StepLaunch's.
     """
     launched_s, chunks = time.perf_counter(), group_by_adapter(chunks)
     sampled = previous.sample.tokens if previous else None
     step_input = build_step_input(chunks, settings.page_size)
     batch = step_input.upload(torch.device(settings.device), sampled)
     logits = runner.forward(batch)
-    launch = StepLaunch(launched_s, len(chunks), len(batch.segments or ()), decode_ranks)
+    launch = StepLaunch(launched_s, len(chunks), len(batch.segments or ()), expected)
     return ForwardPass(chunks, logits, launch)
 
 

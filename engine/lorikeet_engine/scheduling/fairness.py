@@ -4,14 +4,15 @@ After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024, arXi
 Algorithm 2. A tenant's counter is the cost of what was done for it, over its weight. Costs are in
 prompt tokens:
 
-    += PROMPT_TOKEN for each token of a prompt that is computed
+    += PROMPT_TOKEN for each token of a prompt that is computed, more the deeper it stands there:
+       attention reads all that comes before (prompt_cost)
     += OUTPUT_TOKEN for each token that is sampled
     += the prompt tokens that could be computed while an adapter is copied to the GPU for it
 
 and of the tenants that wait, the one with the least counter is served next. Of two that always
 wait, neither is served more than the other, over any span of time and by weight, by more than
 
-    2 · max(PROMPT_TOKEN · longest prompt, OUTPUT_TOKEN · tokens of a batch)
+    2 · max(cost of the longest prompt, OUTPUT_TOKEN · tokens of a batch)
 
 The paper charges a prompt when it begins, since it is computed in one step. Ours are computed in
 chunks, and each is a turn: a tenant behind a long prompt waits for one chunk of it.
@@ -24,6 +25,8 @@ for it. Loads no torch.
 """
 
 from dataclasses import dataclass
+
+from lorikeet_engine.costs import StepCosts, seen_tokens
 
 PROMPT_TOKEN = 1.0
 OUTPUT_TOKEN = 2.0
@@ -57,15 +60,22 @@ class SequenceCost:
     expected: float
     charged_tokens: int = 0
 
-    def charge_prompt(self, begin: int, end: int) -> float:
+    def charge_prompt(self, costs: StepCosts, begin: int, end: int) -> float:
         """Charge for these tokens of the prompt, which are computed now; returns their cost.
 
         What is computed anew after a preemption costs the tenant nothing.
         """
-        cost = PROMPT_TOKEN * max(0, end - max(begin, self.charged_tokens))
+        cost = prompt_cost(costs, max(begin, self.charged_tokens), end)
         self.charged_tokens = max(self.charged_tokens, end)
         self.counter.charge(cost)
         return cost
+
+
+def prompt_cost(costs: StepCosts, begin: int, end: int) -> float:
+    """The cost of these tokens of a prompt, without adapters: 0 if there are none."""
+    tokens = max(0, end - begin)
+    seen = seen_tokens(tokens, begin)
+    return PROMPT_TOKEN * costs.prompts_s(tokens, seen) / costs.prompt_token_s
 
 
 class VirtualCounters:

@@ -17,10 +17,11 @@ from lorikeet_engine.scheduling.fairness import (
     SequenceCost,
     VirtualCounter,
     VirtualCounters,
+    prompt_cost,
 )
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.sequence import Chunk, Sequence
-from lorikeet_engine.scheduling.step_budget import StepBudget
+from lorikeet_engine.scheduling.step_budget import PromptRoom, StepBudget
 from lorikeet_engine.scheduling.step_counters import StepCounters
 from lorikeet_engine.scheduling.throughput import Throughput
 from lorikeet_engine.scheduling.waiting_queue import FairOrder, WaitingQueue
@@ -64,7 +65,7 @@ class Scheduler:
         self._limits = limits
         self._cache = cache
         self._adapters = adapters
-        self._prompt_token_s = costs.prompt_token_s
+        self._costs = costs
         self._tenants = VirtualCounters()
         self._throughput = Throughput(costs)
         self._counters = counters
@@ -78,11 +79,11 @@ class Scheduler:
         params = sequence.request.scheduling
         answer = min(sequence.max_tokens, self._throughput.answer_tokens)
         counter = self._tenants.open_sequence(params.tenant, params.weight)
-        expected = PROMPT_TOKEN * sequence.prompt_length + OUTPUT_TOKEN * answer
-        sequence.cost = SequenceCost(counter, expected)
+        prompt = prompt_cost(self._costs, 0, sequence.prompt_length)
+        sequence.cost = SequenceCost(counter, prompt + OUTPUT_TOKEN * answer)
         self.waiting.add(sequence)
         self.request_adapter(sequence)
-        counter.charge(PROMPT_TOKEN * sequence.copy_s / self._prompt_token_s)
+        counter.charge(PROMPT_TOKEN * sequence.copy_s / self._costs.prompt_token_s)
 
     def request_adapter(self, sequence: Sequence) -> None:
         """Begin to load a sequence's adapter, if it has one; doing so again changes nothing.
@@ -113,27 +114,26 @@ class Scheduler:
         """
         active = [sequence for sequence in self.running if not sequence.complete]
         chunks = self._schedule_decodes(active)
-        budget = self._limits.tokens - len(chunks)
+        room = PromptRoom(self._limits.tokens - len(chunks))
         if chunks and step_budget is not None:
-            budget = min(budget, step_budget.max_prompt_tokens(chunks))
+            room = step_budget.prompt_room(chunks, room.tokens)
         prefilling = sorted((s for s in active if s.remaining > 1), key=_turn)
         failed: dict[str, AdapterError] = {}
         saturated = bool(self.waiting)
-        if self.waiting and budget and len(active) < self._limits.sequences:
-            max_ranks = step_budget.max_ranks if step_budget is not None else math.inf
+        if self.waiting and room and len(active) < self._limits.sequences:
+            context = sum(sequence.length for sequence in active)
+            max_ranks = step_budget.max_ranks(context) if step_budget is not None else math.inf
             admission = Admission(
                 self.running, self._limits.adapters, max_ranks, self._cache, self._adapters
             )
-            taken, saturated = self._take_turns(admission, prefilling, budget, len(active))
+            taken, saturated = self._take_turns(admission, prefilling, room, len(active))
             chunks += taken
-            budget -= sum(chunk.length for chunk in taken)
             failed = admission.failed
             served = {chunk.sequence for chunk in taken}
             prefilling = [sequence for sequence in prefilling if sequence not in served]
         for sequence in prefilling:
-            if budget > 0:
-                chunks.append(self._charged(Chunk.of(sequence, budget)))
-                budget -= chunks[-1].length
+            if room:
+                chunks.append(self._charged(room.take(sequence)))
         self._throughput.step_planned(saturated)
         return StepPlan(chunks, self._drop_failed(failed))
 
@@ -208,7 +208,7 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def _take_turns(
-        self, admission: Admission, prefilling: list[Sequence], budget: int, active: int
+        self, admission: Admission, prefilling: list[Sequence], room: PromptRoom, active: int
     ) -> tuple[list[Chunk], bool]:
         """Chunks of prompts, running or admitted now; and whether the step had no room for more."""
         chunks: list[Chunk] = []
@@ -234,9 +234,8 @@ class Scheduler:
                 self._begin(sequence, admission)
                 begun.append(sequence)
                 pages += len(sequence.kv.pages)
-            chunks.append(self._charged(Chunk.of(sequence, budget)))
-            budget -= chunks[-1].length
-            if budget == 0 or pages > _PAGES_PER_PLAN:
+            chunks.append(self._charged(room.take(sequence)))
+            if not room or pages > _PAGES_PER_PLAN:
                 break
         else:
             saturated = False
@@ -274,7 +273,7 @@ class Scheduler:
         """The chunk of a prompt, charged to its tenant."""
         sequence = chunk.sequence
         end = min(chunk.end, sequence.prompt_length)
-        self._throughput.add(sequence.cost.charge_prompt(chunk.start, end))
+        self._throughput.add(sequence.cost.charge_prompt(self._costs, chunk.start, end))
         return chunk
 
     def _drop_failed(self, errors: dict[str, AdapterError]) -> dict[Sequence, AdapterError]:

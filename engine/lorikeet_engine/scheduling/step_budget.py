@@ -1,77 +1,147 @@
 """How many ranks and prompt tokens a step of decodes may hold to meet the inter-token goal.
 
-A step of decodes reads the weights of each of its adapters once:
+A step of decodes reads the weights of each of its adapters once, and the keys and values of all
+that its sequences see:
 
-    step_s = base_s + slope_s · Σ rank over its distinct adapters
+    step_s = base_s + rank_s · Σ rank over its distinct adapters + seen_token_s · Σ context
 
-The slope is measured at start: StepCosts.rank_s. The base grows with the sequences and their
-contexts, so it follows the steps that run: what they took beyond slope · Σ rank. So
+The coefficients are measured at start (StepCosts). The base grows with the sequences, so it
+follows the steps that run: what they took beyond the rest. So
 
-    allowed Σ rank = (goal_s − base_s) / slope_s
-                   = Σ rank of a recent step + (goal_s − its step_s) / slope_s
+    allowed Σ rank = (goal_s − base_s − seen_token_s · Σ context) / rank_s
 
-and a slope that is somewhat wrong only makes the way to the right sum longer.
+and coefficients that are somewhat wrong only make the way to the right sum longer.
 
-Prompts' tokens beside decodes get what is left of the goal, each at the time that it takes in a
-step full of them. A small chunk takes less: its step reads the weights for the decodes anyhow.
-Where forward passes are captured for some numbers of tokens, a step takes as long as the next
-larger one, so it is filled up to one that fits.
+Prompts' tokens beside decodes get what is left of the goal: what more tokens take in a step, and
+what they see, which is the most of it deep in a long prompt. What steps with prompts took beyond
+that is learned as well. Where forward passes are captured for some numbers of tokens, a step takes
+as long as the next larger one.
 """
 
-from bisect import bisect
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
-from lorikeet_engine.costs import StepCosts
-from lorikeet_engine.scheduling.sequence import Chunk
+from lorikeet_engine.costs import StepCosts, seen_tokens
+from lorikeet_engine.scheduling.sequence import Chunk, Sequence
 
 # The base is the median of this many steps: seven slow ones in a row change nothing, a new base
 # counts after eight.
 _MEDIAN_STEPS = 15
 # Prompts go on even where decodes alone take longer than the goal.
 _MIN_PROMPT_TOKENS = 128
+# A chunk of fewer tokens than this is not begun in what others leave of the goal.
+_SLIVER = 16
+
+
+class ExpectedStep(NamedTuple):
+    """What a step with decodes is expected to take, without what is learned from such steps.
+
+    has_prompts: whether prompts are computed beside the decodes.
+    """
+
+    seconds: float
+    has_prompts: bool
 
 
 class StepBudget:
     """Follows the steps of one engine; belongs to its thread."""
 
-    def __init__(self, goal_s: float, costs: StepCosts, sizes: Sequence[int] = ()) -> None:
+    def __init__(self, goal_s: float, costs: StepCosts, sizes: tuple[int, ...] = ()) -> None:
         """Start from the base of full steps of decodes, until steps have run.
 
         costs: rank_s above 0. sizes: tokens of the captured forward passes, ascending.
         """
-        self._goal_s = goal_s
-        self._sizes = sizes
-        self._slope_s = costs.rank_s
-        self._prompt_token_s = costs.prompt_token_s + costs.lora_token_s
+        self._goal_s, self._costs, self._sizes = goal_s, costs, sizes
         base_s = costs.decode_s(costs.max_running, 0) + costs.lora_s
         self._bases_s = deque([base_s], maxlen=_MEDIAN_STEPS)
+        self._beside_s = deque([0.0], maxlen=_MEDIAN_STEPS)  # beyond what prompts were to take
 
-    @property
-    def max_ranks(self) -> float:
-        """The Σ rank at which a step of decodes just meets the goal; 0 or less if none does."""
-        return (self._goal_s - median(self._bases_s)) / self._slope_s
+    def max_ranks(self, context: int) -> float:
+        """The Σ rank at which decodes that see so many tokens just meet the goal.
 
-    def max_prompt_tokens(self, decodes: list[Chunk]) -> int:
-        """How many tokens of prompts fit beside these decodes."""
-        left = self.max_ranks - _sum_of_ranks(decodes)
-        tokens = len(decodes) + int(left * self._slope_s / self._prompt_token_s)
-        if smaller := bisect(self._sizes, tokens):
-            tokens = self._sizes[smaller - 1] if smaller < len(self._sizes) else tokens
-        return max(_MIN_PROMPT_TOKENS, tokens - len(decodes))
+        0 or less if none does.
+        """
+        left_s = self._goal_s - median(self._bases_s) - self._costs.seen_token_s * context
+        return left_s / self._costs.rank_s
 
-    def decode_ranks(self, chunks: list[Chunk]) -> int | None:
-        """Σ rank of a step's adapters, for `record`; None if the step is not decodes alone."""
-        decodes = all(chunk.length == 1 for chunk in chunks)
-        return _sum_of_ranks(chunks) if decodes else None
+    def prompt_room(self, decodes: list[Chunk], tokens: int) -> "PromptRoom":
+        """The room for prompts beside these decodes, at most so many tokens."""
+        expected_s = median(self._bases_s) + self._learned_from(decodes) + median(self._beside_s)
+        return PromptRoom(tokens, self, len(decodes), self._goal_s - expected_s)
 
-    def record(self, step_s: float, ranks: int) -> None:
-        """Learn how long a step of decodes took under adapters of this Σ rank."""
-        self._bases_s.append(step_s - self._slope_s * ranks)
+    def more_s(self, decodes: int, tokens: int, seen: int) -> float:
+        """How much longer decodes take with so many tokens of prompts, which see so many."""
+        rows_s = self._costs.rows_s
+        padded_s = rows_s(self._padded(decodes + tokens)) - rows_s(decodes)
+        return padded_s + self._costs.lora_token_s * tokens + self._costs.prompt_seen_s * seen
+
+    def expected(self, chunks: list[Chunk]) -> ExpectedStep | None:
+        """What this step is expected to take, for `record`; None if it has no decodes."""
+        decodes = [chunk for chunk in chunks if chunk.length == 1]
+        if not decodes:
+            return None
+        seconds = self._learned_from(decodes)
+        prompts = [chunk for chunk in chunks if chunk.length > 1]
+        if prompts:
+            tokens = sum(chunk.length for chunk in prompts)
+            seen = sum(seen_tokens(chunk.length, chunk.start) for chunk in prompts)
+            seconds += median(self._bases_s) + self.more_s(len(decodes), tokens, seen)
+        return ExpectedStep(seconds, bool(prompts))
+
+    def record(self, step_s: float, expected: ExpectedStep) -> None:
+        """Learn how long a step took of which this was expected."""
+        learned_s = self._beside_s if expected.has_prompts else self._bases_s
+        learned_s.append(step_s - expected.seconds)
+
+    def _learned_from(self, decodes: list[Chunk]) -> float:
+        """What these decodes take beyond the base."""
+        leases = (chunk.sequence.lease for chunk in decodes)
+        ranks = sum({lease.slot: lease.rank for lease in leases if lease is not None}.values())
+        context = sum(chunk.end for chunk in decodes)
+        return self._costs.rank_s * ranks + self._costs.seen_token_s * context
+
+    def _padded(self, tokens: int) -> int:
+        at = bisect_left(self._sizes, tokens)
+        return self._sizes[at] if at < len(self._sizes) else tokens
 
 
-def _sum_of_ranks(chunks: list[Chunk]) -> int:
-    """The sum over the chunks' distinct adapters."""
-    leases = (chunk.sequence.lease for chunk in chunks)
-    return sum({lease.slot: lease.rank for lease in leases if lease is not None}.values())
+class PromptRoom:
+    """The room of one step for tokens of prompts: so many, and no more than a goal leaves time for.
+
+    tokens: how many are left, whatever they take.
+    """
+
+    def __init__(
+        self, tokens: int, budget: StepBudget | None = None, decodes: int = 0, left_s: float = 0.0
+    ) -> None:
+        """budget: of the goal, which leaves left_s to prompts beside so many decodes, if any."""
+        self.tokens = tokens
+        self._budget, self._decodes, self._left_s = budget, decodes, left_s
+        self._taken = self._seen = 0
+
+    def __bool__(self) -> bool:
+        """Whether there is room for more; not for slivers where a goal bounds it."""
+        least = min(self.tokens, 1 if self._budget is None else _SLIVER)
+        return 0 < least <= self.tokens_within(0, least)
+
+    def take(self, sequence: Sequence) -> Chunk:
+        """As long a chunk of a prompt as there is room for, and at least one token of it."""
+        chunk = Chunk.of(sequence, max(1, self.tokens_within(sequence.kv.computed, self.tokens)))
+        self.tokens -= chunk.length
+        self._taken += chunk.length
+        self._seen += seen_tokens(chunk.length, chunk.start)
+        return chunk
+
+    def tokens_within(self, depth: int, most: int) -> int:
+        """How many more tokens of a prompt the goal allows from this depth on, up to `most`."""
+        if (budget := self._budget) is None:
+            return most
+
+        def takes_s(tokens: int) -> float:
+            seen = self._seen + seen_tokens(tokens, depth)
+            return budget.more_s(self._decodes, self._taken + tokens, seen)
+
+        within = bisect_right(range(1, most + 1), self._left_s, key=takes_s)
+        return min(most, max(within, _MIN_PROMPT_TOKENS - self._taken))

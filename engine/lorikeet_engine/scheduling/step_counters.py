@@ -5,19 +5,20 @@ from typing import NamedTuple
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.scheduling.sequence import Sequence
+from lorikeet_engine.scheduling.step_budget import ExpectedStep
 from lorikeet_engine.telemetry.counters import SIZES, STEP_S, Histogram, TierCounter
 
 
 class StepLaunch(NamedTuple):
     """When a step was launched, by perf_counter, with how many sequences and distinct adapters.
 
-    decode_ranks: Σ rank of those for the StepBudget; None without one, or if prompts were among it.
+    expected: what the StepBudget learns from; None without one, or if it learns nothing.
     """
 
     launched_s: float
     sequences: int
     adapters: int
-    decode_ranks: int | None
+    expected: ExpectedStep | None
 
 
 class StepCounters:

@@ -62,8 +62,9 @@ class LiveStats:
 
     running: sequences that take part in steps, of which some are decoding and some prefilling: the
     latter have no token yet, or were preempted. waiting: sequences that take part in none.
-    pending_tokens: tokens to compute of those that wait or are prefilling. ranks: Σ rank of the
-    distinct adapters that decode. oldest_wait_s: the longest wait of a sequence without a token.
+    pending_tokens: tokens to compute of those that wait or are prefilling; pending_seen: Σ of their
+    seen_tokens. ranks: Σ rank of the distinct adapters that decode; context: Σ of the tokens that
+    decoding sequences see. oldest_wait_s: the longest wait of a sequence without a token.
     loading_bytes: images that are loading to the GPU, in whatever tier. free_bytes: unused bytes of
     the arena; room_bytes: those and what could be evicted now. victim: None if nothing could.
     """
@@ -73,7 +74,9 @@ class LiveStats:
     prefilling: int = 0
     waiting: int = 0
     pending_tokens: int = 0
+    pending_seen: int = 0
     ranks: int = 0
+    context: int = 0
     oldest_wait_s: float = 0.0
     kv_pages_used: int = 0
     kv_pages_total: int = 0

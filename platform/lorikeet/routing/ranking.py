@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from lorikeet.routing.prefix_index import PrefixHashes
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.costs import LoadCosts, StepCosts
+from lorikeet_engine.costs import LoadCosts, StepCosts, seen_tokens
 
 R = TypeVar("R", bound=Hashable)
 
@@ -49,8 +49,10 @@ def capacity_per_s(
     prompt_tokens, answer_tokens: means. ranks: Σ rank of a step.
     """
     steps = costs.steps
-    prompt_s = prompt_tokens * (steps.prompt_token_s + (steps.lora_token_s if ranks else 0.0))
-    token_s = steps.decode_s(steps.max_running, ranks) / steps.max_running
+    prompt_s = steps.prompts_s(prompt_tokens, prompt_tokens**2 / 2)
+    prompt_s += prompt_tokens * steps.lora_token_s if ranks else 0.0
+    context = int(steps.max_running * (prompt_tokens + answer_tokens / 2))
+    token_s = steps.decode_s(steps.max_running, ranks, context) / steps.max_running
     return 1.0 / (prompt_s + answer_tokens * token_s)
 
 
@@ -88,18 +90,33 @@ class RoutingRequest(NamedTuple):
 class RoutingStatus:
     """What a replica does at one moment, as far as routing weighs it.
 
-    running: sequences that decode. ranks: Σ rank of their distinct adapters. waiting,
-    waiting_tokens: requests that have no token yet, and their prompts. loading_bytes: adapters on
-    their way to its GPU. room_bytes: what of the arena is free or could be evicted now; None if
-    unknown, which is taken for room enough.
+    running: sequences that decode. ranks: Σ rank of their distinct adapters. context: Σ of the
+    tokens that they see. waiting, waiting_tokens: requests that have no token yet, and their
+    prompts; waiting_seen: Σ of seen_tokens over these. loading_bytes: adapters on their way to its
+    GPU. room_bytes: what of the arena is free or could be evicted now; None if unknown, which is
+    taken for room enough.
     """
 
     running: int = 0
     ranks: int = 0
+    context: int = 0
     waiting: int = 0
     waiting_tokens: int = 0
+    waiting_seen: int = 0
     loading_bytes: int = 0
     room_bytes: int | None = None
+
+    def add_waiting(self, prompt_tokens: int) -> None:
+        """Count a request that waits, of whose prompt nothing is cached."""
+        self.waiting += 1
+        self.waiting_tokens += prompt_tokens
+        self.waiting_seen += seen_tokens(prompt_tokens)
+
+    def remove_waiting(self, prompt_tokens: int) -> None:
+        """Count that request no more."""
+        self.waiting -= 1
+        self.waiting_tokens -= prompt_tokens
+        self.waiting_seen -= seen_tokens(prompt_tokens)
 
 
 class ReplicaOption(NamedTuple, Generic[R]):
@@ -199,22 +216,31 @@ def expected_cost(work: Work, option: ReplicaOption[R]) -> Cost:
     """The cost of the request at a replica, in seconds to its first token.
 
     The wait for the prompts before it and the load overlap. Others pay in three ways: while this
-    prompt is computed they decode slowly; with it each of their steps is longer, by its rank if its
-    adapter is not in the batch yet; and what is evicted for it will be missed.
+    prompt is computed they decode slowly; with it each of their steps is longer, by what it sees
+    and by its rank if its adapter is not in the batch yet; what is evicted for it will be missed.
     """
     costs, status = option.costs, option.status
     steps = costs.steps
-    step_s = steps.decode_s(status.running, status.ranks)
+    step_s = steps.decode_s(status.running, status.ranks, status.context)
     tokens = max(1, work.prompt_tokens - option.cached_tokens)
-    prefill_s = steps.prefill_s(tokens, work.rank, status.running, status.ranks)
+    prefill_s = steps.prefill_s(
+        tokens,
+        work.rank,
+        work.prompt_tokens - tokens,
+        sequences=status.running,
+        ranks=status.ranks,
+        context=status.context,
+    )
     ahead = option.queue_share * status.waiting
-    wait_s = option.queue_share * status.waiting_tokens * steps.prompt_token_s
-    wait_s += ahead * (step_s - steps.base_s)
+    wait_s = option.queue_share * steps.prompts_s(status.waiting_tokens, status.waiting_seen)
+    wait_s += ahead * (step_s - steps.decode_s(0, 0))
     missing = work.sequences - (steps.max_running - status.running - ahead)
     if missing > 0:  # a sequence ends every answer_tokens / max_running steps
         wait_s += missing * step_s * costs.answer_tokens / steps.max_running
     new_ranks = 0 if option.running else work.rank
-    longer_s = steps.sequence_s * work.sequences + steps.rank_s * new_ranks
+    longer_s = steps.rows_s(status.running + work.sequences) - steps.rows_s(status.running)
+    longer_s += steps.rank_s * new_ranks
+    longer_s += steps.seen_token_s * work.sequences * (work.prompt_tokens + costs.answer_tokens / 2)
     delay_s = status.running * (prefill_s + costs.answer_tokens * longer_s)
     delay_s += status.waiting * costs.answer_tokens * longer_s
     new_bytes = 0 if option.loading else work.adapter_bytes

@@ -16,7 +16,7 @@ from lorikeet.routing.ranking import (
     evicted_uses,
 )
 from lorikeet.routing.status_update import StatusUpdate
-from lorikeet_engine.costs import MeasuredCosts
+from lorikeet_engine.costs import MeasuredCosts, seen_tokens
 
 FETCH_PAUSE_S = 10.0
 """A replica that could not load an adapter is for so long the last to be sent what it lacks."""
@@ -53,6 +53,11 @@ class InFlightRequest:
     candidates: Sequence[Candidate[str]] = ()
     accepted_s: float | None = None
     answering: bool = False
+
+    @property
+    def seen(self) -> int:
+        """What those tokens see: seen_tokens."""
+        return seen_tokens(self.tokens, self.request.work.prompt_tokens - self.tokens)
 
     @property
     def decision(self) -> RoutingDecision:
@@ -161,13 +166,22 @@ class TrackedReplica:
         new, own = self._new, self._own
         if self._update is None or now_s - self._updated_s > STALE_S:
             running = max(self._running, (queue_length or 0) - own.sequences)
-            return RoutingStatus(running, self._ranks, own.sequences, own.tokens, own.bytes)
+            return RoutingStatus(
+                running,
+                self._ranks,
+                waiting=own.sequences,
+                waiting_tokens=own.tokens,
+                waiting_seen=own.seen,
+                loading_bytes=own.bytes,
+            )
         live = self._update.live
         return RoutingStatus(
             live.decoding,
             live.ranks,
+            live.context,
             live.pending + new.sequences,
             live.pending_tokens + new.tokens,
+            live.pending_seen + new.seen,
             live.loading_bytes + new.bytes,
             live.room_bytes - new.bytes,
         )
@@ -211,14 +225,17 @@ class _Totals:
 
     sequences: int = 0
     tokens: int = 0
+    seen: int = 0
     bytes: int = 0
 
     def add(self, sent: InFlightRequest) -> None:
         self.sequences += sent.request.work.sequences
         self.tokens += sent.tokens
+        self.seen += sent.seen
         self.bytes += sent.bytes
 
     def remove(self, sent: InFlightRequest) -> None:
         self.sequences -= sent.request.work.sequences
         self.tokens -= sent.tokens
+        self.seen -= sent.seen
         self.bytes -= sent.bytes

@@ -51,7 +51,10 @@ def summarize(router: str, fleet: SimulatedFleet) -> Outcome:
 
 def _balance(fleet: SimulatedFleet, counted: np.ndarray) -> float:
     steps, requests = fleet.setup.costs.steps, fleet.requests
-    token_s = steps.decode_s(steps.max_running, 0) / steps.max_running
-    work_s = requests.prompts[counted] * steps.prompt_token_s + requests.answers[counted] * token_s
+    prompts, answers = requests.prompts[counted], requests.answers[counted]
+    context = int(steps.max_running * (prompts.mean() + answers.mean() / 2))
+    token_s = steps.decode_s(steps.max_running, 0, context) / steps.max_running
+    seen = prompts**2 / 2
+    work_s = steps.prompt_token_s * prompts + steps.prompt_seen_s * seen + token_s * answers
     of_replica = np.bincount(fleet.served_by[counted], work_s, len(fleet.replicas))
     return float(of_replica.max() / of_replica.mean())

@@ -19,6 +19,7 @@ from lorikeet.routing.ranking import RoutingStatus
 from lorikeet.simulator.fair_queue import FairQueue
 from lorikeet.simulator.memory import Arena, ByteLru, Link
 from lorikeet_engine.adapter import Residency
+from lorikeet_engine.costs import seen_tokens
 
 if TYPE_CHECKING:
     from lorikeet.simulator.fleet import SimulatedFleet
@@ -59,7 +60,8 @@ class SimulatedReplica:
         self._computing = False  # whether this step has prompts
         self._ends: list[tuple[float, int]] = []  # clock at its end, request
         self.decoding: Counter[int] = Counter()
-        self._clock, self._rate, self._as_of_s = 0.0, 0.0, 0.0
+        self._clock = self._rate = self._as_of_s = 0.0
+        self._context = 0.0  # Σ of what decodes see, each less the clock
         self._dead = False
         # Adapters to load for no request, and those on their way: to which tier, for how many uses.
         self._prefetches: deque[tuple[int, Residency, float]] = deque(maxlen=_MOST_PREFETCHES)
@@ -77,8 +79,7 @@ class SimulatedReplica:
     def submit(self, request: int, now_s: float) -> Residency:
         """Take a request; return the tier of its adapter, the GPU if it needs none."""
         self.outstanding += 1
-        self.status.waiting += 1
-        self.status.waiting_tokens += self._fleet.prompts[request]
+        self.status.add_waiting(self._fleet.prompts[request])
         adapter = self._fleet.adapter_of[request]
         if adapter is None or self.arena.holds(adapter):
             self._begin(request, now_s)
@@ -112,8 +113,7 @@ class SimulatedReplica:
 
     def die(self) -> tuple[list[int], int]:
         """Stop for good; return requests without a first token, and the number of the others."""
-        self._dead = True
-        self._next_step += 1
+        self._dead, self._next_step = True, self._next_step + 1
         waiting = [*chain.from_iterable(self.waiting.values()), *self.queue, *self._prompts]
         return sorted(waiting), self.outstanding - len(waiting)
 
@@ -186,8 +186,8 @@ class SimulatedReplica:
     def _place(self, adapter: int, now_s: float) -> None:
         """Copy an adapter to the GPU, where its room is reserved."""
         self._fleet.on_load_started(adapter, self)
-        through_s = self._copies.carry(self._fleet.sizes[adapter], now_s)
-        self._schedule(through_s, self._loaded, adapter)
+        size = self._fleet.sizes[adapter]
+        self._schedule(self._copies.carry(size, now_s), self._loaded, adapter)
 
     def _loaded(self, adapter: int, now_s: float) -> None:
         self.arena.finish_load(adapter)
@@ -199,8 +199,7 @@ class SimulatedReplica:
 
     def _begin(self, request: int, now_s: float) -> None:
         """Queue a request whose adapter is on the GPU."""
-        adapter = self._fleet.adapter_of[request]
-        if adapter is not None:
+        if (adapter := self._fleet.adapter_of[request]) is not None:
             self.arena.lease(adapter, now_s)
         self.queue.add(request, self._fleet.tenant_of[request])
         if self._boundary_s == math.inf and self.status.running < self._steps.max_running:
@@ -209,8 +208,7 @@ class SimulatedReplica:
 
     def _first_token(self, request: int, now_s: float) -> None:
         status = self.status
-        status.waiting -= 1
-        status.waiting_tokens -= self._fleet.prompts[request]
+        status.remove_waiting(self._fleet.prompts[request])
         self._fleet.on_first_token(request, now_s)
         adapter, left = self._fleet.adapter_of[request], self._fleet.answers[request] - 1
         if left == 0:
@@ -219,6 +217,7 @@ class SimulatedReplica:
         self.queue.begun(self._fleet.tenant_of[request])
         heappush(self._ends, (self._clock + left, request))
         status.running += 1
+        self._context += self._fleet.prompts[request] + 1 - self._clock
         if adapter is not None:
             status.ranks += 0 if self.decoding[adapter] else self._fleet.ranks[adapter]
             self.decoding[adapter] += 1
@@ -227,6 +226,7 @@ class SimulatedReplica:
         adapter = self._fleet.adapter_of[request]
         self.queue.ended(self._fleet.tenant_of[request])
         self.status.running -= 1
+        self._context -= self._fleet.prompts[request] + self._fleet.answers[request] - self._clock
         if adapter is not None:
             decrement(self.decoding, adapter)
             self.status.ranks -= 0 if self.decoding[adapter] else self._fleet.ranks[adapter]
@@ -247,9 +247,8 @@ class SimulatedReplica:
         self._fleet.schedule(at_s, unless_dead)
 
     def _advance(self, now_s: float) -> None:
-        steps = self._rate * (now_s - self._as_of_s)
+        steps, self._as_of_s = self._rate * (now_s - self._as_of_s), now_s
         self._clock += steps
-        self._as_of_s = now_s
         if steps:
             self.queue.decoded(steps)
             self._fleet.gaps[int(1e4 / self._rate)] += steps * self.status.running
@@ -265,7 +264,8 @@ class SimulatedReplica:
         """Begin a step with prompts if one can, and schedule the next event."""
         status, steps = self.status, self._steps
         if self._boundary_s == math.inf:
-            step_s = steps.decode_s(status.running, status.ranks)
+            status.context = round(self._context + status.running * self._clock)
+            step_s = steps.decode_s(status.running, status.ranks, status.context)
             begun, full = self._clock % 1.0, status.running >= steps.max_running
             if not self._prompts and (full or not self.queue):
                 self._rate = 1.0 / step_s if status.running else 0.0
@@ -284,17 +284,17 @@ class SimulatedReplica:
     def _begin_prompts(self, now_s: float) -> None:
         """Begin a step, with as many prompt tokens as it has room for beside the decodes."""
         status, steps, fleet = self.status, self._steps, self._fleet
-        room = steps.step_tokens - status.running
-        free = steps.max_running - status.running
+        room, free = steps.step_tokens - status.running, steps.max_running - status.running
         while self.queue and len(self._prompts) < free and sum(self._prompts.values()) < room:
             request = self.queue.next(fleet.prompts)
             self._prompts[request] = fleet.prompts[request]
-        tokens = 0
+        tokens, adapted, seen = status.running, 0, 0
         for request, left in self._prompts.items():
-            chunk = min(left, room - tokens)
+            chunk = min(left, steps.step_tokens - tokens)
             self._prompts[request] = left - chunk
             tokens += chunk
-        adapted = any(fleet.adapter_of[request] is not None for request in self._prompts)
-        takes_s = steps.prefill_s(tokens, int(adapted), status.running, status.ranks)
+            adapted += chunk if fleet.adapter_of[request] is not None else 0
+            seen += seen_tokens(chunk, fleet.prompts[request] - left)
+        takes_s = steps.step_s(tokens, status.ranks, status.context, adapted=adapted, seen=seen)
         self._boundary_s, self._rate = now_s + takes_s, 1.0 / takes_s
         self._computing = True

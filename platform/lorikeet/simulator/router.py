@@ -35,9 +35,7 @@ class LeastCostRouter:
     def route(self, fleet: SimulatedFleet, request: int, now_s: float) -> SimulatedReplica:
         """Choose the replica of a request."""
         chosen = self.rank(fleet, request, now_s)[0].replica
-        status = self._status(fleet, request, chosen, now_s)
-        status.waiting += 1
-        status.waiting_tokens += fleet.prompts[request]
+        self._status(fleet, request, chosen, now_s).add_waiting(fleet.prompts[request])
         return chosen
 
     def rank(

@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.costs import RowsTime, StepCosts
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.execution import calibration
 from lorikeet_engine.execution.calibration import measure_step_costs
@@ -19,23 +20,29 @@ from tests.engine.hash_model import SHAPE
 
 DEMO = Path(__file__).parents[3] / "demo/model"
 TRUE = StepCosts(
-    base_s=4e-3,
-    sequence_s=20e-6,
+    rows=(
+        RowsTime(1, 4e-3),
+        RowsTime(32, 4.2e-3),
+        RowsTime(64, 5.5e-3),
+        RowsTime(512, 12e-3),
+        RowsTime(2048, 46e-3),
+    ),
+    seen_token_s=40e-9,
+    prompt_seen_s=1.5e-9,
     lora_s=0.3e-3,
     rank_s=1.3e-6,
-    prompt_token_s=23e-6,
     lora_token_s=1.2e-6,
-    step_tokens=512,
+    step_tokens=2048,
     max_running=64,
 )
-SETTINGS = EngineSettings(Path(), Path(), max_batch_tokens=512, max_running=64, max_rank=64)
+SETTINGS = EngineSettings(Path(), Path(), max_batch_tokens=2048, max_running=64, max_rank=64)
 
 
 class ExactRunner:
     """Takes what `costs` say, on a clock of its own; noise: the most by which a step is late."""
 
-    def __init__(self, weights, costs=TRUE, noise=0.0):
-        config = SimpleNamespace(max_context=1024)
+    def __init__(self, weights, costs=TRUE, noise=0.0, max_context=131_072):
+        config = SimpleNamespace(max_context=max_context)
         self.model = SimpleNamespace(device=torch.device("cpu"), config=config)
         self.weights, self.costs, self.noise = weights, costs, noise
         self.now_s, self.dice = 0.0, random.Random(3)
@@ -43,39 +50,66 @@ class ExactRunner:
     def forward(self, batch):
         slots = [] if batch.segments is None else batch.segments.slots.tolist()
         ranks = sum(int(self.weights.table[slot, :, :, 2].max()) for slot in slots)
-        tokens, sequences = len(batch.token_ids), len(batch.kv_lengths)
-        if tokens == sequences:
-            took_s = self.costs.decode_s(sequences, ranks)
-        else:
-            took_s = self.costs.prefill_s(tokens, ranks)
+        lengths, ends = np.diff(batch.query_starts), batch.kv_lengths
+        prompts = lengths > 1
+        tokens = int(lengths[prompts].sum())
+        seen = lengths * (ends - lengths) + lengths**2 // 2
+        took_s = self.costs.step_s(
+            len(batch.token_ids),
+            0 if tokens else ranks,
+            int(ends[~prompts].sum()),
+            adapted=tokens if ranks else 0,
+            seen=int(seen[prompts].sum()),
+        )
         self.now_s += took_s * (1.0 + self.dice.uniform(0.0, self.noise))
 
 
 @pytest.fixture
 def measure(monkeypatch):
     """The costs that are measured of a runner; elements: of the arena."""
+    measured_s = []
 
-    def measure(*, elements=1 << 20, noise=0.0, shape=SHAPE, costs=TRUE, **changes):
+    def measure(
+        *, elements=1 << 20, noise=0.0, shape=SHAPE, costs=TRUE, context=131_072, **changes
+    ):
         table = torch.zeros(128, shape.layers, 7, 3, dtype=torch.int64)
         weights = LoraWeights(torch.zeros(elements), table)
-        runner = ExactRunner(weights, costs, noise)
+        runner = ExactRunner(weights, costs, noise, context)
         clock = SimpleNamespace(perf_counter=lambda: runner.now_s)
         monkeypatch.setattr(calibration, "time", clock)
-        found = measure_step_costs(runner, 1000, weights, shape, replace(SETTINGS, **changes))
+        found = measure_step_costs(runner, 20_000, weights, shape, replace(SETTINGS, **changes))
         assert not table.any()
+        measured_s.append(runner.now_s)
         return found
 
+    measure.took_s = measured_s
     return measure
 
 
 def assert_close(found, expected):
-    for name in StepCosts.__dataclass_fields__:
-        assert getattr(found, name) == pytest.approx(getattr(expected, name), abs=1e-9), name
+    for name in StepCosts.__dataclass_fields__.keys() - {"rows"}:
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-6), name
+    assert [tokens for tokens, _ in found.rows] == [tokens for tokens, _ in expected.rows]
+    for (_, found_s), (_, expected_s) in zip(found.rows, expected.rows, strict=True):
+        assert found_s == pytest.approx(expected_s)
 
 
 @pytest.mark.parametrize("elements", [1 << 20, 20_000])
-def test_exact_times_give_back_the_coefficients_that_made_them(measure, elements):
-    assert_close(measure(elements=elements), TRUE)
+@pytest.mark.parametrize("context", [131_072, 8192, 2048])
+def test_exact_times_give_back_the_coefficients_that_made_them(measure, elements, context):
+    assert_close(measure(elements=elements, context=context), TRUE)
+
+
+def test_contexts_too_short_to_tell_what_tokens_see_leave_that_at_the_default(measure):
+    default, found = StepCosts(), measure(context=256)
+    assert found.seen_token_s == default.seen_token_s
+    assert found.prompt_seen_s == default.prompt_seen_s
+    assert found.decode_s(64, 0, 64 * 256) == pytest.approx(TRUE.decode_s(64, 0, 64 * 256))
+
+
+def test_an_h200_is_measured_within_a_second(measure):
+    measure(costs=StepCosts(), max_running=256)
+    assert measure.took_s[-1] < 1.0
 
 
 def test_room_for_one_adapter_gives_its_whole_share_to_the_rank(measure):
@@ -92,18 +126,32 @@ def test_without_room_for_an_adapter_what_one_costs_is_the_default(measure):
     assert_close(measure(elements=100), expected)
 
 
-def test_an_engine_of_one_sequence_has_a_base_alone(measure):
+def test_an_engine_of_one_sequence_is_measured_by_that(measure):
     found = measure(max_running=1, costs=replace(TRUE, max_running=1))
-    assert (found.base_s, found.sequence_s) == (pytest.approx(TRUE.decode_s(1, 0)), 0.0)
+    assert found.decode_s(1, 0, 5000) == pytest.approx(TRUE.decode_s(1, 0, 5000))
+    assert [tokens for tokens, _ in found.rows] == [1, 512, 2048]
 
 
-@pytest.mark.parametrize("costs", [TRUE, replace(TRUE, sequence_s=0.0, rank_s=0.0, lora_s=0.0)])
+def test_a_step_that_has_room_for_decodes_alone_is_measured_by_them(measure):
+    found = measure(max_batch_tokens=64, costs=replace(TRUE, step_tokens=64))
+    assert [tokens for tokens, _ in found.rows] == [1, 32, 64]
+    assert found.prompt_seen_s == StepCosts().prompt_seen_s
+
+
+FLAT = replace(
+    TRUE, rows=(RowsTime(1, 4e-3),), seen_token_s=0.0, prompt_seen_s=0.0, rank_s=0.0, lora_s=0.0
+)
+
+
+@pytest.mark.parametrize("costs", [TRUE, FLAT])
 def test_noise_makes_no_coefficient_negative(measure, costs):
     for noise in (0.03, 0.1, 0.3, 1.0):
         found = measure(noise=noise, costs=costs, max_running=8)
-        assert min(found.base_s, found.sequence_s, found.lora_s, found.lora_token_s) >= 0.0
+        assert min(found.seen_token_s, found.prompt_seen_s, found.lora_s, found.lora_token_s) >= 0.0
         assert found.rank_s > 0.0
-        assert found.prompt_token_s >= TRUE.prompt_token_s
+        seconds = [seconds for _, seconds in found.rows]
+        assert seconds == sorted(seconds)
+        assert seconds[0] >= 0.0
 
 
 def test_the_demo_model_takes_about_what_its_engine_says(tmp_path):
@@ -129,4 +177,4 @@ def test_the_demo_model_takes_about_what_its_engine_says(tmp_path):
     assert len(answers.pending) == 16
     engine.close()
     assert 0.5 < min(prompts_s) / costs.prefill_s(256, 0) < 2.0
-    assert 0.5 < min(decodes_s) / costs.decode_s(16, 0) < 2.0
+    assert 0.5 < min(decodes_s) / costs.decode_s(16, 0, 16 * 220) < 2.0

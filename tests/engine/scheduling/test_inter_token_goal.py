@@ -17,12 +17,18 @@ from tests.engine.engine_driver import Answers, greedy
 from tests.engine.hash_model import CONFIG, PAGE, SHAPE, HashModel
 
 BASE_S, SEQUENCE_S, SLOPE_S = 4e-3, 20e-6, 50e-6
+SEEN_S, PROMPT_SEEN_S = 30e-9, 1.5e-9
 GOAL_S = 7e-3  # 24 sequences leave room for Σ rank 50
 RANKS = (4, 4, 8, 8, 16, 16, 32, 32)
 
 
 class SlowModel(HashModel):
-    """A HashModel whose steps take time: by the clock, and by the ranks that the table has."""
+    """A HashModel whose steps take time: by the clock, and by the ranks that the table has.
+
+    seen: whether what tokens see takes time, too.
+    """
+
+    seen = False
 
     def __init__(self, config):
         super().__init__(config)
@@ -35,12 +41,20 @@ class SlowModel(HashModel):
         slots = [] if batch.segments is None else batch.segments.slots.tolist()
         ranks = sum(int(lora.table[slot, :, :, 2].max()) for slot in slots)
         step_s = BASE_S + SEQUENCE_S * len(batch.token_ids) + SLOPE_S * ranks
+        if self.seen:
+            step_s += self.seen_s(batch)
         if len(batch.token_ids) == len(batch.kv_lengths):
             self.decodes_s.append(step_s)
         elif 1 in np.diff(batch.query_starts):
             self.mixed_s.append(step_s)
         self.now_s += step_s
         return super().forward(batch, kv, lora, attention)
+
+    def seen_s(self, batch):
+        lengths, ends = np.diff(batch.query_starts).astype(np.int64), batch.kv_lengths
+        prompts = lengths > 1
+        seen = (lengths * (ends - lengths / 2))[prompts].sum()
+        return SEEN_S * ends[~prompts].sum() + PROMPT_SEEN_S * seen
 
 
 @pytest.fixture
@@ -57,11 +71,11 @@ def refs(shelf):
 def make(tmp_path, shelf, monkeypatch):
     engines = []
 
-    def make(**settings):
+    def make(*, seen=False, context=4096, **settings):
         folder = tmp_path / "model"
-        if not folder.exists():
-            write_config(folder, CONFIG)
+        write_config(folder, {**CONFIG, "max_position_embeddings": context})
         model = SlowModel(ModelConfig.from_folder(folder))
+        model.seen = seen
         for module in (calibration, steps, step_counters):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=model.perf_counter))
         sizes = {"kv_bytes": 1 << 20, "max_running": 24, "adapter_gpu_bytes": 1 << 20, **settings}
@@ -101,23 +115,33 @@ def test_most_steps_keep_the_goal_and_without_one_few_do(make, refs, overlap):
     assert kept[GOAL_S] > 0.95
 
 
-def longest_mixed_s(engine, model):
-    """Of the steps in which a long prompt is computed beside eight decodes."""
+def mixed_s(engine, model, tokens=1900, decodes=60):
+    """The steps in which a prompt of so many tokens is computed beside eight decodes."""
     answers = Answers(engine)
     for i in range(8):
-        answers.submit(greedy(f"{i}", [3, 4, 5 + i], max_tokens=60))
+        answers.submit(greedy(f"{i}", [3, 4, 5 + i], max_tokens=decodes))
     answers.until(lambda: len(engine._scheduler.running) == 8)
     model.mixed_s.clear()
-    answers.submit(greedy("long", [7] * 1900, max_tokens=2))
-    answers.all()
+    answers.submit(greedy("long", [7] * tokens, max_tokens=2))
+    answers.until(lambda: "long" not in answers.pending)
     assert not answers.errors
-    return max(model.mixed_s)
+    assert len(answers.pending) == 8
+    return model.mixed_s
 
 
 def test_a_long_prompt_beside_decodes_keeps_the_goal_and_without_one_does_not(make):
     goal_s = 2 * GOAL_S
-    assert longest_mixed_s(*make()) > 2 * goal_s
-    assert longest_mixed_s(*make(inter_token_goal_s=goal_s)) <= 1.05 * goal_s
+    assert max(mixed_s(*make())) > 2 * goal_s
+    assert max(mixed_s(*make(inter_token_goal_s=goal_s))) <= 1.05 * goal_s
+
+
+def test_deep_in_a_prompt_of_100_000_tokens_steps_keep_the_goal_and_use_it(make):
+    goal_s, long = 40e-3, {"seen": True, "context": 131_072, "kv_bytes": 8 << 20}
+    taken_s = mixed_s(*make(**long), 100_000, 1000)
+    assert max(taken_s) > 5 * goal_s
+    kept_s = mixed_s(*make(**long, inter_token_goal_s=goal_s), 100_000, 1000)
+    assert max(kept_s) <= 1.05 * goal_s
+    assert sum(kept_s) < 1.15 * sum(taken_s)
 
 
 def test_a_goal_out_of_reach_lets_one_adapter_run_at_a_time(make, refs):
@@ -131,7 +155,7 @@ def test_a_goal_out_of_reach_lets_one_adapter_run_at_a_time(make, refs):
 def test_what_a_rank_costs_is_measured_and_leaves_nothing_behind(make, arena_bytes):
     engine, _ = make(inter_token_goal_s=GOAL_S, adapter_gpu_bytes=arena_bytes)
     base_s = BASE_S + 24 * SEQUENCE_S
-    assert engine._step_budget.max_ranks == pytest.approx((GOAL_S - base_s) / SLOPE_S)
+    assert engine._step_budget.max_ranks(0) == pytest.approx((GOAL_S - base_s) / SLOPE_S)
     assert not engine._tiers.weights.table.any()
 
 

@@ -1,19 +1,19 @@
 """The Σ rank that a goal leaves room for, learned from steps of a device whose cost is known."""
 
 import random
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.costs import RowsTime, StepCosts, seen_tokens
 from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk
 from lorikeet_engine.scheduling import step_counters
-from lorikeet_engine.scheduling.step_budget import StepBudget
+from lorikeet_engine.scheduling.step_budget import PromptRoom, StepBudget
 from lorikeet_engine.scheduling.step_counters import StepCounters, StepLaunch
 
 GOAL_S, BASE_S, SLOPE_S = 10e-3, 6e-3, 2e-6
 ROOM = 2000  # (GOAL_S - BASE_S) / SLOPE_S
+DEPTHS = (0, 1000, 10_000, 50_000, 90_000)
 
 
 class Device:
@@ -33,13 +33,13 @@ class Device:
         self.read(budget, step)
 
     def launch(self, budget, ranks, prompt=0):
-        return StepLaunch(self.now_s, 3, 1, budget.decode_ranks(chunks(ranks, prompt)))
+        return StepLaunch(self.now_s, 3, 1, budget.expected(chunks(ranks, prompt)))
 
     def read(self, budget, step):
         """As an engine does."""
         step_s = self.counters.step_read(step)
-        if step.decode_ranks is not None:
-            budget.record(step_s, step.decode_ranks)
+        if step.expected is not None:
+            budget.record(step_s, step.expected)
 
     def noise_s(self):
         """3% either way; every tenth step is ten times as slow."""
@@ -59,19 +59,33 @@ def device(monkeypatch):
     return device
 
 
-def budget(base_s=BASE_S, slope_s=SLOPE_S):
-    return StepBudget(GOAL_S, StepCosts(base_s, sequence_s=0.0, lora_s=0.0, rank_s=slope_s))
+def costs(base_s=BASE_S, slope_s=SLOPE_S, token_s=0.0, **more):
+    """The base whatever the tokens, or so much for each as well."""
+    rows = (RowsTime(0, base_s), RowsTime(2048, base_s + 2048 * token_s))
+    usual = {"seen_token_s": 0.0, "prompt_seen_s": 0.0, "lora_s": 0.0, "lora_token_s": 0.0}
+    return StepCosts(rows, rank_s=slope_s, **{**usual, **more})
+
+
+def budget(base_s=BASE_S, slope_s=SLOPE_S, **more):
+    return StepBudget(GOAL_S, costs(base_s, slope_s, **more))
+
+
+def prompt_at(depth):
+    """A prompt of 100,000 tokens, of which so many have been computed."""
+    sequence = dummy_chunk(100_000, 16, None).sequence
+    sequence.kv.computed = depth
+    return sequence
 
 
 def test_before_the_first_step_it_goes_by_what_was_measured_at_start():
-    assert budget().max_ranks == pytest.approx(ROOM)
+    assert budget().max_ranks(0) == pytest.approx(ROOM)
 
 
 def test_it_finds_the_base_of_the_steps_that_run_through_noise_and_hiccups(device):
     one = budget(base_s=9e-3)
     for ranks in [16, 700, 2400] * 20:
         device.run(one, ranks, more_s=device.noise_s())
-    assert one.max_ranks == pytest.approx(ROOM, rel=0.1)
+    assert one.max_ranks(0) == pytest.approx(ROOM, rel=0.1)
 
 
 def test_it_follows_a_base_that_changes_within_a_few_steps(device):
@@ -81,7 +95,7 @@ def test_it_follows_a_base_that_changes_within_a_few_steps(device):
     device.base_s = 8e-3
     for _ in range(8):
         device.run(one, 500)
-    assert one.max_ranks == pytest.approx(ROOM / 2)
+    assert one.max_ranks(0) == pytest.approx(ROOM / 2)
 
 
 def test_steps_with_prompts_and_idle_time_teach_it_nothing(device):
@@ -90,7 +104,7 @@ def test_steps_with_prompts_and_idle_time_teach_it_nothing(device):
         device.run(one, 500, prompt=100, more_s=20e-3)
         device.now_s += 1.0
         device.run(one, 500)
-    assert one.max_ranks == pytest.approx(ROOM)
+    assert one.max_ranks(0) == pytest.approx(ROOM)
 
 
 def test_a_step_launched_before_the_last_was_read_begins_when_that_was(device):
@@ -102,7 +116,7 @@ def test_a_step_launched_before_the_last_was_read_begins_when_that_was(device):
         device.now_s += BASE_S + SLOPE_S * 500 - 1e-4
         device.read(one, flight)
         flight = following
-    assert one.max_ranks == pytest.approx(ROOM)
+    assert one.max_ranks(0) == pytest.approx(ROOM)
 
 
 @pytest.mark.parametrize("wrong", [0.6, 2.0, 5.0])
@@ -114,7 +128,7 @@ def test_with_a_wrong_slope_steps_come_to_the_goal_all_the_same(device, wrong):
             began_s = device.now_s
             device.run(one, ranks)
             taken_s.append(device.now_s - began_s)
-        ranks = one.max_ranks
+        ranks = one.max_ranks(0)
     assert taken_s[-1] == pytest.approx(GOAL_S, rel=0.01)
 
 
@@ -123,28 +137,84 @@ def test_a_goal_that_no_step_can_reach_leaves_no_room(device):
     device.base_s = 12e-3
     for _ in range(20):
         device.run(one, 16)
-    assert one.max_ranks <= 0
-    assert one.max_prompt_tokens(chunks(16)) == 128
+    assert one.max_ranks(0) <= 0
+    assert one.prompt_room(chunks(16), 2000).take(prompt_at(0)).length == 128
+
+
+def test_what_decodes_see_is_known_and_not_learned(device):
+    one = budget(seen_token_s=1e-8)
+    assert one.max_ranks(100_000) == pytest.approx(ROOM - 500)
+    device.base_s += 3 * 1e-8  # each of the three sees itself alone
+    for _ in range(20):
+        device.run(one, 500)
+    assert one.max_ranks(100_000) == pytest.approx(ROOM - 500)
 
 
 def test_prompts_have_what_the_decodes_beside_them_leave_of_the_goal():
-    costs = StepCosts(BASE_S, 0.0, lora_s=0.0, rank_s=SLOPE_S, prompt_token_s=4e-6)
-    one = StepBudget(GOAL_S, replace(costs, lora_token_s=1e-6))
-    left_s = GOAL_S - BASE_S - SLOPE_S * 500
-    assert one.max_prompt_tokens(chunks(500)) == pytest.approx(left_s / 5e-6, abs=1)
+    one = budget(token_s=4e-6, lora_token_s=1e-6)
+    room = one.prompt_room(chunks(500), 2000)
+    left_s = GOAL_S - BASE_S - 256 * 4e-6 - SLOPE_S * 500
+    assert room.take(prompt_at(0)).length == pytest.approx(left_s / 5e-6, abs=1)
+    assert not room
+
+
+@pytest.mark.parametrize("sizes", [(), (16, 64, 256, 1024)])
+@pytest.mark.parametrize("depth", [0, 1000, 10_000, 90_000])
+def test_a_chunk_is_the_longest_that_the_goal_allows_at_its_depth(depth, sizes):
+    one = StepBudget(GOAL_S, costs(token_s=1e-6, prompt_seen_s=2e-10), sizes)
+    left_s = GOAL_S - BASE_S - 256e-6
+
+    def takes_s(tokens):
+        padded = next((size for size in sizes if size >= 3 + tokens), 3 + tokens)
+        return (padded - 3) * 1e-6 + 2e-10 * seen_tokens(tokens, depth)
+
+    length = one.prompt_room(chunks(0), 2000).take(prompt_at(depth)).length
+    fits = [tokens for tokens in range(1, 2001) if takes_s(tokens) <= left_s]
+    assert length == max(128, *fits)
+
+
+def test_the_deeper_the_shorter_and_what_is_left_goes_to_the_next_prompt():
+    one = budget(token_s=1e-6, prompt_seen_s=2e-10)
+    lengths = [one.prompt_room(chunks(0), 2000).take(prompt_at(at)).length for at in DEPTHS]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > 5 * lengths[-1]
+    short, room = dummy_chunk(200, 16, None).sequence, one.prompt_room(chunks(0), 2000)
+    taken = [room.take(sequence).length for sequence in (short, prompt_at(50_000))]
+    assert taken[0] == 200
+    assert 100 < taken[1] < one.prompt_room(chunks(0), 2000).take(prompt_at(50_000)).length
+    assert not room
+
+
+def test_what_prompts_take_beyond_what_was_measured_is_learned():
+    one = budget(token_s=1e-6)
+    before = one.prompt_room(chunks(0), 5000).take(prompt_at(0)).length
+    step = chunks(0, prompt=1000)
+    for _ in range(20):
+        expected = one.expected(step)
+        one.record(expected.seconds + 1e-3, expected)
+    assert one.prompt_room(chunks(0), 5000).take(prompt_at(0)).length == before - 1000
 
 
 @pytest.mark.parametrize(
     ("sizes", "tokens"),
     [
         ((512, 1024, 2048), 1024),  # the next pass, of 2,048 tokens, takes longer than the goal
-        ((512, 1024), 1203),  # what is larger than all of them takes as long as it is
-        ((2048,), 1203),
-        ((), 1203),
+        ((512, 1024), 1200),  # what is larger than all of them takes as long as it is
+        ((2048,), 128 + 3),
+        ((), 1200),
     ],
 )
 def test_prompts_fill_the_largest_pass_that_fits_the_goal(sizes, tokens):
-    costs = StepCosts(0.0, 0.0, lora_s=0.0, rank_s=SLOPE_S, prompt_token_s=GOAL_S / 1200)
-    one, decodes = StepBudget(GOAL_S, replace(costs, lora_token_s=0.0), sizes), chunks(0)
+    token_s = GOAL_S / 1200
+    one, decodes = StepBudget(GOAL_S, costs(0.0, token_s=token_s, max_running=3), sizes), chunks(0)
+    room = one.prompt_room(decodes, 2000)
     assert len(decodes) == 3
-    assert len(decodes) + one.max_prompt_tokens(decodes) == pytest.approx(tokens, abs=1)
+    assert 3 + room.take(prompt_at(0)).length == pytest.approx(tokens, abs=1)
+    assert not room
+
+
+def test_without_a_goal_the_number_of_tokens_alone_counts():
+    room = PromptRoom(500)
+    assert room.take(prompt_at(99_900)).length == 100
+    assert room.take(prompt_at(0)).length == 400
+    assert not room

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from lorikeet_engine.adapter import Residency
+from lorikeet_engine.costs import seen_tokens
 from lorikeet_engine.telemetry.status import LiveStats
 from tests.engine.engine_driver import Answers, build, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
@@ -49,8 +50,11 @@ def test_the_live_stats_are_what_waits_and_what_decodes(engine, refs):
     answers.submit(greedy("base", prompt(7)))
     live = engine.status().live
     assert (live.running, live.waiting, live.pending_tokens) == (0, 6, 2 * 23 + 30 + 7)
+    assert live.pending_seen == 2 * (seen_tokens(20) + seen_tokens(3)) + 450 + seen_tokens(7)
     answers.until(lambda: engine.status().live.decoding == 6)
     live = engine.status().live
+    made = sum(map(len, answers.tokens.values()))
+    assert live.context == 2 * 23 + 30 + 7 + made
     assert (live.running, live.pending, live.pending_tokens, live.oldest_wait_s) == (6, 0, 0, 0.0)
     assert live.ranks == 4 + 8
     assert live.kv_pages_used > 0
