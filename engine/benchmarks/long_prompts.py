@@ -11,7 +11,7 @@ before anything is timed.
 import secrets
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -112,7 +112,7 @@ class Streams:
 
 def measure(engine: Engine, work: LongPrompts, goal_s: float | None) -> Row:
     """Time the work under this goal, whatever the engine's own is."""
-    costs, sizes = engine.info.step_costs, engine._runner.sizes
+    costs, sizes = engine.info.step_costs, engine._runner.prompt_sizes
     engine._step_budget = None if goal_s is None else StepBudget(goal_s, costs, sizes)
     requests = _requests(engine, work.prompts, work.prompt_tokens, 1)
     with _streams(engine, work) as streams, ThreadPoolExecutor(1) as submitting:
@@ -125,7 +125,8 @@ def measure(engine: Engine, work: LongPrompts, goal_s: float | None) -> Row:
                 done, done_s = done + len(ended), time.perf_counter()
                 if waiting:
                     pending.append(submitting.submit(engine.submit, waiting.pop(0)))
-        _raise_failed(pending)
+        for future in pending:
+            future.result()  # raises what went wrong
         for request in requests:
             engine.abort(request.request_id)
     rate = done * work.prompt_tokens / (done_s - began_s) if done else 0.0
@@ -187,11 +188,6 @@ def _requests(engine: Engine, count: int, prompt_tokens: int, tokens: int) -> li
     rng, salt = np.random.default_rng(1), secrets.token_hex(8)
     prompts = rng.integers(0, engine.info.vocab_size, (count, prompt_tokens)).tolist()
     return [greedy(f"{salt} {i}", prompt, tokens, None, salt) for i, prompt in enumerate(prompts)]
-
-
-def _raise_failed(submitted: Iterable[Future[object]]) -> None:
-    for future in submitted:
-        future.result()
 
 
 if __name__ == "__main__":

@@ -83,7 +83,9 @@ def assemble(
     config, goal_s = model.config, settings.inter_token_goal_s
     max_context = min(config.max_context, kv_tokens)
     info = EngineInfo(config.vocab_size, max_context, config.eos_token_ids, step_costs)
-    step_budget = StepBudget(goal_s, step_costs, runner.sizes) if goal_s is not None else None
+    step_budget = None
+    if goal_s is not None:
+        step_budget = StepBudget(goal_s, step_costs, runner.prompt_sizes)
     return Assembly(runner, sampler, tiers, kv_pages, info, step_budget)
 
 

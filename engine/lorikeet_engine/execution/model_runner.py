@@ -40,9 +40,12 @@ class ModelRunner:
         self._graphs = graphs
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """How many tokens the captured forward passes have, ascending; empty without graphs."""
-        return () if self._graphs is None else self._graphs.sizes
+    def prompt_sizes(self) -> tuple[int, ...]:
+        """How many tokens steps with prompts are padded to, ascending; empty without graphs.
+
+        Those with a few tokens near a prompt's beginning may be padded to fewer.
+        """
+        return () if self._graphs is None else self._graphs.piecewise_sizes
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:

@@ -14,8 +14,8 @@ and coefficients that are somewhat wrong only make the way to the right sum long
 
 Prompts' tokens beside decodes get what is left of the goal: what more tokens take in a step, and
 what they see, which is the most of it deep in a long prompt. What steps with prompts took beyond
-that is learned as well. Where forward passes are captured for some numbers of tokens, a step takes
-as long as the next larger one.
+that is learned as well. Where steps with prompts are padded to some numbers of tokens, they take as
+long as the next larger one.
 """
 
 from bisect import bisect_left, bisect_right
@@ -51,7 +51,7 @@ class StepBudget:
     def __init__(self, goal_s: float, costs: StepCosts, sizes: tuple[int, ...] = ()) -> None:
         """Start from the base of full steps of decodes, until steps have run.
 
-        costs: rank_s above 0. sizes: tokens of the captured forward passes, ascending.
+        costs: rank_s above 0. sizes: tokens to which steps with prompts are padded, ascending.
         """
         self._goal_s, self._costs, self._sizes = goal_s, costs, sizes
         base_s = costs.decode_s(costs.max_running, 0) + costs.lora_s
