@@ -30,8 +30,8 @@ _WHOLE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320
 # The most tokens that all tokens of a small step attend to, added up. Above it, reading keys anew
 # for each token of a prompt costs too much: a decode of 256 sequences, 2.4 ms, has 70,000.
 _MAX_ATTENDED = 1 << 18
-# Sizes of piecewise passes. Small ones are for short chunks deep in a prompt, whose attention is too
-# much for a whole graph. Above 2,048 tokens the GPU takes longer than the host.
+# Sizes of piecewise passes. Small ones are for short chunks deep in a prompt, whose attention is
+# too much for a whole graph. Above 2,048 tokens the GPU takes longer than the host.
 _PIECEWISE_SIZES = (128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
 _FEW_SEGMENTS = 8
 _NO_KV_SLOT = -1  # of a padding token: its key and value are not written

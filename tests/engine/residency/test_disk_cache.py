@@ -26,6 +26,7 @@ def fetch(cache: DiskCache, ref: AdapterRef) -> None:
 def kinds(cache: DiskCache, refs: list[AdapterRef], folder) -> list[str]:
     """For each adapter, b for its blob and i for its image."""
     names = {path.name for path in (folder / "disk").iterdir()}
+    cache.changed()  # as the watcher asks, once a second
     assert all(cache.holds(ref.digest) == bool(_kinds(ref, names)) for ref in refs)
     return [_kinds(ref, names) for ref in refs]
 
@@ -79,6 +80,7 @@ def test_images_of_another_fingerprint_are_not_used_and_age(cache, refs, shelf, 
         mine.image(refs[0].digest)
     fetch(mine, refs[1])
     fetch(mine, refs[2])
+    other.changed()
     assert not other.holds(refs[0].digest)
 
 
@@ -185,6 +187,31 @@ def test_a_pin_whose_image_was_damaged_holds_the_blob_or_says_that_nothing_is_le
     disk.fetch(refs[0])
     assert disk.pin(refs[0].digest)
     assert not disk.pin(refs[1].digest)
+
+
+def test_what_is_asked_of_the_memory_costs_no_look_at_the_disk(cache, refs, monkeypatch):
+    disk, other = cache(room=8), cache(room=8)
+    disk.fetch(refs[0])
+    add_image(disk, refs[1], 10)
+    other.changed()
+    add_image(disk, refs[2], 10)
+    disk.remove_image(refs[1].digest)
+    for name in ("access", "open", "stat", "utime", "listdir"):
+        monkeypatch.setattr(os, name, None)
+    assert [disk.holds(ref.digest) for ref in refs] == [True, False, True, False]
+    # Another process knows what it saw last.
+    assert [other.holds(ref.digest) for ref in refs] == [True, True, False, False]
+
+
+def test_a_file_that_is_found_gone_or_there_is_known_at_once(cache, refs):
+    disk, other = cache(room=8), cache(room=8)
+    disk.fetch(refs[0])
+    assert not other.holds(refs[0].digest)
+    other.blob(refs[0].digest).unlink()
+    assert other.holds(refs[0].digest)
+    with pytest.raises(FileNotFoundError):
+        other.blob(refs[0].digest)
+    assert not other.holds(refs[0].digest)
 
 
 def test_what_is_not_a_digest_never_becomes_a_path(cache, shelf, tmp_path):

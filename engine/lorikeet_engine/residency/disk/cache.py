@@ -67,17 +67,19 @@ class DiskCache:
         self._source = source
         self._fingerprint = fingerprint
         self._on_change = on_change
-        self._usage = DiskUsage(folder, self._usable)
         self._evictions = 0
         self._pins: dict[str, int] = {}  # digest → descriptor that holds the lock
         self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._remove_abandoned()
+        self._usage = DiskUsage(folder, self._usable)
 
     def holds(self, digest: str) -> bool:
-        """Whether the blob or its image is there, whole and verified."""
-        # Reports ask for thousands of adapters: to build a Path takes longer than to ask.
-        return any(os.access(f"{self._folder}/{name}", os.F_OK) for name in self._names(digest))
+        """Whether the blob or its image is there, whole and verified, without asking the disk.
+
+        What other processes do is known once `changed` has seen it.
+        """
+        return any(map(self._usage.holds, self._names(digest)))
 
     def changed(self) -> set[str] | None:
         """The digests of all that holds() now; None if the folder is as at the last call.
@@ -125,14 +127,14 @@ class DiskCache:
 
         Raises FileNotFoundError.
         """
-        return self._used(digest)
+        return self._usage.use(digest)
 
     def image(self, digest: str) -> Path:
         """The image's file, which counts as used now. It can vanish any time after.
 
         Raises FileNotFoundError.
         """
-        return self._used(self.image_name(digest))
+        return self._usage.use(self.image_name(digest))
 
     def image_name(self, digest: str) -> str:
         """What the file of this adapter's image is called."""
@@ -156,7 +158,9 @@ class DiskCache:
 
     def remove_image(self, digest: str) -> None:
         """Remove an image that was found damaged: no pin keeps it."""
-        (self._folder / self.image_name(digest)).unlink(missing_ok=True)
+        name = self.image_name(digest)
+        (self._folder / name).unlink(missing_ok=True)
+        self._usage.remove(name)
         self._on_change(digest)
 
     def pin(self, digest: str) -> bool:
@@ -166,10 +170,11 @@ class DiskCache:
             if held is not None and os.fstat(held).st_nlink:
                 return True
             self._unpin(digest)  # it was an image, found damaged and removed
-            for name in self._names(digest):
-                descriptor = _lock(self._folder / name, fcntl.LOCK_SH)
+            for path in (self._folder / name for name in self._names(digest)):
+                descriptor = _lock(path, fcntl.LOCK_SH)
                 if descriptor is not None:
                     self._pins[digest] = descriptor
+                    self._usage.add(path)
                     return True
             return False
 
@@ -195,11 +200,6 @@ class DiskCache:
     def _usable(self, name: str) -> bool:
         return len(name) == 64 or name.endswith(self._fingerprint)
 
-    def _used(self, name: str) -> Path:
-        path = self._folder / name
-        os.utime(path)
-        return path
-
     def _unpin(self, digest: str) -> None:
         if digest in self._pins:
             os.close(self._pins.pop(digest))
@@ -214,7 +214,8 @@ class DiskCache:
             with self._exclusive():
                 if not path.exists():  # never replace what somebody may have pinned meanwhile
                     part.replace(path)
-                    self._on_change(name[:64])
+                self._usage.add(path)
+                self._on_change(name[:64])
                 self._evict(keep=path)
         finally:
             part.unlink(missing_ok=True)
@@ -262,6 +263,7 @@ class DiskCache:
             if descriptor is not None:
                 path.unlink(missing_ok=True)
                 os.close(descriptor)
+                self._usage.remove(path.name)
                 self._on_change(path.name[:64])
                 self._evictions += self._usable(path.name) and not self.holds(path.name[:64])
                 excess -= size
