@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engine.benchmarks import harness
-from engine.benchmarks.offline import greedy
+from engine.benchmarks.offline import request_of
 from engine.benchmarks.step_costs import ADAPTERS, CHECKED, LONG_CONTEXTS
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import Failed, Request
@@ -151,7 +151,7 @@ def main() -> None:
     """Start one engine, and measure all on it."""
     options = harness.arguments(__doc__).parse_args()
     facts = harness.facts(options.commit)
-    with harness.full_engine(ADAPTERS, ADAPTERS, SETTINGS) as engine:
+    with harness.full_engine(adapters=ADAPTERS, room=ADAPTERS, settings=SETTINGS) as engine:
         rows = measure_all(engine, WORKS)
     harness.write(options.json, facts, long_prompts=rows)
 
@@ -187,7 +187,9 @@ def _requests(engine: Engine, count: int, prompt_tokens: int, tokens: int) -> li
     """Requests of random prompts that share nothing."""
     rng, salt = np.random.default_rng(1), secrets.token_hex(8)
     prompts = rng.integers(0, engine.info.vocab_size, (count, prompt_tokens)).tolist()
-    return [greedy(f"{salt} {i}", prompt, tokens, None, salt) for i, prompt in enumerate(prompts)]
+    return [
+        request_of(f"{salt} {i}", prompt, tokens, None, salt) for i, prompt in enumerate(prompts)
+    ]
 
 
 if __name__ == "__main__":

@@ -113,7 +113,10 @@ def main() -> None:
     """Start an engine with long contexts, and measure the points that fit."""
     options = harness.arguments(__doc__).parse_args()
     facts = harness.facts(options.commit)
-    with _start_up() as start, harness.full_engine(ADAPTERS, ADAPTERS, LONG_CONTEXTS) as engine:
+    with (
+        _start_up() as start,
+        harness.full_engine(adapters=ADAPTERS, room=ADAPTERS, settings=LONG_CONTEXTS) as engine,
+    ):
         print(*(f"{name} {value}" for name, value in start.items()), sep=", ")
         costs = engine.info.step_costs
         rows = measure_all(engine, POINTS)

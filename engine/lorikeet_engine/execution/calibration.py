@@ -34,6 +34,8 @@ _REPEATS = 2
 _LONG_STEP_S = 0.05  # a longer step is timed once: noise is small beside it
 # Noise can hide what ranks cost a tiny model; no device reads one faster than this.
 _MIN_RANK_S = 1e-9
+# Nor what a step's rows take where what they see seems to be all of it.
+_MIN_ROWS_S = 1e-6
 
 
 def measure_step_costs(
@@ -78,7 +80,7 @@ def _of_base(steps: "StepTimer", settings: EngineSettings) -> StepCosts:
     if full > max(rows_s):
         rows_s[full] = steps.prompts_s(full) - costs.prompt_seen_s * steps.seen(full)
     # More work is never faster: where it seems so, here and below, it is noise.
-    rising = accumulate((max(0.0, s) for s in rows_s.values()), max)
+    rising = accumulate((max(_MIN_ROWS_S, s) for s in rows_s.values()), max)
     return replace(costs, rows=tuple(map(RowsTime, rows_s, rising)))
 
 
