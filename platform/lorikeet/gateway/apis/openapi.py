@@ -115,6 +115,7 @@ def document() -> dict[str, Any]:
                 _query("to", "date", "the last day, included; else today"),
                 _query("by", "", "adapter, day, or both with a comma between"),
             ),
+            "/v1/openapi.json": _get("get_openapi", "Describe the API", _OBJECT),
         },
         "components": {
             "securitySchemes": {
