@@ -1,12 +1,11 @@
 """Every setting of the service, parsed once from the environment."""
 
 import difflib
-import ipaddress
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -18,12 +17,12 @@ from pydantic import (
     field_validator,
 )
 
+from lorikeet.addresses import Address, parse_address, parse_collector, parse_prefixes
 from lorikeet.errors import InvalidSetting
 from lorikeet.sizes import parse_size
 
 _PREFIX = "LORIKEET_"
 _CLIENT_VARIABLES = frozenset({"LORIKEET_SERVER", "LORIKEET_ADMIN_KEY"})  # read by the CLI alone
-_LABEL = "[A-Za-z0-9-]{1,63}"  # of a host's name
 
 
 def _parse_memory(value: object) -> object:
@@ -85,43 +84,6 @@ def _by_model(value: object, given: ValidationInfo) -> object:
     return numbers if default is None else {**dict.fromkeys(models, default), **numbers}
 
 
-def _parse_prefixes(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    prefixes = tuple(item.strip().rstrip("/") for item in value.split(",") if item.strip())
-    if not all(re.fullmatch(r"s3://[^/]+(/.+)?", prefix) for prefix in prefixes):
-        raise ValueError("want s3://bucket/prefix, separated by commas")
-    return prefixes
-
-
-class Address(NamedTuple):
-    """Where to listen. host: a name or an IP address, without the brackets around IPv6."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-def _parse_address(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    host = rf"\[([0-9A-Fa-f:.]+)\]|({_LABEL}(?:\.{_LABEL})*)"
-    match = re.fullmatch(rf"(?:{host}):(\d+)", value.strip())
-    if match is None or not 1 <= int(match[3]) <= 65_535:
-        raise ValueError("want host:port such as 127.0.0.1:8001 or [::1]:8001")
-    if match[1] is not None:
-        ipaddress.IPv6Address(match[1])
-    return Address(match[1] or match[2], int(match[3]))
-
-
-def _parse_collector(value: object) -> object:
-    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", str(value)):
-        raise ValueError("want an address such as http://collector:4318")
-    return value
-
-
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 Memory = Annotated[int | float | Literal["auto"], BeforeValidator(_parse_memory)]
 """Bytes as an int, a share of the device's free memory as a float in (0, 1], or auto."""
@@ -158,7 +120,7 @@ class Settings(BaseModel):
         "minutes after; a=8 for some; not set: LORIKEET_REPLICAS",
     )
     gateways: int = Field(1, ge=1, description="gateway replicas")
-    admin_address: Annotated[Address, BeforeValidator(_parse_address)] = Field(
+    admin_address: Annotated[Address, BeforeValidator(parse_address)] = Field(
         Address("127.0.0.1", 8001),
         description="host:port of the admin listener, where each gateway serves the admin API, "
         "metrics and the tenants' API; the gateways of one host share it",
@@ -202,7 +164,7 @@ class Settings(BaseModel):
     cache_dir: Path = Field(Path(".lorikeet/cache"), description="the disk cache's folder")
     max_rank: int = Field(64, ge=1, description="largest LoRA rank accepted")
     max_adapter_bytes: Bytes = Field(2**30, description="largest adapter upload accepted")
-    import_from: Annotated[tuple[str, ...], BeforeValidator(_parse_prefixes)] = Field(
+    import_from: Annotated[tuple[str, ...], BeforeValidator(parse_prefixes)] = Field(
         (),
         description="s3://bucket/prefix that lorikeet register may read adapters from, several "
         "separated by commas; not set: none",
@@ -225,6 +187,13 @@ class Settings(BaseModel):
         description="seconds between two writes of what tenants used; a killed replica loses no "
         "more than that",
     )
+    responses_lifetime_h: int | None = Field(
+        None,
+        ge=1,
+        le=24 * 366,
+        description="hours for which the catalog's store keeps responses, so that requests can "
+        "name them as previous_response_id; not set: none is stored",
+    )
     max_queue_s: float = Field(
         60.0,
         gt=0,
@@ -235,7 +204,7 @@ class Settings(BaseModel):
     max_ongoing_requests: int = Field(
         512, ge=1, description="requests that one replica takes at once"
     )
-    otlp_traces_endpoint: Annotated[str | None, BeforeValidator(_parse_collector)] = Field(
+    otlp_traces_endpoint: Annotated[str | None, BeforeValidator(parse_collector)] = Field(
         None,
         description="address of an OpenTelemetry collector for traces by OTLP/HTTP, such as "
         "http://collector:4318; not set: no traces",

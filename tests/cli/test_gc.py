@@ -56,6 +56,20 @@ def test_garbage_beyond_the_grace_period_goes(store: LocalStore) -> None:
     assert list(store.list("blobs/")) == []
 
 
+def test_responses_that_have_outlived_their_time_go_where_it_is_set(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = f"responses/acme/resp_{'0' * 32}"
+    store.put_if_absent(key, b"{}")
+    os.utime(Path(store.url) / key, (time.time() - 3 * 3600,) * 2)
+    assert run(store).stdout == "There is no garbage.\n"
+    monkeypatch.setenv("LORIKEET_RESPONSES_LIFETIME_H", "4")
+    assert run(store).stdout == "There is no garbage.\n"
+    monkeypatch.setenv("LORIKEET_RESPONSES_LIFETIME_H", "3")
+    assert "1 deleted" in run(store).stdout
+    assert list(store.list("responses/")) == []
+
+
 def test_a_short_grace_period_and_no_catalog_are_refused(store: LocalStore, tmp_path: Path) -> None:
     assert run(store, "--grace-days", "0.5").exit_code == 2
     nowhere = run(LocalStore(tmp_path / "nowhere"))

@@ -6,8 +6,9 @@ from itertools import pairwise
 import pytest
 from ray import serve
 
+from lorikeet.addresses import Address
 from lorikeet.serving.deployments import controller, engine, gateway
-from lorikeet.settings import Address, Settings
+from lorikeet.settings import Settings
 from tests.e2e.conftest import free_port
 from tests.e2e.load import Load, Outcome
 from tests.e2e.service_processes import complete

@@ -38,6 +38,7 @@ from lorikeet.protocol.messages import (
     StreamItem,
 )
 from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet.responses.store import ResponseStore
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, write_blob
 from lorikeet_engine.request import FinishReason
@@ -63,14 +64,24 @@ def gateway(tmp_path: Path) -> Iterator["Gateway"]:
 
 @pytest.fixture(scope="module")
 def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Gateway"]:
-    """The same, for tests that change nothing in it."""
-    with serving(tmp_path_factory.mktemp("unchanged")) as running:
+    """The same, for tests that change nothing in it; it stores responses."""
+    with serving(tmp_path_factory.mktemp("unchanged"), responses_lifetime_s=3600) as running:
         yield running
 
 
 @contextmanager
-def serving(folder: Path, store: ObjectStore | None = None, **services: Any) -> Iterator["Gateway"]:
-    catalog = AdapterCatalog.init(store or LocalStore(folder / "store"))
+def serving(
+    folder: Path,
+    store: ObjectStore | None = None,
+    responses_lifetime_s: float | None = None,
+    clock: Callable[[], float] = time.time,
+    **services: Any,
+) -> Iterator["Gateway"]:
+    """clock: of stored responses."""
+    store = store or LocalStore(folder / "store")
+    catalog = AdapterCatalog.init(store)
+    if responses_lifetime_s is not None:
+        services["responses"] = ResponseStore(store, responses_lifetime_s, clock)
     engines = ReplayEngines()
     _, admin_key = catalog.create_key(None, {Scope.ADMIN}, actor="test")
     base_models = {

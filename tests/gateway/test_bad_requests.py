@@ -203,7 +203,6 @@ def test_values_that_ask_for_nothing_are_taken(
 @pytest.mark.parametrize(
     ("method", "path", "says"),
     [
-        ("GET", "/v1/responses/resp_1", "not stored here"),
         ("POST", "/v1/conversations", "ask /v1/chat/completions"),
         ("POST", "/v1/messages/batches", "one by one"),
         ("POST", "/v1/embeddings", "generates text alone"),

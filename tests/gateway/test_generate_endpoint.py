@@ -19,6 +19,7 @@ from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.generate import GenerateEndpoint
 from lorikeet.gateway.services import ServedModel, Services
+from lorikeet.gateway.stored_responses import StoredResponses
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy import LimitShares, MonthlyBudget, RateLimiter
 from tests.gateway.conftest import LIMITS, SHAPE, ReplayEngines, chat
@@ -56,6 +57,7 @@ class Walks:
                 ),
                 RateLimiter(LimitShares("g0", 1, 0.0), MonthlyBudget(None)),
                 RequestLog(services.peers),
+                StoredResponses(services.responses, services.metrics),
             )
             return [await _one(endpoint, key or self.key, body) for body in bodies]
 

@@ -71,7 +71,8 @@ def known_ids(url: str, headers: Mapping[str, str], model: str) -> dict[str, str
     """What there is for the parameters of paths."""
     body = {"model": model, "input": "hello there", "max_output_tokens": 20}
     answer = httpx.post(f"{url}/v1/responses", headers=headers, json=body, timeout=120)
-    return {"request_id": answer.headers["x-request-id"]}
+    request_id = answer.headers["x-request-id"]
+    return {"request_id": request_id, "response_id": f"resp_{request_id}"}
 
 
 def likely_answered(known: Mapping[str, str], case: Any) -> st.SearchStrategy[Any]:

@@ -135,8 +135,7 @@ def test_turns_and_what_clients_send_back_of_answers_are_a_chat(gateway: Gateway
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "stores no responses"),
-        ({"conversation": "conv_1"}, "conversation", "stores no responses"),
+        ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
         ({"background": True}, "background", "set stream"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
         ({"tools": [{"type": "file_search"}]}, "tools[0].type", "file_search"),
@@ -197,11 +196,6 @@ def test_a_failure_in_mid_stream_is_the_last_event(gateway: Gateway) -> None:
     assert last.sequence_number == 5
     assert last.response.error is not None
     assert last.response.error.message == "the step failed"
-
-
-def test_what_is_not_stored_cannot_be_asked_for(unchanged: Gateway) -> None:
-    answer = unchanged.request("GET", f"{RESPONSES}/resp_1", unchanged.keys["acme"])
-    assert "not stored" in error_of(answer, 404)["message"]
 
 
 def test_why_knows_a_response_by_its_own_id(gateway: Gateway) -> None:

@@ -11,11 +11,11 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
+from lorikeet.addresses import Address
 from lorikeet.errors import InvalidSetting
 from lorikeet.gateway.error_responses import add_error_handlers
 from lorikeet.gateway.middleware import RequestMiddleware
 from lorikeet.serving.listeners import AdminListener, PublicListener
-from lorikeet.settings import Address
 from tests.gateway.conftest import eventually, listening
 
 # Each request comes on a connection of its own, or would stay with the gateway it met first.

@@ -19,8 +19,10 @@ from lorikeet.gateway.routes.health import health_routes
 from lorikeet.gateway.routes.metrics import Scrape, add_gauges, metrics_routes
 from lorikeet.gateway.routes.models import model_routes
 from lorikeet.gateway.routes.requests import request_routes
+from lorikeet.gateway.routes.responses import response_routes
 from lorikeet.gateway.routes.usage import UsageReports, usage_routes
 from lorikeet.gateway.services import Services
+from lorikeet.gateway.stored_responses import StoredResponses
 from lorikeet.request_log.recent_traffic import RecentTraffic
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy import LimitShares, MonthlyBudget, RateLimiter
@@ -44,6 +46,28 @@ def create_app(services: Services) -> FastAPI:
     add_gauges(services, request_log, catalog_view)
     usage = UsageReports(services.catalog.store)
 
+    app = _application(services, catalog_view, limit_sync)
+    stored = StoredResponses(services.responses, services.metrics)
+    app.router.routes += generate_routes(services, authenticator, rate_limiter, request_log, stored)
+    for router in (
+        request_routes(authenticator, request_log),
+        usage_routes(authenticator, usage),
+        model_routes(services, authenticator, catalog_view),
+        response_routes(authenticator, rate_limiter, stored),
+        openapi_routes(authenticator),
+        admin_routes(services, authenticator, catalog_view, request_log, usage, traffic),
+        ui_routes(),
+        metrics_routes(authenticator, Scrape(services)),
+        health_routes(services.engines, catalog_view),
+    ):
+        app.router.routes += router.routes  # include_router would build each of them again
+    return app
+
+
+def _application(
+    services: Services, catalog_view: GatewayCatalogView, limit_sync: LimitSync
+) -> FastAPI:
+    """Build the application without its routes."""
     app = FastAPI(
         title="Lorikeet",
         lifespan=lambda _: _running(services, catalog_view, limit_sync),
@@ -54,18 +78,6 @@ def create_app(services: Services) -> FastAPI:
     )
     app.add_middleware(RequestMiddleware)
     add_error_handlers(app)
-    app.router.routes += generate_routes(services, authenticator, rate_limiter, request_log)
-    for router in (
-        request_routes(authenticator, request_log),
-        usage_routes(authenticator, usage),
-        model_routes(services, authenticator, catalog_view),
-        openapi_routes(authenticator),
-        admin_routes(services, authenticator, catalog_view, request_log, usage, traffic),
-        ui_routes(),
-        metrics_routes(authenticator, Scrape(services)),
-        health_routes(services.engines, catalog_view),
-    ):
-        app.router.routes += router.routes  # include_router would build each of them again
     return app
 
 

@@ -31,8 +31,7 @@ _CHAT = ": ask /v1/chat/completions (most clients have a setting for it)"
 _ONE_BY_ONE = ": messages are sent one by one, to /v1/messages"
 _TEXT = ": this service generates text alone, at /v1/chat/completions and /v1/completions"
 _ENDPOINTS = {
-    **dict.fromkeys(("chat", "completions", "models"), ""),
-    "responses": ": responses are not stored here, an answer holds all there is of one",
+    **dict.fromkeys(("chat", "completions", "models", "responses"), ""),
     "conversations": _CHAT,
     "messages": _ONE_BY_ONE,
     **dict.fromkeys(("embeddings", "rerank", "score", "moderations", "audio", "images"), _TEXT),

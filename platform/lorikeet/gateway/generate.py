@@ -19,6 +19,7 @@ from lorikeet.gateway.body import read_json
 from lorikeet.gateway.middleware import request_id_of
 from lorikeet.gateway.replica_response import Headers, ReplicaResponse, RequestObserver
 from lorikeet.gateway.services import Services
+from lorikeet.gateway.stored_responses import StoredResponses
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Call,
@@ -56,6 +57,7 @@ def generate_routes(
     authenticator: RequestAuthenticator,
     rate_limiter: RateLimiter,
     request_log: RequestLog,
+    stored: StoredResponses,
 ) -> list[Route]:
     """Return a route for each path, without FastAPI's dependencies.
 
@@ -64,7 +66,9 @@ def generate_routes(
     return [
         Route(
             path,
-            GenerateEndpoint(schema, services, authenticator, rate_limiter, request_log).answer,
+            GenerateEndpoint(
+                schema, services, authenticator, rate_limiter, request_log, stored
+            ).answer,
             methods=["POST"],
         )
         for path, schema in SCHEMAS.items()
@@ -81,8 +85,9 @@ class GenerateEndpoint:
         authenticator: RequestAuthenticator,
         rate_limiter: RateLimiter,
         request_log: RequestLog,
+        stored: StoredResponses,
     ) -> None:
-        self._schema, self._services = schema, services
+        self._schema, self._services, self._stored = schema, services, stored
         self._authenticator, self._rate_limiter, self._request_log = (
             authenticator,
             rate_limiter,
@@ -125,7 +130,9 @@ class GenerateEndpoint:
         request_id = request_id_of(request)
         session = request.headers.get(SESSION_HEADER) or body.session() or request_id
         model = await self._authenticator.resolve(body.model, caller.tenant.name, session)
-        context = CallContext(request_id, int(time.time()), caller, scheduling, model)
+        past = await self._stored.past(body, caller.tenant.name)
+        stores = self._stored.stores(body)
+        context = CallContext(request_id, int(time.time()), caller, scheduling, model, past, stores)
         call = body.to_call(context)
         trace.set_call(call, model.base_model)
         return ReplicaResponse(
@@ -133,6 +140,7 @@ class GenerateEndpoint:
             self._services.engines.stream_answer(model.base_model, call),
             [trace, _limits_of(hold, call, model.base_model)],
             self._services.first_item_timeout_s,
+            self._stored.saver(body, context, call),
         )
 
     def _scheduling(self, request: Request, caller: Caller) -> SchedulingParams:

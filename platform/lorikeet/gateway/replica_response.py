@@ -1,7 +1,7 @@
 """The response to a generate request: a replica's bytes, passed on as they come."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, ExitStack, aclosing
 from typing import Any, Protocol
 
@@ -12,10 +12,15 @@ from lorikeet.answer_stream.answer_format import failed_event
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
 from lorikeet.gateway.error_responses import OK, Refused
 from lorikeet.logs import log_unexpected
-from lorikeet.protocol.messages import AnswerHeader, Call, Refusal, StreamItem
+from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, Refusal, StreamItem
 
 Headers = Sequence[tuple[bytes, bytes]]
 Items = AsyncGenerator[StreamItem, None]
+BeforeEnd = Callable[[bytes], Awaitable[bytes]]
+"""Takes an answer's last bytes, which it may change, before they are sent.
+
+They are the body, or of a stream all that comes behind its FinalUsage: its last events, whole.
+"""
 
 EVENT_END = b"\n\n"
 _SILENT = "the replica ended without an answer: send the request again"
@@ -43,6 +48,7 @@ class ReplicaResponse(Response):
     Nothing is sent before the replica's first bytes are there, so whatever fails until then gets
     a status of its own; later failures end a stream with an error event. A client that goes away
     closes `items` at once. Observers are entered in their order and left in the opposite one.
+    before_end: awaited with the last bytes of an answer that has not failed; raises nothing.
     """
 
     background = None
@@ -53,11 +59,14 @@ class ReplicaResponse(Response):
         items: Items,
         observers: Sequence[RequestObserver],
         first_item_timeout_s: float,
+        before_end: BeforeEnd | None = None,
     ) -> None:
         self._call = call
         self._items = items
         self._observers = observers
         self._first_item_timeout_s = first_item_timeout_s
+        self._before_end = before_end
+        self._ending = False
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         """Answer. Raises LorikeetError only while nothing was sent."""
@@ -76,6 +85,8 @@ class ReplicaResponse(Response):
                 await send(_body(b"", more=False))
             else:
                 body = first + b"".join([self._bytes(item) async for item in items])
+                if self._before_end is not None:
+                    body = await self._before_end(body)
                 await send(self._start(header, b"application/json", len(body)))
                 await send(_body(body, more=False))
 
@@ -101,21 +112,31 @@ class ReplicaResponse(Response):
         raise GenerationFailed(_SILENT)
 
     async def _chunks(self, first: bytes, items: Items) -> AsyncGenerator[bytes, None]:
-        yield first
-        events = first.count(EVENT_END)
+        events, last = 0, b""
         try:
-            async for item in items:
-                if chunk := self._bytes(item):
+            async for chunk in self._all_bytes(first, items):
+                if self._ending and self._before_end is not None:
+                    last += chunk
+                else:
                     yield chunk
                     events += chunk.count(EVENT_END)
+            if last and self._before_end is not None:
+                yield await self._before_end(last)
         except LorikeetError as error:
             yield failed_event(self._call, events, error.code, error.message, error.param)
         except Exception as error:
             log_unexpected("stream_failed", self._call.request_id, error)
             yield failed_event(self._call, events, GenerationFailed.code, _SILENT)
 
+    async def _all_bytes(self, first: bytes, items: Items) -> AsyncGenerator[bytes, None]:
+        yield first
+        async for item in items:
+            if chunk := self._bytes(item):
+                yield chunk
+
     def _bytes(self, item: StreamItem) -> bytes:
         """The client's part of an item, which may be none. Raises Refused."""
+        self._ending = self._ending or isinstance(item, FinalUsage)
         for observer in self._observers:
             observer.on_item(item)
         if isinstance(item, Refusal):

@@ -13,6 +13,7 @@ from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.protocol.messages import Call, Refusal, SmokeResult, SmokeTest, StreamItem
 from lorikeet.protocol.peers import Peers
 from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet.responses.store import ResponseStore
 from lorikeet.tenancy.monthly_budget import RecordedUsage
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import (
@@ -82,7 +83,8 @@ class Services:
     this gateway's part of the requests that the replicas of each base model run at once. traces:
     where traces of ended requests go, if anywhere. metrics: this gateway's. metrics_pages: asks
     each replica and the controller for its part of the metrics page. kept_view: the file of the
-    catalog's last view, for starts while the store is away.
+    catalog's last view, for starts while the store is away. responses: the stored ones, where
+    storing is on.
     """
 
     catalog: AdapterCatalog
@@ -105,6 +107,7 @@ class Services:
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
     metrics_pages: Callable[[], Awaitable[Sequence[bytes]]] = no_pages
     kept_view: KeptView | None = None
+    responses: ResponseStore | None = None
 
 
 def read_base_models(folders: Mapping[str, Path]) -> dict[str, ServedModel]:

@@ -37,6 +37,12 @@ class GatewayMetrics:
         self._retries = self._counter(
             "lorikeet_request_retries_total", "Attempts that a replica lost and another was given."
         )
+        self._not_stored = Counter(
+            "lorikeet_responses_not_stored_total",
+            "Responses that were to be stored, and were not: the store failed, or they were too "
+            "large.",
+            registry=self._registry,
+        )
         self._first_token = self._histogram(
             "lorikeet_time_to_first_token_seconds",
             "From a request's arrival to its first token.",
@@ -85,6 +91,10 @@ class GatewayMetrics:
             self._tenants.count(request.tenant, tokens, outcome)
         if (adapter := request.adapter) is not None:
             self._adapters.count(f"{adapter.tenant}/{adapter.name}", tokens)
+
+    def count_not_stored(self) -> None:
+        """Count a response that could not be stored."""
+        self._not_stored.inc()
 
     def collect(self) -> Iterable[Metric]:
         """All metrics as they are now."""

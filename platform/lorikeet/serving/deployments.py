@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -17,13 +18,14 @@ from starlette.types import ASGIApp
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
-from lorikeet.catalog.store.object_store import open_store
+from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.errors import LorikeetError, StoreError, StoreRefused
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.services import Services, read_base_models
 from lorikeet.logs import log_to_stderr
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.replica.replica import Replica
+from lorikeet.responses.store import ResponseStore
 from lorikeet.retry_after import FULL_PROXY_S
 from lorikeet.serving.autoscaling import autoscaling
 from lorikeet.serving.controller import Controller
@@ -183,6 +185,7 @@ class Gateway:
                 metrics=GatewayMetrics(settings.gateways),
                 kept_view=kept_view,
                 metrics_pages=partial(broadcast_all, [*engines.values(), controller], "metrics"),
+                responses=_responses(settings, store),
             )
             self._trim = asyncio.create_task(trim_freed_memory())
             self._admin_listener = AdminListener(settings.admin_address)
@@ -195,6 +198,12 @@ class Gateway:
         app = create_app(self._services)
         self._admin_listener.open_with(app)
         return PublicListener(app, self._most_requests)
+
+
+def _responses(settings: Settings, store: ObjectStore) -> ResponseStore | None:
+    if settings.responses_lifetime_h is None:
+        return None
+    return ResponseStore(store, 3600.0 * settings.responses_lifetime_h, time.time)
 
 
 def _traces(settings: Settings, gateway: str) -> "TraceExporter | None":

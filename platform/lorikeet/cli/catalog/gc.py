@@ -9,11 +9,12 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.garbage_collection import GarbageCollector
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.cli.output import AsJson, moment, print_json, print_line, print_table
+from lorikeet.responses import store as responses
 from lorikeet.settings import Settings
 from lorikeet.sizes import show_size
 from lorikeet.usage.compaction import clean_up
 
-_DAY_S = 86400.0
+_HOUR_S, _DAY_S = 3600.0, 86400.0
 
 
 def gc(
@@ -29,15 +30,20 @@ def gc(
     That is blobs of no version (a retired one's go when it was retired longer ago than the grace
     period, and then cannot be restored), uploads that were given up, and old snapshots. It also
     joins the usage of each day that is over into one object, and an hour later deletes the many
-    that it was written in. Run it once a day, where LORIKEET_CATALOG says what init was told and
-    objects may be deleted.
+    that it was written in, and deletes stored responses that are older than
+    LORIKEET_RESPONSES_LIFETIME_H where that is set. Run it once a day, where LORIKEET_CATALOG says
+    what init was told and objects may be deleted.
 
     Example: `LORIKEET_CATALOG=s3://my-bucket/lorikeet lorikeet gc --dry-run`
     """
-    catalog = AdapterCatalog(open_store(Settings.from_env().catalog))
+    settings = Settings.from_env()
+    catalog = AdapterCatalog(open_store(settings.catalog))
     collector = GarbageCollector(catalog, grace_days * _DAY_S, dry_run=dry_run)
     superseded = clean_up(catalog.store, time.time, dry_run=dry_run)
     found = [*collector.collect(), *superseded]
+    if settings.responses_lifetime_h is not None:
+        lifetime_s = settings.responses_lifetime_h * _HOUR_S
+        found += responses.clean_up(catalog.store, lifetime_s, time.time(), dry_run=dry_run)
     total = sum(one.size_bytes for one in found)
     if as_json:
         objects = [

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, model_validator
 
 from lorikeet.gateway.apis.fields import INT32, Metadata
+from lorikeet.gateway.apis.responses_items import InputItem
 from lorikeet.gateway.auth import Caller, ResolvedModel
 from lorikeet.gateway.body import Body, misfit
 from lorikeet.protocol.messages import Call
@@ -24,13 +25,19 @@ TopK = Annotated[int, Field(ge=0, le=INT32)]
 
 
 class CallContext(NamedTuple):
-    """What a gateway knows of a request beside its body. created: Unix time, seconds."""
+    """What a gateway knows of a request beside its body.
+
+    created: Unix time, seconds. past: the items of the stored conversation that it continues.
+    stores: whether the answer will be stored.
+    """
 
     request_id: str
     created: int
     caller: Caller
     scheduling: SchedulingParams
     model: ResolvedModel
+    past: Sequence[InputItem] = ()
+    stores: bool = False
 
     def work(self, prompt_tokens: int, sequences: int) -> Work:
         """Return what an answer of so many sequences is for a replica."""

@@ -29,7 +29,12 @@ from lorikeet.gateway.apis.response_types import (
     ModelList,
 )
 from lorikeet.gateway.apis.responses_request import ResponsesRequest
-from lorikeet.gateway.apis.responses_types import ResponseObject, ResponseStreamEvent
+from lorikeet.gateway.apis.responses_types import (
+    DeletedResponse,
+    InputItemList,
+    ResponseObject,
+    ResponseStreamEvent,
+)
 from lorikeet.gateway.auth import RequestAuthenticator
 
 _REF = "#/components/schemas/{model}"
@@ -42,6 +47,8 @@ _TYPES: Sequence[Any] = (
     ResponsesRequest,
     ResponseObject,
     ResponseStreamEvent,
+    DeletedResponse,
+    InputItemList,
     MessagesRequest,
     MessageObject,
     MessageStreamEvent,
@@ -94,6 +101,7 @@ def document() -> dict[str, Any]:
         "security": [{"key": []}, {"x-api-key": []}],
         "paths": {
             **_generating(),
+            **_stored_responses(),
             "/v1/models": _get("list_models", "List models", _json("ModelList", "ModelInfoList")),
             "/v1/models/{model}": _get(
                 "get_model",
@@ -155,6 +163,25 @@ def _generating() -> dict[str, Any]:
             error="MessageError",
         ),
     }
+
+
+def _stored_responses() -> dict[str, Any]:
+    response_id = _path("response_id", "an answer's id, resp_ and 32 hexadecimal digits")
+    path = "/v1/responses/{response_id}"
+    get = _get("get_response", "Look up a stored response", _json("ResponseObject"), response_id)
+    delete = _get(
+        "delete_response", "Delete a stored response", _json("DeletedResponse"), response_id
+    )
+    listed = _get(
+        "list_input_items",
+        "List the conversation that a stored response answers",
+        _json("InputItemList"),
+        response_id,
+        _query("limit", "", "items of a page, from 1 to 100; else 20"),
+        _query("after", "", "the id of the item before the page"),
+        _query("order", "", "asc or desc; else desc, the newest first"),
+    )
+    return {path: get | {"delete": delete["get"]}, f"{path}/input_items": listed}
 
 
 def _generate(

@@ -1,11 +1,13 @@
 """The items of a response's input, and the chat messages that they become."""
 
+import json
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import TypedDict
 
+from lorikeet.errors import InvalidInput
 from lorikeet.gateway.apis.chat_messages import (
     CLIENT_SIDE_FIELDS,
     Arguments,
@@ -35,8 +37,7 @@ def _parse_kind(value: object) -> object:
     return refuse_kind(
         value,
         _KINDS,
-        "want messages, function_call, function_call_output and reasoning; responses are not "
-        "stored here, so nothing can be referred to",
+        "want messages, function_call, function_call_output and reasoning, each in full",
     )
 
 
@@ -126,14 +127,36 @@ def _reasoning_text(parts: object) -> str | None:
     return "".join(text for text in texts if isinstance(text, str)) or None
 
 
-def check_outputs(items: Sequence[InputItem]) -> None:
-    """Check that every output is one of an earlier call. Raises a misfit."""
-    called: set[str | None] = set()
+def check_outputs(past: Sequence[InputItem], items: Sequence[InputItem]) -> None:
+    """Check that every output is one of an earlier call, also of the past. Raises InvalidInput."""
+    called = {item.call_id for item in past if item.type == "function_call"}
     for index, item in enumerate(items):
         if item.type == "function_call":
             called.add(item.call_id)
         elif item.type == "function_call_output" and item.call_id not in called:
-            raise misfit("input", f"input[{index}] answers no function_call of an earlier item")
+            problem = f"input: input[{index}] answers no function_call of an earlier item"
+            raise InvalidInput(problem, param="input")
+
+
+def turn_of(item: InputItem, item_id: str) -> dict[str, Any]:
+    """Return an item as it is stored and listed; InputItem takes it back."""
+    head = {"id": item_id, "type": item.type}
+    if item.type == "reasoning":
+        return head | {"summary": [], "content": _parts("reasoning_text", item.content)}
+    head["status"] = "completed"
+    if item.type == "message":
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        return head | {"role": item.role, "content": _parts(kind, item.content)}
+    head["call_id"] = item.call_id or ""
+    if item.type == "function_call_output":
+        return head | {"output": item.output}
+    named = {"name": item.name} | ({"namespace": item.namespace} if item.namespace else {})
+    return head | named | {"arguments": json.dumps(item.arguments)}
+
+
+def _parts(kind: str, text: str | None) -> list[dict[str, Any]]:
+    annotations = {"annotations": list[Any]()} if kind == "output_text" else {}
+    return [] if text is None else [{"type": kind, "text": text} | annotations]
 
 
 def messages_of(instructions: str | None, items: Sequence[InputItem]) -> list[Message]:

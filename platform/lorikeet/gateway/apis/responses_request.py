@@ -1,16 +1,18 @@
 """POST /v1/responses: the request, which becomes a chat's, and what its answer repeats of it.
 
-Nothing is stored: `store` is taken and the answer says that it is false. What would need a store,
-a background, or a tool of OpenAI's own without functions beside it, is refused by name.
+Whether the answer is stored, and what it continues, is the gateway's to find out
+(gateway/stored_responses.py). What would need a background, or a tool of OpenAI's own without
+functions beside it, is refused by name.
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from lorikeet.errors import InvalidInput
 from lorikeet.gateway.apis.api_request import CallContext, OpenAIRequest, Tokens
 from lorikeet.gateway.apis.chat_messages import MAX_MESSAGES, FunctionName
 from lorikeet.gateway.apis.fields import INT32
@@ -38,7 +40,6 @@ from lorikeet.gateway.apis.tools import (
 from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
 from lorikeet.protocol.messages import Call, Endpoint
 
-_NOT_STORED = ": this service stores no responses (answers say store: false); send the earlier "
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -106,8 +107,7 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
     no_ops: ClassVar[NoOps] = {"background": (False,), "truncation": ("disabled",)}
     dropped: ClassVar[Collection[str]] = {"client_metadata"}  # Codex's
     hints: ClassVar[dict[str, str]] = {
-        "previous_response_id": _NOT_STORED + "turns as items of input",
-        "conversation": _NOT_STORED + "turns as items of input",
+        "conversation": ": send previous_response_id, or the earlier turns as items of input",
         "prompt": ": prompts are not stored here; send instructions and input",
         "background": ": an answer comes on the request's own connection; set stream for long ones",
         "messages": ": send input, or ask /v1/chat/completions",
@@ -135,33 +135,41 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
     max_tool_calls: Annotated[int, Field(ge=0, le=INT32)] | None = None
     stream_options: ResponseStreamOptions = ResponseStreamOptions()
     store: bool | None = None
+    previous_response_id: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> "ResponsesRequest":
         if self.top_logprobs and _LOGPROBS not in self.include:
             raise misfit("top_logprobs", f"want {_LOGPROBS} in include with it")
-        check_outputs(self.input)
         tools = chat_tools(self.tools)
         # without tools OpenAI's clients say whether calls may be parallel all the same
         check_choice(tools, self._chat_choice(), self.parallel_tool_calls if tools else None)
         return self
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call that a replica gets: a chat's, but for the form of its answer."""
-        call = self._as_chat().to_call(context)
+        """Return the Call that a replica gets: a chat's, but for the form of its answer.
+
+        Raises InvalidInput where the input does not go on from what is past.
+        """
+        check_outputs(context.past, self.input)
+        items = [*context.past, *self.input]
+        if len(items) > MAX_MESSAGES:
+            problem = f"input: {len(items)} items with those before it, of at most {MAX_MESSAGES}"
+            raise InvalidInput(problem, param="input")
+        call = self._as_chat(items).to_call(context)
         return replace(
             call,
             endpoint=Endpoint.RESPONSES,
-            request_fields=self._repeated(),
+            request_fields=self.repeated(context.stores),
             left_out=left_out(self.tools),
         )
 
-    def _as_chat(self) -> ChatRequest:
+    def _as_chat(self, items: Sequence[InputItem]) -> ChatRequest:
         """Return what a chat would ask for the same; it was checked as a response."""
         return ChatRequest.model_construct(
             model=self.model,
-            messages=messages_of(self.instructions, self.input),
+            messages=messages_of(self.instructions, items),
             max_completion_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -181,7 +189,7 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
             return self.tool_choice
         return NamedTool(type="function", function={"name": self.tool_choice["name"]})
 
-    def _repeated(self) -> bytes:
+    def repeated(self, stored: bool) -> bytes:
         """Return JSON members with which the answer repeats the request."""
         members = {
             "background": False,
@@ -190,12 +198,12 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
             "max_tool_calls": self.max_tool_calls,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": self.previous_response_id,
             "prompt_cache_key": self.prompt_cache_key,
             "reasoning": {"effort": self.reasoning.effort, "summary": self.reasoning.summary},
             "safety_identifier": self.safety_identifier,
             "service_tier": "default",
-            "store": False,
+            "store": stored,
             "temperature": self.temperature,
             "text": self.text.model_dump(by_alias=True, exclude_none=True),
             "tool_choice": self.tool_choice or "auto",

@@ -122,12 +122,12 @@ class ResponseObject(TypedDict):
     max_tool_calls: int | None
     metadata: dict[str, str]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: dict[str, str | None]
     safety_identifier: str | None
     service_tier: Literal["default"]
-    store: Literal[False]
+    store: bool
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, str]
@@ -136,6 +136,24 @@ class ResponseObject(TypedDict):
     top_p: float
     truncation: Literal["disabled"]
     user: str | None
+
+
+class DeletedResponse(TypedDict):
+    """A stored response that is gone."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputItemList(TypedDict):
+    """A page of the conversation that a stored response answers."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class ResponseStreamEvent(TypedDict):

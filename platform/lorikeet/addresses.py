@@ -1,0 +1,47 @@
+"""Addresses in settings: where to listen, where traces go and where adapters may come from."""
+
+import ipaddress
+import re
+from typing import NamedTuple
+
+_LABEL = "[A-Za-z0-9-]{1,63}"  # of a host's name
+
+
+def parse_prefixes(value: object) -> object:
+    """Parse s3://bucket/prefix, several separated by commas. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    prefixes = tuple(item.strip().rstrip("/") for item in value.split(",") if item.strip())
+    if not all(re.fullmatch(r"s3://[^/]+(/.+)?", prefix) for prefix in prefixes):
+        raise ValueError("want s3://bucket/prefix, separated by commas")
+    return prefixes
+
+
+class Address(NamedTuple):
+    """Where to listen. host: a name or an IP address, without the brackets around IPv6."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(value: object) -> object:
+    """Parse host:port. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    host = rf"\[([0-9A-Fa-f:.]+)\]|({_LABEL}(?:\.{_LABEL})*)"
+    match = re.fullmatch(rf"(?:{host}):(\d+)", value.strip())
+    if match is None or not 1 <= int(match[3]) <= 65_535:
+        raise ValueError("want host:port such as 127.0.0.1:8001 or [::1]:8001")
+    if match[1] is not None:
+        ipaddress.IPv6Address(match[1])
+    return Address(match[1] or match[2], int(match[3]))
+
+
+def parse_collector(value: object) -> object:
+    """Check the URL of a collector of traces. Raises ValueError."""
+    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", str(value)):
+        raise ValueError("want an address such as http://collector:4318")
+    return value

@@ -1,0 +1,84 @@
+"""Stored responses by their ids: GET and DELETE /v1/responses/{id}, GET …/input_items."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+
+from lorikeet.errors import InvalidInput, UnsupportedParameter
+from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.gateway.stored_responses import StoredResponses
+from lorikeet.responses.store import Json
+from lorikeet.tenancy import RateLimiter
+
+Order = Literal["asc", "desc"]
+Limit = Annotated[int, Query(ge=1, le=100)]
+
+
+def response_routes(
+    authenticator: RequestAuthenticator, rate_limiter: RateLimiter, stored: StoredResponses
+) -> APIRouter:
+    """The routes of a tenant's stored responses. Each counts as a request, without tokens."""
+    router = APIRouter(prefix="/v1/responses")
+
+    limited = partial(_limited, authenticator, rate_limiter)
+
+    @router.get("/{response_id}")
+    async def get_response(request: Request, response_id: str, stream: bool = False) -> Json:
+        async with limited(request) as tenant:
+            if stream:
+                problem = "not supported here: stream: a stored response comes whole"
+                raise UnsupportedParameter(problem, param="stream")
+            return (await stored.get(tenant, response_id)).response
+
+    @router.delete("/{response_id}")
+    async def delete_response(request: Request, response_id: str) -> Json:
+        async with limited(request) as tenant:
+            await stored.delete(tenant, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @router.get("/{response_id}/input_items")
+    async def list_input_items(
+        request: Request,
+        response_id: str,
+        limit: Limit = 20,
+        after: str | None = None,
+        order: Order = "desc",
+    ) -> Json:
+        async with limited(request) as tenant:
+            items = (await stored.get(tenant, response_id)).input_items
+        return page(items if order == "asc" else items[::-1], limit, after)
+
+    return router
+
+
+@asynccontextmanager
+async def _limited(
+    authenticator: RequestAuthenticator, rate_limiter: RateLimiter, request: Request
+) -> AsyncGenerator[str, None]:
+    """Hold a request to its limits; its tenant's name. Raises LorikeetError."""
+    caller = await authenticator.caller(request)
+    hold = rate_limiter.check(caller.tenant, caller.key)
+    try:
+        hold.body_is_here()
+        yield caller.tenant.name
+    finally:
+        hold.release()
+
+
+def page(items: Sequence[Json], limit: int, after: str | None) -> dict[str, Any]:
+    """Return a page of items, those behind the one with the id `after`. Raises InvalidInput."""
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise InvalidInput("after: want the id of one of these items", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    shown = items[start : start + limit]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": start + limit < len(items),
+    }

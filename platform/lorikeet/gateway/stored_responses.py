@@ -1,0 +1,119 @@
+"""Stored responses in a gateway: read before a call goes on from one, saved before its end is sent.
+
+The store is asked in threads of its own. One that does not answer costs a client the storing, not
+the answer, which then says `store: false`.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from lorikeet.errors import NotFound, StoreError, UnsupportedParameter
+from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
+from lorikeet.gateway.apis.responses_items import InputItem, turn_of
+from lorikeet.gateway.apis.responses_request import ResponsesRequest
+from lorikeet.gateway.replica_response import BeforeEnd
+from lorikeet.metrics.gateway import GatewayMetrics
+from lorikeet.protocol.messages import Call
+from lorikeet.responses.store import ResponseStore, StoredResponse
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SAVE_S = 5.0
+"""A client waits no longer for its last event because of a store that does not answer."""
+_AT_ONCE = 16
+_OFF = "this service stores no responses: its operator can set LORIKEET_RESPONSES_LIFETIME_H"
+_PREVIOUS = "previous_response_id"
+
+
+class StoredResponses:
+    """The stored responses, where storing is on. For one event loop."""
+
+    def __init__(self, store: ResponseStore | None, metrics: GatewayMetrics) -> None:
+        self._store, self._metrics = store, metrics
+        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="responses")
+
+    def stores(self, body: ApiRequest) -> bool:
+        """Whether the answer to a request will be stored."""
+        on = self._store is not None
+        return on and isinstance(body, ResponsesRequest) and body.store is not False
+
+    async def past(self, body: ApiRequest, tenant: str) -> Sequence[InputItem]:
+        """Return the items that a request goes on from.
+
+        Raises UnsupportedParameter where nothing is stored; NotFound, StoreError.
+        """
+        previous = body.previous_response_id if isinstance(body, ResponsesRequest) else None
+        if previous is None:
+            return ()
+        store = self._store
+        if store is None:
+            problem = f"not supported here: {_PREVIOUS}: {_OFF}, or send the earlier turns as input"
+            raise UnsupportedParameter(problem, param=_PREVIOUS)
+
+        def read() -> list[InputItem]:
+            return [InputItem.model_validate(turn) for turn in store.get(tenant, previous).turns]
+
+        try:
+            return await self._in_thread(read)
+        except NotFound as error:
+            raise NotFound(error.message, param=_PREVIOUS) from None
+
+    def saver(self, body: ApiRequest, context: CallContext, call: Call) -> BeforeEnd | None:
+        """Return what stores a call's answer before its end is sent, if that is to be."""
+        store = self._store
+        if store is None or not context.stores or not isinstance(body, ResponsesRequest):
+            return None
+        request, kept_in = body, store
+
+        def save(last: bytes) -> None:
+            kept_in.save(call.tenant, _stored(request, context, call, last))
+
+        async def before_end(last: bytes) -> bytes:
+            try:
+                async with asyncio.timeout(SAVE_S):
+                    await self._in_thread(lambda: save(last))
+            except (StoreError, TimeoutError) as error:
+                self._metrics.count_not_stored()
+                told = {"request_id": call.request_id, "error": str(error) or "the store is slow"}
+                log.warning("response_not_stored", extra=told)
+                return last.replace(call.request_fields, request.repeated(stored=False))
+            return last
+
+        return before_end
+
+    async def get(self, tenant: str, response_id: str) -> StoredResponse:
+        """Return a tenant's response. Raises NotFound, also where nothing is stored; StoreError."""
+        store = self._needed()
+        return await self._in_thread(lambda: store.get(tenant, response_id))
+
+    async def delete(self, tenant: str, response_id: str) -> None:
+        """Delete a tenant's response. Raises as `get` does."""
+        store = self._needed()
+        await self._in_thread(lambda: store.delete(tenant, response_id))
+
+    def _needed(self) -> ResponseStore:
+        if self._store is None:
+            raise NotFound(_OFF)
+        return self._store
+
+    async def _in_thread(self, ask: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+
+
+def _stored(
+    request: ResponsesRequest, context: CallContext, call: Call, last: bytes
+) -> StoredResponse:
+    """Return what is stored of an answer. last: its body, or the events that end its stream."""
+    answer = json.loads(last.rstrip().rpartition(b"\ndata: ")[2])
+    response = answer["response"] if call.stream else answer
+    items = [
+        *((item, str(item.id)) for item in context.past),
+        *((item, f"in_{call.request_id}_{index}") for index, item in enumerate(request.input)),
+        *((InputItem.model_validate(item), item["id"]) for item in response["output"]),
+    ]
+    return StoredResponse(call.created, response, [turn_of(item, name) for item, name in items])

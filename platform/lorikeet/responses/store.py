@@ -1,0 +1,104 @@
+"""Stored responses: one object each, under a key that names the tenant whose it is."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lorikeet.catalog.store.object_store import ObjectStore, StoredObject
+from lorikeet.errors import NotFound, ObjectExists, ObjectNotFound, StoreError
+
+PREFIX = "responses/"
+MAX_STORED_BYTES = 8 * 2**20
+"""As much as a request's body may have: a conversation that is longer is not stored."""
+_ID = re.compile("resp_[0-9a-f]{32}")
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response as its client got it, and the conversation up to it.
+
+    created: Unix seconds. turns: the items of all inputs and outputs in order, those of the
+    response's own output last, so that a continuation reads one object.
+    """
+
+    created: int
+    response: Json
+    turns: Sequence[Json]
+
+    @property
+    def input_items(self) -> Sequence[Json]:
+        """The conversation that the response answers."""
+        return self.turns[: len(self.turns) - len(self.response["output"])]
+
+
+class ResponseStore:
+    """Saves, finds and deletes responses of tenants. Safe for many threads.
+
+    lifetime_s: seconds after which a response is not found any more. clock: Unix seconds.
+    """
+
+    def __init__(self, store: ObjectStore, lifetime_s: float, clock: Callable[[], float]) -> None:
+        self._store, self._lifetime_s, self._clock = store, lifetime_s, clock
+
+    def save(self, tenant: str, saved: StoredResponse) -> None:
+        """Write a response under its id, once. Raises StoreError, also where it is too large."""
+        members = {"created": saved.created, "response": saved.response, "turns": saved.turns}
+        data = json.dumps(members, separators=(",", ":")).encode("ascii")
+        if len(data) > MAX_STORED_BYTES:
+            raise StoreError(f"a conversation of more than {MAX_STORED_BYTES} bytes is not stored")
+        key = _key(tenant, saved.response["id"])
+        try:
+            self._store.put_if_absent(key, data)
+        except ObjectExists:  # an answer of the store was lost on its way; the id is nobody else's
+            return
+
+    def get(self, tenant: str, response_id: str) -> StoredResponse:
+        """Return a tenant's response.
+
+        Raises NotFound, alike for one that never was, is another tenant's, is deleted or older than
+        the lifetime; StoreError.
+        """
+        try:
+            raw = json.loads(self._store.get(_key(tenant, response_id)))
+        except ObjectNotFound:
+            raise _not_found() from None
+        if raw["created"] + self._lifetime_s <= self._clock():
+            raise _not_found()
+        return StoredResponse(raw["created"], raw["response"], raw["turns"])
+
+    def delete(self, tenant: str, response_id: str) -> None:
+        """Delete a tenant's response. Raises as `get` does."""
+        self.get(tenant, response_id)
+        self._store.delete(_key(tenant, response_id))
+
+
+def clean_up(
+    store: ObjectStore, lifetime_s: float, now: float, *, dry_run: bool
+) -> Iterator[StoredObject]:
+    """Delete responses that were written longer ago than the lifetime, in seconds.
+
+    now: Unix seconds. The answer is what is deleted, or would be. Raises StoreError.
+    """
+    for one in store.scan(PREFIX):
+        if one.modified + lifetime_s <= now:
+            if not dry_run:
+                store.delete(one.key)
+            yield one
+
+
+def _key(tenant: str, response_id: str) -> str:
+    if not _ID.fullmatch(response_id):
+        raise _not_found()
+    return f"{PREFIX}{tenant}/{response_id}"
+
+
+def _not_found() -> NotFound:
+    return NotFound(
+        "no such response is stored: it may have been deleted, have outlived its time, or been "
+        "made with store: false",
+        param="response_id",
+    )

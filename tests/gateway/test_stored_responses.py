@@ -1,0 +1,319 @@
+"""Responses that are stored: continued, looked up, deleted, and gone when their time is over."""
+
+import asyncio
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from lorikeet.answer_stream.responses_format import ResponseEventStream
+from lorikeet.catalog.store.local import LocalStore
+from lorikeet.errors import StoreError
+from lorikeet.gateway import stored_responses
+from lorikeet.gateway.app import create_app
+from lorikeet.gateway.services import Services
+from lorikeet.protocol.messages import Call, FinalUsage, Refusal
+from lorikeet.responses.store import MAX_STORED_BYTES, PREFIX, ResponseStore, clean_up
+from lorikeet_engine.request import FinishReason
+from tests.gateway.conftest import LIMITS, Gateway, Items, eventually, header, listening, serving
+from tests.gateway.scripted_replica import ScriptedReplica
+from tests.gateway.test_bad_requests import error_of
+
+RESPONSES = "/v1/responses"
+LIFETIME_S = 3600.0
+LOOK: dict[str, Any] = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+LAST = ("response.completed", "response.incomplete")
+ASK = {"model": "tiny", "input": "one two"}
+
+
+class Away(LocalStore):
+    """A store that may be away, or slow."""
+
+    fails = False
+    slow_s = 0.0
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        if self.fails and key.startswith(PREFIX):
+            raise StoreError("the store is away")
+        time.sleep(self.slow_s)
+        super().put_if_absent(key, data)
+
+
+class Clock:
+    """Unix time that a test moves."""
+
+    ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.time() + self.ahead_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Away:
+    return Away(tmp_path / "store")
+
+
+@pytest.fixture
+def storing(tmp_path: Path, store: Away, clock: Clock) -> Iterator[Gateway]:
+    with serving(tmp_path, store, LIFETIME_S, clock) as running:
+        yield running
+
+
+@pytest.fixture
+def replica(storing: Gateway, tmp_path: Path) -> ScriptedReplica:
+    scripted = ScriptedReplica(tmp_path)
+    storing.engines.replay = scripted.writes("so it is")
+    return scripted
+
+
+def said(call: Call) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in call.messages]
+
+
+@pytest.mark.usefixtures("replica")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_goes_on_from_a_stored_one_without_its_instructions(
+    storing: Gateway, stream: bool
+) -> None:
+    client = storing.openai()
+    asked: Any = {"model": "tiny", "stream": stream}
+
+    def create(**more: Any) -> Any:
+        answer = client.responses.create(**asked, **more)
+        return [*answer][-1].response if stream else answer
+
+    first = create(input="one two", instructions="Be brief.")
+    assert first.store is True
+    second = create(input="three", previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    create(input="four", previous_response_id=second.id, instructions="Be kind.")
+    assert said(storing.engines.last) == [
+        ("system", "Be kind."),
+        ("user", "one two"),
+        ("assistant", "so it is"),
+        ("user", "three"),
+        ("assistant", "so it is"),
+        ("user", "four"),
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tools_output_answers_a_call_of_the_response_before(
+    storing: Gateway, replica: ScriptedReplica, stream: bool
+) -> None:
+    called = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
+    storing.engines.replay = replica.writes(called)
+    client = storing.openai()
+    asked: Any = {"model": "tiny", "input": "hi", "tools": [LOOK], "stream": stream}
+    answer: Any = client.responses.create(**asked)
+    first = [*answer][-1].response if stream else answer
+    output: Any = {
+        "type": "function_call_output",
+        "call_id": first.output[0].call_id,
+        "output": "nothing",
+    }
+    client.responses.create(model="tiny", input=[output], previous_response_id=first.id)
+    _, assistant, tool = storing.engines.last.messages
+    assert assistant["tool_calls"][0]["function"] == {"name": "look", "arguments": {"at": "é"}}
+    assert tool["content"] == "nothing"
+    wrong = {"model": "tiny", "input": [output | {"call_id": "other"}]}
+    refused = storing.post(RESPONSES, wrong | {"previous_response_id": first.id})
+    assert error_of(refused, 400)["param"] == "input"
+
+
+@pytest.mark.usefixtures("replica")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_is_looked_up_as_it_was_answered_and_deleted(
+    storing: Gateway, stream: bool
+) -> None:
+    client = storing.openai()
+    answer: Any = client.responses.create(model="tiny", input="one two", stream=stream)
+    created = [*answer][-1].response if stream else answer
+    assert client.responses.retrieve(created.id) == created
+    client.responses.delete(created.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(created.id)
+
+
+@pytest.mark.usefixtures("replica")
+def test_input_items_come_in_pages_the_newest_first(storing: Gateway) -> None:
+    client = storing.openai()
+    turns: Any = [{"role": "user", "content": str(index)} for index in range(3)]
+    first = client.responses.create(model="tiny", input=turns)
+    second = client.responses.create(model="tiny", input="4", previous_response_id=first.id)
+    items = client.responses.input_items.list
+
+    def texts(page: Any) -> list[str]:
+        return [item.content[0].text for item in page]
+
+    assert texts(items(second.id, limit=2)) == ["4", "so it is", "2", "1", "0"]  # it asks for all
+    page = items(second.id, limit=2, order="asc")
+    assert (texts(page.data), page.has_more) == (["0", "1"], True)
+    behind = items(second.id, after=page.data[-1].id, order="asc")
+    assert (texts(behind.data), behind.has_more) == (["2", "so it is", "4"], False)
+    with pytest.raises(openai.BadRequestError):
+        items(second.id, after="msg_0")
+
+
+def test_another_gateway_knows_what_one_has_stored(
+    storing: Gateway, store: Away, clock: Clock
+) -> None:
+    response_id = storing.post(RESPONSES, ASK).json()["id"]
+    stored = ResponseStore(store, LIFETIME_S, clock)
+    services = Services(storing.catalog, {}, LIMITS, storing.engines, responses=stored)
+    with listening(create_app(services)) as url:
+        other = Gateway(url, storing.catalog, storing.engines, "", storing.folder, storing.keys)
+        path = f"{RESPONSES}/{response_id}"
+        assert other.request("GET", path, storing.keys["acme"]).json()["id"] == response_id
+
+
+def test_foreign_deleted_old_and_unknown_responses_look_alike(
+    storing: Gateway, clock: Clock
+) -> None:
+    ids = [storing.post(RESPONSES, ASK).json()["id"] for _ in range(2)]
+    acme, globex = storing.keys["acme"], storing.keys["globex"]
+    foreign = storing.request("GET", f"{RESPONSES}/{ids[0]}", globex)
+    unknown = storing.request("GET", f"{RESPONSES}/resp_{'0' * 32}", acme)
+    unlike = storing.request("GET", f"{RESPONSES}/resp_..%2Fx", acme)
+    assert storing.request("DELETE", f"{RESPONSES}/{ids[0]}", globex).status_code == 404
+    assert storing.request("DELETE", f"{RESPONSES}/{ids[0]}", acme).is_success
+    deleted = storing.request("GET", f"{RESPONSES}/{ids[0]}", acme)
+    clock.ahead_s = LIFETIME_S - 60
+    assert storing.request("GET", f"{RESPONSES}/{ids[1]}", acme).is_success
+    clock.ahead_s = LIFETIME_S
+    old = storing.request("GET", f"{RESPONSES}/{ids[1]}", acme)
+    again = storing.post(RESPONSES, ASK | {"previous_response_id": ids[1]})
+    assert error_of(again, 404)["param"] == "previous_response_id"
+    alike = {answer.content for answer in (foreign, unknown, deleted, old)}
+    assert len(alike) == 1
+    assert unlike.status_code == 404
+    assert error_of(old, 404)["code"] == "not_found"
+
+
+@pytest.mark.usefixtures("replica")
+@pytest.mark.parametrize("stream", [False, True])
+def test_while_the_store_is_away_answers_come_and_say_that_they_are_not_stored(
+    storing: Gateway, store: Away, stream: bool
+) -> None:
+    store.fails = True
+    answer: Any = storing.openai().responses.create(model="tiny", input="hi", stream=stream)
+    got = [*answer][-1].response if stream else answer
+    assert (got.output_text, got.store) == ("so it is", False)
+    assert not list(store.list(PREFIX))
+    metrics = storing.request("GET", "/metrics", storing.admin_key).text
+    assert re.search(r"^lorikeet_responses_not_stored_total.* 1(\.0)?$", metrics, re.MULTILINE)
+
+
+def test_a_store_that_hangs_holds_an_answer_up_for_a_while_only(
+    storing: Gateway, store: Away, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(stored_responses, "SAVE_S", 0.05)
+    monkeypatch.setattr(store, "put_if_absent", lambda *_: hangs.wait(20))
+    answer = storing.post(RESPONSES, ASK)
+    hangs.set()
+    assert answer.json()["store"] is False
+
+
+def test_a_conversation_that_is_too_long_is_answered_and_not_stored(
+    storing: Gateway, store: Away
+) -> None:
+    text = "x" * (MAX_STORED_BYTES // 2)
+    answer = storing.post(RESPONSES, ASK | {"input": text})  # the replica repeats it
+    assert answer.json()["store"] is False
+    assert not list(store.list(PREFIX))
+
+
+@pytest.mark.usefixtures("replica")
+def test_a_stream_may_be_continued_as_soon_as_its_last_event_is_there(
+    storing: Gateway, store: Away
+) -> None:
+    store.slow_s = 0.2
+    with storing.openai().responses.create(model="tiny", input="hi", stream=True) as stream:
+        (stored,) = [list(store.list(PREFIX)) for event in stream if event.type in LAST]
+    assert stored
+
+
+async def fails(call: Call) -> Items:
+    yield header(call)
+    yield ResponseEventStream(call).delta(0, "so far")
+    yield FinalUsage(1, 0, 1)
+    yield Refusal("generation_failed", "the step failed")
+
+
+async def pauses(call: Call) -> Items:
+    yield header(call)
+    yield ResponseEventStream(call).delta(0, "so far", FinishReason.STOP)
+    await asyncio.sleep(20)
+
+
+def test_of_an_answer_that_fails_nothing_is_stored(storing: Gateway, store: Away) -> None:
+    storing.engines.replay = fails
+    *_, last = storing.openai().responses.create(model="tiny", input="hi", stream=True)
+    assert last.type == "response.failed"
+    assert not list(store.list(PREFIX))
+
+
+def test_of_an_answer_whose_client_left_nothing_is_stored(storing: Gateway, store: Away) -> None:
+    storing.engines.replay = pauses
+    with storing.openai().responses.create(model="tiny", input="hi", stream=True) as stream:
+        next(iter(stream))
+    eventually(lambda: bool(storing.engines.closed))
+    assert not list(store.list(PREFIX))
+
+
+def test_store_false_stores_nothing_and_may_continue(storing: Gateway, store: Away) -> None:
+    stored = storing.post(RESPONSES, ASK).json()
+    fields = {"store": False, "previous_response_id": stored["id"]}
+    answer = storing.post(RESPONSES, ASK | fields).json()
+    assert answer["store"] is False
+    assert len(list(store.list(PREFIX))) == 1
+
+
+def test_a_stored_response_comes_whole_and_counts_as_a_request(storing: Gateway) -> None:
+    path = f"{RESPONSES}/{storing.post(RESPONSES, ASK).json()['id']}"
+    acme = storing.keys["acme"]
+    refused = storing.request("GET", path, acme, params={"stream": "true"})
+    assert error_of(refused, 400)["param"] == "stream"
+    storing.admin("PATCH", "/tenants/acme", {"requests_per_min": 1})
+    asked = [storing.request("GET", path, acme).status_code for _ in range(3)]
+    assert asked[-1] == 429
+
+
+def test_where_nothing_is_stored_the_setting_is_named(gateway: Gateway) -> None:
+    answer = gateway.post(RESPONSES, ASK)
+    assert answer.json()["store"] is False
+    assert not list(gateway.catalog.store.list(PREFIX))
+    path, acme = f"{RESPONSES}/{answer.json()['id']}", gateway.keys["acme"]
+    for method, at in (("GET", path), ("DELETE", path), ("GET", f"{path}/input_items")):
+        message = error_of(gateway.request(method, at, acme), 404)["message"]
+        assert "LORIKEET_RESPONSES_LIFETIME_H" in message
+    refused = gateway.post(RESPONSES, ASK | {"previous_response_id": answer.json()["id"]})
+    error = error_of(refused, 400)
+    assert error["code"] == "unsupported_parameter"
+    assert error["param"] == "previous_response_id"
+    assert "LORIKEET_RESPONSES_LIFETIME_H" in error["message"]
+
+
+def test_cleaning_up_deletes_what_has_outlived_its_time(
+    storing: Gateway, store: Away, clock: Clock
+) -> None:
+    storing.post(RESPONSES, ASK)
+
+    def swept(**options: bool) -> int:
+        return len(list(clean_up(store, LIFETIME_S, clock(), **options)))
+
+    assert swept(dry_run=False) == 0
+    clock.ahead_s = LIFETIME_S + 1
+    assert swept(dry_run=True) == swept(dry_run=False) == 1
+    assert not list(store.list(PREFIX))
