@@ -3,14 +3,18 @@
 import json
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 import ray._private.ray_constants
 import ray.serve._private.constants
 import yaml
+from ray import cloudpickle
+from ray.serve._private.build_app import build_app
 from ray.serve.schema import ServeDeploySchema
 
 from lorikeet.doctor.environment import LARGEST_MESSAGE
+from lorikeet.serving.deployments import controller, engine, gateway
 from lorikeet.settings import Settings
 from tests.k8s.manifests import (
     DIGEST,
@@ -78,6 +82,21 @@ def test_a_worker_that_leaves_has_time_for_its_streams(overlay: str) -> None:
     for name, pod in pods(overlay).items():
         if name != "head":
             assert pod["spec"]["terminationGracePeriodSeconds"] > drained_s
+
+
+def test_no_node_is_kept_busy_by_the_application_as_built() -> None:
+    """Serve keeps it as one object; above Ray's own limit it would lie on the node that made it."""
+    limit = int(settings("local")["RAY_max_direct_call_object_size"])
+    parsed = Settings.from_env(
+        settings("local") | {"LORIKEET_BASE_MODELS": f"lorikeet-demo={ROOT / 'demo/model'}"}
+    )
+    engines = {name: engine(parsed, name) for name in parsed.base_models}
+    app = gateway(parsed, engines, controller(parsed, engines))
+    built = build_app(app, name="lorikeet", default_runtime_env={})
+    # If this is small one day, the flag may go.
+    assert 100 * 1024 < len(cloudpickle.dumps(built.deployments)) < limit
+    raylet = Path(ray.__file__).parent / "core/src/ray/raylet/raylet"
+    assert b"max_direct_call_object_size" in raylet.read_bytes()
 
 
 def test_engines_act_as_an_account_that_need_not_write() -> None:
