@@ -84,6 +84,19 @@ def test_a_worker_that_leaves_has_time_for_its_streams(overlay: str) -> None:
             assert pod["spec"]["terminationGracePeriodSeconds"] > drained_s
 
 
+@both
+def test_workers_are_asked_every_second_and_not_lost_by_one_slow_answer(overlay: str) -> None:
+    """KubeRay switches the Service once Serve runs, whether or not the new pods are ready."""
+    for name, pod in pods(overlay).items():
+        if name == "head":
+            continue
+        (container,) = pod["spec"]["containers"]
+        probe = container["readinessProbe"]
+        assert probe["httpGet"] == {"path": "/-/healthz", "port": "serve"}
+        assert probe["periodSeconds"] == 1
+        assert probe["failureThreshold"] > 1
+
+
 def test_no_node_is_kept_busy_by_the_application_as_built() -> None:
     """Serve keeps it as one object; above Ray's own limit it would lie on the node that made it."""
     limit = int(settings("local")["RAY_max_direct_call_object_size"])
