@@ -125,7 +125,11 @@ class TestFlashInfer:
     """FlashInfer says what torch says, over the same poisoned pages."""
 
     @pytest.fixture
-    def compare(self, paged_tokens):
+    def backend(self):
+        return choose_attention(LARGE, CUDA)
+
+    @pytest.fixture
+    def compare(self, paged_tokens, backend):
         tokens = paged_tokens(device="cuda")
         s = LARGE
         kv = torch.full(
@@ -134,7 +138,6 @@ class TestFlashInfer:
             dtype=s.dtype,
             device="cuda",
         )
-        backend = choose_attention(s, CUDA)
         random = torch.Generator("cuda").manual_seed(5)
 
         def compare(counts):
@@ -160,6 +163,22 @@ class TestFlashInfer:
         compare({"a": 1, "b": 1, "c": 1, "d": 1})
         compare({"d": 20, "a": 5, "b": 1})
         compare({"d": 1, "a": 1, "b": 1, "c": 1})
+
+    def test_decodes_beside_prompts_that_see_much_are_attended_to_apart(
+        self, compare, backend, monkeypatch
+    ):
+        monkeypatch.setattr(sys.modules[type(backend).__module__], "_SEEN_TO_SPLIT", 60 * 60)
+        backend.captured(4, torch.zeros(64, dtype=torch.int32, device="cuda"))
+        compare({"a": 63})
+        assert backend._split is None  # there are no decodes
+        compare({"b": 1, "a": 60, "c": 1, "d": 20})
+        assert backend._split.prompt_rows.tolist() == [*range(1, 61), *range(62, 82)]
+        compare({"a": 60, "b": 1, "c": 1, "d": 1})
+        assert backend._split.decode_rows.tolist() == [60, 61, 62]
+        compare({"b": 1, "d": 20})
+        assert backend._split is None  # they see little
+        compare({"a": 60, **{f"{i}": 1 for i in range(5)}})
+        assert backend._split is None  # too many
 
     def test_many_sequences_of_many_lengths(self, compare):
         compare({str(i): 1 + 5 * i for i in range(12)})

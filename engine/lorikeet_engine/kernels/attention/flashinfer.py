@@ -6,17 +6,21 @@ A small step does not come here: it is one captured CUDA graph, whose attention 
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Self
 
 import flashinfer
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
 from lorikeet_engine.kernels.attention.protocol import AttentionShape, PagedSequences, PageTable
 
 # Partial results of sequences that are split over several blocks of the GPU.
 _WORKSPACE_BYTES = 128 << 20
+# From so many tokens that a step's prompts see, added up, its decodes are attended to apart.
+_SEEN_TO_SPLIT = 1 << 19
 Int32s = npt.NDArray[np.int32]
 
 
@@ -29,11 +33,37 @@ class _Sequences:
     page_table: PageTable
 
 
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """A step's rows by what attends to them: int64 on the device; and the sequences of each."""
+
+    decode_rows: torch.Tensor
+    prompt_rows: torch.Tensor
+    decodes: _Sequences
+    prompts: _Sequences
+
+    @classmethod
+    def of(
+        cls, batch: PagedSequences, is_decode: npt.NDArray[np.bool_], device: torch.device
+    ) -> Self:
+        """Split a batch. is_decode [sequences]."""
+        of_row = np.repeat(is_decode, np.diff(batch.query_starts))
+        decode_rows, prompt_rows = np.flatnonzero(of_row), np.flatnonzero(~of_row)
+        return cls(
+            upload(decode_rows, device),
+            upload(prompt_rows, device),
+            _chosen(batch, is_decode),
+            _chosen(batch, ~is_decode),
+        )
+
+
 class FlashInferAttention:
     """AttentionBackend for CUDA in float16 and bfloat16. A step is planned once for all layers.
 
     Small steps, each captured in one CUDA graph, use neither plan nor attend of this class:
-    `captured` gives their graphs a PagedDecode.
+    `captured` gives their graphs a PagedDecode. Where prompts see much, PagedDecode takes the
+    decodes beside them too: FlashInfer cuts all queries of a launch into tiles that fit their mean
+    length, and a chunk in tiles for decodes reads its keys many times.
     """
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
@@ -49,6 +79,9 @@ class FlashInferAttention:
             self._workspace, "NHD", backend="fa2"
         )
         self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._decode: PagedDecode | None = None
+        self._most_decodes = 0
+        self._split: _Split | None = None
         compiler = ThreadPoolExecutor(1, thread_name_prefix="flashinfer")
         self._compiled = compiler.submit(self._plan, _one_token())
         compiler.shutdown(wait=False)
@@ -56,7 +89,20 @@ class FlashInferAttention:
     def plan(self, batch: PagedSequences) -> None:
         """See AttentionBackend.plan. The first raises what compiling raised."""
         self._compiled.result()
-        self._plan(batch)
+        is_decode = np.diff(batch.query_starts) == 1
+        self._split = None
+        if self._decode is None or not self._worth_splitting(batch, is_decode):
+            self._plan(batch)
+            return
+        self._split = _Split.of(batch, is_decode, self._workspace.device)
+        self._decode.plan(self._split.decodes)
+        self._plan(self._split.prompts)
+
+    def _worth_splitting(self, batch: PagedSequences, is_decode: npt.NDArray[np.bool_]) -> bool:
+        if not 0 < is_decode.sum() <= self._most_decodes:
+            return False
+        tokens = np.diff(batch.query_starts).astype(np.int64)
+        return bool((tokens * batch.kv_lengths)[~is_decode].sum() >= _SEEN_TO_SPLIT)
 
     def _plan(self, batch: PagedSequences) -> None:
         page_size = self._shape.page_size
@@ -82,15 +128,38 @@ class FlashInferAttention:
     def attend(self, q: torch.Tensor, layer_kv: torch.Tensor, _: PagedSequences) -> torch.Tensor:
         """See AttentionBackend.attend."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        self._wrapper.run(q, (layer_kv[0], layer_kv[1]), out=out)
-        return out
+        split = self._split
+        if split is None or self._decode is None:
+            self._wrapper.run(q, (layer_kv[0], layer_kv[1]), out=out)
+            return out
+        of_prompts = self._wrapper.run(q[split.prompt_rows], (layer_kv[0], layer_kv[1]))
+        out.index_copy_(0, split.prompt_rows, of_prompts)
+        of_decodes = self._decode.attend(q[split.decode_rows], layer_kv, split.decodes)
+        return out.index_copy_(0, split.decode_rows, of_decodes)
 
     def captured(self, tokens: int, pages: torch.Tensor) -> PagedDecode:
         """Give a graph of a small step its PagedDecode. See CapturableAttention.captured."""
         needed = workspace_bytes(self._shape, tokens)
         if needed > len(self._workspace):
             self._workspace = self._workspace.new_empty(needed)
-        return PagedDecode(self._shape, tokens, pages, self._workspace)
+        captured = PagedDecode(self._shape, tokens, pages, self._workspace)
+        if tokens > self._most_decodes:  # of steps one after another, so buffers may be shared
+            self._decode, self._most_decodes = captured, tokens
+        return captured
+
+
+def _chosen(batch: PagedSequences, chosen: npt.NDArray[np.bool_]) -> _Sequences:
+    """Some of the sequences as a batch of their own. chosen [sequences]."""
+    table = batch.page_table
+    tokens, pages = np.diff(batch.query_starts)[chosen], np.diff(table.starts)
+    used = table.pages[np.repeat(chosen, pages)]
+    return _Sequences(
+        _starts(tokens), batch.kv_lengths[chosen], PageTable(_starts(pages[chosen]), used)
+    )
+
+
+def _starts(lengths: Int32s) -> Int32s:
+    return np.concatenate(([0], lengths.cumsum()), dtype=np.int32)
 
 
 def _one_token() -> _Sequences:
