@@ -23,7 +23,8 @@ has ended. A step of the engine adds a delta to every answer; a call of Ray Serv
 would cost a replica's event loop 70 us, more than all the rest, so all that is new for one gateway
 goes there together.
 
-An answer's items are an AnswerHeader, a second one before the first bytes, bytes, and before the
-last of them a FinalUsage; or a Refusal in place of what would follow. Answer knows when it has
-ended; that goes along in its last DeltaGroup. What has not ended when its call has is lost.
+An answer's items are an AnswerHeader, a second one before the first bytes, bytes, now and then a
+RunningUsage, and before the last bytes a FinalUsage; or a Refusal in place of what would follow.
+Answer knows when it has ended; that goes along in its last DeltaGroup. What has not ended when its
+call has is lost, and not made again: its own size may have broken the stream.
 """
