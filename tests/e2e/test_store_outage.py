@@ -2,16 +2,24 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
 import ray
+from ray import serve
 
-from tests.e2e.conftest import eventually
+from lorikeet.serving import deployments
+from lorikeet.settings import Settings
+from tests.e2e.conftest import eventually, free_port
 from tests.e2e.load import Load, hit_rate
-from tests.e2e.service_processes import actor_named
+from tests.e2e.service_processes import actor_named, actors_named
 
 ADAPTERS = 12
+OTHER = "other"
+GATEWAYS = f"{OTHER}#gateway#"
+OUTAGE_S = 60
+WELL = ("RUNNING", "HEALTHY")
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +123,78 @@ def answered(service, target):
 
 def is_fresh(service):
     return service.admin("GET", "/status").json()["catalog_age_s"] < 2
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("outage", ["down", "silent"])
+def test_the_whole_application_starts_during_an_outage(service, store_link, tmp_path, outage):
+    with ExitStack() as running:
+        with getattr(store_link, outage)():
+            url = running.enter_context(application(service, tmp_path))
+            until_s = time.monotonic() + OUTAGE_S
+            while time.monotonic() < until_s:
+                assert code_of(ask_demo(service, url)) == (503, "unavailable")
+                assert broken_deployments() == []
+                time.sleep(1)
+        assert eventually(lambda: ask_demo(service, url).status_code == 200, within_s=10)
+
+
+@pytest.mark.soak
+def test_both_gateways_are_killed_during_an_outage(service, store_link, tmp_path):
+    with application(service, tmp_path) as url:
+        assert ask_demo(service, url).status_code == 200  # its adapter is on the GPU
+        assert eventually(lambda: any(tmp_path.glob("*.view")), within_s=10)
+        with store_link.down():
+            killed = [each["name"] for each in actors_named(GATEWAYS)]
+            assert len(killed) == 2
+            for name in killed:
+                ray.kill(ray.get_actor(name, namespace="serve"), no_restart=False)
+            assert eventually(lambda: two_others(killed), within_s=60)
+            assert all(ask_demo(service, url).status_code == 200 for _ in range(20))
+            assert broken_deployments() == []
+
+
+@contextmanager
+def application(service, cache_dir):
+    """All parts of an application, with two gateways, on the catalog of the service; its URL."""
+    admin = f"127.0.0.1:{free_port()}"
+    settings = Settings.from_env(
+        {
+            "LORIKEET_CATALOG": service.catalog,
+            "LORIKEET_CACHE_DIR": str(cache_dir),
+            "LORIKEET_GATEWAYS": "2",
+            "LORIKEET_REPLICAS": "1",
+            "LORIKEET_ADMIN_ADDRESS": admin,
+        }
+    )
+    engines = {name: deployments.engine(settings, name) for name in settings.base_models}
+    controller = deployments.controller(settings, engines)
+    app = deployments.gateway(settings, engines, controller)
+    try:
+        serve.run(app, name=OTHER, route_prefix=f"/{OTHER}")
+        yield f"{service.url}/{OTHER}"
+    finally:
+        serve.delete(OTHER)
+
+
+def ask_demo(service, url):
+    key = service.tenant_keys["kestrel"]
+    return httpx.post(
+        f"{url}/v1/completions",
+        headers={"Authorization": f"Bearer {key}"},
+        json={"model": "kestrel/spell", "prompt": "a", "max_tokens": 2},
+        timeout=60,
+    )
+
+
+def broken_deployments():
+    """Those of the application that are not healthy, and the application if it does not run."""
+    status = serve.status().applications[OTHER]
+    parts = {"the application": status, **status.deployments}
+    return [(name, part) for name, part in parts.items() if part.status not in WELL]
+
+
+def two_others(killed):
+    """Whether Serve has replaced these gateways by as many that are healthy."""
+    names = {each["name"] for each in actors_named(GATEWAYS)}
+    return len(names) == 2 and names.isdisjoint(killed) and broken_deployments() == []
