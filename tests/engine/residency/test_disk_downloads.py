@@ -146,10 +146,13 @@ for n in range(300):
             part.write_bytes(image[:99])
             time.sleep(0.002)
             part.write_bytes(image)
+    cache.pin(refs[0].digest)
+    cache.apply_pins()
     if cache.pin(refs[0].digest):
         cache.fetch(refs[1])
         assert cache.holds(refs[0].digest)
         cache.unpin(refs[0].digest)
+        cache.apply_pins()
 assert blobs > 20 and images > 20, (blobs, images)
 """
 

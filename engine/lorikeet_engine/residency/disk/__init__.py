@@ -1,6 +1,7 @@
 """The disk tier: a folder of verified blobs and packed images that several processes may share.
 
-`cache` fetches, pins and evicts files, `image_file` is the format of a packed image, `usage`
-lists the folder, `watcher` sees what other processes change in it, and `full_disk` stands in for
-a disk that takes no more.
+`cache` fetches and evicts files, `pinned_files` locks those that are pinned, `image_file` is the
+format of a packed image, `usage` knows what the folder holds, `watcher` does on a thread of its own
+what would let the engine's thread wait for a file system, and `full_disk` stands in for a disk that
+takes no more.
 """

@@ -10,7 +10,6 @@ import fcntl
 import logging
 import os
 import re
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import blob_digest
 from lorikeet_engine.errors import AdapterLoadFailed
 from lorikeet_engine.residency.changes import OnChange, ignore_change
+from lorikeet_engine.residency.disk.pinned_files import PinnedFiles, lock_file
 from lorikeet_engine.residency.disk.usage import FILE, DiskUsage
 from lorikeet_engine.telemetry.status import TierStatus
 
@@ -68,11 +68,10 @@ class DiskCache:
         self._fingerprint = fingerprint
         self._on_change = on_change
         self._evictions = 0
-        self._pins: dict[str, int] = {}  # digest → descriptor that holds the lock
-        self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._remove_abandoned()
         self._usage = DiskUsage(folder, self._usable)
+        self._pins = PinnedFiles(folder, self._names, self._usage)
 
     def holds(self, digest: str) -> bool:
         """Whether the blob or its image is there, whole and verified, without asking the disk.
@@ -164,29 +163,23 @@ class DiskCache:
         self._on_change(digest)
 
     def pin(self, digest: str) -> bool:
-        """Keep the blob or its image from now on; False while neither is there."""
-        with self._lock:
-            held = self._pins.get(digest)
-            if held is not None and os.fstat(held).st_nlink:
-                return True
-            self._unpin(digest)  # it was an image, found damaged and removed
-            for path in (self._folder / name for name in self._names(digest)):
-                descriptor = _lock(path, fcntl.LOCK_SH)
-                if descriptor is not None:
-                    self._pins[digest] = descriptor
-                    self._usage.add(path)
-                    return True
-            return False
+        """Keep the blob or its image, from the next apply_pins on; whether one is kept now.
+
+        Asks no file system.
+        """
+        return self._pins.add(digest)
 
     def unpin(self, digest: str) -> None:
-        """Let an adapter's files be removed again."""
-        with self._lock:
-            self._unpin(digest)
+        """Let an adapter's files be removed again, from the next apply_pins on."""
+        self._pins.remove(digest)
+
+    def apply_pins(self) -> None:
+        """Lock the files of all that is pinned, as far as they are there. For one thread."""
+        self._pins.apply()
 
     def close(self) -> None:
         """Give up all pins; the files stay."""
-        for digest in list(self._pins):
-            self.unpin(digest)
+        self._pins.close()
 
     def _fetch(self, ref: AdapterRef) -> None:
         # Only one fetches a digest, so what a crash left behind is overwritten.
@@ -199,10 +192,6 @@ class DiskCache:
 
     def _usable(self, name: str) -> bool:
         return len(name) == 64 or name.endswith(self._fingerprint)
-
-    def _unpin(self, digest: str) -> None:
-        if digest in self._pins:
-            os.close(self._pins.pop(digest))
 
     @contextlib.contextmanager
     def _adding(self, name: str, part: Path) -> Iterator[Path]:
@@ -259,7 +248,7 @@ class DiskCache:
                 return
             if path == keep:
                 continue
-            descriptor = _lock(path, fcntl.LOCK_EX)
+            descriptor = lock_file(path, fcntl.LOCK_EX)
             if descriptor is not None:
                 path.unlink(missing_ok=True)
                 os.close(descriptor)
@@ -275,26 +264,7 @@ class DiskCache:
                 if time.time() - part.stat().st_mtime > _ABANDONED_S:
                     part.unlink()
         for turn in self._folder.glob(f"*{_LOCK}"):
-            descriptor = _lock(turn, fcntl.LOCK_EX)
+            descriptor = lock_file(turn, fcntl.LOCK_EX)
             if descriptor is not None:
                 turn.unlink()
                 os.close(descriptor)
-
-
-def _lock(path: Path, kind: int) -> int | None:
-    """A descriptor that holds the lock, or None: taken by somebody, or the file is gone."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    except OSError as error:  # too many open files: a pin can wait, the engine must not stop
-        log.warning("disk_file_not_locked", extra={"file": path.name, "error": str(error)})
-        return None
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_nlink:
-            return descriptor
-    except BlockingIOError:
-        pass
-    os.close(descriptor)
-    return None

@@ -1,4 +1,4 @@
-"""Sees what other processes put into the disk cache that they share with this one, or remove."""
+"""Locks pinned files, and sees what other processes put into the disk cache or remove from it."""
 
 import threading
 
@@ -9,7 +9,10 @@ _LOOK_S = 1.0
 
 
 class DiskWatcher:
-    """Looks into the folder once a second, on a thread of its own: a listing can take a while."""
+    """Looks into the folder once a second, on a thread of its own: a file system can take a while.
+
+    So the engine's thread asks none.
+    """
 
     def __init__(self, disk: DiskCache, changes: ResidencyChanges) -> None:
         """Note everything that is there already, and begin to watch."""
@@ -29,6 +32,7 @@ class DiskWatcher:
             self._look()
 
     def _look(self) -> None:
+        self._disk.apply_pins()
         digests = self._disk.changed()
         if digests is not None:
             self._changes.on_disk(digests)
