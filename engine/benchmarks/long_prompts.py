@@ -80,13 +80,14 @@ class Streams:
 
     def __init__(self, engine: Engine, ids: Iterable[str]) -> None:
         self._engine = engine
-        self._last_s = dict.fromkeys(ids, 0.0)
+        self._last_s = dict[str, float | None].fromkeys(ids)
         self.gaps_s, self.over_s = list[float](), list[float]()
 
     @property
     def begun(self) -> bool:
         """Whether all have made their first tokens."""
-        return len(self.gaps_s) >= _WARM_TOKENS * len(self._last_s)
+        enough = len(self.gaps_s) >= _WARM_TOKENS * len(self._last_s)
+        return enough and None not in self._last_s.values()
 
     def step(self) -> set[str]:
         """Take one step; the ids of others that ended. Raises what a request failed with."""
@@ -101,10 +102,11 @@ class Streams:
                 raise output.error
             if output.request_id in self._last_s:
                 assert output.finish is None, "a stream ended too early"
-                gap_s = now_s - self._last_s[output.request_id]
+                last_s = self._last_s[output.request_id]
                 self._last_s[output.request_id] = now_s
-                self.gaps_s.append(gap_s)
-                self.over_s.append(gap_s - step_s)
+                if last_s is not None:
+                    self.gaps_s.append(now_s - last_s)
+                    self.over_s.append(now_s - last_s - step_s)
             elif output.finish is not None:
                 ended.add(output.request_id)
         return ended
