@@ -21,9 +21,8 @@ from lorikeet_engine.kernels.lora import (
     LoraStep,
     LoraWeights,
     Segments,
-    launch_checks,
+    linear,
     linear_with_lora,
-    side_stream,
     tiles,
 )
 from lorikeet_engine.kernels.lora.expand import expand
@@ -70,7 +69,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         names.add(kernel.__name__)
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(launch_checks, "_is_hopper", lambda _: True)
+    monkeypatch.setattr(tiles, "_is_hopper", lambda _: True)
     configs = json.loads(PATH.read_text())["NVIDIA H200"]
     monkeypatch.setattr(
         tiles, "launch_config", lambda regime, _: LaunchConfig.parse(configs[regime])
@@ -107,7 +106,7 @@ def test_a_step_with_tiles_runs_lora_on_the_side_stream(
     compiled: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights, listed = lora(16, 16, 16)
-    monkeypatch.setattr(side_stream, "linear_and_lora", lambda x, *_: (x, None))
+    monkeypatch.setattr(linear, "linear_and_lora", lambda x, *_: (x, None))
     x = empty(16, DOWN.d_in)
     y, delta = linear_with_lora(
         x, empty(4096, DOWN.d_in), None, LoraStep(weights, None, listed), 3, DOWN

@@ -5,11 +5,10 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.errors import ShapeError
-from lorikeet_engine.kernels.lora.launch_checks import check_rows, launches_early
 from lorikeet_engine.kernels.lora.shrink import MAX_PARTS
-from lorikeet_engine.kernels.lora.tiles import Tiles, tile_at
+from lorikeet_engine.kernels.lora.tiles import Tiles, launches_early, tile_at
 from lorikeet_engine.kernels.lora.tuning import Regime
-from lorikeet_engine.kernels.lora.types import UnexpandedDelta
+from lorikeet_engine.kernels.lora.types import UnexpandedDelta, check_rows
 
 PARTS_AT_ONCE = 4  # of v, asked for before one is needed
 

@@ -10,9 +10,8 @@ import triton.language as tl
 
 from lorikeet_engine.errors import ShapeError
 from lorikeet_engine.kernels.lora.expand import PARTS_AT_ONCE, multiply, ranks_at_once, sum_parts
-from lorikeet_engine.kernels.lora.launch_checks import check_rows
 from lorikeet_engine.kernels.lora.tiles import tile_at
-from lorikeet_engine.kernels.lora.types import UnexpandedDelta
+from lorikeet_engine.kernels.lora.types import UnexpandedDelta, check_rows
 
 
 def expand_silu_and_mul(x: torch.Tensor, shrunk: UnexpandedDelta) -> torch.Tensor:

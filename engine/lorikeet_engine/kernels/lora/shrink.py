@@ -9,9 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.lora.launch_checks import check_group, check_rows, launches_early
-from lorikeet_engine.kernels.lora.tiles import Tiles, tile_at
-from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, UnexpandedDelta
+from lorikeet_engine.kernels.lora.tiles import Tiles, launches_early, tile_at
+from lorikeet_engine.kernels.lora.types import (
+    LoraGroup,
+    LoraWeights,
+    UnexpandedDelta,
+    check_group,
+    check_rows,
+)
 
 MAX_PARTS = 8
 

@@ -8,6 +8,7 @@ under it, and segments of length 0 pad it.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -63,6 +64,20 @@ def list_tiles(segments: Segments, tokens: int) -> Tiles:
         count, tokens, capacity, config.tokens, block=_BLOCK,
     )  # fmt: skip
     return Tiles(rows, total, count, segments.max_rank, regime, config)
+
+
+def launches_early(tiles: Tiles, device: torch.device) -> bool:
+    """Whether expand is launched before shrink is over, and waits for it inside.
+
+    Hopper can. In a prefill it would hold the few multiprocessors that are left to LoRA, and
+    shrink needs them.
+    """
+    return tiles.regime != Regime.PREFILL and _is_hopper(device)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]

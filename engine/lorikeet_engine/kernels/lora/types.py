@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from lorikeet_engine.errors import ShapeError
+
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
@@ -85,3 +87,25 @@ class LoraDelta:
 
     rows: torch.Tensor
     tokens: torch.Tensor
+
+
+def check_rows(name: str, rows: torch.Tensor, width: int, weights: LoraWeights) -> None:
+    """Raise ShapeError unless rows is [tokens, width], dense in a row, on the arena's device."""
+    if rows.dim() != 2 or rows.shape[1] != width or rows.stride(1) != 1:
+        raise ShapeError(
+            f"{name} is {tuple(rows.shape)} with strides {rows.stride()}; "
+            f"want [tokens, {width}] with neighbouring columns"
+        )
+    if rows.device != weights.arena.device:
+        raise ShapeError(f"{name} is on {rows.device}, the adapters on {weights.arena.device}")
+
+
+def check_group(weights: LoraWeights, group: LoraGroup) -> None:
+    """Raise ShapeError unless the group's linears are neighbours in a dense table."""
+    first, count = group.linears[0], len(group.linears)
+    if group.linears != tuple(range(first, first + count)):
+        raise ShapeError(f"a fused group's linears are neighbours in the table: {group.linears}")
+    if len(group.d_outs) != count:
+        raise ShapeError(f"{count} linears but {len(group.d_outs)} output widths")
+    if first + count > weights.table.shape[2] or not weights.table.is_contiguous():
+        raise ShapeError(f"linears {group.linears} in a table of {tuple(weights.table.shape)}")

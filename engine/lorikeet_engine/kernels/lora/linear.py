@@ -1,0 +1,149 @@
+"""The linear layer with LoRA: a product of the base model and what each token's adapter adds to it.
+
+On the CPU y = x·Wᵀ + B·A·x is computed at once (reference.py). On CUDA the Triton kernels of
+shrink.py and expand.py compute the delta on a side stream, joined when both are done, and the
+kernel of kernels/pointwise/fused.py that reads y next adds it:
+
+    main  ── x ──┬── product, on some of the multiprocessors ──┬── y and the delta are read
+    side         └── shrink ── expand ─────────── delta ───────┘
+
+LoRA's kernels wait for memory more than they use it, and a large product leaves memory idle. cuBLAS
+would take every multiprocessor for itself from start to end, so that LoRA could only run before or
+after: it is told to leave some free (LaunchConfig.sms_for_lora). What the side stream allocates is
+safe in main's hands: whatever it does next, it first waits for main.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from lorikeet_engine.kernels.lora.reference import add_lora
+from lorikeet_engine.kernels.lora.types import (
+    LoraDelta,
+    LoraGroup,
+    LoraStep,
+    LoraWeights,
+    Segments,
+    UnexpandedDelta,
+)
+from lorikeet_engine.kernels.matmul import linear
+
+
+def begin_step(weights: LoraWeights, segments: Segments, tokens: int) -> LoraStep:
+    """The LoRA work of a forward pass of `tokens` tokens; on CUDA one launch, before all others."""
+    tiles = None
+    if weights.arena.device.type == "cuda":
+        tiles = _cuda("tiles").list_tiles(segments, tokens)
+    return LoraStep(weights, segments, tiles)
+
+
+def linear_with_lora(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    step: LoraStep | None,
+    layer: int,
+    group: LoraGroup,
+) -> tuple[torch.Tensor, LoraDelta | None]:
+    """Gives y = x·Wᵀ + b and what the adapters add to it; None: it is in y, or there is nothing.
+
+    x [tokens, d_in], weight [sum(d_outs), d_in] → y and delta.rows [tokens, sum(d_outs)]. delta
+    is rounded to x's dtype once more than a sum in float32 would be. Raises ShapeError.
+    """
+    if step is not None and step.tiles is not None:
+        delta = x.new_empty((len(x), sum(group.d_outs)))
+        y, _ = linear_and_lora(x, weight, bias, step, layer, group, delta)
+        return y, LoraDelta(delta, step.tiles.tokens)
+    y = linear(x, weight, bias)
+    if step is not None:
+        add_lora(y, x, step.weights, step.segments, layer, group)
+    return y, None
+
+
+def linear_with_lora_before_silu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    step: LoraStep | None,
+    layer: int,
+    group: LoraGroup,
+) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
+    """Do what linear_with_lora does, but leave expanding to silu_and_mul in a prefill on CUDA.
+
+    The delta of one linear that stores gate and up as one is expanded here: the kernel reads two.
+    """
+    fits = step is not None and step.tiles is not None and step.tiles.silu_expands
+    if not fits or len(group.linears) != 2:
+        return linear_with_lora(x, weight, bias, step, layer, group)
+    return linear_and_lora(x, weight, bias, step, layer, group)
+
+
+def linear_and_lora(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    step: LoraStep,
+    layer: int,
+    group: LoraGroup,
+    delta: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, UnexpandedDelta]:
+    """Compute the product and the adapters' delta, which is expanded into `delta` if that is given.
+
+    The results may be used on the current stream.
+    """
+    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+    tiles = step.tiles
+    # A single row is multiplied by many small programs, which LoRA's can run among.
+    sms = 0 if len(x) == 1 else tiles.config.sms_for_lora(tiles.segments * tiles.max_rank)
+    side.wait_stream(main)
+    if sms:
+        with _reserve_sms(sms, x.device):
+            y = linear(x, weight, bias)
+    with torch.cuda.stream(side):
+        shrunk: UnexpandedDelta = _cuda("shrink").shrink(x, step.weights, tiles, layer, group)
+        if delta is not None:
+            _cuda("expand").expand(shrunk, delta)
+    if not sms:
+        y = linear(x, weight, bias)
+    main.wait_stream(side)
+    return y, shrunk
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _reserve_sms(count: int, device: torch.device) -> Iterator[None]:
+    """CuBLAS leaves `count` multiprocessors free meanwhile, in this thread's products alone."""
+    library = _cublas()
+    if library is None:
+        yield
+        return
+    handle = ctypes.c_void_p(torch.cuda.current_blas_handle())  # type: ignore[no-untyped-call]
+    total = torch.cuda.get_device_properties(device).multi_processor_count
+    library.cublasSetSmCountTarget(handle, ctypes.c_int(total - count))
+    try:
+        yield
+    finally:
+        library.cublasSetSmCountTarget(handle, ctypes.c_int(0))
+
+
+@cache
+def _cublas() -> ctypes.CDLL | None:
+    """Return the cuBLAS that torch has loaded; None, and products are not bounded, with another."""
+    try:
+        return ctypes.CDLL(f"libcublas.so.{str(torch.version.cuda).partition('.')[0]}")
+    except OSError:
+        return None
+
+
+def _cuda(name: str) -> Any:
+    # Imported only here: a machine without a GPU may have no Triton.
+    return import_module(f"lorikeet_engine.kernels.lora.{name}")
