@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from lorikeet.answer_stream.messages_format import (
+from lorikeet.answer_stream.anthropic_format import (
     AnswerProgress,
     MessageEventStream,
     failed_message_event,

@@ -3,7 +3,7 @@
     response.created, response.in_progress
     for each item of the output, one after the other:
         response.output_item.added
-        what tells of the item alone (response_output.py)
+        what tells of the item alone (responses_output.py)
         response.output_item.done
     response.completed; response.incomplete where the limit of tokens cut it off; response.failed
 
@@ -17,7 +17,7 @@ from itertools import groupby
 
 from lorikeet.answer_stream.logprobs import SampledToken
 from lorikeet.answer_stream.openai_format import CallDelta, Choice
-from lorikeet.answer_stream.response_output import (
+from lorikeet.answer_stream.responses_output import (
     FunctionCallItem,
     ItemEvent,
     ItemStatus,

@@ -65,7 +65,9 @@ class RequestAuthenticator:
         """Check an admin's key: all admin routes do. Raises InvalidKey, Forbidden, Unavailable."""
         request.state.principal = await self._authenticate(request, Scope.ADMIN)
 
-    async def resolve(self, model: str, tenant: str, session: str | None = None) -> ResolvedModel:
+    async def resolve_model(
+        self, model: str, tenant: str, session: str | None = None
+    ) -> ResolvedModel:
         """Return what `model` means to a tenant.
 
         session: decides between two versions that share an alias; None: the first.

@@ -10,8 +10,8 @@ from starlette.routing import Route
 
 from lorikeet.dialects import MESSAGES
 from lorikeet.errors import InvalidInput
+from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, MessagesRequest
 from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
-from lorikeet.gateway.apis.messages_request import CountTokensRequest, MessagesRequest
 from lorikeet.gateway.apis.openai_requests import ChatRequest, CompletionRequest
 from lorikeet.gateway.apis.responses_request import ResponsesRequest
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
@@ -129,7 +129,7 @@ class GenerateEndpoint:
         trace.set_model(body.model)
         request_id = request_id_of(request)
         session = request.headers.get(SESSION_HEADER) or body.session() or request_id
-        model = await self._authenticator.resolve(body.model, caller.tenant.name, session)
+        model = await self._authenticator.resolve_model(body.model, caller.tenant.name, session)
         past = await self._stored.past(body, caller.tenant.name)
         stores = self._stored.stores(body)
         context = CallContext(request_id, int(time.time()), caller, scheduling, model, past, stores)

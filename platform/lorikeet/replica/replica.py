@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from lorikeet.answer_stream.answer import Answer, AnswerSender, refusal_of
-from lorikeet.answer_stream.messages_format import token_count_body
+from lorikeet.answer_stream.anthropic_format import token_count_body
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStream, ResponseStreams
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import GenerationFailed, InvalidInput

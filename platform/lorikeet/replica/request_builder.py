@@ -100,7 +100,13 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
         grammar=grammar,
     )
     request = Request(
-        call.request_id, prompts, sampling, call.n, call.adapter, call.tenant, call.scheduling
+        call.request_id,
+        prompts,
+        sampling,
+        call.n,
+        call.adapter,
+        salt=call.tenant,
+        scheduling=call.scheduling,
     )
     return EncodedCall(request, thinking, answer_grammar)
 

@@ -62,7 +62,7 @@ class AdapterLocations:
             holders[digest] = (*holders.get(digest, ()), replica)
 
     def loading_on(self, digest: str) -> Collection[str]:
-        """The replicas where requests wait for the adapter, so that it is being loaded there."""
+        """The replicas where requests for the adapter wait: it is there, or being loaded."""
         return self._loading.get(digest, ())
 
     def on_gpu_or_loading(self, replica: str, digest: str) -> bool:

@@ -5,8 +5,8 @@ openai_requests.py   the requests of chats and completions
 chat_messages.py, tools.py, fields.py   their parts
 responses_request.py, responses_items.py, responses_tools.py
                      /v1/responses, which becomes a chat's Call
-messages_request.py, messages_content.py   /v1/messages, which becomes one too
-response_types.py, responses_types.py, messages_types.py   the answers, as types
+anthropic_request.py, anthropic_content.py   /v1/messages, which becomes one too
+response_types.py, responses_types.py, anthropic_types.py   the answers, as types
 openapi.py           GET /v1/openapi.json, made of all these types
 
 The bytes of answers are formed on replicas, by the formats in answer_stream/.

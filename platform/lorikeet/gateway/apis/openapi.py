@@ -10,8 +10,8 @@ from pydantic import TypeAdapter
 from starlette.responses import JSONResponse
 
 from lorikeet.dialects import MESSAGES
-from lorikeet.gateway.apis.messages_request import CountTokensRequest, MessagesRequest
-from lorikeet.gateway.apis.messages_types import (
+from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, MessagesRequest
+from lorikeet.gateway.apis.anthropic_types import (
     MessageError,
     MessageObject,
     MessageStreamEvent,

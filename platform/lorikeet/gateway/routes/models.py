@@ -36,7 +36,7 @@ def model_routes(
     @router.get("/{model:path}")
     async def get_model(request: Request, model: str) -> dict[str, Any]:
         tenant = await authenticator.tenant(request)
-        ref = (await authenticator.resolve(model, tenant.name)).adapter
+        ref = (await authenticator.resolve_model(model, tenant.name)).adapter
         entry = _base_entry(model)
         if ref is not None:
             entry = _entry(model, ref.tenant, await catalog_view.ask(partial(_version, ref)))

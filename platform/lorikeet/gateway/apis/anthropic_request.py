@@ -10,16 +10,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from lorikeet.errors import ThreadsUnsupported
-from lorikeet.gateway.apis.api_request import ApiRequest, CallContext, Temperature, TopK, TopP
-from lorikeet.gateway.apis.chat_messages import MAX_MESSAGES
-from lorikeet.gateway.apis.fields import INT32, Stop, refuse_kind
-from lorikeet.gateway.apis.messages_content import (
+from lorikeet.gateway.apis.anthropic_content import (
     MessageTurn,
     Texts,
     ToolName,
     chat_of,
     check_turns,
 )
+from lorikeet.gateway.apis.api_request import ApiRequest, CallContext, Temperature, TopK, TopP
+from lorikeet.gateway.apis.chat_messages import MAX_MESSAGES
+from lorikeet.gateway.apis.fields import INT32, Stop, refuse_kind
 from lorikeet.gateway.apis.openai_requests import ChatRequest
 from lorikeet.gateway.apis.tools import (
     MAX_TOOLS,

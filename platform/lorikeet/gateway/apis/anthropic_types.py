@@ -1,6 +1,6 @@
 """The answers of /v1/messages, as types: the OpenAPI document is made of them.
 
-The bytes are formed in answer_stream/messages_format.py, those of errors in lorikeet/dialects.py.
+The bytes are formed in answer_stream/anthropic_format.py, those of errors in lorikeet/dialects.py.
 """
 
 from typing import Any, Literal, NotRequired

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from lorikeet.answer_stream.messages_format import (
+from lorikeet.answer_stream.anthropic_format import (
     MessageEventStream,
     failed_message_event,
     message_body,
