@@ -77,8 +77,7 @@ def linear_with_lora_before_silu(
 
     The delta of one linear that stores gate and up as one is expanded here: the kernel reads two.
     """
-    fits = step is not None and step.tiles is not None and step.tiles.silu_expands
-    if not fits or len(group.linears) != 2:
+    if step is None or step.tiles is None or not step.tiles.silu_expands or len(group.linears) != 2:
         return linear_with_lora(x, weight, bias, step, layer, group)
     return linear_and_lora(x, weight, bias, step, layer, group)
 
