@@ -11,7 +11,7 @@ from demo.fill_catalog import fill_catalog
 from demo.tasks import TASKS
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store.object_store import open_store
-from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage
+from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, RunningUsage
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet_engine.request import SamplingParams
@@ -59,7 +59,7 @@ async def answered(gateway, call, leave_after):
     chunks = 0
     async with aclosing(gateway.stream_answer(call)) as items:
         async for item in items:
-            assert isinstance(item, AnswerHeader | FinalUsage | bytes), item
+            assert isinstance(item, AnswerHeader | RunningUsage | FinalUsage | bytes), item
             chunks += isinstance(item, bytes)
             if leave_after is not None and chunks > leave_after:
                 return False

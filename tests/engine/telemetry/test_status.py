@@ -45,6 +45,10 @@ def test_an_idle_engine_has_nothing_to_do(engine):
 
 def test_the_live_stats_are_what_waits_and_what_decodes(engine, refs):
     answers = Answers(engine)
+    for ref in refs:  # both are there before, so that all decode at the same time
+        answers.submit(greedy(f"first {ref.name}", prompt(1), adapter=ref, max_tokens=1))
+    answers.all()
+    answers.tokens.clear()
     answers.submit(greedy("a", prompt(20), prompt(3), n=2, adapter=refs[0]))
     answers.submit(greedy("b", prompt(30), adapter=refs[1]))
     answers.submit(greedy("base", prompt(7)))
