@@ -137,9 +137,10 @@ def test_the_operator_is_let_in_wherever_and_however_its_documentation_installs_
     (operator,) = peers(policy(overlay, "dashboard-from-kuberay"), "from")
     assert selects(operator["podSelector"], labels)
     assert not selects(operator["podSelector"], {"app.kubernetes.io/name": name})
-    for place, let_in in {"default": True, "kuberay-system": True, "monitoring": False}.items():
+    let_in = {"default", "kuberay-system", "ray-system"}
+    for place in (*let_in, "monitoring"):
         place_labels = {"kubernetes.io/metadata.name": place}
-        assert selects(operator["namespaceSelector"], place_labels) == let_in
+        assert selects(operator["namespaceSelector"], place_labels) == (place in let_in)
 
 
 def test_pod_identity_answers_on_eks() -> None:
