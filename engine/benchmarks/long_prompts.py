@@ -163,7 +163,7 @@ def _rows(engine: Engine, works: Iterable[LongPrompts]) -> Iterator[Row]:
         free = measure(engine, work, None)
         yield free
         bound = measure(engine, work, GOAL_S)
-        share = bound.prompt_tokens_per_s / free.prompt_tokens_per_s
+        share = bound.prompt_tokens_per_s / free.prompt_tokens_per_s if free.done else None
         yield replace(bound, of_no_goal=share)
 
 

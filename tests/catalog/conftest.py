@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from botocore.config import Config
 
 from lorikeet.catalog import AdapterCatalog, BlobFacts, ObjectStore, VersionRecord, open_store
+from lorikeet.catalog.store import s3
 
 Register = Callable[..., VersionRecord]
 
@@ -20,7 +22,9 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def store(store_url: str) -> ObjectStore:
+def store(store_url: str, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    # beside other tests the server may take longer for 40 MiB than an admin would wait
+    monkeypatch.setattr(s3, "_PATIENT", Config(read_timeout=60))
     return open_store(store_url)
 
 

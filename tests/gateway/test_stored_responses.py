@@ -18,7 +18,13 @@ from lorikeet.gateway import stored_responses
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.services import Services
 from lorikeet.protocol.messages import Call, FinalUsage, Refusal
-from lorikeet.responses.store import MAX_STORED_BYTES, PREFIX, ResponseStore, clean_up
+from lorikeet.responses.store import (
+    MAX_STORED_BYTES,
+    PREFIX,
+    ResponseStore,
+    StoredResponse,
+    clean_up,
+)
 from lorikeet_engine.request import FinishReason
 from tests.gateway.conftest import LIMITS, Gateway, Items, eventually, header, listening, serving
 from tests.gateway.scripted_replica import ScriptedReplica
@@ -212,6 +218,28 @@ def test_while_the_store_is_away_answers_come_and_say_that_they_are_not_stored(
     assert not list(store.list(PREFIX))
     metrics = storing.request("GET", "/metrics", storing.admin_key).text
     assert re.search(r"^lorikeet_responses_not_stored_total.* 1(\.0)?$", metrics, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("replica")
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_cannot_be_stored_as_turns_is_not_lost(
+    storing: Gateway, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("arguments that are no JSON")
+
+    monkeypatch.setattr(stored_responses, "_stored", fail)
+    answer: Any = storing.openai().responses.create(model="tiny", input="hi", stream=stream)
+    got = [*answer][-1].response if stream else answer
+    assert (got.output_text, got.store) == ("so it is", False)
+
+
+def test_the_answer_of_a_second_attempt_is_stored_under_its_id(store: Away, clock: Clock) -> None:
+    responses = ResponseStore(store, LIFETIME_S, clock)
+    name = f"resp_{'a' * 32}-1"
+    saved = StoredResponse(int(time.time()), {"id": name, "output": []}, [])
+    responses.save("acme", saved)
+    assert responses.get("acme", name) == saved
 
 
 def test_a_store_that_hangs_holds_an_answer_up_for_a_while_only(

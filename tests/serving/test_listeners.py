@@ -178,7 +178,7 @@ def test_a_full_gateway_still_answers_health_checks() -> None:
     app = application("a")
     with listening(PublicListener(app, max_requests=2)) as public:
         slow = [
-            threading.Thread(target=CLIENT.get, args=[f"{public}/v1/models?wait_s=1"])
+            threading.Thread(target=CLIENT.get, args=[f"{public}/v1/models?wait_s=4"])
             for _ in range(2)
         ]
         for each in slow:

@@ -72,12 +72,36 @@ async def asking(port: int) -> AsyncIterator[asyncio.StreamReader]:
         writer.close()
 
 
-def test_a_stream_that_nobody_reads_is_cut_when_a_mib_waits() -> None:
+def test_a_stream_that_nobody_reads_waits_when_a_mib_does_and_is_cut_after_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(unread_answers, "STALLED_S", 0.5)
+
     async def scenario() -> None:
         app = Endless()
         async with serving(app) as port, asking(port):
             await asyncio.wait_for(app.stopped.wait(), 20)
         assert MOST_UNREAD_BYTES < app.made_bytes < MOST_UNREAD_BYTES + KERNEL_BYTES
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_reads_slowly_gets_all_of_an_answer_that_is_there_at_once() -> None:
+    async def scenario() -> None:
+        size, pieces = 2**18, 3 * KERNEL_BYTES // 2**18
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for _ in range(pieces):
+                await send({"type": "http.response.body", "body": b"x" * size, "more_body": True})
+            await send({"type": "http.response.body"})
+
+        async with serving(answer) as port, asking(port) as reader:
+            read = b""
+            while not read.endswith(b"0\r\n\r\n"):
+                await asyncio.sleep(0.002)
+                read += await asyncio.wait_for(reader.read(2**20), 20)
+            assert read.count(b"x") == pieces * size
 
     asyncio.run(scenario())
 

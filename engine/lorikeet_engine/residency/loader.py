@@ -127,10 +127,8 @@ class Loader:
 
     def close(self) -> None:
         """Start no more loads."""
-        self._downloaders.close()
-        self._packers.close()
-        self._writer.close()
-        self._streamer.close()
+        for workers in (self._downloaders, self._packers, self._writer, self._streamer):
+            workers.close()
 
     def _submit(self, workers: Workers, task: _Task, work: Callable[[], None]) -> None:
         workers.submit(work, urgent=task.urgent, tenant=task.ref.tenant)
@@ -250,6 +248,9 @@ class Loader:
         digest, frees = task.ref.digest, self._host.frees
         out = self._host.reserve(digest, layout, for_request=task.urgent)
         if out is None:
+            if task.past_disk:  # it is not on the disk: each try would fetch it again
+                problem = "the disk cannot take it, and the host has no room for it yet: try again"
+                raise AdapterLoadFailed(problem, retry_after_s=_SOURCE_RETRY_S, own_disk=True)
             self._finish(task, Residency.DISK, frees=frees)
             return False
         try:
@@ -287,9 +288,7 @@ class Loader:
         elements: int | None = None,
         read_s: float = 0.0,
     ) -> None:
-        result = LoadResult(
-            task.ref, residency, error, frees, elements, read_s, download_s=task.download_s
-        )
+        result = LoadResult(task.ref, residency, error, frees, elements, read_s, task.download_s)
         with self._lock:
             del self._tasks[task.ref.digest]
             self._results.append(result)

@@ -177,10 +177,9 @@ class RateLimitObserver(RequestObserver):
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
         """Give back the place, and tokens that were not taken."""
-        if isinstance(error, Exception) and not self._answered:
-            self._hold.settle(0)
-        elif not self._settled:
-            self._hold.settle(max(self._reserved, self._taken))
+        if not self._settled:
+            failed = isinstance(error, Exception) and not self._answered
+            self._hold.settle(0 if failed else max(self._reserved, self._taken))
         self._hold.release()
 
     def on_item(self, item: StreamItem) -> None:

@@ -15,6 +15,7 @@ from lorikeet.errors import NotFound, StoreError, UnsupportedParameter
 from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
 from lorikeet.gateway.apis.responses_items import InputItem, turn_of
 from lorikeet.gateway.apis.responses_request import ResponsesRequest
+from lorikeet.gateway.body import ValueBudget
 from lorikeet.gateway.replica_response import BeforeEnd
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.protocol.messages import Call
@@ -25,6 +26,7 @@ T = TypeVar("T")
 
 SAVE_S = 5.0
 """A client waits no longer for its last event because of a store that does not answer."""
+_READ_S = 15.0
 _AT_ONCE = 16
 _OFF = "this service stores no responses: its operator can set LORIKEET_RESPONSES_LIFETIME_H"
 _PREVIOUS = "previous_response_id"
@@ -35,7 +37,8 @@ class StoredResponses:
 
     def __init__(self, store: ResponseStore | None, metrics: GatewayMetrics) -> None:
         self._store, self._metrics = store, metrics
-        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="responses")
+        self._readers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="read-responses")
+        self._savers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="save-responses")
 
     def stores(self, body: ApiRequest) -> bool:
         """Whether the answer to a request will be stored."""
@@ -56,10 +59,12 @@ class StoredResponses:
             raise UnsupportedParameter(problem, param=_PREVIOUS)
 
         def read() -> list[InputItem]:
-            return [InputItem.model_validate(turn) for turn in store.get(tenant, previous).turns]
+            budget = ValueBudget(body.max_values)
+            turns = store.get(tenant, previous).turns
+            return [InputItem.model_validate(turn, context=budget) for turn in turns]
 
         try:
-            return await self._in_thread(read)
+            return await self._read(read)
         except NotFound as error:
             raise NotFound(error.message, param=_PREVIOUS) from None
 
@@ -76,10 +81,10 @@ class StoredResponses:
         async def before_end(last: bytes) -> bytes:
             try:
                 async with asyncio.timeout(SAVE_S):
-                    await self._in_thread(lambda: save(last))
-            except (StoreError, TimeoutError) as error:
+                    await _in_thread(self._savers, lambda: save(last))
+            except Exception as error:  # also of arguments that were cut off, or are no JSON
                 self._metrics.count_not_stored()
-                told = {"request_id": call.request_id, "error": str(error) or "the store is slow"}
+                told = {"request_id": call.request_id, "error": repr(error)}
                 log.warning("response_not_stored", extra=told)
                 return last.replace(call.request_fields, request.repeated(stored=False))
             return last
@@ -89,20 +94,28 @@ class StoredResponses:
     async def get(self, tenant: str, response_id: str) -> StoredResponse:
         """Return a tenant's response. Raises NotFound, also where nothing is stored; StoreError."""
         store = self._needed()
-        return await self._in_thread(lambda: store.get(tenant, response_id))
+        return await self._read(lambda: store.get(tenant, response_id))
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Delete a tenant's response. Raises as `get` does."""
         store = self._needed()
-        await self._in_thread(lambda: store.delete(tenant, response_id))
+        await self._read(lambda: store.delete(tenant, response_id))
 
     def _needed(self) -> ResponseStore:
         if self._store is None:
             raise NotFound(_OFF)
         return self._store
 
-    async def _in_thread(self, ask: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+    async def _read(self, ask: Callable[[], T]) -> T:
+        try:
+            async with asyncio.timeout(_READ_S):
+                return await _in_thread(self._readers, ask)
+        except TimeoutError:
+            raise StoreError(f"the stored responses did not come within {_READ_S:g} s") from None
+
+
+async def _in_thread(threads: ThreadPoolExecutor, ask: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(threads, ask)
 
 
 def _stored(

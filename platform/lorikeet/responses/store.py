@@ -12,7 +12,7 @@ from lorikeet.errors import NotFound, ObjectExists, ObjectNotFound, StoreError
 PREFIX = "responses/"
 MAX_STORED_BYTES = 8 * 2**20
 """As much as a request's body may have: a conversation that is longer is not stored."""
-_ID = re.compile("resp_[0-9a-f]{32}")
+_ID = re.compile("resp_[0-9a-f]{32}(-[0-9])?")  # with a number: of a call that was sent again
 
 Json = Mapping[str, Any]
 

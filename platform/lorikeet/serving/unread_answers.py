@@ -1,8 +1,9 @@
-"""Middleware in front of Ray Serve that cuts answers which their clients do not read.
+"""Middleware in front of Ray Serve that holds back, and cuts, what clients do not read.
 
 Serve's proxy, or with HAProxy a gateway's own server, takes an answer from the gateway's
 application as fast as it is made, into a queue without a bound; only then it waits for the client.
-With this in between, what a client has not read yet waits here, and has a bound.
+With this in between, what a client has not read yet waits here, and has a bound: then the
+application waits too, and what it makes meanwhile is joined in its buffer of that answer.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ _LEAST_BYTES_PER_S = 2**16
 
 
 class UnreadAnswerMiddleware:
-    """Sends an answer as its client reads it; cuts it where too much waits, or for too long.
+    """Sends an answer as its client reads it; cuts it where nothing is read for too long.
 
     The application is told that the client has gone, and the connection is closed.
     """
@@ -53,7 +54,7 @@ class _Answer:
         self._receive, self._send = receive, send
         self._unread = deque[Message]()
         self._unread_bytes = 0
-        self._ready = asyncio.Event()
+        self._ready, self._below = asyncio.Event(), asyncio.Event()
         self._ended = False
         self.cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -67,9 +68,10 @@ class _Answer:
             receiving.cancel()
 
     async def send(self, message: Message) -> None:
-        """Take a message of the application's without waiting for the client."""
-        if self._unread_bytes > MOST_UNREAD_BYTES and message.get("body"):
-            self._give_up()
+        """Take a message of the application's, at once unless too much waits for the client."""
+        while self._unread_bytes > MOST_UNREAD_BYTES and not self.cut.done():
+            self._below.clear()
+            await self._below.wait()
         if not self.cut.done():
             self._unread.append(message)
             self._unread_bytes += len(message.get("body", b""))
@@ -95,9 +97,11 @@ class _Answer:
                     self._give_up()
                     return
                 self._unread_bytes -= size
+                self._below.set()
 
     def _give_up(self) -> None:
         if not self.cut.done():
             log.warning("answer_unread", extra={"unread_bytes": self._unread_bytes})
             self._unread.clear()
             self.cut.set_result(None)
+            self._below.set()

@@ -143,7 +143,7 @@ class FlashInferAttention:
         if needed > len(self._workspace):
             self._workspace = self._workspace.new_empty(needed)
         captured = PagedDecode(self._shape, tokens, pages, self._workspace)
-        if tokens > self._most_decodes:  # of steps one after another, so buffers may be shared
+        if tokens >= self._most_decodes:  # of steps one after another, so buffers may be shared
             self._decode, self._most_decodes = captured, tokens
         return captured
 

@@ -80,5 +80,7 @@ def lock_file(path: Path, kind: int) -> int | None:
             return descriptor
     except BlockingIOError:
         pass
+    except OSError as error:
+        log.warning("disk_file_not_locked", extra={"file": path.name, "error": str(error)})
     os.close(descriptor)
     return None

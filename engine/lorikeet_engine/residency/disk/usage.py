@@ -1,12 +1,15 @@
 """What a disk cache's folder holds, kept up to date without a stat of every file again."""
 
 import contextlib
+import logging
 import os
 import re
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 FILE = re.compile(r"[0-9a-f]{64}(\.[0-9a-f]{16})?")
 """A blob's name, or an image's: its digest and a fingerprint."""
@@ -45,6 +48,8 @@ class DiskUsage:
         except FileNotFoundError:  # another process may have removed it
             self.remove(name)
             raise
+        except OSError as error:  # a disk that takes no more can be read
+            log.warning("disk_use_not_noted", extra={"file": name, "error": str(error)})
         self.add(path)  # or have added it
         return path
 

@@ -1,9 +1,12 @@
 """Locks pinned files, and sees what other processes put into the disk cache or remove from it."""
 
+import logging
 import threading
 
 from lorikeet_engine.residency.changes import ResidencyChanges
 from lorikeet_engine.residency.disk.cache import DiskCache
+
+log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 
@@ -29,7 +32,10 @@ class DiskWatcher:
 
     def _run(self) -> None:
         while not self._closed.wait(_LOOK_S):
-            self._look()
+            try:
+                self._look()
+            except OSError as error:  # the next look may succeed
+                log.warning("disk_not_looked_at", extra={"error": str(error)})
 
     def _look(self) -> None:
         self._disk.apply_pins()
