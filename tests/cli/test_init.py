@@ -36,3 +36,12 @@ def test_a_catalog_is_not_made_twice(tmp_path: Path) -> None:
     again = init(tmp_path / "catalog")
     assert (again.exit_code, again.stdout) == (3, "")
     assert "there already is a catalog" in again.stderr
+
+
+def test_where_there_may_be_a_catalog_already_it_stays_as_it_is(tmp_path: Path) -> None:
+    assert init(tmp_path / "catalog", "--if-absent").stdout.startswith("lk_")
+    store = LocalStore(tmp_path / "catalog")
+    before = {key: store.get(key) for key in store.list("")}
+    again = init(tmp_path / "catalog", "--if-absent")
+    assert (again.exit_code, again.stdout, again.stderr) == (0, "", "")
+    assert {key: store.get(key) for key in store.list("")} == before

@@ -132,7 +132,7 @@ def test_the_catalog_is_made_before_the_first_start_as_gateways_may() -> None:
     assert account["metadata"]["annotations"].items() > role.items()
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert container["command"] == ["lorikeet", "init"]
+    assert container["command"] == ["lorikeet", "init", "--if-absent"]
     assert {e["name"]: e["value"] for e in container["env"]}[
         "LORIKEET_CATALOG"
     ] == "s3://my-bucket/lorikeet"

@@ -1,16 +1,25 @@
 """The command init: makes a catalog, which needs no server since there is none yet."""
 
+from typing import Annotated
+
+import typer
+
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.cli.output import AsJson
 from lorikeet.cli.tenancy.keys import print_secret
+from lorikeet.errors import Conflict
 from lorikeet.settings import Settings
 
 _ACTOR = "init"
 
+_IfAbsent = Annotated[
+    bool, typer.Option("--if-absent", help="Do nothing where there is a catalog already.")
+]
 
-def init(as_json: AsJson = False) -> None:
+
+def init(if_absent: _IfAbsent = False, as_json: AsJson = False) -> None:
     """Make a catalog and its first admin key.
 
     The catalog is at LORIKEET_CATALOG, a folder or s3://bucket/prefix. The key is shown this once.
@@ -18,6 +27,11 @@ def init(as_json: AsJson = False) -> None:
     Example: `LORIKEET_CATALOG=s3://my-bucket/lorikeet lorikeet init`
     """
     store = open_store(Settings.from_env().catalog)
-    catalog = AdapterCatalog.init(store)
+    try:
+        catalog = AdapterCatalog.init(store)
+    except Conflict:
+        if if_absent:
+            return
+        raise
     record, secret = catalog.create_key(None, frozenset({Scope.ADMIN}), actor=_ACTOR)
     print_secret({"id": record.id, "key": secret}, as_json)
