@@ -50,7 +50,8 @@ def test_a_request_is_followed_from_its_caller_into_the_engine(
     assert adapter.took_s > 0  # nobody had it
     assert adapter.end_ns == queue.begin_ns
     first_s = root.attributes["gen_ai.response.time_to_first_chunk"]
-    assert (prefill.end_ns - root.begin_ns) / 1e9 <= first_s + 1e-6
+    # as much later as the gateway heard late, on a busy machine, that the engine had begun
+    assert (prefill.end_ns - root.begin_ns) / 1e9 <= first_s + 0.01
     stages_s = sum(span.took_s for span in (adapter, queue, prefill, generate))
     assert 0.2 * root.took_s < stages_s < root.took_s
     load_s = int(answer.headers["x-lorikeet-adapter-load-ms"]) / 1000
