@@ -76,7 +76,7 @@ class Penalties:
         """Note that these tokens [slots] int64, below 0 for none, were sampled for the slots."""
         seen = self._state.seen
         places = slots * seen.shape[1] + tokens.clamp(min=0)
-        seen.view(-1).scatter_add_(0, places, torch.full_like(places, IN_OUTPUT, dtype=seen.dtype))
+        seen.view(-1).scatter_add_(0, places, IN_OUTPUT * (tokens >= 0).to(seen.dtype))
 
     def release_all(self) -> None:
         """Take all slots back. The handles of their owners must not be used any more."""

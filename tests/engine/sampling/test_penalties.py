@@ -139,6 +139,16 @@ class TestPenalties:
             rows = self.rows(penalties)
         assert sample(logits, rows, penalties) == self.by_hand(logits, rows)
 
+    def test_a_row_without_a_token_counts_none(self):
+        penalties, params = pool(), SamplingParams(temperature=0.0, presence_penalty=2.0)
+        slot = penalties.begin(params, (), ())
+        logits = torch.zeros(1, VOCAB)
+        logits[0, 0] = 1.0  # the token that a clamped id would be
+        at = torch.tensor([slot.index])
+        penalties.change(logits, torch.tensor([0]), at)  # fills the slot
+        penalties.count(at, torch.tensor([-1]))
+        assert torch.equal(penalties.change(logits, torch.tensor([0]), at), logits)
+
     def test_plain_rows_beside_them_draw_what_they_draw_alone(self):
         penalties = pool()
         penalised = self.rows(penalties)
