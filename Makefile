@@ -4,7 +4,8 @@ PYTHON ?= python3
 export PORT ?= 8000
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-TEST := $(BIN)/pytest -m "not soak and not gpu and not attack"
+# The same random cases each time: others are for make soak.
+TEST := $(BIN)/pytest -m "not soak and not gpu and not attack" --hypothesis-profile ci
 # These start the whole service, and mostly wait.
 SERVICE_TESTS := tests/e2e tests/demo/test_make_serve.py tests/loadtest/test_loadtest.py
 # These import torch and mostly PEFT, 8 s of processor time. Two of the others import torch, so that
