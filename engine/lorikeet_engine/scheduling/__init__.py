@@ -3,9 +3,9 @@
 request_queue checks the request, makes a Sequence (sequence.py) of each choice and hands them to
 the engine's thread; deadlines ends those that wait too long and refuses those that
 would. The scheduler plans a step under a token budget: decodes first, then chunks of prompts, which
-run already or may begin. Tenants take turns (waiting_queue) by virtual token counters (fairness,
-throughput); admission decides which sequences may begin; kv_cache allocates KV pages and finds
-cached prefixes. Where pages are too few, the youngest sequence of the tenant furthest ahead is
-preempted, and computed again later. With an inter-token goal, step_budget bounds the ranks and
-prompt tokens of steps. step_counters counts steps and tokens.
+run already or may begin. admission keeps the sequences that wait in their tenants' turns, which go
+by virtual token counters (fairness, throughput), and decides which may begin; kv_cache allocates KV
+pages and finds cached prefixes. Where pages are too few, the youngest sequence of the tenant
+furthest ahead is preempted, and computed again later. With an inter-token goal, step_budget bounds
+the ranks and prompt tokens of steps. step_counters counts steps and tokens.
 """

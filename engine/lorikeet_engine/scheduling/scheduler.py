@@ -10,7 +10,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.request import SchedulingParams
-from lorikeet_engine.scheduling.admission import AdapterProvider, Admission
+from lorikeet_engine.scheduling.admission import AdapterProvider, Admission, FairOrder, WaitingQueue
 from lorikeet_engine.scheduling.fairness import (
     OUTPUT_TOKEN,
     PROMPT_TOKEN,
@@ -24,7 +24,6 @@ from lorikeet_engine.scheduling.sequence import Chunk, Sequence
 from lorikeet_engine.scheduling.step_budget import PromptRoom, StepBudget
 from lorikeet_engine.scheduling.step_counters import StepCounters
 from lorikeet_engine.scheduling.throughput import Throughput
-from lorikeet_engine.scheduling.waiting_queue import FairOrder, WaitingQueue
 
 # No more begin in a plan once those that did have so many KV pages, cached ones included, which
 # takes a few milliseconds.
@@ -108,8 +107,8 @@ class Scheduler:
     def plan(self, step_budget: StepBudget | None = None) -> StepPlan:
         """Choose the next step's chunks and give them KV pages; preempts where too few are free.
 
-        Decodes go on. Of prompts, WaitingQueue (waiting_queue.py) says whose turn it is, Admission
-        (admission.py) leases the adapter and says whether it may begin, KVCache has the pages.
+        Decodes go on. Of prompts, WaitingQueue says whose turn it is, Admission leases the adapter
+        and says whether it may begin (both in admission.py), KVCache has the pages.
         step_budget: bounds the ranks of adapters that run, and prompts' tokens beside decodes.
         """
         active = [sequence for sequence in self.running if not sequence.complete]
