@@ -1,25 +1,31 @@
 """The process in which an engine runs: python -m lorikeet_engine.process.server.
 
-The main thread takes client.py's calls and replies to them. An EngineLoop (loop.py) steps the
-engine on a thread of its own, and what each step brings goes back to client.py through wire.py.
+The main thread takes client.py's calls and replies to them. An EngineLoop steps the engine on a
+thread of its own, and what each step brings goes back to client.py through wire.py.
 """
 
 import ctypes
 import gc
+import logging
 import os
 import pickle
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
 from lorikeet_engine.engine import Engine
-from lorikeet_engine.errors import EngineError
-from lorikeet_engine.process.loop import EngineLoop
+from lorikeet_engine.errors import DeviceLost, EngineError, StepFailed
 from lorikeet_engine.process.status_reporter import StatusReporter
+from lorikeet_engine.process.watchdog import Watchdog, end_process
 from lorikeet_engine.process.wire import MessageSender, Reply, receive, to_rows
+from lorikeet_engine.request import Output
+
+# By its module's name, under which programs set handlers: here __name__ is "__main__".
+log = logging.getLogger("lorikeet_engine.process.server")
 
 _PR_SET_PDEATHSIG = 1
 _SWITCH_S = 0.5e-3
@@ -78,6 +84,70 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
     "adapters": lambda engine, tier: tuple(map(tuple, engine.adapters(tier))),
     "take_use": Engine.take_use,
 }
+
+
+class EngineLoop:
+    """Steps an engine as long as there is work, and passes its outputs to `on_outputs`.
+
+    `on_outputs` is called on this thread with every step's outputs, never with none, and once more
+    by `close`, on the thread that calls that. It must not block. Where no later step could work,
+    the process ends: a step takes longer than step_timeout_s, the device is lost, or the engine
+    cannot begin anew after an error of its own.
+    """
+
+    def __init__(
+        self, engine: Engine, on_outputs: Callable[[list[Output]], None], step_timeout_s: float
+    ) -> None:
+        self._engine = engine
+        self._on_outputs = on_outputs
+        self._watchdog = Watchdog(step_timeout_s, engine.status)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lorikeet-engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to step."""
+        self._watchdog.start()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Finish the step at hand, fail what is in flight with EngineClosed, close the engine."""
+        self._closing.set()
+        self._engine.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._watchdog.stop()
+        self._deliver(self._engine.close())
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._engine.wait()
+                with self._watchdog:
+                    outputs = self._step()
+                self._deliver(outputs)
+        except DeviceLost as error:
+            end_process("device_lost", error=error.message)
+        except BaseException as error:
+            end_process("engine_lost", error=repr(error))
+
+    def _step(self) -> list[Output]:
+        try:
+            return self._engine.step()
+        except DeviceLost:
+            raise
+        except Exception as error:
+            # Not the forward pass but the engine's own code: its state may be wrong by now.
+            log.exception("engine_state_lost")
+            failure = StepFailed(f"the engine began anew after {type(error).__name__}")
+            return self._engine.fail_all(failure)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        if not outputs:
+            return
+        try:
+            self._on_outputs(outputs)
+        except Exception:
+            log.exception("outputs_undelivered", extra={"outputs": len(outputs)})
 
 
 def _reply(call: Callable[..., Any], *arguments: Any) -> Reply:

@@ -1,5 +1,6 @@
 """The engine's thread: it sleeps when there is nothing to do, wakes at once, and does not die."""
 
+import importlib.util
 import threading
 import time
 from dataclasses import replace
@@ -7,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from lorikeet_engine.errors import AdapterNotReady, EngineClosed, StepFailed
-from lorikeet_engine.process.loop import EngineLoop
+from lorikeet_engine.process import server
+from lorikeet_engine.process.server import EngineLoop
 from lorikeet_engine.request import Failed, SchedulingParams
 from tests.engine.engine_driver import RecordingRunner, build, greedy, prompt
 from tests.engine.peft_adapters import BlobShelf, save_adapter
@@ -245,3 +247,10 @@ def test_more_adapters_than_fit_anywhere_are_all_served(crowded, received):
     assert not any(isinstance(output, Failed) for output in received.outputs)
     soon(lambda: engine.status().live.kv_pages_used == 0)
     assert not any(adapter.leases for adapter in engine.adapters())
+
+
+def test_the_process_logs_under_the_packages_name_though_it_runs_as_main():
+    spec = importlib.util.spec_from_file_location("as_if_main", server.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.log.name == server.__name__
