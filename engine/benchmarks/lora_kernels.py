@@ -26,15 +26,13 @@ from engine.benchmarks.gpu_time import medians_ms
 from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.kernels.attention import PageTable
-from lorikeet_engine.kernels.lora import (
-    LoraGroup,
-    LoraWeights,
-    Segments,
-    add_lora,
+from lorikeet_engine.kernels.lora.linear import (
     begin_step,
     linear_with_lora,
     linear_with_lora_before_silu,
 )
+from lorikeet_engine.kernels.lora.reference import add_lora
+from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
 from lorikeet_engine.kernels.pointwise import silu_and_mul
 from lorikeet_engine.models import LlamaModel
 from lorikeet_engine.models.batch import Batch

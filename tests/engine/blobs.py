@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import BaseShape, write_blob
-from lorikeet_engine.kernels.lora import LoraWeights
+from lorikeet_engine.kernels.lora.types import LoraWeights
 
 SHAPE = BaseShape("llama", layers=2, hidden=16, intermediate=32, heads=2, kv_heads=1, head_dim=8)
 Ranks = Mapping[tuple[int, int], int]

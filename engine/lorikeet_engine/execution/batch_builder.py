@@ -9,7 +9,7 @@ import torch
 
 from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.kernels.attention import PageTable
-from lorikeet_engine.kernels.lora import Segments
+from lorikeet_engine.kernels.lora.types import Segments
 from lorikeet_engine.models.batch import Batch, Int32s
 from lorikeet_engine.scheduling.sequence import AdapterLease, Chunk
 

@@ -12,17 +12,19 @@ from torch.nn import functional as F
 
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.kernels.attention import AttentionBackend
-from lorikeet_engine.kernels.lora import (
+from lorikeet_engine.kernels.lora.linear import (
+    begin_step,
+    linear,
+    linear_with_lora,
+    linear_with_lora_before_silu,
+)
+from lorikeet_engine.kernels.lora.types import (
     LoraDelta,
     LoraGroup,
     LoraStep,
     LoraWeights,
     UnexpandedDelta,
-    begin_step,
-    linear_with_lora,
-    linear_with_lora_before_silu,
 )
-from lorikeet_engine.kernels.matmul import linear
 from lorikeet_engine.kernels.pointwise import (
     QkNorm,
     add_rms_norm,

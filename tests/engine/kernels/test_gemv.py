@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.kernels.matmul.gemv import gemv
+from lorikeet_engine.kernels.gemv import gemv
 from tests.engine.interpreter import INTERPRETED
 
 on_gpu = [

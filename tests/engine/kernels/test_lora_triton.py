@@ -11,18 +11,14 @@ import pytest
 import torch
 
 from lorikeet_engine.errors import ShapeError
-from lorikeet_engine.kernels.lora import (
-    LoraDelta,
-    LoraGroup,
-    LoraWeights,
-    Segments,
+from lorikeet_engine.kernels.lora import tiles as tiles_module
+from lorikeet_engine.kernels.lora.expand import expand
+from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
+from lorikeet_engine.kernels.lora.linear import (
     begin_step,
     linear_with_lora,
     linear_with_lora_before_silu,
 )
-from lorikeet_engine.kernels.lora import tiles as tiles_module
-from lorikeet_engine.kernels.lora.expand import expand
-from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul
 from lorikeet_engine.kernels.lora.shrink import shrink
 from lorikeet_engine.kernels.lora.tiles import Tiles, list_tiles
 from lorikeet_engine.kernels.lora.tuning import (
@@ -32,6 +28,7 @@ from lorikeet_engine.kernels.lora.tuning import (
     Regime,
     launch_config,
 )
+from lorikeet_engine.kernels.lora.types import LoraDelta, LoraGroup, LoraWeights, Segments
 from tests.engine.interpreter import INTERPRETED
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

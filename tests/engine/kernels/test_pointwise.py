@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lorikeet_engine.kernels.lora import LoraDelta
+from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import QkNorm, fused, reference
 from tests.engine.interpreter import INTERPRETED
 

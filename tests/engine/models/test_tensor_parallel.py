@@ -11,8 +11,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_spec
-from lorikeet_engine.kernels.lora import LoraGroup, LoraWeights, Segments
 from lorikeet_engine.kernels.lora.reference import expand, shrink
+from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
 from lorikeet_engine.residency.packing import PackedLayout, pack
 from lorikeet_engine.residency.shard import Shard
 from tests.engine.blobs import Shelf

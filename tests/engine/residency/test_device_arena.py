@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.kernels.lora import LoraWeights
+from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed
 from lorikeet_engine.residency.gpu.adapters import GpuAdapters
 from lorikeet_engine.residency.gpu.arena import DeviceArena, Piece

@@ -16,7 +16,8 @@ from lorikeet_engine.adapter_format import (
     write_blob,
 )
 from lorikeet_engine.errors import AdapterRejected, SettingsError
-from lorikeet_engine.kernels.lora import LoraGroup, LoraWeights, Segments, add_lora
+from lorikeet_engine.kernels.lora.reference import add_lora
+from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
 from lorikeet_engine.residency.packing import PackedLayout, pack
 from lorikeet_engine.residency.shard import WHOLE, Shard
 from tests.engine.blobs import SHAPE, Shelf, everywhere

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.kernels.lora import LoraWeights
+from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed
 from lorikeet_engine.residency.free_list import FreeList
 from lorikeet_engine.residency.gpu import arena

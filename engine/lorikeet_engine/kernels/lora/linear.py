@@ -1,4 +1,4 @@
-"""The linear layer with LoRA: a product of the base model and what each token's adapter adds to it.
+"""The linear layer: the base model's product and, with LoRA, what each token's adapter adds to it.
 
 On the CPU y = x·Wᵀ + B·A·x is computed at once (reference.py). On CUDA the Triton kernels of
 shrink.py and expand.py compute the delta on a side stream, joined when both are done, and the
@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from lorikeet_engine.kernels.lora.reference import add_lora
 from lorikeet_engine.kernels.lora.types import (
@@ -31,14 +32,25 @@ from lorikeet_engine.kernels.lora.types import (
     Segments,
     UnexpandedDelta,
 )
-from lorikeet_engine.kernels.matmul import linear
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x·Wᵀ + b: x [tokens, d_in], weight [d_out, d_in], bias [d_out] → [tokens, d_out].
+
+    By cuBLAS, or for a single row of 16-bit numbers on CUDA by a Triton kernel of our own, which is
+    faster there (kernels/gemv.py).
+    """
+    if x.is_cuda and len(x) == 1 and x.dtype.itemsize == 2:
+        y: torch.Tensor = _cuda("gemv").gemv(x, weight, bias)
+        return y
+    return F.linear(x, weight, bias)
 
 
 def begin_step(weights: LoraWeights, segments: Segments, tokens: int) -> LoraStep:
     """The LoRA work of a forward pass of `tokens` tokens; on CUDA one launch, before all others."""
     tiles = None
     if weights.arena.device.type == "cuda":
-        tiles = _cuda("tiles").list_tiles(segments, tokens)
+        tiles = _cuda("lora.tiles").list_tiles(segments, tokens)
     return LoraStep(weights, segments, tiles)
 
 
@@ -104,9 +116,9 @@ def linear_and_lora(
         with _reserve_sms(sms, x.device):
             y = linear(x, weight, bias)
     with torch.cuda.stream(side):
-        shrunk: UnexpandedDelta = _cuda("shrink").shrink(x, step.weights, tiles, layer, group)
+        shrunk: UnexpandedDelta = _cuda("lora.shrink").shrink(x, step.weights, tiles, layer, group)
         if delta is not None:
-            _cuda("expand").expand(shrunk, delta)
+            _cuda("lora.expand").expand(shrunk, delta)
     if not sms:
         y = linear(x, weight, bias)
     main.wait_stream(side)
@@ -145,4 +157,4 @@ def _cublas() -> ctypes.CDLL | None:
 
 def _cuda(name: str) -> Any:
     # Imported only here: a machine without a GPU may have no Triton.
-    return import_module(f"lorikeet_engine.kernels.lora.{name}")
+    return import_module(f"lorikeet_engine.kernels.{name}")

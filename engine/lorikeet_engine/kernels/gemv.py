@@ -13,7 +13,10 @@ COLUMNS = 2048  # of the weight, read at once
 
 
 def gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """See kernels.matmul.linear. x [1, d_in]; sums are float32, rounded once."""
+    """x·Wᵀ + b as `linear` of kernels/lora/linear.py has it, which calls this; x [1, d_in].
+
+    Sums are float32, rounded once.
+    """
     d_out, d_in = weight.shape
     y = x.new_empty((1, d_out))
     block = min(COLUMNS, triton.next_power_of_2(d_in))
