@@ -25,7 +25,7 @@ from engine.benchmarks import harness
 from engine.benchmarks.gpu_time import medians_ms
 from engine.benchmarks.random_model import LLAMA_3_1_8B, random_model, write_config
 from lorikeet_engine.adapter_format import BaseShape
-from lorikeet_engine.kernels.attention import PageTable
+from lorikeet_engine.kernels.attention.protocol import PageTable
 from lorikeet_engine.kernels.lora.linear import (
     begin_step,
     linear_with_lora,
@@ -34,8 +34,8 @@ from lorikeet_engine.kernels.lora.linear import (
 from lorikeet_engine.kernels.lora.reference import add_lora
 from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
 from lorikeet_engine.kernels.pointwise import silu_and_mul
-from lorikeet_engine.models import LlamaModel
 from lorikeet_engine.models.batch import Batch
+from lorikeet_engine.models.llama import LlamaModel
 
 LAYERS, SCALED_TO = 8, 32
 CONFIG = {**LLAMA_3_1_8B, "num_hidden_layers": LAYERS, "vocab_size": 1024}

@@ -17,8 +17,8 @@ from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.execution.batch_builder import build_step_input, group_by_adapter
 from lorikeet_engine.execution.model_runner import ModelRunner
-from lorikeet_engine.kernels.attention import SdpaAttention
-from lorikeet_engine.models import LlamaModel
+from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
+from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.request import Request
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.scheduling.kv_cache import PageKeys

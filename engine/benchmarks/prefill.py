@@ -17,7 +17,8 @@ from engine.benchmarks import harness
 from engine.benchmarks.gpu_time import GpuTime, gpu_time, medians_ms, watch
 from engine.benchmarks.offline import Run, Work, generate
 from lorikeet_engine.engine import Engine
-from lorikeet_engine.models import LlamaModel, ModelConfig
+from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.llama import LlamaModel
 
 STEPS = 10
 SQUARE = 8192  # rows and columns of the matmul

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from lorikeet_engine.models import LlamaModel, ModelConfig
 from lorikeet_engine.models.checkpoint import Checkpoint
+from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.llama import LlamaModel
 
 LLAMA_3_1_8B: Mapping[str, Any] = {
     "model_type": "llama",

@@ -19,7 +19,7 @@ import torch
 from engine.benchmarks.lora_kernels import ROWS, Pass, Row, build_model, measure
 from lorikeet_engine.kernels.lora import tiles, tuning
 from lorikeet_engine.kernels.lora.tuning import LaunchConfig, Regime
-from lorikeet_engine.models import LlamaModel
+from lorikeet_engine.models.llama import LlamaModel
 
 _LORA_SMS = (0, 8, 24, 40, 56)
 _VALUES = {

@@ -13,7 +13,7 @@ from lorikeet_engine.errors import EngineClosed, EngineError, NotFinite, StepFai
 from lorikeet_engine.execution import steps
 from lorikeet_engine.execution.assembly import LoadModel, assemble
 from lorikeet_engine.execution.model_runner import raise_if_lost
-from lorikeet_engine.models import load_model
+from lorikeet_engine.models.llama import load_model
 from lorikeet_engine.request import Output, Request, Tokens
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.sampling.grammar import Grammars, grammar_error

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import torch
 
     from lorikeet_engine.engine import Engine
-    from lorikeet_engine.models import LlamaModel
     from lorikeet_engine.models.batch import Batch
+    from lorikeet_engine.models.llama import LlamaModel
 
 LETTER = 6 + ord("a")
 """The demo's token that every paced model draws: text, so that a client sees each token."""
@@ -138,7 +138,7 @@ def paced_engine(pace: Pace, settings: Settings, base_model: str) -> "Engine":
 
     from lorikeet.replica.engine_settings import engine_settings
     from lorikeet_engine.engine import Engine
-    from lorikeet_engine.models import load_model
+    from lorikeet_engine.models.llama import load_model
     from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed
 
     log_to_stderr()

@@ -8,7 +8,7 @@ from lorikeet.doctor.cuda import Cuda
 from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.execution.memory_plan import plan_memory
-from lorikeet_engine.models import ModelConfig
+from lorikeet_engine.models.config import ModelConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-model.md"
 GIB = 1 << 30

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from lorikeet_engine.kernels.attention import PageTable
+from lorikeet_engine.kernels.attention.protocol import PageTable
 from lorikeet_engine.models.batch import Batch
 
 SIZES = {

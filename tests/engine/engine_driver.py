@@ -9,8 +9,8 @@ import torch
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine, EngineSettings
-from lorikeet_engine.models import ModelConfig
 from lorikeet_engine.models.batch import Batch
+from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.request import Failed, FinishReason, Request, SamplingParams
 from lorikeet_engine.residency.disk.cache import AdapterSource
 

@@ -18,8 +18,8 @@ from engine.benchmarks.random_model import write_config
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.kernels.lora.types import LoraWeights
-from lorikeet_engine.models import ModelConfig
 from lorikeet_engine.models.batch import Batch
+from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.request import FinishReason, SamplingParams
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.sampling.penalties import Penalties

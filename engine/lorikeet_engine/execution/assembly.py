@@ -15,14 +15,14 @@ from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits
 from lorikeet_engine.execution.memory_plan import allocate_kv, count_pages, count_slots
 from lorikeet_engine.execution.model_runner import ModelRunner
 from lorikeet_engine.execution.warm_up import run_every_kind_of_step, run_largest_step
-from lorikeet_engine.kernels.attention import (
+from lorikeet_engine.kernels.attention import choose_attention
+from lorikeet_engine.kernels.attention.protocol import (
     AttentionBackend,
     AttentionShape,
     CapturableAttention,
-    choose_attention,
 )
 from lorikeet_engine.kernels.lora.types import LoraWeights
-from lorikeet_engine.models import LlamaModel
+from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.sampling.penalties import Penalties

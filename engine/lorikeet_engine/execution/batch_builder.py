@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from lorikeet_engine.device.async_copies import upload
-from lorikeet_engine.kernels.attention import PageTable
+from lorikeet_engine.kernels.attention.protocol import PageTable
 from lorikeet_engine.kernels.lora.types import Segments
 from lorikeet_engine.models.batch import Batch, Int32s
 from lorikeet_engine.scheduling.sequence import AdapterLease, Chunk

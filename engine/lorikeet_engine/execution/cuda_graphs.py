@@ -21,10 +21,14 @@ import numpy as np
 import torch
 
 from lorikeet_engine.execution.piecewise_graphs import AttentionBuffers, PiecewiseGraphs
-from lorikeet_engine.kernels.attention import AttentionBackend, CapturableAttention, PageTable
+from lorikeet_engine.kernels.attention.protocol import (
+    AttentionBackend,
+    CapturableAttention,
+    PageTable,
+)
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
-from lorikeet_engine.models import LlamaModel
 from lorikeet_engine.models.batch import Batch
+from lorikeet_engine.models.llama import LlamaModel
 
 _WHOLE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 # The most tokens that all tokens of a small step attend to, added up. Above it, reading keys anew

@@ -7,7 +7,7 @@ import torch
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.device.memory import gib, resolve
 from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.models import ModelConfig
+from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.settings import EngineSettings
 from lorikeet_engine.telemetry.start_up import DeviceMemory
 

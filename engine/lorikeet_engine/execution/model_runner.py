@@ -4,10 +4,10 @@ import torch
 
 from lorikeet_engine.errors import DeviceLost
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs
-from lorikeet_engine.kernels.attention import AttentionBackend
+from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights
-from lorikeet_engine.models import LlamaModel
 from lorikeet_engine.models.batch import Batch
+from lorikeet_engine.models.llama import LlamaModel
 
 
 class ModelRunner:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lorikeet_engine.kernels.attention import AttentionBackend, PagedSequences
+from lorikeet_engine.kernels.attention.protocol import AttentionBackend, PagedSequences
 from lorikeet_engine.models.batch import Batch
 
 

@@ -4,8 +4,3 @@
 `llama` is the decoder of all families, whose one linear layer adds each token's adapter. `batch` is
 a forward pass's input. `execution` runs the model; products, attention and LoRA are `kernels`'.
 """
-
-from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.models.llama import LlamaModel, load_model, rehearse_load
-
-__all__ = ["LlamaModel", "ModelConfig", "load_model", "rehearse_load"]

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorikeet_engine.kernels.attention import PageTable
+from lorikeet_engine.kernels.attention.protocol import PageTable
 from lorikeet_engine.kernels.lora.types import Segments
 
 Int32s = npt.NDArray[np.int32]

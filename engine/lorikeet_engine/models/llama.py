@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from lorikeet_engine.adapter_format import BaseShape
-from lorikeet_engine.kernels.attention import AttentionBackend
+from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.lora.linear import (
     begin_step,
     linear,

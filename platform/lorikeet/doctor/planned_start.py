@@ -96,7 +96,7 @@ class PlannedStart:
 
     def _plan(self, settings: "EngineSettings") -> "MemoryPlan | EngineError":
         from lorikeet_engine.execution.memory_plan import plan_memory
-        from lorikeet_engine.models import rehearse_load
+        from lorikeet_engine.models.llama import rehearse_load
 
         try:
             config, weights = rehearse_load(

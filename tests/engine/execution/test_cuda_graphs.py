@@ -13,8 +13,9 @@ from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.execution import cuda_graphs
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits, _WholeGraph
-from lorikeet_engine.kernels.attention import PageTable, SdpaAttention
 from lorikeet_engine.kernels.attention.paged_decode import query_rows
+from lorikeet_engine.kernels.attention.protocol import PageTable
+from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.models.batch import Batch
 from tests.engine.engine_driver import Answers, greedy
 

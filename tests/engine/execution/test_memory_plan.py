@@ -11,7 +11,8 @@ from engine.benchmarks.random_model import LLAMA_3_1_8B, write_config
 from lorikeet_engine.device.memory import MemoryShare
 from lorikeet_engine.errors import ModelError, SettingsError
 from lorikeet_engine.execution.memory_plan import plan_memory
-from lorikeet_engine.models import ModelConfig, load_model, rehearse_load
+from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.llama import load_model, rehearse_load
 from tests.engine.tiny_engine import SETTINGS, tiny_engine
 
 GIB = 1 << 30

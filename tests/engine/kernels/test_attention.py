@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.kernels.attention import AttentionShape, SdpaAttention, choose_attention
+from lorikeet_engine.kernels.attention import choose_attention
+from lorikeet_engine.kernels.attention.protocol import AttentionShape
+from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 

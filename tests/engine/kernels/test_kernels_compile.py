@@ -13,8 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from lorikeet_engine.kernels.attention import AttentionShape
 from lorikeet_engine.kernels.attention.paged_decode import PagedDecode, workspace_bytes
+from lorikeet_engine.kernels.attention.protocol import AttentionShape
 from lorikeet_engine.kernels.lora import linear, tiles
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.expand_silu import expand_silu_and_mul

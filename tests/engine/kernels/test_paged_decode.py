@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from lorikeet_engine.kernels.attention import AttentionShape, PageTable, SdpaAttention
 from lorikeet_engine.kernels.attention.paged_decode import (
     SHORTEST_ITEM,
     PagedDecode,
     split_rows,
     workspace_bytes,
 )
+from lorikeet_engine.kernels.attention.protocol import AttentionShape, PageTable
+from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.models.batch import Batch
 from tests.engine.interpreter import INTERPRETED
 

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lorikeet_engine.errors import ModelError, SettingsError
-from lorikeet_engine.models import ModelConfig, checkpoint, load_model, staging
+from lorikeet_engine.models import checkpoint, staging
 from lorikeet_engine.models.checkpoint import Checkpoint
+from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.llama import load_model
 
 CPU = torch.device("cpu")
 CUDA = pytest.param(

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.execution.model_runner import ModelRunner
-from lorikeet_engine.kernels.attention import SdpaAttention
+from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
-from lorikeet_engine.models import load_model
+from lorikeet_engine.models.llama import load_model
 
 NAMES = ["llama", "mistral", "qwen2", "qwen3", "llama3_rope", "biased", "tied", "sharded"]
 EPS = torch.finfo(torch.float32).eps

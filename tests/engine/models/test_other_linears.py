@@ -17,7 +17,7 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import FAMILIES, AdapterLimits, BaseShape, Family, read_spec
 from lorikeet_engine.adapter_format.families import Linear, Parallel, Width
 from lorikeet_engine.errors import AdapterRejected, SettingsError
-from lorikeet_engine.models import ModelConfig
+from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.residency.disk.image_file import ImageFile, fingerprint, write_image
 from lorikeet_engine.residency.packing import PackedLayout, pack
 from lorikeet_engine.residency.shard import Shard

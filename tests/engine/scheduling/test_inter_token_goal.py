@@ -10,7 +10,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution import calibration, steps
-from lorikeet_engine.models import ModelConfig
+from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.scheduling import step_counters
 from tests.engine.blobs import Shelf
 from tests.engine.engine_driver import Answers, greedy

@@ -1,7 +1,8 @@
-"""Attention over paged keys and values: the protocol and its back ends.
+"""Attention over paged keys and values: the protocol, its back ends, and the choice among them.
 
-`flashinfer` serves CUDA, `paged_decode` is our Triton kernel for the small steps that CUDA graphs
-hold, `sdpa` is torch's, for CPUs and as the reference. `protocol` also has a step's PageTable.
+`protocol` says what a back end does, and has a step's PageTable. `flashinfer` serves CUDA,
+`paged_decode` is our Triton kernel for the small steps that CUDA graphs hold, `sdpa` is torch's,
+for CPUs and as the reference.
 """
 
 from importlib import import_module
@@ -9,24 +10,8 @@ from importlib import import_module
 import torch
 
 from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.kernels.attention.protocol import (
-    AttentionBackend,
-    AttentionShape,
-    CapturableAttention,
-    PagedSequences,
-    PageTable,
-)
+from lorikeet_engine.kernels.attention.protocol import AttentionBackend, AttentionShape
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
-
-__all__ = [
-    "AttentionBackend",
-    "AttentionShape",
-    "CapturableAttention",
-    "PageTable",
-    "PagedSequences",
-    "SdpaAttention",
-    "choose_attention",
-]
 
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
