@@ -16,7 +16,7 @@ import torch
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.execution.batch_builder import build_step_input, group_by_adapter
-from lorikeet_engine.execution.model_runner import ModelRunner
+from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.request import Request

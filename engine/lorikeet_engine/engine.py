@@ -12,7 +12,6 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import EngineClosed, EngineError, NotFinite, StepFailed
 from lorikeet_engine.execution import steps
 from lorikeet_engine.execution.assembly import LoadModel, assemble
-from lorikeet_engine.execution.model_runner import raise_if_lost
 from lorikeet_engine.models.llama import load_model
 from lorikeet_engine.request import Output, Request, Tokens
 from lorikeet_engine.residency.disk.cache import AdapterSource
@@ -286,7 +285,7 @@ class Engine:
     def _step_failed(self, chunks: list[Chunk], error: BaseException) -> None:
         ids = {c.sequence.request.request_id for c in chunks if not c.sequence.ended}
         log.error("step_failed", exc_info=error, extra={"requests": sorted(ids)})
-        raise_if_lost(self._device, error)
+        steps.raise_if_lost(self._device, error)
         failure = StepFailed(f"the step of this request failed: {type(error).__name__}")
         self._fail(dict.fromkeys(ids, failure))
 

@@ -13,7 +13,7 @@ from lorikeet_engine.device.memory import resolve
 from lorikeet_engine.execution.calibration import measure_step_costs
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits
 from lorikeet_engine.execution.memory_plan import allocate_kv, count_pages, count_slots
-from lorikeet_engine.execution.model_runner import ModelRunner
+from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.execution.warm_up import run_every_kind_of_step, run_largest_step
 from lorikeet_engine.kernels.attention import choose_attention
 from lorikeet_engine.kernels.attention.protocol import (

@@ -14,7 +14,7 @@ from lorikeet_engine.adapter_format import BaseShape, aligned
 from lorikeet_engine.costs import RowsTime, StepCosts, seen_tokens
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.batch_builder import build_step_input
-from lorikeet_engine.execution.model_runner import ModelRunner
+from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.execution.warm_up import DummyLease, dummy_chunk
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.scheduling.sequence import Chunk

@@ -1,24 +1,87 @@
-"""A step on the device: its forward pass, the tokens sampled from it, and reading them back."""
+"""A step on the device: its forward pass, the tokens sampled from it, and reading them back.
+
+compute lays the planned chunks out as a batch (batch_builder.py) and has a ModelRunner run it;
+sample draws the next tokens; PendingSample.wait reads them, while a later step is under way.
+"""
 
 import time
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from lorikeet_engine.device.async_copies import Download
-from lorikeet_engine.errors import EngineError, InvalidRequest, NotFinite
+from lorikeet_engine.errors import DeviceLost, EngineError, NotFinite
 from lorikeet_engine.execution.batch_builder import build_step_input, group_by_adapter
-from lorikeet_engine.execution.model_runner import ModelRunner
+from lorikeet_engine.execution.cuda_graphs import CudaGraphs
+from lorikeet_engine.execution.grammar_masks import allowed_tokens
+from lorikeet_engine.kernels.attention.protocol import AttentionBackend
+from lorikeet_engine.kernels.lora.types import LoraWeights
+from lorikeet_engine.models.batch import Batch
+from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.request import Request, TokenLogprobs
-from lorikeet_engine.sampling.grammar import Grammars, Matcher, TokenBitmask, grammar_error
+from lorikeet_engine.sampling.grammar import Grammars, TokenBitmask
 from lorikeet_engine.sampling.logprobs import Logprobs
 from lorikeet_engine.sampling.sampler import NOT_FINITE, Sampler, SamplingRow
 from lorikeet_engine.scheduling.sequence import Chunk, Sequence
 from lorikeet_engine.scheduling.step_budget import ExpectedStep
 from lorikeet_engine.scheduling.step_counters import StepLaunch
 from lorikeet_engine.settings import EngineSettings
+
+
+class ModelRunner:
+    """Runs batches through a model; holds the KV pages and the adapters' weights.
+
+    On CUDA a step copies its batch to static tensors and replays a graph (cuda_graphs.py): the
+    products, attention and LoRA kernels in it are those that LlamaModel.forward (models/llama.py)
+    launched when it was captured, at start. Nothing of models/ and kernels/ is called by then but
+    `logits`, and by a step that is too large for the graphs.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        attention: AttentionBackend,
+        weights: LoraWeights | None,
+        kv: torch.Tensor,
+        graphs: CudaGraphs | None = None,
+    ) -> None:
+        """Take a loaded model and the tensors that it works on.
+
+        weights: None for an engine that serves the base model alone.
+        kv [layers, 2, pages, page_size, kv_heads, head_dim], contiguous, in the model's dtype.
+        graphs: captured with this model, weights and kv; used for the batches that fit them.
+        """
+        self.model = model
+        self._attention = attention
+        self._weights = weights
+        self._kv = kv
+        self._graphs = graphs
+
+    @property
+    def prompt_sizes(self) -> tuple[int, ...]:
+        """How many tokens steps with prompts are padded to, ascending; empty without graphs.
+
+        Those with a few tokens near a prompt's beginning may be padded to fewer.
+        """
+        return () if self._graphs is None else self._graphs.piecewise_sizes
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits [rows, vocab] of batch.logit_rows, in the model's dtype; keys and values are kept.
+
+        The result belongs to the caller, who may change it in place.
+        """
+        if self._graphs is not None and self._graphs.fit(batch):
+            return self.model.logits(self._graphs.forward(batch))
+        return self.forward_eager(batch)
+
+    @torch.inference_mode()
+    def forward_eager(self, batch: Batch) -> torch.Tensor:
+        """What `forward` returns, computed without CUDA graphs."""
+        self._attention.plan(batch)
+        hidden = self.model.forward(batch, self._kv, self._weights, self._attention)
+        return self.model.logits(hidden[batch.logit_rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,17 +201,27 @@ def sample(
     """
     sequences, logits = forward.sequences, forward.logits
     special = {i: sequence for i, sequence in enumerate(sequences) if not sequence.plain_sampling}
-    allowed, errors = _allowed(grammars, special, logits.shape[-1])
+    allowed = allowed_tokens(grammars, special, logits.shape[-1])
     for sequence in special.values():
         _count_tokens(sampler, sequence)
-    rows = [_row(sequence, allowed.get(i)) for i, sequence in enumerate(sequences)]
+    rows = [_row(sequence, allowed.bitmasks.get(i)) for i, sequence in enumerate(sequences)]
     counts = {i: n for i, s in special.items() if (n := s.request.sampling.logprobs) is not None}
     logprobs = Logprobs(logits, counts) if counts else None
     tokens = sampler.sample(logits, rows)
     if logprobs is not None:
         logprobs.download(logits, tokens)
-    pending = PendingSample(sequences, tokens, logprobs, errors)
+    pending = PendingSample(sequences, tokens, logprobs, allowed.errors)
     return InFlightStep(forward.chunks, pending, forward.launch)
+
+
+def raise_if_lost(device: torch.device, error: BaseException) -> None:
+    """Raise DeviceLost if `error` has left the device unusable."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as lost:  # an error of the device stays; any other is over by now
+        raise DeviceLost(f"{device} failed and stays so: {error}") from lost
 
 
 def _count_tokens(sampler: Sampler, sequence: Sequence) -> None:
@@ -165,75 +238,6 @@ def _row(sequence: Sequence, allowed: TokenBitmask | None) -> SamplingRow:
     banned = tuple(sequence.stop_ids) if sequence.below_min_tokens and allowed is None else ()
     step, slot = sequence.output_length, sequence.penalty_slot
     return SamplingRow(params, sequence.seed, step, banned, slot, allowed)
-
-
-def _allowed(
-    grammars: Grammars | None, special: Mapping[int, Sequence], vocab: int
-) -> tuple[dict[int, TokenBitmask], dict[int, EngineError]]:
-    """The tokens that may follow in each row with a grammar, or the error of that row."""
-    matched = [
-        (i, s, s.matcher) for i, s in special.items() if s.matcher is not None and not s.ended
-    ]
-    if grammars is None or not matched:
-        return {}, {}
-    bitmasks = np.zeros((len(matched), -(-vocab // 8)), np.uint8)
-    problems = _fill_bitmasks(grammars, matched, bitmasks)
-    errors = {i: e for (i, _, _), e in zip(matched, problems, strict=True) if e is not None}
-    allowed = {i: b for (i, _, _), b in zip(matched, bitmasks, strict=True) if i not in errors}
-    return allowed, errors
-
-
-def _fill_bitmasks(
-    grammars: Grammars, matched: list[tuple[int, Sequence, Matcher]], bitmasks: TokenBitmask
-) -> list[EngineError | None]:
-    """Set the bits of the tokens that may follow; return what went wrong with each row.
-
-    Where the grammars' own code breaks, rows are filled one by one: only those that break it fail.
-    """
-    try:
-        problems = grammars.fill_bitmasks([matcher for _, _, matcher in matched], bitmasks)
-        return [
-            problem or _finish_bitmask(sequence, matcher, bitmask)
-            for (_, sequence, matcher), bitmask, problem in zip(
-                matched, bitmasks, problems, strict=True
-            )
-        ]
-    except BaseException as error:  # as a panic in Rust is
-        if len(matched) == 1:
-            return [grammar_error(error, matched[0][1].request.request_id)]
-    bitmasks[:] = 0
-    return [
-        problem
-        for row, one in enumerate(matched)
-        for problem in _fill_bitmasks(grammars, [one], bitmasks[row : row + 1])
-    ]
-
-
-def _finish_bitmask(
-    sequence: Sequence, matcher: Matcher, bitmask: TokenBitmask
-) -> InvalidRequest | None:
-    """Set the bits of a row's stop ids; return an error if no token can follow then."""
-    _set_stop_ids(sequence, matcher, bitmask)
-    if bitmask.any():
-        return None
-    return InvalidRequest("the grammar came to where no token can follow")
-
-
-def _set_stop_ids(sequence: Sequence, matcher: Matcher, bitmask: TokenBitmask) -> None:
-    """Allow stop ids where the output may end, and forbid them below min_tokens.
-
-    Below min_tokens they stay allowed where nothing else can follow.
-    """
-    stops = np.zeros_like(bitmask)
-    for token in sequence.stop_ids:
-        stops[token // 8] |= 1 << token % 8
-    if sequence.below_min_tokens:
-        others = bitmask & ~stops
-        if others.any():
-            bitmask[:] = others
-            return
-    if matcher.may_end:
-        bitmask |= stops
 
 
 def _not_finite(request: Request) -> NotFinite:

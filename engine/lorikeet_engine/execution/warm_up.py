@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lorikeet_engine.execution.batch_builder import build_step_input
-from lorikeet_engine.execution.model_runner import ModelRunner
+from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.request import MAX_LOGPROBS, Request, SamplingParams
 from lorikeet_engine.sampling.logprobs import Logprobs
 from lorikeet_engine.sampling.sampler import Sampler, SamplingRow

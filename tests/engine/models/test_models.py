@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from lorikeet_engine.adapter_format import BaseShape
-from lorikeet_engine.execution.model_runner import ModelRunner
+from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.llama import load_model
