@@ -52,7 +52,10 @@ class StepLimits:
 
 
 class _Pass(Protocol):
-    """A captured forward pass over the static tensors."""
+    """A captured forward pass over the static tensors.
+
+    Implemented by _WholeGraph, for small steps, and PiecewiseGraphs (piecewise_graphs.py).
+    """
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The hidden states for this batch, which the static tensors hold already."""

@@ -197,7 +197,8 @@ def sample(
 ) -> InFlightStep:
     """Sample the next tokens from a forward pass, whose logits are changed in place.
 
-    Grammars must have accepted the tokens of the step before. The host waits for nothing.
+    Grammars must have accepted the tokens of the step before. The host waits for nothing. Grammars,
+    penalties and logprobs are for sequences without plain_sampling alone.
     """
     sequences, logits = forward.sequences, forward.logits
     special = {i: sequence for i, sequence in enumerate(sequences) if not sequence.plain_sampling}

@@ -1,6 +1,8 @@
 """The decoder that Llama, Mistral, Qwen 2.5 and Qwen 3 share; they differ in ModelConfig alone.
 
 LlamaModel, its layers, and what those are made of: RMS norm, rotary embedding, linears with LoRA.
+On CUDA these launch the kernels of kernels/lora/linear.py, kernels/pointwise/fused.py and, in small
+steps, kernels/attention/paged_decode.py.
 """
 
 import math

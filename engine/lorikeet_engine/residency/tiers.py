@@ -170,7 +170,8 @@ class Tiers:
     def advance(self) -> float | None:
         """Between two steps: move what is loaded to the GPU, evict for it, look after pins.
 
-        Returns after how many seconds there is more to do though nothing calls `wake`, if so.
+        Finds nothing to do for adapters that are on the GPU already. Returns after how many seconds
+        there is more to do though nothing calls `wake`, if so.
         """
         for copy in self._copies.finished():
             self._stats.add_copy(copy)

@@ -8,4 +8,7 @@ by virtual token counters (fairness, throughput), and decides which may begin; k
 pages and finds cached prefixes. Where pages are too few, the youngest sequence of the tenant
 furthest ahead is preempted, and computed again later. With an inter-token goal, step_budget bounds
 the ranks and prompt tokens of steps. step_counters counts steps and tokens.
+
+A request that waits for nothing, on an engine without an inter-token goal, is decided on by
+request_queue, scheduler, admission and kv_cache alone.
 """

@@ -15,7 +15,10 @@ from lorikeet_engine.scheduling.kv_cache import PageKeys, SequencePages
 
 
 class AdapterLease(Protocol):
-    """The right to use one adapter's slot on the GPU until it is released."""
+    """The right to use one adapter's slot on the GPU until it is released.
+
+    Implemented by Lease (residency/gpu/leases.py).
+    """
 
     @property
     def slot(self) -> int:

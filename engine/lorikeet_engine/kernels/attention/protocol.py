@@ -50,7 +50,10 @@ class PageTable:
 
 
 class PagedSequences(Protocol):
-    """The part of a batch that attention reads; `models/batch.py` says what each field is."""
+    """The part of a batch that attention reads: its fields are those of Batch.
+
+    Implemented by Batch (models/batch.py).
+    """
 
     @property
     def query_starts(self) -> npt.NDArray[np.int32]: ...  # noqa: D102
@@ -63,7 +66,11 @@ class PagedSequences(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of sequences whose keys and values lie in pages."""
+    """Causal attention of sequences whose keys and values lie in pages.
+
+    Implemented by FlashInferAttention (flashinfer.py) for large steps on CUDA, PagedDecode
+    (paged_decode.py) for small ones, and SdpaAttention (sdpa.py) for CPUs.
+    """
 
     def plan(self, batch: PagedSequences) -> None:
         """Get ready for a batch, once before its first layer's attend."""
@@ -84,7 +91,7 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class CapturableAttention(AttentionBackend, Protocol):
-    """A back end that CUDA graphs can hold."""
+    """A back end that CUDA graphs can hold. Implemented by FlashInferAttention (flashinfer.py)."""
 
     def captured(self, tokens: int, pages: torch.Tensor) -> AttentionBackend:
         """A back end for a graph over steps of up to `tokens` query tokens.

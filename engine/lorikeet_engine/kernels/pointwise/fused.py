@@ -1,4 +1,8 @@
-"""The pointwise operators in Triton: one launch each, every tensor read and written once."""
+"""The pointwise operators in Triton: one launch each, every tensor read and written once.
+
+`lora`, what adapters add to the product that an operator reads, is added first, in float32.
+kernels/pointwise/__init__.py passes every call on CUDA on to here; it has the dtypes, too.
+"""
 
 import torch
 import triton
@@ -19,7 +23,11 @@ def add_rms_norm(
     eps: float,
     lora: LoraDelta | None = None,
 ) -> torch.Tensor:
-    """See kernels.pointwise. x is rounded before it is normed, as in the reference."""
+    """Set x to x + delta + lora; returns x / sqrt(mean(x²) + eps) · weight, in float32 inside.
+
+    x, delta [tokens, width], weight [width] → like x. x is rounded before it is normed, as in the
+    reference.
+    """
     tokens, width = x.shape
     y = torch.empty_like(x)
     block = triton.next_power_of_2(width)
@@ -39,7 +47,14 @@ def rotary_and_store_kv(
     lora: LoraDelta | None = None,
     norm: QkNorm | None = None,
 ) -> None:
-    """See kernels.pointwise."""
+    """Turn the queries in place; put the turned keys, and the values, into their pages.
+
+    Of each head's query and key a = x[i] and b = x[i + head_dim / 2] become a · cos − b · sin and
+    b · cos + a · sin, after `norm` if there is one. A token's key goes to layer_kv[0], its value to
+    layer_kv[1], both to slots[token] = page · page_size + offset, to nowhere if that is below 0.
+    qkv [tokens, heads + 2 · kv_heads, head_dim]: queries, keys, values;
+    layer_kv [2, pages, page_size, kv_heads, head_dim].
+    """
     tokens, total, head_dim = qkv.shape
     kv_heads, half = layer_kv.shape[3], head_dim // 2
     weights = (None, None, 0.0) if norm is None else (norm.query_weight, norm.key_weight, norm.eps)
@@ -51,7 +66,10 @@ def rotary_and_store_kv(
 
 
 def silu_and_mul(x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None) -> torch.Tensor:
-    """See kernels.pointwise. Rounded once."""
+    """silu(x[:, :width]) · x[:, width:] of x + lora [tokens, 2 · width] → [tokens, width].
+
+    Rounded once. In a prefill expand_silu_and_mul expands the adapters' delta in the same launch.
+    """
     if isinstance(lora, UnexpandedDelta):
         return expand_silu_and_mul(x, lora)
     tokens, width = x.shape[0], x.shape[1] // 2

@@ -7,6 +7,8 @@ more pass over the row for each token that is drawn in vain or not, 1 / top_p on
 
 For top_k the groups' largest logits bound the k-th logit from below: as many groups as k have one
 that is as large. Few groups reach the bound, some k of 2,000, and all that follows reads only them.
+
+weights_of, key_of and mix_of (arithmetic.py) are the package's formulas for single numbers.
 """
 
 import torch

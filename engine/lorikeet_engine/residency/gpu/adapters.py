@@ -118,7 +118,8 @@ class GpuAdapters:
     def lease(self, digest: str, on_release: Callable[[], None] = lambda: None) -> Lease | None:
         """Lease an adapter; None while it is not here. on_release: called at the lease's end.
 
-        Nothing moves: a use is counted, which may raise the adapter's score (eviction_score.py).
+        Nothing moves: a use is counted, which may raise the adapter's score (eviction_score.py). A
+        Lease (leases.py) has the slot and the rank, and calls back when it is released.
         """
         if not self.holds(digest):
             return None
