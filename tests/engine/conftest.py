@@ -63,13 +63,13 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoint folders in float32 of each family."""
-    return _save_all(FAMILIES, tmp_path_factory.mktemp("families"))
+    return save_all(FAMILIES, tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture(scope="session")
 def variant_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoint folders in float32 of what occurs in several families."""
-    return _save_all(VARIANTS, tmp_path_factory.mktemp("variants"))
+    return save_all(VARIANTS, tmp_path_factory.mktemp("variants"))
 
 
 @pytest.fixture
@@ -138,7 +138,8 @@ def paged_tokens() -> Callable[..., PagedTokens]:
     return PagedTokens
 
 
-def _save_all(configs: dict[str, dict[str, Any]], folder: Path) -> dict[str, Path]:
+def save_all(configs: dict[str, dict[str, Any]], folder: Path) -> dict[str, Path]:
+    """Random checkpoints in float32 of SIZES and what configs have beside it, by name."""
     for name, config in configs.items():
         _save(config, folder / name, shard_size="100KB" if name == "sharded" else "1GB")
     return {name: folder / name for name in configs}

@@ -1,4 +1,7 @@
-"""The tensors of a Hugging Face checkpoint, read from safetensors straight into place."""
+"""The tensors of a Hugging Face checkpoint, read from safetensors straight into place.
+
+Linears that are stored quantized are brought to their exact values on the way.
+"""
 
 import json
 import math
@@ -13,10 +16,12 @@ from safetensors import SafetensorError, safe_open
 from lorikeet_engine.device.memory import free_bytes, gib
 from lorikeet_engine.errors import ModelError, SettingsError
 from lorikeet_engine.models.staging import Span, Staging
+from lorikeet_engine.models.weight_format import WeightFormat
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PART_DTYPES = {**DTYPES, "U8": torch.uint8, "I32": torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +42,14 @@ class Checkpoint:
     only the headers are read: a rehearsal, which finds all that is wrong but the values.
     """
 
-    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-        """Read the files' headers.
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        weight_format: WeightFormat | None = None,
+    ) -> None:
+        """Read the files' headers. weight_format: of linears that are quantized.
 
         Raises ModelError, whose `field` names the file at fault, and SettingsError if the tensors
         are larger than the device's free memory.
@@ -46,6 +57,7 @@ class Checkpoint:
         self.folder = folder
         self.device = device
         self.dtype = dtype
+        self._weight_format = weight_format
         self._stored = self._find_tensors()
         self._unread = set(self._stored)
         rehearsed = device.type == "meta"
@@ -56,8 +68,7 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """What all tensors take in the dtype."""
-        elements = sum(math.prod(stored.shape) for stored in self._stored.values())
-        return elements * self.dtype.itemsize
+        return self.dtype.itemsize * sum(map(self._weights_in, self._stored))
 
     def read(self, names: Sequence[str], rows: Sequence[int], *tail: int) -> torch.Tensor:
         """One tensor [sum(rows), *tail], the named ones on top of one another.
@@ -71,6 +82,25 @@ class Checkpoint:
             begin, end = end, end + count
             self._read_into(name, out[begin:end])
         return out
+
+    def part(self, name: str, dtype: str, *shape: int) -> torch.Tensor:
+        """A tensor as it is stored; on the meta device without its values.
+
+        dtype: its name in safetensors. Raises ModelError, whose `field` is the tensor's name.
+        """
+        stored = self._find(name, shape, (dtype,))
+        if self._staging is None:
+            return torch.empty(shape, dtype=_PART_DTYPES[dtype], device=self.device)
+        with safe_open(stored.file, framework="pt") as file:
+            part: torch.Tensor = file.get_tensor(name).to(self.device)
+            return part
+
+    def stored_bytes(self, name: str) -> bytes:
+        """The bytes of a small tensor, also on the meta device. Raises ModelError."""
+        stored = self._stored.get(name)
+        self._find(name, stored.shape if stored else (), ("U8",))
+        with safe_open(self._stored[name].file, framework="pt") as file:
+            return bytes(file.get_tensor(name).numpy())
 
     def check_all_read(self, ignored: Sequence[str] = ()) -> None:
         """Raise ModelError when a tensor was left over that the model does not know."""
@@ -99,18 +129,33 @@ class Checkpoint:
             self._staging.close()
 
     def _read_into(self, name: str, out: torch.Tensor) -> None:
+        quantized = self._weight_format
+        if quantized is not None and quantized.holds(name, self._stored):
+            out.copy_(quantized.dequantize(name, *out.shape, parts=self))
+            return
+        stored = self._find(name, out.shape, tuple(DTYPES))
+        if self._staging is not None:
+            self._staging.copy(Span(stored.file, stored.begin, DTYPES[stored.dtype]), out)
+
+    def _find(self, name: str, shape: Sequence[int], dtypes: Sequence[str]) -> _Stored:
         stored = self._stored.get(name)
         if stored is None:
             raise ModelError(f"{self.folder}: tensor {name} is missing", field=name)
-        if stored.shape != out.shape or stored.dtype not in DTYPES:
+        if stored.shape != tuple(shape) or stored.dtype not in dtypes:
             raise ModelError(
                 f"{self.folder}: tensor {name} is {stored.dtype} {list(stored.shape)}: "
-                f"want {list(out.shape)} in one of {', '.join(DTYPES)}",
+                f"want {list(shape)} in one of {', '.join(dtypes)}",
                 field=name,
             )
-        if self._staging is not None:
-            self._staging.copy(Span(stored.file, stored.begin, DTYPES[stored.dtype]), out)
         self._unread.discard(name)
+        return stored
+
+    def _weights_in(self, name: str) -> int:
+        stored = self._stored[name]
+        elements = math.prod(stored.shape)
+        if self._weight_format is None:
+            return elements
+        return self._weight_format.weights_in(name, stored.dtype, elements)
 
     def _find_tensors(self) -> dict[str, _Stored]:
         index = self.folder / INDEX

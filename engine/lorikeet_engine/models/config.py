@@ -7,6 +7,8 @@ from typing import Any
 
 from lorikeet_engine.adapter_format import BaseShape, read_json
 from lorikeet_engine.adapter_format.base_config import integer, number, refusal
+from lorikeet_engine.models.quantization import weight_format
+from lorikeet_engine.models.weight_format import WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,9 @@ class RopeConfig:
 class ModelConfig:
     """A model of the Llama family: its sizes and in what the families differ.
 
-    max_context: tokens. eos_token_ids: every end-of-sequence id of config.json and
-    generation_config.json, in rising order.
+    max_context: tokens. weight_format: of linears that the checkpoint has quantized.
+    eos_token_ids: every end-of-sequence id of config.json and generation_config.json, in rising
+    order.
     """
 
     shape: BaseShape
@@ -50,6 +53,7 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     tied_embeddings: bool
+    weight_format: WeightFormat | None
     eos_token_ids: tuple[int, ...]
 
     @classmethod
@@ -85,15 +89,12 @@ class ModelConfig:
             mlp_bias=family == "llama" and bool(raw.get("mlp_bias")),
             qk_norm=family == "qwen3",
             tied_embeddings=bool(raw.get("tie_word_embeddings")),
+            weight_format=weight_format(raw),
             eos_token_ids=eos,
         )
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: str, context: int) -> None:
-    if raw.get("quantization_config") is not None:
-        raise refusal(
-            "quantization_config", "{…}", "null and weights in float32, float16 or bfloat16"
-        )
     if raw.get("hidden_act", "silu") != "silu":
         raise refusal("hidden_act", raw["hidden_act"], "silu")
     window = _window(raw, family)

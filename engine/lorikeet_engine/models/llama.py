@@ -104,7 +104,7 @@ def load_model(
     key, file or tensor at fault, and SettingsError when the device has no room for the weights.
     """
     config = ModelConfig.from_folder(folder, max_context)
-    with Checkpoint(folder, device, dtype) as checkpoint:
+    with Checkpoint(folder, device, dtype, config.weight_format) as checkpoint:
         return _read(config, checkpoint)
 
 
@@ -116,7 +116,7 @@ def rehearse_load(
     Takes no memory and little time. Raises ModelError as load_model does.
     """
     config = ModelConfig.from_folder(folder, max_context)
-    with Checkpoint(folder, torch.device("meta"), dtype) as checkpoint:
+    with Checkpoint(folder, torch.device("meta"), dtype, config.weight_format) as checkpoint:
         _read(config, checkpoint)
         return config, checkpoint.nbytes
 

@@ -1,0 +1,149 @@
+"""NF4, the 4-bit format of QLoRA (Dettmers et al. 2023, §3 and appendix E), as bitsandbytes has it.
+
+A matrix is a row of blocks of 64 weights, each the nearest of 16 levels times the block's largest
+magnitude (absmax). Double quantization stores these magnitudes less their mean in 8 bits, in blocks
+of 256 with a float32 magnitude each.
+"""
+
+import json
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from lorikeet_engine.errors import ModelError
+from lorikeet_engine.models.weight_format import PartReader
+
+_BLOCK = 64
+_MAGNITUDES_BLOCK = 256
+_STATE = ".quant_state.bitsandbytes__nf4"
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# Quantiles of a normal distribution, scaled to [-1, 1]: QLoRA, appendix E.
+_LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Nf4:
+    """Linears as bitsandbytes saves them: two levels a byte, the first in its high half."""
+
+    name: str = "nf4"
+
+    def holds(self, weight: str, stored: Collection[str]) -> bool:
+        """Whether a weight is stored in this format, by the names of all tensors."""
+        return weight + _STATE in stored
+
+    def weights_in(self, tensor: str, dtype: str, elements: int) -> int:
+        """How many weights a stored tensor stands for; 0 if it only helps to read others."""
+        if ".weight." in tensor:
+            return 0
+        return 2 * elements if dtype == "U8" else elements
+
+    def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
+        """The weight [d_out, d_in] in the dtype that it was quantized from, which bitsandbytes
+        computes with.
+
+        Raises ModelError.
+        """
+        state = _State.parse(weight + _STATE, parts.stored_bytes(weight + _STATE))
+        if state.shape != (d_out, d_in):
+            raise ModelError(
+                f"{weight} is NF4 of {list(state.shape)}: want {[d_out, d_in]}", field=weight
+            )
+        blocks = math.ceil(d_out * d_in / state.blocksize)
+        packed = parts.part(weight, "U8", math.ceil(d_out * d_in / 2), 1).view(-1)
+        levels = parts.part(f"{weight}.quant_map", "F32", 16)
+        if state.nested_blocksize:
+            nested = math.ceil(blocks / state.nested_blocksize)
+            magnitudes = _blockwise(
+                parts.part(f"{weight}.nested_quant_map", "F32", 256),
+                parts.part(f"{weight}.absmax", "U8", blocks),
+                parts.part(f"{weight}.nested_absmax", "F32", nested),
+                state.nested_blocksize,
+            )
+            magnitudes += state.nested_offset
+        else:
+            magnitudes = parts.part(f"{weight}.absmax", "F32", blocks)
+        codes = torch.stack([packed >> 4, packed & 15], dim=1).view(-1)[: d_out * d_in]
+        values = _blockwise(levels, codes, magnitudes, state.blocksize)
+        return values.to(state.dtype).view(d_out, d_in)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What bitsandbytes keeps as JSON beside a weight; nested_blocksize 0: magnitudes as floats."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    blocksize: int
+    nested_blocksize: int
+    nested_offset: float
+
+    @classmethod
+    def parse(cls, name: str, text: bytes) -> "_State":
+        try:
+            raw = json.loads(text)
+            return cls(
+                shape=tuple(raw["shape"]),
+                dtype=_DTYPES[raw["dtype"]],
+                blocksize=int(raw["blocksize"]),
+                nested_blocksize=int(raw.get("nested_blocksize", 0)),
+                nested_offset=float(raw.get("nested_offset", 0.0)),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelError(
+                f"{name} cannot be read as bitsandbytes' state of NF4 weights: {error!r}",
+                field=name,
+            ) from error
+
+
+def round_to_nf4(weight: torch.Tensor) -> torch.Tensor:
+    """The weight as an NF4 checkpoint of it would have it, in blocks of 64, doubly quantized.
+
+    weight: [d_out, d_in], any float dtype, which the result has too.
+    """
+    flat = weight.float().view(-1)
+    levels = torch.tensor(_LEVELS, device=weight.device)
+    codes, magnitudes = _nearest(flat, levels, _BLOCK)
+    mean = magnitudes.mean()
+    table = _eight_bit_levels().to(weight.device)
+    nested, nested_magnitudes = _nearest(magnitudes - mean, table, _MAGNITUDES_BLOCK)
+    magnitudes = _blockwise(table, nested, nested_magnitudes, _MAGNITUDES_BLOCK) + mean
+    return _blockwise(levels, codes, magnitudes, _BLOCK).to(weight.dtype).view_as(weight)
+
+
+def _blockwise(
+    levels: torch.Tensor, codes: torch.Tensor, magnitudes: torch.Tensor, block: int
+) -> torch.Tensor:
+    """levels[codes], each block of them times its magnitude: float32, as many as codes."""
+    return levels[codes.long()] * magnitudes.repeat_interleave(block)[: len(codes)]
+
+
+def _nearest(
+    values: torch.Tensor, levels: torch.Tensor, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nearest levels' indices [values], int64, and the blocks' magnitudes [blocks]."""
+    padded = F.pad(values, (0, -len(values) % block)).view(-1, block)
+    magnitudes = padded.abs().amax(dim=1)
+    scaled = (padded * (1 / magnitudes.clamp(min=1e-38))[:, None]).clamp(-1, 1).view(-1)
+    return torch.bucketize(scaled[: len(values)], (levels[:-1] + levels[1:]) / 2), magnitudes
+
+
+def _eight_bit_levels() -> torch.Tensor:
+    """The 256 levels of the dynamic tree data type (Dettmers 2015, arXiv 1511.04561), rising.
+
+    Of each decade from 1e-6 to 1 the midpoints of 1, 2, 4 … 64 equal parts between a tenth of it
+    and all of it, with both signs; and 0 and 1.
+    """
+    positive = []
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1)
+        positive.append(10.0 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2)
+    tens = torch.cat(positive)
+    return torch.cat([tens, -tens, torch.tensor([0.0, 1.0])]).sort().values

@@ -1,0 +1,238 @@
+"""A quantized checkpoint is served with its exact values, or refused by the name of what is not."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from safetensors.torch import load_file, save_file
+
+from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.errors import ModelError
+from lorikeet_engine.kernels.lora.types import Segments
+from lorikeet_engine.models import ModelConfig, load_model, rehearse_load
+from lorikeet_engine.models.checkpoint import SINGLE
+from lorikeet_engine.models.nf4 import round_to_nf4
+from tests.engine.conftest import FAMILIES, PagedTokens, save_all
+from tests.engine.models.test_models import Run, assert_equal, prompt_of, random_adapter, reference
+
+PROMPT = prompt_of(40)
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+
+
+def logits(folder):
+    run = Run(folder, PagedTokens())
+    run.step({"a": PROMPT})
+    return run.of("a")
+
+
+def linears(folder):
+    """The names of the linears' weights in the layers, and all tensors."""
+    tensors = load_file(folder / SINGLE)
+    return [n for n in tensors if "_proj.weight" in n], tensors
+
+
+def saved(folder, target, tensors, **config):
+    """A copy of a checkpoint with other tensors, and more in its config.json."""
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / SINGLE)
+    path = target / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return target
+
+
+@pytest.fixture(scope="module")
+def wide_checkpoints(tmp_path_factory):
+    """Folders of each family: bitsandbytes' kernels for CPUs want rows of whole blocks of 64."""
+    wide = {name: {**config, "intermediate_size": 128} for name, config in FAMILIES.items()}
+    return save_all(wide, tmp_path_factory.mktemp("wide"))
+
+
+@pytest.fixture(scope="module")
+def nf4(wide_checkpoints, tmp_path_factory):
+    """Makes transformers' and bitsandbytes' model of a family and the folder that they save."""
+
+    def make(family, double=True):
+        wanted = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double
+        )
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            wide_checkpoints[family], dtype=torch.float32, quantization_config=wanted
+        )
+        model.train()  # else it computes in bfloat16 where the processor can
+        folder = tmp_path_factory.mktemp(family)
+        model.save_pretrained(folder)
+        return model, folder
+
+    return make
+
+
+@pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_nf4_checkpoint_computes_what_its_library_does(nf4, family, double):
+    model, folder = nf4(family, double)
+    with torch.inference_mode():
+        want = model(torch.tensor([PROMPT])).logits[0]
+    assert_equal(logits(folder), want)
+
+
+def test_an_adapter_is_added_to_the_exact_values_of_an_nf4_base(nf4, wide_checkpoints, tmp_path):
+    model, folder = nf4("qwen3")
+    names, tensors = linears(wide_checkpoints["qwen3"])
+    for name in names:
+        weight = model.get_parameter(name)
+        tensors[name] = dequantize_4bit(weight.data, weight.quant_state)
+    plain = saved(wide_checkpoints["qwen3"], tmp_path / "plain", tensors)
+    shape = BaseShape.from_config(json.loads((folder / "config.json").read_text()))
+    lora, merged = random_adapter(shape, rank=3)
+    run = Run(folder, PagedTokens(), lora=lora)
+    segments = Segments(*(torch.tensor([n], dtype=torch.int32) for n in (0, 0, 40)), max_rank=3)
+    got = run.runner.forward(replace(run.tokens.batch({"a": PROMPT}), segments=segments))
+    assert_equal(got, reference(plain, PROMPT, merged))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(96, 64), (40, 192)], ids=["even", "odd"])
+def test_a_weight_rounded_to_nf4_is_what_bitsandbytes_makes_of_it(shape, dtype):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    want = dequantize_4bit(*quantize_4bit(weight, quant_type="nf4", compress_statistics=True))
+    got = round_to_nf4(weight)
+    assert got.dtype == dtype
+    # its search for the nearest of 256 levels errs one time in a thousand, for a block of 64
+    assert (got != want).sum() <= 64
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0)
+
+
+def packed(nibbles):
+    """[rows, columns, 8] to [rows, columns] int32, the first in the lowest bits."""
+    return (nibbles.long() << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
+
+
+def awq(path, q, zeros, scales):
+    """As AutoAWQ packs: nibble i of an integer is column order[i] of eight."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    return {
+        f"{path}.qweight": packed(q.view(len(q), -1, 8)[..., order]),
+        f"{path}.qzeros": packed(zeros.view(len(zeros), -1, 8)[..., order]),
+        f"{path}.scales": scales,
+    }
+
+
+def gptq(path, q, zeros, scales, group_of, less=1):
+    """As AutoGPTQ packs: eight rows in one, zeros less one."""
+    rows = q.view(-1, 8, q.shape[1]).transpose(1, 2)
+    return {
+        f"{path}.qweight": packed(rows),
+        f"{path}.qzeros": packed((zeros - less).view(len(zeros), -1, 8)),
+        f"{path}.scales": scales,
+        f"{path}.g_idx": group_of.to(torch.int32),
+    }
+
+
+def quantized(folder, target, kind, group=32, **config):
+    """A random checkpoint of 4-bit integers, and one of the floats that they stand for."""
+    generator = torch.Generator().manual_seed(4)
+    names, tensors = linears(folder)
+    floats = dict(tensors)
+    for name in names:
+        d_out, d_in = tensors.pop(name).shape
+        groups = d_in // group
+        q = torch.randint(16, (d_in, d_out), generator=generator)
+        zeros = torch.randint(1, 17 if kind == "gptq" else 16, (groups, d_out), generator=generator)
+        scales = (torch.rand(groups, d_out, generator=generator) / 20).half()
+        group_of = torch.arange(d_in) // group
+        if kind != "awq":  # desc_act
+            group_of = group_of[torch.randperm(d_in, generator=generator)]
+        floats[name] = ((q - zeros[group_of]).half() * scales[group_of]).t()
+        path = name.removesuffix(".weight")
+        tensors |= {
+            "awq": lambda: awq(path, q, zeros, scales),
+            "gptq": lambda: gptq(path, q, zeros, scales, group_of),
+            "gptq_v2": lambda: gptq(path, q, zeros, scales, group_of, less=0),
+        }[kind]()
+    config = {"group_size": group} | config
+    written = saved(folder, target / kind, tensors, quantization_config=config)
+    return written, saved(folder, target / "floats", floats)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [("awq", AWQ), ("gptq", GPTQ), ("gptq_v2", GPTQ | {"checkpoint_format": "gptq_v2"})],
+    ids=["awq", "gptq", "gptq_v2"],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_integers_stand_for_the_floats_of_their_scales(
+    tiny_checkpoints, tmp_path, family, kind, config
+):
+    folder, floats = quantized(tiny_checkpoints[family], tmp_path, kind, **config)
+    assert torch.equal(logits(folder), logits(floats))
+
+
+def test_one_group_can_hold_all_inputs(tiny_checkpoints, tmp_path):
+    names, tensors = linears(tiny_checkpoints["llama"])
+    for name in names:
+        d_out, d_in = tensors.pop(name).shape
+        q = torch.randint(16, (d_in, d_out))
+        part = torch.full((1, d_out), 8), torch.full((1, d_out), 0.01).half()
+        tensors |= gptq(name.removesuffix(".weight"), q, *part, torch.zeros(d_in))
+    config = GPTQ | {"group_size": -1}
+    folder = saved(tiny_checkpoints["llama"], tmp_path / "a", tensors, quantization_config=config)
+    assert logits(folder).isfinite().all()
+
+
+def test_a_rehearsal_knows_what_the_floats_will_take(nf4, wide_checkpoints, tmp_path):
+    plain = rehearse_load(wide_checkpoints["llama"], torch.bfloat16)[1]
+    assert rehearse_load(nf4("llama")[1], torch.bfloat16)[1] == plain
+    folder, _ = quantized(wide_checkpoints["llama"], tmp_path, "awq", **AWQ)
+    assert rehearse_load(folder, torch.bfloat16)[1] == plain
+
+
+@pytest.mark.parametrize(
+    ("quantization", "field"),
+    [
+        ({"quant_method": "fp8"}, "quant_method"),
+        ({"quant_method": "compressed-tensors"}, "quant_method"),
+        ("4 bits", "quant_method"),
+        (NF4 | {"load_in_4bit": False, "load_in_8bit": True}, "load_in_4bit"),
+        (NF4 | {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type"),
+        (AWQ | {"version": "gemv"}, "version"),
+        (AWQ | {"zero_point": False}, "zero_point"),
+        (AWQ | {"group_size": 0}, "group_size"),
+        (GPTQ | {"bits": 8}, "bits"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format"),
+    ],
+)
+def test_other_formats_are_refused_by_name(edited, quantization, field):
+    with pytest.raises(ModelError, match=f"quantization_config.{field}") as refused:
+        ModelConfig.from_folder(edited("llama", quantization_config=quantization))
+    assert refused.value.field == f"quantization_config.{field}"
+
+
+@pytest.mark.parametrize(
+    ("part", "spoil"),
+    [
+        (".quant_map", lambda tensor: tensor[:-1]),
+        (".absmax", lambda tensor: tensor[:-1]),
+        (".nested_absmax", lambda tensor: tensor.half()),
+        (".quant_state.bitsandbytes__nf4", lambda tensor: tensor[1:]),
+        ("", lambda tensor: tensor[:-1]),
+    ],
+)
+def test_a_part_that_does_not_fit_is_named(nf4, tmp_path, part, spoil):
+    name = f"model.layers.1.mlp.up_proj.weight{part}"
+    _, folder = nf4("llama")
+    tensors = load_file(folder / SINGLE)
+    tensors[name] = spoil(tensors[name])
+    for load in (load_floats, rehearse_load):
+        with pytest.raises(ModelError, match=name.replace(".", r"\.")) as refused:
+            load(saved(folder, tmp_path / load.__name__, tensors), torch.float32)
+        assert refused.value.field == name
+
+
+def load_floats(folder, dtype):
+    return load_model(folder, torch.device("cpu"), dtype)
