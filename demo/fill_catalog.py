@@ -66,7 +66,7 @@ def _register(catalog: AdapterCatalog, settings: Settings, task: Task) -> None:
     with tempfile.TemporaryDirectory() as folder:
         blob = Path(folder) / "blob"
         write_blob(ADAPTERS / task.tenant / task.name, blob)
-        facts = validate_blob(blob, read_base_models(settings.base_models), limits)
+        facts = validate_blob(blob, read_base_models(settings), limits)
         catalog.register(
             task.tenant, task.name, blob, facts, shared=task.shared or None, actor=_ACTOR
         )

@@ -79,7 +79,7 @@ def test_each_base_model_may_have_numbers_of_its_own():
         ("LORIKEET_BASE_MODELS", "a=/x,a=/y", "twice"),
         ("LORIKEET_BASE_MODELS", "org/a=/x", "letters"),
         ("LORIKEET_REPLICAS", "lorikeet-demo=1,llama=2", "llama is no base model: there are"),
-        ("LORIKEET_REPLICAS", "lorikeet-demo=", "name=number"),
+        ("LORIKEET_REPLICAS", "lorikeet-demo=", "name=value"),
         ("LORIKEET_MAX_CONTEXT", "lorikeet-demo=1,lorikeet-demo=2", "each once"),
         ("LORIKEET_IMPORT_FROM", "s3://ok/x,https://example.com", "s3://bucket/prefix"),
         ("LORIKEET_IMPORT_FROM", "s3://", "s3://bucket/prefix"),

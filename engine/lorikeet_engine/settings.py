@@ -17,6 +17,8 @@ class EngineSettings:
     """An engine's settings; sizes are in bytes. Raises SettingsError when built.
 
     model: a Hugging Face checkpoint's folder. dtype: of the base model and its KV cache.
+    weight_dtype: auto, or nf4: the linears' weights are rounded to NF4's values, which adapters
+    were trained on with QLoRA, and stay in dtype.
     kv_bytes, adapter_gpu_bytes: bytes, or a MemoryShare of what is free on the device: for the slot
     pool beside the base model's weights, for the KV cache beside all else that serving needs.
     page_size: tokens of a KV page. max_context: prompt plus output in tokens; None for as many as
@@ -33,6 +35,7 @@ class EngineSettings:
     cache_dir: Path
     device: str = "cpu"
     dtype: str = "float32"
+    weight_dtype: str = "auto"
     adapter_dtype: str = "float32"
     page_size: int = 16
     kv_bytes: Memory = 256 << 20
@@ -52,6 +55,8 @@ class EngineSettings:
         for name in ("dtype", "adapter_dtype"):
             if getattr(self, name) not in _DTYPES:
                 raise SettingsError(f"{name}={getattr(self, name)!r}: want {', '.join(_DTYPES)}")
+        if self.weight_dtype not in ("auto", "nf4"):
+            raise SettingsError(f"weight_dtype={self.weight_dtype!r}: want auto or nf4")
         for name in ("page_size", "max_running", "max_batch_adapters"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name}={getattr(self, name)}: want an integer ≥ 1")

@@ -46,7 +46,7 @@ def fill_catalog(settings: Settings, ranks: Sequence[int]) -> FilledCatalog:
     catalog = AdapterCatalog.init(open_store(settings.catalog), actor=TENANT)
     catalog.create_tenant(TENANT, actor=TENANT)
     _, key = catalog.create_key(TENANT, {Scope.INFER}, actor=TENANT)
-    bases = read_base_models(settings.base_models)
+    bases = read_base_models(settings)
     limits = AdapterLimits(settings.max_rank, settings.max_adapter_bytes)
     digests = []
     with tempfile.TemporaryDirectory() as folder:

@@ -72,7 +72,7 @@ def fill_catalog(
         ThreadPoolExecutor(_AT_ONCE) as threads,
     ):
         folder = Path(name)
-        (base,) = read_base_models(settings.base_models).values()
+        (base,) = read_base_models(settings).values()
         for rank in set(ranks):
             save_matrices(folder / str(rank), base.shape, rank, linears)
         pack = partial(_pack, folder, settings, linears)
@@ -129,7 +129,7 @@ def _pack(
     _save_config(own, rank, linears, rank * (1 + adapter / 4096))
     blob = folder / f"a{adapter}.blob"
     write_blob(own, blob)
-    bases = read_base_models(settings.base_models)
+    bases = read_base_models(settings)
     limits = AdapterLimits(settings.max_rank, settings.max_adapter_bytes)
     return blob, validate_blob(blob, bases, limits, next(iter(bases)), adapter_memory(settings))
 

@@ -65,7 +65,7 @@ def _parse_models(value: object) -> object:
 
 
 def _by_model(value: object, given: ValidationInfo) -> object:
-    """A number for every base model, or `a=4,b=1` for some; the others have the default."""
+    """A value for every base model, or `a=4,b=1` for some; the others have the default."""
     models = given.data.get("base_models", {})
     assert given.field_name is not None
     default = Settings.model_fields[given.field_name].default
@@ -77,7 +77,7 @@ def _by_model(value: object, given: ValidationInfo) -> object:
         pairs = _pairs(str(value))
         numbers = dict(pairs)
         if len(numbers) < len(pairs) or not all(numbers.values()):
-            raise ValueError("want a number, or name=number of some base models, each once")
+            raise ValueError("want one value, or name=value of some base models, each once")
     strangers = sorted(numbers.keys() - models)
     if strangers:
         raise ValueError(f"{strangers[0]} is no base model: there are {', '.join(sorted(models))}")
@@ -89,6 +89,7 @@ Memory = Annotated[int | float | Literal["auto"], BeforeValidator(_parse_memory)
 """Bytes as an int, a share of the device's free memory as a float in (0, 1], or auto."""
 ByModel = Annotated[dict[str, Annotated[int, Field(ge=1)]], BeforeValidator(_by_model)]
 """A number by base model."""
+WeightDtypes = Annotated[dict[str, Literal["auto", "nf4"]], BeforeValidator(_by_model)]
 
 
 class Settings(BaseModel):
@@ -132,6 +133,12 @@ class Settings(BaseModel):
         "auto",
         description="data type of the base model: float32, bfloat16 or float16; auto: bfloat16 on "
         "cuda, float32 on cpu",
+    )
+    weight_dtype: WeightDtypes = Field(
+        "auto",
+        validate_default=True,
+        description="what the linears' weights are rounded to: auto, nothing, or nf4, what QLoRA "
+        "trains adapters on; a=nf4 for some base models. It takes as much memory as before",
     )
     adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="data type of adapters on the device; auto: the base model's"

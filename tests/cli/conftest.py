@@ -30,7 +30,7 @@ from lorikeet.protocol.messages import (
 )
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.adapter_format import AdapterLimits
+from lorikeet_engine.adapter_format import AdapterLimits, Quantization
 from tests.cli.peft_folders import SHAPE
 
 
@@ -97,12 +97,17 @@ def new_catalog(store: ObjectStore) -> tuple[AdapterCatalog, str]:
 
 
 @contextmanager
-def serving(catalog: AdapterCatalog, key: str, part_bytes: int = PART_BYTES) -> Iterator[Lorikeet]:
-    """A gateway over a catalog."""
+def serving(
+    catalog: AdapterCatalog,
+    key: str,
+    part_bytes: int = PART_BYTES,
+    quantization: Quantization | None = None,
+) -> Iterator[Lorikeet]:
+    """A gateway over a catalog; quantization: of its base model."""
     engines = ReportingEngines()
     services = Services(
         catalog=catalog,
-        base_models={"tiny": ServedModel(SHAPE)},
+        base_models={"tiny": ServedModel(SHAPE, quantization=quantization)},
         limits=AdapterLimits(max_rank=16, max_bytes=2**20),
         engines=engines,
         part_bytes=part_bytes,

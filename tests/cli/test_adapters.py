@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet_engine.adapter_format import write_blob
-from tests.cli.conftest import Lorikeet
+from lorikeet.catalog.store.local import LocalStore
+from lorikeet_engine.adapter_format import Quantization, write_blob
+from tests.cli.conftest import Lorikeet, new_catalog, serving
 from tests.cli.peft_folders import peft_folder
 
 
@@ -74,8 +75,21 @@ def test_an_adapter_of_a_quantised_copy_is_for_its_original_and_warned_of(
     assert json.loads(result.stdout)["base_model"] == "tiny"
     said = " ".join(result.stderr.split())
     assert "Warning: it was trained on unsloth/Tiny-bnb-4bit, a quantised copy" in said
+    assert "LORIKEET_WEIGHT_DTYPE=tiny=nf4" in said
     plain = lorikeet.run("register", str(peft_folder(tmp_path / "plain")), "acme/plain")
     assert "Warning" not in plain.stderr
+
+
+def test_nobody_is_warned_where_the_values_are_those_of_the_copy(tmp_path: Path) -> None:
+    folder = peft_folder(tmp_path / "peft")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "unsloth/Tiny-bnb-4bit"
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    store = LocalStore(tmp_path / "catalog")
+    with serving(*new_catalog(store), quantization=Quantization.NF4) as lorikeet:
+        result = lorikeet.run("register", str(folder), "acme/quantised", "--json")
+    assert json.loads(result.stdout)["base_quantization"] == "nf4"
+    assert "Warning" not in result.stderr
 
 
 def test_a_base_model_that_is_not_served_is_refused(lorikeet: Lorikeet, tmp_path: Path) -> None:

@@ -7,14 +7,20 @@ is the adapter's digest.
 `blob` makes one of a PEFT folder: `saved_weights` reads its tensors, whose names `tensor_names`
 understands, and `lora_config` reduces adapter_config.json, with `targets` and `expressions`, which
 runs those of strangers in a process (`expression_child`); `mlx` reads MLX's folders, `trtllm` and
-`peft_folder` convert to PEFT's. `base_names` says which names are of one base model. `spec`
+`peft_folder` convert to PEFT's. `base_names` says which names are of one base model,
+`base_quantization` how its linears are stored. `spec`
 validates a blob by its `header` against a base model's `shape`, whose linears are its family's
 (`families`) and whose config.json `base_config` reads; `image` checks values and sizes. The
 gateway, the CLI and `residency` call it.
 """
 
 from lorikeet_engine.adapter_format.base_config import read_json
-from lorikeet_engine.adapter_format.base_names import last_part, original, same_model
+from lorikeet_engine.adapter_format.base_names import is_nf4_copy, last_part, original, same_model
+from lorikeet_engine.adapter_format.base_quantization import (
+    Quantization,
+    QuantizedLinears,
+    quantized_linears,
+)
 from lorikeet_engine.adapter_format.blob import blob_digest, trained_on, write_blob
 from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
 from lorikeet_engine.adapter_format.families import FAMILIES, Family, Linear
@@ -49,14 +55,18 @@ __all__ = [
     "Family",
     "Linear",
     "LinearLora",
+    "Quantization",
+    "QuantizedLinears",
     "Tensor",
     "TensorSpan",
     "aligned",
     "blob_digest",
     "check_values",
     "has_pair",
+    "is_nf4_copy",
     "last_part",
     "original",
+    "quantized_linears",
     "read_json",
     "read_pair",
     "read_spec",

@@ -18,6 +18,11 @@ def original(name: str) -> str:
     return _QUANTISED.sub("", last_part(name))
 
 
+def is_nf4_copy(name: str) -> bool:
+    """Whether a name is of a copy that bitsandbytes quantised to NF4, as Unsloth calls them."""
+    return name.lower().endswith("bnb-4bit")
+
+
 def same_model(name: str, other: str) -> bool:
     """Whether two names are of one model, quantised or not."""
     return original(name).casefold() == original(other).casefold()

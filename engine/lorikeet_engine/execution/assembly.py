@@ -64,6 +64,8 @@ def assemble(
     start = StartUpStages(device)
     with start.stage("weights"):
         model = load(settings.model, device, settings.torch_dtype, settings.max_context)
+        if settings.weight_dtype == "nf4":
+            model.round_to_nf4()
     with start.stage("slot pool"):
         tiers = build_tiers(model.config.shape, settings, source, device, wake, start.free)
     try:

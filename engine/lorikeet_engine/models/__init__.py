@@ -1,6 +1,7 @@
 """The base models: decoders of the Llama family, loaded from Hugging Face checkpoints.
 
-`config` reads and checks config.json, `checkpoint` the safetensors, through `staging`'s buffers.
+`config` reads and checks config.json, `checkpoint` the safetensors, through `staging`'s buffers;
+linears that are stored quantised (`weight_format`: `nf4`, `int4`) become floats on the way.
 `llama` is the decoder of all families, whose one linear layer adds each token's adapter. `batch` is
 a forward pass's input. `execution` runs the model; products, attention and LoRA are `kernels`'.
 """

@@ -1,6 +1,6 @@
 """The tensors of a Hugging Face checkpoint, read from safetensors straight into place.
 
-Linears that are stored quantized are brought to their exact values on the way.
+Linears that are stored quantised are brought to their exact values on the way.
 """
 
 import json
@@ -13,8 +13,11 @@ from typing import Self
 import torch
 from safetensors import SafetensorError, safe_open
 
+from lorikeet_engine.adapter_format import Quantization, QuantizedLinears
 from lorikeet_engine.device.memory import free_bytes, gib
 from lorikeet_engine.errors import ModelError, SettingsError
+from lorikeet_engine.models.int4 import Int4
+from lorikeet_engine.models.nf4 import Nf4
 from lorikeet_engine.models.staging import Span, Staging
 from lorikeet_engine.models.weight_format import WeightFormat
 
@@ -47,9 +50,9 @@ class Checkpoint:
         folder: Path,
         device: torch.device,
         dtype: torch.dtype,
-        weight_format: WeightFormat | None = None,
+        quantized: QuantizedLinears | None = None,
     ) -> None:
-        """Read the files' headers. weight_format: of linears that are quantized.
+        """Read the files' headers. quantized: how its linears are stored, if they are.
 
         Raises ModelError, whose `field` names the file at fault, and SettingsError if the tensors
         are larger than the device's free memory.
@@ -57,7 +60,7 @@ class Checkpoint:
         self.folder = folder
         self.device = device
         self.dtype = dtype
-        self._weight_format = weight_format
+        self._weight_format = _weight_format(quantized) if quantized else None
         self._stored = self._find_tensors()
         self._unread = set(self._stored)
         rehearsed = device.type == "meta"
@@ -129,9 +132,10 @@ class Checkpoint:
             self._staging.close()
 
     def _read_into(self, name: str, out: torch.Tensor) -> None:
-        quantized = self._weight_format
-        if quantized is not None and quantized.holds(name, self._stored):
-            out.copy_(quantized.dequantize(name, *out.shape, parts=self))
+        linears = self._weight_format
+        if linears is not None and linears.holds(name, self._stored):
+            d_out, d_in = out.shape
+            out.copy_(linears.dequantize(name, d_out, d_in, self))
             return
         stored = self._find(name, out.shape, tuple(DTYPES))
         if self._staging is not None:
@@ -151,11 +155,10 @@ class Checkpoint:
         return stored
 
     def _weights_in(self, name: str) -> int:
-        stored = self._stored[name]
-        elements = math.prod(stored.shape)
+        elements = math.prod(self._stored[name].shape)
         if self._weight_format is None:
             return elements
-        return self._weight_format.weights_in(name, stored.dtype, elements)
+        return self._weight_format.weights_in(name, elements, self._stored)
 
     def _find_tensors(self) -> dict[str, _Stored]:
         index = self.folder / INDEX
@@ -177,6 +180,10 @@ class Checkpoint:
                 f"{self.folder}: its weights take {gib(needed)} in {self.dtype}, and {gib(free)} "
                 f"are free on {self.device}: want a smaller model or dtype, or a larger device"
             )
+
+
+def _weight_format(stored: QuantizedLinears) -> WeightFormat:
+    return Nf4() if stored.format is Quantization.NF4 else Int4(stored)
 
 
 def _tensors_of(path: Path) -> dict[str, _Stored]:

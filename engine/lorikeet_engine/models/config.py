@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lorikeet_engine.adapter_format import BaseShape, read_json
+from lorikeet_engine.adapter_format import (
+    BaseShape,
+    QuantizedLinears,
+    quantized_linears,
+    read_json,
+)
 from lorikeet_engine.adapter_format.base_config import integer, number, refusal
-from lorikeet_engine.models.quantization import weight_format
-from lorikeet_engine.models.weight_format import WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class RopeConfig:
 class ModelConfig:
     """A model of the Llama family: its sizes and in what the families differ.
 
-    max_context: tokens. weight_format: of linears that the checkpoint has quantized.
+    max_context: tokens. quantized_linears: how they are stored if they are.
     eos_token_ids: every end-of-sequence id of config.json and generation_config.json, in rising
     order.
     """
@@ -53,7 +56,7 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     tied_embeddings: bool
-    weight_format: WeightFormat | None
+    quantized_linears: QuantizedLinears | None
     eos_token_ids: tuple[int, ...]
 
     @classmethod
@@ -89,7 +92,7 @@ class ModelConfig:
             mlp_bias=family == "llama" and bool(raw.get("mlp_bias")),
             qk_norm=family == "qwen3",
             tied_embeddings=bool(raw.get("tie_word_embeddings")),
-            weight_format=weight_format(raw),
+            quantized_linears=quantized_linears(raw),
             eos_token_ids=eos,
         )
 

@@ -1,4 +1,4 @@
-"""AWQ's and GPTQ's checkpoints of 4-bit integers: w = scale · (q − zero), both of a group of inputs.
+"""AWQ's and GPTQ's 4-bit integers: w = scale · (q − zero), which a group of inputs shares.
 
 AWQ: Lin et al. 2024 (arXiv 2306.00978), stored as AutoAWQ's "gemm" version stores it. GPTQ:
 Frantar et al. 2023 (arXiv 2210.17323), stored as AutoGPTQ and GPTQModel store it.
@@ -6,10 +6,10 @@ Frantar et al. 2023 (arXiv 2210.17323), stored as AutoGPTQ and GPTQModel store i
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 
+from lorikeet_engine.adapter_format import Quantization, QuantizedLinears
 from lorikeet_engine.errors import ModelError
 from lorikeet_engine.models.weight_format import PartReader
 
@@ -19,31 +19,21 @@ _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 _HELPERS = (".qzeros", ".scales", ".g_idx")
 
 
-class Packing(StrEnum):
-    """How nibbles lie in integers of 32 bits."""
-
-    AWQ = "awq"  # eight outputs of one input, in an order of their own
-    GPTQ = "gptq"  # eight inputs of one output; zeros are stored less one
-    GPTQ_V2 = "gptq_v2"  # as GPTQ, zeros as they are
-
-
 @dataclass(frozen=True, slots=True)
 class Int4:
-    """Linears of 4-bit integers. group: inputs that share scales and zeros; 0: all of them."""
+    """Linears of 4-bit integers, eight in one of 32 bits.
 
-    packing: Packing
-    group: int
+    In AWQ's these are eight outputs of one input, in an order of their own; in GPTQ's eight inputs
+    of one output.
+    """
 
-    @property
-    def name(self) -> str:
-        """What people call it."""
-        return "awq" if self.packing is Packing.AWQ else "gptq"
+    stored: QuantizedLinears
 
     def holds(self, weight: str, stored: Collection[str]) -> bool:
         """Whether a weight is stored in this format, by the names of all tensors."""
         return f"{weight.removesuffix('.weight')}.qweight" in stored
 
-    def weights_in(self, tensor: str, dtype: str, elements: int) -> int:
+    def weights_in(self, tensor: str, elements: int, _stored: Collection[str]) -> int:
         """How many weights a stored tensor stands for; 0 if it only helps to read others."""
         if tensor.endswith(_HELPERS):
             return 0
@@ -51,7 +41,7 @@ class Int4:
 
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
         """The weight [d_out, d_in] in float16, the format's dtype. Raises ModelError."""
-        path, group = weight.removesuffix(".weight"), self.group or d_in
+        path, group = weight.removesuffix(".weight"), self.stored.group or d_in
         if d_out % _PER_INTEGER or d_in % group or group % _PER_INTEGER:
             raise ModelError(
                 f"{weight} [{d_out}, {d_in}] cannot be cut into groups of {group} inputs and "
@@ -61,14 +51,14 @@ class Int4:
         groups = d_in // group
         scales = parts.part(f"{path}.scales", "F16", groups, d_out)
         packed_zeros = parts.part(f"{path}.qzeros", "I32", groups, d_out // _PER_INTEGER)
-        if self.packing is Packing.AWQ:
+        if self.stored.format is Quantization.AWQ:
             packed = parts.part(f"{path}.qweight", "I32", d_in, d_out // _PER_INTEGER)
             levels, zeros = _awq_columns(packed), _awq_columns(packed_zeros)
         else:
             packed = parts.part(f"{path}.qweight", "I32", d_in // _PER_INTEGER, d_out)
             levels = _nibbles(packed).transpose(1, 2).reshape(d_in, d_out)
-            zeros = _nibbles(packed_zeros).flatten(1) + (self.packing is Packing.GPTQ)
-        if self.packing is Packing.AWQ:
+            zeros = _nibbles(packed_zeros).flatten(1) + self.stored.zeros_less_one
+        if self.stored.format is Quantization.AWQ:
             group_of = torch.arange(d_in, device=scales.device) // group
         else:  # with desc_act, inputs were dealt to groups by their weight
             group_of = parts.part(f"{path}.g_idx", "I32", d_in).long()

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.lora.linear import (
     begin_step,
@@ -36,6 +37,7 @@ from lorikeet_engine.kernels.pointwise import (
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import Llama3RopeScaling, ModelConfig, RopeConfig
+from lorikeet_engine.models.nf4 import round_to_nf4
 
 # A product, and what adapters still add to it.
 _Product = tuple[torch.Tensor, LoraDelta | None]
@@ -94,6 +96,16 @@ class LlamaModel:
         """Logits [rows, vocab] of hidden [rows, hidden] as forward gives it, in its dtype."""
         return linear(hidden, self._head)
 
+    def round_to_nf4(self) -> None:
+        """Give the layers' linears the values that an NF4 checkpoint of them would have.
+
+        For adapters that were trained with QLoRA on such a one. Raises SettingsError where the
+        checkpoint is quantised already.
+        """
+        check_can_round(self.config)
+        for layer in self._layers:
+            layer.round_to_nf4()
+
 
 def load_model(
     folder: Path, device: torch.device, dtype: torch.dtype, max_context: int | None = None
@@ -104,7 +116,7 @@ def load_model(
     key, file or tensor at fault, and SettingsError when the device has no room for the weights.
     """
     config = ModelConfig.from_folder(folder, max_context)
-    with Checkpoint(folder, device, dtype, config.weight_format) as checkpoint:
+    with Checkpoint(folder, device, dtype, config.quantized_linears) as checkpoint:
         return _read(config, checkpoint)
 
 
@@ -116,9 +128,18 @@ def rehearse_load(
     Takes no memory and little time. Raises ModelError as load_model does.
     """
     config = ModelConfig.from_folder(folder, max_context)
-    with Checkpoint(folder, torch.device("meta"), dtype, config.weight_format) as checkpoint:
+    with Checkpoint(folder, torch.device("meta"), dtype, config.quantized_linears) as checkpoint:
         _read(config, checkpoint)
         return config, checkpoint.nbytes
+
+
+def check_can_round(config: ModelConfig) -> None:
+    """Raise SettingsError where the weights to be rounded to NF4 are no floats any more."""
+    if config.quantized_linears is not None:
+        raise SettingsError(
+            f"weight_dtype=nf4: the checkpoint is quantised already, as "
+            f"{config.quantized_linears.format}: want auto, or a checkpoint of floats"
+        )
 
 
 def _read(config: ModelConfig, checkpoint: Checkpoint) -> LlamaModel:
@@ -148,6 +169,10 @@ class _Layer:
         """Add delta, and attention's output, to x in place; return what is yet to be added."""
         delta = self.attention(self.attention_norm.add_and_norm(x, *delta), layer_kv, step)
         return self.mlp(self.mlp_norm.add_and_norm(x, *delta), step)
+
+    def round_to_nf4(self) -> None:
+        for linears in (self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down):
+            linears.round_to_nf4()
 
 
 class _Attention:
@@ -253,6 +278,11 @@ class LoraLinear:
     ) -> tuple[torch.Tensor, LoraDelta | None]:
         """Return y [tokens, sum(d_outs)] of x [tokens, d_in], and what is yet to be added to it."""
         return linear_with_lora(x, self.weight, self.bias, lora, self.layer, self.group)
+
+    def round_to_nf4(self) -> None:
+        """Round each of the linears to the nearest values of NF4 (models/nf4.py), in place."""
+        for weight in torch.split(self.weight, list(self.group.d_outs)):
+            weight.copy_(round_to_nf4(weight))
 
     def before_silu(
         self, x: torch.Tensor, lora: LoraStep | None

@@ -1,7 +1,7 @@
 """NF4, the 4-bit format of QLoRA (Dettmers et al. 2023, §3 and appendix E), as bitsandbytes has it.
 
 A matrix is a row of blocks of 64 weights, each the nearest of 16 levels times the block's largest
-magnitude (absmax). Double quantization stores these magnitudes less their mean in 8 bits, in blocks
+magnitude (absmax). Double quantisation stores these magnitudes less their mean in 8 bits, in blocks
 of 256 with a float32 magnitude each.
 """
 
@@ -29,24 +29,21 @@ _LEVELS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
 class Nf4:
     """Linears as bitsandbytes saves them: two levels a byte, the first in its high half."""
-
-    name: str = "nf4"
 
     def holds(self, weight: str, stored: Collection[str]) -> bool:
         """Whether a weight is stored in this format, by the names of all tensors."""
         return weight + _STATE in stored
 
-    def weights_in(self, tensor: str, dtype: str, elements: int) -> int:
+    def weights_in(self, tensor: str, elements: int, stored: Collection[str]) -> int:
         """How many weights a stored tensor stands for; 0 if it only helps to read others."""
         if ".weight." in tensor:
             return 0
-        return 2 * elements if dtype == "U8" else elements
+        return 2 * elements if self.holds(tensor, stored) else elements
 
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:
-        """The weight [d_out, d_in] in the dtype that it was quantized from, which bitsandbytes
+        """The weight [d_out, d_in] in the dtype that it was quantised from, which bitsandbytes
         computes with.
 
         Raises ModelError.
@@ -104,7 +101,7 @@ class _State:
 
 
 def round_to_nf4(weight: torch.Tensor) -> torch.Tensor:
-    """The weight as an NF4 checkpoint of it would have it, in blocks of 64, doubly quantized.
+    """The weight as an NF4 checkpoint of it would have it, in blocks of 64, doubly quantised.
 
     weight: [d_out, d_in], any float dtype, which the result has too.
     """

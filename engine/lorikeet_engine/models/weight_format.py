@@ -1,4 +1,4 @@
-"""What a format of quantized linears must tell, and what it reads them with."""
+"""What a format of quantised linears must tell, and what it reads them with."""
 
 from collections.abc import Collection
 from typing import Protocol
@@ -23,14 +23,10 @@ class PartReader(Protocol):
 class WeightFormat(Protocol):
     """How a checkpoint stores linears. Implemented by Nf4 and Int4."""
 
-    @property
-    def name(self) -> str:
-        """What people call it."""
-
     def holds(self, weight: str, stored: Collection[str]) -> bool:
         """Whether a weight is stored in this format, by the names of all tensors."""
 
-    def weights_in(self, tensor: str, dtype: str, elements: int) -> int:
+    def weights_in(self, tensor: str, elements: int, stored: Collection[str]) -> int:
         """How many weights a stored tensor stands for; 0 if it only helps to read others."""
 
     def dequantize(self, weight: str, d_out: int, d_in: int, parts: PartReader) -> torch.Tensor:

@@ -14,6 +14,7 @@ from lorikeet.protocol.messages import Call, Refusal, SmokeResult, SmokeTest, St
 from lorikeet.protocol.peers import Peers
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.responses.store import ResponseStore
+from lorikeet.settings import Settings
 from lorikeet.tenancy.monthly_budget import RecordedUsage
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import (
@@ -21,6 +22,8 @@ from lorikeet_engine.adapter_format import (
     AdapterLimits,
     AdapterMemory,
     BaseShape,
+    Quantization,
+    quantized_linears,
     read_json,
 )
 from lorikeet_engine.errors import ModelError
@@ -62,10 +65,14 @@ async def no_pages() -> Sequence[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A base model that is served. aliases: what adapters may call it, e.g. its Hub name."""
+    """A base model that is served. aliases: what adapters may call it, e.g. its Hub name.
+
+    quantization: what its linears' values were rounded to; None: to nothing.
+    """
 
     shape: BaseShape
     aliases: tuple[str, ...] = ()
+    quantization: Quantization | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +117,27 @@ class Services:
     responses: ResponseStore | None = None
 
 
-def read_base_models(folders: Mapping[str, Path]) -> dict[str, ServedModel]:
-    """Read every folder's config.json. Raises InvalidSetting, naming the folder.
+def read_base_models(settings: Settings) -> dict[str, ServedModel]:
+    """Read config.json of every base model's folder. Raises InvalidSetting, naming the folder.
 
     An adapter may call its base model by the served name, the folder's, or the one in config.json.
     """
-    return {name: _read(folder) for name, folder in folders.items()}
+    models = settings.base_models
+    return {name: _read(models[name], settings.weight_dtype[name]) for name in models}
 
 
-def _read(folder: Path) -> ServedModel:
+def _read(folder: Path, weight_dtype: str) -> ServedModel:
     try:
         config = read_json(folder / "config.json")
-        shape = BaseShape.from_config(config)
+        shape, stored = BaseShape.from_config(config), quantized_linears(config)
     except ModelError as error:
         raise InvalidSetting(
             f"LORIKEET_BASE_MODELS: {folder} is no Hugging Face model folder that can be served: "
             f"{error}"
         ) from error
-    return ServedModel(shape, tuple(filter(None, (folder.name, config.get("_name_or_path")))))
+    rounded = Quantization.NF4 if weight_dtype == "nf4" else None
+    return ServedModel(
+        shape,
+        tuple(filter(None, (folder.name, config.get("_name_or_path")))),
+        stored.format if stored else rounded,
+    )

@@ -169,7 +169,7 @@ class Gateway:
             _check_catalog(catalog, kept_view)
             self._services = Services(
                 catalog=catalog,
-                base_models=read_base_models(settings.base_models),
+                base_models=read_base_models(settings),
                 limits=AdapterLimits(settings.max_rank, settings.max_adapter_bytes),
                 engines=ServeEngineClient(engines, name),
                 gateways=settings.gateways,

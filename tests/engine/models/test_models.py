@@ -63,8 +63,8 @@ def random_adapter(shape, rank):
 class Run:
     """A model over a KV cache full of NaN; collects each sequence's logits."""
 
-    def __init__(self, folder, tokens, dtype=torch.float32, lora=None):
-        model = load(folder, tokens.device, dtype)
+    def __init__(self, folder, tokens, dtype=torch.float32, lora=None, model=None):
+        model = model or load(folder, tokens.device, dtype)
         c = model.config.shape
         shape = (c.layers, 2, tokens.pages, tokens.page_size, c.kv_heads, c.head_dim)
         kv = torch.full(shape, torch.nan, dtype=dtype, device=tokens.device)

@@ -11,11 +11,15 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file, save_file
 
 from lorikeet_engine.adapter_format import BaseShape
-from lorikeet_engine.errors import ModelError
+from lorikeet_engine.errors import ModelError, SettingsError
+from lorikeet_engine.execution.assembly import assemble
 from lorikeet_engine.kernels.lora.types import Segments
-from lorikeet_engine.models import ModelConfig, load_model, rehearse_load
 from lorikeet_engine.models.checkpoint import SINGLE
+from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.models.llama import load_model, rehearse_load
 from lorikeet_engine.models.nf4 import round_to_nf4
+from lorikeet_engine.settings import EngineSettings
+from tests.engine.blobs import Shelf
 from tests.engine.conftest import FAMILIES, PagedTokens, save_all
 from tests.engine.models.test_models import Run, assert_equal, prompt_of, random_adapter, reference
 
@@ -25,8 +29,8 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "z
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 
 
-def logits(folder):
-    run = Run(folder, PagedTokens())
+def logits(folder, model=None):
+    run = Run(folder, PagedTokens(), model=model)
     run.step({"a": PROMPT})
     return run.of("a")
 
@@ -108,6 +112,27 @@ def test_a_weight_rounded_to_nf4_is_what_bitsandbytes_makes_of_it(shape, dtype):
     torch.testing.assert_close(got, want, rtol=0.02, atol=0)
 
 
+def test_a_checkpoint_of_floats_can_be_served_as_if_it_were_nf4(wide_checkpoints, tmp_path):
+    folder = wide_checkpoints["qwen2"]
+    names, tensors = linears(folder)
+    rounded = {name: round_to_nf4(tensors[name]) for name in names}
+    want = saved(folder, tmp_path / "rounded", tensors | rounded)
+    model = assembled(folder, tmp_path).runner.model
+    assert torch.equal(logits(folder, model), logits(want))
+
+
+def test_what_is_quantised_already_is_not_rounded_again(nf4, tmp_path):
+    with pytest.raises(SettingsError, match="quantised already, as nf4"):
+        assembled(nf4("llama")[1], tmp_path)
+
+
+def assembled(folder, tmp_path):
+    settings = EngineSettings(
+        folder, tmp_path, weight_dtype="nf4", max_batch_tokens=64, max_running=4
+    )
+    return assemble(settings, Shelf(tmp_path / "blobs"), load_model, lambda: None)
+
+
 def packed(nibbles):
     """[rows, columns, 8] to [rows, columns] int32, the first in the lowest bits."""
     return (nibbles.long() << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
@@ -150,11 +175,10 @@ def quantized(folder, target, kind, group=32, **config):
             group_of = group_of[torch.randperm(d_in, generator=generator)]
         floats[name] = ((q - zeros[group_of]).half() * scales[group_of]).t()
         path = name.removesuffix(".weight")
-        tensors |= {
-            "awq": lambda: awq(path, q, zeros, scales),
-            "gptq": lambda: gptq(path, q, zeros, scales, group_of),
-            "gptq_v2": lambda: gptq(path, q, zeros, scales, group_of, less=0),
-        }[kind]()
+        if kind == "awq":
+            tensors |= awq(path, q, zeros, scales)
+        else:
+            tensors |= gptq(path, q, zeros, scales, group_of, less=int(kind == "gptq"))
     config = {"group_size": group} | config
     written = saved(folder, target / kind, tensors, quantization_config=config)
     return written, saved(folder, target / "floats", floats)

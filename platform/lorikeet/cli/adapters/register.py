@@ -14,7 +14,14 @@ from lorikeet.cli.arguments import Adapter
 from lorikeet.cli.output import AsJson, print_json, print_line, print_warning
 from lorikeet.errors import InvalidInput, LorikeetError
 from lorikeet.sizes import show_size
-from lorikeet_engine.adapter_format import last_part, original, trained_on, write_blob
+from lorikeet_engine.adapter_format import (
+    Quantization,
+    is_nf4_copy,
+    last_part,
+    original,
+    trained_on,
+    write_blob,
+)
 
 Source = Annotated[
     str,
@@ -79,20 +86,25 @@ def register(
     }
     path = f"/adapters/{adapter.path}/versions"
     answer, is_new = with_retries(lambda: admin(ctx).post_new(path, wanted))
-    _warn_of_copy(base, answer["base_model"])
+    _warn_of_copy(base, answer["base_model"], answer["base_quantization"])
     if as_json:
         print_json(answer)
     else:
         _print_version(answer, is_new=is_new)
 
 
-def _warn_of_copy(base: str, served: str) -> None:
-    """Warn if an adapter was trained on a quantised copy and is for another base model."""
-    if last_part(base) not in (original(base), last_part(served)):
-        print_warning(
-            f"it was trained on {base}, a quantised copy, and will be served on {served}: compare "
-            "some answers with those you had in training"
-        )
+def _warn_of_copy(base: str, served: str, quantization: str | None) -> None:
+    """Warn if an adapter was trained on a quantised copy and other values will be served."""
+    if last_part(base) in (original(base), last_part(served)):
+        return
+    if is_nf4_copy(base) and quantization == Quantization.NF4:
+        return
+    remedy = f", or serve those it was trained on: LORIKEET_WEIGHT_DTYPE={served}=nf4"
+    print_warning(
+        f"it was trained on {base}, a quantised copy, and will be served on {served}, whose values "
+        f"are others: compare some answers with those you had in training"
+        f"{remedy if is_nf4_copy(base) else ''}"
+    )
 
 
 def _send(

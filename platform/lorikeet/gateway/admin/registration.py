@@ -101,7 +101,9 @@ class Registration:
         adapter = await self._catalog_view.ask(
             lambda state: state.adapter(order.tenant, order.name)
         )
-        return RegisteredVersion(version_json(adapter, version), is_new=not exists)
+        base = self._services.base_models[version.base_model]
+        about = version_json(adapter, version) | {"base_quantization": base.quantization}
+        return RegisteredVersion(about, is_new=not exists)
 
     async def next_ref(self, order: RegistrationRequest, facts: BlobFacts) -> AdapterRef:
         """Return what the blob will be called if no other is registered first."""

@@ -1,0 +1,78 @@
+"""In which format a base model's linears are quantised: what config.json says. Needs no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from lorikeet_engine.adapter_format.base_config import refusal
+from lorikeet_engine.errors import ModelError
+
+_FIELD = "quantization_config"
+
+
+class Quantization(StrEnum):
+    """A format of quantised linears; its value is what people call it."""
+
+    NF4 = "nf4"
+    AWQ = "awq"
+    GPTQ = "gptq"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLinears:
+    """How a checkpoint stores its linears.
+
+    group: inputs that share a scale, of AWQ and GPTQ; 0: all of them. zeros_less_one: GPTQ's first
+    version stores zero points so.
+    """
+
+    format: Quantization
+    group: int = 0
+    zeros_less_one: bool = False
+
+
+def quantized_linears(raw: Mapping[str, Any]) -> QuantizedLinears | None:
+    """Read a config.json; None where its linears are floats.
+
+    Raises ModelError, whose `field` is the key at fault, for what is not supported.
+    """
+    config = raw.get(_FIELD)
+    if config is None:
+        return None
+    method = config.get("quant_method") if isinstance(config, Mapping) else config
+    if method == "bitsandbytes":
+        _require(config, "load_in_4bit", True)
+        _require(config, "bnb_4bit_quant_type", "nf4")
+        return QuantizedLinears(Quantization.NF4)
+    if method not in ("awq", "gptq"):
+        raise _refusal("quant_method", method, "bitsandbytes (NF4), or awq or gptq of 4 bits")
+    _require(config, "bits", 4)
+    group = _group(config)
+    if method == "awq":
+        _require(config, "version", "gemm")
+        _require(config, "zero_point", True)
+        return QuantizedLinears(Quantization.AWQ, group)
+    kind = config.get("checkpoint_format", "gptq")
+    if kind not in ("gptq", "gptq_v2"):
+        raise _refusal("checkpoint_format", kind, "gptq or gptq_v2")
+    return QuantizedLinears(Quantization.GPTQ, group, zeros_less_one=kind == "gptq")
+
+
+def _group(config: Mapping[str, Any]) -> int:
+    group = config.get("group_size")
+    if group == -1:
+        return 0
+    if not isinstance(group, int) or group < 1:
+        raise _refusal("group_size", group, "a positive integer, or -1 for all inputs")
+    return group
+
+
+def _require(config: Mapping[str, Any], key: str, want: object) -> None:
+    value = config.get(key)
+    if (value.lower() if isinstance(value, str) else value) != want:
+        raise _refusal(key, value, repr(want))
+
+
+def _refusal(key: str, value: object, want: str) -> ModelError:
+    return refusal(f"{_FIELD}.{key}", value, f"{want}; or take a copy that is not quantised")
