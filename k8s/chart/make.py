@@ -34,6 +34,7 @@ _RAY_SERVICE[f"{_PODS['engines']}/volumes/1/emptyDir/sizeLimit"] = "engines.mode
 _RAY_SERVICE[f"{_PODS['engines']}/volumes/2/emptyDir/sizeLimit"] = "engines.adaptersVolume"
 _ACCOUNTS = {"lorikeet": "gateways", "lorikeet-engine": "engines"}
 _SECRETS = {"s3-credentials": "s3.secret", "engine-s3-credentials": "s3.engineSecret"}
+_MONITORS = ("lorikeet.json", "prometheusrule.yaml", "scrapeconfig.yaml")
 _LISTENER = "spec/listeners/0"
 _GATEWAY = {
     "spec/gatewayClassName": "gateway.className",
@@ -87,6 +88,7 @@ def made() -> dict[str, str]:
     template.put(route, _ROUTE)
     guard = "{{- if .Values.gateway.host }}\n"
     return {
+        **{f"files/{name}": (HERE.parent / "monitoring" / name).read_text() for name in _MONITORS},
         "files/settings.json": settings,
         "templates/service.yaml": _note("overlays/gpu") + template.text(service),
         "templates/gateway.yaml": _note("components/gateway-api")
