@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 SCHEMAS = Path(__file__).parent / "schemas"
 # The last is no overlay for use: `gpu` with every component.
 OVERLAYS = ("local", "gpu", "eks", "gke", "../../tests/k8s/every-component")
-CUSTOM = ("Gateway", "HTTPRoute", "RayService")
+CUSTOM = ("Gateway", "HTTPRoute", "PrometheusRule", "RayService", "ScrapeConfig")
 DIGEST = "@sha256:[0-9a-f]{64}"
 
 Manifest = dict[str, Any]

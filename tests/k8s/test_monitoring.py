@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +204,21 @@ def test_grafana_and_prometheus_get_what_was_made() -> None:
     assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert json.loads(config["data"]["lorikeet.json"]) == dashboard()
     assert _of_kind("PrometheusRule")["spec"] == yaml.safe_load(RULES.read_text())
-    assert problems(config) == problems(_of_kind("NetworkPolicy")) == []
     assert {m["metadata"]["namespace"] for m in rendered("../monitoring")} == {"lorikeet"}
+
+
+def test_every_object_fits_its_schema() -> None:
+    found = {each["kind"]: problems(each) for each in rendered("../monitoring")}
+    assert {"PrometheusRule", "ScrapeConfig"} <= found.keys()
+    assert {kind: wrong for kind, wrong in found.items() if wrong} == {}
+
+
+@pytest.mark.parametrize("kind", ["PrometheusRule", "ScrapeConfig"])
+def test_a_misspelt_field_for_prometheus_operator_is_caught(kind: str) -> None:
+    wrong = deepcopy(_of_kind(kind))
+    wrong["spec"]["scrapeIntervall"] = "15s"
+    (problem,) = problems(wrong)
+    assert "scrapeIntervall" in problem
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

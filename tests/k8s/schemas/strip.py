@@ -1,6 +1,6 @@
 """Make the schemas of this folder from what upstream publishes; README.md says from where.
 
-Usage: strip.py _definitions.json rayservices_crd.yaml gateways_crd.yaml httproutes_crd.yaml
+Usage: strip.py _definitions.json CRD.yaml...
 """
 
 import json
@@ -19,6 +19,7 @@ KINDS = {
     "PersistentVolumeClaim": "io.k8s.api.core.v1.PersistentVolumeClaim",
     "Pod": "io.k8s.api.core.v1.Pod",
     "PodDisruptionBudget": "io.k8s.api.policy.v1.PodDisruptionBudget",
+    "PriorityClass": "io.k8s.api.scheduling.v1.PriorityClass",
     "Secret": "io.k8s.api.core.v1.Secret",
     "Service": "io.k8s.api.core.v1.Service",
     "ServiceAccount": "io.k8s.api.core.v1.ServiceAccount",
@@ -61,8 +62,8 @@ def references(node: Any) -> list[str]:
 def main(definitions_path: str, *crd_paths: str) -> None:
     for path in crd_paths:
         crd = yaml.safe_load(Path(path).read_text())
-        served = next(version for version in crd["spec"]["versions"] if version["name"] == "v1")
-        schema = without_descriptions(served["schema"]["openAPIV3Schema"])
+        newest = next(version for version in crd["spec"]["versions"] if version["storage"])
+        schema = without_descriptions(newest["schema"]["openAPIV3Schema"])
         schema["properties"].pop("status", None)
         write(f"{crd['spec']['names']['kind'].lower()}.json", schema)
     definitions = json.loads(Path(definitions_path).read_text())["$defs"]
