@@ -161,6 +161,13 @@ def test_the_pod_that_fills_the_volume_does_what_engines_do_without_it() -> None
     assert selects(policy["spec"]["podSelector"], fill["metadata"]["labels"])
 
 
+def test_all_pods_have_the_priority() -> None:
+    (priority,) = of_kind(EVERY, "PriorityClass")
+    assert priority["value"] > 0  # what pods without a class have
+    for pod in pods(EVERY).values():
+        assert pod["spec"]["priorityClassName"] == priority["metadata"]["name"]
+
+
 def test_an_s3_in_the_private_network_is_reached_by_gateways_and_engines() -> None:
     for group in ("gateways", "engines"):
         assert {443, 9000} <= ports_out(pods(EVERY)[group]["metadata"]["labels"])

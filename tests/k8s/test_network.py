@@ -16,6 +16,7 @@ from tests.k8s.manifests import (
     settings,
 )
 
+EVERY = OVERLAYS[-1]
 both = pytest.mark.parametrize("overlay", OVERLAYS)
 
 
@@ -71,11 +72,15 @@ def test_what_carries_tenants_requests_reaches_the_public_listener_and_no_other(
     overlay: str,
 ) -> None:
     labelled = {"namespaceSelector": {"matchLabels": {"lorikeet-ingress": "true"}}}
+    outside = [{"ipBlock": {"cidr": "10.0.0.0/24"}}] if overlay == EVERY else []
     for group, pod in pods(overlay).items():
         for port in (port["containerPort"] for c in containers(pod) for port in c.get("ports", [])):
             expected = port == 8000 and group != "head"
-            assert (labelled in comers(overlay, group, port)) == expected
-    assert comers(overlay, "gateways", 8000) == [labelled]
+            found = comers(overlay, group, port)
+            assert [peer for peer in found if peer in (labelled, *outside)] == (
+                [labelled, *outside] if expected else []
+            )
+    assert comers(overlay, "gateways", 8000) == [labelled, *outside]
 
 
 @both
