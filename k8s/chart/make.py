@@ -1,19 +1,36 @@
 """Write the chart's files that are made of manifests: python -m k8s.chart.make.
 
-What kustomize renders becomes templates, with the chart's values in the places named here.
+What kustomize renders becomes templates, with the chart's values in the places named here. What a
+component adds becomes conditional on a value.
 """
 
 import json
 import re
 import subprocess
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
 
+from k8s.chart.template import Manifest, Template
+
 HERE = Path(__file__).parent
+# By component, the value that brings it.
+COMPONENTS = {
+    "autoscaling": ".Values.autoscaling.enabled",
+    "gateway-api": ".Values.gateway.host",
+    "gcs-fault-tolerance": ".Values.gcsFaultTolerance.enabled",
+    "load-balancer": ".Values.requestsFrom",
+}
+_MONITORS = ("lorikeet.json", "prometheusrule.yaml", "scrapeconfig.yaml")
 _IMAGE = "registry.example.com/lorikeet"
+_SECRETS = {
+    "s3-credentials": ".Values.s3.secret",
+    "engine-s3-credentials": ".Values.s3.engineSecret",
+}
 _CLUSTER = "spec/rayClusterConfig"
 _PODS = {
     "head": f"{_CLUSTER}/headGroupSpec/template/spec",
@@ -22,106 +39,103 @@ _PODS = {
 }
 # By place, the value that stands there.
 _RAY_SERVICE = {
-    f"{_CLUSTER}/workerGroupSpecs/{index}/{field}": f"{group}.replicas"
+    f"{_CLUSTER}/workerGroupSpecs/{index}/{field}": f".Values.{group}.replicas"
     for index, group in enumerate(("gateways", "engines"))
     for field in ("replicas", "minReplicas", "maxReplicas")
+} | {
+    f"{_CLUSTER}/workerGroupSpecs/1/maxReplicas": "ternary .Values.autoscaling.maxReplicas"
+    " .Values.engines.replicas .Values.autoscaling.enabled",
+    f"{_PODS['engines']}/volumes/1/emptyDir/sizeLimit": ".Values.engines.modelsVolume",
+    f"{_PODS['engines']}/volumes/2/emptyDir/sizeLimit": ".Values.engines.adaptersVolume",
 }
 for _group, _pod in _PODS.items():
-    _RAY_SERVICE[f"{_pod}/containers/0/resources"] = f"{_group}.resources"
-    _RAY_SERVICE[f"{_pod}/nodeSelector"] = f"{_group}.nodeSelector"
-    _RAY_SERVICE[f"{_pod}/tolerations"] = f"{_group}.tolerations"
-_RAY_SERVICE[f"{_PODS['engines']}/volumes/1/emptyDir/sizeLimit"] = "engines.modelsVolume"
-_RAY_SERVICE[f"{_PODS['engines']}/volumes/2/emptyDir/sizeLimit"] = "engines.adaptersVolume"
-_ACCOUNTS = {"lorikeet": "gateways", "lorikeet-engine": "engines"}
-_SECRETS = {"s3-credentials": "s3.secret", "engine-s3-credentials": "s3.engineSecret"}
-_MONITORS = ("lorikeet.json", "prometheusrule.yaml", "scrapeconfig.yaml")
+    _RAY_SERVICE[f"{_pod}/containers/0/resources"] = f".Values.{_group}.resources"
+    for _field in ("nodeSelector", "tolerations", "priorityClassName"):
+        _RAY_SERVICE[f"{_pod}/{_field}"] = f".Values.{_group}.{_field}"
 _LISTENER = "spec/listeners/0"
-_GATEWAY = {
-    "spec/gatewayClassName": "gateway.className",
-    "metadata/annotations": "gateway.annotations",
-    f"{_LISTENER}/hostname": "gateway.host",
-    f"{_LISTENER}/tls/certificateRefs/0/name": "gateway.tlsSecret",
+_ANNOTATIONS = "metadata/annotations"
+_PLACES = {
+    "Gateway/lorikeet": {
+        "spec/gatewayClassName": ".Values.gateway.className",
+        _ANNOTATIONS: ".Values.gateway.annotations",
+        f"{_LISTENER}/hostname": ".Values.gateway.host",
+        f"{_LISTENER}/tls/certificateRefs/0/name": ".Values.gateway.tlsSecret",
+    },
+    "HTTPRoute/lorikeet": {"spec/hostnames/0": ".Values.gateway.host"},
+    "NetworkPolicy/redis": {
+        "spec/egress/0/to": ".Values.gcsFaultTolerance.redisPeers",
+        "spec/egress/0/ports/0/port": ".Values.gcsFaultTolerance.redisAddress"
+        ' | splitList ":" | last | int',
+    },
+    "NetworkPolicy/requests-from-load-balancer": {"spec/ingress/0/from": ".Values.requestsFrom"},
+    "RayService/lorikeet": _RAY_SERVICE,
+    "ServiceAccount/lorikeet": {_ANNOTATIONS: ".Values.gateways.serviceAccountAnnotations"},
+    "ServiceAccount/lorikeet-engine": {_ANNOTATIONS: ".Values.engines.serviceAccountAnnotations"},
 }
-_ROUTE = {"spec/hostnames/0": "gateway.host"}
-
-Manifest = dict[str, Any]
-
-
-class Template:
-    """Manifests in which expressions of Helm's language stand."""
-
-    def __init__(self) -> None:
-        self._expressions: list[str] = []
-
-    def expression(self, text: str) -> str:
-        """Return what stands for it until the text is made."""
-        self._expressions.append(text)
-        return f"EXPRESSION-{len(self._expressions) - 1}-"
-
-    def put(self, manifest: Manifest, values: dict[str, str]) -> None:
-        """Put values into their places, as JSON, which is YAML too."""
-        for place, value in values.items():
-            *path, last = (int(step) if step.isdigit() else step for step in place.split("/"))
-            node: Any = manifest
-            for step in path:
-                node = node[step]
-            node[last] = self.expression(f".Values.{value} | toJson")
-
-    def text(self, manifests: list[Manifest]) -> str:
-        """Return the template's file."""
-        text = yaml.safe_dump_all(manifests, width=1000)
-        return re.sub(
-            r"EXPRESSION-(\d+)-", lambda m: "{{ " + self._expressions[int(m[1])] + " }}", text
+# In what a component adds to the RayService.
+_ADDED = {
+    "gcs-fault-tolerance": {
+        f"{_CLUSTER}/gcsFaultToleranceOptions/{place}": f".Values.gcsFaultTolerance.{value}"
+        for place, value in (
+            ("redisAddress", "redisAddress"),
+            ("redisPassword/valueFrom/secretKeyRef/name", "secret"),
         )
+    }
+}
 
 
 def made() -> dict[str, str]:
     """Each file's text."""
-    service = [m for m in _rendered("overlays/gpu") if m["kind"] != "Namespace"]
-    (config,) = (m for m in service if m["kind"] == "ConfigMap")
-    settings = json.dumps(config["data"], indent=1) + "\n"
     template = Template()
-    for manifest in service:
-        _fill(manifest, template)
-    gateway, route = _rendered("components/gateway-api")
-    template.put(gateway, _GATEWAY)
-    template.put(route, _ROUTE)
-    guard = "{{- if .Values.gateway.host }}\n"
-    return {
-        **{f"files/{name}": (HERE.parent / "monitoring" / name).read_text() for name in _MONITORS},
-        "files/settings.json": settings,
-        "templates/service.yaml": _note("overlays/gpu") + template.text(service),
-        "templates/gateway.yaml": _note("components/gateway-api")
-        + guard
-        + template.text([gateway, route])
-        + "{{- end }}\n",
-    }
+    service = rendered()
+    settings = json.dumps(service["ConfigMap/settings"]["data"], indent=1) + "\n"
+    files = {f"files/{name}": (HERE.parent / "monitoring" / name).read_text() for name in _MONITORS}
+    files["files/settings.json"] = settings
+    cluster = service["RayService/lorikeet"]
+    plain = deepcopy(cluster)
+    for component, condition in COMPONENTS.items():
+        more = rendered(component)
+        template.put(more["RayService/lorikeet"], _ADDED.get(component, {}))
+        template.extend(cluster, plain, more["RayService/lorikeet"], condition)
+        added = {name: manifest for name, manifest in more.items() if name not in service}
+        text = "{{- if " + condition + " }}\n" + _text(added, template) + "{{- end }}\n"
+        files[f"templates/{component}.yaml"] = _note(f"components/{component}") + text
+    files["templates/service.yaml"] = _note("overlays/gpu") + _text(service, template)
+    return files
 
 
 def _note(source: str) -> str:
     return "{{- /* Made of k8s/" + source + " by make.py. */ -}}\n"
 
 
-def _rendered(folder: str) -> Iterator[Manifest]:
-    words = ["kubectl", "kustomize", str(HERE.parent / folder)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    yield from yaml.safe_load_all(done.stdout)
+def rendered(*components: str) -> dict[str, Manifest]:
+    """The overlay `gpu` with components, by kind and name, without its namespace."""
+    kustomization = {
+        "resources": ["../overlays/gpu"],
+        "components": [f"../components/{component}" for component in components],
+    }
+    with TemporaryDirectory(dir=HERE.parent) as folder:
+        (Path(folder) / "kustomization.yaml").write_text(json.dumps(kustomization))
+        words = ["kubectl", "kustomize", folder]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+    # Its name ends in a hash, which is the release's to make.
+    text = re.sub(r"\bsettings-[a-z0-9]{10}\b", "settings", done.stdout)
+    manifests = [each for each in yaml.safe_load_all(text) if each["kind"] != "Namespace"]
+    return {f"{each['kind']}/{each['metadata']['name']}": each for each in manifests}
 
 
-def _fill(manifest: Manifest, template: Template) -> None:
-    metadata = manifest["metadata"]
-    metadata.pop("namespace", None)  # the release's
-    if manifest["kind"] == "ConfigMap":
-        metadata["name"] = template.expression('include "lorikeet.settingsName" .')
-        manifest["data"] = template.expression('include "lorikeet.settings" .')
-    if manifest["kind"] == "ServiceAccount":
-        group = _ACCOUNTS[metadata["name"]]
-        annotations = {"metadata/annotations": f"{group}.serviceAccountAnnotations"}
-        template.put(manifest, {**annotations, "imagePullSecrets": "image.pullSecrets"})
-    if manifest["kind"] == "RayService":
+def _text(manifests: dict[str, Manifest], template: Template) -> str:
+    for name, manifest in manifests.items():
+        manifest["metadata"].pop("namespace", None)  # the release's
+        if manifest["kind"] == "ConfigMap":
+            manifest["metadata"]["name"] = template.expression('include "lorikeet.settingsName" .')
+            manifest["data"] = template.expression('include "lorikeet.settings" .')
+        if manifest["kind"] == "ServiceAccount":
+            template.put(manifest, {"imagePullSecrets": ".Values.image.pullSecrets"})
         for node in _objects(manifest):
             _refer(node, template)
-        template.put(manifest, _RAY_SERVICE)
+        template.put(manifest, _PLACES.get(name, {}))
+    return template.text(list(manifests.values()))
 
 
 def _refer(node: Manifest, template: Template) -> None:

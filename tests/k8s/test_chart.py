@@ -8,12 +8,20 @@ import pytest
 import yaml
 from helm_python import Chart, HelmValuesError
 
-from k8s.chart.make import HERE, made
+from k8s.chart.make import COMPONENTS, HERE, made, rendered
 from lorikeet.settings import Settings
-from tests.k8s.manifests import Manifest, containers, problems
-from tests.k8s.manifests import render as rendered
+from tests.k8s.manifests import Manifest, containers, problems, render
 
 DIGEST = "sha256:" + 64 * "a"
+ADDRESSES = [{"ipBlock": {"cidr": "10.0.0.0/24"}}]
+# By component, the values that bring it as it is.
+VALUES: dict[str, Manifest] = {
+    "autoscaling": {"autoscaling": {"enabled": True}},
+    "gateway-api": {"gateway": {"host": "lorikeet.example.com"}},
+    "gcs-fault-tolerance": {"gcsFaultTolerance": {"enabled": True}},
+    "load-balancer": {"requestsFrom": ADDRESSES},
+}
+needs_kubectl = pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
 
 
 def chart(**values: Any) -> dict[tuple[str, str], Manifest]:
@@ -41,26 +49,30 @@ def pods(objects: dict[tuple[str, str], Manifest]) -> list[Manifest]:
     return [group["template"] for group in groups]
 
 
+@needs_kubectl
 def test_what_is_made_of_manifests_is_up_to_date() -> None:
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl is not installed")
     for name, text in made().items():
         assert (HERE / name).read_text() == text, "run python -m k8s.chart.make"
 
 
-def test_by_default_it_is_the_overlay() -> None:
-    objects = chart(catalog={"create": False})
+@needs_kubectl
+@pytest.mark.parametrize("components", [(), *((each,) for each in COMPONENTS), tuple(COMPONENTS)])
+def test_it_is_the_overlay_with_the_components_that_values_bring(
+    components: tuple[str, ...],
+) -> None:
+    values = {key: value for each in components for key, value in VALUES[each].items()}
+    objects = chart(catalog={"create": False}, **values)
     name, _ = settings(objects)
-    ours = [_bare(m, {name: "settings"}) for m in objects.values()]
-    (config,) = (m["metadata"]["name"] for m in rendered("gpu") if m["kind"] == "ConfigMap")
-    theirs = [_bare(m, {config: "settings"}) for m in rendered("gpu") if m["kind"] != "Namespace"]
-    assert sorted(map(_key, ours)) == sorted(map(_key, theirs))
-    for one, other in zip(sorted(ours, key=_key), sorted(theirs, key=_key), strict=True):
-        assert one == other
+    ours = {f"{kind}/{each}".replace(name, "settings"): m for (kind, each), m in objects.items()}
+    theirs = rendered(*components)
+    assert ours.keys() == theirs.keys()
+    for key, manifest in theirs.items():
+        assert _bare(ours[key], name) == _bare(manifest, name), key
 
 
 def test_every_object_fits_its_schema() -> None:
-    objects = chart(gateway={"host": "lorikeet.acme.com"}, monitoring={"enabled": True})
+    every = {key: value for values in VALUES.values() for key, value in values.items()}
+    objects = chart(monitoring={"enabled": True}, **every)
     wrong = {key: problems(manifest) for key, manifest in objects.items()}
     assert {key: found for key, found in wrong.items() if found} == {}
 
@@ -117,6 +129,33 @@ def test_pods_go_where_values_say() -> None:
     assert counts == [{3}, {5}]
 
 
+def test_pods_have_the_priority_that_values_name() -> None:
+    groups = ("head", "gateways", "engines")
+    objects = chart(**{group: {"priorityClassName": f"{group}-class"} for group in groups})
+    named = [pod["spec"]["priorityClassName"] for pod in pods(objects)]
+    assert named == [f"{group}-class" for group in groups]
+
+
+def test_the_autoscaler_may_start_as_many_engines_as_values_say() -> None:
+    scaled = {"enabled": True, "maxReplicas": 7}
+    objects = chart(engines={"replicas": 3}, autoscaling=scaled)
+    _, engines = cluster(objects)["workerGroupSpecs"]
+    assert (engines["minReplicas"], engines["maxReplicas"]) == (3, 7)
+    assert Settings.from_env(settings(objects)[1]).most_engines == 7
+    account = objects["ServiceAccount", pods(objects)[0]["spec"]["serviceAccountName"]]
+    assert account["metadata"]["name"] == "lorikeet-head"
+
+
+def test_the_state_of_ray_lies_in_the_redis_that_values_name() -> None:
+    redis = {"redisAddress": "rediss://redis.acme.com:6380", "redisPeers": ADDRESSES}
+    objects = chart(gcsFaultTolerance={"enabled": True, "secret": "acme", **redis})
+    options = cluster(objects)["gcsFaultToleranceOptions"]
+    assert options["redisAddress"] == "rediss://redis.acme.com:6380"
+    assert options["redisPassword"]["valueFrom"]["secretKeyRef"]["name"] == "acme"
+    (rule,) = objects["NetworkPolicy", "redis"]["spec"]["egress"]
+    assert rule == {"to": ADDRESSES, "ports": [{"port": 6380, "protocol": "TCP"}]}
+
+
 def test_the_catalog_is_made_before_the_first_start_as_gateways_may() -> None:
     role = {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/gateways"}
     objects = chart(gateways={"serviceAccountAnnotations": role}, s3={"secret": "keys"})
@@ -147,7 +186,7 @@ def test_a_host_brings_a_gateway() -> None:
 
 def test_monitors_are_those_of_the_kustomization_with_labels() -> None:
     objects = chart(monitoring={"enabled": True, "labels": {"release": "prometheus"}})
-    theirs = {(m["kind"], m["metadata"]["name"]): m for m in rendered("../monitoring")}
+    theirs = {(m["kind"], m["metadata"]["name"]): m for m in render("../monitoring")}
     rules = ("PrometheusRule", "lorikeet")
     assert objects[rules]["spec"] == theirs[rules]["spec"]
     assert objects[rules]["metadata"]["labels"]["release"] == "prometheus"
@@ -165,6 +204,12 @@ def test_monitors_are_those_of_the_kustomization_with_labels() -> None:
         ({"catalog": {"url": "/var/lib/lorikeet"}}, "catalog"),
         ({"settings": {"LORIKEET_MAX_RUNNING": 100000000}}, "string"),
         ({"image": {"digest": "latest"}}, "digest"),
+        ({"head": {"priorityClass": "high"}}, "priorityClass"),
+        ({"autoscaling": {"maxReplicas": "4"}}, "maxReplicas"),
+        ({"gcsFaultTolerance": {"redisAddress": "redis.redis"}}, "redisAddress"),
+        ({"gcsFaultTolerance": {"redisPeers": []}}, "redisPeers"),
+        ({"requestsFrom": [{"ipBlock": {"cidr": "10.0.0.1"}}]}, "cidr"),
+        ({"requestsFrom": [{}]}, "requestsFrom"),
     ],
 )
 def test_wrong_values_are_refused_by_name(values: Manifest, named: str) -> None:
@@ -172,12 +217,11 @@ def test_wrong_values_are_refused_by_name(values: Manifest, named: str) -> None:
         chart(**values)
 
 
-def _bare(manifest: Manifest, names: dict[str, str]) -> Manifest:
-    """A manifest without what is empty, without a namespace, and with other names."""
-    text = json.dumps(manifest)
-    for name, other in names.items():
-        text = text.replace(name, other)
-    bare: Manifest = _without_empty(json.loads(text))
+def _bare(manifest: Manifest, settings_name: str) -> Manifest:
+    """A manifest without what is empty, without a namespace, and with the settings' plain name."""
+    bare: Manifest = _without_empty(
+        json.loads(json.dumps(manifest).replace(settings_name, "settings"))
+    )
     bare["metadata"].pop("namespace", None)
     return bare
 
@@ -188,8 +232,4 @@ def _without_empty(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     children = {key: _without_empty(child) for key, child in node.items()}
-    return {key: child for key, child in children.items() if child not in ({}, [])}
-
-
-def _key(manifest: Manifest) -> tuple[str, str]:
-    return manifest["kind"], manifest["metadata"]["name"]
+    return {key: child for key, child in children.items() if child not in ({}, [], "")}

@@ -19,6 +19,7 @@
   "LORIKEET_REPLICAS" (toString .Values.engines.replicas)
 -}}
 {{- with .Values.s3.endpoint }}{{ $_ := set $values "AWS_ENDPOINT_URL" . }}{{ end -}}
+{{- with .Values.autoscaling }}{{ if .enabled }}{{ $_ := set $values "LORIKEET_MAX_REPLICAS" (toString .maxReplicas) }}{{ end }}{{ end -}}
 {{- merge (dict) .Values.settings $values (.Files.Get "files/settings.json" | fromJson) | toJson -}}
 {{- end -}}
 
