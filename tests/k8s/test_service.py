@@ -225,9 +225,11 @@ def test_every_pod_has_a_budget_and_every_policy_a_pod(overlay: str) -> None:
 
 
 @both
-def test_disruption_budgets_are_of_the_kind_kubernetes_takes_for_ray(overlay: str) -> None:
-    for budget in of_kind(overlay, "PodDisruptionBudget"):
-        assert budget["spec"]["minAvailable"] == 1
+def test_a_drain_leaves_a_gateway_an_engine_and_every_head(overlay: str) -> None:
+    """In whole pods, as Kubernetes takes for a RayCluster. An upgrade has two heads."""
+    budgets = of_kind(overlay, "PodDisruptionBudget")
+    kept = {each["metadata"]["name"]: each["spec"]["minAvailable"] for each in budgets}
+    assert kept == {"head": 2, "gateways": 1, "engines": 1}
 
 
 def test_the_demos_adapters_fit_the_local_overlays_base_model() -> None:
