@@ -129,6 +129,8 @@ def _text(manifests: dict[str, Manifest], template: Template) -> str:
         manifest["metadata"].pop("namespace", None)  # the release's
         if manifest["kind"] == "ConfigMap":
             manifest["metadata"]["name"] = template.expression('include "lorikeet.settingsName" .')
+            # The cluster that an upgrade replaces reads them for as long as it is there.
+            manifest["metadata"]["annotations"] = {"helm.sh/resource-policy": "keep"}
             manifest["data"] = template.expression('include "lorikeet.settings" .')
         if manifest["kind"] == "ServiceAccount":
             template.put(manifest, {"imagePullSecrets": ".Values.image.pullSecrets"})

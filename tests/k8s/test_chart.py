@@ -65,6 +65,7 @@ def test_it_is_the_overlay_with_the_components_that_values_bring(
     name, _ = settings(objects)
     ours = {f"{kind}/{each}".replace(name, "settings"): m for (kind, each), m in objects.items()}
     theirs = rendered(*components)
+    ours["ConfigMap/settings"]["metadata"].pop("annotations")  # Helm's
     assert ours.keys() == theirs.keys()
     for key, manifest in theirs.items():
         assert _bare(ours[key], name) == _bare(manifest, name), key
@@ -101,6 +102,13 @@ def test_a_changed_setting_changes_the_ray_service() -> None:
     assert settings(one)[0] != settings(other)[0]
     assert settings(one)[0] in json.dumps(cluster(one))
     assert cluster(one) != cluster(other)
+
+
+def test_settings_stay_for_the_cluster_that_an_upgrade_replaces() -> None:
+    """Helm deletes what a release has no longer: pods of that cluster could not start again."""
+    objects = chart()
+    config = objects["ConfigMap", settings(objects)[0]]
+    assert config["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
 
 
 def test_the_image_and_its_registrys_login_are_everywhere() -> None:
