@@ -40,10 +40,12 @@ def ports_out(labels: Manifest) -> set[int]:
     }
 
 
-def test_every_component_is_tried() -> None:
+def test_every_component_is_tried_and_told_of() -> None:
     tried = yaml.safe_load((ROOT / "tests/k8s/every-component/kustomization.yaml").read_text())
     there = {path.name for path in (ROOT / "k8s/components").iterdir()}
     assert {path.rpartition("/")[2] for path in tried["components"]} == there
+    table = (ROOT / "k8s/README.md").read_text().partition("## Components")[2]
+    assert set(re.findall(r"^\| `([\w-]+)` \|", table.partition("\n## ")[0], re.MULTILINE)) == there
 
 
 def test_files_that_are_applied_by_hand_fit_their_schemas() -> None:
