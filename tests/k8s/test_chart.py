@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from helm_python import Chart, HelmValuesError
+from helm_python import Chart, HelmValuesError, lint
 
 from k8s.chart.make import COMPONENTS, HERE, made, rendered
 from lorikeet.settings import Settings
@@ -76,6 +76,11 @@ def test_every_object_fits_its_schema() -> None:
     objects = chart(monitoring={"enabled": True}, **every)
     wrong = {key: problems(manifest) for key, manifest in objects.items()}
     assert {key: found for key, found in wrong.items() if found} == {}
+
+
+def test_helm_lints_it() -> None:
+    found = lint(HERE, {}, strict=True)["messages"]
+    assert [each["error"] for each in found] == ["icon is recommended"]
 
 
 def test_values_become_settings() -> None:
