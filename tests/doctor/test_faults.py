@@ -102,6 +102,9 @@ PLANTED = {
         "max_position_embeddings",
         "lower LORIKEET_MAX_CONTEXT",
     ),
+    "a weight dtype that there is not": Fault(
+        "settings", variable("WEIGHT_DTYPE", "nf8"), PROBLEM, "'auto' or 'nf4'", "correct it"
+    ),
     "bfloat16 weights as float16": Fault(
         "base models", variable("DTYPE", "float16"), WARNING, "bfloat16", "LORIKEET_DTYPE=bfloat16"
     ),
@@ -261,6 +264,18 @@ def test_a_folder_that_is_not_whole(
     assert fault.severity is severity
     assert found in fault.message
     assert re.search(fix, fault.fix), fault
+
+
+def test_a_base_model_that_is_quantised_otherwise(patient: Patient) -> None:
+    (found,) = patient.examined("base models", **variable("WEIGHT_DTYPE", "nf4"))[:1]
+    assert found.severity is OK
+    path = patient.model / "config.json"
+    config = json.loads(path.read_text())
+    awq = {"quant_method": "awq", "bits": 3}
+    path.write_text(json.dumps(config | {"quantization_config": awq}))
+    (fault,) = faults(patient.examined("base models"))
+    assert "quantization_config.bits=3: want 4" in fault.message
+    assert "NF4, AWQ or GPTQ" in fault.fix
 
 
 def test_packages_that_are_too_old_or_not_there(

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from lorikeet_engine.adapter_format import BaseShape
-from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.errors import ModelError
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.lora.linear import (
     begin_step,
@@ -99,7 +99,7 @@ class LlamaModel:
     def round_to_nf4(self) -> None:
         """Give the layers' linears the values that an NF4 checkpoint of them would have.
 
-        For adapters that were trained with QLoRA on such a one. Raises SettingsError where the
+        For adapters that were trained with QLoRA on such a one. Raises ModelError where the
         checkpoint is quantised already.
         """
         check_can_round(self.config)
@@ -134,11 +134,12 @@ def rehearse_load(
 
 
 def check_can_round(config: ModelConfig) -> None:
-    """Raise SettingsError where the weights to be rounded to NF4 are no floats any more."""
+    """Raise ModelError where the weights that are to be rounded to NF4 are no floats."""
     if config.quantized_linears is not None:
-        raise SettingsError(
+        raise ModelError(
             f"weight_dtype=nf4: the checkpoint is quantised already, as "
-            f"{config.quantized_linears.format}: want auto, or a checkpoint of floats"
+            f"{config.quantized_linears.format}: want auto, or a checkpoint of floats",
+            field="weight_dtype",
         )
 
 

@@ -7,7 +7,7 @@ from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
-from lorikeet_engine.adapter_format import FAMILIES, read_json
+from lorikeet_engine.adapter_format import FAMILIES, quantized_linears, read_json
 from lorikeet_engine.errors import ModelError
 
 _POINTER = b"version https://git-lfs"
@@ -32,6 +32,8 @@ def _fix(folder: Path, fault: str) -> str:
         return f"correct the folder in LORIKEET_BASE_MODELS, or {download}"
     if fault == "max_context":
         return "lower LORIKEET_MAX_CONTEXT, or unset it"
+    if fault == "weight_dtype":
+        return "LORIKEET_WEIGHT_DTYPE=auto for it, or a folder with floats"
     if fault == "sliding_window":
         return "set LORIKEET_MAX_CONTEXT to the window"
     if fault.endswith(".safetensors") and _is_pointer(folder / fault):
@@ -59,7 +61,9 @@ def _check_dtype(check: str, folder: Path, served: str) -> Finding:
     """Compare the dtype of the stored weights with the one they are served in."""
     config = read_json(folder / "config.json")
     stored = config.get("dtype") or config.get("torch_dtype") or "unknown"
-    found = f"{folder}: {config['model_type']}, its weights {stored}, served as {served}"
+    quantized = quantized_linears(config)
+    linears = f", its linears {quantized.format}" if quantized else ""
+    found = f"{folder}: {config['model_type']}, its weights {stored}{linears}, served as {served}"
     if (stored, served) == ("bfloat16", "float16"):
         return warning(check, f"{found}, which cannot hold all", "LORIKEET_DTYPE=bfloat16")
     return ok(check, found)

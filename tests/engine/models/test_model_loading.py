@@ -60,7 +60,7 @@ def test_the_older_way_to_write_rope_means_the_same(variant_checkpoints, edited)
         ("llama", {"vocab_size": "many"}, "vocab_size"),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act"),
-        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config.quant_method"),
+        ("llama", {"quantization_config": "fp8"}, "quantization_config.quant_method"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},

@@ -11,7 +11,7 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file, save_file
 
 from lorikeet_engine.adapter_format import BaseShape
-from lorikeet_engine.errors import ModelError, SettingsError
+from lorikeet_engine.errors import ModelError
 from lorikeet_engine.execution.assembly import assemble
 from lorikeet_engine.kernels.lora.types import Segments
 from lorikeet_engine.models.checkpoint import SINGLE
@@ -122,7 +122,7 @@ def test_a_checkpoint_of_floats_can_be_served_as_if_it_were_nf4(wide_checkpoints
 
 
 def test_what_is_quantised_already_is_not_rounded_again(nf4, tmp_path):
-    with pytest.raises(SettingsError, match="quantised already, as nf4"):
+    with pytest.raises(ModelError, match="quantised already, as nf4"):
         assembled(nf4("llama")[1], tmp_path)
 
 
