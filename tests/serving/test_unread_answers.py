@@ -9,8 +9,8 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lorikeet.serving import unread_answers
-from lorikeet.serving.unread_answers import MOST_UNREAD_BYTES, UnreadAnswerMiddleware
+from lorikeet.serving import proxy_middleware
+from lorikeet.serving.proxy_middleware import MOST_UNREAD_BYTES, UnreadAnswerMiddleware
 
 PIECE = b"x" * 2**16
 KERNEL_BYTES = 2**24
@@ -75,7 +75,7 @@ async def asking(port: int) -> AsyncIterator[asyncio.StreamReader]:
 def test_a_stream_that_nobody_reads_waits_when_a_mib_does_and_is_cut_after_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(unread_answers, "STALLED_S", 0.5)
+    monkeypatch.setattr(proxy_middleware, "STALLED_S", 0.5)
 
     async def scenario() -> None:
         app = Endless()
@@ -107,9 +107,9 @@ def test_a_client_that_reads_slowly_gets_all_of_an_answer_that_is_there_at_once(
 
 
 def test_a_stream_that_nobody_reads_is_cut_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unread_answers, "STALLED_S", 0.3)
-    monkeypatch.setattr(unread_answers, "_LEAST_BYTES_PER_S", 1e9)
-    monkeypatch.setattr(unread_answers, "MOST_UNREAD_BYTES", 2**40)
+    monkeypatch.setattr(proxy_middleware, "STALLED_S", 0.3)
+    monkeypatch.setattr(proxy_middleware, "_LEAST_BYTES_PER_S", 1e9)
+    monkeypatch.setattr(proxy_middleware, "MOST_UNREAD_BYTES", 2**40)
 
     async def scenario() -> None:
         app = Endless()

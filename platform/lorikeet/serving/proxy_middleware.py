@@ -1,8 +1,12 @@
-"""Middleware in Ray Serve's HTTP proxies: unread answers, request ids, what Serve itself answers.
+"""Middleware in front of Ray Serve: unread answers, request ids, what Serve itself answers.
 
 Serve imports it when
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=lorikeet.serving.proxy_middleware:middlewares.
 """
+
+import asyncio
+import logging
+from collections import deque
 
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
@@ -12,20 +16,117 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lorikeet.dialects import error_body
 from lorikeet.errors import Unavailable
 from lorikeet.gateway.error_responses import error_response
-from lorikeet.serving.unread_answers import UnreadAnswerMiddleware
 
+log = logging.getLogger(__name__)
+
+MOST_UNREAD_BYTES = 2**20
+"""Beyond what the kernel buffers, which is some MiB: a stream of 100 tokens a second takes 40 s."""
+STALLED_S = 60.0
+_LEAST_BYTES_PER_S = 2**16
+"""A large message has a second more for each so many bytes."""
 _HEADER = b"x-request-id"
 _ROUTES = "/-/routes"
 
 
 def middlewares() -> list[Middleware]:
-    """The middleware that Serve puts around its own."""
+    """The middleware that Serve puts around its own; a gateway's answers pass it as they are."""
     return [
         Middleware(UnreadAnswerMiddleware),
         Middleware(RequestIdMiddleware),
         Middleware(UnavailableMiddleware),
         Middleware(RoutesMiddleware),
     ]
+
+
+class UnreadAnswerMiddleware:
+    """Sends an answer as its client reads it; cuts it where nothing is read for too long.
+
+    Serve's proxy, or with HAProxy a gateway's own server, takes an answer from the gateway's
+    application as fast as it is made, into a queue without a bound; only then it waits for the
+    client. With this in between, what a client has not read yet waits here, and has a bound: then
+    the application waits too, and what it makes meanwhile is joined in its buffer of that answer.
+    Of an answer that is cut the application is told that the client has gone, and the connection
+    is closed.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on; send its answer on a task of its own."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        answer = _Answer(receive, send)
+        writing = asyncio.create_task(answer.write())
+        try:
+            await self._app(scope, answer.receive, answer.send)
+            answer.end()
+            await asyncio.wait((writing, answer.cut), return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+        finally:
+            writing.cancel()
+
+
+class _Answer:
+    """The messages of one answer that its client has not read. cut: done once it is cut."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
+        self._unread = deque[Message]()
+        self._unread_bytes = 0
+        self._ready, self._below = asyncio.Event(), asyncio.Event()
+        self._ended = False
+        self.cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def receive(self) -> Message:
+        """Return the client's next message; that it has gone, once the answer is cut."""
+        receiving = asyncio.ensure_future(self._receive())
+        try:
+            await asyncio.wait((receiving, self.cut), return_when=asyncio.FIRST_COMPLETED)
+            return receiving.result() if receiving.done() else {"type": "http.disconnect"}
+        finally:
+            receiving.cancel()
+
+    async def send(self, message: Message) -> None:
+        """Take a message of the application's, at once unless too much waits for the client."""
+        while self._unread_bytes > MOST_UNREAD_BYTES and not self.cut.done():
+            self._below.clear()
+            await self._below.wait()
+        if not self.cut.done():
+            self._unread.append(message)
+            self._unread_bytes += len(message.get("body", b""))
+            self._ready.set()
+
+    def end(self) -> None:
+        """Let `write` end when it has sent what is there."""
+        self._ended = True
+        self._ready.set()
+
+    async def write(self) -> None:
+        """Send the messages to the client, until they end or the answer is cut."""
+        while not self._ended or self._unread:
+            await self._ready.wait()
+            self._ready.clear()
+            while self._unread:
+                message = self._unread.popleft()
+                size = len(message.get("body", b""))
+                try:
+                    async with asyncio.timeout(STALLED_S + size / _LEAST_BYTES_PER_S):
+                        await self._send(message)
+                except TimeoutError:
+                    self._give_up()
+                    return
+                self._unread_bytes -= size
+                self._below.set()
+
+    def _give_up(self) -> None:
+        if not self.cut.done():
+            log.warning("answer_unread", extra={"unread_bytes": self._unread_bytes})
+            self._unread.clear()
+            self.cut.set_result(None)
+            self._below.set()
 
 
 class RequestIdMiddleware:
