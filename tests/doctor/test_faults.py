@@ -14,7 +14,7 @@ from lorikeet.doctor import environment, versions
 from lorikeet.doctor.cuda import Cuda
 from lorikeet.doctor.finding import Severity
 from lorikeet.gateway.body import MAX_JSON_BYTES
-from lorikeet.replica.prompts import MOST_LOGPROBS
+from lorikeet.replica.request_builder import MOST_LOGPROBS
 from tests.doctor.conftest import GIB, H100, HOST, Patient, faults, keys_of, variable
 
 OK, WARNING, PROBLEM = Severity.OK, Severity.WARNING, Severity.PROBLEM

@@ -6,7 +6,7 @@ import pytest
 
 from lorikeet.errors import ContextLengthExceeded, InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
-from lorikeet.replica.prompts import fit_body, max_answer_tokens
+from lorikeet.replica.request_builder import fit_body, max_answer_tokens
 from lorikeet_engine.request import SamplingParams
 
 ENGINE = 100

@@ -22,7 +22,6 @@ from lorikeet.errors import InvalidSetting
 from lorikeet.gateway.apis.api_request import prompt_tokens
 from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, Format, Refusal
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision, PrefetchTarget
-from lorikeet.replica import prompts as prompts_module
 from lorikeet.replica import replica as replica_module
 from lorikeet.replica import request_builder
 from lorikeet.replica.prompts import PromptEncoder
@@ -496,7 +495,7 @@ def test_a_replica_whose_engine_hangs_sends_requests_elsewhere_and_says_nothing(
 
 
 def test_without_max_tokens_an_answer_ends_where_its_body_is_full(settings, monkeypatch):
-    monkeypatch.setattr(prompts_module, "MOST_LOGPROBS", 14)
+    monkeypatch.setattr(request_builder, "MOST_LOGPROBS", 14)
     call = replace(CALL, max_tokens=None, sampling=replace(CALL.sampling, logprobs=2))
     body = json.loads(run(settings, lambda replica: items_of(replica, call))[-1])
     assert body["usage"]["completion_tokens"] == 4

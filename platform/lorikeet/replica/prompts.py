@@ -1,4 +1,4 @@
-"""Text to tokens: chat templates and plain prompts, and the room that they leave for an answer."""
+"""Text to tokens: chat templates and plain prompts, and the grammars that go with them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,8 +27,6 @@ from lorikeet.replica.grammar import format_grammar, format_rule
 from lorikeet.replica.thinking_grammar import behind_thinking
 from lorikeet.replica.tool_grammar import call_grammar, text_grammar
 
-MOST_LOGPROBS = 2**19
-"""In one body, which a replica and a gateway hold whole: 40 MB of short tokens."""
 _TEMPLATE_ERRORS = (
     *(TemplateError, TypeError, ValueError),
     *(ArithmeticError, AttributeError, LookupError, RecursionError),
@@ -209,49 +207,3 @@ def _names_in(templates: Sequence[str]) -> frozenset[str]:
     """Return the names that stand in chat templates."""
     lexed = (token for text in templates for token in Environment().lex(text))
     return frozenset(value for _, kind, value in lexed if kind == "name")
-
-
-def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_context: int) -> int:
-    """Return the most tokens of a choice, at least 1: what the longest prompt leaves free.
-
-    Raises ContextLengthExceeded where prompt and max_tokens are more than the caller's own limit.
-    What the engine's context does not hold is the engine's to refuse.
-    """
-    longest = max(map(len, prompts))
-    limit = call.max_context
-    if limit is None:
-        return max(1, engine_context - longest)
-    if longest + (call.max_tokens or 1) > limit:
-        if longest < limit:
-            param = "max_tokens"
-        else:
-            param = "prompt" if call.endpoint is Endpoint.COMPLETIONS else "messages"
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {limit} tokens for this tenant or key. "
-            f"However, the prompt has {longest} and the answer up to {call.max_tokens or 1}: "
-            f"shorten the prompt, or ask for fewer tokens",
-            param=param,
-        )
-    return max(1, min(engine_context, limit) - longest)
-
-
-def fit_body(call: Call, choices: int, room: int) -> int:
-    """Return how much of the room of each choice one body holds; all of it for a chat's stream.
-
-    Raises InvalidInput where the caller's own max_tokens is more than that.
-    """
-    logprobs = call.sampling.logprobs
-    repeats = call.endpoint is Endpoint.RESPONSES  # its last four events have all of them
-    if logprobs is None or (call.stream and not repeats):
-        return room
-    copies = 4 if call.stream else 1
-    most = MOST_LOGPROBS // (choices * (1 + logprobs) * copies)
-    max_tokens = min(call.max_tokens or 1, room)
-    if max_tokens > most:
-        raise InvalidInput(
-            f"an answer of up to {choices} × {max_tokens} tokens with {1 + logprobs} log "
-            f"probabilities each: {MOST_LOGPROBS} is the most without stream. Set stream, or a "
-            "smaller max_tokens",
-            param="logprobs",
-        )
-    return min(room, most)

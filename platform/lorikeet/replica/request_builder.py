@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from lorikeet.answer_stream.reasoning import Thinking
-from lorikeet.protocol.messages import Call
+from lorikeet.errors import ContextLengthExceeded, InvalidInput
+from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet.replica.grammar_sandbox import GrammarSandbox
-from lorikeet.replica.prompts import PromptEncoder, fit_body, max_answer_tokens
+from lorikeet.replica.prompts import PromptEncoder
 from lorikeet_engine.request import Request
 
 T = TypeVar("T")
 
+MOST_LOGPROBS = 2**19
+"""In one body, which a replica and a gateway hold whole: 40 MB of short tokens."""
 _ENCODERS = 2
 _SHORT_PROMPT_TOKENS = 256
 """Prompts up to about this long take less time than a thread waits beside a busy event loop."""
@@ -109,6 +112,52 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
         scheduling=call.scheduling,
     )
     return EncodedCall(request, thinking, answer_grammar)
+
+
+def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_context: int) -> int:
+    """Return the most tokens of a choice, at least 1: what the longest prompt leaves free.
+
+    Raises ContextLengthExceeded where prompt and max_tokens are more than the caller's own limit.
+    What the engine's context does not hold is the engine's to refuse.
+    """
+    longest = max(map(len, prompts))
+    limit = call.max_context
+    if limit is None:
+        return max(1, engine_context - longest)
+    if longest + (call.max_tokens or 1) > limit:
+        if longest < limit:
+            param = "max_tokens"
+        else:
+            param = "prompt" if call.endpoint is Endpoint.COMPLETIONS else "messages"
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limit} tokens for this tenant or key. "
+            f"However, the prompt has {longest} and the answer up to {call.max_tokens or 1}: "
+            f"shorten the prompt, or ask for fewer tokens",
+            param=param,
+        )
+    return max(1, min(engine_context, limit) - longest)
+
+
+def fit_body(call: Call, choices: int, room: int) -> int:
+    """Return how much of the room of each choice one body holds; all of it for a chat's stream.
+
+    Raises InvalidInput where the caller's own max_tokens is more than that.
+    """
+    logprobs = call.sampling.logprobs
+    repeats = call.endpoint is Endpoint.RESPONSES  # its last four events have all of them
+    if logprobs is None or (call.stream and not repeats):
+        return room
+    copies = 4 if call.stream else 1
+    most = MOST_LOGPROBS // (choices * (1 + logprobs) * copies)
+    max_tokens = min(call.max_tokens or 1, room)
+    if max_tokens > most:
+        raise InvalidInput(
+            f"an answer of up to {choices} × {max_tokens} tokens with {1 + logprobs} log "
+            f"probabilities each: {MOST_LOGPROBS} is the most without stream. Set stream, or a "
+            "smaller max_tokens",
+            param="logprobs",
+        )
+    return min(room, most)
 
 
 def _is_short(call: Call) -> bool:
