@@ -10,13 +10,13 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from lorikeet.answer_stream.answer_format import failed_event
 from lorikeet.answer_stream.logprobs import LikelyToken, SampledToken
 from lorikeet.answer_stream.openai_format import (
     CallDelta,
     Choice,
     EventStream,
     WholeLogprobs,
+    failed_completion_event,
     json_body,
 )
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
@@ -137,7 +137,7 @@ def test_a_body_has_every_choice_in_order() -> None:
 
 def test_a_failure_after_the_first_byte_is_one_error_event() -> None:
     (event,) = events(
-        failed_event(call(Endpoint.CHAT), 1, "generation_failed", "the step failed; send it again")
+        failed_completion_event("generation_failed", "the step failed; send it again")
     )
     assert event["error"] == {
         "message": "the step failed; send it again",

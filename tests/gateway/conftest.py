@@ -17,7 +17,7 @@ import pytest
 import uvicorn
 from safetensors.numpy import save_file
 
-from lorikeet.answer_stream.answer_format import event_stream, whole_answer
+from lorikeet.answer_stream.answer import event_stream, whole_answer
 from lorikeet.answer_stream.anthropic_format import token_count_body
 from lorikeet.answer_stream.openai_format import Choice, EventStream
 from lorikeet.catalog.catalog import AdapterCatalog

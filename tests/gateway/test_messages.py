@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from lorikeet.answer_stream.answer_format import event_stream, whole_answer
+from lorikeet.answer_stream.answer import event_stream, whole_answer
 from lorikeet.answer_stream.openai_format import Choice
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Format, Refusal, StreamItem
 from lorikeet_engine.request import FinishReason

@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lorikeet.answer_stream.answer_format import failed_event
-from lorikeet.protocol.messages import Call, Endpoint
+from lorikeet.answer_stream.openai_format import failed_completion_event
 
 ROOT = Path(__file__).parents[2]
 KEYS = {"acme": "lk_acme", "bolt": "lk_bolt"}
-CALL = Call("r1", Endpoint.CHAT, 0, "acme", "acme/a", None, stream=True)
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def test_a_refused_request_fails_the_run(server: Any, locust: Locust) -> None:
     ("last_words", "reason"),
     [
         (b"", "the stream broke off"),
-        (failed_event(CALL, 1, "step_failed", "The step failed."), "mid-stream: step_failed"),
+        (failed_completion_event("step_failed", "The step failed."), "mid-stream: step_failed"),
     ],
 )
 def test_a_stream_that_breaks_off_fails_the_run(

@@ -4,22 +4,30 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from lorikeet.answer_stream.answer_format import event_stream, whole_answer
+from lorikeet.answer_stream.anthropic_format import (
+    AnswerProgress,
+    MessageEventStream,
+    message_body,
+)
 from lorikeet.answer_stream.billed_tokens import BilledTokens
 from lorikeet.answer_stream.choice_stream import open_choice
 from lorikeet.answer_stream.detokenizer import StopStrings, Vocabulary
 from lorikeet.answer_stream.openai_format import (
     CallDelta,
     Choice,
+    EventStream,
     WholeLogprobs,
+    json_body,
 )
 from lorikeet.answer_stream.reasoning import Thinking
 from lorikeet.answer_stream.response_stream import ResponseStream
+from lorikeet.answer_stream.responses_format import ResponseEventStream, response_body
 from lorikeet.answer_stream.tool_syntax import ToolSyntax
 from lorikeet.errors import engine_code
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Call,
+    Endpoint,
     FinalUsage,
     Refusal,
     RunningUsage,
@@ -161,7 +169,8 @@ class AnswerSender:
     """Sends the gateway what the engine's outputs add to one answer, at once.
 
     No task waits for outputs: at thousands of deltas a second turns of the event loop would cost
-    more than the work. `ended` is done when all is sent; it fails if our code does.
+    more than the work. meter: counts for the tenant's bill. `ended` is done when all is sent; it
+    fails if our code does.
     """
 
     def __init__(
@@ -213,6 +222,28 @@ class AnswerSender:
             self._stream.put(self._request_id, items, ended=ended)
         if ended:
             self.ended.set_result(None)
+
+
+def event_stream(
+    call: Call, progress: AnswerProgress
+) -> EventStream | ResponseEventStream | MessageEventStream:
+    """Return what makes the events of a streamed call, in the shape of the API that was asked."""
+    match call.endpoint:
+        case Endpoint.RESPONSES:
+            return ResponseEventStream(call)
+        case Endpoint.MESSAGES:
+            return MessageEventStream(call, progress)
+    return EventStream(call, progress.choice_usage if call.continuous_usage else None)
+
+
+def whole_answer(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes:
+    """Return the body of a call without `stream`. choices: in order."""
+    match call.endpoint:
+        case Endpoint.RESPONSES:
+            return response_body(call, choices[0], usage)
+        case Endpoint.MESSAGES:
+            return message_body(call, choices[0], usage)
+    return json_body(call, choices, usage)
 
 
 def refusal_of(error: EngineError) -> Refusal:

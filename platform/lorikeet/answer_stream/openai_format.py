@@ -16,6 +16,7 @@ from lorikeet.answer_stream.logprobs import (
     completion_logprobs,
     response_logprobs,
 )
+from lorikeet.dialects import error_body
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 from lorikeet_engine.request import FinishReason
 
@@ -182,6 +183,11 @@ def json_body(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes
     bodies = [_choice(chat, functions, index, choice) for index, choice in enumerate(choices)]
     used = _dump(_usage(usage, chat=chat))
     return b'%s,"choices":[%s],"usage":%s}' % (head[:-1], b",".join(bodies), used)
+
+
+def failed_completion_event(code: str, message: str, param: str | None = None) -> bytes:
+    """Return the event that ends a stream which failed; nothing follows it."""
+    return b"data: " + _dump(error_body(code, message, param)) + b"\n\n"
 
 
 def _has_functions(call: Call) -> bool:

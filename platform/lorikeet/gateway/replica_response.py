@@ -8,11 +8,20 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from lorikeet.answer_stream.answer_format import failed_event
+from lorikeet.answer_stream.anthropic_format import failed_message_event
+from lorikeet.answer_stream.openai_format import failed_completion_event
+from lorikeet.answer_stream.responses_format import failed_response_event
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
 from lorikeet.gateway.error_responses import OK, Refused
 from lorikeet.logs import log_unexpected
-from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, Refusal, StreamItem
+from lorikeet.protocol.messages import (
+    AnswerHeader,
+    Call,
+    Endpoint,
+    FinalUsage,
+    Refusal,
+    StreamItem,
+)
 
 Headers = Sequence[tuple[bytes, bytes]]
 Items = AsyncGenerator[StreamItem, None]
@@ -123,10 +132,10 @@ class ReplicaResponse(Response):
             if last and self._before_end is not None:
                 yield await self._before_end(last)
         except LorikeetError as error:
-            yield failed_event(self._call, events, error.code, error.message, error.param)
+            yield _failed_event(self._call, events, error)
         except Exception as error:
             log_unexpected("stream_failed", self._call.request_id, error)
-            yield failed_event(self._call, events, GenerationFailed.code, _SILENT)
+            yield _failed_event(self._call, events, GenerationFailed(_SILENT))
 
     async def _all_bytes(self, first: bytes, items: Items) -> AsyncGenerator[bytes, None]:
         yield first
@@ -173,6 +182,16 @@ async def _while_connected(receive: Receive, work: Coroutine[None, None, None]) 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _failed_event(call: Call, sent: int, error: LorikeetError) -> bytes:
+    """Return the event that ends a stream which failed after so many events."""
+    match call.endpoint:
+        case Endpoint.RESPONSES:
+            return failed_response_event(call, sent, error.code, error.message, error.param)
+        case Endpoint.MESSAGES:
+            return failed_message_event(call, error.code, error.message)
+    return failed_completion_event(error.code, error.message, error.param)
 
 
 def _headers(header: AnswerHeader) -> Headers:
