@@ -4,7 +4,7 @@ from dataclasses import replace
 from random import Random
 from time import thread_time
 
-from lorikeet.routing.prefix_index import prefix_hashes
+from lorikeet.routing.locations import prefix_hashes
 from lorikeet_engine.adapter import Residency
 from tests.routing.gateway import ASK, IDLE, REF, Gateway
 

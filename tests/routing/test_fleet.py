@@ -7,7 +7,7 @@ import pytest
 
 from lorikeet.rendezvous import by_preference
 from lorikeet.routing.fleet import Fleet
-from lorikeet.routing.prefix_index import prefix_hashes
+from lorikeet.routing.locations import prefix_hashes
 from lorikeet.routing.ranking import Work
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import LoadCosts, MeasuredCosts, RowsTime, StepCosts

@@ -1,6 +1,6 @@
 """Which replica has computed how much of a prompt."""
 
-from lorikeet.routing.prefix_index import (
+from lorikeet.routing.locations import (
     BLOCK_TOKENS,
     CHARACTERS_PER_TOKEN,
     MOST_BLOCKS,

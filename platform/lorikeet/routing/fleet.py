@@ -8,9 +8,8 @@ from random import Random
 from threading import Lock
 
 from lorikeet.rendezvous import rendezvous_candidates
-from lorikeet.routing.locations import AdapterLocations
+from lorikeet.routing.locations import AdapterLocations, PrefixIndex
 from lorikeet.routing.median_costs import median_costs
-from lorikeet.routing.prefix_index import PrefixIndex
 from lorikeet.routing.ranking import (
     H200_LLAMA_8B,
     Candidate,

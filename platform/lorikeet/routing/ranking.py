@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Generic, NamedTuple, TypeVar
 
-from lorikeet.routing.prefix_index import PrefixHashes
+from lorikeet.routing.locations import PrefixHashes
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import LoadCosts, StepCosts, seen_tokens
 

@@ -14,7 +14,7 @@ from ray.serve.request_router import (
 
 from lorikeet.protocol.messages import Call, SmokeTest
 from lorikeet.routing.fleet import STATS_AGE_S, Fleet
-from lorikeet.routing.prefix_index import prefix_hashes
+from lorikeet.routing.locations import prefix_hashes
 from lorikeet.routing.ranking import RoutingRequest, Work
 from lorikeet.routing.status_update import from_stats
 from lorikeet.serving.fleet_registry import fleet_of

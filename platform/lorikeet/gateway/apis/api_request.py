@@ -12,7 +12,7 @@ from lorikeet.gateway.apis.responses_items import InputItem
 from lorikeet.gateway.auth import Caller, ResolvedModel
 from lorikeet.gateway.body import Body, misfit
 from lorikeet.protocol.messages import Call
-from lorikeet.routing.prefix_index import CHARACTERS_PER_TOKEN
+from lorikeet.routing.locations import CHARACTERS_PER_TOKEN
 from lorikeet.routing.ranking import Work
 from lorikeet_engine.request import SchedulingParams
 
