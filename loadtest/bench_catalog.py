@@ -29,8 +29,8 @@ from lorikeet.catalog.log.apply import apply_entries
 from lorikeet.catalog.log.log import Log
 from lorikeet.catalog.records import AdapterRecord, Limits, TenantRecord, TenantState, VersionRecord
 from lorikeet.catalog.snapshots.partition_format import encode_tenant
-from lorikeet.catalog.snapshots.partitions import PARTITIONS, Partition, partition_of
 from lorikeet.catalog.snapshots.snapshots import Snapshots
+from lorikeet.catalog.state import PARTITIONS, Partition, partition_of
 from lorikeet.catalog.view import SNAPSHOT_EVERY
 
 TAIL = SNAPSHOT_EVERY // 2

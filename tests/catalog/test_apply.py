@@ -20,15 +20,8 @@ from lorikeet.catalog.records import Scope
 from lorikeet.catalog.rules import adapters as adapter_rules
 from lorikeet.catalog.rules import tenants_and_keys as tenant_rules
 from lorikeet.catalog.rules.limits import TenantOptions
-from lorikeet.catalog.snapshots.partitions import (
-    COMMON,
-    PARTITIONS,
-    Partition,
-    UnreadPartition,
-    partition_from_bytes,
-    partition_of,
-    partition_to_bytes,
-)
+from lorikeet.catalog.snapshots.snapshots import partition_from_bytes, partition_to_bytes
+from lorikeet.catalog.state import COMMON, PARTITIONS, Partition, UnreadPartition, partition_of
 from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import LorikeetError
 from lorikeet_engine.adapter import Residency

@@ -8,7 +8,7 @@ import pytest
 
 from lorikeet.catalog import AdapterCatalog, Scope
 from lorikeet.catalog.kept_view import KeptView
-from lorikeet.catalog.snapshots.partitions import UnreadPartition
+from lorikeet.catalog.state import UnreadPartition
 from lorikeet.catalog.store.local import LocalStore
 
 

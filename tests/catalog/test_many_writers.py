@@ -19,8 +19,8 @@ from lorikeet.catalog import AdapterCatalog, blob_key, open_store
 from lorikeet.catalog.log.apply import apply_entries
 from lorikeet.catalog.log.changes import AliasMoved, Entry, VersionRegistered
 from lorikeet.catalog.log.log import Log
-from lorikeet.catalog.snapshots.partitions import PARTITIONS, Partition, partition_to_bytes
-from lorikeet.catalog.state import CatalogState
+from lorikeet.catalog.snapshots.snapshots import partition_to_bytes
+from lorikeet.catalog.state import PARTITIONS, CatalogState, Partition
 
 MANY_WRITERS = Path(__file__).with_name("many_writers.py")
 

@@ -9,15 +9,14 @@ import pytest
 
 from lorikeet.catalog import AdapterCatalog, ObjectStore, Scope, VersionRecord, secret_sha256
 from lorikeet.catalog.log.log import Log
-from lorikeet.catalog.snapshots.partitions import (
+from lorikeet.catalog.snapshots.snapshots import Snapshots, partition_to_bytes
+from lorikeet.catalog.state import (
     PARTITIONS,
+    CatalogState,
     PartitionsNotRead,
     UnreadPartition,
     partition_of,
-    partition_to_bytes,
 )
-from lorikeet.catalog.snapshots.snapshots import Snapshots
-from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import StoreError, StoreRefused, UnknownModel

@@ -3,7 +3,7 @@ store is away.
 
 The first line is the number of the last entry; the rest is compressed. Its own first line is JSON:
 that entry's time, and for each partition how many of the bytes behind that line are its own. They
-are the partition (snapshots/partition_format.py), or, where it was not read, the log entries since
+are the partition (snapshots/snapshots.py), or, where it was not read, the log entries since
 the snapshot that holds it under the digest given.
 """
 
@@ -18,13 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lorikeet.catalog.log.log_format import object_from_json, object_to_json
-from lorikeet.catalog.snapshots.partitions import (
-    Partition,
-    UnreadPartition,
-    partition_from_bytes,
-    partition_to_bytes,
-)
-from lorikeet.catalog.state import CatalogState
+from lorikeet.catalog.snapshots.snapshots import partition_from_bytes, partition_to_bytes
+from lorikeet.catalog.state import CatalogState, Partition, UnreadPartition
 from lorikeet.errors import StoreError
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,16 @@
-"""The catalog at one moment: an immutable value that every request is answered from."""
+"""The catalog at one moment: an immutable value that every request is answered from.
 
-from collections.abc import Iterable, Iterator
+Its parts are partitions: tenants are spread over PARTITIONS of them by a hash of their names, keys
+by hashes of their ids, and the way from a secret's SHA-256 to its key's id by a hash of that. One
+more holds what concerns all tenants. A snapshot stores each by itself (snapshots/), so that a
+process holds only those it needs.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from lorikeet.catalog.log.changes import Entry
 from lorikeet.catalog.names import parse_model
 from lorikeet.catalog.records import (
     AdapterRecord,
@@ -13,16 +21,56 @@ from lorikeet.catalog.records import (
     TenantState,
     VersionRecord,
 )
-from lorikeet.catalog.snapshots.partitions import (
-    COMMON,
-    PARTITIONS,
-    Partition,
-    PartitionsNotRead,
-    UnreadPartition,
-    partition_of,
-)
+from lorikeet.catalog.snapshots.partition_format import RECENTLY_DECODED
 from lorikeet.errors import UnknownKey, UnknownModel, UnknownTenant
 from lorikeet_engine.adapter import AdapterRef
+
+PARTITIONS = 256
+COMMON = PARTITIONS
+"""The number of the partition that concerns all tenants: what is shared, pins, admins' keys."""
+
+
+def partition_of(name: str) -> int:
+    """The number of the partition that holds this tenant, key id or secret's SHA-256."""
+    return hashlib.sha256(name.encode()).digest()[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A part of the state, never changed. tenants: as their JSON until somebody changes them.
+
+    key_ids: by SHA-256 of the secret. admin_keys: ids of admins' keys that work and never expire.
+    digest: of its bytes in the store while it is as it was read; comparisons ignore it.
+    """
+
+    tenants: Mapping[str, TenantState | bytes] = field(default_factory=dict)
+    keys: Mapping[str, KeyRecord] = field(default_factory=dict)
+    key_ids: Mapping[str, str] = field(default_factory=dict)
+    shared: frozenset[tuple[str, str]] = frozenset()
+    pins: Mapping[PinKey, PinRecord] = field(default_factory=dict)
+    admin_keys: frozenset[str] = frozenset()
+    digest: str | None = field(default=None, compare=False)
+
+    def tenant_state(self, tenant: str) -> TenantState | None:
+        """A tenant's state; None without such a tenant."""
+        held = self.tenants.get(tenant)
+        return RECENTLY_DECODED.decode(tenant, held) if isinstance(held, bytes) else held
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadPartition:
+    """A partition that lies in the store, and the entries that changed it since."""
+
+    digest: str
+    pending: tuple[Entry, ...] = ()
+
+
+class PartitionsNotRead(Exception):
+    """A question needs these partitions, by number: whoever asked reads them and asks again."""
+
+    def __init__(self, numbers: frozenset[int]) -> None:
+        super().__init__(f"{len(numbers)} partitions of the catalog are not read yet")
+        self.numbers = numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,8 @@ from typing import TypeVar
 from lorikeet.catalog.log.apply import apply_entries, apply_to_partition
 from lorikeet.catalog.log.changes import Entry
 from lorikeet.catalog.log.log import Log
-from lorikeet.catalog.snapshots.partitions import Partition, PartitionsNotRead, UnreadPartition
 from lorikeet.catalog.snapshots.snapshots import Manifest, Snapshots
-from lorikeet.catalog.state import CatalogState
+from lorikeet.catalog.state import CatalogState, Partition, PartitionsNotRead, UnreadPartition
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.errors import NoCatalog, ObjectNotFound, StoreError
 

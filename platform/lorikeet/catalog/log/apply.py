@@ -32,8 +32,13 @@ from lorikeet.catalog.records import (
     TenantState,
 )
 from lorikeet.catalog.rules.limits import with_options
-from lorikeet.catalog.snapshots.partitions import COMMON, Partition, UnreadPartition, partition_of
-from lorikeet.catalog.state import CatalogState
+from lorikeet.catalog.state import (
+    COMMON,
+    CatalogState,
+    Partition,
+    UnreadPartition,
+    partition_of,
+)
 
 
 def apply_entries(state: CatalogState, entries: Iterable[Entry]) -> CatalogState:

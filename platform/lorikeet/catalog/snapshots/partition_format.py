@@ -1,11 +1,12 @@
-"""The bytes of one partition of a snapshot.
+"""The rows of which a partition's bytes are made, and tenants read back from them.
 
-A line of JSON for keys, pins and what is shared, then one line a tenant: its name, a space, and
-JSON. A reader takes lines apart without reading them, so one tenant costs one tenant's JSON. Equal
-partitions have equal bytes.
+Those bytes (snapshots.py) are a line of JSON for keys, pins and what is shared, then one line a
+tenant: its name, a space, and JSON. A reader takes lines apart without reading them, so one tenant
+costs one tenant's JSON. Equal partitions have equal bytes.
 """
 
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ from lorikeet.catalog.records import (
 from lorikeet.catalog.rules.limits import options_of, with_options
 from lorikeet_engine.adapter import Residency
 
-SCHEMA = 2
+PARTITION_SCHEMA = 2
 """Raised whenever an older reader could misread what is written."""
 
 Json = Any
@@ -50,6 +51,42 @@ def decode_tenant(tenant: str, data: bytes) -> TenantState:
         {name: _adapter(tenant, name, row) for name, row in adapters.items()},
         tuple(key_ids),
     )
+
+
+class TenantStateCache:
+    """An LRU cache of decoded tenants, so that a request does not decode their JSON again.
+
+    Holds up to `most_bytes` of JSON. Records take some eight times as much memory as their JSON.
+    For any number of threads.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._held: dict[tuple[str, bytes], TenantState] = {}  # the least recently used first
+        self._held_bytes = 0
+        self._changing = threading.Lock()
+
+    def decode(self, tenant: str, data: bytes) -> TenantState:
+        """Return a tenant's state from its JSON."""
+        key = (tenant, data)
+        with self._changing:
+            found = self._held.pop(key, None)
+            if found is not None:
+                self._held[key] = found
+                return found
+        found = decode_tenant(tenant, data)
+        with self._changing:
+            if key not in self._held:
+                self._held_bytes += len(data)
+            self._held[key] = found
+            while self._held_bytes > self._most_bytes and len(self._held) > 1:
+                oldest = next(iter(self._held))
+                del self._held[oldest]
+                self._held_bytes -= len(oldest[1])
+        return found
+
+
+RECENTLY_DECODED = TenantStateCache(most_bytes=16 * 2**20)  # some 80,000 adapters
 
 
 def key_row(key: KeyRecord) -> Json:

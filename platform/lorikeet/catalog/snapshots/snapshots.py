@@ -9,18 +9,20 @@ replaced: old snapshots stay readable.
 import hashlib
 import json
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lorikeet.catalog.snapshots.partitions import (
-    PARTITIONS,
-    Partition,
-    UnreadPartition,
-    partition_from_bytes,
-    partition_to_bytes,
+from lorikeet.catalog.snapshots.partition_format import (
+    PARTITION_SCHEMA,
+    compact,
+    encode_tenant,
+    key_of,
+    key_row,
+    pin_of,
+    pin_row,
 )
-from lorikeet.catalog.state import CatalogState
+from lorikeet.catalog.state import PARTITIONS, CatalogState, Partition, UnreadPartition
 from lorikeet.catalog.store.gc_protection import protect
 from lorikeet.catalog.store.object_store import ObjectStore, in_parallel
 from lorikeet.errors import ObjectExists, ObjectNotFound, StoreError, StoreRefused
@@ -103,6 +105,55 @@ class Snapshots:
 
 
 _REMEDY = "restore it, or delete the newest object under snapshots/ so that an older one is used"
+
+
+def partition_to_bytes(partition: Partition) -> bytes:
+    """The partition's canonical bytes."""
+    return b"\n".join(_lines(partition))
+
+
+def partition_from_bytes(data: bytes, digest: str) -> Partition:
+    """Read a partition back; `digest` is the SHA-256 of `data`, which somebody has checked.
+
+    Raises StoreError for what another release wrote.
+    """
+    first, *tenants = data.split(b"\n")
+    head = json.loads(first)
+    if head["schema"] != PARTITION_SCHEMA:
+        raise StoreError(
+            f"partition {digest} has schema {head['schema']} and this process reads "
+            f"{PARTITION_SCHEMA}: another release writes this catalog, upgrade this one"
+        )
+    lines = (line.partition(b" ") for line in tenants)
+    pins = map(pin_of, head["pins"])
+    return Partition(
+        tenants={name.decode(): data for name, _, data in lines},
+        keys={key_id: key_of(key_id, row) for key_id, row in head["keys"].items()},
+        key_ids=head["key_ids"],
+        shared=frozenset((tenant, name) for tenant, name in head["shared"]),
+        pins={pin.key: pin for pin in pins},
+        admin_keys=frozenset(head["admin_keys"]),
+        digest=digest,
+    )
+
+
+def _lines(partition: Partition) -> Iterator[bytes]:
+    yield compact(
+        {
+            "schema": PARTITION_SCHEMA,
+            "keys": {key_id: key_row(partition.keys[key_id]) for key_id in sorted(partition.keys)},
+            "key_ids": dict(sorted(partition.key_ids.items())),
+            "shared": sorted(partition.shared),
+            "pins": [pin_row(partition.pins[at]) for at in sorted(partition.pins)],
+            "admin_keys": sorted(partition.admin_keys),
+        }
+    )
+    for name in sorted(partition.tenants):
+        held = partition.tenants[name]
+        yield b"%s %s" % (
+            name.encode(),
+            held if isinstance(held, bytes) else encode_tenant(held),
+        )
 
 
 def manifest_seq(key: str) -> int:
