@@ -1,7 +1,6 @@
-"""What tenants, adapters, aliases and models may be called."""
+"""What tenants, adapters and aliases may be called."""
 
 import re
-from dataclasses import dataclass
 
 from lorikeet.errors import InvalidInput
 
@@ -12,15 +11,6 @@ _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 _NAME_RULE = (
     "want 1 to 64 of a-z, 0-9, '.', '_' and '-', a letter or digit first, and no two dots in a row"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ModelName:
-    """A model that is an adapter: tenant/name, with an alias or a version number."""
-
-    tenant: str
-    name: str
-    selector: str = DEFAULT_ALIAS
 
 
 def check_name(value: str, param: str) -> str:
@@ -44,18 +34,10 @@ def check_selector(value: str, param: str = "selector") -> str:
     return value if _VERSION.fullmatch(value) else check_alias(value, param)
 
 
-def parse_model(model: str) -> ModelName | None:
-    """Take tenant/name, tenant/name@alias or tenant/name@version apart; None if it is neither."""
-    path, at, selector = model.partition("@")
-    tenant, _, name = path.partition("/")
-    if not at:
-        selector = DEFAULT_ALIAS
-    if not (_is_name(tenant) and _is_name(name)):
-        return None
-    is_alias = _is_name(selector) and not selector.isdecimal()
-    if not (is_alias or _VERSION.fullmatch(selector)):
-        return None
-    return ModelName(tenant, name, selector)
+def is_selector(value: str) -> bool:
+    """Whether this may be an alias or a version number."""
+    is_version = _VERSION.fullmatch(value) is not None
+    return is_version or (_is_name(value) and not value.isdecimal())
 
 
 def _is_name(value: str) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lorikeet.catalog.log.changes import Entry
-from lorikeet.catalog.names import parse_model
+from lorikeet.catalog.names import DEFAULT_ALIAS, is_selector
 from lorikeet.catalog.records import (
     AdapterRecord,
     KeyRecord,
@@ -91,13 +91,16 @@ class CatalogState:
     def resolve(self, model: str, tenant: str, session: str | None = None) -> AdapterRef:
         """The version that `model` names for this tenant: its own adapter's or a shared one's.
 
+        model: owner/name, owner/name@alias or owner/name@version; without either, the alias prod.
         session: whose request it is, for aliases that share theirs; see AdapterRecord.select.
         Raises UnknownModel, alike for what is absent, retired, misspelt or another tenant's.
         """
-        wanted = parse_model(model)
-        if wanted and self._may_use(tenant, wanted.tenant, wanted.name):
-            record = self.find(wanted.tenant, wanted.name)
-            version = record.select(wanted.selector, session) if record else None
+        path, at, selector = model.partition("@")
+        owner, _, name = path.partition("/")
+        selector = selector if at else DEFAULT_ALIAS
+        if is_selector(selector) and self._may_use(tenant, owner, name):
+            record = self.find(owner, name)
+            version = record.select(selector, session) if record else None
             if record and version:
                 return record.ref(version)
         shown = model if len(model) <= 200 else model[:197] + "..."
