@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.catalog.records import Limits, TenantRecord
+from lorikeet.catalog.records import KeyRecord, TenantRecord
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.apis.anthropic_request import MessagesRequest
 from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
@@ -16,7 +16,6 @@ from lorikeet.gateway.apis.openai_requests import ChatRequest, CompletionRequest
 from lorikeet.gateway.auth import Caller, ResolvedModel
 from lorikeet.gateway.body import MAX_JSON_BYTES, MAX_VALUES, parse_json
 from lorikeet.protocol.messages import Call
-from lorikeet.tenancy import Principal
 from lorikeet_engine.request import SchedulingParams
 from tests.gateway.conftest import Gateway, chat
 from tests.gateway.test_bad_requests import CHAT, COMPLETIONS, error_of
@@ -25,7 +24,7 @@ LONGEST_S = 0.5
 """Of processor time; what is refused here now took 1 to 6 s."""
 MOST_PICKLED = 2 * MAX_JSON_BYTES
 ROOM = 512
-CALLER = Caller(TenantRecord("acme", 0.0, Limits()), Principal("acme", "k", frozenset(), Limits()))
+CALLER = Caller(TenantRecord("acme", 0.0), KeyRecord("k", "acme", frozenset(), "", 0.0))
 
 
 def call_of(body: bytes, schema: type[ApiRequest] = ChatRequest) -> Call:

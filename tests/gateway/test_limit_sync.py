@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from lorikeet.catalog.records import Limits, TenantRecord
+from lorikeet.catalog.records import KeyRecord, Limits, TenantRecord
 from lorikeet.errors import InsufficientQuota, StoreError
 from lorikeet.gateway import limit_sync
 from lorikeet.gateway.limit_sync import LimitSync
 from lorikeet.protocol.peers import Peers, Poll
-from lorikeet.tenancy import LimitShares, MonthlyBudget, Principal, RateLimiter
+from lorikeet.tenancy import LimitShares, MonthlyBudget, RateLimiter
 from lorikeet.tenancy.limit_shares import Subject
 
-KEY = Principal("acme", "k", frozenset(), Limits())
+KEY = KeyRecord("k", "acme", frozenset(), "", 0.0)
 
 
 class Gateway:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lorikeet.catalog.records import Limits, TenantRecord
-from lorikeet.tenancy import LimitShares, MonthlyBudget, Principal, RateLimiter, RateLimitHold
+from lorikeet.catalog.records import KeyRecord, Limits, TenantRecord
+from lorikeet.tenancy import LimitShares, MonthlyBudget, RateLimiter, RateLimitHold
 
 
 class Clock:
@@ -37,8 +37,8 @@ class Gateway:
         self, limits: Limits, tenant: str = "acme", key_id: str = "k1", of_key: Limits | None = None
     ) -> RateLimitHold:
         record = TenantRecord(tenant, 0.0, limits)
-        principal = Principal(tenant, key_id, frozenset(), of_key or Limits())
-        return self.limiter.check(record, principal)
+        key = KeyRecord(key_id, tenant, frozenset(), "", 0.0, limits=of_key or Limits())
+        return self.limiter.check(record, key)
 
     def enter(self, limits: Limits, tokens: int = 1, **who: object) -> RateLimitHold:
         hold = self.check(limits, **who)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.doctor.store import check_writes, unusable
 from lorikeet.errors import InvalidSetting, LorikeetError, StoreError
-from lorikeet.tenancy import authenticate
+from lorikeet.gateway.auth import authenticate
 
 
 def check_catalog(planned: PlannedStart) -> Iterator[Finding]:

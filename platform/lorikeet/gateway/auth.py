@@ -6,13 +6,19 @@ from typing import Annotated, NamedTuple
 from fastapi import Depends
 from starlette.requests import Request
 
-from lorikeet.catalog.records import Scope, TenantRecord
+from lorikeet.catalog.records import KeyRecord, Scope, TenantRecord, secret_sha256
 from lorikeet.catalog.state import CatalogState
-from lorikeet.errors import InvalidKey, Unavailable
+from lorikeet.errors import EndedKey, Forbidden, InvalidKey, Unavailable
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import Services
-from lorikeet.tenancy import Principal, authenticate
 from lorikeet_engine.adapter import AdapterRef
+
+_UNKNOWN = "this API key is unknown or was revoked: ask your admin for another"
+_READ_ONLY = "this key is read-only: use one that may change things"
+_REFUSALS = {
+    Scope.INFER: "this key may not infer: use a tenant's key with scope infer",
+    Scope.ADMIN: "this key is not an admin's: use one that `lorikeet init` or another admin made",
+}
 
 
 class ResolvedModel(NamedTuple):
@@ -31,7 +37,7 @@ class Caller(NamedTuple):
     """Who sends a request, and by which key."""
 
     tenant: TenantRecord
-    key: Principal
+    key: KeyRecord
 
     @property
     def max_context(self) -> int | None:
@@ -63,7 +69,7 @@ class RequestAuthenticator:
 
     async def admin(self, request: Request) -> None:
         """Check an admin's key: all admin routes do. Raises InvalidKey, Forbidden, Unavailable."""
-        request.state.principal = await self._authenticate(request, Scope.ADMIN)
+        request.state.key = await self._authenticate(request, Scope.ADMIN)
 
     async def resolve_model(
         self, model: str, tenant: str, session: str | None = None
@@ -91,11 +97,11 @@ class RequestAuthenticator:
             )
         return found
 
-    async def _authenticate(self, request: Request, scope: Scope) -> Principal:
+    async def _authenticate(self, request: Request, scope: Scope) -> KeyRecord:
         authorization = _authorization(request, scope)
         reading = request.method in ("GET", "HEAD")
 
-        def check(state: CatalogState) -> Principal:
+        def check(state: CatalogState) -> KeyRecord:
             return authenticate(state, authorization, scope, time.time(), reading=reading)
 
         if authorization is None:
@@ -119,10 +125,50 @@ def _authorization(request: Request, scope: Scope) -> str | None:
     return authorization
 
 
+def authenticate(
+    state: CatalogState,
+    authorization: str | None,
+    scope: Scope,
+    now: float,
+    *,
+    reading: bool = False,
+) -> KeyRecord:
+    """The key of an `Authorization: Bearer lk_…` header, if it may do what is asked.
+
+    scope: INFER on tenants' routes, ADMIN on admins'. Admins do not infer and tenants do not
+    administer, whatever scopes their keys were given. reading: a request that changes and computes
+    nothing, so a read-only key will do as well. now: Unix seconds. Raises InvalidKey, Forbidden;
+    EndedKey for a key that no later view of the catalog will accept.
+    """
+    key = _key(state, authorization, now)
+    of_this_plane = (key.tenant is not None) is (scope is Scope.INFER)
+    enough = {scope, Scope.READ_ONLY} if reading else {scope}
+    if not of_this_plane or not enough & key.scopes:
+        read_only = of_this_plane and Scope.READ_ONLY in key.scopes
+        raise Forbidden(_READ_ONLY if read_only else _REFUSALS[scope])
+    return key
+
+
+def _key(state: CatalogState, authorization: str | None, now: float) -> KeyRecord:
+    kind, _, secret = (authorization or "").partition(" ")
+    if kind.lower() != "bearer" or not secret.strip():
+        raise InvalidKey(
+            "no API key: send it as `Authorization: Bearer lk_…`, a tenant's also as `x-api-key`"
+        )
+    key = state.key_by_sha256(secret_sha256(secret.strip()))
+    if key is None:
+        raise InvalidKey(_UNKNOWN)
+    if key.revoked:
+        raise EndedKey(_UNKNOWN)
+    if key.expired(now):
+        raise EndedKey("this API key has expired: ask your admin for another")
+    return key
+
+
 async def actor_of(request: Request) -> str:
     """Return the id of the admin's key, which the log records with a change."""
-    principal: Principal = request.state.principal
-    return principal.key_id
+    key: KeyRecord = request.state.key
+    return key.id
 
 
 Actor = Annotated[str, Depends(actor_of)]

@@ -112,7 +112,7 @@ class GenerateEndpoint:
         nothing is sent to a replica before ReplicaResponse iterates over it.
         """
         caller = await self._authenticator.caller(request)
-        trace.set_caller(caller.tenant.name, caller.key.key_id)
+        trace.set_caller(caller.tenant.name, caller.key.id)
         hold = self._rate_limiter.check(caller.tenant, caller.key)
         with ExitStack() as refused:
             refused.callback(hold.release)

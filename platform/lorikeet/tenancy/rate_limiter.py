@@ -4,11 +4,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from lorikeet.catalog.records import Limits, TenantRecord
+from lorikeet.catalog.records import KeyRecord, Limits, TenantRecord
 from lorikeet.errors import LimitStatus, Overloaded, RateLimited
 from lorikeet.retry_after import FULL_GATEWAY_S
 from lorikeet.tenancy.allowance import Allowance
-from lorikeet.tenancy.authentication import Principal
 from lorikeet.tenancy.limit_shares import LimitShares, Subject
 from lorikeet.tenancy.monthly_budget import MonthlyBudget
 from lorikeet.tenancy.queue_time import QueueTimeEstimator
@@ -47,7 +46,7 @@ class RateLimiter:
         self._max_running, self._max_queue_s = max_running, max_queue_s
         self._queue_times: dict[str, QueueTimeEstimator] = {}
 
-    def check(self, tenant: TenantRecord, key: Principal) -> "RateLimitHold":
+    def check(self, tenant: TenantRecord, key: KeyRecord) -> "RateLimitHold":
         """Begin a request's walk through its limits.
 
         Raises Overloaded, InsufficientQuota, RateLimited.
@@ -65,11 +64,11 @@ class RateLimiter:
             else:
                 allowance.change(allowance.limits, now)
 
-    def allowances(self, tenant: TenantRecord, key: Principal) -> list[Allowance]:
+    def allowances(self, tenant: TenantRecord, key: KeyRecord) -> list[Allowance]:
         """What the tenant and the key may do, where they have limits."""
         owners = (
             (Subject(tenant.name), tenant.limits),
-            (Subject(tenant.name, key.key_id), key.limits),
+            (Subject(tenant.name, key.id), key.limits),
         )
         return [self._allowance(*owner) for owner in owners if _any_limit(owner[1])]
 
@@ -128,7 +127,7 @@ class RateLimitHold:
     gets known, what was reserved counts.
     """
 
-    def __init__(self, limiter: RateLimiter, tenant: TenantRecord, key: Principal) -> None:
+    def __init__(self, limiter: RateLimiter, tenant: TenantRecord, key: KeyRecord) -> None:
         self._limiter = limiter
         self._tenant, self._key = tenant, key
         self._allowances = limiter.allowances(tenant, key)

@@ -9,7 +9,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Limits, Scope
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import Forbidden, InvalidKey
-from lorikeet.tenancy import authenticate
+from lorikeet.gateway.auth import authenticate
 
 NOW = 1000.0
 
@@ -23,8 +23,8 @@ def catalog(tmp_path: Path) -> AdapterCatalog:
 
 def test_a_tenants_key_names_its_tenant(catalog: AdapterCatalog) -> None:
     record, secret = catalog.create_key("acme", {Scope.INFER}, actor="test")
-    principal = authenticate(catalog.state, f"Bearer {secret}", Scope.INFER, NOW)
-    assert (principal.tenant, principal.key_id) == ("acme", record.id)
+    key = authenticate(catalog.state, f"Bearer {secret}", Scope.INFER, NOW)
+    assert (key.tenant, key.id) == ("acme", record.id)
 
 
 def test_the_word_bearer_may_be_written_as_one_likes(catalog: AdapterCatalog) -> None:
@@ -93,9 +93,9 @@ def test_a_key_ends_when_it_expires(catalog: AdapterCatalog) -> None:
         authenticate(catalog.state, header, Scope.INFER, ends)
 
 
-def test_a_principal_carries_its_keys_own_limits(catalog: AdapterCatalog) -> None:
+def test_a_key_carries_its_own_limits(catalog: AdapterCatalog) -> None:
     catalog.limit_tenant("acme", max_context=100, actor="test")
     record, secret = catalog.create_key("acme", {Scope.INFER}, max_context=10, actor="test")
     catalog.limit_key(record.id, requests_per_min=5, actor="test")
-    principal = authenticate(catalog.state, f"Bearer {secret}", Scope.INFER, NOW)
-    assert principal.limits == Limits(requests_per_min=5, max_context=10)
+    key = authenticate(catalog.state, f"Bearer {secret}", Scope.INFER, NOW)
+    assert key.limits == Limits(requests_per_min=5, max_context=10)
