@@ -21,7 +21,9 @@ from lorikeet.gateway.generate import GenerateEndpoint
 from lorikeet.gateway.services import ServedModel, Services
 from lorikeet.gateway.stored_responses import StoredResponses
 from lorikeet.request_log.request_log import RequestLog
-from lorikeet.tenancy import LimitShares, MonthlyBudget, RateLimiter
+from lorikeet.tenancy.limit_shares import LimitShares
+from lorikeet.tenancy.monthly_budget import MonthlyBudget
+from lorikeet.tenancy.rate_limiter import RateLimiter
 from tests.gateway.conftest import LIMITS, SHAPE, ReplayEngines, chat
 
 KINDS = {

@@ -11,8 +11,9 @@ from lorikeet.errors import InsufficientQuota, StoreError
 from lorikeet.gateway import limit_sync
 from lorikeet.gateway.limit_sync import LimitSync
 from lorikeet.protocol.peers import Peers, Poll
-from lorikeet.tenancy import LimitShares, MonthlyBudget, RateLimiter
-from lorikeet.tenancy.limit_shares import Subject
+from lorikeet.tenancy.limit_shares import LimitShares, Subject
+from lorikeet.tenancy.monthly_budget import MonthlyBudget
+from lorikeet.tenancy.rate_limiter import RateLimiter
 
 KEY = KeyRecord("k", "acme", frozenset(), "", 0.0)
 

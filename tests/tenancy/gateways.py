@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from lorikeet.catalog.records import KeyRecord, Limits, TenantRecord
-from lorikeet.tenancy import LimitShares, MonthlyBudget, RateLimiter, RateLimitHold
+from lorikeet.tenancy.limit_shares import LimitShares
+from lorikeet.tenancy.monthly_budget import MonthlyBudget
+from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
 
 
 class Clock:

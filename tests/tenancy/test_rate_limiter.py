@@ -4,7 +4,7 @@ import pytest
 
 from lorikeet.catalog.records import Limits
 from lorikeet.errors import InsufficientQuota, Overloaded, RateLimited
-from lorikeet.tenancy import MonthlyBudget
+from lorikeet.tenancy.monthly_budget import MonthlyBudget
 from tests.tenancy.gateways import Clock, Gateway, settled
 
 NONE = Limits()

@@ -25,7 +25,9 @@ from lorikeet.gateway.services import Services
 from lorikeet.gateway.stored_responses import StoredResponses
 from lorikeet.request_log.recent_traffic import RecentTraffic
 from lorikeet.request_log.request_log import RequestLog
-from lorikeet.tenancy import LimitShares, MonthlyBudget, RateLimiter
+from lorikeet.tenancy.limit_shares import LimitShares
+from lorikeet.tenancy.monthly_budget import MonthlyBudget
+from lorikeet.tenancy.rate_limiter import RateLimiter
 from lorikeet.ui.routes import ui_routes
 
 

@@ -7,7 +7,8 @@ from typing import NoReturn
 
 from lorikeet.errors import Unavailable
 from lorikeet.protocol.peers import Peers, Poll
-from lorikeet.tenancy import GatewayClaims, LimitShares, RateLimiter
+from lorikeet.tenancy.limit_shares import GatewayClaims, LimitShares
+from lorikeet.tenancy.rate_limiter import RateLimiter
 
 log = logging.getLogger(__name__)
 

@@ -7,17 +7,3 @@ its share of each limit, which limit_shares.py agrees on with the other gateways
 
 The gateway's request handling calls it; what limits there are stands in the catalog.
 """
-
-from lorikeet.tenancy.allowance import limit_headers
-from lorikeet.tenancy.limit_shares import GatewayClaims, LimitShares
-from lorikeet.tenancy.monthly_budget import MonthlyBudget
-from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
-
-__all__ = [
-    "GatewayClaims",
-    "LimitShares",
-    "MonthlyBudget",
-    "RateLimitHold",
-    "RateLimiter",
-    "limit_headers",
-]

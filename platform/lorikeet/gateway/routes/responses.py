@@ -11,7 +11,7 @@ from lorikeet.errors import InvalidInput, UnsupportedParameter
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.stored_responses import StoredResponses
 from lorikeet.responses.store import Json
-from lorikeet.tenancy import RateLimiter
+from lorikeet.tenancy.rate_limiter import RateLimiter
 
 Order = Literal["asc", "desc"]
 Limit = Annotated[int, Query(ge=1, le=100)]
