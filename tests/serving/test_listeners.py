@@ -13,8 +13,8 @@ from fastapi import FastAPI, Request
 
 from lorikeet.addresses import Address
 from lorikeet.errors import InvalidSetting
+from lorikeet.gateway.app import RequestMiddleware
 from lorikeet.gateway.error_responses import add_error_handlers
-from lorikeet.gateway.middleware import RequestMiddleware
 from lorikeet.serving.listeners import AdminListener, PublicListener
 from tests.gateway.conftest import eventually, listening
 

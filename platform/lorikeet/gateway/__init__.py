@@ -1,6 +1,6 @@
 """The gateway: OpenAI's HTTP API for tenants, and an API of its own for admins. No Ray.
 
-app.py               puts the application together from services.py
+app.py               puts the application together from services.py, its middleware around it
 generate.py          a generate request's walk: GenerateEndpoint
   auth.py            whose it is and which model it means, by catalog_view.py
   apis/              its body as a schema, which becomes a Call

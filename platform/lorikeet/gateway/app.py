@@ -1,20 +1,28 @@
-"""The gateway: an ASGI application that knows nothing of Ray."""
+"""The gateway: an ASGI application that knows nothing of Ray, and what is around every request."""
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lorikeet.dialects import Dialect
 from lorikeet.gateway.admin.routes import admin_routes
 from lorikeet.gateway.apis.openapi import openapi_routes
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.catalog_view import GatewayCatalogView
-from lorikeet.gateway.error_responses import add_error_handlers
+from lorikeet.gateway.error_responses import (
+    add_error_handlers,
+    dialect_of,
+    internal_error_response,
+)
 from lorikeet.gateway.generate import generate_routes
 from lorikeet.gateway.limit_sync import LimitSync
-from lorikeet.gateway.middleware import RequestMiddleware
 from lorikeet.gateway.routes.health import health_routes
 from lorikeet.gateway.routes.metrics import Scrape, add_gauges, metrics_routes
 from lorikeet.gateway.routes.models import model_routes
@@ -23,12 +31,15 @@ from lorikeet.gateway.routes.responses import response_routes
 from lorikeet.gateway.routes.usage import UsageReports, usage_routes
 from lorikeet.gateway.services import Services
 from lorikeet.gateway.stored_responses import StoredResponses
+from lorikeet.logs import log_unexpected
 from lorikeet.request_log.recent_traffic import RecentTraffic
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.tenancy.limit_shares import LimitShares
 from lorikeet.tenancy.monthly_budget import MonthlyBudget
 from lorikeet.tenancy.rate_limiter import RateLimiter
 from lorikeet.ui.routes import ui_routes
+
+REQUEST_ID_HEADER = "x-request-id"
 
 
 def create_app(services: Services) -> FastAPI:
@@ -114,3 +125,41 @@ async def _running(
             task.cancel()
         if services.traces is not None:
             await services.traces.close()
+
+
+class RequestMiddleware:
+    """Makes the request's id, and turns an unexpected exception into a plain 500.
+
+    Clients cannot choose the id: theirs could collide with another's.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = scope.setdefault("state", {})["request_id"] = uuid.uuid4().hex
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID_HEADER] = request_id
+                if dialect_of(scope) is Dialect.ANTHROPIC:
+                    headers["request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            return  # while sending its body: nobody reads a response
+        except Exception as error:
+            log_unexpected("request_failed", request_id, error)
+            if started:
+                raise
+            await internal_error_response(scope)(scope, receive, send_with_id)

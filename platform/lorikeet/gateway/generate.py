@@ -16,7 +16,6 @@ from lorikeet.gateway.apis.openai_requests import ChatRequest, CompletionRequest
 from lorikeet.gateway.apis.responses_request import ResponsesRequest
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.body import read_json
-from lorikeet.gateway.middleware import request_id_of
 from lorikeet.gateway.replica_response import Headers, ReplicaResponse, RequestObserver
 from lorikeet.gateway.services import Services
 from lorikeet.gateway.stored_responses import StoredResponses
@@ -101,7 +100,9 @@ class GenerateEndpoint:
         Raises LorikeetError.
         """
         traceparent = request.headers.get("traceparent")
-        trace = self._request_log.trace(request_id_of(request), request.scope["path"], traceparent)
+        trace = self._request_log.trace(
+            request.state.request_id, request.scope["path"], traceparent
+        )
         with trace.validating():
             return await self._begin_call(request, trace)
 
@@ -128,7 +129,7 @@ class GenerateEndpoint:
         body = await read_json(request, self._schema)
         hold.body_is_here()
         trace.set_model(body.model)
-        request_id = request_id_of(request)
+        request_id: str = request.state.request_id
         session = request.headers.get(SESSION_HEADER) or body.session() or request_id
         model = await self._authenticator.resolve_model(body.model, caller.tenant.name, session)
         past = await self._stored.past(body, caller.tenant.name)

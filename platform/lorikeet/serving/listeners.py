@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorikeet.addresses import Address
 from lorikeet.errors import InvalidSetting, Overloaded
+from lorikeet.gateway.app import RequestMiddleware
 from lorikeet.gateway.error_responses import add_error_handlers, error_response
-from lorikeet.gateway.middleware import RequestMiddleware
 from lorikeet.gateway.routes.health import LIVENESS, READINESS
 from lorikeet.retry_after import FULL_GATEWAY_S
 

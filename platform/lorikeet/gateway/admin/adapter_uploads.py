@@ -25,7 +25,6 @@ from lorikeet.gateway.admin.smoke import smoke_test
 from lorikeet.gateway.auth import Actor
 from lorikeet.gateway.body import Body, json_body, limited
 from lorikeet.gateway.error_responses import CREATED, OK
-from lorikeet.gateway.middleware import request_id_of
 from lorikeet.gateway.services import Services
 
 _WRITE_BYTES = 4 * 2**20
@@ -147,7 +146,7 @@ class UploadEndpoints:
         async with registration.downloads:
             with tempfile.TemporaryDirectory(prefix="lorikeet-upload-") as folder:
                 blob = Path(folder) / "adapter.safetensors"
-                made = await self._record(order, wanted, blob, request_id_of(request))
+                made = await self._record(order, wanted, blob, request.state.request_id)
         await registration.run(self._uploads.end, wanted.digest, actor)
         response.status_code = CREATED if made.is_new else OK
         return made.version

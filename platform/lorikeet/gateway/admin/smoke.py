@@ -13,7 +13,6 @@ from lorikeet.errors import Unavailable, UnknownModel
 from lorikeet.gateway.body import Body, json_body
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import Refused
-from lorikeet.gateway.middleware import request_id_of
 from lorikeet.gateway.services import Services
 from lorikeet.protocol.messages import Continuation, Refusal, SmokeResult, SmokeTest
 from lorikeet_engine.adapter import AdapterRef
@@ -58,7 +57,7 @@ def smoke_routes(services: Services, catalog_view: GatewayCatalogView) -> APIRou
             services,
             version.base_model,
             record.ref(version),
-            request_id_of(request),
+            request.state.request_id,
             wanted.prompts,
             wanted.max_tokens,
         )
