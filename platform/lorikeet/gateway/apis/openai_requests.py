@@ -1,4 +1,4 @@
-"""The requests that tenants send, in OpenAI's words, and the Call each becomes.
+"""The request of a chat, in OpenAI's words, and the Call that it becomes.
 
 Every field that is served is here or in a class that a request is made of; any other is refused by
 name, unless its value asks for nothing (`no_ops.py`). `metadata` is accepted and has no effect;
@@ -18,7 +18,6 @@ from lorikeet.gateway.apis.api_request import (
     Tokens,
     TopK,
     chat_tokens,
-    prompt_tokens,
 )
 from lorikeet.gateway.apis.chat_messages import (
     MAX_MESSAGES,
@@ -28,15 +27,12 @@ from lorikeet.gateway.apis.chat_messages import (
 )
 from lorikeet.gateway.apis.fields import (
     INT32,
-    MAX_CHOICES,
     Biases,
-    Prompts,
     Stop,
     TokenId,
 )
 from lorikeet.gateway.apis.no_ops import (
     CHAT_NO_OPS,
-    COMPLETIONS_NO_OPS,
     STREAM_OPTIONS_NO_OPS,
 )
 from lorikeet.gateway.apis.structured_outputs import StructuredFields
@@ -52,7 +48,7 @@ from lorikeet.gateway.apis.tools import (
     function_use,
     tool_use,
 )
-from lorikeet.gateway.body import Body, NoOps, misfit, unsupported
+from lorikeet.gateway.body import Body, NoOps, misfit
 from lorikeet.protocol.messages import Call, Endpoint
 from lorikeet_engine.request import (
     MAX_REPETITION_PENALTY,
@@ -203,50 +199,5 @@ class ChatRequest(TemplateFields, IgnoredFields, GenerateRequest):
             continue_final=self.continue_final_message,
             thinking_shown=self.include_reasoning,
             work=context.work(size, self.n),
-            **self._common(context),
-        )
-
-
-class CompletionRequest(GenerateRequest):
-    """POST /v1/completions. Without max_tokens an answer has at most 16 tokens, as OpenAI's."""
-
-    no_ops: ClassVar[NoOps] = COMPLETIONS_NO_OPS
-    max_values: ClassVar[int] = 2**18  # a prompt may be token ids
-    hints: ClassVar[dict[str, str]] = {
-        "messages": ": send prompt, or ask /v1/chat/completions",
-        "max_completion_tokens": ": it is called max_tokens here",
-    }
-
-    prompt: Prompts
-    max_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = 16
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    echo: bool = False
-    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-
-    @model_validator(mode="after")
-    def _agrees(self) -> "CompletionRequest":
-        if len(self.prompt) * self.n > MAX_CHOICES:
-            raise misfit("prompt", f"want at most {MAX_CHOICES} prompts times n")
-        if self.best_of is not None and self.best_of < self.n:
-            raise misfit("best_of", f"want at least n ({self.n})")
-        if self.best_of is not None and self.best_of > self.n:
-            raise unsupported("best_of", hint=": want n of it, and choose")
-        if self.echo and self.logprobs is not None:
-            raise unsupported("echo", hint=" together with logprobs")
-        self.check_one_format()
-        return self
-
-    def alternatives(self) -> int | None:
-        """Return logprobs, which is their number."""
-        return self.logprobs
-
-    def to_call(self, context: CallContext) -> Call:
-        """Return the Call that a replica gets."""
-        return Call(
-            endpoint=Endpoint.COMPLETIONS,
-            prompts=self.prompt,
-            echo=self.echo,
-            format=self.structured_format(),
-            work=context.work(sum(map(prompt_tokens, self.prompt)), len(self.prompt) * self.n),
             **self._common(context),
         )
