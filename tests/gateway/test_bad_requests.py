@@ -8,9 +8,10 @@ import openai
 import pytest
 from pydantic import ValidationError
 
+from lorikeet.gateway.apis.api_request import GenerateRequest
+from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
 from lorikeet.gateway.apis.no_ops import CHAT_NO_OPS, COMPLETIONS_NO_OPS
-from lorikeet.gateway.apis.openai_requests import ChatRequest, GenerateRequest
 from lorikeet.gateway.body import MAX_JSON_BYTES
 from tests.gateway.conftest import Gateway, chat
 

@@ -12,8 +12,8 @@ from lorikeet.catalog.records import KeyRecord, TenantRecord
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.apis.anthropic_request import MessagesRequest
 from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
+from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
-from lorikeet.gateway.apis.openai_requests import ChatRequest
 from lorikeet.gateway.auth import Caller, ResolvedModel
 from lorikeet.gateway.body import MAX_JSON_BYTES, MAX_VALUES, parse_json
 from lorikeet.protocol.messages import Call

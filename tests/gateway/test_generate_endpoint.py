@@ -13,8 +13,8 @@ from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import InvalidInput, InvalidKey, RateLimited, UnknownModel
 from lorikeet.gateway.apis.api_request import ApiRequest
+from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
-from lorikeet.gateway.apis.openai_requests import ChatRequest
 from lorikeet.gateway.apis.responses_request import ResponsesRequest
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.catalog_view import GatewayCatalogView

@@ -12,8 +12,8 @@ from lorikeet.dialects import MESSAGES
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, MessagesRequest
 from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
+from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
-from lorikeet.gateway.apis.openai_requests import ChatRequest
 from lorikeet.gateway.apis.responses_request import ResponsesRequest
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.body import read_json

@@ -1,7 +1,7 @@
 """What tenants may send and get, in OpenAI's and Anthropic's words.
 
 api_request.py       what every request has, and the Call that each becomes
-openai_requests.py   the request of a chat; completion_request.py: of completions
+chat_request.py, completion_request.py   the requests of chats and completions
 chat_messages.py, tools.py, fields.py   their parts
 responses_request.py, responses_items.py, responses_tools.py
                      /v1/responses, which becomes a chat's Call

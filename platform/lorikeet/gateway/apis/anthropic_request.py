@@ -19,8 +19,8 @@ from lorikeet.gateway.apis.anthropic_content import (
 )
 from lorikeet.gateway.apis.api_request import ApiRequest, CallContext, Temperature, TopK, TopP
 from lorikeet.gateway.apis.chat_messages import MAX_MESSAGES
+from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.fields import INT32, Stop, refuse_kind
-from lorikeet.gateway.apis.openai_requests import ChatRequest
 from lorikeet.gateway.apis.tools import (
     MAX_TOOLS,
     Function,

@@ -1,27 +1,42 @@
-"""What requests that generate have in common, in whichever API's words: the Call each becomes."""
+"""What requests that generate have in common, in whichever API's words: the Call each becomes.
+
+Every field that is served is one of a class that a request is made of (gateway/body.py); any other
+is refused by name, unless its value asks for nothing (no_ops.py).
+"""
 
 import json
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field, model_validator
 
-from lorikeet.gateway.apis.fields import INT32, Metadata
+from lorikeet.gateway.apis.fields import INT32, Biases, Metadata, Stop, TokenId
+from lorikeet.gateway.apis.no_ops import STREAM_OPTIONS_NO_OPS
 from lorikeet.gateway.apis.responses_items import InputItem
+from lorikeet.gateway.apis.structured_outputs import StructuredFields
 from lorikeet.gateway.auth import Caller, ResolvedModel
-from lorikeet.gateway.body import Body, misfit
+from lorikeet.gateway.body import Body, NoOps, misfit
 from lorikeet.protocol.messages import Call
 from lorikeet.routing.locations import CHARACTERS_PER_TOKEN
 from lorikeet.routing.ranking import Work
-from lorikeet_engine.request import SchedulingParams
+from lorikeet_engine.request import (
+    MAX_REPETITION_PENALTY,
+    MIN_REPETITION_PENALTY,
+    SamplingParams,
+    SchedulingParams,
+)
 
+MAX_N = 16
+_INT64 = 2**63 - 1
 _TEMPLATE_TOKENS = 5  # what chat templates put around each message, roughly
 
 Tokens = Annotated[int, Field(ge=1, le=INT32)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=0, le=INT32)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 
 
 class CallContext(NamedTuple):
@@ -59,7 +74,11 @@ class ApiRequest(Body):
 
 
 class OpenAIRequest(ApiRequest):
-    """What all of OpenAI's endpoints take. A class with `stream_options` says what these are."""
+    """What all of OpenAI's endpoints take. A class with `stream_options` says what these are.
+
+    metadata: accepted, without effect. user: keeps a session with one version where an alias shares
+    its requests between two.
+    """
 
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
@@ -76,6 +95,87 @@ class OpenAIRequest(ApiRequest):
     def session(self) -> str | None:
         """Return `user`."""
         return self.user
+
+
+class StreamOptions(Body):
+    """How to stream. continuous_usage_stats: beside include_usage, each chunk has its usage."""
+
+    no_ops: ClassVar[NoOps] = STREAM_OPTIONS_NO_OPS
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerateRequest(StructuredFields, OpenAIRequest):
+    """What chat and plain completions have in common.
+
+    Beyond OpenAI's own fields: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
+    ignore_eos, and vLLM's for formats (StructuredFields).
+    """
+
+    max_tokens: Tokens | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32)] = 0
+    top_k: TopK = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    logit_bias: Biases = Field(default_factory=tuple)
+    seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
+    stop: Stop = ()
+    stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
+    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    stream_options: StreamOptions = StreamOptions()
+    ignore_eos: bool = False
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "GenerateRequest":
+        limit = self.output_limit()
+        if limit is not None and self.min_tokens > limit:
+            raise misfit("min_tokens", f"want at most max_tokens ({limit})")
+        return self
+
+    def output_limit(self) -> int | None:
+        """Return the most tokens of one choice; None for as many as the context allows."""
+        return self.max_tokens
+
+    @abstractmethod
+    def alternatives(self) -> int | None:
+        """Return how many of the most likely tokens to report at each step; None: no logprobs."""
+
+    def _common(self, context: CallContext) -> dict[str, Any]:
+        caller, options = context.caller, self.stream_options
+        return {
+            "request_id": context.request_id,
+            "created": context.created,
+            "tenant": caller.tenant.name,
+            "model": self.model,
+            "adapter": context.model.adapter,
+            "max_tokens": self.output_limit(),
+            "min_tokens": self.min_tokens,
+            "sampling": SamplingParams(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                min_p=self.min_p,
+                seed=self.seed,
+                stop_token_ids=tuple(self.stop_token_ids),
+                ignore_eos=self.ignore_eos,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                repetition_penalty=self.repetition_penalty,
+                logit_bias=self.logit_bias,
+                logprobs=self.alternatives(),
+            ),
+            "stop": self.stop,
+            "n": self.n,
+            "stream": self.stream,
+            "include_usage": options.include_usage,
+            "continuous_usage": options.include_usage and options.continuous_usage_stats,
+            "scheduling": context.scheduling,
+            "key_id": caller.key.id,
+            "max_context": caller.max_context,
+        }
 
 
 def prompt_tokens(prompt: str | Sequence[int]) -> int:

@@ -4,10 +4,9 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
-from lorikeet.gateway.apis.api_request import CallContext, prompt_tokens
+from lorikeet.gateway.apis.api_request import MAX_N, CallContext, GenerateRequest, prompt_tokens
 from lorikeet.gateway.apis.fields import INT32, MAX_CHOICES, Prompts
 from lorikeet.gateway.apis.no_ops import COMPLETIONS_NO_OPS
-from lorikeet.gateway.apis.openai_requests import MAX_N, GenerateRequest
 from lorikeet.gateway.body import NoOps, misfit, unsupported
 from lorikeet.protocol.messages import Call, Endpoint
 

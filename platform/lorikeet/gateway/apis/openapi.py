@@ -19,8 +19,8 @@ from lorikeet.gateway.apis.anthropic_types import (
     ModelInfoList,
     TokenCount,
 )
+from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
-from lorikeet.gateway.apis.openai_requests import ChatRequest
 from lorikeet.gateway.apis.response_types import (
     ChatCompletion,
     ChatCompletionChunk,

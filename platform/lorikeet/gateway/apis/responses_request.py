@@ -15,8 +15,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.apis.api_request import CallContext, OpenAIRequest, Tokens
 from lorikeet.gateway.apis.chat_messages import MAX_MESSAGES, FunctionName
+from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.fields import INT32
-from lorikeet.gateway.apis.openai_requests import ChatRequest
 from lorikeet.gateway.apis.responses_items import (
     InputItem,
     check_outputs,
