@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.apis.api_request import CallContext, OpenAIRequest, Tokens
 from lorikeet.gateway.apis.chat_messages import MAX_MESSAGES, FunctionName
-from lorikeet.gateway.apis.chat_request import ChatRequest
+from lorikeet.gateway.apis.chat_request import ChatRequest, IgnoredFields
 from lorikeet.gateway.apis.fields import INT32
 from lorikeet.gateway.apis.responses_items import (
     InputItem,
@@ -29,7 +29,6 @@ from lorikeet.gateway.apis.responses_tools import (
     left_out,
     repeated,
 )
-from lorikeet.gateway.apis.template_fields import IgnoredFields
 from lorikeet.gateway.apis.tools import (
     JsonSchema,
     NamedTool,
