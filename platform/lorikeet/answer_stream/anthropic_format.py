@@ -33,7 +33,7 @@ _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 
 
 class AnswerProgress(Protocol):
-    """What is known of an answer while it is made, beside its deltas."""
+    """What is known of an answer while it is made, beside its deltas. Implemented by Answer."""
 
     def usage(self) -> FinalUsage:
         """Return what it has taken until now."""

@@ -112,7 +112,8 @@ class GenerateEndpoint:
 
         The key and the model are looked up in the catalog's state in memory (catalog/state.py), the
         limits checked by tenancy/rate_limiter.py. `stream_answer` is serving/engine_client.py's:
-        nothing is sent to a replica before ReplicaResponse iterates over it.
+        nothing is sent to a replica before ReplicaResponse iterates over it. `trace` (request_log/)
+        only takes note.
         """
         caller = await self._authenticator.caller(request)
         trace.set_caller(caller.tenant.name, caller.key.id)
@@ -126,6 +127,7 @@ class GenerateEndpoint:
     async def _respond(
         self, request: Request, trace: RequestTrace, caller: Caller, hold: RateLimitHold
     ) -> ReplicaResponse:
+        """Read the body and return the response. `_stored` matters to /v1/responses alone."""
         scheduling = self._scheduling(request, caller)  # first: a bad header costs no parse
         body = await read_json(request, self._schema)
         hold.body_is_here()

@@ -39,7 +39,8 @@ class RequestObserver(AbstractContextManager[Any], Protocol):
     """Watches one call: entered when the call starts, left when it ends, however it ends.
 
     Entering may refuse the call with a LorikeetError. A call that was made to its end has shown a
-    FinalUsage.
+    FinalUsage. Implemented by RateLimitObserver and CountObserver (generate.py), and by
+    RequestTrace (request_log/record.py), which only takes note.
     """
 
     def on_item(self, item: StreamItem) -> None:

@@ -95,7 +95,7 @@ class Replica:
         which puts the client's bytes into the gateway's stream. This method yields one item: None
         when all is on its way, else the Refusal of a call that the engine did not take, or that can
         reach its gateway no more. Closing it aborts what is not finished and frees its KV pages and
-        lease.
+        lease. `_metering` only counts what is billed.
 
         A stream of one item, because Serve says only with a plain result which replica has taken
         the call, and gRPC may lose that for a stream without items.

@@ -52,7 +52,10 @@ class RequestBuilder:
         self._grammars = GrammarSandbox(model)
 
     async def build(self, call: Call) -> EncodedCall:
-        """Return the engine's request for a call. Raises InvalidInput, InvalidRequest."""
+        """Return the engine's request for a call. Raises InvalidInput, InvalidRequest.
+
+        Only a call that asks for tools or a format may have a grammar (grammar.py and its like).
+        """
         encode = partial(encode_call, encoder=self._encoder, max_context=self._max_context)
         encoded = await self._in_time(encode, call)
         if encoded.answer_grammar is None:

@@ -153,7 +153,11 @@ class ServeEngineClient:
                     sent.cancel()
 
     async def _subscribe(self, handle: DeploymentHandle[Any]) -> None:
-        """Subscribe to the status and the answers of one deployment's replicas."""
+        """Subscribe to the status and the answers of one deployment's replicas.
+
+        ReplicaStreams (replica_calls.py) keeps a stream from each replica open and hands on what
+        comes: answers to `_buffers`, each to its call's.
+        """
 
         def open_stream(replica: str) -> "DeploymentResponseGenerator[list[DeltaGroup]]":
             groups = streamed.response_stream.remote(replica=replica, gateway=self._gateway)

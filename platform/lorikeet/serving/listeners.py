@@ -1,8 +1,9 @@
 """The two HTTP listeners of a gateway: one for tenants, one for operators.
 
-Tenants come through Serve's HTTP port, behind which the gateway wraps its application in
-PublicListener. Operators and Prometheus come to AdminListener in the gateway's own process,
-which serves the application whole. What no public proxy passes on needs no rule in one.
+Tenants come through Serve's HTTP port, behind which the gateway wraps its application
+(gateway/app.py) in PublicListener. Operators and Prometheus come to AdminListener in the gateway's
+own process, which serves the application whole. What no public proxy passes on needs no rule in
+one.
 """
 
 import asyncio

@@ -34,7 +34,10 @@ class AdapterAffinityRouter(RequestRouter):
     """
 
     def initialize_state(self, **_: Any) -> None:
-        """Set up the router; Serve calls this once, before anything else."""
+        """Set up the router, on the Fleet that engine_client.py has too (fleet_registry.py).
+
+        Serve calls this once, before anything else.
+        """
         self._fleet: Fleet = fleet_of(self.app_name, self._deployment_id.name)
         self._listed: list[RunningReplica] = []
         self._by_name: dict[str, RunningReplica] = {}

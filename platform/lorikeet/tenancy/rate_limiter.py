@@ -125,6 +125,10 @@ class RateLimitHold:
 
     Tokens are reserved by an estimate and settled when it is known what they were; where that never
     gets known, what was reserved counts.
+
+    Limits are counted by an Allowance of the tenant and one of the key, where these have limits.
+    The wait is estimated by the base model's QueueTimeEstimator, which refuses nobody as long as
+    its engines are not full. A MonthlyBudget is asked where the tenant has one.
     """
 
     def __init__(self, limiter: RateLimiter, tenant: TenantRecord, key: KeyRecord) -> None:

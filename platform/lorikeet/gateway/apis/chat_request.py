@@ -141,7 +141,7 @@ class ChatRequest(TemplateFields, IgnoredFields, GenerateRequest):
         return self.top_logprobs if self.logprobs else None
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the Call that a replica gets."""
+        """Return the Call that a replica gets, without tools and format where none is asked for."""
         messages = template_messages(self.messages)
         if self.functions:
             tools = function_use(self.functions, self.function_call)
