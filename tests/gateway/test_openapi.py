@@ -28,6 +28,12 @@ CHECKS = [
     content_type_conformance,
     response_schema_conformance,
 ]
+# Hypothesis draws names of headers from our own source, and with a content-length that is no number
+# the server refuses a request before the gateway sees it.
+FRAMING = {
+    *("connection", "content-length", "expect", "host"),
+    *("te", "trailer", "transfer-encoding", "upgrade"),
+}
 OPERATIONS = [
     (path, method.upper()) for path, methods in document()["paths"].items() for method in methods
 ]
@@ -62,9 +68,23 @@ def send_many(url: str, key: str, model: str, path: str, method: str, examples: 
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.one_of(likely, kinds))
     def send(case: Any) -> None:
-        case.call_and_validate(base_url=url, headers=headers, checks=CHECKS, timeout=120)
+        validate(case, url, headers)
 
     send()
+
+
+def validate(case: Any, url: str, headers: Mapping[str, str]) -> None:
+    """Send one, without headers that frame HTTP itself, and check its answer."""
+    for name in [name for name in case.headers or () if name.lower() in FRAMING]:
+        del case.headers[name]
+    case.call_and_validate(base_url=url, headers=headers, checks=CHECKS, timeout=120)
+
+
+def test_headers_that_frame_http_are_left_out(unchanged: Gateway) -> None:
+    operation = schemathesis.openapi.from_dict(document())["/v1/models"]["GET"]
+    case = operation.Case(headers={"Content-Length": "m,qZnd|eddw", "x-other": "1"})
+    validate(case, unchanged.url, {"authorization": f"Bearer {unchanged.keys['acme']}"})
+    assert list(case.headers) == ["x-other"]
 
 
 def known_ids(url: str, headers: Mapping[str, str], model: str) -> dict[str, str]:
