@@ -21,6 +21,7 @@ from loadtest.streamed_answer import AnswerReader, Clock, LoadRequest, StreamedA
 
 _LEAD_S = 0.2
 _READY_WITHIN_S = 120.0
+_WITH_USAGE = {"stream_options": {"include_usage": True}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +123,20 @@ def chat_request(
 ) -> bytes:
     """The bytes of a chat request with this text, for exactly output_tokens tokens."""
     wanted = {"max_tokens": request.output_tokens, "min_tokens": request.output_tokens}
-    messages = [{"role": "user", "content": text}]
-    return _request(server, path, {"model": request.model, "messages": messages, **wanted})
+    chat = {"model": request.model, "messages": _messages(text)}
+    return _request(server, path, chat | wanted | _WITH_USAGE)
+
+
+def response_request(server: Server, request: LoadRequest, text: str) -> bytes:
+    """The bytes of a request to /v1/responses with this text, for at most output_tokens tokens."""
+    wanted = {"max_output_tokens": request.output_tokens}
+    return _request(server, "/v1/responses", {"model": request.model, "input": text} | wanted)
+
+
+def message_request(server: Server, request: LoadRequest, text: str) -> bytes:
+    """The bytes of a request to /v1/messages with this text, for at most output_tokens tokens."""
+    message = {"model": request.model, "messages": _messages(text)}
+    return _request(server, "/v1/messages", message | {"max_tokens": request.output_tokens})
 
 
 def random_prompt(request: LoadRequest, vocabulary: int) -> list[int]:
@@ -193,12 +206,15 @@ def _completion_request(server: Server, request: LoadRequest) -> bytes:
         "seed": request.seed,
         "ignore_eos": True,
     }
-    return _request(server, "/v1/completions", body)
+    return _request(server, "/v1/completions", body | _WITH_USAGE)
+
+
+def _messages(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
 
 
 def _request(server: Server, path: str, body: dict[str, Any]) -> bytes:
-    streamed = {"stream": True, "stream_options": {"include_usage": True}}
-    content = json.dumps(body | streamed).encode()
+    content = json.dumps(body | {"stream": True}).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nhost: {urlsplit(server.url).netloc}\r\n"
         f"authorization: Bearer {server.key}\r\ncontent-type: application/json\r\n"

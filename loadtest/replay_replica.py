@@ -9,9 +9,9 @@ from ray import serve
 from starlette.types import Receive, Scope, Send
 
 from lorikeet.answer_stream.answer import refusal_of
-from lorikeet.answer_stream.openai_format import EventStream
+from lorikeet.answer_stream.answer_format import event_stream
 from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStream, ResponseStreams
-from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, Refusal
+from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, Refusal
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.replica.status_feed import StatusFeed
 from lorikeet.routing.status_update import StatusUpdate, to_stats
@@ -40,6 +40,22 @@ class _Stream:
     ended: asyncio.Future[None]
 
 
+@dataclass(frozen=True, slots=True)
+class _WholeAnswer:
+    """The AnswerProgress of a replayed answer, of which all is known from the start."""
+
+    taken: FinalUsage
+
+    def usage(self) -> FinalUsage:
+        return self.taken
+
+    def choice_usage(self, _: int) -> FinalUsage:
+        return self.taken
+
+    def stop_string(self, _: int) -> None:
+        return None
+
+
 class ReplayReplica:
     """A replica whose tokens cost nothing: each step, `pace` times a second, all streams get one.
 
@@ -55,20 +71,25 @@ class ReplayReplica:
         self._stepping = asyncio.get_running_loop().create_task(self._step(1 / pace))
 
     async def run_call(self, call: Call, gateway: str) -> AsyncIterator[Refusal | None]:
-        """max_tokens tokens, the first at once."""
+        """max_tokens tokens, the first at once. More than one is for chats alone.
+
+        All events of a chat's tokens have the same bytes, which costs the steps least.
+        """
         responses = await self._response_streams.to(gateway)
         digest = call.adapter.digest if call.adapter else None
         header = AnswerHeader(self._name, digest, Residency.GPU, self._feed.update())
-        events = EventStream(call)
+        tokens = call.max_tokens or 1
+        usage = FinalUsage(prompt_tokens=1, cached_tokens=0, completion_tokens=tokens)
+        events = event_stream(call, _WholeAnswer(usage))
         responses.put(call.request_id, (header, events.delta(0, _TOKEN)))
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        tokens = call.max_tokens or 1
-        token, left = events.delta(0, _TOKEN), tokens - 1
+        left = tokens - 1
+        assert not left or call.endpoint is Endpoint.CHAT
+        token = events.delta(0, _TOKEN) if left else b""
         self._streams[call.request_id] = _Stream(responses, token, left, ended)
         try:
             if left:
                 await responses.wait_for(ended)
-            usage = FinalUsage(prompt_tokens=1, cached_tokens=0, completion_tokens=tokens)
             end = events.delta(0, "", FinishReason.LENGTH) + events.end(usage)
             responses.put(call.request_id, (end,), ended=True)
             yield None

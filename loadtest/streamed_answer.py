@@ -7,21 +7,60 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-# In each event with tokens, and in no other; a chat's first event has an empty content.
-_TOKENS = re.compile(rb'"text": ?"|"content": ?"[^"]')
-_LONGEST = len(b'"content": "x')
+_LONGEST = 40  # bytes by which any format knows an event with tokens
 _END = b"0\r\n\r\n"
 _KEPT = 4096  # bytes at an answer's end
+_CODE = re.compile(rb'"(?:error_)?code": ?"([^"]+)"')
 
 Clock = Callable[[], float]
 """Seconds from the start."""
 
 
 @dataclass(frozen=True, slots=True)
+class StreamFormat:
+    """How an API streams an answer.
+
+    tokens: found once in each event with tokens, and in no other. end: in the last event. cut_off:
+    found in an answer that its limit of tokens has ended. prompt_tokens, output_tokens: what their
+    counts are called.
+    """
+
+    tokens: re.Pattern[bytes]
+    end: re.Pattern[bytes]
+    cut_off: re.Pattern[bytes]
+    prompt_tokens: bytes
+    output_tokens: bytes
+
+
+OPENAI = StreamFormat(
+    re.compile(rb'"text": ?"|"content": ?"[^"]'),  # a chat's first event has an empty content
+    re.compile(rb"data: \[DONE\]"),
+    re.compile(rb'"finish_reason": ?"length"'),
+    b"prompt_tokens",
+    b"completion_tokens",
+)
+"""Chats and completions."""
+RESPONSES = StreamFormat(
+    re.compile(rb"event: response\.output_text\.delta"),
+    re.compile(rb"event: response\.(in)?complete"),
+    re.compile(rb'"reason": ?"max_output_tokens"'),
+    b"input_tokens",
+    b"output_tokens",
+)
+MESSAGES = StreamFormat(
+    re.compile(rb'"type": ?"text_delta"'),
+    re.compile(rb"event: message_stop"),
+    re.compile(rb'"stop_reason": ?"max_tokens"'),
+    b"input_tokens",
+    b"output_tokens",
+)
+
+
+@dataclass(frozen=True, slots=True)
 class LoadRequest:
     """One request for a stream of output_tokens tokens.
 
-    seed: of its prompt's random token ids, and of what it samples.
+    seed: of its prompt's random token ids, and of what it samples. format: of the answer.
     """
 
     model: str
@@ -29,6 +68,7 @@ class LoadRequest:
     output_tokens: int
     seed: int
     temperature: float = 0.0
+    format: StreamFormat = OPENAI
 
 
 @dataclass(slots=True)
@@ -60,6 +100,7 @@ class AnswerReader:
 
     def __init__(self, answer: StreamedAnswer, now_s: Clock) -> None:
         self.answer, self.now_s = answer, now_s
+        self._format = answer.request.format
         self._head = b""
         self._tail = b""
         self._left: int | None = None  # bytes of a body that says how long it is
@@ -77,7 +118,7 @@ class AnswerReader:
             length = self._header(b"content-length")
             self._left = int(length) if length else None
         seen = self._tail[1 - _LONGEST :]
-        if events := sum(end > len(seen) for end in _ends(seen + data)):
+        if events := sum(end > len(seen) for end in self._ends(seen + data)):
             self.answer.deltas_s.append(now_s)
             self.answer.events.append(events)
         self._tail = (self._tail + data)[-_KEPT:]
@@ -99,7 +140,7 @@ class AnswerReader:
         answer.request_id = self._header(b"x-request-id")
         answer.replica = self._header(b"x-lorikeet-replica")
         answer.residency = self._header(b"x-lorikeet-residency")
-        answer.prompt_tokens = self._counted(b"prompt_tokens")
+        answer.prompt_tokens = self._counted(self._format.prompt_tokens)
         answer.failure = self._failure()
         if answer.failure:
             answer.last_bytes = self._tail[-300:].decode(errors="replace")
@@ -113,27 +154,27 @@ class AnswerReader:
         found = re.search(rb"\r\n" + name + rb": *([^\r]*)", self._head, re.IGNORECASE)
         return found[1].decode() if found else ""
 
+    def _ends(self, data: bytes) -> list[int]:
+        return [found.end() for found in self._format.tokens.finditer(data)]
+
     def _counted(self, name: bytes) -> int:
-        found = re.search(rb'"' + name + rb'": ?(\d+)', self._tail)
-        return int(found[1]) if found else 0
+        """The last count of this name: some streams begin with another."""
+        found = re.findall(rb'"' + name + rb'": ?(\d+)', self._tail)
+        return int(found[-1]) if found else 0
 
     def _failure(self) -> str:
         """The answer's failure; "" if there is none."""
         status, wanted = self._head[9:12].decode(), self.answer.request.output_tokens
         error = re.search(rb'"error": ?\{', self._tail)
-        code = re.search(rb'"code": ?"([^"]+)"', self._tail[error.start() :]) if error else None
+        code = _CODE.search(self._tail, error.start()) if error else None
         why = code[1].decode() if code else ""
         if status != "200":
             return f"{status} {why}".strip() or "no answer"
         if error:
             return f"mid-stream: {why}"
-        if b"data: [DONE]" not in self._tail:
+        if not self._format.end.search(self._tail):
             return "the stream broke off"
-        ended = re.search(rb'"finish_reason": ?"length"', self._tail)
-        if not ended or self._counted(b"completion_tokens") != wanted:
+        ended = self._format.cut_off.search(self._tail)
+        if not ended or self._counted(self._format.output_tokens) != wanted:
             return f"not {wanted} tokens"
         return "" if self.answer.deltas_s else "an answer without text"
-
-
-def _ends(data: bytes) -> list[int]:
-    return [found.end() for found in _TOKENS.finditer(data)]
