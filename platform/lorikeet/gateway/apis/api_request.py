@@ -120,7 +120,7 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
-    logit_bias: Biases = Field(default_factory=tuple)
+    logit_bias: Biases | None = None
     seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
     stop: Stop = ()
     stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
@@ -164,7 +164,7 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
                 repetition_penalty=self.repetition_penalty,
-                logit_bias=self.logit_bias,
+                logit_bias=self.logit_bias or (),
                 logprobs=self.alternatives(),
             ),
             "stop": self.stop,
