@@ -5,6 +5,7 @@ LorikeetError             `code` names the kind, `message` says what to do
 ├── InvalidInput          a request or a name that cannot be right; `param` names the field
 │   ├── UnsupportedParameter  a field that is not served here
 │   │   └── ThreadsUnsupported  one by which Anthropic's clients have conversations stored
+│   ├── UnknownPreviousResponse  no such response to go on from, or not this tenant's
 │   ├── RequestTooLarge   a body above the limit
 │   ├── RequestTimeout    a body that did not come in time
 │   ├── ContextLengthExceeded  a prompt that the model's context cannot hold
@@ -55,6 +56,7 @@ ERRORS: Mapping[str, ErrorKind] = {
     "unsupported_parameter": ErrorKind(400, _REQUEST, _REQUEST),
     "thread_unsupported_request": ErrorKind(400, _REQUEST, _REQUEST),
     "context_length_exceeded": ErrorKind(400, _REQUEST, _REQUEST),
+    "previous_response_not_found": ErrorKind(400, _REQUEST, _REQUEST),
     "invalid_api_key": ErrorKind(401, "authentication_error", "authentication_error"),
     "forbidden": ErrorKind(403, "permission_error", "permission_error"),
     "not_found": ErrorKind(404, _REQUEST, _NOT_FOUND),
@@ -145,6 +147,12 @@ class ThreadsUnsupported(UnsupportedParameter):
     """A field to have conversations stored; at its code Anthropic's clients go on without."""
 
     code = "thread_unsupported_request"
+
+
+class UnknownPreviousResponse(InvalidInput):
+    """No such stored response to go on from; OpenAI's clients know it by its code."""
+
+    code = "previous_response_not_found"
 
 
 class RequestTooLarge(InvalidInput):

@@ -142,7 +142,7 @@ def test_turns_and_what_clients_send_back_of_answers_are_a_chat(gateway: Gateway
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "mcp"),
         ({"truncation": "auto"}, "truncation", "truncation"),
         ({"include": ["file_search_call.results"]}, "include", "include"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type", "computer_call"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input[0].content",
@@ -165,6 +165,9 @@ def test_what_is_not_served_is_refused_by_name(
         ({"input": []}, "input"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
+        ({"input": [{"type": "item_reference", "id": 5}]}, "input[0].id"),
+        ({"input": [{"type": "item_reference", "id": "msg_1", "role": "user"}]}, "input[0].role"),
         ({"input": [{"type": "function_call", "name": "f", "call_id": "c"}]}, "input[0].arguments"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"top_logprobs": 2}, "top_logprobs"),

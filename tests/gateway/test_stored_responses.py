@@ -19,6 +19,7 @@ from lorikeet.gateway.app import create_app
 from lorikeet.gateway.services import Services
 from lorikeet.protocol.messages import Call, FinalUsage, Refusal
 from lorikeet.responses.store import (
+    MAX_CONVERSATIONS,
     MAX_STORED_BYTES,
     PREFIX,
     ResponseStore,
@@ -38,10 +39,15 @@ ASK = {"model": "tiny", "input": "one two"}
 
 
 class Away(LocalStore):
-    """A store that may be away, or slow."""
+    """A store that may be away, or slow. reads: how many responses were read."""
 
     fails = False
     slow_s = 0.0
+    reads = 0
+
+    def get(self, key: str) -> bytes:
+        self.reads += key.startswith(PREFIX)
+        return super().get(key)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         if self.fails and key.startswith(PREFIX):
@@ -137,6 +143,67 @@ def test_a_tools_output_answers_a_call_of_the_response_before(
     assert error_of(refused, 400)["param"] == "input"
 
 
+def reference(item_id: str) -> dict[str, str]:
+    return {"type": "item_reference", "id": item_id}
+
+
+@pytest.mark.usefixtures("replica")
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_item_reference_stands_for_a_stored_item(
+    storing: Gateway, store: Away, stream: bool
+) -> None:
+    client = storing.openai()
+
+    def create(*items: Any) -> Any:
+        answer: Any = client.responses.create(model="tiny", input=[*items], stream=stream)
+        return [*answer][-1].response if stream else answer
+
+    def user(text: str) -> Any:
+        return {"role": "user", "content": text}
+
+    first = create(user("one two"))
+    (asked,) = client.responses.input_items.list(first.id)
+    second = create(reference(asked.id), reference(first.output[0].id), user("three"))
+    listed = [item.id for item in client.responses.input_items.list(second.id, order="asc")]
+    assert listed[:2] == [asked.id, first.output[0].id]
+    store.reads = 0
+    create(*map(reference, listed), reference(second.output[0].id), user("four"))
+    assert store.reads == 1, "the last one's response has the others too"
+    assert said(storing.engines.last) == [
+        ("user", "one two"),
+        ("assistant", "so it is"),
+        ("user", "three"),
+        ("assistant", "so it is"),
+        ("user", "four"),
+    ]
+
+
+def test_a_tools_output_answers_a_call_that_is_referenced(
+    storing: Gateway, replica: ScriptedReplica
+) -> None:
+    called = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
+    storing.engines.replay = replica.writes(called)
+    client = storing.openai()
+    tools: Any = [LOOK]
+    (call,) = client.responses.create(model="tiny", input="hi", tools=tools).output
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "nothing"}
+    turns: Any = [{"role": "user", "content": "hi"}, reference(call.id), output]
+    client.responses.create(model="tiny", input=turns, tools=tools)
+    _, assistant, tool = storing.engines.last.messages
+    assert assistant["tool_calls"][0]["function"] == {"name": "look", "arguments": {"at": "é"}}
+    assert tool["content"] == "nothing"
+
+
+def test_items_of_a_few_conversations_can_be_referenced(storing: Gateway) -> None:
+    answers = [storing.post(RESPONSES, ASK).json() for _ in range(MAX_CONVERSATIONS + 1)]
+    items = [reference(answer["output"][0]["id"]) for answer in answers]
+    assert storing.post(RESPONSES, ASK | {"input": items[1:]}).is_success
+    asked = len(storing.engines.calls)
+    refused = storing.post(RESPONSES, ASK | {"input": items})
+    assert "send some of them in full" in error_of(refused, 400)["message"]
+    assert len(storing.engines.calls) == asked
+
+
 @pytest.mark.usefixtures("replica")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_is_looked_up_as_it_was_answered_and_deleted(
@@ -198,12 +265,26 @@ def test_foreign_deleted_old_and_unknown_responses_look_alike(
     assert storing.request("GET", f"{RESPONSES}/{ids[1]}", acme).is_success
     clock.ahead_s = LIFETIME_S
     old = storing.request("GET", f"{RESPONSES}/{ids[1]}", acme)
-    again = storing.post(RESPONSES, ASK | {"previous_response_id": ids[1]})
-    assert error_of(again, 404)["param"] == "previous_response_id"
     alike = {answer.content for answer in (foreign, unknown, deleted, old)}
     assert len(alike) == 1
     assert unlike.status_code == 404
     assert error_of(old, 404)["code"] == "not_found"
+
+
+def test_what_is_not_there_to_go_on_from_is_told_as_openai_tells_it(
+    storing: Gateway, clock: Clock
+) -> None:
+    stored = storing.post(RESPONSES, ASK).json()
+    clock.ahead_s = LIFETIME_S
+    for previous in (stored["id"], f"resp_{'0' * 32}", "x"):
+        client = storing.openai()
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.create(model="tiny", input="hi", previous_response_id=previous)
+        assert refused.value.code == "previous_response_not_found"
+        assert refused.value.param == "previous_response_id"
+    for item in (stored["output"][0]["id"], f"msg_{'0' * 32}_0", "x"):
+        error = error_of(storing.post(RESPONSES, ASK | {"input": [reference(item)]}), 404)
+        assert (error["code"], error["param"]) == ("not_found", "input")
 
 
 @pytest.mark.usefixtures("replica")
@@ -326,11 +407,15 @@ def test_where_nothing_is_stored_the_setting_is_named(gateway: Gateway) -> None:
     for method, at in (("GET", path), ("DELETE", path), ("GET", f"{path}/input_items")):
         message = error_of(gateway.request(method, at, acme), 404)["message"]
         assert "LORIKEET_RESPONSES_LIFETIME_H" in message
-    refused = gateway.post(RESPONSES, ASK | {"previous_response_id": answer.json()["id"]})
-    error = error_of(refused, 400)
-    assert error["code"] == "unsupported_parameter"
-    assert error["param"] == "previous_response_id"
-    assert "LORIKEET_RESPONSES_LIFETIME_H" in error["message"]
+    stored = answer.json()
+    for named, fields in {
+        "previous_response_id": {"previous_response_id": stored["id"]},
+        "input": {"input": [reference(stored["output"][0]["id"])]},
+    }.items():
+        error = error_of(gateway.post(RESPONSES, ASK | fields), 400)
+        assert (error["code"], error["param"]) == ("unsupported_parameter", named)
+        assert "LORIKEET_RESPONSES_LIFETIME_H" in error["message"]
+    assert "item_reference" in error["message"]
 
 
 def test_cleaning_up_deletes_what_has_outlived_its_time(

@@ -135,9 +135,9 @@ class GenerateEndpoint:
         request_id: str = request.state.request_id
         session = request.headers.get(SESSION_HEADER) or body.session() or request_id
         model = await self._authenticator.resolve_model(body.model, caller.tenant.name, session)
-        past = await self._stored.past(body, caller.tenant.name)
-        stores = self._stored.stores(body)
-        context = CallContext(request_id, int(time.time()), caller, scheduling, model, past, stores)
+        items = await self._stored.items(body, caller.tenant.name)
+        stores, now = self._stored.stores(body), int(time.time())
+        context = CallContext(request_id, now, caller, scheduling, model, items, stores)
         call = body.to_call(context)
         trace.set_call(call, model.base_model)
         return ReplicaResponse(

@@ -11,15 +11,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from lorikeet.errors import NotFound, StoreError, UnsupportedParameter
+from lorikeet.errors import (
+    NotFound,
+    StoreError,
+    UnknownPreviousResponse,
+    UnsupportedParameter,
+)
 from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
-from lorikeet.gateway.apis.responses_items import InputItem, turn_of
+from lorikeet.gateway.apis.responses_items import REFERENCE, InputItem, StoredItems, turn_of
 from lorikeet.gateway.apis.responses_request import ResponsesRequest
 from lorikeet.gateway.body import ValueBudget
 from lorikeet.gateway.replica_response import BeforeEnd
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.protocol.messages import Call
-from lorikeet.responses.store import ResponseStore, StoredResponse
+from lorikeet.responses.store import Json, ResponseStore, StoredResponse
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,28 +50,33 @@ class StoredResponses:
         on = self._store is not None
         return on and isinstance(body, ResponsesRequest) and body.store is not False
 
-    async def past(self, body: ApiRequest, tenant: str) -> Sequence[InputItem]:
-        """Return the items that a request goes on from.
+    async def items(self, body: ApiRequest, tenant: str) -> StoredItems:
+        """Return what a request takes up of stored responses.
 
-        Raises UnsupportedParameter where nothing is stored; NotFound, StoreError.
+        Raises UnsupportedParameter where nothing is stored; UnknownPreviousResponse, NotFound for
+        an item, InvalidInput for items of too many responses, StoreError.
         """
-        previous = body.previous_response_id if isinstance(body, ResponsesRequest) else None
-        if previous is None:
-            return ()
+        if not isinstance(body, ResponsesRequest):
+            return StoredItems()
+        previous = body.previous_response_id
+        references = [str(item.id) for item in body.input if item.type == REFERENCE]
+        if previous is None and not references:
+            return StoredItems()
         store = self._store
         if store is None:
-            problem = f"not supported here: {_PREVIOUS}: {_OFF}, or send the earlier turns as input"
-            raise UnsupportedParameter(problem, param=_PREVIOUS)
+            raise _off(_PREVIOUS, _PREVIOUS) if previous else _off("input", f"an {REFERENCE}")
+        budget = ValueBudget(body.max_values)
 
-        def read() -> list[InputItem]:
-            budget = ValueBudget(body.max_values)
-            turns = store.get(tenant, previous).turns
-            return [InputItem.model_validate(turn, context=budget) for turn in turns]
+        def parsed(turn: Json) -> InputItem:
+            return InputItem.model_validate(turn, context=budget)
 
-        try:
-            return await self._read(read)
-        except NotFound as error:
-            raise NotFound(error.message, param=_PREVIOUS) from None
+        def read() -> StoredItems:
+            past = _turns_before(store, tenant, previous)
+            items = _referenced(store, tenant, references)
+            referenced = {item_id: parsed(item) for item_id, item in items.items()}
+            return StoredItems([*map(parsed, past)], referenced)
+
+        return await self._read(read)
 
     def saver(self, body: ApiRequest, context: CallContext, call: Call) -> BeforeEnd | None:
         """Return what stores a call's answer before its end is sent, if that is to be."""
@@ -114,6 +124,26 @@ class StoredResponses:
             raise StoreError(f"the stored responses did not come within {_READ_S:g} s") from None
 
 
+def _off(param: str, what: str) -> UnsupportedParameter:
+    problem = f"not supported here: {what}: {_OFF}, or send the earlier turns in full"
+    return UnsupportedParameter(problem, param=param)
+
+
+def _turns_before(store: ResponseStore, tenant: str, previous: str | None) -> Sequence[Json]:
+    try:
+        return () if previous is None else store.get(tenant, previous).turns
+    except NotFound as error:
+        raise UnknownPreviousResponse(error.message, param=_PREVIOUS) from None
+
+
+def _referenced(store: ResponseStore, tenant: str, item_ids: Sequence[str]) -> dict[str, Json]:
+    try:
+        return store.items(tenant, item_ids)
+    except NotFound as error:
+        message = f"input: an {REFERENCE} names no stored item: {error.message}"
+        raise NotFound(message, param="input") from None
+
+
 async def _in_thread(threads: ThreadPoolExecutor, ask: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(threads, ask)
 
@@ -124,9 +154,16 @@ def _stored(
     """Return what is stored of an answer. last: its body, or the events that end its stream."""
     answer = json.loads(last.rstrip().rpartition(b"\ndata: ")[2])
     response = answer["response"] if call.stream else answer
+    new = f"in_{call.request_id}"
     items = [
-        *((item, str(item.id)) for item in context.past),
-        *((item, f"in_{call.request_id}_{index}") for index, item in enumerate(request.input)),
+        *((item, str(item.id)) for item in context.stored_items.past),
+        *(
+            (
+                context.stored_items.resolve(item),
+                item.id if item.type == REFERENCE else f"{new}_{index}",
+            )
+            for index, item in enumerate(request.input)
+        ),
         *((InputItem.model_validate(item), item["id"]) for item in response["output"]),
     ]
     return StoredResponse(call.created, response, [turn_of(item, name) for item, name in items])

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from lorikeet.catalog.store.object_store import ObjectStore, StoredObject
-from lorikeet.errors import NotFound, ObjectExists, ObjectNotFound, StoreError
+from lorikeet.errors import InvalidInput, NotFound, ObjectExists, ObjectNotFound, StoreError
 
 PREFIX = "responses/"
 MAX_STORED_BYTES = 8 * 2**20
 """As much as a request's body may have: a conversation that is longer is not stored."""
+MAX_CONVERSATIONS = 4
+"""Most that are read for the items that a request names: each may hold a gateway up for 0.1 s."""
 _ID = re.compile("resp_[0-9a-f]{32}(-[0-9])?")  # with a number: of a call that was sent again
+_ITEM_ID = re.compile("(?:rs|msg|fc|in)_([0-9a-f]{32}(?:-[0-9])?)_[0-9]{1,4}")
+"""With the id of the response that it was made for, behind resp_."""
 
 Json = Mapping[str, Any]
 
@@ -70,6 +74,25 @@ class ResponseStore:
             raise _not_found()
         return StoredResponse(raw["created"], raw["response"], raw["turns"])
 
+    def items(self, tenant: str, item_ids: Sequence[str]) -> dict[str, Json]:
+        """Return items of a tenant's responses, by their ids.
+
+        The last one's response is read first: a conversation has in it what it went on from, so one
+        is mostly enough. Raises InvalidInput where MAX_CONVERSATIONS are not; else as `get` does.
+        """
+        wanted, found, read = set(item_ids), dict[str, Json](), 0
+        for item_id in reversed(item_ids):
+            if item_id in found:
+                continue
+            if read == MAX_CONVERSATIONS:
+                problem = f"input: items of more than {MAX_CONVERSATIONS} stored conversations"
+                raise InvalidInput(f"{problem}: send some of them in full", param="input")
+            turns, read = self.get(tenant, _response_of(item_id)).turns, read + 1
+            found |= {turn["id"]: turn for turn in turns if turn["id"] in wanted}
+            if item_id not in found:
+                raise _not_found()
+        return found
+
     def delete(self, tenant: str, response_id: str) -> None:
         """Delete a tenant's response. Raises as `get` does."""
         self.get(tenant, response_id)
@@ -94,6 +117,13 @@ def _key(tenant: str, response_id: str) -> str:
     if not _ID.fullmatch(response_id):
         raise _not_found()
     return f"{PREFIX}{tenant}/{response_id}"
+
+
+def _response_of(item_id: str) -> str:
+    known = _ITEM_ID.fullmatch(item_id)
+    if known is None:
+        raise _not_found()
+    return f"resp_{known[1]}"
 
 
 def _not_found() -> NotFound:

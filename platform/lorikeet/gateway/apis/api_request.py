@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from lorikeet.gateway.apis.fields import INT32, Biases, Metadata, Stop, TokenId
 from lorikeet.gateway.apis.no_ops import STREAM_OPTIONS_NO_OPS
-from lorikeet.gateway.apis.responses_items import InputItem
+from lorikeet.gateway.apis.responses_items import StoredItems
 from lorikeet.gateway.apis.structured_outputs import StructuredFields
 from lorikeet.gateway.auth import Caller, ResolvedModel
 from lorikeet.gateway.body import Body, NoOps, misfit
@@ -42,8 +42,8 @@ RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REP
 class CallContext(NamedTuple):
     """What a gateway knows of a request beside its body.
 
-    created: Unix time, seconds. past: the items of the stored conversation that it continues.
-    stores: whether the answer will be stored.
+    created: Unix time, seconds. stored_items: what it takes up of stored responses. stores: whether
+    the answer will be stored.
     """
 
     request_id: str
@@ -51,7 +51,7 @@ class CallContext(NamedTuple):
     caller: Caller
     scheduling: SchedulingParams
     model: ResolvedModel
-    past: Sequence[InputItem] = ()
+    stored_items: StoredItems = StoredItems()
     stores: bool = False
 
     def work(self, prompt_tokens: int, sequences: int) -> Work:

@@ -1,8 +1,8 @@
 """The items of a response's input, and the chat messages that they become."""
 
 import json
-from collections.abc import Collection, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import TypedDict
@@ -20,7 +20,8 @@ from lorikeet.gateway.apis.fields import refuse_kind
 from lorikeet.gateway.apis.responses_tools import dotted
 from lorikeet.gateway.body import Body, misfit
 
-_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+REFERENCE = "item_reference"
+_KINDS = ("message", "function_call", "function_call_output", "reasoning", REFERENCE)
 _TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
 _CallId = Annotated[str, Field(min_length=1, max_length=256)]
 _Ignored = Annotated[Any, Field(description="Taken, without effect.")]
@@ -37,7 +38,7 @@ def _parse_kind(value: object) -> object:
     return refuse_kind(
         value,
         _KINDS,
-        "want messages, function_call, function_call_output and reasoning, each in full",
+        "want messages, function_call, function_call_output, reasoning and item_reference",
     )
 
 
@@ -65,14 +66,15 @@ Content = Annotated[
 class InputItem(Body):
     """One item of the input: a message, a call of a function, its output, or past reasoning.
 
-    type: a message's may be absent. id, status, phase, annotations, and of past reasoning all but
+    Any of them may be an item_reference instead, which names a stored one by its id. type: a
+    message's may be absent. id of others, status, phase, annotations, and of past reasoning all but
     its text, have no effect.
     """
 
     dropped: ClassVar[Collection[str]] = CLIENT_SIDE_FIELDS
 
     type: Annotated[
-        Literal["message", "function_call", "function_call_output", "reasoning"],
+        Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"],
         BeforeValidator(_parse_kind),
     ] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -82,7 +84,7 @@ class InputItem(Body):
     namespace: FunctionName | None = None
     arguments: Arguments | None = None
     output: Content | None = None
-    id: _Ignored = None
+    id: Annotated[Any, Field(description="Has an effect in an item_reference alone.")] = None
     status: _Ignored = None
     phase: _Ignored = None
     summary: _Ignored = None
@@ -108,6 +110,8 @@ class InputItem(Body):
             raise misfit(name, "Field required")
         for name in sorted(given - wanted - _MAY_HAVE.get(self.type, set())):
             raise misfit(name, f"want it not in a {self.type}")
+        if self.type == REFERENCE and not isinstance(self.id, str):
+            raise misfit("id", "want the id of a stored item")
         return self
 
 
@@ -116,6 +120,7 @@ _FIELDS = {
     "function_call": {"call_id", "name", "arguments"},
     "function_call_output": {"call_id", "output"},
     "reasoning": set[str](),
+    REFERENCE: set[str](),
 }
 _MAY_HAVE = {"reasoning": {"content"}}
 
@@ -125,6 +130,20 @@ def _reasoning_text(parts: object) -> str | None:
     known = [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     texts = [part.get("text") for part in known if part.get("type") == "reasoning_text"]
     return "".join(text for text in texts if isinstance(text, str)) or None
+
+
+class StoredItems(NamedTuple):
+    """What a request takes up of stored responses.
+
+    past: the conversation that it goes on from. referenced: what its item_references name, by id.
+    """
+
+    past: Sequence[InputItem] = ()
+    referenced: Mapping[str, InputItem] = {}
+
+    def resolve(self, item: InputItem) -> InputItem:
+        """Return what an item_reference names, and any other item as it is."""
+        return self.referenced[item.id] if item.type == REFERENCE else item
 
 
 def check_outputs(past: Sequence[InputItem], items: Sequence[InputItem]) -> None:

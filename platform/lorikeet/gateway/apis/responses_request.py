@@ -151,8 +151,10 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
 
         Raises InvalidInput where the input does not go on from what is past.
         """
-        check_outputs(context.past, self.input)
-        items = [*context.past, *self.input]
+        stored = context.stored_items
+        given = [stored.resolve(item) for item in self.input]
+        check_outputs(stored.past, given)
+        items = [*stored.past, *given]
         if len(items) > MAX_MESSAGES:
             problem = f"input: {len(items)} items with those before it, of at most {MAX_MESSAGES}"
             raise InvalidInput(problem, param="input")
