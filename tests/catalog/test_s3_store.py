@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import threading
 import time
 import uuid
@@ -15,10 +16,12 @@ from botocore.config import Config
 
 from lorikeet.catalog import AdapterCatalog, ObjectStore, open_store
 from lorikeet.catalog.store import s3
-from lorikeet.errors import ObjectNotFound, StoreError, StoreRefused
+from lorikeet.errors import NotFound, ObjectNotFound, StoreError, StoreRefused
+from lorikeet.responses.store import ResponseStore, StoredResponse
 from tests.s3_proxy import proxied
 
 MIB = 2**20
+KUBERNETES = Path(__file__).parents[2] / "k8s" / "README.md"
 
 
 @pytest.fixture
@@ -339,3 +342,25 @@ def test_stores_of_one_bucket_keep_to_their_prefix(s3_bucket: str) -> None:
     assert list(inner.list("")) == ["x"]
     assert list(outer.list("")) == ["a/x", "ab/y"]
     assert inner.url == f"{s3_bucket}/{name}/a"
+
+
+def test_stored_responses_ask_for_the_rights_that_gateways_are_to_have(url: str) -> None:
+    rights = set[str]()
+
+    def note(request: BaseHTTPRequestHandler) -> bool:
+        assert "/responses/acme/resp_" in request.path
+        rights.add(f"s3:{request.command.title()}Object")
+        return False
+
+    saved = StoredResponse(0, {"id": f"resp_{'a' * 32}", "output": []}, [])
+    with proxied(note):
+        responses = ResponseStore(open_store(url), lifetime_s=60, clock=lambda: 0)
+        responses.save("acme", saved)
+        assert responses.get("acme", saved.response["id"]) == saved
+        responses.delete("acme", saved.response["id"])
+        with pytest.raises(NotFound):
+            responses.get("acme", saved.response["id"])
+    assert rights == {"s3:PutObject", "s3:GetObject", "s3:DeleteObject"}
+    (row,) = re.findall(r"^\| `lorikeet` \(gateways.*", KUBERNETES.read_text(), re.MULTILINE)
+    assert "`s3:GetObject`, `s3:PutObject` and `s3:ListBucket` under the catalog's prefix" in row
+    assert "`s3:DeleteObject` under `uploads/`, and under `responses/`" in row
