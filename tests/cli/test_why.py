@@ -50,6 +50,7 @@ def test_it_tells_the_story(lorikeet: Lorikeet, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(lorikeet.engines, "stream_answer", told)
     said = lorikeet.do("why", f"cmpl-{send(lorikeet)}-1")
     lines = said.splitlines()
+    assert lines[0] == "POST /v1/completions"
     assert any(line.startswith("Finished after ") for line in lines)
     assert "On r7, where 5 ran and 2 waited" in lines
     assert "Tokens: 12 in, 8 of them cached, 34 out; 0 preemptions" in lines

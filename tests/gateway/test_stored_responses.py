@@ -399,6 +399,29 @@ def test_a_stored_response_comes_whole_and_counts_as_a_request(storing: Gateway)
     assert asked[-1] == 429
 
 
+@pytest.mark.parametrize("below", ["", "/input_items"])
+def test_why_says_what_a_look_up_was(storing: Gateway, below: str) -> None:
+    path, acme = f"{RESPONSES}/{storing.post(RESPONSES, ASK).json()['id']}", storing.keys["acme"]
+
+    def why(method: str, at: str, status: int) -> dict[str, Any]:
+        answer = storing.request(method, at, acme)
+        assert answer.status_code == status
+        asked = f"/v1/requests/{answer.headers['x-request-id']}"
+        assert storing.request("GET", asked, storing.keys["globex"]).status_code == 404
+        found: dict[str, Any] = storing.request("GET", asked, acme).json()
+        return found
+
+    route = f"{RESPONSES}/{{response_id}}"
+    found = why("GET", path + below, 200)
+    assert (found["request"], found["outcome"]) == (f"GET {route}{below}", "finished")
+    assert (found["tenant"], found["model"]) == ("acme", "")
+    assert [stage["stage"] for stage in found["stages"]] == ["validate"]
+    found = why("DELETE", path, 200)
+    assert (found["request"], found["outcome"]) == (f"DELETE {route}", "finished")
+    found = why("GET", path + below, 404)
+    assert (found["outcome"], found["code"]) == ("refused", "not_found")
+
+
 def test_where_nothing_is_stored_the_setting_is_named(gateway: Gateway) -> None:
     answer = gateway.post(RESPONSES, ASK)
     assert answer.json()["store"] is False

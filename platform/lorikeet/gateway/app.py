@@ -66,7 +66,7 @@ def create_app(services: Services) -> FastAPI:
         request_routes(authenticator, request_log),
         usage_routes(authenticator, usage),
         model_routes(services, authenticator, catalog_view),
-        response_routes(authenticator, rate_limiter, stored),
+        response_routes(authenticator, rate_limiter, request_log, stored),
         openapi_routes(authenticator),
         admin_routes(services, authenticator, catalog_view, request_log, usage, traffic),
         ui_routes(),

@@ -44,10 +44,10 @@ class RequestRecord:
     received: Unix seconds. Other times are seconds from then on: validated_s, when it was checked
     and sent on; accepted_s, when a replica had handed it to its engine and said so; first_byte_s,
     when the answer's first bytes came; until_s, when the request ended, or now if it runs.
-    path, traceparent: the HTTP request's; the latter names a trace of the caller's own. tenant:
-    None until its key is checked. model: as the client wrote it. code, param: the error's that
-    ended it. replica, residency, load_s, running and waiting (on the replica): the AnswerHeader's.
-    usage: None unless the answer is complete.
+    method, path, traceparent: the HTTP request's; the last names a trace of the caller's own.
+    tenant: None until its key is checked. model: as the client wrote it. code, param: the error's
+    that ended it. replica, residency, load_s, running and waiting (on the replica): the
+    AnswerHeader's. usage: None unless the answer is complete.
     """
 
     request_id: str
@@ -74,6 +74,7 @@ class RequestRecord:
     waiting: int | None = None
     attempts: tuple[AttemptRecord, ...] = ()
     usage: FinalUsage | None = None
+    method: str = "POST"
 
     @property
     def outcome(self) -> str:
@@ -127,8 +128,9 @@ class RequestTrace:
         ended: Callable[[RequestRecord], None],
         path: str = "",
         traceparent: str | None = None,
+        method: str = "POST",
     ) -> None:
-        self._record = RequestRecord(request_id, path, traceparent, time.time())
+        self._record = RequestRecord(request_id, path, traceparent, time.time(), method=method)
         self._running, self._ended = running, ended
         self._came_s = time.monotonic()
         self._sent_s = 0.0  # when the last attempt began
@@ -147,6 +149,17 @@ class RequestTrace:
         except Exception as error:
             self._end(error)
             raise
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Hold while a request is answered that asks no replica."""
+        try:
+            yield
+        except BaseException as error:
+            self._end(error)
+            raise
+        self._record.usage = FinalUsage(0, 0, 0)
+        self._end(None)
 
     def set_caller(self, tenant: str, key_id: str) -> None:
         """Note whose request this is."""

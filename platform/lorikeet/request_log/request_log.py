@@ -41,10 +41,14 @@ class RequestLog:
         self._subscribers.append(subscriber)
 
     def trace(
-        self, request_id: str, path: str = "", traceparent: str | None = None
+        self,
+        request_id: str,
+        path: str = "",
+        traceparent: str | None = None,
+        method: str = "POST",
     ) -> RequestTrace:
-        """Begin the trace of a request that has just come."""
-        return RequestTrace(request_id, self._begin, self._end, path, traceparent)
+        """Begin the trace of a request that has just come. path: the route's."""
+        return RequestTrace(request_id, self._begin, self._end, path, traceparent, method)
 
     @property
     def open(self) -> int:

@@ -20,6 +20,7 @@ def explain(record: RequestRecord, *, for_admin: bool) -> Json:
     """
     explanation = {
         "id": record.request_id,
+        "request": f"{record.method} {record.path}",
         "received": record.received,
         "tenant": record.tenant,
         "key_id": record.key_id,

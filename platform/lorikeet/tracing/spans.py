@@ -96,7 +96,7 @@ def spans_of(origin: Origin, record: RequestRecord, gateway: Resource) -> list[R
     operation = _OPERATIONS.get(record.path, "")
     failure = record.code if record.outcome == "failed" else None
     root = spans.add(
-        f"POST {record.path}",
+        f"{record.method} {record.path}",
         origin.parent,
         (0.0, record.until_s),
         gateway,
@@ -209,14 +209,14 @@ def _begun_s(record: RequestRecord, timings: EngineTimings, taken_s: float, end_
 def _request(record: RequestRecord, operation: str) -> Attributes:
     """Return attributes of the request, and of how it ended."""
     status = record.code and error_status(record.code, dialect_of_path(record.path))
-    if record.first_byte_s is not None:
+    if record.first_byte_s is not None or record.usage is not None:
         status = HTTPStatus.OK
     return {
-        "http.request.method": "POST",
+        "http.request.method": record.method,
         "http.route": record.path,
         "http.response.status_code": status,
         "error.type": record.code,
-        "gen_ai.operation.name": operation,
+        "gen_ai.operation.name": operation or None,
         "gen_ai.provider.name": "lorikeet",
         "gen_ai.request.model": record.model,
         "gen_ai.request.stream": record.stream,

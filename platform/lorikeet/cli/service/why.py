@@ -62,6 +62,7 @@ def _safe(request_id: str) -> str:
 def _account(found: Json) -> Iterator[str]:
     """Who, what and how it ended."""
     came = datetime.fromtimestamp(found["received"], tz=UTC).strftime("%Y-%m-%d %H:%M:%S")
+    yield _plain(found["request"])
     yield f"Came {came} UTC from [cyan]{found['tenant']}[/cyan] with {found['key_id']}"
     if found["adapter"]:
         yield f"Asked for {_plain(found['model'])}: {found['adapter']}, {found['digest'][:12]}"

@@ -9,7 +9,9 @@ from fastapi import APIRouter, Query, Request
 
 from lorikeet.errors import InvalidInput, UnsupportedParameter
 from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.gateway.middleware import request_id_of
 from lorikeet.gateway.stored_responses import StoredResponses
+from lorikeet.request_log.request_log import RequestLog
 from lorikeet.responses.store import Json
 from lorikeet.tenancy.rate_limiter import RateLimiter
 
@@ -18,12 +20,15 @@ Limit = Annotated[int, Query(ge=1, le=100)]
 
 
 def response_routes(
-    authenticator: RequestAuthenticator, rate_limiter: RateLimiter, stored: StoredResponses
+    authenticator: RequestAuthenticator,
+    rate_limiter: RateLimiter,
+    request_log: RequestLog,
+    stored: StoredResponses,
 ) -> APIRouter:
     """The routes of a tenant's stored responses. Each counts as a request, without tokens."""
     router = APIRouter(prefix="/v1/responses")
 
-    limited = partial(_limited, authenticator, rate_limiter)
+    limited = partial(_limited, authenticator, rate_limiter, request_log)
 
     @router.get("/{response_id}")
     async def get_response(request: Request, response_id: str, stream: bool = False) -> Json:
@@ -56,16 +61,23 @@ def response_routes(
 
 @asynccontextmanager
 async def _limited(
-    authenticator: RequestAuthenticator, rate_limiter: RateLimiter, request: Request
+    authenticator: RequestAuthenticator,
+    rate_limiter: RateLimiter,
+    request_log: RequestLog,
+    request: Request,
 ) -> AsyncGenerator[str, None]:
-    """Hold a request to its limits; its tenant's name. Raises LorikeetError."""
-    caller = await authenticator.caller(request)
-    hold = rate_limiter.check(caller.tenant, caller.key)
-    try:
-        hold.body_is_here()
-        yield caller.tenant.name
-    finally:
-        hold.release()
+    """Hold a request to its limits, and note it; its tenant's name. Raises LorikeetError."""
+    route, traceparent = request.scope["route"].path, request.headers.get("traceparent")
+    trace = request_log.trace(request_id_of(request), route, traceparent, request.method)
+    with trace.answering():
+        caller = await authenticator.caller(request)
+        trace.set_caller(caller.tenant.name, caller.key.key_id)
+        hold = rate_limiter.check(caller.tenant, caller.key)
+        try:
+            hold.body_is_here()
+            yield caller.tenant.name
+        finally:
+            hold.release()
 
 
 def page(items: Sequence[Json], limit: int, after: str | None) -> dict[str, Any]:
