@@ -1,0 +1,150 @@
+"""What a tenant has stored no other one reads, deletes or goes on from, by whichever name it has.
+
+The OpenAPI document says by which parameters and fields something can be named. One that is in
+neither table here fails the first test: say how it names something stored, or that it does not.
+"""
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from lorikeet.catalog.records import Scope
+from lorikeet.gateway.apis.openapi import document
+from tests.gateway.conftest import Gateway
+from tests.gateway.test_matrix import appearance
+
+Named = tuple[str, str, str]
+"""Method and path of a route, and the parameter of its path or the field of its body."""
+RESPONSES = "/v1/responses"
+RESPONSE = "/v1/responses/{response_id}"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A response by its ids."""
+
+    request: str
+    item: str
+
+    @property
+    def response(self) -> str:
+        return f"resp_{self.request}"
+
+
+NOBODYS = Stored("0" * 32, f"msg_{'0' * 32}_0")
+
+
+def asked_to_go_on(**fields: Any) -> tuple[str, Any]:
+    return RESPONSES, {"model": "tiny", "input": "go on"} | fields
+
+
+NAMING: Mapping[Named, Callable[[Stored], tuple[str, Any]]] = {
+    ("GET", RESPONSE, "response_id"): lambda one: (f"{RESPONSES}/{one.response}", None),
+    ("DELETE", RESPONSE, "response_id"): lambda one: (f"{RESPONSES}/{one.response}", None),
+    ("GET", f"{RESPONSE}/input_items", "response_id"): lambda one: (
+        f"{RESPONSES}/{one.response}/input_items",
+        None,
+    ),
+    ("GET", "/v1/requests/{request_id}", "request_id"): lambda one: (
+        f"/v1/requests/{one.request}",
+        None,
+    ),
+    ("POST", RESPONSES, "previous_response_id"): lambda one: asked_to_go_on(
+        previous_response_id=one.response
+    ),
+    ("POST", RESPONSES, "id"): lambda one: asked_to_go_on(
+        input=[{"type": "item_reference", "id": one.item}]
+    ),
+}
+"""How each is asked for: path and body."""
+NAMING_NOTHING: set[Named] = {
+    ("GET", "/v1/models/{model}", "model"),  # which test_matrix.py asks for
+    ("POST", RESPONSES, "call_id"),
+    *(("POST", "/v1/chat/completions", name) for name in ("id", "tool_call_id")),
+    *(
+        ("POST", path, name)
+        for path in ("/v1/messages", "/v1/messages/count_tokens")
+        for name in ("id", "tool_use_id")
+    ),
+    ("POST", "/v1/messages", "user_id"),
+}
+"""These name what is in the same request, or the client's own."""
+
+
+def names_in(schema: Any, seen: set[str]) -> Iterator[str]:
+    """The names of fields, however deep, that may be ids."""
+    if isinstance(schema, list):
+        for part in schema:
+            yield from names_in(part, seen)
+    elif isinstance(schema, dict):
+        if isinstance(reference := schema.get("$ref"), str) and reference not in seen:
+            seen.add(reference)
+            yield from names_in(
+                document()["components"]["schemas"][reference.rpartition("/")[2]], seen
+            )
+        for name in schema.get("properties", ()):
+            if name == "id" or name.endswith("_id"):
+                yield name
+        for part in schema.values():
+            yield from names_in(part, seen)
+
+
+def named_in_the_document() -> Iterator[Named]:
+    for path, operations in document()["paths"].items():
+        for method, operation in operations.items():
+            for parameter in operation.get("parameters", ()):
+                if parameter["in"] == "path":
+                    yield method.upper(), path, parameter["name"]
+            for name in names_in(operation.get("requestBody"), set()):
+                yield method.upper(), path, name
+
+
+@pytest.fixture(scope="module")
+def others(unchanged: Gateway) -> list[str]:
+    """Keys of the other tenant."""
+    _, reading = unchanged.catalog.create_key("globex", {Scope.READ_ONLY}, actor="test")
+    return [unchanged.keys["globex"], reading]
+
+
+def store(gateway: Gateway, text: str, tenant: str = "acme") -> Stored:
+    answer = gateway.post(RESPONSES, {"model": "tiny", "input": text}, tenant)
+    return Stored(answer.headers["x-request-id"], answer.json()["output"][0]["id"])
+
+
+def test_whatever_may_name_something_is_in_one_of_the_tables() -> None:
+    assert set(named_in_the_document()) == NAMING.keys() | NAMING_NOTHING
+
+
+@pytest.mark.parametrize("named", NAMING, ids=" ".join)
+def test_anothers_response_looks_like_one_that_never_was(
+    unchanged: Gateway, others: list[str], named: Named
+) -> None:
+    secret = secrets.token_hex(16)
+    stored, (method, _, _) = store(unchanged, secret), named
+
+    def ask(key: str, one: Stored) -> Any:
+        path, body = NAMING[named](one)
+        return unchanged.request(method, path, key, json=body)
+
+    calls = len(unchanged.engines.calls)
+    for key in others:
+        answers = [(ask(key, one), one) for one in (stored, NOBODYS)]
+        seen = [appearance(answer, one.request) for answer, one in answers]
+        assert seen[0] == seen[1]
+        assert answers[0][0].is_client_error
+        assert not any(secret in answer.text for answer, _ in answers)
+    assert len(unchanged.engines.calls) == calls
+    assert ask(unchanged.keys["acme"], stored).is_success, "it is there as before"
+
+
+def test_anothers_item_is_no_part_of_a_conversation_of_ones_own(unchanged: Gateway) -> None:
+    theirs, own = (store(unchanged, "hello", tenant) for tenant in ("acme", "globex"))
+    items = [{"type": "item_reference", "id": one.item} for one in (theirs, own)]
+    _, body = asked_to_go_on(previous_response_id=own.response, input=items)
+    calls = len(unchanged.engines.calls)
+    assert unchanged.post(RESPONSES, body, "globex").status_code == 404
+    assert len(unchanged.engines.calls) == calls
+    assert unchanged.post(RESPONSES, body | {"input": items[1:]}, "globex").is_success
