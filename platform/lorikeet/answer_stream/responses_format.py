@@ -60,8 +60,9 @@ class ResponseEventStream:
         """
         assert choice == 0
         if not self._sent:
+            begun = b'"response":' + _response(self._call, _IN_PROGRESS, ())
             for kind in ("created", "in_progress"):
-                self._add_response(kind, _IN_PROGRESS)
+                self._add(kind, begun)
         if reasoning:
             self._think(reasoning)
         if text or logprobs:
@@ -77,7 +78,8 @@ class ResponseEventStream:
 
     def end(self, usage: FinalUsage) -> bytes:
         """Return the last event, which has the whole response."""
-        self._add_response(self._status.value, self._status.value, usage)
+        status = self._status.value
+        self._add(status, b'"response":' + _response(self._call, status, self._output, usage))
         return self._take()
 
     def _think(self, text: str) -> None:
@@ -128,9 +130,6 @@ class ResponseEventStream:
 
     def _add_item(self, what: str, item: bytes) -> None:
         self._add(f"output_item.{what}", b'"output_index":%d,"item":%s' % (len(self._output), item))
-
-    def _add_response(self, kind: str, status: str, usage: FinalUsage | None = None) -> None:
-        self._add(kind, b'"response":' + _response(self._call, status, self._output, usage))
 
     def _add(self, kind: str, members: bytes) -> None:
         self._events.append(_event(kind, self._sent, members))

@@ -20,6 +20,8 @@ from lorikeet.answer_stream.logprobs import SampledToken, response_logprobs
 from lorikeet.answer_stream.openai_format import CallDelta, WholeLogprobs
 from lorikeet.protocol.messages import Call, Endpoint
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))  # which json.dumps would make for each value
+
 
 class ItemStatus(Enum):
     """How far an item is. INCOMPLETE: the limit of tokens has cut it off."""
@@ -146,7 +148,7 @@ OutputItem = ReasoningItem | MessageItem | FunctionCallItem
 
 def dump(value: object) -> bytes:
     """Return a value as compact ASCII JSON."""
-    return json.dumps(value, separators=(",", ":")).encode("ascii")
+    return _ENCODER.encode(value).encode("ascii")
 
 
 def _of_part(kind: str, members: bytes) -> ItemEvent:

@@ -186,7 +186,7 @@ class _Draft:
         self.calls += more.calls
 
     def message(self) -> Message:
-        return Message.model_construct(
+        return Message.unchecked(
             role=self.role,
             content="".join(self.texts),
             tool_calls=self.calls or None,
@@ -210,7 +210,7 @@ def _drafts_of(turn: MessageTurn) -> list[_Draft]:
         if block.text:
             drafts[-1].texts.append(block.text)
         if block.type == "tool_use":
-            function = PastFunction.model_construct(name=block.name, arguments=block.input)
-            call = PastCall.model_construct(id=block.id, type="function", function=function)
+            function = PastFunction.unchecked(name=block.name, arguments=block.input)
+            call = PastCall.unchecked(id=block.id, type="function", function=function)
             drafts[-1].calls.append(call)
     return drafts

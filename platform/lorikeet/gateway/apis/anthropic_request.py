@@ -71,8 +71,8 @@ class CustomTool(Body):
     def for_chat(self) -> Tool:
         """Return it as a chat has it, without what is absent."""
         given = self.model_dump(exclude_none=True, exclude={"type", "input_schema"})
-        function = Function.model_construct(**given, parameters=self.input_schema)
-        return Tool.model_construct(type="function", function=function)
+        function = Function.unchecked(**given, parameters=self.input_schema)
+        return Tool.unchecked(type="function", function=function)
 
 
 class MessageToolChoice(Body):
@@ -103,8 +103,8 @@ class JsonFormat(Body):
 
     def for_chat(self) -> ResponseFormat:
         """Return it as a chat has it."""
-        schema = JsonSchema.model_construct(name="answer", schema_=self.schema_)
-        return ResponseFormat.model_construct(type="json_schema", json_schema=schema)
+        schema = JsonSchema.unchecked(name="answer", schema_=self.schema_)
+        return ResponseFormat.unchecked(type="json_schema", json_schema=schema)
 
 
 class OutputConfig(Body):
@@ -210,17 +210,17 @@ class PromptRequest(ApiRequest):
         A last message of the assistant's is one that the answer goes on with.
         """
         messages = chat_of(self.system, self.messages)
-        choice = self.tool_choice or MessageToolChoice(type="auto")
+        choice = self.tool_choice
         form = self.output_config.format or self.output_format
         thinks = {} if self.thinking is None else {"enable_thinking": self._thinks()}
         shown = self.thinking is not None and self.thinking.display != "omitted"
-        return ChatRequest.model_construct(
+        return ChatRequest.unchecked(
             model=self.model,
             messages=messages,
             response_format=form and form.for_chat(),
             tools=[tool.for_chat() for tool in self.tools],
-            tool_choice=choice.for_chat(),
-            parallel_tool_calls=not choice.disable_parallel_tool_use,
+            tool_choice=choice and choice.for_chat(),
+            parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
             reasoning_effort=self.output_config.effort,
             chat_template_kwargs=thinks,
             include_reasoning=shown and self._thinks(),
@@ -228,11 +228,9 @@ class PromptRequest(ApiRequest):
             **sampling,
         )
 
-    def _chat_call(self, context: CallContext, **sampling: Any) -> Call:
-        """Return the Call of what a chat would ask for the same."""
-        call = self._as_chat(**sampling).to_call(context)
-        unasked = {"enable_thinking": False} if self.thinking is None else {}
-        return replace(call, template_defaults=unasked)
+    def _unasked(self) -> dict[str, bool]:
+        """Return variables of the chat template that are given unasked."""
+        return {"enable_thinking": False} if self.thinking is None else {}
 
     def _thinks(self) -> bool:
         return self.thinking is not None and self.thinking.type != "disabled"
@@ -252,15 +250,19 @@ class MessagesRequest(PromptRequest):
 
     def to_call(self, context: CallContext) -> Call:
         """Return the Call that a replica gets: a chat's, but for the form of its answer."""
-        call = self._chat_call(
-            context,
+        chat = self._as_chat(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             stop=self.stop_sequences,
             stream=self.stream,
         )
-        return replace(call, endpoint=Endpoint.MESSAGES, max_tokens=self.max_tokens)
+        return chat.to_call(
+            context,
+            endpoint=Endpoint.MESSAGES,
+            max_tokens=self.max_tokens,
+            template_defaults=self._unasked(),
+        )
 
     def session(self) -> str | None:
         """Return metadata.user_id."""
@@ -272,6 +274,12 @@ class CountTokensRequest(PromptRequest):
 
     def to_call(self, context: CallContext) -> Call:
         """Return the Call that a replica gets: it has no use for the adapter."""
-        call = self._chat_call(context)
-        work = call.work._replace(rank=0, adapter_bytes=0)
-        return replace(call, endpoint=Endpoint.COUNT_TOKENS, max_tokens=0, adapter=None, work=work)
+        call = self._as_chat().to_call(context)
+        return replace(
+            call,
+            endpoint=Endpoint.COUNT_TOKENS,
+            max_tokens=0,
+            adapter=None,
+            work=call.work._replace(rank=0, adapter_bytes=0),
+            template_defaults=self._unasked(),
+        )

@@ -140,8 +140,11 @@ class ChatRequest(TemplateFields, IgnoredFields, GenerateRequest):
         """Return top_logprobs, if logprobs are asked for."""
         return self.top_logprobs if self.logprobs else None
 
-    def to_call(self, context: CallContext) -> Call:
-        """Return the Call that a replica gets, without tools and format where none is asked for."""
+    def to_call(self, context: CallContext, **others: Any) -> Call:
+        """Return the Call that a replica gets, without tools and format where none is asked for.
+
+        others: members that another API says itself.
+        """
         messages = template_messages(self.messages)
         if self.functions:
             tools = function_use(self.functions, self.function_call)
@@ -149,15 +152,15 @@ class ChatRequest(TemplateFields, IgnoredFields, GenerateRequest):
             tools = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         asked = None if self.response_format is None else self.response_format.as_format()
         size = chat_tokens(messages, tools.tools if tools else ())
-        return Call(
-            endpoint=Endpoint.CHAT,
-            messages=messages,
-            format=asked or self.structured_format(),
-            tools=tools,
-            template_args=self.template_args(),
-            generation_prompt=self.generation_prompt(),
-            continue_final=self.continue_final_message,
-            thinking_shown=self.include_reasoning,
-            work=context.work(size, self.n),
-            **self._common(context),
-        )
+        members = self._common(context) | {
+            "endpoint": Endpoint.CHAT,
+            "messages": messages,
+            "format": asked or self.structured_format(),
+            "tools": tools,
+            "template_args": self.template_args(),
+            "generation_prompt": self.generation_prompt(),
+            "continue_final": self.continue_final_message,
+            "thinking_shown": self.include_reasoning,
+            "work": context.work(size, self.n),
+        }
+        return Call(**members | others)

@@ -209,11 +209,11 @@ def messages_of(instructions: str | None, items: Sequence[InputItem]) -> list[Me
         elif item.type == "function_call_output":
             answer = {"role": "tool", "content": item.output, "tool_call_id": item.call_id}
             messages.append(answer)
-    return [Message.model_construct(**message) for message in messages]
+    return [Message.unchecked(**message) for message in messages]
 
 
 def _past_call(item: InputItem) -> PastCall:
-    function = PastFunction.model_construct(
+    function = PastFunction.unchecked(
         name=dotted(item.namespace, item.name or ""), arguments=item.arguments
     )
-    return PastCall.model_construct(id=item.call_id, type="function", function=function)
+    return PastCall.unchecked(id=item.call_id, type="function", function=function)

@@ -5,13 +5,12 @@ Whether the answer is stored, and what it continues, is the gateway's to find ou
 functions beside it, is refused by name.
 """
 
-import json
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from lorikeet.answer_stream.responses_output import dump
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.apis.api_request import CallContext, OpenAIRequest, Tokens
 from lorikeet.gateway.apis.chat_messages import MAX_MESSAGES, FunctionName
@@ -60,12 +59,14 @@ class TextFormat(Body):
                 raise misfit(name, "want it with the type json_schema, and only there")
         return self
 
-    def for_chat(self) -> ResponseFormat:
-        """Return it as a chat has it."""
+    def for_chat(self) -> ResponseFormat | None:
+        """Return it as a chat has it; None for text."""
+        if self.type == "text":
+            return None
         schema = None
         if self.schema_ is not None:
-            schema = JsonSchema.model_construct(name=self.name, schema_=self.schema_)
-        return ResponseFormat.model_construct(type=self.type, json_schema=schema)
+            schema = JsonSchema.unchecked(name=self.name, schema_=self.schema_)
+        return ResponseFormat.unchecked(type=self.type, json_schema=schema)
 
 
 class TextSettings(Body):
@@ -158,9 +159,8 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
         if len(items) > MAX_MESSAGES:
             problem = f"input: {len(items)} items with those before it, of at most {MAX_MESSAGES}"
             raise InvalidInput(problem, param="input")
-        call = self._as_chat(items).to_call(context)
-        return replace(
-            call,
+        return self._as_chat(items).to_call(
+            context,
             endpoint=Endpoint.RESPONSES,
             request_fields=self.repeated(context.stores),
             left_out=left_out(self.tools),
@@ -168,7 +168,7 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
 
     def _as_chat(self, items: Sequence[InputItem]) -> ChatRequest:
         """Return what a chat would ask for the same; it was checked as a response."""
-        return ChatRequest.model_construct(
+        return ChatRequest.unchecked(
             model=self.model,
             messages=messages_of(self.instructions, items),
             max_completion_tokens=self.max_output_tokens,
@@ -214,4 +214,4 @@ class ResponsesRequest(IgnoredFields, OpenAIRequest):
             "truncation": "disabled",
             "user": self.user,
         }
-        return json.dumps(members, separators=(",", ":")).encode("ascii")[1:-1]
+        return dump(members)[1:-1]

@@ -34,8 +34,8 @@ class FunctionTool(Body):
     def for_chat(self, namespace: str | None = None) -> Tool:
         """Return it as a chat has it, without what is absent."""
         given = self.model_dump(exclude_none=True, exclude={"type"})
-        function = Function.model_construct(**given | {"name": dotted(namespace, self.name)})
-        return Tool.model_construct(type="function", function=function)
+        function = Function.unchecked(**given | {"name": dotted(namespace, self.name)})
+        return Tool.unchecked(type="function", function=function)
 
 
 class NamespaceTool(Body):
