@@ -28,7 +28,7 @@ ROUTERS = {
 """The product's router, and what serves in its place with LRU eviction and without prefetches."""
 
 _ENVIRONMENT = {  # as the Makefile's
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in (".", "platform", "engine")),
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "lorikeet.serving.proxy_middleware:middlewares",
