@@ -280,6 +280,20 @@ def test_every_route_that_generates_is_an_operation(traced: Traced, path: str) -
     assert root.attributes["gen_ai.operation.name"]
 
 
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_a_look_up_of_a_stored_response_is_traced_without_its_id(
+    traced: Traced, method: str
+) -> None:
+    gateway, collector = traced
+    path = f"/v1/responses/resp_{'0' * 32}"
+    answer = gateway.request(method, path, gateway.keys["acme"])
+    root, *spans = _heard(collector, answer.headers["x-request-id"])
+    assert root.name == f"{method} /v1/responses/{{response_id}}"
+    assert root.attributes["http.request.method"] == method
+    assert root.attributes["http.response.status_code"] == answer.status_code == 404
+    assert [span.name for span in spans] == ["validate"]
+
+
 def test_a_refusals_status_is_what_its_client_saw(tmp_path: Path) -> None:
     async def full(call: Call) -> Items:
         yield header(call)
