@@ -11,7 +11,7 @@ from lorikeet_engine.adapter_format.header import (
     read_header,
 )
 from lorikeet_engine.adapter_format.lora_config import LoraConfig, refuse_unsupported
-from lorikeet_engine.adapter_format.mlx import is_mlx, read_mlx
+from lorikeet_engine.adapter_format.mlx import is_mlx, mlx_tensors, peft_config
 from lorikeet_engine.adapter_format.saved_weights import SavedTensor, saved_tensors
 from lorikeet_engine.adapter_format.spec import METADATA_KEY, check_rank, pair_tensors
 from lorikeet_engine.adapter_format.tensor_names import (
@@ -29,11 +29,10 @@ def write_blob(folder: Path, out: Path) -> str:
     PEFT gives them for the plain base model, sorted; the config becomes one key of the
     header's metadata. Raises AdapterRejected, and then leaves no file behind.
     """
-    if is_mlx(folder):
-        tensors, raw = read_mlx(folder, _read_config(folder))
-    else:
-        tensors, raw = saved_tensors(folder), _read_config(folder)
+    raw, mlx = _read_config(folder), is_mlx(folder)
+    raw = peft_config(raw) if mlx else raw
     refuse_unsupported(raw)  # first: the config has better names for it than the tensors
+    tensors = mlx_tensors(folder) if mlx else saved_tensors(folder)
     pairs = pair_tensors(tensors, split_saved_name)
     config = LoraConfig.from_peft(raw, pairs)
     named: dict[str, SavedTensor] = {}
@@ -73,9 +72,18 @@ def _read_config(folder: Path) -> dict[str, object]:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise AdapterRejected(
-            f"{folder} has no {CONFIG_FILE}: give the folder that save_pretrained wrote",
-            field=CONFIG_FILE,
+            f"{folder} has no {CONFIG_FILE}: {_instead_of(folder)}", field=CONFIG_FILE
         )
     if path.stat().st_size > MAX_HEADER_BYTES:
         raise AdapterRejected(f"{CONFIG_FILE} is over {MAX_HEADER_BYTES} bytes", field=CONFIG_FILE)
     return parse_json_object(path.read_bytes(), CONFIG_FILE)
+
+
+def _instead_of(folder: Path) -> str:
+    """What to give in place of a folder without an adapter."""
+    inside = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG_FILE}"))
+    if inside:
+        return f"give a folder in it that has one: {', '.join(inside[:3])}"
+    if (folder / "config.json").is_file():
+        return "it holds a whole model; give the adapter as it was before it was merged"
+    return "give the folder that save_pretrained wrote"

@@ -22,10 +22,8 @@ def is_mlx(folder: Path) -> bool:
     return (folder / MLX_WEIGHTS_FILE).is_file()
 
 
-def read_mlx(
-    folder: Path, raw: Mapping[str, Any]
-) -> tuple[dict[str, SavedTensor], dict[str, object]]:
-    """PEFT's tensors by name, and its config. raw: MLX's config. Raises AdapterRejected."""
+def mlx_tensors(folder: Path) -> dict[str, SavedTensor]:
+    """PEFT's tensors by name. Raises AdapterRejected."""
     tensors = {}
     for name, tensor in tensors_of([folder / MLX_WEIGHTS_FILE]).items():
         module, _, side = name.rpartition(".")
@@ -33,10 +31,11 @@ def read_mlx(
             tensors[tensor_name(module, _SIDES[side])] = tensor.transpose()
         else:
             tensors[name] = tensor  # to be refused by its name
-    return tensors, _config(raw)
+    return tensors
 
 
-def _config(raw: Mapping[str, Any]) -> dict[str, object]:
+def peft_config(raw: Mapping[str, Any]) -> dict[str, object]:
+    """PEFT's config for what MLX's says. Raises AdapterRejected."""
     kind, given = raw.get("fine_tune_type", "lora"), raw.get("lora_parameters")
     if kind != "lora":
         raise bad_config(f"{kind!r}: only lora can be served", "fine_tune_type")
