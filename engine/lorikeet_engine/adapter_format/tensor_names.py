@@ -1,7 +1,8 @@
 """What a PEFT tensor's name says: base_model.model.<module>.lora_A[.default].weight.
 
 A blob has one name for each tensor. Trainers save others of the same meaning, with what wrapped the
-model (`_orig_mod`, `module`), the adapter's name, or the language model's place in a larger one.
+model or its layers (`_orig_mod`, FSDP), the adapter's name, or the language model's place in a
+larger one.
 """
 
 import re
@@ -14,7 +15,10 @@ _TENSOR = re.compile(r"base_model\.model\.([\w.]{1,256})\.lora_([AB])(?:\.defaul
 _SAVED = re.compile(
     r"(?:base_model\.model\.)?([\w.]{1,256})\.lora_([AB])(?:\.[\w-]{1,64})?\.weight"
 )
-_WRAPPERS = re.compile(r"\b_orig_mod\.|^module\.")  # torch.compile's, and data parallelism's
+# Of torch.compile, FSDP, activation checkpointing and data parallelism.
+_WRAPPERS = re.compile(
+    r"\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^module\."
+)
 _SAVED_MODULE = re.compile(r"((?:(?:language_)?model\.){0,3})(layers\.([0-9]{1,6})\.[\w.]+)")
 _MODULE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,4})\.([\w.]+)")
 _REFUSED = {

@@ -50,12 +50,17 @@ def cut(folder: Path, shards: int = 2) -> dict[str, str]:
         lambda name: f"module.{name}",
         lambda name: f"base_model.model._orig_mod.{name.removeprefix('base_model.model.')}",
         lambda name: name.replace(".self_attn.", "._orig_mod.self_attn."),
+        lambda name: name.replace(".self_attn.", "._fsdp_wrapped_module.self_attn."),
+        lambda name: name.replace(".self_attn.", "._checkpoint_wrapped_module.self_attn."),
         lambda name: name.replace(".weight", ".my-adapter.weight"),
         lambda name: name.replace(".model.layers.", ".model.language_model.layers."),
         lambda name: name.replace(".model.layers.", ".language_model.model.layers."),
         lambda name: name.replace(".model.layers.", ".layers."),
     ],
-    ids=["bare", "ddp", "compiled", "layers compiled", "named", "vlm", "older vlm", "headless"],
+    ids=[
+        *("bare", "ddp", "compiled", "layers compiled", "fsdp", "checkpointed", "named"),
+        *("vlm", "older vlm", "headless"),
+    ],
 )
 def test_a_tensor_by_another_name_is_the_same(folder: Path, change: Callable[[str], str]) -> None:
     want = digest(folder)
