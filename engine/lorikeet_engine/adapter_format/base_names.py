@@ -2,12 +2,19 @@
 
 import re
 
+# In the Hub's cache, models--meta-llama--Llama-3.1-8B/snapshots/0e9e39f2….
+_SNAPSHOT = re.compile(r"(?:^|/)models--(?:[^/]*--)?([^/]+)/snapshots/[^/]+$")
 _QUANTISED = re.compile(r"-(?:(?:unsloth-)?bnb-4bit|[468]bit)$", re.IGNORECASE)
 
 
 def last_part(name: str) -> str:
-    """Return the name without what stands before it: meta-llama/Llama-3.1-8B → Llama-3.1-8B."""
-    return name.rstrip("/").rpartition("/")[2]
+    """Return the name without what stands before it: meta-llama/Llama-3.1-8B → Llama-3.1-8B.
+
+    Also of folders in the caches of the Hub and of ModelScope, which writes ___ for each dot.
+    """
+    name = name.rstrip("/")
+    snapshot = _SNAPSHOT.search(name)
+    return (snapshot[1] if snapshot else name.rpartition("/")[2]).replace("___", ".")
 
 
 def original(name: str) -> str:

@@ -14,6 +14,9 @@ from lorikeet_engine.adapter_format import original, same_model
         ("mlx-community/Mistral-7B-Instruct-v0.3-8bit/", "Mistral-7B-Instruct-v0.3"),
         ("meta-llama/Llama-3.1-8B", "Llama-3.1-8B"),
         ("/models/llama-4bit-math", "llama-4bit-math"),
+        ("/root/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/0e9e39f2", "Qwen3-8B"),
+        ("/hub/models--gpt2/snapshots/0e9e39f2/", "gpt2"),
+        ("/root/.cache/modelscope/hub/models/Qwen/Qwen2___5-7B", "Qwen2.5-7B"),
         ("", ""),
     ],
 )
