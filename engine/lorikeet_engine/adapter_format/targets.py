@@ -85,7 +85,12 @@ def _targeted(raw: Mapping[str, Any], modules: Iterable[str], run: Expressions) 
         selected = (lambda _: True) if every else _names(raw, "target_modules", modules, run)
         return lambda module: selected(module) and not excluded(module)
     named, in_layer = _names(raw, "target_modules", modules, run), _layers(raw, modules, run)
-    return lambda module: named(module) and in_layer(module) and not excluded(module)
+    whole = set(targets)  # a module by its whole name is targeted in whatever layer it is
+
+    def selects(module: str) -> bool:
+        return (module in whole or (named(module) and in_layer(module))) and not excluded(module)
+
+    return selects
 
 
 def _names(raw: Mapping[str, Any], key: str, modules: Iterable[str], run: Expressions) -> Selects:
