@@ -17,7 +17,7 @@ from lorikeet_engine.adapter_format.targets import check_targets, resolve_patter
 from lorikeet_engine.adapter_format.tensor_names import module_in_blobs
 from lorikeet_engine.errors import AdapterRejected
 
-_PLAIN_INITS = ("gaussian", "eva", "orthogonal")
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 _UNDERSTOOD = frozenset(
     {
         "peft_type",
@@ -53,6 +53,7 @@ _WITHOUT_EFFECT = frozenset(
         "runtime_config",
         "quantization_config",  # how the base model lay in memory while it was trained on
         "unsloth_version",
+        "merge_weights",  # until PEFT 0.2: whether to merge where it is evaluated
     }
 )
 _REASONS = {
@@ -150,8 +151,12 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("finetuning_type", "lora") != "lora":
         raise _bad("only LoRA can be served", "finetuning_type", raw["finetuning_type"])
     init = raw.get("init_lora_weights", True)
-    if not (init is None or isinstance(init, bool) or init in _PLAIN_INITS):
+    if not (init is None or isinstance(init, bool) or str(init).lower() in _PLAIN_INITS):
         raise _bad(_OTHER_INITS, "init_lora_weights", init)
+    if raw.get("lora_alpha", 8) == 0:
+        raise _bad(
+            "the adapter would change nothing; give what it was trained with", "lora_alpha", 0
+        )
     for key, value in raw.items():
         if key not in _UNDERSTOOD | _WITHOUT_EFFECT and value:
             raise _bad(

@@ -45,10 +45,15 @@ def delta(part: LinearLora, data: bytes) -> np.ndarray:
         {"target_modules": "all-linear", "exclude_modules": ["k_proj", "0.mlp.up_proj"]},
         {"target_modules": "all-linear", "exclude_modules": r".*\.0\.mlp\..*|lm_head"},
         {"target_modules": ["1.self_attn.q_proj", "model.layers.0.mlp.down_proj"]},
+        {
+            "target_modules": ["model.layers.0.self_attn.q_proj", "v_proj"],
+            "layers_to_transform": [1],
+        },
         {"target_modules": r".*\.(gate|up|down)_proj"},
         {"target_modules": r"model\.layers\.\d+\.(?:self_attn|mlp)\.(?:q_proj|up_proj)"},
         {"init_lora_weights": "gaussian"},
         {"init_lora_weights": "orthogonal"},
+        {"init_lora_weights": "mica"},
         {
             "rank_pattern": {r"layers\.1\..*q_proj": 2, "v_proj": 3},
             "alpha_pattern": {"v_proj": 7, r"model.layers.\d+.self_attn.q_proj": 5},
