@@ -46,6 +46,12 @@ def _tensor(name: Any, value: Any) -> Tensor:
     import torch
 
     dtypes = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    in_blobs = {
+        torch.float64: torch.float32,
+        torch.float8_e4m3fn: torch.bfloat16,  # which holds every value of float8
+        torch.float8_e5m2: torch.bfloat16,
+    }
+    value = value.to(in_blobs.get(value.dtype, value.dtype))
     if value.dtype not in dtypes or value.layout is not torch.strided:
         want = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise InvalidInput(f"{PICKLE}: {name!r} is no tensor of {want}")
