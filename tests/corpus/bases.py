@@ -1,0 +1,77 @@
+"""Tiny base models of the families that are served, which trainers and the service share."""
+
+import copy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from lorikeet.gateway.services import ServedModel
+from lorikeet_engine.adapter_format import BaseShape, read_json
+
+HUB_NAME = "acme/Tiny-1.5B-Instruct"
+"""What trainers call each of them; the service knows it as an alias of what it serves."""
+SERVED_NAME = "tiny"
+LAYERS = 3
+_SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "mistral": {"model_type": "mistral", "sliding_window": 512},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+}
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model's checkpoint in float32."""
+
+    folder: Path
+
+    @classmethod
+    def save(cls, family: str, folder: Path) -> "Base":
+        """A random one whose norms and biases do something."""
+        settings = {**_SIZES, **FAMILIES[family]}
+        config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            for name, weight in model.named_parameters():
+                if weight.dim() == 1:
+                    weight.data.normal_(1.0 if "norm" in name else 0.0, 0.3)
+        model.save_pretrained(folder)
+        return cls(folder)
+
+    @cached_property
+    def shape(self) -> BaseShape:
+        return BaseShape.from_config(read_json(self.folder / "config.json"))
+
+    @property
+    def served(self) -> dict[str, ServedModel]:
+        """What a gateway knows of it."""
+        return {SERVED_NAME: ServedModel(self.shape, aliases=(HUB_NAME,))}
+
+    def model(self) -> Any:
+        """A fresh model of transformers, in float32."""
+        return copy.deepcopy(self._model)
+
+    @cached_property
+    def _model(self) -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            self.folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()

@@ -1,0 +1,127 @@
+"""What else a config says, or leaves out, and configs that are none."""
+
+import json
+from typing import Any
+
+from lorikeet_engine.adapter_format import CONFIG_FILE
+from tests.corpus.draft import Draft
+from tests.corpus.features import EQUAL, Axis, Build, Feature
+
+_UNKNOWN = "this option is not supported"
+# Without these PEFT says nothing of what was trained; the others have had the same defaults since.
+_OF_OLD = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules")
+
+
+def _keys(name: str, says: str = EQUAL, **keys: Any) -> Feature:
+    """Write further keys."""
+    return Feature(name, Axis.CONFIG, lambda draft: draft.edit_config(**keys), says)
+
+
+def _text(name: str, build: Build, says: str = EQUAL) -> Feature:
+    return Feature(name, Axis.CONFIG, build, says, frozenset({Axis.BASE_NAME}))
+
+
+def _bytes(name: str, data: bytes, says: str) -> Feature:
+    return _text(name, lambda draft: (draft.folder / CONFIG_FILE).write_bytes(data), says)
+
+
+def _without_defaults(draft: Draft) -> None:
+    """Leave out what is null, false or empty, as configs of old PEFT do."""
+    config = draft.config()
+    draft.write_config({key: v for key, v in config.items() if v or key in _OF_OLD})
+
+
+def _minified(draft: Draft) -> None:
+    text = json.dumps(dict(reversed(draft.config().items())), separators=(",", ":"))
+    (draft.folder / CONFIG_FILE).write_text(text)
+
+
+def _with_windows_lines(draft: Draft) -> None:
+    text = json.dumps(draft.config(), indent=4).replace("\n", "\r\n")
+    (draft.folder / CONFIG_FILE).write_bytes(text.encode())
+
+
+def _twice(draft: Draft) -> None:
+    text = json.dumps(draft.config())
+    (draft.folder / CONFIG_FILE).write_text(f'{text[:-1]}, "r": 8}}')
+
+
+# Methods that PEFT's config can name; there is no need to train with each.
+_METHODS: tuple[tuple[str, str, Any], ...] = (
+    ("use_dora", "DoRA", True),
+    ("fan_in_fan_out", "Conv1D", True),
+    ("loftq_config", "LoftQ changes the base model", {"loftq_bits": 4, "loftq_iter": 1}),
+    ("use_qalora", "QA-LoRA", True),
+    ("use_bdlora", "block-diagonal", {"nblocks": 2, "target_modules_bd_a": ["q_proj"]}),
+    ("arrow_config", "routing between adapters", {"top_k": 3}),
+    ("kasa_config", "KaSA changes the base model", {"beta": 1e-4}),
+    ("velora_config", "VeLoRA", {"num_groups": 64}),
+    ("monteclora_config", "sampled LoRA", {"num_samples": 8}),
+    ("megatron_config", "Megatron's parallel layers", {"params_dtype": "bf16"}),
+    ("layer_replication", "another base model", [[0, 2], [1, 3]]),
+    ("target_parameters", "bare parameters", ["mlp.experts.gate_up_proj"]),
+    ("alora_invocation_tokens", "activated LoRA", [128_006, 78]),
+    ("modules_to_save", "whole modules", ["score"]),
+    ("bias", "biases are not supported", "all"),
+)
+_INITS = ("pissa_niter_16", "loftq", "olora", "corda", "lora_ga", "an init of next year", 7)
+
+CONFIG: tuple[Feature, ...] = (
+    # What is harmless.
+    _keys("unsloth_version", unsloth_version="2026.11.2"),
+    _keys(
+        "Unsloth's mapping",
+        auto_mapping={
+            "base_model_class": "LlamaForCausalLM",
+            "parent_library": "transformers.models.llama.modeling_llama",
+            "unsloth_fixed": True,
+        },
+    ),
+    _keys("finetuning_type", finetuning_type="lora"),
+    _keys(
+        "the base model's quantisation",
+        quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True},
+    ),
+    _keys("a task", task_type="SEQ_2_SEQ_LM"),
+    _keys("still in training", inference_mode=False),
+    _keys("new options that are off", use_next_year=False, next_config=None, others=[]),
+    # huggingface/peft 26577ab, src/peft/tuners/lora.py.
+    _keys("PEFT 0.2's keys", merge_weights=False, enable_lora=None),
+    _keys("PEFT 0.2's weights merged", merge_weights=True, enable_lora=None),
+    _keys("configs of what did not happen", eva_config={"rho": 2.0}, corda_config={"verbose": 1}),
+    _text("without what is null or false", _without_defaults),
+    _text("in one line, the other way round", _minified),
+    _text("with Windows' line ends", _with_windows_lines),
+    # What would change the numbers.
+    *(_keys(key, says, **{key: value}) for key, says, value in _METHODS),
+    *(
+        _keys(f"init_lora_weights: {init}", "that method may change", init_lora_weights=init)
+        for init in _INITS
+    ),
+    _keys("an unknown option", _UNKNOWN, use_next_year=True),
+    _keys("an unknown config", _UNKNOWN, next_config={"alpha": 0.5}),
+    _keys("PEFT 0.2's merged linears", _UNKNOWN, enable_lora=[True, False, True]),
+    _keys("finetuning_type: another", "only LoRA can be served", finetuning_type="oft"),
+    # volcengine/verl 682b420, verl/model_merger/base_model_merger.py.
+    _keys("alpha that nobody set", "lora_alpha: 0", lora_alpha=0),
+    _keys("no alpha", "want an alpha", lora_alpha=None),
+    _keys("alpha in words", "want an alpha", lora_alpha="16"),
+    _keys("a fraction as rank", "want a rank", r=8.0),
+    _keys("rank zero in the config", "want a rank", r=0),
+    _keys("use_rslora in words", "want true or false", use_rslora="yes"),
+    _keys("targets that are others", "leaves out|no weight is for it", target_modules=["up_proj"]),
+    _keys("targets that are a number", "want a text or a list of texts", target_modules=7),
+    _keys("targets that are no expression", "no regular expression", target_modules=".*("),
+    _keys(
+        "a rank_pattern that is wrong",
+        "the weights have rank .* and the config says 61",
+        rank_pattern={".*": 61},
+    ),
+    _bytes(
+        "a pointer of Git LFS", b"version https://git-lfs.github.com/spec/v1\n", "not valid JSON"
+    ),
+    _bytes("an array", b"[]", "is not a JSON object"),
+    _bytes("cut in the middle", b'{"r": 8, "lora_al', "not valid JSON"),
+    _bytes("alpha that is NaN", b'{"peft_type": "LORA", "lora_alpha": NaN}', "not a JSON number"),
+    _text("a key twice", _twice, "a key appears twice"),
+)

@@ -1,0 +1,46 @@
+"""What PEFT makes of an adapter: each module's delta, and the logits."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.lora import LoraLayer
+
+from tests.corpus.bases import Base
+
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A model of transformers in float32, with an adapter or without."""
+
+    model: Any
+
+    def deltas(self) -> dict[str, torch.Tensor]:
+        """What the adapter adds to the weight of each module, by the module's name."""
+        return {
+            name.removeprefix(_PREFIX): module.get_delta_weight("default").detach()
+            for name, module in self.model.named_modules()
+            if isinstance(module, LoraLayer)
+        }
+
+    @torch.inference_mode()
+    def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[tokens, vocab]: of what comes after each token."""
+        logits: torch.Tensor = self.model(input_ids=torch.tensor([tokens])).logits[0]
+        return logits.log_softmax(-1)
+
+
+def reference(base: Base, folder: Path | None = None) -> Reference:
+    """The base model under the adapter that PEFT reads from a folder."""
+    model = base.model()
+    if folder is not None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            model = peft.PeftModel.from_pretrained(model, folder).eval()
+    return Reference(model)

@@ -1,0 +1,79 @@
+"""The engine that serves the cases of one base model, and what it makes of them."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter_format import BaseShape, blob_digest, read_spec
+from lorikeet_engine.residency.packing import PackedLayout, pack
+from tests.corpus.bases import Base
+from tests.corpus.register import LIMITS
+from tests.engine.engine_driver import Answers, build, greedy
+from tests.engine.float32_reference import RecordingSampler
+
+PROMPT = (17, 201, 44, 9, 130, 77, 250, 31, 5, 98, 163)
+_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was generated after PROMPT, and the log-probabilities [tokens, vocab] of each place."""
+
+    tokens: list[int]
+    logprobs: torch.Tensor
+
+
+class ServedBase:
+    """An engine on the CPU, and the source that it fetches adapters from."""
+
+    def __init__(self, base: Base, folder: Path) -> None:
+        self.base = base
+        self._blobs: dict[str, Path] = {}
+        self._engine = build(base.folder, self, folder / "cache")
+        self._answers = Answers(self._engine)
+        self._sampler = RecordingSampler(self._engine)
+
+    def fetch(self, ref: AdapterRef, path: Path) -> None:
+        shutil.copyfile(self._blobs[ref.digest], path)
+
+    def answers(self, blobs: Mapping[str, Path | None]) -> dict[str, Answer]:
+        """What the adapters say, all in one batch; None is the base model."""
+        for seed, (name, blob) in enumerate(blobs.items()):
+            adapter = None if blob is None else self._ref(name, blob)
+            request = greedy(name, list(PROMPT), adapter=adapter, max_tokens=_TOKENS, seed=seed)
+            self._answers.submit(request)
+        self._answers.all()
+        return {name: self._answer(name, seed) for seed, name in enumerate(blobs)}
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _ref(self, name: str, blob: Path) -> AdapterRef:
+        digest = blob_digest(blob)
+        self._blobs[digest] = blob
+        return AdapterRef("acme", name, 1, digest)
+
+    def _answer(self, name: str, seed: int) -> Answer:
+        assert name not in self._answers.errors, self._answers.errors[name]
+        logits = [self._sampler.logits[seed, step] for step in range(_TOKENS)]
+        return Answer(self._answers.of(name), torch.stack(logits))
+
+
+def packed_deltas(blob: Path, shape: BaseShape) -> dict[str, torch.Tensor]:
+    """What the engine's image of a blob adds to each module's weight, by the module's name."""
+    spec = read_spec(blob, shape, LIMITS)
+    layout = PackedLayout.of(spec, shape)
+    image = torch.empty(layout.elements)
+    pack(blob, spec, layout, image)
+    deltas = {}
+    for part in spec.linears:
+        a_at, b_at, rank = layout.rows[part.layer, part.linear].tolist()
+        d_in, d_out = shape.dims(part.linear)
+        a = image[a_at : a_at + rank * d_in].view(rank, d_in)
+        b = image[b_at : b_at + rank * d_out].view(rank, d_out)
+        deltas[shape.linears[part.linear].path(part.layer)] = b.T @ a
+    return deltas

@@ -1,0 +1,228 @@
+"""What PEFT trains with LoRA: every option, saved by the PEFT that is installed."""
+
+import shutil
+from typing import Any
+
+import peft
+from peft.tuners.lora.config import CordaConfig, LoraGAConfig
+
+from tests.corpus.draft import Draft
+from tests.corpus.features import (
+    EMBEDDINGS,
+    EQUAL,
+    LM_HEAD,
+    TRAINED_TOKENS,
+    Axis,
+    Build,
+    Feature,
+)
+from tests.corpus.peft_training import (
+    EVERY_LINEAR,
+    save,
+    save_combined,
+    save_converted,
+    save_eva,
+    save_resized,
+    save_unconverted,
+    save_with_trainer,
+)
+
+# Other tools write configs of their own, of a rank, an alpha and a list of names.
+_ONLY_PEFT = frozenset({Axis.TOOL})
+_WHOLE_NAMES = frozenset({Axis.TOOL, Axis.PLACE})  # which the config has, are of one place
+_PLAIN: frozenset[Axis] = frozenset()
+
+
+def _trained(
+    name: str, build: Build, says: str = EQUAL, excludes: frozenset[Axis] = _ONLY_PEFT
+) -> Feature:
+    return Feature(name, Axis.TRAINING, build, says, excludes)
+
+
+def _options(
+    name: str, says: str = EQUAL, *, excludes: frozenset[Axis] = _ONLY_PEFT, **options: Any
+) -> Feature:
+    """An adapter that LoraConfig(**options) makes."""
+    return _trained(name, lambda draft: save(draft, **options), says, excludes)
+
+
+def plain(draft: Draft) -> None:
+    """Train every linear; once for each base model and rank."""
+    kept = draft.base.folder.parent / f"plain-{draft.rank}"
+    if not kept.exists():
+        save(draft, target_modules=EVERY_LINEAR)
+        shutil.copytree(draft.folder, kept)
+    else:
+        shutil.copytree(kept, draft.folder)
+
+
+def _patterned(draft: Draft) -> dict[str, int]:
+    """Ranks by expression, of which none is the draft's."""
+    return {"q_proj": draft.rank + 1, r"layers\.1\..*v_proj": draft.rank + 2}
+
+
+TRAINING: tuple[Feature, ...] = (
+    # Targets.
+    _trained("every linear by name", plain, excludes=_PLAIN),
+    _options("q and v", target_modules=["q_proj", "v_proj"], excludes=_PLAIN),
+    _options(
+        "the MLP alone", target_modules=["gate_proj", "up_proj", "down_proj"], excludes=_PLAIN
+    ),
+    _options("PEFT's own targets"),
+    _options("all-linear", target_modules="all-linear"),
+    _options("targets as an expression", target_modules=r".*\.(?:[qk]|up|down)_proj"),
+    _options(
+        "targets as whole names",
+        target_modules=["model.layers.0.mlp.down_proj", "1.self_attn.q_proj"],
+        excludes=_WHOLE_NAMES,
+    ),
+    _options(
+        "modules excluded by name",
+        target_modules="all-linear",
+        exclude_modules=["k_proj", "0.mlp.up_proj"],
+    ),
+    _options(
+        "modules excluded by an expression",
+        target_modules="all-linear",
+        exclude_modules=r".*\.0\.mlp\..*",
+    ),
+    _options(
+        "some layers",
+        target_modules=EVERY_LINEAR,
+        layers_to_transform=[0, 2],
+        excludes=_WHOLE_NAMES,
+    ),
+    _options(
+        "one layer under its pattern",
+        target_modules=EVERY_LINEAR,
+        layers_to_transform=1,
+        layers_pattern="layers",
+        excludes=_WHOLE_NAMES,
+    ),
+    _options(
+        "layers under one of several patterns",
+        target_modules=["q_proj", "down_proj"],
+        layers_to_transform=[1, 2],
+        layers_pattern=["blocks", "layers"],
+        excludes=_WHOLE_NAMES,
+    ),
+    _options(
+        "whole names beside chosen layers",
+        target_modules=["model.layers.0.self_attn.q_proj", "v_proj"],
+        layers_to_transform=[1],
+        excludes=_WHOLE_NAMES,
+    ),
+    # Ranks and scalings.
+    _trained(
+        "rank_pattern",
+        lambda draft: save(draft, target_modules=EVERY_LINEAR, rank_pattern=_patterned(draft)),
+    ),
+    _options(
+        "rank_pattern from the start of the name",
+        target_modules=["q_proj"],
+        rank_pattern={"^model.layers.0.self_attn.q_proj": 3},
+        excludes=_WHOLE_NAMES,
+    ),
+    _options(
+        "alpha_pattern",
+        target_modules=EVERY_LINEAR,
+        alpha_pattern={"k_proj": 5, r"layers\.0\.mlp\.up_proj": 40},
+    ),
+    _options(
+        "patterns that overlap",
+        target_modules=["q_proj", "v_proj"],
+        rank_pattern={".*v_proj": 5, "[qv]_proj": 2, "v_proj": 7},
+        alpha_pattern={"[qv]_proj": 9, "v_proj": 1},
+    ),
+    _options("rsLoRA", target_modules=EVERY_LINEAR, use_rslora=True),
+    _trained(
+        "rsLoRA with a rank_pattern",
+        lambda draft: save(
+            draft, target_modules=EVERY_LINEAR, rank_pattern=_patterned(draft), use_rslora=True
+        ),
+    ),
+    _options("a fraction as alpha", target_modules=["q_proj", "o_proj"], lora_alpha=4.5),
+    _options("a negative alpha", target_modules=["q_proj", "o_proj"], lora_alpha=-8),
+    # Beginnings.
+    _options("gaussian", target_modules=EVERY_LINEAR, init_lora_weights="gaussian"),
+    _options("Gaussian", target_modules=EVERY_LINEAR, init_lora_weights="Gaussian"),
+    _options("B random at once", target_modules=EVERY_LINEAR, init_lora_weights=False),
+    _trained(
+        "orthogonal",
+        lambda draft: save(
+            draft,
+            r=draft.rank + draft.rank % 2,
+            target_modules=EVERY_LINEAR,
+            init_lora_weights="orthogonal",
+        ),
+    ),
+    _options("MiCA", target_modules=EVERY_LINEAR, init_lora_weights="mica"),
+    _trained("EVA", save_eva, excludes=_WHOLE_NAMES),
+    _trained("PiSSA, converted", lambda draft: save_converted(draft, "pissa")),
+    _trained("PiSSA by iterations, converted", lambda d: save_converted(d, "pissa_niter_4")),
+    _trained("OLoRA, converted", lambda draft: save_converted(draft, "olora")),
+    _trained(
+        "CorDA, converted",
+        lambda draft: save_converted(draft, "corda", corda_config=CordaConfig()),
+    ),
+    _trained(
+        "LoRA-GA, converted",
+        lambda draft: save_converted(draft, "lora_ga", lora_ga_config=LoraGAConfig()),
+    ),
+    # What has no effect on what is served.
+    _options("dropout", target_modules=["v_proj"], lora_dropout=0.1),
+    _options("weight tying ensured", target_modules=["v_proj"], ensure_weight_tying=True),
+    _options(
+        "offloaded while training",
+        target_modules=["v_proj"],
+        runtime_config=peft.LoraRuntimeConfig(ephemeral_gpu_offload=True),
+    ),
+    _options("QA-LoRA's group size", target_modules=["v_proj"], qalora_group_size=32),
+    _options("Megatron's core", target_modules=["v_proj"], megatron_core="megatron.core.next"),
+    _options("a revision", target_modules=["v_proj"], revision="main"),
+    _trained("a checkpoint of transformers' Trainer", save_with_trainer),
+    _trained("two adapters concatenated", lambda draft: save_combined(draft, "cat")),
+    _trained("two adapters added", lambda draft: save_combined(draft, "linear")),
+    _trained("two adapters through an SVD", lambda draft: save_combined(draft, "svd")),
+    # What is not served.
+    _options("DoRA", "DoRA", target_modules=["q_proj"], use_dora=True),
+    _options("bias all", "biases are not supported", target_modules=["q_proj"], bias="all"),
+    _options("bias lora_only", "biases are not supported", bias="lora_only"),
+    _options("lora_bias", "LoRA biases", target_modules=["q_proj"], lora_bias=True),
+    _options("lm_head saved whole", "whole modules", modules_to_save=["lm_head"]),
+    _options("embed_tokens saved whole", "whole modules", modules_to_save=["embed_tokens"]),
+    _options("norms saved whole", "whole modules", modules_to_save=["input_layernorm"]),
+    _options("LoRA on lm_head", LM_HEAD, target_modules=["q_proj", "lm_head"]),
+    _options("LoRA on embed_tokens", EMBEDDINGS, target_modules=["q_proj", "embed_tokens"]),
+    _options("trained tokens", TRAINED_TOKENS, trainable_token_indices=[5, 250]),
+    _options(
+        "trained tokens by module",
+        TRAINED_TOKENS,
+        target_modules=["q_proj"],
+        trainable_token_indices={"embed_tokens": [7]},
+    ),
+    _trained("tokens added", save_resized, "embeddings cannot be adapted|lm_head cannot be"),
+    _options("layers replicated", "another base model", layer_replication=[[0, 2], [1, 3]]),
+    _options(
+        "bare parameters",
+        "bare parameters",
+        target_modules=["v_proj"],
+        target_parameters=["q_proj.weight"],
+    ),
+    _options(
+        "activated LoRA", "activated LoRA", target_modules=["q_proj"], alora_invocation_tokens=[5]
+    ),
+    *(
+        _trained(
+            f"{name}, not converted",
+            lambda d, i=init, o=options: save_unconverted(d, i, **o),
+            "may change the base model",
+        )
+        for name, init, options in (
+            ("PiSSA", "pissa", {}),
+            ("OLoRA", "olora", {}),
+            ("CorDA", "corda", {"corda_config": CordaConfig()}),
+            ("LoRA-GA", "lora_ga", {"lora_ga_config": LoraGAConfig()}),
+        )
+    ),
+)
