@@ -213,7 +213,7 @@ def test_a_bucket_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, buc
 
 
 @pytest.mark.parametrize("packing", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-@pytest.mark.parametrize("inside", ["", "my-adapter/"])
+@pytest.mark.parametrize("inside", ["", "my-adapter/", "my-adapter\\"])
 def test_a_zip_file_is_the_folder_it_was_made_of(
     folder: Path, tmp_path: Path, packing: int, inside: str
 ) -> None:
@@ -235,6 +235,7 @@ def link() -> zipfile.ZipInfo:
     ("added", "says"),
     [
         ([f"../{CONFIG}"], f"'../{CONFIG}' leads out"),
+        ([f"..\\{CONFIG}"], f"'../{CONFIG}' leads out"),
         (["/etc/passwd"], "'/etc/passwd' leads out"),
         ([link()], "'x' is neither a plain file"),
         ([f"other/{CONFIG}"], "several adapters"),

@@ -100,7 +100,7 @@ def _zipped(archive: zipfile.ZipFile) -> Iterator[Member]:
         mode = info.external_attr >> 16
         plain = not mode or not stat.S_IFMT(mode) or stat.S_ISREG(mode)
         yield Member(
-            info.filename,
+            info.filename.replace("\\", "/"),  # as PowerShell 5 writes them
             info.file_size,
             info.is_dir(),
             plain,
