@@ -17,7 +17,7 @@ _SAVED = re.compile(
 )
 # Of torch.compile, FSDP, activation checkpointing and data parallelism.
 _WRAPPERS = re.compile(
-    r"\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^module\."
+    r"^(?:_orig_mod\.)?module\.|\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
 _SAVED_MODULE = re.compile(r"((?:(?:language_)?model\.){0,3})(layers\.([0-9]{1,6})\.[\w.]+)")
 _MODULE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,4})\.([\w.]+)")

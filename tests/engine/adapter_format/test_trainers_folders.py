@@ -48,6 +48,7 @@ def cut(folder: Path, shards: int = 2) -> dict[str, str]:
     [
         lambda name: name.removeprefix("base_model.model."),
         lambda name: f"module.{name}",
+        lambda name: f"_orig_mod.module.{name}",
         lambda name: f"base_model.model._orig_mod.{name.removeprefix('base_model.model.')}",
         lambda name: name.replace(".self_attn.", "._orig_mod.self_attn."),
         lambda name: name.replace(".self_attn.", "._fsdp_wrapped_module.self_attn."),
@@ -58,7 +59,16 @@ def cut(folder: Path, shards: int = 2) -> dict[str, str]:
         lambda name: name.replace(".model.layers.", ".layers."),
     ],
     ids=[
-        *("bare", "ddp", "compiled", "layers compiled", "fsdp", "checkpointed", "named"),
+        *(
+            "bare",
+            "ddp",
+            "compiled ddp",
+            "compiled",
+            "layers compiled",
+            "fsdp",
+            "checkpointed",
+            "named",
+        ),
         *("vlm", "older vlm", "headless"),
     ],
 )
