@@ -6,6 +6,7 @@ from typing import Any
 from lorikeet_engine.adapter_format import CONFIG_FILE
 from tests.corpus.draft import Draft
 from tests.corpus.features import EQUAL, Axis, Build, Feature
+from tests.corpus.peft_training import EVERY_LINEAR
 
 _UNKNOWN = "this option is not supported"
 # Without these PEFT says nothing of what was trained; the others have had the same defaults since.
@@ -19,6 +20,12 @@ def _keys(name: str, says: str = EQUAL, **keys: Any) -> Feature:
 
 def _text(name: str, build: Build, says: str = EQUAL) -> Feature:
     return Feature(name, Axis.CONFIG, build, says, frozenset({Axis.BASE_NAME}))
+
+
+def _of_every_linear(name: str, **keys: Any) -> Feature:
+    """Write keys that are right for an adapter of every linear at one rank."""
+    own = frozenset({Axis.TRAINING, Axis.TOOL})
+    return Feature(name, Axis.CONFIG, lambda draft: draft.edit_config(**keys), EQUAL, own)
 
 
 def _bytes(name: str, data: bytes, says: str) -> Feature:
@@ -89,6 +96,13 @@ CONFIG: tuple[Feature, ...] = (
     _keys("PEFT 0.2's keys", merge_weights=False, enable_lora=None),
     _keys("PEFT 0.2's weights merged", merge_weights=True, enable_lora=None),
     _keys("configs of what did not happen", eva_config={"rho": 2.0}, corda_config={"verbose": 1}),
+    _of_every_linear("empty lists", layers_to_transform=[], layers_pattern=[], exclude_modules=[]),
+    _of_every_linear("a pattern of nothing", rank_pattern={"c_attn": 5}, alpha_pattern={"h.0": 3}),
+    _of_every_linear("all-linear as a word", target_modules="All-Linear"),
+    _of_every_linear(
+        "targets of other models too",
+        target_modules=[*EVERY_LINEAR, "query_key_value", "fc1", "lm_heads"],
+    ),
     _text("without what is null or false", _without_defaults),
     _text("in one line, the other way round", _minified),
     _text("with Windows' line ends", _with_windows_lines),
@@ -106,6 +120,7 @@ CONFIG: tuple[Feature, ...] = (
     _keys("alpha that nobody set", "lora_alpha: 0", lora_alpha=0),
     _keys("no alpha", "want an alpha", lora_alpha=None),
     _keys("alpha in words", "want an alpha", lora_alpha="16"),
+    _keys("alpha out of range", "want an alpha", lora_alpha=10**9),
     _keys("a fraction as rank", "want a rank", r=8.0),
     _keys("rank zero in the config", "want a rank", r=0),
     _keys("use_rslora in words", "want true or false", use_rslora="yes"),

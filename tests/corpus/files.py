@@ -61,6 +61,13 @@ def _packed(
     return build
 
 
+def _zip_of_windows(archive: Path, files: Iterable[tuple[Path, str]]) -> None:
+    """Write names as PowerShell 5 does."""
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as out:
+        for path, name in files:
+            out.write(path, name.replace("/", "\\"))
+
+
 def _zip(archive: Path, files: Iterable[tuple[Path, str]]) -> None:
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as out:
         for path, name in files:
@@ -111,6 +118,17 @@ def _linked(draft: Draft) -> None:
         if path.is_file():
             path.rename(blobs / f"{number:064}")
             path.symlink_to(os.path.relpath(blobs / f"{number:064}", draft.folder))
+
+
+def _tar_of_links(draft: Draft) -> None:
+    """Archive the Hub's cache as it is."""
+    _linked(draft)
+    _packed(_tar("w:"), ".tar")(draft)
+
+
+def _of_zstandard(draft: Draft) -> None:
+    draft.source = draft.scratch / "my-adapter.tar.zst"
+    draft.source.write_bytes(b"\x28\xb5\x2f\xfd" + bytes(100))
 
 
 def _pickled(draft: Draft) -> None:
@@ -226,6 +244,7 @@ FILES: tuple[Feature, ...] = (
     _files("links into the Hub's cache", _linked),
     _files("a .zip", _packed(_zip, ".zip")),
     _files("a .zip of a folder", _packed(_zip, ".zip", "my-adapter/")),
+    _files("a .zip of Windows", _packed(_zip_of_windows, ".zip", "my-adapter/")),
     _files("a .tar", _packed(_tar("w:"), ".tar")),
     _files("a .tar.gz of a folder", _packed(_tar("w:gz"), ".tar.gz", "./out/my-adapter/")),
     _weights("shards", _in_shards),
@@ -236,6 +255,8 @@ FILES: tuple[Feature, ...] = (
     _weights("a pickle", _pickled, f"{_PICKLE} is a pickle"),
     _weights("without a shard", _without_a_shard, "has no adapter_model-00002-of-00002"),
     _files("a .tar.bz2", _packed(_tar("w:bz2"), ".tar.bz2"), "no tar, tar.gz or zip file"),
+    _files("a .tar.zst", _of_zstandard, "no tar, tar.gz or zip file"),
+    _files("a .tar of links", _tar_of_links, "is neither a plain file nor a folder"),
     _files("an archive of two", _two_in_one, "holds several adapters"),
     _weights("the file alone", _file, "give the folder that it is in"),
     _files("in a folder by its name", _in_a_folder("support"), f"{_NO_CONFIG}.*output/support"),

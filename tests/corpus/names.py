@@ -63,6 +63,10 @@ WRAPPING: tuple[Feature, ...] = (
         _renamed(lambda name: name.replace(_PREFIX, f"{_PREFIX}_orig_mod.")),
     ),
     _wrapping("of torch.compile, each layer", _in_layers("_orig_mod")),
+    _wrapping(
+        "of torch.compile around data parallelism",
+        _renamed(lambda name: f"_orig_mod.module.{name}"),
+    ),
     _wrapping("of FSDP", _in_layers("_fsdp_wrapped_module")),
     _wrapping("of checkpointed activations", _in_layers("_checkpoint_wrapped_module")),
     _wrapping(

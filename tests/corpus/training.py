@@ -162,6 +162,16 @@ TRAINING: tuple[Feature, ...] = (
     _trained("PiSSA by iterations, converted", lambda d: save_converted(d, "pissa_niter_4")),
     _trained("OLoRA, converted", lambda draft: save_converted(draft, "olora")),
     _trained(
+        "OLoRA with patterns, converted",
+        lambda draft: save_converted(
+            draft, "olora", rank_pattern=_patterned(draft), alpha_pattern={"q_proj": 5}
+        ),
+    ),
+    _trained(
+        "PiSSA with rsLoRA, converted",
+        lambda draft: save_converted(draft, "pissa", use_rslora=True),
+    ),
+    _trained(
         "CorDA, converted",
         lambda draft: save_converted(draft, "corda", corda_config=CordaConfig()),
     ),
