@@ -89,7 +89,11 @@ def running_hub(
 
 
 def _listing(repository: str, folder: Path, *, tree: bool) -> bytes:
-    contents = {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+    contents = {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
     files = [
         {"type": "file", "path": name, "rfilename": name, "size": len(data)}
         | {"oid": hashlib.sha1(data).hexdigest()}

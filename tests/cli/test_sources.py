@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -344,7 +345,13 @@ def test_a_missing_shard_is_named(folder: Path, tmp_path: Path) -> None:
 def hub(folder: Path, tmp_path: Path) -> Iterator[Hub]:
     pickled = peft_folder(tmp_path / "pickled")
     (pickled / WEIGHTS).rename(pickled / "adapter_model.bin")
-    repositories = {"acme/lora": folder, "acme/old": pickled, "meta/gated": folder}
+    shutil.copytree(folder, tmp_path / "run" / "checkpoint-500")
+    repositories = {
+        "acme/lora": folder,
+        "acme/old": pickled,
+        "acme/run": tmp_path / "run",
+        "meta/gated": folder,
+    }
     with running_hub(repositories, gated=frozenset({"meta/gated"})) as running:
         yield running
 
@@ -381,6 +388,7 @@ def test_a_repository_on_the_hub_is_registered_and_nothing_else_of_it_is_fetched
         ("acme/lora", "v2", "hf:acme/lora at v2: there is no such revision"),
         ("meta/gated", None, "hf:meta/gated is gated: ask for access"),
         ("acme/old", None, "has its weights in adapter_model.bin, a pickle.*lorikeet convert"),
+        ("acme/run", None, f"has no {CONFIG}: there are adapters in checkpoint-500"),
         ("acme/lora/x y", None, "want hf:organisation/name"),
     ],
 )

@@ -49,8 +49,17 @@ def adapter_files(
 def _checked(source: str, sizes: Mapping[str, int], names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if name not in sizes:
-            raise InvalidInput(f"{source} has no {name}: want what save_pretrained wrote")
+            raise InvalidInput(f"{source} has no {name}: {_instead(sizes)}")
     total = sum(sizes[name] for name in names)
     if total > MAX_SOURCE_BYTES:
         raise InvalidInput(f"{source} has {total} bytes: the limit is {MAX_SOURCE_BYTES}")
     return names
+
+
+def _instead(sizes: Mapping[str, int]) -> str:
+    """What to give in place of a source without an adapter. sizes: also of files in folders."""
+    ending = f"/{CONFIG_FILE}"
+    inside = sorted(name.removesuffix(ending) for name in sizes if name.endswith(ending))
+    if inside:
+        return f"there are adapters in {', '.join(inside[:3])}: download one and give its folder"
+    return "want what save_pretrained wrote"
