@@ -58,6 +58,15 @@ def save_unconverted(draft: Draft, init: str, **options: Any) -> None:
         peft.get_peft_model(_prepared(draft, config), config).save_pretrained(draft.folder)
 
 
+def save_disguised(draft: Draft) -> None:
+    """Save PiSSA's weights as if they had begun like any other."""
+    config = lora(draft, init_lora_weights="pissa", target_modules=_SOME_LINEARS)
+    with _seeded(draft):
+        model = peft.get_peft_model(draft.base.model(), config)
+        model.peft_config["default"].init_lora_weights = True
+        model.save_pretrained(draft.folder)
+
+
 def save_eva(draft: Draft) -> None:
     """Save what EVA gave ranks that differ from module to module."""
     config = lora(

@@ -21,6 +21,7 @@ from tests.corpus.peft_training import (
     save,
     save_combined,
     save_converted,
+    save_disguised,
     save_eva,
     save_resized,
     save_unconverted,
@@ -161,6 +162,9 @@ TRAINING: tuple[Feature, ...] = (
     _trained("PiSSA, converted", lambda draft: save_converted(draft, "pissa")),
     _trained("PiSSA by iterations, converted", lambda d: save_converted(d, "pissa_niter_4")),
     _trained("OLoRA, converted", lambda draft: save_converted(draft, "olora")),
+    # hiyouga/LLaMA-Factory b230bbb, src/llamafactory/train/callbacks.py: its pissa_backup, which
+    # nobody can tell from a plain LoRA.
+    _trained("PiSSA that calls itself plain", save_disguised),
     _trained(
         "OLoRA with patterns, converted",
         lambda draft: save_converted(
