@@ -135,6 +135,18 @@ TRAINING: tuple[Feature, ...] = (
         rank_pattern={".*v_proj": 5, "[qv]_proj": 2, "v_proj": 7},
         alpha_pattern={"[qv]_proj": 9, "v_proj": 1},
     ),
+    # PEFT sorts what it saves, and takes the first key that matches of what it reads.
+    _options(
+        "alphas whose order PEFT loses",
+        target_modules=["q_proj", "v_proj"],
+        alpha_pattern={"v_proj": 3, "[qv]_proj": 9},
+    ),
+    _options(
+        "ranks whose order PEFT loses",
+        "the weights have rank 5 and the config says 2",
+        target_modules=["q_proj", "v_proj"],
+        rank_pattern={"v_proj": 5, "[qv]_proj": 2},
+    ),
     _options("rsLoRA", target_modules=EVERY_LINEAR, use_rslora=True),
     _trained(
         "rsLoRA with a rank_pattern",
@@ -168,7 +180,7 @@ TRAINING: tuple[Feature, ...] = (
     _trained(
         "OLoRA with patterns, converted",
         lambda draft: save_converted(
-            draft, "olora", rank_pattern=_patterned(draft), alpha_pattern={"q_proj": 5}
+            draft, "olora", rank_pattern={"q_proj": 3}, alpha_pattern={"q_proj": 5}
         ),
     ),
     _trained(
