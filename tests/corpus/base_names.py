@@ -27,6 +27,7 @@ BASE_NAME: tuple[Feature, ...] = (
     _base("the served name", SERVED_NAME),
     _base("a local folder", f"/root/models/{_NAME}"),
     _base("a local folder with a slash behind", f"../models/{_NAME}/"),
+    _base("a folder of Windows", rf"D:\models\{_NAME}"),
     _base("in small letters", HUB_NAME.lower()),
     _base("Unsloth's copy", f"unsloth/{_NAME}"),
     _base("Unsloth's copy in 4 bits", f"unsloth/{_NAME}-unsloth-bnb-4bit"),

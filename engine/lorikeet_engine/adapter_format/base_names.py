@@ -10,9 +10,10 @@ _QUANTISED = re.compile(r"-(?:(?:unsloth-)?bnb-4bit|[468]bit)$", re.IGNORECASE)
 def last_part(name: str) -> str:
     """Return the name without what stands before it: meta-llama/Llama-3.1-8B → Llama-3.1-8B.
 
-    Also of folders in the caches of the Hub and of ModelScope, which writes ___ for each dot.
+    Also of Windows' folders, and of those in the caches of the Hub and of ModelScope, which writes
+    ___ for each dot.
     """
-    name = name.rstrip("/")
+    name = name.replace("\\", "/").rstrip("/")
     snapshot = _SNAPSHOT.search(name)
     return (snapshot[1] if snapshot else name.rpartition("/")[2]).replace("___", ".")
 

@@ -16,6 +16,7 @@ from lorikeet_engine.adapter_format import original, same_model
         ("/models/llama-4bit-math", "llama-4bit-math"),
         ("/root/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/0e9e39f2", "Qwen3-8B"),
         ("/hub/models--gpt2/snapshots/0e9e39f2/", "gpt2"),
+        (r"C:\Users\me\models\Qwen3-8B", "Qwen3-8B"),
         ("/root/.cache/modelscope/hub/models/Qwen/Qwen2___5-7B", "Qwen2.5-7B"),
         ("", ""),
     ],
