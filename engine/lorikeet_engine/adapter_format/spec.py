@@ -138,8 +138,10 @@ def check_rank(module: str, sides: Mapping[str, TensorSpan], want: int | None = 
     """The rank that both halves agree on. Raises AdapterRejected."""
     a, b = sides["A"].shape, sides["B"].shape
     if len(a) != 2 or len(b) != 2 or a[0] != b[1] or 0 in (*a, *b):
+        remedy = ": gather what ZeRO or FSDP keeps in other processes before saving"
         raise AdapterRejected(
-            f"{module}: lora_A {list(a)} and lora_B {list(b)} are not [rank, d_in], [d_out, rank]",
+            f"{module}: lora_A {list(a)} and lora_B {list(b)} are not [rank, d_in], [d_out, rank]"
+            f"{remedy if 0 in (*a, *b) else ''}",
             field=module,
         )
     if want is not None and a[0] != want:
