@@ -19,7 +19,7 @@ from lorikeet_engine.sampling.grammar import Grammars, grammar_error
 from lorikeet_engine.scheduling.deadlines import Deadlines
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.request_queue import InputProcessor, RequestQueue
-from lorikeet_engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from lorikeet_engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
 from lorikeet_engine.scheduling.sequence import Chunk
 from lorikeet_engine.scheduling.step_counters import StepCounters
 from lorikeet_engine.settings import EngineSettings
@@ -123,7 +123,7 @@ class Engine:
         plan = self._scheduler.plan(self._step_budget)
         self._fail({s.request.request_id: error for s, error in plan.failed.items()})
         previous, self._in_flight = self._in_flight, None
-        forward = self._compute(plan.chunks, previous) if plan.chunks else None
+        forward = self._compute(plan, previous) if plan.chunks else None
         if forward is not None and not forward.has_grammar:
             self._sample(forward)
         if previous is not None:
@@ -225,13 +225,13 @@ class Engine:
                 self._requests.end_choice(sequence.request.request_id)
 
     def _compute(
-        self, chunks: list[Chunk], previous: steps.InFlightStep | None
+        self, plan: StepPlan, previous: steps.InFlightStep | None
     ) -> steps.ForwardPass | None:
-        expected = self._step_budget.expected(chunks) if self._step_budget else None
+        expected = self._step_budget.expected(plan.chunks) if self._step_budget else None
         try:
-            return steps.compute(self._runner, chunks, self._settings, previous, expected)
+            return steps.compute(self._runner, plan, self._settings, previous, expected)
         except Exception as error:
-            self._step_failed(chunks, error)
+            self._step_failed(plan.chunks, error)
             return None
 
     def _sample(self, forward: steps.ForwardPass) -> None:
@@ -245,21 +245,24 @@ class Engine:
     def _read(self, step: steps.InFlightStep) -> None:
         try:
             sampled = step.sample.wait()
+            scores = step.scores.wait() if step.scores else None
         except Exception as error:
             self._step_failed(step.chunks, error)
             return
         step_s, expected = self._counters.step_read(step.launch), step.launch.expected
         if self._step_budget and expected is not None:
             self._step_budget.record(step_s, expected)
+        if scores is not None:
+            self._fail(scores.errors)
+            self._requests.add_scores(scores.outputs)
         rows = itertools.count()
         for chunk in step.chunks:
             row = next(rows) if chunk.completes else None
-            if chunk.sequence.ended:
-                continue
-            if row is None:
-                self._scheduler.written(chunk)
-            else:
-                self._accept(chunk, row, sampled)
+            if not chunk.sequence.ended:
+                if row is None:
+                    self._scheduler.written(chunk)
+                else:
+                    self._accept(chunk, row, sampled)
 
     def _accept(self, chunk: Chunk, row: int, sampled: steps.SampledTokens) -> None:
         sequence, request_id = chunk.sequence, chunk.sequence.request.request_id
@@ -276,7 +279,7 @@ class Engine:
             self._scheduler.finish(sequence)
         is_first = sequence.timings.first_token_s is None
         timings = sequence.timings.engine_timings() if finish or is_first else None
-        tokens, logprobs = sampled.delivered(row, sequence.stop_ids)
+        tokens, logprobs = sampled.delivered(row, sequence)
         if tokens:
             self._counters.token_delivered(sequence)
         output = Tokens(request_id, sequence.choice, tokens, finish, logprobs, timings)

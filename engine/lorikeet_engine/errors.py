@@ -67,6 +67,12 @@ class StepFailed(EngineError):
 class NotFinite(EngineError):
     """The logits of this request are not numbers: its adapter's weights overflow."""
 
+    @classmethod
+    def under(cls, adapter: object) -> "NotFinite":
+        """The error of a request under this adapter, None for the base model alone."""
+        source = "the base model" if adapter is None else f"adapter {adapter}"
+        return cls(f"the logits of {source} are not finite: it overflows")
+
 
 class DeviceLost(EngineError):
     """The device can no longer be used by this process: no later step would work either."""

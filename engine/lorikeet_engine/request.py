@@ -25,15 +25,17 @@ class SamplingParams:
     temperature 0 is greedy. Filters follow it in this order: top_k (0 keeps the whole vocabulary),
     top_p, then min_p, which keeps tokens at least min_p times as likely as the likeliest. A seed
     makes a choice repeatable: choice i of a request samples from seed + i. stop_token_ids end a
-    choice and are not part of its output; the model's own end-of-sequence ids are added unless
-    ignore_eos. Neither can be sampled before the output has min_tokens tokens.
+    choice and are not part of its output, unless keep_stop_token; the model's own end-of-sequence
+    ids are added unless ignore_eos. Neither can be sampled before the output has min_tokens tokens.
 
     presence_penalty is subtracted once from the logit of every token of the output, and
     frequency_penalty once for each time that it occurs; logit_bias is added to the logits of its
     ids. Before them, repetition_penalty divides the logit of every token of prompt and output where
     it is above 0, and multiplies it elsewhere. logprobs: how many of the most likely tokens to
-    report at each step beside the sampled one; None reports none. grammar: what the output must
-    follow, in the language of the engine's Grammars.
+    report at each step beside the sampled one; None reports none. prompt_logprobs: how many to
+    report at each token of a prompt but its first, beside that token; None reports none, and the
+    prompt may be found in the prefix cache, which a prompt that is scored is not. grammar: what the
+    output must follow, in the language of the engine's Grammars.
     """
 
     max_tokens: int = 16
@@ -50,6 +52,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    keep_stop_token: bool = False
     grammar: str | None = None
 
     def __post_init__(self) -> None:
@@ -75,12 +79,10 @@ class SamplingParams:
         )
         for token, bias in self.logit_bias:
             _require(-100.0 <= bias <= 100.0, "logit_bias", {token: bias}, "biases of -100 to 100")
-        _require(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            "logprobs",
-            self.logprobs,
-            f"an integer from 0 to {MAX_LOGPROBS}",
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            want = f"an integer from 0 to {MAX_LOGPROBS}"
+            _require(value is None or 0 <= value <= MAX_LOGPROBS, name, value, want)
 
     @property
     def has_repetition_penalty(self) -> bool:
@@ -143,7 +145,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities at one step: the sampled token's, and those of the most likely tokens.
+    """Log probabilities of one token, sampled or a prompt's, and of the most likely in its place.
 
     top: (token id, log probability), the most likely first. They are of the model's own
     distribution, before temperature, penalties, biases, bans and grammar.
@@ -189,6 +191,19 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """How likely the next tokens of a prompt are, each given those before it.
+
+    A prompt's come in order, from its second token to its last. choice: the prompt's first, before
+    whose own tokens they come.
+    """
+
+    request_id: str
+    choice: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The whole request ended with an error; nothing more follows."""
 
@@ -196,7 +211,7 @@ class Failed:
     error: EngineError
 
 
-Output = Tokens | Failed
+Output = Tokens | PromptLogprobs | Failed
 
 
 def _require(holds: bool, param: str, value: object, want: str) -> None:

@@ -12,13 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from lorikeet_engine.errors import AdapterError, StepFailed
 from lorikeet_engine.models.batch import Batch
-from lorikeet_engine.request import Failed, Request, SamplingParams, Tokens
+from lorikeet_engine.request import Failed, PromptLogprobs, Request, SamplingParams, Tokens
 from lorikeet_engine.residency import loader, requested_adapters, tiers
 from lorikeet_engine.scheduling.sequence import Sequence
 from tests.engine.blobs import Shelf
-from tests.engine.hash_model import PAGE, SHAPE, build, predict
+from tests.engine.hash_model import PAGE, SHAPE, build, predict, predict_scores
 
 GOOD, OTHER, BROKEN = ADAPTERS = ("good", "other", "broken")
 ADAPTER_BYTES = 128
@@ -62,6 +64,8 @@ class CheckedEngine:
         self.model.after = lambda: self._break("after")
         self.expected: dict[tuple[str, int], Any] = {}
         self.outputs: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.expected_scores: dict[tuple[str, int], list[float]] = {}
+        self.scored = Counter[tuple[str, int]]()
         self.live: dict[str, set[int]] = defaultdict(set)
         self.sound = True
         self.fault: str | None = None
@@ -89,6 +93,8 @@ class CheckedEngine:
             expected = predict(prompts[choice // n], sampling, seed, context, mark)
             self.expected[name, choice] = expected
             self.live[name].add(choice)
+            if sampling.prompt_logprobs is not None and choice % n == 0:
+                self.expected_scores[name, choice] = predict_scores(prompts[choice // n], mark)
         if adapter == BROKEN:
             self._hopeless.add(name)
         return name
@@ -110,6 +116,9 @@ class CheckedEngine:
         for output in self.engine.step():
             if isinstance(output, Tokens):
                 self._check(output)
+                continue
+            if isinstance(output, PromptLogprobs):
+                self._check_scores(output)
                 continue
             assert isinstance(output, Failed)
             assert output.request_id in self.live, "an error after the end"
@@ -146,11 +155,22 @@ class CheckedEngine:
         assert choice in self.live.get(name, ()), "tokens after the end"
         assert name not in self._hopeless
         got, (tokens, finish) = self.outputs[name, choice], self.expected[name, choice]
+        if not got:
+            assert self.scored[name, choice] == len(self.expected_scores.get((name, choice), ()))
         got.extend(output.token_ids)
         assert got == tokens[: len(got)]
         if output.finish is not None:
             assert (got, output.finish) == (tokens, finish)
             self._end(name, choice)
+
+    def _check_scores(self, output: PromptLogprobs) -> None:
+        key = output.request_id, output.choice
+        assert output.choice in self.live.get(output.request_id, ()), "scores after the end"
+        assert not self.outputs[key], "scores after the first token"
+        begin = self.scored[key]
+        self.scored[key] += len(output.logprobs)
+        told = [score.logprob for score in output.logprobs]
+        assert told == pytest.approx(self.expected_scores[key][begin : self.scored[key]], abs=1e-5)
 
     def _end(self, name: str, choice: int) -> None:
         self.live[name].remove(choice)

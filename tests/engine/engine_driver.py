@@ -9,9 +9,17 @@ import torch
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.engine import Engine, EngineSettings
+from lorikeet_engine.execution.prompt_scores import PromptScores
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.request import Failed, FinishReason, Request, SamplingParams
+from lorikeet_engine.request import (
+    Failed,
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
 from lorikeet_engine.residency.disk.cache import AdapterSource
 
 PAGE = 16
@@ -47,12 +55,12 @@ class RecordingRunner:
         """How many tokens have been computed."""
         return sum(len(batch.token_ids) for batch in self.batches)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, scores: PromptScores | None = None) -> torch.Tensor:
         self.batches.append(batch)
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        return self._runner.forward(batch)
+        return self._runner.forward(batch, scores)
 
 
 class Answers:
@@ -62,6 +70,7 @@ class Answers:
         self.engine = engine
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.finish: dict[tuple[str, int], FinishReason] = {}
+        self.scores: dict[tuple[str, int], list[TokenLogprobs]] = {}
         self.errors: dict[str, Exception] = {}
         self.pending: dict[str, int] = {}
 
@@ -80,6 +89,10 @@ class Answers:
                 continue
             choice = (output.request_id, output.choice)
             assert choice not in self.finish, "output after the end"
+            if isinstance(output, PromptLogprobs):
+                assert choice not in self.tokens, "the prompt is scored after its answer began"
+                self.scores.setdefault(choice, []).extend(output.logprobs)
+                continue
             self.tokens.setdefault(choice, []).extend(output.token_ids)
             if output.finish is not None:
                 self.finish[choice] = output.finish

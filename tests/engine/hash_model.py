@@ -65,13 +65,15 @@ class HashModel:
         keys[batch.kv_slots, 1] = batch.positions.float()
         keys[batch.kv_slots, 2] = _marks(batch, lora)
         hidden = torch.full((len(batch.token_ids), 1), torch.nan)
-        table = batch.page_table
-        for end, length, first, last in zip(
-            batch.query_starts[1:], batch.kv_lengths, table.starts, table.starts[1:], strict=False
+        starts, table = batch.query_starts, batch.page_table
+        for start, end, length, first, last in zip(
+            starts, starts[1:], batch.kv_lengths, table.starts, table.starts[1:], strict=False
         ):
             pages = torch.from_numpy(table.pages[first:last]).long()
             at = pages.repeat_interleave(PAGE) * PAGE + torch.arange(PAGE).repeat(len(pages))
-            hidden[end - 1] = _hash(keys[at[:length], :3].numpy())
+            read = keys[at[:length], :3].numpy()
+            for row in range(start, end):
+                hidden[row] = _hash(read[: length - end + row + 1])
         self.after()
         return hidden
 
@@ -120,6 +122,15 @@ def predict(
         if sampling.grammar is not None and token == 0:
             return said, FinishReason.STOP
     return said, FinishReason.LENGTH
+
+
+def predict_scores(prompt: tuple[int, ...], mark: float = 0.0) -> list[float]:
+    """How likely each token of a prompt but its first is. mark: its adapter's, 0 without one."""
+    tokens = np.array(prompt, np.float32)
+    read = np.stack([tokens, np.arange(len(tokens)), np.full(len(tokens), mark)], 1)
+    hashes = torch.tensor([_hash(read[:end]) for end in range(1, len(tokens))])
+    logprobs = _logits(hashes.unsqueeze(-1)).log_softmax(-1)
+    return [float(row[token]) for row, token in zip(logprobs, prompt[1:], strict=True)]
 
 
 def _possible(sampling: SamplingParams, said: list[int], stops: set[int]) -> set[int]:

@@ -29,6 +29,8 @@ SAMPLINGS = [
         {"presence_penalty": 1.5, "frequency_penalty": -0.75, "logit_bias": ((7, 2.0), (9, -3.0))},
         {"repetition_penalty": 4.0, "frequency_penalty": 0.5},
         {"grammar": "below 60, end under 30", "repetition_penalty": 0.3},
+        {"prompt_logprobs": 0},
+        {"prompt_logprobs": 2, "grammar": "below 60, end under 30"},
     )
     for most in (25, 24, 12, 2)
     for least, stops in ((0, ()), (0, tuple(range(4))), (5, tuple(range(20))))

@@ -17,10 +17,10 @@ def breakable_engine(settings: Settings, base_model: str) -> Engine:
     engine = quick_engine(settings, base_model)
     forward = engine._runner.forward
 
-    def forward_unless_broken(batch):
+    def forward_unless_broken(batch, scores):
         if break_file(settings).exists():
             raise RuntimeError("device-side assert")
-        return forward(batch)
+        return forward(batch, scores)
 
     engine._runner.forward = forward_unless_broken  # type: ignore[method-assign]
     return engine

@@ -115,7 +115,7 @@ class CudaGraphs:
         return len(batch.token_ids) <= max(self._piecewise) or self._is_small(batch)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The hidden states of batch.logit_rows, for a batch that fits: replays a captured pass.
+        """The hidden states of all tokens of a batch that fits: replays a captured pass.
 
         The next forward may overwrite them.
         """
@@ -125,8 +125,7 @@ class CudaGraphs:
         by_count = next(by_count for size, by_count in ladder.items() if size >= rows)
         captured = next(captured for count, captured in by_count.items() if count >= used)
         self._fill(batch, rows, used)
-        hidden = captured.forward(batch)[:rows]
-        return hidden if len(batch.logit_rows) == rows else hidden[batch.logit_rows]
+        return captured.forward(batch)[:rows]
 
     def _is_small(self, batch: Batch) -> bool:
         tokens = len(batch.token_ids)

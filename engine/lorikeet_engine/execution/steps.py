@@ -5,7 +5,7 @@ sample draws the next tokens; PendingSample.wait reads them, while a later step 
 """
 
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +15,16 @@ from lorikeet_engine.errors import DeviceLost, EngineError, NotFinite
 from lorikeet_engine.execution.batch_builder import build_step_input, group_by_adapter
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs
 from lorikeet_engine.execution.grammar_masks import allowed_tokens
+from lorikeet_engine.execution.prompt_scores import PromptScores
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.llama import LlamaModel
-from lorikeet_engine.request import Request, TokenLogprobs
+from lorikeet_engine.request import TokenLogprobs
 from lorikeet_engine.sampling.grammar import Grammars, TokenBitmask
 from lorikeet_engine.sampling.logprobs import Logprobs
 from lorikeet_engine.sampling.sampler import NOT_FINITE, Sampler, SamplingRow
+from lorikeet_engine.scheduling.scheduler import StepPlan
 from lorikeet_engine.scheduling.sequence import Chunk, Sequence
 from lorikeet_engine.scheduling.step_budget import ExpectedStep
 from lorikeet_engine.scheduling.step_counters import StepLaunch
@@ -67,21 +69,29 @@ class ModelRunner:
         return () if self._graphs is None else self._graphs.piecewise_sizes
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, scores: PromptScores | None = None) -> torch.Tensor:
         """Logits [rows, vocab] of batch.logit_rows, in the model's dtype; keys and values are kept.
 
-        The result belongs to the caller, who may change it in place.
+        The result belongs to the caller, who may change it in place. scores: computed as well.
         """
         if self._graphs is not None and self._graphs.fit(batch):
-            return self.model.logits(self._graphs.forward(batch))
-        return self.forward_eager(batch)
+            return self._logits(self._graphs.forward(batch), batch, scores)
+        return self.forward_eager(batch, scores)
 
     @torch.inference_mode()
-    def forward_eager(self, batch: Batch) -> torch.Tensor:
+    def forward_eager(self, batch: Batch, scores: PromptScores | None = None) -> torch.Tensor:
         """What `forward` returns, computed without CUDA graphs."""
         self._attention.plan(batch)
         hidden = self.model.forward(batch, self._kv, self._weights, self._attention)
-        return self.model.logits(hidden[batch.logit_rows])
+        return self._logits(hidden, batch, scores)
+
+    def _logits(
+        self, hidden: torch.Tensor, batch: Batch, scores: PromptScores | None
+    ) -> torch.Tensor:
+        if scores is not None:
+            scores.compute(hidden, self.model.logits)
+        rows = batch.logit_rows
+        return self.model.logits(hidden if len(rows) == len(hidden) else hidden[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +109,13 @@ class SampledTokens:
         return self.tokens[row]
 
     def delivered(
-        self, row: int, stop_ids: Set[int]
+        self, row: int, sequence: Sequence
     ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
-        """A row's token and its log probabilities for the caller, who gets no stop id."""
-        if self.tokens[row] in stop_ids:
+        """A row's token and its log probabilities for the caller, who gets no stop id unasked."""
+        token = self.tokens[row]
+        if token in sequence.stop_ids and not sequence.request.sampling.keep_stop_token:
             return (), ()
-        return (self.tokens[row],), (self.logprobs[row],) if row in self.logprobs else ()
+        return (token,), (self.logprobs[row],) if row in self.logprobs else ()
 
 
 class PendingSample:
@@ -135,7 +146,7 @@ class PendingSample:
         if NOT_FINITE in tokens:
             for row, token in enumerate(tokens):
                 if token == NOT_FINITE:
-                    errors.setdefault(row, _not_finite(self._sequences[row].request))
+                    errors.setdefault(row, NotFinite.under(self._sequences[row].adapter))
         return SampledTokens(tokens, logprobs, errors)
 
 
@@ -143,12 +154,13 @@ class PendingSample:
 class ForwardPass:
     """A step whose forward pass was launched: its chunks as laid out, and their logits.
 
-    logits: [chunks that complete, vocab], on the device.
+    logits: [chunks that complete, vocab], on the device. scores: of prompts, None without any.
     """
 
     chunks: list[Chunk]
     logits: torch.Tensor
     launch: StepLaunch
+    scores: PromptScores | None
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -163,32 +175,37 @@ class ForwardPass:
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step that was launched and not read: its chunks as laid out, and the tokens it samples."""
+    """A step that was launched and not read: its chunks as laid out, and the tokens it samples.
+
+    scores: what it says of prompts; None if nothing.
+    """
 
     chunks: list[Chunk]
     sample: PendingSample
     launch: StepLaunch
+    scores: PromptScores | None
 
 
 def compute(
     runner: ModelRunner,
-    chunks: list[Chunk],
+    plan: StepPlan,
     settings: EngineSettings,
     previous: InFlightStep | None,
     expected: ExpectedStep | None,
 ) -> ForwardPass:
-    """Launch the forward pass of planned chunks; the host waits for nothing.
+    """Launch the forward pass of a plan's chunks; the host waits for nothing.
 
     previous: the step before if it is not read yet: its tokens are taken on the device.
     expected: StepLaunch's.
     """
-    launched_s, chunks = time.perf_counter(), group_by_adapter(chunks)
+    launched_s, chunks = time.perf_counter(), group_by_adapter(plan.chunks)
     sampled = previous.sample.tokens if previous else None
     step_input = build_step_input(chunks, settings.page_size)
     batch = step_input.upload(torch.device(settings.device), sampled)
-    logits = runner.forward(batch)
+    scores = PromptScores(chunks, plan.scored, settings.max_running) if plan.scored else None
+    logits = runner.forward(batch, scores)
     launch = StepLaunch(launched_s, len(chunks), len(batch.segments or ()), expected)
-    return ForwardPass(chunks, logits, launch)
+    return ForwardPass(chunks, logits, launch, scores)
 
 
 @torch.inference_mode()
@@ -212,7 +229,7 @@ def sample(
     if logprobs is not None:
         logprobs.download(logits, tokens)
     pending = PendingSample(sequences, tokens, logprobs, allowed.errors)
-    return InFlightStep(forward.chunks, pending, forward.launch)
+    return InFlightStep(forward.chunks, pending, forward.launch, forward.scores)
 
 
 def raise_if_lost(device: torch.device, error: BaseException) -> None:
@@ -239,8 +256,3 @@ def _row(sequence: Sequence, allowed: TokenBitmask | None) -> SamplingRow:
     banned = tuple(sequence.stop_ids) if sequence.below_min_tokens and allowed is None else ()
     step, slot = sequence.output_length, sequence.penalty_slot
     return SamplingRow(params, sequence.seed, step, banned, slot, allowed)
-
-
-def _not_finite(request: Request) -> NotFinite:
-    source = f"adapter {request.adapter}" if request.adapter else "the base model"
-    return NotFinite(f"the logits of {source} are not finite: it overflows")

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lorikeet_engine.request import Failed, Output, Tokens
+from lorikeet_engine.request import Failed, Output, PromptLogprobs, Tokens
 
-OutputRows = list[Failed | tuple[Any, ...]]
+OutputRows = list[PromptLogprobs | Failed | tuple[Any, ...]]
 """One step's outputs, with Tokens as plain tuples, which are pickled ten times as fast."""
 
 

@@ -51,6 +51,8 @@ class SequencePages:
     computed: how many tokens' keys and values the steps launched so far put there.
     written: how many the steps read so far have put there.
     announced: how many of its first pages KVCache has told others of, written or not.
+    score_from: the first token behind which the next one is to be scored, so that its logits are
+    needed; None where only those of the last token are.
     awaited: the key of a page that another sequence was to write when this one last asked.
     """
 
@@ -62,6 +64,7 @@ class SequencePages:
         "awaited",
         "computed",
         "pages",
+        "score_from",
         "written",
     )
 
@@ -72,6 +75,7 @@ class SequencePages:
         """
         self.pages: array[int] = array("i")  # not a list: page tables are joined bytes
         self.computed = self.written = self.announced = 0
+        self.score_from: int | None = None
         self.awaited: bytes | None = None
         self._tokens, self._prompt_keys = tokens, prompt_keys
         self._keys = prompt_keys.keys.copy()
@@ -87,8 +91,9 @@ class SequencePages:
         return self.keys(len(self._tokens) // self._prompt_keys.page_size)
 
     def shareable_keys(self) -> list[bytes]:
-        """The keys of the full pages that leave at least one token to compute logits from."""
-        return self.keys((len(self._tokens) - 1) // self._prompt_keys.page_size)
+        """The keys of the full pages that leave all tokens whose logits are needed."""
+        tokens = len(self._tokens) - 1 if self.score_from is None else self.score_from
+        return self.keys(tokens // self._prompt_keys.page_size)
 
 
 class KVCache:

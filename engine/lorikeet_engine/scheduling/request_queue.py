@@ -8,11 +8,12 @@ import itertools
 import logging
 import secrets
 import threading
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import NamedTuple
 
 from lorikeet_engine.errors import EngineClosed, EngineError, InvalidRequest
-from lorikeet_engine.request import Failed, Output, Request, Tokens
+from lorikeet_engine.request import Failed, Output, PromptLogprobs, Request, Tokens
 from lorikeet_engine.sampling.grammar import Grammars, Matcher
 from lorikeet_engine.sampling.grammar_worker import GrammarWorker
 from lorikeet_engine.scheduling.kv_cache import PageKeys
@@ -217,6 +218,10 @@ class RequestQueue:
         self._outputs.append(output)
         if output.finish is not None:
             self.end_choice(output.request_id)
+
+    def add_scores(self, outputs: Iterable[PromptLogprobs]) -> None:
+        """Keep what was said of prompts for `take_outputs`."""
+        self._outputs += outputs
 
     def fail(self, request_id: str, error: EngineError) -> None:
         """End a request with an error, whether the engine has taken it or not."""

@@ -20,7 +20,7 @@ from lorikeet_engine.scheduling.fairness import (
     prompt_cost,
 )
 from lorikeet_engine.scheduling.kv_cache import KVCache
-from lorikeet_engine.scheduling.sequence import Chunk, Sequence
+from lorikeet_engine.scheduling.sequence import Chunk, ScoredRows, Sequence
 from lorikeet_engine.scheduling.step_budget import PromptRoom, StepBudget
 from lorikeet_engine.scheduling.step_counters import StepCounters
 from lorikeet_engine.scheduling.throughput import Throughput
@@ -41,10 +41,11 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. failed: the sequences whose adapter could not be loaded, no longer scheduled."""
+    """One step. failed: sequences without their adapter, dropped. scored: what chunks score."""
 
     chunks: list[Chunk]
     failed: dict[Sequence, AdapterError]
+    scored: list[ScoredRows]
 
 
 class Scheduler:
@@ -134,7 +135,7 @@ class Scheduler:
             if room:
                 chunks.append(self._charged(room.take(sequence)))
         self._throughput.step_planned(saturated)
-        return StepPlan(chunks, self._drop_failed(failed))
+        return StepPlan(chunks, self._drop_failed(failed), room.scored)
 
     def launched(self, chunks: list[Chunk]) -> None:
         """Note that the device computes these chunks, in this order; the next plan builds on it."""

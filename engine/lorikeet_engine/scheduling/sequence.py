@@ -142,6 +142,9 @@ class Sequence:
         self.pending_rows: list[int] = []
         self.prompt_length = self.length = len(self.tokens)
         self.kv = SequencePages(self.tokens, prompt_keys)
+        first_of_prompt = choice % request.n == 0
+        if sampling.prompt_logprobs is not None and first_of_prompt and self.prompt_length > 1:
+            self.kv.score_from = 0
         self.lease: AdapterLease | None = None
         self.penalty_slot: PenaltySlot | None = None
         self.copy_s = 0.0
@@ -178,6 +181,14 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens still to be computed before the next can be sampled: 1 means that it decodes."""
         return self.length - self.kv.computed
+
+    def score(self, chunk: "Chunk") -> "ScoredRows":
+        """What a chunk that is planned scores of the prompt; another asks for what follows."""
+        assert self.kv.score_from is not None, "all is scored"
+        start, last = self.kv.score_from, self.prompt_length - 1
+        end = max(start, min(chunk.end, last))
+        self.kv.score_from = end if end < last else None
+        return ScoredRows(self, start, end)
 
     def release(self) -> None:
         """Give back its adapter's lease and its penalty slot, if it has them."""
@@ -242,3 +253,24 @@ class Chunk(NamedTuple):
     def length(self) -> int:
         """How many tokens it has."""
         return self.end - self.start
+
+
+class ScoredRows(NamedTuple):
+    """Tokens `start` to `end` of a prompt, whose logits say how likely the tokens after them are.
+
+    They belong to a chunk of one step. There are none where it computes anew what was scored.
+    """
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def next_tokens(self) -> list[int]:
+        """The tokens after them."""
+        return self.sequence.tokens[self.start + 1 : self.end + 1]
+
+    @property
+    def alternatives(self) -> int:
+        """How many of the most likely tokens to report beside each of those."""
+        return self.sequence.request.sampling.prompt_logprobs or 0

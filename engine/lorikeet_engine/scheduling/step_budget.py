@@ -24,7 +24,7 @@ from statistics import median
 from typing import NamedTuple
 
 from lorikeet_engine.costs import StepCosts, seen_tokens
-from lorikeet_engine.scheduling.sequence import Chunk, Sequence
+from lorikeet_engine.scheduling.sequence import Chunk, ScoredRows, Sequence
 
 # The base is the median of this many steps: seven slow ones in a row change nothing, a new base
 # counts after eight.
@@ -33,6 +33,8 @@ _MEDIAN_STEPS = 15
 _MIN_PROMPT_TOKENS = 128
 # A chunk of fewer tokens than this is not begun in what others leave of the goal.
 _SLIVER = 16
+# Log probabilities of prompts' tokens: who writes an answer needs about 15 ms for so many.
+_SCORES = 4096
 
 
 class ExpectedStep(NamedTuple):
@@ -110,7 +112,7 @@ class StepBudget:
 class PromptRoom:
     """The room of one step for tokens of prompts: so many, and no more than a goal leaves time for.
 
-    tokens: how many are left, whatever they take.
+    tokens: how many are left, whatever they take. scored: what of prompts the chunks score.
     """
 
     def __init__(
@@ -120,6 +122,8 @@ class PromptRoom:
         self.tokens = tokens
         self._budget, self._decodes, self._left_s = budget, decodes, left_s
         self._taken = self._seen = 0
+        self.scored: list[ScoredRows] = []
+        self._scores = _SCORES
 
     def __bool__(self) -> bool:
         """Whether there is room for more; not for slivers where a goal bounds it."""
@@ -128,7 +132,20 @@ class PromptRoom:
 
     def take(self, sequence: Sequence) -> Chunk:
         """As long a chunk of a prompt as there is room for, and at least one token of it."""
-        chunk = Chunk.of(sequence, max(1, self.tokens_within(sequence.kv.computed, self.tokens)))
+        if sequence.kv.score_from is not None:
+            return self._take_scored(sequence)
+        return self._take(sequence, self.tokens)
+
+    def _take_scored(self, sequence: Sequence) -> Chunk:
+        each = 1 + (sequence.request.sampling.prompt_logprobs or 0)
+        chunk = self._take(sequence, min(self.tokens, self._scores // each))
+        scored = sequence.score(chunk)
+        self._scores -= each * (scored.end - scored.start)
+        self.scored.append(scored)
+        return chunk
+
+    def _take(self, sequence: Sequence, most: int) -> Chunk:
+        chunk = Chunk.of(sequence, max(1, self.tokens_within(sequence.kv.computed, most)))
         self.tokens -= chunk.length
         self._taken += chunk.length
         self._seen += seen_tokens(chunk.length, chunk.start)

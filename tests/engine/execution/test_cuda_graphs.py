@@ -104,11 +104,11 @@ class Twice:
         self.runner = runner
         self.compared = []
 
-    def forward(self, batch):
+    def forward(self, batch, scores):
         graphs = self.runner._graphs
         if not graphs.fit(batch):
-            return self.runner.forward(batch)
-        got = self.runner.forward(batch).clone()
+            return self.runner.forward(batch, scores)
+        got = self.runner.forward(batch, scores).clone()
         want = self.runner.forward_eager(batch)
         self._compare(got, want)
         segments = len(batch.segments) if batch.segments else 0

@@ -139,11 +139,11 @@ def watch_streams(engine, monkeypatch):
         with streams:
             advance()
 
-    def read(batch):
+    def read(batch, scores):
         for slot in batch.segments.slots.tolist() if batch.segments else ():
             for block in tiers._arena.blocks(tiers._pool.placed()[slot].pieces):
                 streams.access(block, writes=False)
-        return forward(batch)
+        return forward(batch, scores)
 
     tiers.advance, runner.forward = copy_and_move, read
 
@@ -153,9 +153,9 @@ def begin_late(engine):
     chance, runner, arena = random.Random(5), engine._runner, engine._tiers._arena
     forward, copy = runner.forward, arena.copy
 
-    def forward_late(batch):
+    def forward_late(batch, scores):
         torch.cuda._sleep(chance.choice(LATE))
-        return forward(batch)
+        return forward(batch, scores)
 
     def copy_late(*arguments):
         with torch.cuda.stream(arena._copying):

@@ -152,7 +152,7 @@ settings = EngineSettings(
 )
 engine = Engine(settings, None, random_model)
 forward = engine._runner.forward
-engine._runner.forward = lambda batch: forward(
+engine._runner.forward = lambda batch, _: forward(
     replace(batch, token_ids=batch.token_ids + 10**6)  # far outside of the embeddings
 )
 engine.submit(greedy("r", [5, 6, 7]))

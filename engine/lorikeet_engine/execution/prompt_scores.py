@@ -1,0 +1,80 @@
+"""How likely the tokens of prompts are: what a step that computes them says of the next ones."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+
+from lorikeet_engine.device.async_copies import upload
+from lorikeet_engine.errors import NotFinite
+from lorikeet_engine.request import PromptLogprobs
+from lorikeet_engine.sampling.logprobs import Logprobs
+from lorikeet_engine.scheduling.sequence import Chunk, ScoredRows
+
+_PIECE_ROWS = 256  # with 128,256 tokens in the vocabulary, 131 MB of float32
+
+
+@dataclass(frozen=True, slots=True)
+class ReadScores:
+    """What a step said of prompts. errors: of requests whose logits are not finite, by id."""
+
+    outputs: list[PromptLogprobs]
+    errors: Mapping[str, NotFinite]
+
+
+class PromptScores:
+    """The scores of one step, on their way to the host once `compute` was called.
+
+    They are the log probabilities that Logprobs has of sampled tokens, of prompts' next tokens.
+    """
+
+    def __init__(self, chunks: list[Chunk], scored: list[ScoredRows], max_running: int) -> None:
+        """chunks: the step's as laid out. max_running: no more rows of logits exist at once.
+
+        So many are in the largest step anyway, for whose memory there is room.
+        """
+        self._scored, self._piece_rows = scored, min(_PIECE_ROWS, max_running)
+        first, before = {}, 0  # of each sequence, the row of its token 0, were that in the step
+        for chunk in chunks:
+            first[chunk.sequence] = before - chunk.start
+            before += chunk.length
+        self._rows = [
+            first[each.sequence] + at for each in scored for at in range(each.start, each.end)
+        ]
+        self._pieces: list[Logprobs] = []
+
+    @torch.inference_mode()
+    def compute(
+        self, hidden: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Launch what gives the scores and copies them to the host, which waits for nothing.
+
+        hidden [tokens, hidden]: the step's last hidden states. logits_of: as LlamaModel.logits.
+        """
+        tokens = [t for each in self._scored for t in each.next_tokens]
+        counts = [each.alternatives for each in self._scored for _ in each.next_tokens]
+        device_rows, device_tokens = upload(np.array([self._rows, tokens]), hidden.device)
+        for at in range(0, len(tokens), self._piece_rows):
+            piece = slice(at, at + self._piece_rows)
+            logits = logits_of(hidden[device_rows[piece]])
+            logprobs = Logprobs(logits, dict(enumerate(counts[piece])))
+            logprobs.download(logits, device_tokens[piece])
+            self._pieces.append(logprobs)
+
+    def wait(self) -> ReadScores:
+        """The scores of sequences that go on, once they are on the host."""
+        scores = (score for piece in self._pieces for score in piece.read().values())
+        outputs, errors = list[PromptLogprobs](), dict[str, NotFinite]()
+        for each in self._scored:
+            logprobs, sequence = tuple(islice(scores, each.end - each.start)), each.sequence
+            request = sequence.request
+            if sequence.ended:
+                continue
+            if all(math.isfinite(score.logprob) for score in logprobs):
+                outputs.append(PromptLogprobs(request.request_id, sequence.choice, logprobs))
+            else:
+                errors[request.request_id] = NotFinite.under(request.adapter)
+        return ReadScores(outputs, errors)

@@ -1,0 +1,213 @@
+"""A prompt's tokens are as likely as PEFT says, each told once, however the work is cut."""
+
+from dataclasses import replace
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.errors import InvalidRequest, NotFinite
+from lorikeet_engine.request import FinishReason, Request, SamplingParams
+from lorikeet_engine.scheduling import step_budget
+from tests.engine import hash_model
+from tests.engine.blobs import Shelf
+from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy, prompt
+from tests.engine.hash_model import predict, predict_scores
+from tests.engine.peft_adapters import BlobShelf, save_adapter
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "rank8_qv": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
+    "rank4_mlp": {"r": 4, "lora_alpha": 8, "target_modules": ["gate_proj", "down_proj"]},
+}
+NAMES = (None, *ADAPTERS)
+MODES: dict[str, dict[str, Any]] = {
+    "at_ease": {},
+    "in_chunks": {"max_batch_tokens": 13, "max_running": 13},
+    "preempted": {
+        "kv_pages": 9,
+        "max_context": 112,
+        "max_batch_tokens": 13,
+        "max_running": 13,
+    },
+    "few_rows_at_once": {"max_running": 3, "overlap": False},
+}
+
+
+class Reference:
+    """A checkpoint with adapters, and what transformers and PEFT say of them."""
+
+    def __init__(self, checkpoint, folder):
+        self.checkpoint, self.shelf = checkpoint, BlobShelf(folder / "blobs")
+        self.refs, self._models = {None: None}, {None: self._load()}
+        for seed, (name, lora) in enumerate(ADAPTERS.items()):
+            saved = save_adapter(checkpoint, folder / name, seed, **lora)
+            self.refs[name] = self.shelf.add(saved, name)
+            self._models[name] = peft.PeftModel.from_pretrained(self._load(), saved)
+
+    def _load(self):
+        return transformers.AutoModelForCausalLM.from_pretrained(self.checkpoint)
+
+    @torch.inference_mode()
+    def logprobs(self, name, tokens):
+        """[tokens, vocab] of what comes after each token."""
+        return self._models[name](input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_checkpoints, tmp_path_factory):
+    return Reference(tiny_checkpoints["qwen3"], tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture
+def engine(reference, tmp_path, request):
+    more = getattr(request, "param", {})
+    engine = build(reference.checkpoint, reference.shelf, tmp_path / "cache", **more)
+    answers = Answers(engine)
+    for ref in filter(None, reference.refs.values()):
+        engine.pin(ref)
+        answers.until(lambda ref=ref: engine.residency(ref) is Residency.GPU)
+    yield engine
+    engine.close()
+
+
+def check(reference, name, ids, scores, alternatives):
+    want = reference.logprobs(name, ids)[:-1]
+    assert len(scores) == len(want)
+    for token, score, row in zip(ids[1:], scores, want, strict=True):
+        assert score.logprob == pytest.approx(row[token].item(), abs=1e-4)
+        assert [x for _, x in score.top] == pytest.approx(
+            row.topk(alternatives).values.tolist(), abs=1e-4
+        )
+        told = [token for token, _ in score.top]
+        assert row[told].tolist() == pytest.approx([x for _, x in score.top], abs=1e-4)
+
+
+@pytest.mark.parametrize("engine", MODES.values(), ids=MODES, indirect=True)
+def test_prompts_are_scored_as_peft_scores_them(engine, reference, request):
+    answers, asked = Answers(engine), {}
+    for i in range(9):
+        name, ids = NAMES[i % 3], prompt(9 + 7 * i)
+        wanted = None if i == 4 else (0, 3, 20)[i % 3 - i // 3]
+        way = {"prompt_logprobs": wanted, "logprobs": 1 if i % 2 else None, "max_tokens": 30}
+        call = greedy(f"{i}", ids, adapter=reference.refs[name], n=1 + i % 2, **way)
+        asked[call.request_id] = name, ids, wanted
+        answers.submit(call)
+    answers.all()
+    assert not answers.errors
+    for request_id, (name, ids, wanted) in asked.items():
+        if wanted is not None:
+            check(reference, name, ids, answers.scores.pop((request_id, 0)), wanted)
+    assert answers.scores == {}, "one is scored unasked, or for two choices"
+    if request.node.callspec.id == "preempted":
+        assert engine.status().preemptions > 0
+
+
+def test_a_prompt_that_is_scored_is_computed_though_it_is_cached_and_is_found_afterwards(
+    engine, reference
+):
+    witness, answers, ids = RecordingRunner(engine), Answers(engine), prompt(5 * PAGE + 2)
+    for name in ("plain", "scored", "again"):
+        before = witness.tokens
+        wanted = 1 if name == "scored" else None
+        answers.submit(greedy(name, ids, max_tokens=1, n=2, prompt_logprobs=wanted))
+        answers.all()
+        computed = witness.tokens - before
+        assert computed == {"plain": 5 * PAGE + 4, "scored": 5 * PAGE + 4, "again": 4}[name]
+    check(reference, None, ids, answers.scores["scored", 0], 1)
+
+
+def test_what_was_scored_before_a_preemption_is_not_computed_for_it_again(tmp_path):
+    """Once preempted, a prompt finds its own pages as far as it was scored."""
+    engine, model = hash_model.build(tmp_path, Shelf(tmp_path), kv_pages=200, max_batch_tokens=256)
+    answers, ids = Answers(engine), tuple(range(3, 43))
+    answers.submit(Request("r", (ids,), SamplingParams(4, ignore_eos=True, prompt_logprobs=0)))
+    for _ in range(2):
+        answers.step()
+    (sequence,) = engine._scheduler.running
+    engine._scheduler._preempt(sequence)
+    answers.all()
+    assert len(answers.scores["r", 0]) == 39
+    assert model.tokens < 40 + 4 + 2 * hash_model.PAGE
+    engine.close()
+
+
+def test_prompts_of_one_token_have_nothing_to_score(engine):
+    answers = Answers(engine)
+    answers.submit(greedy("r", [5], prompt_logprobs=2, max_tokens=2))
+    answers.all()
+    assert answers.scores == {}
+    assert len(answers.of("r")) == 2
+
+
+def test_a_step_scores_no_more_than_it_may_and_computes_other_prompts_beside_it(
+    engine, reference, monkeypatch
+):
+    monkeypatch.setattr(step_budget, "_SCORES", 12)
+    witness, answers, ids = RecordingRunner(engine), Answers(engine), prompt(20)
+    answers.submit(greedy("scored", ids, prompt_logprobs=3, max_tokens=1))
+    answers.submit(greedy("plain", prompt(30), max_tokens=1))
+    answers.all()
+    assert [len(batch.token_ids) for batch in witness.batches] == [3 + 30, 3, 3, 3, 3, 3, 2]
+    check(reference, None, ids, answers.scores["scored", 0], 3)
+
+
+def test_no_more_rows_of_logits_are_made_at_once_than_sequences_may_run(tmp_path):
+    engine, model = hash_model.build(
+        tmp_path, Shelf(tmp_path), kv_pages=200, max_running=6, max_batch_tokens=64
+    )
+    rows, logits = [], model.logits
+    model.logits = lambda hidden: rows.append(len(hidden)) or logits(hidden)
+    answers, sampling = Answers(engine), SamplingParams(1, prompt_logprobs=0)
+    answers.submit(Request("r", (tuple(range(3, 43)), (4, 5, 6)), sampling))
+    answers.all()
+    assert [n for n in rows if n] == [6] * 6 + [39 + 2 - 36, 2]
+    assert [len(answers.scores["r", prompt]) for prompt in (0, 1)] == [39, 2]
+    engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prompt_whose_logits_are_not_finite_fails_alone(tmp_path, overlap):
+    engine, model = hash_model.build(tmp_path, Shelf(tmp_path), kv_pages=200, overlap=overlap)
+    logits, answers = model.logits, Answers(engine)
+    model.logits = lambda h: logits(h) * torch.where(h == hash_of(9, 8), torch.nan, 1.0)
+    sampling = SamplingParams(3, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
+    prompts = {"bad": (9, 8, 4, 6), "good": (9, 5, 4, 6)}
+    for name, ids in prompts.items():
+        answers.submit(Request(name, (ids,), sampling))
+    answers.all()
+    assert isinstance(answers.errors.pop("bad"), NotFinite)
+    assert not answers.errors
+    told = [score.logprob for score in answers.scores["good", 0]]
+    assert told == pytest.approx(predict_scores(prompts["good"]), abs=1e-5)
+    assert answers.of("good") == predict(prompts["good"], sampling, 0, 800)[0]
+    engine.close()
+
+
+def hash_of(*tokens):
+    """What a hash model's hidden state is behind these tokens: the likeliest next one."""
+    return predict(tokens, SamplingParams(1, temperature=0.0, ignore_eos=True), 0, 800)[0][0]
+
+
+def test_a_stop_token_is_told_where_it_is_asked_for(tmp_path):
+    engine, _ = hash_model.build(tmp_path, Shelf(tmp_path), kv_pages=200)
+    answers = Answers(engine)
+    plain = SamplingParams(9, temperature=0.0, logprobs=0, ignore_eos=True)
+    (first, *_), _ = predict((9, 8), plain, 0, 800)
+    stopping = replace(plain, stop_token_ids=(first,))
+    for keep in (True, False):
+        answers.submit(Request(f"{keep}", ((9, 8),), replace(stopping, keep_stop_token=keep)))
+    answers.all()
+    assert answers.of("True") == [first]
+    assert answers.of("False") == []
+    assert set(answers.finish.values()) == {FinishReason.STOP}
+
+
+def test_more_alternatives_than_are_told_are_refused_by_name():
+    for name in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(InvalidRequest, match=rf"{name}=21: want .* 0 to 20") as raised:
+            SamplingParams(**{name: 21})
+        assert raised.value.param == name
