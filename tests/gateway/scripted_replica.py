@@ -10,7 +10,7 @@ from lorikeet.protocol.messages import AnswerHeader, Call, Refusal
 from lorikeet.replica.grammar import ModelGrammars
 from lorikeet.replica.prompts import PromptEncoder
 from lorikeet.replica.request_builder import encode_call
-from lorikeet_engine.request import FinishReason, TokenLogprobs, Tokens
+from lorikeet_engine.request import FinishReason, PromptLogprobs, TokenLogprobs, Tokens
 from tests.gateway.conftest import Items
 
 DEMO = Path("demo/model")
@@ -59,6 +59,11 @@ class ScriptedReplica:
             known = (encoder.vocabulary, encoder.syntax, encoded.thinking)
             answer = Answer(call, prompts, *known)
             yield AnswerHeader("replica-7", None, None, ignored=encoder.ignored(call))
+            if call.sampling.prompt_logprobs is not None:
+                for index, ids in enumerate(prompts):
+                    top = ((ids[0], -0.5),)
+                    said = tuple(TokenLogprobs(-1.0 * i, top) for i in range(1, len(ids)))
+                    answer.take([PromptLogprobs(call.request_id, index * call.n, said)])
             for choice in range(len(prompts) * call.n):
                 for at, token in enumerate(tokens):
                     if answer.ended:

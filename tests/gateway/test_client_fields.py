@@ -246,6 +246,93 @@ def test_a_prompt_alone_is_echoed(gateway: Gateway, replica: ScriptedReplica) ->
     assert client.completions.create(model="tiny", prompt="a", max_tokens=0).choices[0].text == ""
 
 
+def likelihoods(body: dict[str, Any], context_lengths: list[int]) -> list[tuple[float, bool]]:
+    """What lm-evaluation-harness makes of an answer: each continuation's, and if it is greedy."""
+    read = []
+    for choice, begin in zip(body["choices"], context_lengths, strict=True):
+        scored = slice(begin, -1)  # the last is the token that was generated
+        logprobs = choice["logprobs"]["token_logprobs"][scored]
+        best = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][scored]]
+        read.append((sum(logprobs), logprobs == best))
+    return read
+
+
+@pytest.mark.parametrize("as_ids", [True, False])
+def test_an_evaluation_harness_scores_continuations(
+    gateway: Gateway, replica: ScriptedReplica, as_ids: bool
+) -> None:
+    gateway.engines.replay = replica.writes("<|eos|>")
+    texts = ["two and two make four", "hi there"]
+    encode = replica.encoder.backend.encode
+    ids = [encode(text, add_special_tokens=not as_ids).ids for text in texts]
+    body = {"model": "tiny", "prompt": ids if as_ids else texts, "temperature": 0}
+    body |= {"max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    answer = gateway.post(COMPLETIONS, body).raise_for_status().json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    for choice, text, tokens in zip(answer["choices"], texts, ids, strict=True):
+        assert choice["text"] == text
+        told = choice["logprobs"]
+        assert [len(values) for values in told.values()] == [len(tokens) + 1] * 4
+        assert "".join(told["tokens"]) == ("" if as_ids else "<|bos|>") + text + "<|eos|>"
+        assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+        assert told["text_offset"][-1] == len(text)
+    lengths = [len(tokens) - 2 for tokens in ids]
+    assert likelihoods(answer, lengths) == [
+        (float(-sum(range(length, length + 2))), False) for length in lengths
+    ]
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+
+
+def test_a_prompt_is_scored_without_a_word_behind_it(
+    gateway: Gateway, replica: ScriptedReplica
+) -> None:
+    gateway.engines.replay = replica.writes("x")
+    tokens = replica.encoder.backend.encode("hi there", add_special_tokens=False).ids
+    answer = gateway.openai().completions.create(
+        model="tiny", prompt=tokens, max_tokens=0, echo=True, logprobs=1, n=2
+    )
+    for choice in answer.choices:
+        assert (choice.text, choice.finish_reason) == ("hi there", "length")
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == [None, *(-1.0 * i for i in range(1, len(tokens)))]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_prompt_logprobs_come_as_from_vllm(
+    gateway: Gateway, replica: ScriptedReplica, path: str
+) -> None:
+    asked = {"messages": [TURN]} if path == CHAT else {"prompt": ["hi", "you"], "n": 2}
+    body = {"model": "tiny", "prompt_logprobs": 1, "max_tokens": 4, **asked}
+    answer = gateway.post(path, body).raise_for_status().json()
+    told = [part["prompt_logprobs"] for part in ([answer] if path == CHAT else answer["choices"])]
+    assert ("prompt_logprobs" in answer["choices"][0]) is (path == COMPLETIONS)
+    for prompt in told:
+        assert prompt[0] is None
+        for at, token in enumerate(prompt[1:], 1):
+            shown = list(token.values())
+            assert shown[0]["logprob"] == -1.0 * at
+            assert shown[-1]["rank"] == 1
+            assert all(one.keys() == {"logprob", "rank", "decoded_token"} for one in shown)
+    assert sum(map(len, told)) == answer["usage"]["prompt_tokens"] * asked.get("n", 1)
+    plain = gateway.post(path, body | {"prompt_logprobs": None}).raise_for_status().json()
+    assert "prompt_logprobs" not in json.dumps(plain)
+
+
+def test_prompts_of_too_many_log_probabilities_are_refused_with_their_number(
+    gateway: Gateway, replica: ScriptedReplica
+) -> None:
+    tokens = [5] * 4000
+    body = {"model": "tiny", "prompt": [tokens] * 7, "max_tokens": 1}
+    for fields, param in (
+        ({"prompt_logprobs": 20}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 5, "n": 4}, "logprobs"),
+    ):
+        error = error_of(gateway.post(COMPLETIONS, body | fields), 400)
+        assert error["param"] == param
+        assert "28000 tokens" in error["message"]
+        assert "524288" in error["message"]
+
+
 def test_sixteen_stop_strings_are_taken(gateway: Gateway, replica: ScriptedReplica) -> None:
     gateway.engines.replay = replica.writes("one two three four")
     stop = [f"<{i}>" for i in range(15)] + ["three"]

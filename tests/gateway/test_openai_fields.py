@@ -51,6 +51,19 @@ def test_logprobs_reach_the_engine(gateway: Gateway) -> None:
     assert sent(gateway, COMPLETIONS, logprobs=5).sampling.logprobs == 5
 
 
+def test_what_prompts_are_to_be_scored_for_reaches_the_engine(gateway: Gateway) -> None:
+    scored = sent(gateway, prompt_logprobs=3, logprobs=True, top_logprobs=9)
+    assert (scored.prompt_logprobs, scored.sampling.prompt_logprobs) == (3, 3)
+    echoed = sent(gateway, COMPLETIONS, echo=True, logprobs=2)
+    assert (echoed.prompt_logprobs, echoed.sampling.prompt_logprobs) == (None, 2)
+    assert echoed.sampling.keep_stop_token
+    both = sent(gateway, COMPLETIONS, echo=True, logprobs=2, prompt_logprobs=0)
+    assert (both.prompt_logprobs, both.sampling.prompt_logprobs) == (0, 2)
+    for fields in ({}, {"echo": True}, {"logprobs": 2}):
+        plain = sent(gateway, COMPLETIONS, **fields).sampling
+        assert (plain.prompt_logprobs, plain.keep_stop_token) == (None, False)
+
+
 def test_formats_reach_the_replica(gateway: Gateway) -> None:
     assert sent(gateway, response_format={"type": "text"}).format is None
     anything = sent(gateway, response_format={"type": "json_object"}).format
@@ -135,6 +148,10 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "greater"),
     ({"top_logprobs": 1}, "top_logprobs", "logprobs to be true"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", "greater"),
+    ({"prompt_logprobs": True}, "prompt_logprobs", "integer"),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "stream to be false"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "want it"),
     (
@@ -202,6 +219,8 @@ def test_a_bad_value_of_a_chat_is_named(
         ({"logprobs": -1}, "logprobs", "greater"),
         ({"logprobs": True}, "logprobs", "integer"),
         ({"echo": 1}, "echo", "boolean"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "stream to be false"),
         ({"n": 3, "best_of": 2}, "best_of", "at least n (3)"),
         ({"best_of": 0}, "best_of", "greater"),
     ],
@@ -221,7 +240,7 @@ def test_a_bad_value_of_a_completion_is_named(
         (CHAT, {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].custom"),
         (CHAT, {"messages": [TURN | {"audio": {"id": "a"}}]}, "messages[0].audio"),
-        (COMPLETIONS, {"echo": True, "logprobs": 0}, "echo"),
+        (COMPLETIONS, {"echo": True, "logprobs": 0, "stream": True}, "echo"),
         (COMPLETIONS, {"n": 2, "best_of": 3}, "best_of"),
     ],
 )

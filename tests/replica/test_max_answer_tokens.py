@@ -6,7 +6,7 @@ import pytest
 
 from lorikeet.errors import ContextLengthExceeded, InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
-from lorikeet.replica.request_builder import fit_body, max_answer_tokens
+from lorikeet.replica.request_builder import fit_body, max_answer_tokens, prompts_logprobs
 from lorikeet_engine.request import SamplingParams
 
 ENGINE = 100
@@ -68,6 +68,26 @@ def test_an_answer_without_max_tokens_is_cut_to_what_one_body_holds():
     assert fit_body(with_logprobs(5), 1, 131_072) == 2**19 // 6
     assert fit_body(with_logprobs(20), 16, 131_072) == 1560
     assert fit_body(with_logprobs(5), 1, 4096) == 4096
+
+
+def test_prompts_that_are_scored_take_their_part_of_a_body():
+    prompts = [(1,) * 1000] * 3
+    echoing = replace(with_logprobs(1), echo=True, n=2, endpoint=Endpoint.COMPLETIONS)
+    assert prompts_logprobs(echoing, prompts) == 3000 * 2 * 2
+    assert fit_body(echoing, 6, 131_072, 12_000) == (2**19 - 12_000) // 12
+    telling = replace(echoing, prompt_logprobs=20)
+    assert prompts_logprobs(telling, prompts) == 3000 * (2 * 2 + 2 * 21)
+    chatting = replace(telling, endpoint=Endpoint.CHAT, echo=False)
+    assert prompts_logprobs(chatting, prompts[:1]) == 1000 * 21
+    assert prompts_logprobs(with_logprobs(20), prompts) == 0
+
+
+def test_prompts_that_no_body_holds_are_refused():
+    telling = replace(with_logprobs(None), prompt_logprobs=20)
+    assert prompts_logprobs(telling, [(1,) * 24_966]) == 24_966 * 21
+    with pytest.raises(InvalidInput, match=r"24967 tokens with 21 .* 524288") as raised:
+        prompts_logprobs(telling, [(1,) * 24_967])
+    assert raised.value.param == "prompt_logprobs"
 
 
 @pytest.mark.parametrize("call", [with_logprobs(None), with_logprobs(20, stream=True)])

@@ -502,6 +502,31 @@ def test_without_max_tokens_an_answer_ends_where_its_body_is_full(settings, monk
     assert body["choices"][0]["finish_reason"] == "length"
 
 
+def test_an_answer_is_as_likely_as_a_prompt_as_it_was_when_it_was_sampled(settings, ref):
+    sampling = SamplingParams(temperature=0, ignore_eos=True, logprobs=2)
+    asked = replace(CALL, adapter=ref, sampling=sampling, max_tokens=40)
+
+    async def scenario(replica):
+        said = json.loads((await items_of(replica, asked))[-1])["choices"][0]
+        scoring = replace(sampling, prompt_logprobs=2, keep_stop_token=True)
+        text = asked.prompts[0] + said["text"]
+        call = replace(asked, prompts=(text,), sampling=scoring, echo=True, max_tokens=0)
+        return said, await items_of(replica, call)
+
+    said, items = run(settings, scenario)
+    body = json.loads(items[-1])
+    sampled, begin = said["logprobs"], len(asked.prompts[0])
+    at = -len(sampled["tokens"])
+    told = {name: of[at:] for name, of in body["choices"][0]["logprobs"].items()}
+    assert told["tokens"] == sampled["tokens"]
+    assert told["token_logprobs"] == pytest.approx(sampled["token_logprobs"], abs=1e-4)
+    for scored, drawn in zip(told["top_logprobs"], sampled["top_logprobs"], strict=True):
+        assert scored == pytest.approx(drawn, abs=1e-4)
+    assert told["text_offset"] == [begin + offset for offset in sampled["text_offset"]]
+    assert body["usage"]["completion_tokens"] == 0
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
 @pytest.fixture
 def impatient(monkeypatch):
     """A replica that thinks an engine dead after the time of a few slow calls."""

@@ -22,6 +22,7 @@ from lorikeet.answer_stream.openai_format import (
 from lorikeet.answer_stream.reasoning import Thinking
 from lorikeet.answer_stream.response_stream import ResponseStream
 from lorikeet.answer_stream.responses_format import ResponseEventStream, response_body
+from lorikeet.answer_stream.scored_prompt import ScoredPrompt
 from lorikeet.answer_stream.tool_syntax import ToolSyntax
 from lorikeet.errors import engine_code
 from lorikeet.protocol.messages import (
@@ -39,6 +40,7 @@ from lorikeet_engine.request import (
     Failed,
     FinishReason,
     Output,
+    PromptLogprobs,
     Tokens,
 )
 
@@ -78,6 +80,9 @@ class Answer:
         self._texts: list[list[str]] = [[] for _ in self._choices]
         self._calls: list[list[CallDelta]] = [[] for _ in self._choices]
         self._logprobs = [WholeLogprobs(call.endpoint) for _ in self._choices]
+        self._scored: list[ScoredPrompt] = []
+        if call.sampling.prompt_logprobs is not None:
+            self._scored = [ScoredPrompt(call, prompt, vocabulary) for prompt in prompts]
         self._unfinished = len(self._choices)
         self._cached: dict[int, int] = {}
         self._timings: dict[int, EngineTimings] = {}
@@ -92,7 +97,10 @@ class Answer:
                 self.ended = True
                 refusal = refusal_of(output.error)
                 return [chunk, refusal] if chunk else [refusal]
-            chunk += self._advance(output)
+            if isinstance(output, PromptLogprobs):
+                self._scored[output.choice // self._call.n].add(output.logprobs)
+            else:
+                chunk += self._advance(output)
         if self._unfinished == 0:
             self.ended = True
             usage = self.usage()
@@ -161,8 +169,13 @@ class Answer:
         wanted = self._call.sampling.logprobs is not None
         logprobs = self._logprobs[index] if wanted else None
         text, thought = "".join(self._texts[index]), "".join(self._thoughts[index])
-        stop = self.stop_string(index)
-        return Choice(text, finish, self._calls[index], logprobs, stop=stop, reasoning=thought)
+        stop, calls, prompt_logprobs = self.stop_string(index), self._calls[index], None
+        if self._scored:
+            scored = self._scored[index // self._call.n]
+            prompt_logprobs = scored.json()
+            if logprobs is not None and self._call.echo:
+                logprobs = scored.echoed.before(logprobs)
+        return Choice(text, finish, calls, logprobs, stop, thought, prompt_logprobs)
 
 
 class AnswerSender:

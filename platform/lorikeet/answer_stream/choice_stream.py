@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lorikeet.answer_stream.detokenizer import Detokenizer, StopStrings, Vocabulary
-from lorikeet.answer_stream.logprobs import LikelyToken, SampledToken
+from lorikeet.answer_stream.logprobs import SampledToken
 from lorikeet.answer_stream.openai_format import CallDelta
 from lorikeet.answer_stream.reasoning import THINK_TAGS, ReasoningParser, Thinking
 from lorikeet.answer_stream.tool_calls import ForcedCallParser, ToolCallParser
@@ -31,8 +31,9 @@ class ChoiceStream:
     """Turns the tokens of one choice into text and calls; `finish` is set with the last delta.
 
     parser: where the model may call tools. vocabulary: where logprobs are asked for. echo: what
-    the text begins with. reasoning: where the model may think; `text` hands it what it decodes.
-    thinking_shown: it is told what it takes.
+    the text begins with; then special tokens have logprobs too: clients that know how many tokens a
+    prompt has count on one each. reasoning: where the model may think; `text` hands it what it
+    decodes. thinking_shown: it is told what it takes.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class ChoiceStream:
         text: Detokenizer,
         parser: ToolCallParser | ForcedCallParser | None = None,
         vocabulary: Vocabulary | None = None,
-        echo: str = "",
+        echo: str | None = None,
         reasoning: ReasoningParser | None = None,
         *,
         thinking_shown: bool = True,
@@ -48,7 +49,9 @@ class ChoiceStream:
         self._text = text
         self._parser = parser
         self._vocabulary = vocabulary
-        self._echo = echo
+        self._echo = echo or ""
+        self._echoed = len(self._echo)
+        self._untold = vocabulary.special if vocabulary is not None and echo is None else ()
         self._reasoning = reasoning
         self._thinking_shown = thinking_shown
         self._sampled: list[tuple[int, TokenLogprobs]] = []
@@ -109,7 +112,7 @@ class ChoiceStream:
         return [
             self._describe(vocabulary, at)
             for at in range(max(begin, answer), end)
-            if self._sampled[at][0] not in vocabulary.special
+            if self._sampled[at][0] not in self._untold
             and (parser is None or parser.is_text(max(0, offsets[at] - removed)))
         ]
 
@@ -122,13 +125,7 @@ class ChoiceStream:
         return removed, self.tokens if thinks else self._text.tokens_until(removed)
 
     def _describe(self, vocabulary: Vocabulary, at: int) -> SampledToken:
-        token, logprobs = self._sampled[at]
-
-        def named(token: int, logprob: float) -> LikelyToken:
-            return LikelyToken(vocabulary.name_of(token), vocabulary.bytes_of(token), logprob)
-
-        top = tuple(named(*likely) for likely in logprobs.top)
-        return SampledToken(named(token, logprobs.logprob), top, self._text.offsets[at])
+        return vocabulary.describe(*self._sampled[at], self._echoed + self._text.offsets[at])
 
 
 def open_choice(
@@ -154,7 +151,9 @@ def open_choice(
         shown += syntax.tokens
     parsed = parser is not None or reasoning is not None
     hidden = vocabulary.special_except(shown) if parsed else None
-    echo = ""
+    if call.sampling.keep_stop_token:  # which is told among the logprobs, but is no text
+        hidden = vocabulary.special.union(call.sampling.stop_token_ids)
+    echo = None
     if call.echo:
         given = call.prompts[index]
         echo = given if isinstance(given, str) else vocabulary.tokenizer.decode(list(given))

@@ -7,7 +7,9 @@ import regex
 from tokenizers import Tokenizer, decoders
 from tokenizers.decoders import DecodeStream
 
+from lorikeet.answer_stream.logprobs import LikelyToken, SampledToken
 from lorikeet.answer_stream.reasoning import ReasoningParser
+from lorikeet_engine.request import MAX_LOGPROBS, TokenLogprobs
 
 _SHOWN = (*range(33, 127), *range(161, 173), *range(174, 256))
 _HIDDEN = (byte for byte in range(256) if byte not in _SHOWN)
@@ -55,6 +57,22 @@ class Vocabulary:
             return octets.decode()
         except UnicodeDecodeError:
             return "".join(f"\\x{byte:02x}" for byte in octets)
+
+    def describe(
+        self,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        offset: int,
+        alternatives: int = MAX_LOGPROBS,
+    ) -> SampledToken:
+        """Return a token with so many alternatives; logprobs: None for a prompt's first."""
+        if logprobs is None:
+            return SampledToken(self._likely(token, None), (), offset)
+        top = tuple(self._likely(*likely) for likely in logprobs.top[:alternatives])
+        return SampledToken(self._likely(token, logprobs.logprob), top, offset)
+
+    def _likely(self, token: int, logprob: float | None) -> LikelyToken:
+        return LikelyToken(self.name_of(token), self.bytes_of(token), logprob)
 
 
 class StopStrings:

@@ -10,11 +10,14 @@ _LEAST = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class LikelyToken:
-    """A token and its log probability. bytes: None for a special one, which is no text."""
+    """A token and its log probability. bytes: None for a special one, which is no text.
+
+    logprob: None for a prompt's first token, which follows nothing.
+    """
 
     name: str
     bytes: bytes | None
-    logprob: float
+    logprob: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +42,11 @@ def completion_logprobs(tokens: Sequence[SampledToken]) -> dict[str, Any]:
     """Return the `logprobs` of a completion's choice; the sampled token is always among the top."""
     return {
         "tokens": [sampled.token.name for sampled in tokens],
-        "token_logprobs": [_finite(sampled.token.logprob) for sampled in tokens],
+        "token_logprobs": [finite(sampled.token.logprob) for sampled in tokens],
         "top_logprobs": [
-            {token.name: _finite(token.logprob) for token in (*sampled.top, sampled.token)}
+            None
+            if sampled.token.logprob is None
+            else {token.name: finite(token.logprob) for token in (*sampled.top, sampled.token)}
             for sampled in tokens
         ],
         "text_offset": [sampled.offset for sampled in tokens],
@@ -63,8 +68,9 @@ def response_logprobs(tokens: Sequence[SampledToken]) -> dict[str, Any]:
 
 def _token(token: LikelyToken) -> dict[str, Any]:
     octets = None if token.bytes is None else list(token.bytes)
-    return {"token": token.name, "logprob": _finite(token.logprob), "bytes": octets}
+    return {"token": token.name, "logprob": finite(token.logprob), "bytes": octets}
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST)
+def finite(logprob: float | None) -> float | None:
+    """Return a log probability as JSON knows it; None stays None."""
+    return None if logprob is None else max(logprob, _LEAST)

@@ -6,6 +6,7 @@ str.splitlines does.
 
 import json
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -62,6 +63,12 @@ class WholeLogprobs:
             for field, parts in self._lists.items():
                 parts.append(_dump(shaped[field])[1:-1])
 
+    def before(self, later: "WholeLogprobs") -> "WholeLogprobs":
+        """Return these with those of later tokens behind them."""
+        joined = copy(self)
+        joined._lists = {name: parts + later._lists[name] for name, parts in self._lists.items()}
+        return joined
+
     def json(self) -> bytes:
         """Return the choice's `logprobs`."""
         fields = [_dump(name) + b":" + self.values(name) for name in self._lists]
@@ -78,7 +85,8 @@ class Choice:
     """One finished choice: all its text and calls, and why it ended.
 
     logprobs: those of the text's tokens; None if not asked for. stop: the stop string that ended
-    it, if one did. reasoning: what was thought before.
+    it, if one did. reasoning: what was thought before. prompt_logprobs: JSON of its prompt's; None
+    if not asked for.
     """
 
     text: str
@@ -87,6 +95,7 @@ class Choice:
     logprobs: WholeLogprobs | None = None
     stop: str | None = None
     reasoning: str = ""
+    prompt_logprobs: bytes | None = None
 
 
 class EventStream:
@@ -182,7 +191,8 @@ def json_body(call: Call, choices: Sequence[Choice], usage: FinalUsage) -> bytes
     functions = _has_functions(call)
     bodies = [_choice(chat, functions, index, choice) for index, choice in enumerate(choices)]
     used = _dump(_usage(usage, chat=chat))
-    return b'%s,"choices":[%s],"usage":%s}' % (head[:-1], b",".join(bodies), used)
+    prompt = _prompt_logprobs(choices[0]) if chat else b""
+    return b'%s,"choices":[%s]%s,"usage":%s}' % (head[:-1], b",".join(bodies), prompt, used)
 
 
 def failed_completion_event(code: str, message: str, param: str | None = None) -> bytes:
@@ -203,7 +213,14 @@ def _choice(chat: bool, functions: bool, index: int, choice: Choice) -> bytes:
     )
     logprobs = b"null" if choice.logprobs is None else choice.logprobs.json()
     reason = _dump(_reason(choice.finish, called=bool(choice.calls), functions=functions))
-    return b'{"index":%d,%s,"logprobs":%s,"finish_reason":%s}' % (index, said, logprobs, reason)
+    prompt = b"" if chat else _prompt_logprobs(choice)
+    known = (index, said, logprobs, prompt, reason)
+    return b'{"index":%d,%s,"logprobs":%s%s,"finish_reason":%s}' % known
+
+
+def _prompt_logprobs(choice: Choice) -> bytes:
+    known = choice.prompt_logprobs
+    return b"" if known is None else b',"prompt_logprobs":' + known
 
 
 def _message(choice: Choice, functions: bool) -> dict[str, Any]:

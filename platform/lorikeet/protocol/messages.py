@@ -79,8 +79,10 @@ class Call:
     short prompts from long ones; what they take is an estimate. scheduling: for the engine.
     key_id: whose request it is. max_context: what a prompt and an answer to it may have together,
     beside the model's own limit. format, tools: None asks for neither. echo: each text
-    begins with its prompt. template_args: further variables for the chat template, and
-    template_defaults those that nobody asked for. thinking_shown: what the model thinks is told.
+    begins with its prompt. prompt_logprobs: how many the field of that name has, vLLM's;
+    `sampling` has the most that it or an echo needs. template_args: further variables for the chat
+    template, and template_defaults those that nobody asked for. thinking_shown: what the model
+    thinks is told.
     generation_prompt: the template begins the assistant's message. continue_final: the answer goes
     on with the last message. request_fields: JSON members that a response repeats of its request.
     left_out: what was asked for and is not served, which the answer's header names.
@@ -105,6 +107,7 @@ class Call:
     format: Format | None = None
     tools: ToolUse | None = None
     echo: bool = False
+    prompt_logprobs: int | None = None
     template_args: Mapping[str, Any] = field(default_factory=dict)
     template_defaults: Mapping[str, Any] = field(default_factory=dict)
     thinking_shown: bool = True

@@ -40,7 +40,7 @@ from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import EngineClosed, EngineError
 from lorikeet_engine.process.client import EngineProcessClient
-from lorikeet_engine.request import Failed, Output, Request
+from lorikeet_engine.request import Failed, Output, Request, Tokens
 from lorikeet_engine.telemetry.status import EngineStatus
 
 _POLL_S = 0.1
@@ -261,8 +261,9 @@ class Replica:
                 output = await outputs.get()
                 if isinstance(output, Failed):
                     raise output.error
-                tokens[output.choice].extend(output.token_ids)
-                unfinished -= output.finish is not None
+                if isinstance(output, Tokens):
+                    tokens[output.choice].extend(output.token_ids)
+                    unfinished -= output.finish is not None
         return Completions(found, tokens)
 
     def _status_changed(self, status: EngineStatus) -> None:

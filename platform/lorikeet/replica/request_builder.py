@@ -94,7 +94,7 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
     """
     prompts = encoder.encode(call)
     room = max_answer_tokens(call, prompts, max_context)
-    room = fit_body(call, len(prompts) * call.n, room)
+    room = fit_body(call, len(prompts) * call.n, room, prompts_logprobs(call, prompts))
     thinking = encoder.thinking(call, prompts)
     answer_grammar = grammar = encoder.grammar(call)
     if grammar is not None and thinking is not Thinking.NEVER:
@@ -141,17 +141,38 @@ def max_answer_tokens(call: Call, prompts: Sequence[Sequence[int]], engine_conte
     return max(1, min(engine_context, limit) - longest)
 
 
-def fit_body(call: Call, choices: int, room: int) -> int:
+def prompts_logprobs(call: Call, prompts: Sequence[Sequence[int]]) -> int:
+    """Return how many log probabilities of prompts' tokens the body of an answer has.
+
+    Raises InvalidInput where one body does not hold them and a token of each choice.
+    """
+    logprobs, told = call.sampling.logprobs, call.prompt_logprobs
+    each = call.n * (1 + logprobs) if call.echo and logprobs is not None else 0
+    if told is not None:
+        each += (1 + told) * (call.n if call.endpoint is Endpoint.COMPLETIONS else 1)
+    tokens = sum(map(len, prompts))
+    first_tokens = 0 if logprobs is None else len(prompts) * call.n * (1 + logprobs)
+    if each and tokens * each + first_tokens > MOST_LOGPROBS:
+        raise InvalidInput(
+            f"prompts of {tokens} tokens with {each} log probabilities each: {MOST_LOGPROBS} is "
+            "the most of one answer. Send fewer or shorter prompts, or ask for fewer",
+            param="logprobs" if told is None else "prompt_logprobs",
+        )
+    return tokens * each
+
+
+def fit_body(call: Call, choices: int, room: int, of_prompts: int = 0) -> int:
     """Return how much of the room of each choice one body holds; all of it for a chat's stream.
 
-    Raises InvalidInput where the caller's own max_tokens is more than that.
+    of_prompts: prompts_logprobs, which the body holds as well. Raises InvalidInput where the
+    caller's own max_tokens is more than that.
     """
     logprobs = call.sampling.logprobs
     repeats = call.endpoint is Endpoint.RESPONSES  # its last four events have all of them
     if logprobs is None or (call.stream and not repeats):
         return room
     copies = 4 if call.stream else 1
-    most = MOST_LOGPROBS // (choices * (1 + logprobs) * copies)
+    most = (MOST_LOGPROBS - of_prompts) // (choices * (1 + logprobs) * copies)
     max_tokens = min(call.max_tokens or 1, room)
     if max_tokens > most:
         raise InvalidInput(
@@ -161,7 +182,6 @@ def fit_body(call: Call, choices: int, room: int) -> int:
             param="logprobs",
         )
     return min(room, most)
-
 
 def _is_short(call: Call) -> bool:
     """Whether a call is encoded in a fraction of a millisecond; schemas may take long."""

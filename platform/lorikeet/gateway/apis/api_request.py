@@ -21,6 +21,7 @@ from lorikeet.protocol.messages import Call
 from lorikeet.routing.locations import CHARACTERS_PER_TOKEN
 from lorikeet.routing.ranking import Work
 from lorikeet_engine.request import (
+    MAX_LOGPROBS,
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,
     SamplingParams,
@@ -127,12 +128,15 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> "GenerateRequest":
         limit = self.output_limit()
         if limit is not None and self.min_tokens > limit:
             raise misfit("min_tokens", f"want at most max_tokens ({limit})")
+        if self.prompt_logprobs is not None and self.stream:
+            raise misfit("prompt_logprobs", "want stream to be false with it")
         return self
 
     def output_limit(self) -> int | None:
@@ -143,8 +147,14 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
     def alternatives(self) -> int | None:
         """Return how many of the most likely tokens to report at each step; None: no logprobs."""
 
+    def echoed_logprobs(self) -> int | None:
+        """Return how many alternatives to report at tokens of an echoed prompt; None: no echo."""
+        return None
+
     def _common(self, context: CallContext) -> dict[str, Any]:
         caller, options = context.caller, self.stream_options
+        echoed = self.echoed_logprobs()
+        of_prompts = [count for count in (echoed, self.prompt_logprobs) if count is not None]
         return {
             "request_id": context.request_id,
             "created": context.created,
@@ -166,7 +176,10 @@ class GenerateRequest(StructuredFields, OpenAIRequest):
                 repetition_penalty=self.repetition_penalty,
                 logit_bias=self.logit_bias or (),
                 logprobs=self.alternatives(),
+                prompt_logprobs=max(of_prompts, default=None),
+                keep_stop_token=echoed is not None,
             ),
+            "prompt_logprobs": self.prompt_logprobs,
             "stop": self.stop,
             "n": self.n,
             "stream": self.stream,

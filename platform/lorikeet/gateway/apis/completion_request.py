@@ -35,14 +35,18 @@ class CompletionRequest(GenerateRequest):
             raise misfit("best_of", f"want at least n ({self.n})")
         if self.best_of is not None and self.best_of > self.n:
             raise unsupported("best_of", hint=": want n of it, and choose")
-        if self.echo and self.logprobs is not None:
-            raise unsupported("echo", hint=" together with logprobs")
+        if self.echo and self.logprobs is not None and self.stream:
+            raise unsupported("echo", hint=" together with logprobs and stream")
         self.check_one_format()
         return self
 
     def alternatives(self) -> int | None:
         """Return logprobs, which is their number."""
         return self.logprobs
+
+    def echoed_logprobs(self) -> int | None:
+        """Return logprobs, if the prompt is echoed."""
+        return self.logprobs if self.echo else None
 
     def to_call(self, context: CallContext) -> Call:
         """Return the Call that a replica gets."""

@@ -53,12 +53,28 @@ class ChatLogprobs(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """Log probabilities of the text's tokens. text_offset: the character at which each begins."""
+    """Log probabilities of the text's tokens. text_offset: the character at which each begins.
+
+    null for the first token of a prompt that is echoed.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptTokenLogprob(TypedDict):
+    """A token in a place of a prompt. rank: 1 for the likeliest; null beyond those asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptTokens = list[dict[str, PromptTokenLogprob] | None]
+"""For each token of a prompt it and the most likely ones in its place, by id; null for the first.
+"""
 
 
 class CalledFunction(TypedDict):
@@ -108,6 +124,7 @@ class ChatCompletion(TypedDict):
     model: str
     service_tier: Literal["default"]
     choices: list[ChatChoice]
+    prompt_logprobs: NotRequired[PromptTokens]
     usage: Usage
 
 
@@ -165,6 +182,7 @@ class CompletionChoice(TypedDict):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: NotRequired[PromptTokens]
     finish_reason: Literal["stop", "length"] | None
 
 

@@ -1,0 +1,66 @@
+"""A prompt in an answer: how likely the model thought its tokens, as JSON that grows with them."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from lorikeet.answer_stream.detokenizer import Detokenizer, Vocabulary
+from lorikeet.answer_stream.logprobs import finite
+from lorikeet.answer_stream.openai_format import WholeLogprobs
+from lorikeet.protocol.messages import Call
+from lorikeet_engine.request import TokenLogprobs
+
+
+class ScoredPrompt:
+    """The tokens of one prompt, in their order; nothing says how likely the first one was.
+
+    echoed: what the `logprobs` of a completion that echoes its prompt begin with.
+    """
+
+    def __init__(self, call: Call, prompt: Sequence[int], vocabulary: Vocabulary) -> None:
+        self._prompt, self._vocabulary = prompt, vocabulary
+        self._echoes = call.sampling.logprobs if call.echo else None
+        self._tells = call.prompt_logprobs
+        self._text = Detokenizer(vocabulary.tokenizer, ())
+        self._told: list[bytes] = []
+        self.echoed = WholeLogprobs(call.endpoint)
+        self.add((None,))
+
+    def add(self, logprobs: Sequence[TokenLogprobs | None]) -> None:
+        """Take the log probabilities of the next tokens; None for the first."""
+        vocabulary, begin = self._vocabulary, self._text.tokens
+        tokens = self._prompt[begin : begin + len(logprobs)]
+        self._text.push(tokens)
+        scored = list(zip(tokens, logprobs, strict=True))
+        if (count := self._echoes) is not None:
+            offsets = self._text.offsets[begin:]
+            self.echoed.add(
+                [
+                    vocabulary.describe(token, known, offset, count)
+                    for (token, known), offset in zip(scored, offsets, strict=True)
+                ]
+            )
+        if (count := self._tells) is not None:
+            shaped = [_told(vocabulary, *one, count) for one in scored]
+            self._told.append(json.dumps(shaped, separators=(",", ":"))[1:-1].encode("ascii"))
+
+    def json(self) -> bytes | None:
+        """Return the answer's `prompt_logprobs`, vLLM's field; None if not asked for."""
+        return None if self._tells is None else b"[%s]" % b",".join(self._told)
+
+
+def _told(
+    vocabulary: Vocabulary, token: int, logprobs: TokenLogprobs | None, alternatives: int
+) -> dict[str, Any] | None:
+    """Return one token's part of `prompt_logprobs`: by their ids it and the most likely ones.
+
+    None for the first. Only the latter have a rank.
+    """
+    if logprobs is None:
+        return None
+    ranked = {i: (x, rank) for rank, (i, x) in enumerate(logprobs.top[:alternatives], 1)}
+    told: dict[int, tuple[float, int | None]] = {token: (logprobs.logprob, None), **ranked}
+    return {
+        str(i): {"logprob": finite(x), "rank": rank, "decoded_token": vocabulary.name_of(i)}
+        for i, (x, rank) in told.items()
+    }
