@@ -240,6 +240,25 @@ def test_prompts_of_many_adapters_in_pieces(engine, monkeypatch):
     assert twice.compared[0] == (265, 7, 4)
 
 
+def test_prompts_are_scored_from_what_graphs_compute(engine):
+    answers, graphs = Answers(engine), engine._runner._graphs
+    way = {"prompt_logprobs": 2, "max_tokens": 3}
+    for name in ("graphs", "none"):
+        if name == "none":
+            engine._runner._graphs = None
+        for i, prompt in enumerate((range(5, 70), range(40, 49), [3, 1, 4])):
+            adapter = engine.refs[i] if i else None
+            answers.submit(greedy(f"{name}{i}", list(prompt), adapter=adapter, **way))
+        answers.all()
+    assert graphs is not None
+    for i, count in enumerate((64, 8, 2)):
+        captured, eager = (answers.scores[f"{name}{i}", 0] for name in ("graphs", "none"))
+        assert len(captured) == len(eager) == count
+        told, want = ([score.logprob for score in scores] for scores in (captured, eager))
+        tolerance = 1e-4 if engine._settings.dtype == "float32" else 0.1
+        assert told == pytest.approx(want, abs=tolerance)
+
+
 def test_a_step_beyond_all_graphs_is_launched_kernel_by_kernel(engine, monkeypatch):
     graphs = engine._runner._graphs
     monkeypatch.setattr(graphs, "_piecewise", {4: graphs._piecewise[min(graphs._piecewise)]})
