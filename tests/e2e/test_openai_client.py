@@ -317,6 +317,13 @@ def test_legacy_completions(client):
         model=BASE, prompt=prompt, max_tokens=7, temperature=0, echo=True
     )
     assert echoed.choices[0].text == prompt + completion.choices[0].text
+    scored = client.completions.create(
+        model=BASE, prompt=echoed.choices[0].text, max_tokens=0, echo=True, logprobs=3
+    )
+    told, sampled = scored.choices[0].logprobs, completion.choices[0].logprobs
+    assert told.token_logprobs[0] is None
+    assert told.tokens[-7:] == sampled.tokens
+    assert told.token_logprobs[-7:] == pytest.approx(sampled.token_logprobs, abs=1e-4)
     stream = client.completions.create(
         model=BASE, prompt=prompt, max_tokens=7, temperature=0, stream=True
     )
