@@ -367,3 +367,29 @@ def test_a_plan_hashes_nothing_that_was_prompt(monkeypatch):
     harness.add(40, n=3)
     monkeypatch.setattr(PageKeys, "extend", lambda *_: pytest.fail("hashed in a plan"))
     harness.step()
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["pages_kept", "pages_lost"])
+def test_each_token_is_scored_once_though_its_prompt_is_preempted(kept):
+    harness, scored = SchedulerHarness(tokens=6), []
+    plan = harness.scheduler.plan
+
+    def noting(budget):
+        planned = plan(budget)
+        scored.extend((rows.start, rows.end) for rows in planned.scored if rows.start < rows.end)
+        return planned
+
+    harness.scheduler.plan = noting
+    harness.add(list(range(15)))
+    harness.run()
+    assert scored == [], "nobody asked for it"
+    sequence = harness.add(list(range(15)))
+    sequence.kv.score_from = 0
+    assert harness.step() == [(sequence, 6)], "it took cached pages, which say nothing of it"
+    harness.step()
+    harness.scheduler._preempt(sequence)
+    if not kept:
+        harness.cache.release(harness.cache.take(100))
+    assert harness.step() == [(sequence, 3 if kept else 6)]
+    harness.run()
+    assert scored == [(0, 6), (6, 12), (12, 14)]
