@@ -183,7 +183,10 @@ class Sequence:
         return self.length - self.kv.computed
 
     def score(self, chunk: "Chunk") -> "ScoredRows":
-        """What a chunk that is planned scores of the prompt; another asks for what follows."""
+        """Note that a step computes this chunk; return what of the prompt it is to score.
+
+        Nothing, as far as a chunk computes anew what was scored before a preemption.
+        """
         assert self.kv.score_from is not None, "all is scored"
         start, last = self.kv.score_from, self.prompt_length - 1
         end = max(start, min(chunk.end, last))
@@ -258,7 +261,7 @@ class Chunk(NamedTuple):
 class ScoredRows(NamedTuple):
     """Tokens `start` to `end` of a prompt, whose logits say how likely the tokens after them are.
 
-    They belong to a chunk of one step. There are none where it computes anew what was scored.
+    They belong to a chunk of one step.
     """
 
     sequence: Sequence

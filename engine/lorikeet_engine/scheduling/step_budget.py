@@ -141,8 +141,9 @@ class PromptRoom:
         each = 1 + (sequence.request.sampling.prompt_logprobs or 0)
         chunk = self._take(sequence, min(self.tokens, self._scores // each))
         scored = sequence.score(chunk)
-        self._scores -= each * (scored.end - scored.start)
-        self.scored.append(scored)
+        if scored.end > scored.start:  # else it computes anew what was scored before a preemption
+            self._scores -= each * (scored.end - scored.start)
+            self.scored.append(scored)
         return chunk
 
     def _take(self, sequence: Sequence, most: int) -> Chunk:
