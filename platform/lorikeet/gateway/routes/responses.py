@@ -9,7 +9,6 @@ from fastapi import APIRouter, Query, Request
 
 from lorikeet.errors import InvalidInput, UnsupportedParameter
 from lorikeet.gateway.auth import RequestAuthenticator
-from lorikeet.gateway.middleware import request_id_of
 from lorikeet.gateway.stored_responses import StoredResponses
 from lorikeet.request_log.request_log import RequestLog
 from lorikeet.responses.store import Json
@@ -68,10 +67,10 @@ async def _limited(
 ) -> AsyncGenerator[str, None]:
     """Hold a request to its limits, and note it; its tenant's name. Raises LorikeetError."""
     route, traceparent = request.scope["route"].path, request.headers.get("traceparent")
-    trace = request_log.trace(request_id_of(request), route, traceparent, request.method)
+    trace = request_log.trace(request.state.request_id, route, traceparent, request.method)
     with trace.answering():
         caller = await authenticator.caller(request)
-        trace.set_caller(caller.tenant.name, caller.key.key_id)
+        trace.set_caller(caller.tenant.name, caller.key.id)
         hold = rate_limiter.check(caller.tenant, caller.key)
         try:
             hold.body_is_here()
