@@ -132,7 +132,7 @@ class Scheduler:
             served = {chunk.sequence for chunk in taken}
             prefilling = [sequence for sequence in prefilling if sequence not in served]
         for sequence in prefilling:
-            if room:
+            if room.fits(sequence):
                 chunks.append(self._charged(room.take(sequence)))
         self._throughput.step_planned(saturated)
         return StepPlan(chunks, self._drop_failed(failed), room.scored)
@@ -234,7 +234,8 @@ class Scheduler:
                 self._begin(sequence, admission)
                 begun.append(sequence)
                 pages += len(sequence.kv.pages)
-            chunks.append(self._charged(room.take(sequence)))
+            if room.fits(sequence):
+                chunks.append(self._charged(room.take(sequence)))
             if not room or pages > _PAGES_PER_PLAN:
                 break
         else:

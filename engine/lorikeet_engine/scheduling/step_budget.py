@@ -127,19 +127,22 @@ class PromptRoom:
         self._scores = _SCORES
 
     def __bool__(self) -> bool:
-        """Whether there is room for more; not for slivers where a goal bounds it."""
-        least = min(self.tokens, 1 if self._budget is None else _SLIVER)
-        return 0 < least <= self.tokens_within(0, least)
+        """Whether some prompt may have room: one that is at its beginning has."""
+        return self._has_room(0, self.tokens)
+
+    def fits(self, sequence: Sequence) -> bool:
+        """Whether there is room for more of a prompt; not for a sliver where a goal bounds it."""
+        return self._has_room(sequence.kv.computed, sequence.remaining)
 
     def take(self, sequence: Sequence) -> Chunk:
-        """As long a chunk of a prompt as there is room for, and at least one token of it."""
+        """As long a chunk as there is room for, of a prompt that fits."""
         if sequence.kv.score_from is not None:
             return self._take_scored(sequence)
         return self._take(sequence, self.tokens)
 
     def _take_scored(self, sequence: Sequence) -> Chunk:
         each = 1 + (sequence.request.sampling.prompt_logprobs or 0)
-        chunk = self._take(sequence, min(self.tokens, self._scores // each))
+        chunk = self._take(sequence, max(1, min(self.tokens, self._scores // each)))
         scored = sequence.score(chunk)
         if scored.end > scored.start:  # else it computes anew what was scored before a preemption
             self._scores -= each * (scored.end - scored.start)
@@ -147,7 +150,7 @@ class PromptRoom:
         return chunk
 
     def _take(self, sequence: Sequence, most: int) -> Chunk:
-        chunk = Chunk.of(sequence, max(1, self.tokens_within(sequence.kv.computed, most)))
+        chunk = Chunk.of(sequence, self.tokens_within(sequence.kv.computed, most))
         self.tokens -= chunk.length
         self._taken += chunk.length
         self._seen += seen_tokens(chunk.length, chunk.start)
@@ -164,3 +167,7 @@ class PromptRoom:
 
         within = bisect_right(range(1, most + 1), self._left_s, key=takes_s)
         return min(most, max(within, _MIN_PROMPT_TOKENS - self._taken))
+
+    def _has_room(self, depth: int, remaining: int) -> bool:
+        least = min(self.tokens, remaining, 1 if self._budget is None else _SLIVER)
+        return 0 < least <= self.tokens_within(depth, least)

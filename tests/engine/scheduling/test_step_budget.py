@@ -185,6 +185,18 @@ def test_the_deeper_the_shorter_and_what_is_left_goes_to_the_next_prompt():
     assert not room
 
 
+def test_what_is_left_is_no_room_for_a_sliver_deep_in_a_prompt():
+    """A shallow prompt may still use it, and a deep one whose last tokens fit."""
+    one = budget(token_s=1e-6, prompt_seen_s=2e-10)
+    room = PromptRoom(2000, one, decodes=3, left_s=250e-6)
+    assert room.take(dummy_chunk(128, 16, None).sequence).length == 128
+    assert room
+    assert room.fits(prompt_at(0))
+    assert not room.fits(prompt_at(90_000))
+    assert room.fits(prompt_at(99_997))
+    assert room.take(prompt_at(99_997)).length == 3
+
+
 def test_what_prompts_take_beyond_what_was_measured_is_learned():
     one = budget(token_s=1e-6)
     before = one.prompt_room(chunks(0), 5000).take(prompt_at(0)).length
