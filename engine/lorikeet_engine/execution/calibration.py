@@ -74,9 +74,11 @@ def _of_base(steps: "StepTimer", settings: EngineSettings) -> StepCosts:
     costs = StepCosts(step_tokens=full, max_running=most)
     costs = replace(costs, seen_token_s=_seen_token_s(steps, decodes_s, costs))
     rows_s = {n: s - costs.seen_token_s * n * steps.context for n, s in decodes_s.items()}
-    if (chunk := min(_CHUNK, full)) > most:
-        prompt_seen_s, rows_s[chunk] = _chunk(steps, chunk, costs)
-        costs = replace(costs, prompt_seen_s=prompt_seen_s)
+    chunk = min(_CHUNK, full)
+    prompt_seen_s, chunk_s = _chunk(steps, chunk, costs)
+    costs = replace(costs, prompt_seen_s=prompt_seen_s)
+    if chunk > most:
+        rows_s[chunk] = chunk_s
     if full > max(rows_s):
         rows_s[full] = steps.prompts_s(full) - costs.prompt_seen_s * steps.seen(full)
     # More work is never faster: where it seems so, here and below, it is noise.

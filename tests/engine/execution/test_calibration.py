@@ -135,7 +135,14 @@ def test_an_engine_of_one_sequence_is_measured_by_that(measure):
 def test_a_step_that_has_room_for_decodes_alone_is_measured_by_them(measure):
     found = measure(max_batch_tokens=64, costs=replace(TRUE, step_tokens=64))
     assert [tokens for tokens, _ in found.rows] == [1, 32, 64]
-    assert found.prompt_seen_s == StepCosts().prompt_seen_s
+
+
+@pytest.mark.parametrize("running", [64, 256, 512, 1024])
+def test_what_prompts_see_is_measured_however_many_sequences_run(measure, running):
+    costs = replace(TRUE, prompt_seen_s=4e-9, max_running=running)
+    found = measure(max_running=running, costs=costs)
+    assert found.prompt_seen_s == pytest.approx(4e-9)
+    assert_close(found, replace(costs, rows=found.rows))
 
 
 FLAT = replace(
