@@ -108,6 +108,13 @@ PLANTED = {
     "bfloat16 weights as float16": Fault(
         "base models", variable("DTYPE", "float16"), WARNING, "bfloat16", "LORIKEET_DTYPE=bfloat16"
     ),
+    "a dtype without attention kernels": Fault(
+        "base models",
+        gpus(2, dtype="float32"),
+        WARNING,
+        "16-bit dtypes, and this is torch.float32.*without CUDA graphs",
+        "LORIKEET_DTYPE=bfloat16",
+    ),
     "a model larger than the GPU": Fault(
         "memory", {"gpu_memory": GIB}, PROBLEM, "no room for the steps", "more memory"
     ),
@@ -276,6 +283,17 @@ def test_a_base_model_that_is_quantised_otherwise(patient: Patient) -> None:
     (fault,) = faults(patient.examined("base models"))
     assert "quantization_config.bits=3: want 4" in fault.message
     assert "NF4, AWQ or GPTQ" in fault.fix
+
+
+def test_heads_without_attention_kernels_are_named_where_there_is_a_gpu(patient: Patient) -> None:
+    file = patient.model / "config.json"
+    halves = {"head_dim": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **halves}))
+    assert faults(patient.examined("base models")) == []
+    (fault,) = faults(patient.examined("base models", **gpus(2)))
+    assert fault.severity is WARNING
+    assert "heads of 64, 128, 256, and these have 32" in fault.message
+    assert fault.fix == "choose a model with such heads"
 
 
 def test_packages_that_are_too_old_or_not_there(

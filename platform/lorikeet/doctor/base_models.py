@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint
-from lorikeet_engine.adapter_format import FAMILIES, quantized_linears, read_json
+from lorikeet_engine.adapter_format import FAMILIES, BaseShape, quantized_linears, read_json
 from lorikeet_engine.errors import ModelError
+
+if TYPE_CHECKING:
+    from lorikeet_engine.settings import EngineSettings
 
 _POINTER = b"version https://git-lfs"
 
@@ -21,6 +25,8 @@ def check_base_models(planned: PlannedStart) -> Iterator[Finding]:
             yield problem(check, plan.message, _fix(folder, str(plan.fields.get("field"))))
         elif plan is not None:
             yield _check_dtype(check, folder, planned.engine_settings(name).dtype)
+            if planned.device == "cuda":
+                yield from _check_attention(check, folder, planned.engine_settings(name))
         if folder.is_dir():
             yield _check_text(check, folder)
 
@@ -67,6 +73,17 @@ def _check_dtype(check: str, folder: Path, served: str) -> Finding:
     if (stored, served) == ("bfloat16", "float16"):
         return warning(check, f"{found}, which cannot hold all", "LORIKEET_DTYPE=bfloat16")
     return ok(check, found)
+
+
+def _check_attention(check: str, folder: Path, served: "EngineSettings") -> Iterator[Finding]:
+    """Whether GPUs have fast attention kernels for the model."""
+    from lorikeet_engine.kernels.attention import why_slow  # torch
+
+    head_dim = BaseShape.from_config(read_json(folder / "config.json")).head_dim
+    if reason := why_slow(head_dim, served.torch_dtype):
+        wide = served.torch_dtype.itemsize > 2
+        fix = "LORIKEET_DTYPE=bfloat16" if wide else "choose a model with such heads"
+        yield warning(check, f"{reason}: the more requests run, the longer each waits", fix)
 
 
 def _check_text(check: str, folder: Path) -> Finding:

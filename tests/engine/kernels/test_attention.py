@@ -117,8 +117,17 @@ def test_a_machine_without_flashinfer_is_told_which_extra_it_wants(monkeypatch):
         (replace(LARGE, head_dim=16), CUDA),
     ],
 )
-def test_torch_attends_where_flashinfer_cannot(shape, device):
+def test_torch_attends_where_flashinfer_cannot(shape, device, caplog):
     assert isinstance(choose_attention(shape, device), SdpaAttention)
+    assert ("attention_is_slow" in caplog.text) == (device == CUDA), "a CPU has nothing else"
+
+
+def test_the_warning_names_what_is_in_the_way(caplog):
+    choose_attention(replace(LARGE, head_dim=80), CUDA)
+    choose_attention(replace(LARGE, dtype=torch.float32), CUDA)
+    narrow, wide = (record.reason for record in caplog.records)
+    assert "heads of 64, 128, 256, and these have 80" in narrow
+    assert "float32" in wide
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@
 for CPUs and as the reference.
 """
 
+import logging
 from importlib import import_module
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend, AttentionShape
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
+
+log = logging.getLogger(__name__)
 
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
@@ -21,8 +24,10 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> AttentionBa
 
     Raises SettingsError where FlashInfer is not installed.
     """
-    narrow = shape.dtype.itemsize == 2
-    if device.type != "cuda" or not narrow or shape.head_dim not in _FLASHINFER_HEAD_DIMS:
+    if device.type != "cuda":
+        return SdpaAttention()
+    if reason := why_slow(shape.head_dim, shape.dtype):
+        log.warning("attention_is_slow", extra={"reason": reason})
         return SdpaAttention()
     try:
         flashinfer = import_module("lorikeet_engine.kernels.attention.flashinfer")
@@ -33,3 +38,17 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> AttentionBa
         ) from error
     backend: AttentionBackend = flashinfer.FlashInferAttention(shape, device)
     return backend
+
+
+def why_slow(head_dim: int, dtype: torch.dtype) -> str | None:
+    """Why CUDA attends by torch, sequence by sequence and in no CUDA graph; None if it does not."""
+    if dtype.itemsize != 2:
+        wanted = f"16-bit dtypes, and this is {dtype}"
+    elif head_dim not in _FLASHINFER_HEAD_DIMS:
+        wanted = f"heads of {', '.join(map(str, _FLASHINFER_HEAD_DIMS))}, and these have {head_dim}"
+    else:
+        return None
+    return (
+        f"FlashInfer is used for {wanted}: torch attends to one sequence after another, and steps "
+        "run without CUDA graphs"
+    )
